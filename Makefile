@@ -1,0 +1,43 @@
+# Every way to work on KVBM is a target here; `make help` lists them.
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-stamp
+PACKAGES := libs/kvbm_common services/index services/host_tier services/disk_tier services/metrics connectors
+
+# UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
+export UCX_MODULES ?= ^ib
+
+.PHONY: help setup demo test up bench lint lock
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: $(STAMP) ## make .venv from the hashed lock (idempotent)
+
+$(STAMP): requirements/lock.txt $(PACKAGES:=/pyproject.toml)
+	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "KVBM needs Python 3.11 or newer")'
+	test -x $(PY) || python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --require-hashes --no-deps -r requirements/lock.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)
+	touch $@
+
+demo: setup ## the whole stack, sim engines and a verified workload, on this machine
+	$(VENV)/bin/kvbm demo $(ARGS)
+
+up: setup ## start the stack in the foreground
+	$(VENV)/bin/kvbm up $(ARGS)
+
+test: setup lint ## lint, types and every test of the first suite
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+lint: setup ## ruff and mypy --strict
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: setup ## every benchmark; writes benchmarks/results/*.json
+	$(PY) -m benchmarks $(ARGS)
+
+lock: setup ## renew requirements/lock.txt (needs uv)
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
+	  --override requirements/overrides.txt requirements/dev.in -o requirements/lock.txt

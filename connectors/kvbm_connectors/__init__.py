@@ -1,0 +1,1 @@
+"""What runs beside an engine: connector core, consolidator, sim engine."""

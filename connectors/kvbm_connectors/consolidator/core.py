@@ -1,0 +1,371 @@
+"""The consolidator's core: the event streams of one host's engines become events of our own.
+
+```
+  Attach ──► AskEpoch ──► EpochGranted ──► cleared (seq 1), everything held
+    │                                          │
+    └─► Subscribe, RequestReplay ──► batches ──┴──► stored, removed, cleared …
+                                                    │
+  Detach · another incarnation · no Beat and no batch: cleared, Unsubscribe, RevokeEpoch
+```
+
+An engine is one source: its epoch is its life in the registry, its `seq` counts over all its ranks
+and KV groups. A rank is one stream (rank.py), followed from the moment that it is attached, even
+before there is an epoch: what is held when it comes is announced then. A publisher that restarts
+under the same incarnation gets the engine a new epoch, and all its ranks begin again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import assert_never
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.verbs import SnapshotReply
+
+from kvbm_connectors.consolidator.engine import Engine, describe, event_of, mentions
+from kvbm_connectors.consolidator.merge import ClearedDraft, Draft
+from kvbm_connectors.consolidator.messages import (
+    AskEpoch,
+    BeatReceived,
+    Describe,
+    Effect,
+    EngineBatchReceived,
+    EngineDetached,
+    EngineLost,
+    EpochFailed,
+    EpochGranted,
+    Input,
+    Limits,
+    Publish,
+    ReplayDone,
+    ReplayFailed,
+    Reply,
+    RequestReplay,
+    RevokeEpoch,
+    Statistics,
+    StreamAttached,
+    StreamKey,
+    Subscribe,
+    Tick,
+    Unsubscribe,
+)
+from kvbm_connectors.consolidator.order import Ready
+from kvbm_connectors.consolidator.rank import Rank
+
+STORY_EVENTS_MAX = 2_000
+"""Published events that are remembered for stories."""
+TIER_SOURCES = ("host-tier-", "disk-tier-")
+"""What the tiers are called as sources; an engine may not be."""
+
+
+class ConsolidatorCore:
+    """Pure: time comes in with each step, IO goes out as effects."""
+
+    def __init__(self, host: str, limits: Limits | None = None) -> None:
+        self._host = host
+        self._limits = limits or Limits()
+        self._engines: dict[str, Engine] = {}
+        self._drops: Counter[str] = Counter()
+        self._effects: list[Effect] = []
+        self._published: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._now_ms = 0
+        self._batch_count = 0
+        self._publish_count = 0
+        self._replay_count = 0
+
+    # ---- the only door -----------------------------------------------------------------------
+
+    def step(self, event: Input, now_ms: int) -> list[Effect]:
+        """Take one input; returns what is to be done about it, in order."""
+        self._now_ms = now_ms
+        match event:
+            case EngineBatchReceived():
+                self._on_batch(event)
+            case StreamAttached(attach, peer):
+                self._on_attached(attach, peer)
+            case BeatReceived():
+                self._on_beat(event)
+            case EngineDetached(engine, incarnation):
+                self._on_detached(engine, incarnation)
+            case EngineLost():
+                self._on_lost(event)
+            case EpochGranted():
+                self._on_epoch(event)
+            case EpochFailed():
+                self._on_epoch_failed(event)
+            case ReplayDone(key, replay):
+                self._on_replay_over(key, replay, failed=False)
+            case ReplayFailed(key, replay):
+                self._on_replay_over(key, replay, failed=True)
+            case Tick():
+                self._on_tick()
+            case _:
+                assert_never(event)
+        effects, self._effects = self._effects, []
+        return effects
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def snapshot(self, engine: str) -> SnapshotReply | None:
+        """All that an engine holds as of its last event; None if it is unknown or has no epoch."""
+        found = self._engines.get(engine)
+        if found is None or not found.epoch:
+            return None
+        return SnapshotReply(
+            host=self._host,
+            source=engine,
+            tier="device",
+            epoch=found.epoch,
+            seq=found.seq,
+            parts=[part for rank in found.ranks.values() for part in rank.parts()],
+        )
+
+    def knows(self, engine: str, incarnation: str) -> bool:
+        """Whether this life of an engine is attached."""
+        found = self._engines.get(engine)
+        return found is not None and found.incarnation == incarnation
+
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Engine → (epoch, seq) of its last event."""
+        return {name: (engine.epoch, engine.seq) for name, engine in self._engines.items()}
+
+    def held(self, engine: str) -> set[tuple[int, int, SequenceHash]]:
+        """Every (rank, group, block) of an engine; empty if it is unknown."""
+        found = self._engines.get(engine)
+        return found.held() if found else set()
+
+    def story(self, sequence_hash: SequenceHash) -> list[str]:
+        """What was lately published about a block, newest last."""
+        return [
+            f"{now_ms} ms {describe(event)}"
+            for now_ms, event in self._published
+            if mentions(event, sequence_hash)
+        ]
+
+    def statistics(self) -> Statistics:
+        """Figures, for metrics."""
+        ranks = [rank for engine in self._engines.values() for rank in engine.ranks.values()]
+        return Statistics(
+            engines=len(self._engines),
+            streams=len(ranks),
+            blocks=sum(rank.block_count for rank in ranks),
+            pending_batches=sum(rank.order.pending_count for rank in ranks),
+            orphan_blocks=sum(rank.orphans.block_count for rank in ranks),
+            batches=self._batch_count,
+            published=self._publish_count,
+            replays=self._replay_count,
+            drops=dict(self._drops),
+        )
+
+    def check(self) -> None:
+        """Every invariant, O(n)."""
+        assert not self._effects, "effects leave with their step"
+        for name, engine in self._engines.items():
+            assert name == engine.name
+            engine.check()
+
+    # ---- lives -------------------------------------------------------------------------------
+
+    def _on_attached(self, attach: Attach, peer: bytes) -> None:
+        refusal = self._refusal(attach)
+        if refusal is not None:
+            self._drops[refusal.code] += 1
+            self._effects.append(Reply(peer, refusal))
+            return
+        engine = self._engines.get(attach.engine)
+        if engine is not None and self._is_another(engine, attach):
+            self._end(engine, "replaced")
+            engine = None
+        if engine is None:
+            engine = Engine(attach.engine, attach.incarnation, self._now_ms)
+            self._engines[attach.engine] = engine
+        engine.seen_ms = self._now_ms
+        rank = engine.ranks.get(attach.rank)
+        if rank is None:
+            rank = Rank(attach, peer, self._limits, self._drops, self._now_ms)
+            engine.ranks[attach.rank] = rank
+            self._effects.append(Subscribe(rank.key, attach.endpoint, attach.topic))
+            self._poll(rank)
+            self._register(engine)
+        rank.peer = peer
+        if engine.epoch:
+            self._answer(engine, rank)
+
+    def _refusal(self, attach: Attach) -> Refused | None:
+        if attach.engine.startswith(TIER_SOURCES):
+            text = f"{attach.engine!r} is the name of a tier"
+            return Refused(about="attach", code="bad_engine", message=text, field="engine")
+        known = self._engines.get(attach.engine)
+        streams = sum(len(engine.ranks) for engine in self._engines.values())
+        if streams >= self._limits.streams_max and not (known and attach.rank in known.ranks):
+            text = f"{streams} streams are followed already"
+            return Refused(about="attach", code="too_many_streams", message=text)
+        return None
+
+    def _is_another(self, engine: Engine, attach: Attach) -> bool:
+        """Whether this is another life, or the same one that says something else about itself."""
+        rank = engine.ranks.get(attach.rank)
+        return engine.incarnation != attach.incarnation or (
+            rank is not None and rank.attach != attach
+        )
+
+    def _register(self, engine: Engine) -> None:
+        """Ask for an epoch, or say that there is one more rank."""
+        facts = (engine.name, engine.incarnation, tuple(sorted(engine.ranks)), engine.namespaces())
+        if engine.epoch:
+            self._effects.append(Describe(*facts))
+        elif not engine.asked and self._now_ms >= engine.ask_at_ms:
+            engine.asked = True
+            self._effects.append(AskEpoch(*facts))
+
+    def _on_epoch(self, event: EpochGranted) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is None or engine.incarnation != event.incarnation or not engine.asked:
+            self._drops["stale_epoch"] += 1
+            if engine is None:
+                self._effects.append(RevokeEpoch(event.engine))
+            return
+        assert event.epoch > 0, event
+        engine.asked, engine.epoch, engine.seq = False, event.epoch, 0
+        self._number(engine, None, ClearedDraft("attached"), 0)
+        for rank in engine.ranks.values():
+            for draft in rank.everything():
+                self._number(engine, rank, draft, 0)
+            self._answer(engine, rank)
+
+    def _on_epoch_failed(self, event: EpochFailed) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is not None and engine.incarnation == event.incarnation:
+            engine.asked = False
+            engine.ask_at_ms = self._now_ms + self._limits.epoch_retry_ms
+
+    def _on_beat(self, event: BeatReceived) -> None:
+        """A peer that has attached no rank of this life hears so, and attaches again."""
+        engine = self._engines.get(event.engine)
+        if engine is not None and engine.incarnation == event.incarnation:
+            engine.seen_ms = self._now_ms
+            for rank in engine.ranks.values():
+                if rank.peer == event.peer:
+                    self._answer(engine, rank)
+                    return
+        text = f"{event.engine} {event.incarnation} is not attached by you"
+        refused = Refused(about="beat", code="unknown_engine", message=text, field="engine")
+        self._effects.append(Reply(event.peer, refused))
+
+    def _on_detached(self, name: str, incarnation: str) -> None:
+        engine = self._engines.get(name)
+        if engine is None or engine.incarnation != incarnation:
+            self._drops["stale_detach"] += 1
+            return
+        self._end(engine, "detached")
+
+    def _on_lost(self, event: EngineLost) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is not None and engine.epoch == event.epoch:
+            self._end(engine, event.reason)
+
+    def _end(self, engine: Engine, reason: str) -> None:
+        """The device blocks of this life are gone, as far as anybody should know."""
+        if engine.epoch:
+            self._number(engine, None, ClearedDraft(reason), 0)
+        self._effects += [Unsubscribe(rank.key) for rank in engine.ranks.values()]
+        self._effects.append(RevokeEpoch(engine.name))
+        del self._engines[engine.name]
+
+    def _on_tick(self) -> None:
+        for engine in list(self._engines.values()):
+            if self._now_ms - engine.seen_ms > self._limits.lost_after_ms:
+                self._end(engine, "lost")
+                continue
+            if not engine.epoch:
+                self._register(engine)
+            for rank in engine.ranks.values():
+                rank.age(self._now_ms)
+                self._poll(rank)
+
+    # ---- streams -----------------------------------------------------------------------------
+
+    def _on_batch(self, event: EngineBatchReceived) -> None:
+        found = self._find(event.key)
+        if found is None or event.replay not in (0, found[1].order.replay):
+            self._drops["stale_batch"] += 1
+            return
+        engine, rank = found
+        engine.seen_ms = self._now_ms
+        self._batch_count += 1
+        if event.replay:
+            ready = rank.order.take_replayed(event.seq, event.batch)
+        else:
+            ready = rank.order.take_live(event.seq, event.batch, self._now_ms)
+        restarted = self._take(engine, rank, ready, event.batch.ts)
+        if restarted and not event.replay:
+            # The batch that gave it away belongs to the new life.
+            self._take(engine, rank, rank.order.take_live(event.seq, event.batch, self._now_ms), 0)
+
+    def _on_replay_over(self, key: StreamKey, replay: int, *, failed: bool) -> None:
+        found = self._find(key)
+        if found is None or not replay or found[1].order.replay != replay:
+            self._drops["stale_replay"] += 1
+            return
+        engine, rank = found
+        if failed:
+            self._drops["replay_failed"] += 1
+        order = rank.order
+        ready = order.replay_failed(self._now_ms) if failed else order.replay_done()
+        self._take(engine, rank, ready, 0)
+        rank.drop_orphans()
+
+    def _take(self, engine: Engine, rank: Rank, ready: Ready, ts: float) -> bool:
+        """Apply what is in order and announce it; returns whether the publisher had restarted."""
+        drafts, restarted = rank.take(ready, self._now_ms) if ready else ([], False)
+        for draft in drafts:
+            self._number(engine, rank, draft, int(ts * 1000))
+        if restarted:
+            self._begin_again(engine)
+        self._poll(rank)
+        return restarted
+
+    def _begin_again(self, engine: Engine) -> None:
+        """A publisher has restarted under the same incarnation: another life, another epoch."""
+        self._drops["restarted"] += 1
+        if engine.epoch:
+            self._number(engine, None, ClearedDraft("restarted"), 0)
+        engine.epoch = engine.seq = 0
+        for rank in engine.ranks.values():
+            rank.restart(self._now_ms)
+            self._poll(rank)
+        self._register(engine)
+
+    def _poll(self, rank: Rank) -> None:
+        # The numbers run over all streams and lives: an answer never meets another question.
+        from_seq = rank.order.poll(self._now_ms, self._replay_count + 1)
+        if from_seq is not None:
+            self._replay_count += 1
+            endpoint = rank.attach.replay_endpoint
+            self._effects.append(RequestReplay(rank.key, endpoint, from_seq, rank.order.replay))
+
+    # ---- out ---------------------------------------------------------------------------------
+
+    def _number(self, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> None:
+        """Publish a draft, if the engine has an epoch yet. Without a rank it is about all ranks."""
+        if not engine.epoch:
+            return
+        engine.seq += 1
+        event = event_of(self._host, engine, rank, draft, ts_ms)
+        self._published.append((self._now_ms, event))
+        self._publish_count += 1
+        self._effects.append(Publish(event))
+
+    def _answer(self, engine: Engine, rank: Rank) -> None:
+        """Epoch 0 says: known, and the registry has not answered yet."""
+        message = Attached(engine=engine.name, rank=rank.key.rank, epoch=engine.epoch)
+        self._effects.append(Reply(rank.peer, message))
+
+    def _find(self, key: StreamKey) -> tuple[Engine, Rank] | None:
+        engine = self._engines.get(key.engine)
+        if engine is None or engine.incarnation != key.incarnation:
+            return None
+        rank = engine.ranks.get(key.rank)
+        return None if rank is None else (engine, rank)

@@ -1,0 +1,237 @@
+"""What goes into the consolidator's core and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvbm_common.wire.engine_events import EngineBatch
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.local import Attach, Attached, Refused
+
+
+class StreamKey(NamedTuple):
+    """One event stream: one data-parallel rank of one life of an engine."""
+
+    engine: str
+    incarnation: str
+    rank: int
+
+
+# ---- inputs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAttached:
+    """A connector asks to follow its engine. `peer` is where the answer goes."""
+
+    attach: Attach
+    peer: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDetached:
+    """An engine says that it ends."""
+
+    engine: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """An engine's place in the registry was taken by another life of it, elsewhere."""
+
+    engine: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeatReceived:
+    """A connector says that its engine lives, and hears whether we know it."""
+
+    engine: str
+    incarnation: str
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EpochGranted:
+    """The registry has numbered an engine's life."""
+
+    engine: str
+    incarnation: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochFailed:
+    """The registry could not be reached; the core asks again."""
+
+    engine: str
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBatchReceived:
+    """A batch of a stream. `replay` is the number of the replay it belongs to, 0 when live."""
+
+    key: StreamKey
+    seq: int
+    batch: EngineBatch
+    replay: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayDone:
+    """The engine has sent all that it still had."""
+
+    key: StreamKey
+    replay: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayFailed:
+    """The engine did not answer in time."""
+
+    key: StreamKey
+    replay: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes."""
+
+
+Input = (
+    StreamAttached
+    | EngineDetached
+    | EngineLost
+    | BeatReceived
+    | EpochGranted
+    | EpochFailed
+    | EngineBatchReceived
+    | ReplayDone
+    | ReplayFailed
+    | Tick
+)
+
+# ---- effects ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Put an event on the bus. A `ts_ms` of 0 is the shell's to fill."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """Follow an engine's PUB."""
+
+    key: StreamKey
+    endpoint: str
+    topic: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    """Stop following it."""
+
+    key: StreamKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReplay:
+    """Ask an engine for everything from `from_seq` on. Ends in ReplayDone or ReplayFailed."""
+
+    key: StreamKey
+    endpoint: str
+    from_seq: int
+    replay: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskEpoch:
+    """Register an engine's life. Ends in EpochGranted or EpochFailed."""
+
+    engine: str
+    incarnation: str
+    ranks: tuple[int, ...]
+    namespaces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Renew what the registry says about an engine."""
+
+    engine: str
+    incarnation: str
+    ranks: tuple[int, ...]
+    namespaces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeEpoch:
+    """An engine's life is over: take it out of the registry."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer a connector."""
+
+    peer: bytes
+    message: Attached | Refused
+
+
+Effect = (
+    Publish | Subscribe | Unsubscribe | RequestReplay | AskEpoch | Describe | RevokeEpoch | Reply
+)
+
+# ---- limits and figures ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the core. Sizes are per stream."""
+
+    lost_after_ms: int = 5_000
+    """An engine that neither beats nor publishes for so long is lost."""
+    epoch_retry_ms: int = 500
+    streams_max: int = 1_024
+    """Engines on one host times ranks: far below."""
+    pending_batches_max: int = 10_000
+    """Batches that wait behind a gap; vLLM's own replay buffer has as many."""
+    orphan_blocks_max: int = 16_384
+    """Blocks whose parent is unknown."""
+    orphan_age_ms: int = 2_000
+    """A parent that comes at all comes within a step or two of the engine."""
+    probe_after_ms: int = 1_000
+    """A stream that falls silent is asked whether we missed its last batch, then less and less
+    often. It costs one small message each way."""
+    probe_every_max_ms: int = 16_000
+    replay_attempts_max: int = 3
+    replay_retry_ms: int = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Figures of the core, for the shell's counters."""
+
+    engines: int
+    streams: int
+    blocks: int
+    """Device blocks held, over all engines, ranks and groups; equal content counts once each."""
+    pending_batches: int
+    orphan_blocks: int
+    batches: int
+    published: int
+    replays: int
+    drops: Mapping[str, int] = field(default_factory=dict)
+    """What was dropped, by reason."""

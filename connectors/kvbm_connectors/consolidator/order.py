@@ -1,0 +1,188 @@
+"""The order: one stream's batches, each once, in sequence, across gaps, replays and restarts.
+
+```
+          attach                      nothing more is missing
+  ───────► REPLAYING ──────────────────────────────────────────► LIVE
+             │    ▲    a gap · a silence · an orphan's age        │
+             │    └───────────────────────────────────────────────┘
+             └── failed too often, or the engine's buffer no longer reaches back:
+                 what we knew is LOST, and we go on with what there is
+```
+
+While a replay is wanted or flies, live batches wait (bounded). The first replay begins at 0,
+because an engine may have lived for long before we came. A batch with an old number is a duplicate
+if its time stamp is the one that we remember; otherwise the publisher has restarted (RESTARTED).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum, auto
+
+from kvbm_common.wire.engine_events import EngineBatch
+
+from kvbm_connectors.consolidator.messages import Limits
+
+RECENT_MAX = 4_096
+"""Sequence numbers whose time stamps are remembered."""
+
+
+class Sign(Enum):
+    """What `Order` says between batches."""
+
+    LOST = auto()
+    """Batches before the next one will never come: forget what was built on them."""
+    RESTARTED = auto()
+    """The engine's publisher has begun anew: everything belongs to another life."""
+
+
+Ready = list[EngineBatch | Sign]
+
+
+class Order:
+    """Puts the batches of one stream in order."""
+
+    def __init__(
+        self, limits: Limits, drops: Counter[str], *, replayable: bool, now_ms: int
+    ) -> None:
+        self._limits = limits
+        self._replayable = replayable
+        self._drops = drops
+        self.next_seq = 0
+        self.replay = 0
+        """The number of the replay in flight; 0 when there is none."""
+        self._wanted = True
+        self._retry_at_ms = 0
+        self._attempts = 0
+        self._progress = False
+        self._pending: dict[int, EngineBatch] = {}
+        self._recent: dict[int, float] = {}
+        self._latest_ts = 0.0
+        self._heard_ms = now_ms
+        """When the last live batch came, or the last probe left."""
+        self._probe_ms = limits.probe_after_ms
+
+    @property
+    def pending_count(self) -> int:
+        """Batches that wait behind a gap."""
+        return len(self._pending)
+
+    @property
+    def replaying(self) -> bool:
+        """Whether live batches wait for a replay."""
+        return self._wanted or self.replay != 0
+
+    def want_replay(self) -> bool:
+        """Ask the engine at the next `poll` what we missed; False if it cannot be asked."""
+        self._wanted = self._wanted or self._replayable
+        return self._replayable
+
+    def poll(self, now_ms: int, number: int) -> int | None:
+        """The first sequence number to ask for when it is time to: replay `number` flies then."""
+        if self.replay or not self._replayable:
+            return None
+        if not self._wanted and now_ms - self._heard_ms >= self._probe_ms:
+            self._wanted, self._heard_ms = True, now_ms
+            self._probe_ms = min(2 * self._probe_ms, self._limits.probe_every_max_ms)
+        if not self._wanted or now_ms < self._retry_at_ms:
+            return None
+        self._wanted, self._progress = False, False
+        self.replay = number
+        return self.next_seq
+
+    def take_live(self, seq: int, batch: EngineBatch, now_ms: int) -> Ready:
+        """A batch came from the PUB."""
+        self._heard_ms, self._probe_ms = now_ms, self._limits.probe_after_ms
+        ready: Ready = []
+        if self.replaying:
+            self._pend(seq, batch)
+        else:
+            ready = self._advance(seq, batch)
+        return self._give_up(ready) if self._wanted and not self._replayable else ready
+
+    def take_replayed(self, seq: int, batch: EngineBatch) -> Ready:
+        """A batch came from the replay that flies."""
+        if seq < self.next_seq:
+            return []
+        self._progress = True
+        ready: Ready = [Sign.LOST] if seq > self.next_seq else []
+        return ready + self._accept(seq, batch)
+
+    def replay_done(self) -> Ready:
+        """The replay that flew is over: go on with what waited."""
+        assert self.replay, "no replay flies"
+        self.replay, self._attempts = 0, 0
+        ready = self._drain()
+        if self._pending and not self._progress:
+            return self._give_up(ready)
+        self._wanted = self._wanted or bool(self._pending)
+        return ready
+
+    def replay_failed(self, now_ms: int) -> Ready:
+        """The replay that flew brought nothing (more): try again, or do without."""
+        assert self.replay, "no replay flies"
+        self.replay = 0
+        self._attempts += 1
+        if self._attempts < self._limits.replay_attempts_max:
+            self._wanted = True
+            self._retry_at_ms = now_ms + self._limits.replay_retry_ms * self._attempts
+            return []
+        self._attempts = 0
+        return self._give_up(self._drain())
+
+    def _advance(self, seq: int, batch: EngineBatch) -> Ready:
+        if seq == self.next_seq:
+            return self._accept(seq, batch)
+        if seq > self.next_seq:
+            self._pend(seq, batch)
+            self._wanted = True
+            return []
+        if self._is_duplicate(seq, batch):
+            self._drops["duplicate"] += 1
+            return []
+        return [Sign.RESTARTED]
+
+    def _accept(self, seq: int, batch: EngineBatch) -> Ready:
+        self.next_seq = seq + 1
+        self._latest_ts = max(self._latest_ts, batch.ts)
+        self._recent[seq] = batch.ts
+        if len(self._recent) > RECENT_MAX:
+            del self._recent[next(iter(self._recent))]
+        return [batch]
+
+    def _is_duplicate(self, seq: int, batch: EngineBatch) -> bool:
+        remembered = self._recent.get(seq)
+        return batch.ts <= self._latest_ts if remembered is None else batch.ts == remembered
+
+    def _pend(self, seq: int, batch: EngineBatch) -> None:
+        if len(self._pending) < self._limits.pending_batches_max:
+            self._pending.setdefault(seq, batch)
+        else:
+            self._drops["pending_full"] += 1
+
+    def _drain(self) -> Ready:
+        """What waited and is in sequence now; what the replay has brought too is left out."""
+        ready: Ready = []
+        for seq in sorted(self._pending):
+            batch = self._pending[seq]
+            if seq > self.next_seq:
+                break
+            del self._pending[seq]
+            if seq == self.next_seq:
+                ready += self._accept(seq, batch)
+            elif not self._is_duplicate(seq, batch):
+                return [*ready, Sign.RESTARTED]
+        return ready
+
+    def _give_up(self, ready: Ready) -> Ready:
+        """Nobody can say what is missing: go on after the gap."""
+        self._wanted = False
+        if not self._pending:
+            return ready
+        first = min(self._pending)
+        if first > self.next_seq:
+            ready.append(Sign.LOST)
+            self.next_seq = first
+        ready += self._drain()
+        self._wanted = bool(self._pending)
+        return ready

@@ -1,0 +1,158 @@
+"""The view: what one KV group of one rank holds, in the engine's names and in ours.
+
+An engine may hold the same content in two device blocks. It then says stored twice and removed
+twice; here the block is held from the first to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvbm_common.announcer import runs_of
+from kvbm_common.identity import Extras, Hasher, SequenceHash
+from kvbm_common.wire.engine_events import EngineHash
+from kvbm_common.wire.events import Run
+
+RETIRED_MAX = 65_536
+"""Names of removed blocks that are kept: a new block may follow one that has just left (sliding
+windows do that). An engine's hash stands for the same content during a whole life."""
+
+BlockRun = tuple[SequenceHash, list[SequenceHash]]
+"""A parent, and blocks that follow it one after the other."""
+
+
+class View:
+    """The blocks of one group of one rank."""
+
+    def __init__(self, hasher: Hasher, retired_max: int = RETIRED_MAX) -> None:
+        self.hasher = hasher
+        self.namespace_hex = hasher.namespace.digest.hex()
+        self._retired_max = retired_max
+        self._names: dict[EngineHash, SequenceHash] = {}
+        self._parents: dict[SequenceHash, SequenceHash] = {}
+        """Exactly the blocks held, with their parents, parents first."""
+        self._copies: dict[SequenceHash, int] = {}
+        """How often a block is held, where that is more than once."""
+        self._retired: dict[EngineHash, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def __contains__(self, block: SequenceHash) -> bool:
+        return block in self._parents
+
+    def name_of(self, engine_hash: EngineHash) -> SequenceHash | None:
+        """Our name of a block that the engine has stored before."""
+        return self._names.get(engine_hash)
+
+    def names_for(
+        self,
+        engine_hashes: tuple[EngineHash, ...],
+        tokens: tuple[int, ...],
+        *,
+        parent: SequenceHash | None,
+        extras: Mapping[int, Extras],
+    ) -> list[SequenceHash] | None:
+        """Our names of new blocks; None if the engine uses one of its hashes for two contents.
+
+        Raises IdentityError for token ids that are none.
+        """
+        chain = self.hasher.chain(tokens, parent=parent, extras=extras)
+        assert len(chain) == len(engine_hashes), (len(chain), len(engine_hashes))
+        if len(set(engine_hashes)) < len(engine_hashes):
+            return None
+        if not self._names.keys().isdisjoint(engine_hashes):
+            known = map(self._names.get, engine_hashes)
+            if any(name not in (None, ours) for name, ours in zip(known, chain, strict=True)):
+                return None
+        return chain
+
+    def store(
+        self,
+        engine_hashes: tuple[EngineHash, ...],
+        chain: list[SequenceHash],
+        parent: SequenceHash | None,
+    ) -> list[BlockRun]:
+        """Hold these blocks once more; returns those that were not held before."""
+        first_parent = self.hasher.root if parent is None else parent
+        self._names.update(zip(engine_hashes, chain, strict=True))
+        for engine_hash in self._retired.keys() & engine_hashes:
+            del self._retired[engine_hash]
+        parents = [first_parent, *chain[:-1]]
+        if self._parents.keys().isdisjoint(chain):
+            self._parents.update(zip(chain, parents, strict=True))
+            return [(first_parent, chain)]
+        return self._store_some(chain, parents)
+
+    def _store_some(self, chain: list[SequenceHash], parents: list[SequenceHash]) -> list[BlockRun]:
+        """The slow way: some are held already. Copies are counted, holes split the run."""
+        runs: list[BlockRun] = []
+        for block, parent in zip(chain, parents, strict=True):
+            if block in self._parents:
+                self._copies[block] = self._copies.get(block, 1) + 1
+                continue
+            self._parents[block] = parent
+            if runs and runs[-1][1][-1] == parent:
+                runs[-1][1].append(block)
+            else:
+                runs.append((parent, [block]))
+        return runs
+
+    def remove(self, engine_hash: EngineHash) -> tuple[SequenceHash | None, bool]:
+        """Let go of one copy: our name of it if that was the last one, and whether it was held."""
+        block = self._names.get(engine_hash)
+        if block is None or block not in self._parents:
+            return None, False
+        self._retire(engine_hash)
+        copies = self._copies.pop(block, 1)
+        if copies > 1:
+            if copies > 2:
+                self._copies[block] = copies - 1
+            return None, True
+        del self._parents[block]
+        return block, True
+
+    def clear(self) -> None:
+        """Hold nothing; the names stay good."""
+        self._parents.clear()
+        self._copies.clear()
+        self._retired = dict.fromkeys(self._names)
+        self._shorten_retired()
+
+    def block_runs(self) -> list[BlockRun]:
+        """Everything held, each block a run of its own, parents first."""
+        return [(parent, [block]) for block, parent in self._parents.items()]
+
+    def runs(self) -> list[Run]:
+        """Everything held, for a snapshot."""
+        return runs_of(self._parents.items())
+
+    def blocks(self) -> Iterable[SequenceHash]:
+        """Every block held."""
+        return self._parents.keys()
+
+    def check(self) -> None:
+        """Every invariant, O(n)."""
+        assert self._parents.keys() <= set(self._names.values()), "a held block has a name"
+        assert self._copies.keys() <= self._parents.keys(), "copies are of held blocks"
+        assert all(count > 1 for count in self._copies.values()), "one copy is no entry"
+        assert self._retired.keys() <= self._names.keys(), "only names retire"
+        for engine_hash, block in self._names.items():
+            retired = engine_hash in self._retired
+            assert retired or block in self._parents, "a name that is not held has retired"
+        assert len(self._retired) <= self._retired_max + len(self._parents), "it is bounded"
+
+    def _retire(self, engine_hash: EngineHash) -> None:
+        self._retired.pop(engine_hash, None)
+        self._retired[engine_hash] = None
+        self._shorten_retired()
+
+    def _shorten_retired(self) -> None:
+        """Forget the oldest names. One that still has a copy held goes to the back instead."""
+        for _ in range(len(self._retired) - self._retired_max):
+            oldest = next(iter(self._retired))
+            del self._retired[oldest]
+            if self._names[oldest] in self._parents:
+                self._retired[oldest] = None
+            else:
+                del self._names[oldest]

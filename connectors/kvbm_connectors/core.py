@@ -1,0 +1,378 @@
+"""The connector's core: the scheduler half of every engine, without the engine.
+
+A lookup, keyed by the engine's request:
+
+    ASKED --Found--> FOUND --take--> LOADING --load ended--> (released)
+      |                |                |
+      +--no answer-----+--lease ended---+--forget--> (released)
+
+An offer pins the engine's device blocks from `offer` until `OfferEnded`. It ends by the host
+tier's `Pulled` (then `Confirm` says whether the pin had held), by its deadline, or when the host
+tier is gone. The engine asks, and is never made to wait: `lookup` answers with what is known now,
+or None for "ask me again".
+
+A block that failed to load is not offered again for a while (`avoid_ms`): an engine that recomputes
+after a failed load asks again at once, and would be sent the same bad block for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import SequenceHash, pack_hashes
+from kvbm_common.wire.local import (
+    Confirm,
+    Found,
+    Lookup,
+    Offered,
+    OfferedRun,
+    Pulled,
+    Release,
+)
+
+from kvbm_connectors.messages import (
+    Effect,
+    Hit,
+    Load,
+    LoadResult,
+    OfferEnded,
+    OfferRun,
+    ToEvents,
+    ToHost,
+)
+
+
+class ConnectorMisuse(KvbmError):
+    """The engine side called out of turn."""
+
+    code = "connector_misuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every bound of the core, from the configuration."""
+
+    lease_ms: int = 5_000
+    onboard_deadline_ms: int = 2_000
+    answer_margin_ms: int = 500
+    """How long after its deadline an answer may still be on its way."""
+    offer_deadline_ms: int = 5_000
+    offers_max: int = 256
+    """Offers in flight; further blocks are not offered, and counted."""
+    avoid_ms: int = 60_000
+    avoid_max: int = 65_536
+
+
+class Stage(Enum):
+    """Where a lookup is in the drawing above."""
+
+    ASKED = "asked"
+    FOUND = "found"
+    LOADING = "loading"
+
+
+@dataclass(slots=True)
+class Request:
+    """One engine request's lookup."""
+
+    lookup: int
+    hashes: tuple[SequenceHash, ...]
+    deadline_ms: int
+    """ASKED: when to stop waiting. Later: when the lease ends, on our clock."""
+    lease_until_ms: int
+    stage: Stage = Stage.ASKED
+    found: Found | None = None
+
+
+class ConnectorCore:
+    """The scheduler half's state. `epoch` 0 means that no host tier is there: pass-through."""
+
+    def __init__(
+        self, *, engine: str, incarnation: str, namespace: bytes, limits: Limits | None = None
+    ) -> None:
+        assert len(namespace) == 32
+        self.engine, self.incarnation, self.namespace = engine, incarnation, namespace
+        self.limits = limits or Limits()
+        self.epoch = 0
+        self.counts: Counter[str] = Counter()
+        self._requests: dict[str, Request] = {}
+        self._lookups: dict[int, str] = {}
+        self._offers: dict[int, int] = {}
+        """Offer → its deadline. As long as it is here, the engine holds the blocks."""
+        self._avoid: dict[SequenceHash, int] = {}
+        self._next_id = 1
+        self._effects: list[Effect] = []
+
+    # --- the link ---------------------------------------------------------------------------
+
+    def attached(self, epoch: int) -> list[Effect]:
+        """The host tier has welcomed us. Another epoch is another arena: all leases are void."""
+        if epoch != self.epoch:
+            self._drop_everything("host_tier_restarted" if self.epoch else "attached")
+        self.epoch = epoch
+        return self._take_effects()
+
+    def detached(self) -> list[Effect]:
+        """The host tier does not answer (any more): pass-through until it is back."""
+        if self.epoch:
+            self._drop_everything("host_tier_lost")
+        self.epoch = 0
+        return self._take_effects()
+
+    def _drop_everything(self, reason: str) -> None:
+        self.counts[f"lookups_dropped.{reason}"] += len(self._requests)
+        self._requests.clear()
+        self._lookups.clear()
+        for offer in list(self._offers):
+            self._end_offer(offer, 0, reason)
+
+    # --- lookups ----------------------------------------------------------------------------
+
+    def lookup(
+        self, request: str, hashes: Sequence[SequenceHash], now_ms: int
+    ) -> tuple[Hit | None, list[Effect]]:
+        """Which run of these blocks can be onboarded? None: ask again, the answer is on its way.
+
+        Idempotent: asking again with the same hashes changes nothing. Other hashes start anew.
+        """
+        state = self._requests.get(request)
+        if state is not None and state.hashes != tuple(hashes):
+            self._forget(request)
+            state = None
+        if state is None:
+            return self._ask(request, hashes, now_ms), self._take_effects()
+        if state.stage is Stage.ASKED:
+            if now_ms < state.deadline_ms:
+                return None, []
+            self.counts["lookups_unanswered"] += 1
+            self._forget(request)
+            return Hit(0, reason="no_answer"), self._take_effects()
+        if now_ms >= state.lease_until_ms:
+            self.counts["lookups_outlived_lease"] += 1
+            self._forget(request)
+            return Hit(0, reason="lease_ended"), self._take_effects()
+        assert state.found is not None
+        return _hit(state.found), []
+
+    def _ask(self, request: str, hashes: Sequence[SequenceHash], now_ms: int) -> Hit | None:
+        wanted = self._without_avoided(hashes, now_ms)
+        if not self.epoch:
+            self.counts["lookups_passed_through"] += 1
+            return Hit(0, reason="no_host_tier")
+        if not wanted:
+            return Hit(0, reason="avoided" if hashes else "")
+        limits = self.limits
+        lookup = self._take_id()
+        self._lookups[lookup] = request
+        self._requests[request] = Request(
+            lookup,
+            tuple(hashes),
+            deadline_ms=now_ms + limits.onboard_deadline_ms + limits.answer_margin_ms,
+            lease_until_ms=now_ms + limits.onboard_deadline_ms + limits.lease_ms,
+        )
+        message = Lookup(
+            engine=self.engine,
+            incarnation=self.incarnation,
+            lookup=lookup,
+            namespace=self.namespace,
+            hashes=pack_hashes(wanted),
+            lease_ms=limits.onboard_deadline_ms + limits.lease_ms,
+            deadline_ms=limits.onboard_deadline_ms,
+        )
+        self._effects.append(ToHost(message))
+        self.counts["lookups"] += 1
+        return None
+
+    def _without_avoided(
+        self, hashes: Sequence[SequenceHash], now_ms: int
+    ) -> Sequence[SequenceHash]:
+        """The run up to the first block that failed lately."""
+        if not self._avoid:
+            return hashes
+        for index, name in enumerate(hashes):
+            if self._avoid.get(name, now_ms) > now_ms:
+                self.counts["avoided_blocks"] += len(hashes) - index
+                return hashes[:index]
+        return hashes
+
+    def found(self, found: Found) -> list[Effect]:
+        """The host tier has answered; too late or unasked, and the lease goes back at once."""
+        request = self._lookups.pop(found.lookup, None)
+        state = self._requests.get(request) if request is not None else None
+        if state is None or found.epoch != self.epoch:
+            self.counts["answers_unwanted"] += 1
+            self._release(found.lease)
+        elif found.lease == 0:
+            state.stage, state.found = Stage.FOUND, found
+        else:
+            assert len(found.slots) <= len(state.hashes)
+            state.stage, state.found = Stage.FOUND, found
+        return self._take_effects()
+
+    def take(self, request: str, blocks: Sequence[int], now_ms: int) -> Load:
+        """The engine will load the first `len(blocks)` of what was found, into these blocks."""
+        state = self._requests.get(request)
+        if state is None or state.stage is not Stage.FOUND or state.found is None:
+            raise ConnectorMisuse(f"request {request} has nothing to load")
+        found, count = state.found, len(blocks)
+        if not 0 < count <= len(found.slots):
+            raise ConnectorMisuse(f"request {request}: {count} of {len(found.slots)} blocks")
+        state.stage = Stage.LOADING
+        self.counts["loads"] += 1
+        return Load(
+            request=request,
+            epoch=found.epoch,
+            lease=found.lease,
+            slots=tuple(found.slots[:count]),
+            blocks=tuple(blocks),
+            hashes=state.hashes[:count],
+            checksums=tuple(found.checksums[:count]),
+            block_bytes=found.block_bytes,
+            deadline_ms=state.lease_until_ms,
+        )
+
+    def load_ended(self, result: LoadResult, now_ms: int) -> list[Effect]:
+        """A load is over: give the lease back, and do not offer again what failed."""
+        load = result.load
+        self.counts["loaded_blocks"] += sum(result.intact)
+        self.counts["load_failed_blocks"] += len(result.intact) - sum(result.intact)
+        for name, ok in zip(load.hashes, result.intact, strict=True):
+            if not ok:
+                self._avoid_block(name, now_ms)
+        state = self._requests.get(load.request)
+        if state is not None and state.found is not None and state.found.lease == load.lease:
+            del self._requests[load.request]
+        if load.epoch == self.epoch:
+            self._release(load.lease, result.corrupt)
+        return self._take_effects()
+
+    def _avoid_block(self, name: SequenceHash, now_ms: int) -> None:
+        while len(self._avoid) >= self.limits.avoid_max:
+            del self._avoid[next(iter(self._avoid))]
+        self._avoid[name] = now_ms + self.limits.avoid_ms
+
+    def forget(self, request: str) -> list[Effect]:
+        """The engine does not want this lookup any more (finished, aborted, preempted)."""
+        self._forget(request)
+        return self._take_effects()
+
+    def _forget(self, request: str) -> None:
+        state = self._requests.get(request)
+        if state is None or state.stage is Stage.LOADING:
+            return  # A load in flight gives its lease back when it ends.
+        del self._requests[request]
+        self._lookups.pop(state.lookup, None)
+        if state.found is not None:
+            self._release(state.found.lease)
+
+    def _release(self, lease: int, corrupt: Sequence[int] = ()) -> None:
+        if lease:
+            message = Release(
+                engine=self.engine,
+                incarnation=self.incarnation,
+                lease=lease,
+                corrupt=list(corrupt),
+            )
+            self._effects.append(ToHost(message))
+
+    # --- offers -----------------------------------------------------------------------------
+
+    def offer(
+        self, runs: Sequence[OfferRun], now_ms: int, *, priority: int = 0
+    ) -> tuple[int | None, list[Effect]]:
+        """Offer device blocks. The engine holds them until `OfferEnded`; None: do not hold."""
+        count = sum(len(run.hashes) for run in runs)
+        if not self.epoch:
+            self.counts["offers_passed_through"] += count
+            return None, []
+        if len(self._offers) >= self.limits.offers_max:
+            self.counts["offers_dropped_busy"] += count
+            return None, []
+        offer = self._take_id()
+        self._offers[offer] = now_ms + self.limits.offer_deadline_ms
+        message = Offered(
+            engine=self.engine,
+            incarnation=self.incarnation,
+            offer=offer,
+            namespace=self.namespace,
+            deadline_ms=self.limits.offer_deadline_ms,
+            priority=priority,
+            runs=[
+                OfferedRun(
+                    parent=run.parent, hashes=pack_hashes(run.hashes), blocks=list(run.blocks)
+                )
+                for run in runs
+            ],
+        )
+        self._effects.append(ToEvents(message))
+        self.counts["offered_blocks"] += count
+        return offer, self._take_effects()
+
+    def pulled(self, pulled: Pulled) -> list[Effect]:
+        """The host tier has what it wanted. Was the hold unbroken? Then it may commit."""
+        held = pulled.offer in self._offers
+        if pulled.confirm:
+            self._effects.append(
+                ToHost(
+                    Confirm(
+                        engine=self.engine,
+                        incarnation=self.incarnation,
+                        offer=pulled.offer,
+                        held=held,
+                    )
+                )
+            )
+        if held:
+            self._end_offer(pulled.offer, pulled.pulled, pulled.reason or "pulled")
+        return self._take_effects()
+
+    def revoke(self, offer: int) -> list[Effect]:
+        """The engine must reuse the blocks now (preemption): a pull of them is worthless."""
+        if offer in self._offers:
+            self._end_offer(offer, 0, "revoked")
+        return self._take_effects()
+
+    def _end_offer(self, offer: int, stored: int, reason: str) -> None:
+        del self._offers[offer]
+        self.counts[f"offers_ended.{reason}"] += 1
+        self.counts["offload_blocks"] += stored
+        self._effects.append(OfferEnded(offer, stored))
+
+    # --- time -------------------------------------------------------------------------------
+
+    def tick(self, now_ms: int) -> list[Effect]:
+        """End offers whose deadline has passed; forget what is too old to matter."""
+        for offer in [o for o, deadline_ms in self._offers.items() if now_ms >= deadline_ms]:
+            self._end_offer(offer, 0, "deadline")
+        for name in [n for n, until_ms in self._avoid.items() if now_ms >= until_ms]:
+            del self._avoid[name]
+        return self._take_effects()
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def idle(self) -> bool:
+        """Nothing is on offer, asked or leased."""
+        return not self._offers and not self._requests
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert len(self._offers) <= self.limits.offers_max
+        asked = {s.lookup: r for r, s in self._requests.items() if s.stage is Stage.ASKED}
+        assert asked.items() <= self._lookups.items()
+        assert self.epoch or (not self._requests and not self._offers)
+
+
+def _hit(found: Found) -> Hit:
+    disk, remote = len(found.disk_blocks), len(found.remote_blocks)
+    blocks = len(found.slots)
+    return Hit(blocks, blocks - disk - remote, disk, remote, found.reason)

@@ -1,0 +1,88 @@
+"""What the connector's core takes in, wants sent, and answers: no engine and no socket in sight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.local import FromConsolidator, FromHostTier, ToConsolidator, ToHostTier
+
+
+@dataclass(frozen=True, slots=True)
+class OfferRun:
+    """A run of device blocks: block `blocks[i]` holds `hashes[i]`, whose parent is before it."""
+
+    parent: SequenceHash
+    hashes: tuple[SequenceHash, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker shall pull: arena slot `slots[i]` into device block `blocks[i]`.
+
+    `deadline_ms` is the lease's end on the holder's own clock: a pull that ends later has failed.
+    """
+
+    request: str
+    epoch: int
+    lease: int
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+    hashes: tuple[SequenceHash, ...]
+    checksums: tuple[int, ...]
+    block_bytes: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How a load ended, block by block. `corrupt` are those whose bytes arrived wrong."""
+
+    load: Load
+    intact: tuple[bool, ...]
+    corrupt: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def usable(self) -> int:
+        """The blocks of the prefix that can be used."""
+        return next((i for i, ok in enumerate(self.intact) if not ok), len(self.intact))
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The answer to a lookup: this many blocks, leased, of which some came from disk or afar."""
+
+    blocks: int
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+    reason: str = ""
+    """Why there are not more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToHost:
+    """Send to the host tier."""
+
+    message: ToHostTier
+
+
+@dataclass(frozen=True, slots=True)
+class ToEvents:
+    """Send to the consolidator."""
+
+    message: ToConsolidator
+
+
+@dataclass(frozen=True, slots=True)
+class OfferEnded:
+    """The engine may free what it offered."""
+
+    offer: int
+    stored: int
+
+
+Effect = ToHost | ToEvents | OfferEnded
+FromService = FromHostTier | FromConsolidator

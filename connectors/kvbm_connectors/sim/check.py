@@ -1,0 +1,152 @@
+"""The checks at the end of a run: nothing leaked, and the index sees what the tiers have."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.wire.verbs import (
+    DumpReply,
+    DumpRequest,
+    HolderDump,
+    SnapshotReply,
+    SnapshotRequest,
+    StatsReply,
+    verb_subject,
+)
+
+from kvbm_connectors.sim.driver import EngineHandle
+
+VERB_DEADLINE_S = 5.0
+QUIET_DEADLINE_S = 30.0
+POLL_S = 0.05
+"""How often a condition is looked at that nobody announces."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the checks found."""
+
+    leases_left: int = 0
+    staged_left: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def views_consistent(self) -> bool:
+        return not self.differences
+
+
+class StackView:
+    """Asks the services of one stack."""
+
+    def __init__(self, bus: Bus, settings: Settings) -> None:
+        self._bus = bus
+        self._settings = settings
+
+    async def stats(self, kind: str) -> StatsReply:
+        """The figures of the instance of this host."""
+        return msgspec.json.decode(await self._ask(kind, "stats", b"{}"), type=StatsReply)
+
+    async def snapshot(self, kind: str) -> SnapshotReply:
+        """What a tier holds by its own account."""
+        source = f"{kind}-{self._settings.instance}"
+        request = msgspec.json.encode(SnapshotRequest(source=source))
+        return msgspec.json.decode(await self._ask(kind, "snapshot", request), type=SnapshotReply)
+
+    async def dump(self) -> list[HolderDump]:
+        """What the index holds, by holder."""
+        payload = await self._bus.request(
+            verb_subject("index", "dump"),
+            msgspec.json.encode(DumpRequest()),
+            deadline_s=VERB_DEADLINE_S,
+        )
+        return msgspec.json.decode(payload, type=DumpReply).holders
+
+    async def _ask(self, kind: str, verb: str, payload: bytes) -> bytes:
+        settings = self._settings
+        subject = verb_subject(kind, verb, host=settings.host, instance=settings.instance)
+        return await self._bus.request(subject, payload, deadline_s=VERB_DEADLINE_S)
+
+
+async def check_stack(
+    view: StackView, engines: Sequence[EngineHandle], *, with_disk: bool
+) -> Verdict:
+    """Wait for a quiet point, then compare every view with the index's."""
+    verdict = Verdict()
+    tiers = ["host-tier", *(["disk-tier"] if with_disk else [])]
+    try:
+        await wait_until(lambda: _is_quiet(view, engines, tiers), "the stack is not quiet")
+    except DeadlineExceeded as error:
+        verdict.differences.append(str(error))
+    for kind in tiers:
+        stats = await view.stats(kind)
+        verdict.leases_left += stats.leases
+        verdict.staged_left += stats.slots.get("staged", 0)
+    try:
+        await wait_until(lambda: _agree(view, engines, tiers, verdict), "the views differ")
+        verdict.differences.clear()
+    except DeadlineExceeded:
+        pass  # `_agree` has left the differences behind.
+    return verdict
+
+
+async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: list[str]) -> bool:
+    for engine in engines:
+        if not (await engine.stats()).idle:
+            return False
+    for kind in tiers:
+        figures = (await view.stats(kind)).figures
+        names = ("offers", "lookups_waiting", "writes", "writes_pending", "reads")
+        if any(figures.get(name) for name in names):
+            return False
+    return (await view.stats("host-tier")).leases == 0
+
+
+async def _agree(
+    view: StackView, engines: Sequence[EngineHandle], tiers: list[str], verdict: Verdict
+) -> bool:
+    held: dict[str, set[str]] = {}
+    for holder in await view.dump():
+        held.setdefault(holder.source, set()).update(holder.hashes)
+    verdict.differences.clear()
+    for kind in tiers:
+        snapshot = await view.snapshot(kind)
+        own = {name for part in snapshot.parts for run in part.runs for name in run.hashes}
+        _compare(snapshot.source, own, held.pop(snapshot.source, set()), verdict)
+    for engine in engines:
+        own = {name.hex() for name in await engine.dump()}
+        _compare(engine.config.name, own, held.pop(engine.config.name, set()), verdict)
+    for source, names in held.items():
+        if names:
+            verdict.differences.append(f"{source} is in the index with {len(names)} blocks")
+    return verdict.views_consistent
+
+
+def _compare(source: str, own: set[str], indexed: set[str], verdict: Verdict) -> None:
+    if own != indexed:
+        verdict.differences.append(
+            f"{source} holds {len(own)} blocks, the index {len(indexed)}: "
+            f"{len(own - indexed)} unknown to it, {len(indexed - own)} gone"
+        )
+
+
+async def wait_until(
+    condition: Callable[[], Awaitable[bool]], what: str, *, deadline_s: float = QUIET_DEADLINE_S
+) -> None:
+    """Look at a condition until it holds; raises DeadlineExceeded. A failed look is no answer."""
+    give_up_s = time.monotonic() + deadline_s
+    error: KvbmError | None = None
+    while time.monotonic() < give_up_s:
+        try:
+            if await condition():
+                return
+        except KvbmError as failure:
+            error = failure
+        await asyncio.sleep(POLL_S)
+    raise DeadlineExceeded(f"{what} after {deadline_s} s" + (f" ({error})" if error else ""))

@@ -1,0 +1,121 @@
+"""The device: the memory of all ranks of a sim engine, and the workers that lend and fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from kvbm_common.identity import Namespace, SequenceHash
+from kvbm_common.wire.local import Region
+
+from kvbm_connectors.messages import Load, LoadResult
+from kvbm_connectors.sim.content import WORD_BYTES, Content
+from kvbm_connectors.sim.control import EngineConfig
+from kvbm_connectors.worker import WorkerHalf
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A load and the ranks' results so far."""
+
+    load: Load
+    results: list[LoadResult] = field(default_factory=list)
+
+
+class Device:
+    """Paged memory on every rank. A block is the parts of all ranks."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        incarnation: str,
+        namespace: Namespace,
+        on_news: Callable[[], None],
+    ) -> None:
+        part_bytes = config.block_bytes // config.ranks
+        words = part_bytes // WORD_BYTES
+        self._memory: list[npt.NDArray[np.uint64]] = [
+            np.zeros((config.block_count, words), dtype=np.uint64) for _ in range(config.ranks)
+        ]
+        self._content = [Content(part_bytes, rank=rank) for rank in range(config.ranks)]
+        self._pending: dict[int, _Pending] = {}
+        self._workers: list[WorkerHalf] = []
+        if not config.connector:
+            return
+        verified = config.ranks == 1 and config.verify == "always"
+        for rank, memory in enumerate(self._memory):
+            region = Region(
+                address=memory.ctypes.data,
+                stride=part_bytes,
+                piece_bytes=part_bytes,
+                blocks=config.block_count,
+            )
+            self._workers.append(
+                WorkerHalf(
+                    engine=config.name,
+                    incarnation=incarnation,
+                    namespace=namespace,
+                    regions=[region],
+                    host_tier_endpoint=config.host_tier_endpoint,
+                    rank=rank,
+                    world_size=config.ranks,
+                    read_block=memory.__getitem__ if verified else None,
+                    on_news=on_news,
+                )
+            )
+
+    def start(self) -> None:
+        """Attach the workers."""
+        for worker in self._workers:
+            worker.start()
+
+    def close(self) -> None:
+        """Detach them."""
+        for worker in self._workers:
+            worker.close()
+
+    def compute(self, block: int, name: SequenceHash) -> None:
+        """What a prefill leaves behind in a block."""
+        for memory, content in zip(self._memory, self._content, strict=True):
+            content.fill(memory[block], name)
+
+    def holds(self, block: int, name: SequenceHash) -> bool:
+        """Does every rank's part hold what the name demands?"""
+        parts = zip(self._memory, self._content, strict=True)
+        return all(content.holds(memory[block], name) for memory, content in parts)
+
+    def start_load(self, load: Load) -> None:
+        """Pull a load on every rank."""
+        self._pending[load.lease] = _Pending(load)
+        for worker in self._workers:
+            worker.start_load(load)
+
+    def drain_ended(self) -> list[LoadResult]:
+        """Loads of which every rank has reported; a block is good if it is good on every rank."""
+        ended: list[LoadResult] = []
+        for worker in self._workers:
+            for result in worker.drain_ended():
+                pending = self._pending[result.load.lease]
+                pending.results.append(result)
+                if len(pending.results) == len(self._workers):
+                    del self._pending[result.load.lease]
+                    ended.append(_merged(pending.load, pending.results))
+        return ended
+
+    def counts(self) -> dict[str, int]:
+        """The workers' counts, summed."""
+        counts: dict[str, int] = {}
+        for worker in self._workers:
+            for name, count in worker.counts.items():
+                counts[name] = counts.get(name, 0) + count
+        return counts
+
+
+def _merged(load: Load, results: Sequence[LoadResult]) -> LoadResult:
+    intact = tuple(all(flags) for flags in zip(*(r.intact for r in results), strict=True))
+    corrupt = tuple(sorted({index for result in results for index in result.corrupt}))
+    reason = next((result.reason for result in results if result.reason), "")
+    return LoadResult(load, intact, corrupt, reason)

@@ -1,0 +1,198 @@
+"""The driver: starts sim engines as processes, sends them requests, collects what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.identity import SequenceHash, unpack_hashes
+from kvbm_common.processes import dying_with_parent
+
+from kvbm_connectors.sim.control import (
+    Ask,
+    Done,
+    Dump,
+    EngineConfig,
+    Finished,
+    Started,
+    Stats,
+    Submit,
+    from_engine,
+    to_engine,
+)
+from kvbm_connectors.sim.workload import Turn
+
+START_DEADLINE_S = 20.0
+REQUEST_DEADLINE_S = 60.0
+"""No simulated request takes longer, whatever is killed: the engines never wait for a cache."""
+ANSWER_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 3.0
+
+log = logging.getLogger(__name__)
+Reply = TypeVar("Reply", Started, Dump, Stats, Done)
+
+
+class EngineDied(KvbmError):
+    """A sim engine's process has ended by itself."""
+
+    code = "engine_died"
+
+
+class EngineHandle:
+    """One engine process and the socket to it."""
+
+    def __init__(self, config: EngineConfig, *, log_path: Path | None = None) -> None:
+        self.config = config
+        self._log_path = log_path
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting: dict[str, asyncio.Future[Finished]] = {}
+        self._answers: asyncio.Queue[Started | Dump | Stats | Done] = asyncio.Queue(64)
+        self._reader: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._asking = asyncio.Lock()
+
+    async def start(self) -> bool:
+        """Start the process; returns whether its connector has attached."""
+        with contextlib.ExitStack() as stack:
+            stderr = stack.enter_context(self._log_path.open("ab")) if self._log_path else None
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "kvbm_connectors.sim.process",
+                msgspec.json.encode(self.config).decode(),
+                stderr=stderr,
+                preexec_fn=dying_with_parent,
+            )
+        self._socket.connect(f"ipc://{self.config.directory}/{self.config.name}.sock")
+        self._reader = asyncio.create_task(self._read(), name=f"{self.config.name} reader")
+        self._watcher = asyncio.create_task(self._watch(), name=f"{self.config.name} watcher")
+        started = await self._ask("hello", Started, deadline_s=START_DEADLINE_S)
+        return started.attached
+
+    async def _read(self) -> None:
+        while True:
+            message = from_engine.decode(await self._socket.recv())
+            if isinstance(message, Finished):
+                waiting = self._waiting.pop(message.request, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            else:
+                self._answers.put_nowait(message)
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDied(f"{self.config.name} ended with {code}"))
+
+    async def request(self, submit: Submit) -> Finished:
+        """Run one request; raises DeadlineExceeded, EngineDied."""
+        future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        self._waiting[submit.request] = future
+        await self._socket.send(to_engine.encode(submit))
+        try:
+            async with asyncio.timeout(REQUEST_DEADLINE_S):
+                return await future
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.config.name}: request {submit.request}") from error
+
+    async def dump(self) -> set[SequenceHash]:
+        """The blocks that can be found on the device."""
+        dump = await self._ask("dump", Dump)
+        return set(unpack_hashes(dump.names))
+
+    async def stats(self) -> Stats:
+        """What has been counted."""
+        return await self._ask("stats", Stats)
+
+    async def reset(self) -> bool:
+        """Reset the prefix cache; False: not while requests run."""
+        return (await self._ask("reset", Done)).ok
+
+    async def _ask(
+        self, what: str, kind: type[Reply], *, deadline_s: float = ANSWER_DEADLINE_S
+    ) -> Reply:
+        async with self._asking:
+            await self._socket.send(to_engine.encode(Ask(what=what)))
+            try:
+                async with asyncio.timeout(deadline_s):
+                    while not isinstance(answer := await self._answers.get(), kind):
+                        log.warning("%s answered %s to %s", self.config.name, answer, what)
+                    return answer
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"{self.config.name}: {what}") from error
+
+    async def kill(self) -> None:
+        """SIGKILL, as the out-of-memory killer would."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process, in order if it can be."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(KvbmError):
+                await self._ask("stop", Done, deadline_s=STOP_DEADLINE_S)
+            try:
+                async with asyncio.timeout(STOP_DEADLINE_S):
+                    await process.wait()
+            except TimeoutError:
+                await self.kill()
+        for task in (self._reader, self._watcher):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._socket.close()
+        self._context.term()
+
+
+async def run_turns(
+    engines: Sequence[EngineHandle],
+    turns: Iterable[Turn],
+    *,
+    concurrency: int,
+    on_finished: Callable[[Turn, Finished], None],
+    prefix: str = "r",
+) -> None:
+    """Send every turn, each conversation to one engine and in order, so many at a time."""
+    numbers = itertools.count()
+    slots = asyncio.Semaphore(concurrency)
+    last: dict[int, asyncio.Task[None]] = {}
+
+    async def run(turn: Turn, number: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        async with slots:
+            engine = engines[turn.conversation % len(engines)]
+            submit = Submit(
+                request=f"{prefix}{number}",
+                prompt=turn.prompt.tobytes(),
+                outputs=turn.outputs.tobytes(),
+            )
+            on_finished(turn, await engine.request(submit))
+
+    async with asyncio.TaskGroup() as tasks:
+        for turn in turns:
+            before = last.get(turn.conversation)
+            name = f"turn of {turn.conversation}"
+            last[turn.conversation] = tasks.create_task(run(turn, next(numbers), before), name=name)

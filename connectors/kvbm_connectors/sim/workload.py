@@ -1,0 +1,98 @@
+"""Workloads: what users ask an engine for, as turns of conversations that share prefixes.
+
+A conversation is a chain of turns: each turn's prompt is everything that was said before and a new
+message. Turns of one conversation run one after the other; conversations run side by side.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from kvbm_common.errors import KvbmError
+
+Tokens = npt.NDArray[np.uint32]
+VOCABULARY = 32_000
+TRACE_BLOCK_TOKENS = 512
+"""Mooncake's traces name 512 tokens by one hash id."""
+
+
+class BadTrace(KvbmError):
+    """The trace file is not in Mooncake's format."""
+
+    code = "bad_trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: its conversation, what is new in its prompt, and what will be answered."""
+
+    conversation: int
+    prompt: Tokens
+    outputs: Tokens
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """A line of a Mooncake trace (FAST'25 release)."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def conversations(*, requests: int, seed: int) -> Iterator[Turn]:
+    """Multi-turn chat: a few long system prompts, many users, histories that grow.
+
+    Turns of all conversations are shuffled into each other, so that a conversation comes back when
+    much else has passed through the cache.
+    """
+    rng = random.Random(seed)
+    generator = np.random.default_rng(seed)
+    systems = [_tokens(generator, rng.randrange(400, 1000)) for _ in range(4)]
+    users = max(1, requests // 6)
+    histories = {user: rng.choice(systems) for user in range(users)}
+    # A user's next turn is a Zipf-like draw: some talk much, most a little.
+    weights = [1 / (1 + rank) ** 0.4 for rank in range(users)]
+    for user in rng.choices(range(users), weights=weights, k=requests):
+        message = _tokens(generator, rng.randrange(40, 400))
+        prompt = np.concatenate([histories[user], message])
+        outputs = _tokens(generator, rng.randrange(16, 128))
+        histories[user] = np.concatenate([prompt, outputs])
+        if len(histories[user]) > 4000:
+            histories[user] = rng.choice(systems)
+        yield Turn(user, prompt, outputs)
+
+
+def trace(path: Path, *, requests: int) -> Iterator[Turn]:
+    """The first requests of a Mooncake trace, in its order, as fast as they go.
+
+    Each hash id becomes the same 512 tokens wherever it appears, the last id of a request only as
+    many as the input length leaves. Raises BadTrace.
+    """
+    decoder = msgspec.json.Decoder(TraceLine)
+    try:
+        lines = path.read_bytes().splitlines()[:requests]
+    except OSError as error:
+        raise BadTrace(f"the trace cannot be read: {error}") from error
+    for number, line in enumerate(lines):
+        try:
+            entry = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise BadTrace(f"{path}, line {number + 1}: {error}") from error
+        pieces = [_piece(hash_id) for hash_id in entry.hash_ids]
+        prompt = np.concatenate(pieces)[: entry.input_length] if pieces else _piece(number)
+        yield Turn(number, prompt, _tokens(np.random.default_rng(number), 1))
+
+
+def _piece(hash_id: int) -> Tokens:
+    return _tokens(np.random.default_rng(hash_id), TRACE_BLOCK_TOKENS)
+
+
+def _tokens(generator: np.random.Generator, count: int) -> Tokens:
+    return generator.integers(0, VOCABULARY, count, dtype=np.uint32)

@@ -1,0 +1,1 @@
+"""What every part of KVBM shares: identity, slots, wire, bus, NIXL."""

@@ -1,0 +1,124 @@
+"""The announcer: numbers the events of one source, and cuts blocks into runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.slots import Block
+from kvbm_common.wire.events import Cleared, Removed, Run, Stored, Tier
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+
+EVENT_BLOCKS_MAX = 4_096
+"""At most this many hashes in one event: about 150 KB of JSON."""
+
+
+class Announcer:
+    """Makes the events of one tier instance. Wall-clock stamps are the shell's business."""
+
+    def __init__(self, *, host: str, source: str, tier: Tier, epoch: int) -> None:
+        self.host, self.source, self.tier, self.epoch = host, source, tier, epoch
+        self.seq = 0
+
+    def cleared(self, reason: str) -> Cleared:
+        """This source holds nothing. The first event of every epoch."""
+        self.seq += 1
+        return Cleared(
+            host=self.host,
+            source=self.source,
+            tier=self.tier,
+            epoch=self.epoch,
+            seq=self.seq,
+            ts_ms=0,
+            reason=reason,
+        )
+
+    def stored(self, blocks: Sequence[Block]) -> list[Stored]:
+        """Committed blocks, as one event per namespace and EVENT_BLOCKS_MAX blocks."""
+        events: list[Stored] = []
+        for namespace, part in _by_namespace(blocks):
+            self.seq += 1
+            runs = runs_of((block.hash, block.parent) for block in part)
+            events.append(
+                Stored(
+                    host=self.host,
+                    source=self.source,
+                    tier=self.tier,
+                    epoch=self.epoch,
+                    seq=self.seq,
+                    ts_ms=0,
+                    namespace=namespace.hex(),
+                    runs=runs,
+                )
+            )
+        return events
+
+    def removed(self, blocks: Sequence[Block], reason: str) -> list[Removed]:
+        """Blocks that are gone, cut like `stored`."""
+        events: list[Removed] = []
+        for namespace, part in _by_namespace(blocks):
+            self.seq += 1
+            hashes = [block.hash.hex() for block in part]
+            events.append(
+                Removed(
+                    host=self.host,
+                    source=self.source,
+                    tier=self.tier,
+                    epoch=self.epoch,
+                    seq=self.seq,
+                    ts_ms=0,
+                    namespace=namespace.hex(),
+                    hashes=hashes,
+                    reason=reason,
+                )
+            )
+        return events
+
+    def snapshot(self, blocks: Sequence[Block]) -> SnapshotReply:
+        """Everything the source holds, as of the last event it has numbered."""
+        parts = [
+            SnapshotPart(
+                namespace=namespace.hex(),
+                runs=runs_of((block.hash, block.parent) for block in part),
+            )
+            for namespace, part in _by_namespace(blocks, part_max=len(blocks) or 1)
+        ]
+        return SnapshotReply(
+            host=self.host,
+            source=self.source,
+            tier=self.tier,
+            epoch=self.epoch,
+            seq=self.seq,
+            parts=parts,
+        )
+
+
+def runs_of(blocks: Iterable[tuple[SequenceHash, SequenceHash]]) -> list[Run]:
+    """Blocks as runs: a block whose parent ends a run here continues it.
+
+    >>> [len(run.hashes) for run in runs_of([(b"1" * 16, b"0" * 16), (b"2" * 16, b"1" * 16)])]
+    [2]
+    """
+    runs: list[tuple[SequenceHash, list[str]]] = []
+    ending: dict[SequenceHash, list[str]] = {}
+    for block, parent in blocks:
+        hashes = ending.pop(parent, None)
+        if hashes is None:
+            hashes = []
+            runs.append((parent, hashes))
+        hashes.append(block.hex())
+        ending[block] = hashes
+    return [Run(parent=parent.hex(), hashes=hashes) for parent, hashes in runs]
+
+
+def _by_namespace(
+    blocks: Sequence[Block], *, part_max: int = EVENT_BLOCKS_MAX
+) -> list[tuple[bytes, list[Block]]]:
+    grouped: dict[bytes, list[Block]] = {}
+    for block in blocks:
+        grouped.setdefault(block.namespace, []).append(block)
+    return [
+        (namespace, part[start : start + part_max])
+        for namespace, part in grouped.items()
+        for start in range(0, len(part), part_max)
+    ]

@@ -1,0 +1,299 @@
+"""The configuration: one typed, frozen object from variables, a TOML file and defaults.
+
+The command line goes before the environment, the environment before the file, the file before the
+default. The names and meanings of `DYN_KVBM_*` are those of NVIDIA's KVBM; `KVBM_*` are ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvbm_common import settings_schema as schema
+from kvbm_common.errors import ConfigError
+from kvbm_common.settings_schema import Setting, setting, text_of
+
+FILE_VARIABLE = "KVBM_CONFIG_FILE"
+
+# ruff: noqa: RUF009 - `setting` returns a dataclass field, as dataclasses.field does.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The configuration in force. Sizes in GB mean 1e9 bytes."""
+
+    # fmt: off
+    # -- host tier (G2) --
+    cpu_cache_gb: float = setting(
+        "DYN_KVBM_CPU_CACHE_GB", 0.0, schema.number(0), section="host_tier", unit="GB",
+        help="Size of the host tier's arena, for all ranks together.")
+    cpu_cache_override_num_blocks: int | None = setting(
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", None, schema.integer(0), section="host_tier",
+        unit="blocks", help="Size of the arena in blocks; wins over the size in GB.")
+    staging_gb: float = setting(
+        "KVBM_STAGING_GB", 0.25, schema.number(0, inclusive=False), section="host_tier",
+        unit="GB", help="Size of the arena when only the disk cache has a size.")
+    host_offload_prefix_min_priority: int = setting(
+        "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", 0, schema.integer(0, 100),
+        section="host_tier", soon=True,
+        help="Offload only blocks of at least this priority (TensorRT-LLM).")
+    eviction_policy: str = setting(
+        "KVBM_EVICTION_POLICY", "lru", schema.choice("lru"), section="host_tier",
+        help="Which block leaves a full tier first.")
+    verify_host_reads: str = setting(
+        "KVBM_VERIFY_HOST_READS", "sampled", schema.choice("never", "sampled", "always"),
+        section="host_tier",
+        help="How often a block read from host memory is compared with its checksum; reads from "
+        "disk and peers always are.")
+    host_tier_endpoint: str = setting(
+        "KVBM_HOST_TIER_ENDPOINT", "", schema.ENDPOINT, section="host_tier",
+        default_text="ipc://RUNTIME_DIR/host-tier.sock",
+        help="Where the host tier listens for engines.")
+
+    # -- disk tier (G3) --
+    disk_cache_gb: float = setting(
+        "DYN_KVBM_DISK_CACHE_GB", 0.0, schema.number(0), section="disk_tier", unit="GB",
+        help="Size of the disk tier's file.")
+    disk_cache_override_num_blocks: int | None = setting(
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", None, schema.integer(0), section="disk_tier",
+        unit="blocks", help="Size of the file in blocks; wins over the size in GB.")
+    disk_cache_dir: Path = setting(
+        "DYN_KVBM_DISK_CACHE_DIR", Path("/tmp/"), schema.PATH, section="disk_tier",
+        help="Directory of the disk tier's files.")
+    disk_allocator_type: str = setting(
+        "DYN_KVBM_DISK_ALLOCATOR_TYPE", "default", schema.choice("default", "open-direct"),
+        section="disk_tier",
+        help="`open-direct` opens with O_DIRECT at once instead of setting it later.")
+    disk_zerofill_fallback: bool = setting(
+        "DYN_KVBM_DISK_ZEROFILL_FALLBACK", False, schema.BOOLEAN, section="disk_tier",
+        help="Write zeros where the file system cannot preallocate.")
+    disk_disable_o_direct: bool = setting(
+        "DYN_KVBM_DISK_DISABLE_O_DIRECT", False, schema.BOOLEAN, section="disk_tier",
+        help="Use the page cache, for file systems without O_DIRECT.")
+    disable_disk_offload_filter: bool = setting(
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", False, schema.BOOLEAN, section="disk_tier",
+        help="Write every block to disk, not only those that were used again.")
+    disk_sync: str = setting(
+        "KVBM_DISK_SYNC", "commit", schema.choice("commit", "interval", "never"),
+        section="disk_tier", help="When the journal is synchronised: before each commit, every "
+        "second, or by the operating system.")
+
+    # -- transfers and leases --
+    max_concurrent_transfers: int = setting(
+        "DYN_KVBM_MAX_CONCURRENT_TRANSFERS", 4, schema.integer(1, 1024), section="transfers",
+        help="How many batches a tier moves at the same time.")
+    max_transfer_batch_size: int = setting(
+        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", 16, schema.integer(1, 4096), section="transfers",
+        unit="blocks", help="How many blocks one batch moves at most.")
+    lease_ms: int = setting(
+        "KVBM_LEASE_MS", 5000, schema.integer(100, 600_000), section="transfers", unit="ms",
+        help="How long a lease pins blocks unless it is released earlier.")
+    onboard_deadline_ms: int = setting(
+        "KVBM_ONBOARD_DEADLINE_MS", 2000, schema.integer(10, 600_000), section="transfers",
+        unit="ms", help="After this an onboard is a miss and the engine recomputes.")
+    offer_deadline_ms: int = setting(
+        "KVBM_OFFER_DEADLINE_MS", 5000, schema.integer(10, 600_000), section="transfers",
+        unit="ms", help="How long an engine holds offered blocks for the pull.")
+    leader_worker_init_timeout_s: int = setting(
+        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", 1800, schema.integer(1), section="transfers",
+        unit="s", help="How long the ranks of one engine wait for each other.")
+
+    # -- metrics and admin API --
+    metrics: bool = setting(
+        "DYN_KVBM_METRICS", True, schema.BOOLEAN, section="metrics",
+        help="Serve `/metrics`. When false, the admin API stays and `/metrics` answers 404; "
+        "KVBM's own default is false.")
+    metrics_port: int = setting(
+        "DYN_KVBM_METRICS_PORT", 6880, schema.PORT, section="metrics",
+        help="HTTP port of `/metrics` and the admin API.")
+    metrics_bind: str = setting(
+        "KVBM_METRICS_BIND", "127.0.0.1", schema.TEXT, section="metrics",
+        help="Address that the HTTP port is opened on; the admin API has no password.")
+    cache_stats_max_requests: int = setting(
+        "DYN_KVBM_CACHE_STATS_MAX_REQUESTS", 1000, schema.integer(1), section="metrics",
+        unit="requests", help="The hit rates cover so many recent requests.")
+    cache_stats_log_interval_s: int = setting(
+        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5, schema.integer(1), section="metrics",
+        unit="s", help="How often the hit rates are refreshed and logged.")
+
+    # -- consolidator --
+    consolidator_enabled: bool = setting(
+        "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", True, schema.BOOLEAN, section="consolidator",
+        help="Take the engines' event streams.")
+    consolidator_mode: str = setting(
+        "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", "dedup", schema.choice("dedup", "passthrough"),
+        section="consolidator", help="`dedup` announces the first store and the last removal of "
+        "a block; `passthrough` everything.")
+    consolidator_endpoint: str = setting(
+        "KVBM_CONSOLIDATOR_ENDPOINT", "", schema.ENDPOINT, section="consolidator",
+        default_text="ipc://RUNTIME_DIR/consolidator.sock",
+        help="Where the consolidator listens for engines.")
+
+    # -- this machine and the bus --
+    nats_url: str = setting(
+        "KVBM_NATS_URL", "nats://127.0.0.1:4222", schema.NATS_URL, section="bus",
+        help="Where NATS is.")
+    registry_ttl_s: float = setting(
+        "KVBM_REGISTRY_TTL_S", 5.0, schema.number(0.1), section="bus", unit="s",
+        help="A service that is silent for so long is taken for dead.")
+    host: str = setting(
+        "KVBM_HOST", schema.default_host, schema.TOKEN, section="general",
+        default_text="the host name", help="Name of this machine in subjects.")
+    instance: str = setting(
+        "KVBM_INSTANCE", "0", schema.TOKEN, section="general",
+        help="Tells several services of one kind on one host apart.")
+    runtime_dir: Path = setting(
+        "KVBM_RUNTIME_DIR", schema.default_runtime_dir, schema.PATH, section="general",
+        default_text="/tmp/kvbm-UID", help="Directory of the sockets, mode 0700.")
+    shm_dir: Path = setting(
+        "KVBM_SHM_DIR", Path("/dev/shm"), schema.PATH, section="general",
+        help="Directory of the arena; a file system in memory.")
+    state_dir: Path = setting(
+        "KVBM_STATE_DIR", schema.default_state_dir, schema.PATH, section="general",
+        default_text="~/.local/state/kvbm", help="What survives a restart.")
+    log_level: str = setting(
+        "KVBM_LOG_LEVEL", "info", schema.choice("debug", "info", "warning", "error"),
+        section="general", help="The least important log line that is written.")
+    # fmt: on
+
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """Where each value that is not a default comes from, by attribute name."""
+    warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """What the operator should know: unknown names and names without effect."""
+
+    def __post_init__(self) -> None:
+        for name, socket_name in (
+            ("host_tier_endpoint", "host-tier.sock"),
+            ("consolidator_endpoint", "consolidator.sock"),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, f"ipc://{self.runtime_dir / socket_name}")
+
+    @classmethod
+    def load(
+        cls,
+        environ: Mapping[str, str] = os.environ,
+        overrides: Mapping[str, object] | None = None,
+    ) -> Settings:
+        """Read the command line's overrides (by attribute name), variables, file and defaults.
+
+        An empty variable counts as unset. Raises ConfigError for a value that does not parse and
+        for a file that cannot be read.
+        """
+        texts, origins, warnings = _texts_of_file(environ.get(FILE_VARIABLE, ""))
+        for declared in all_settings():
+            if environ.get(declared.variable):
+                texts[declared.name] = environ[declared.variable]
+                origins[declared.name] = f"environment {declared.variable}"
+        for name, value in (overrides or {}).items():
+            assert name in settings_by_name(), f"no setting is called {name}"
+            texts[name] = text_of(value)
+            origins[name] = "command line"
+        values: dict[str, Any] = {
+            name: _parse(settings_by_name()[name], text, origins[name])
+            for name, text in texts.items()
+            if text
+        }
+        warnings += _warnings_of_names(environ)
+        return cls(**values, origins=origins, warnings=tuple(warnings))
+
+    def provenance(self, name: str) -> str:
+        """Where a value comes from: `environment NAME`, `file PATH`, `command line`, `default`."""
+        assert name in settings_by_name(), f"no setting is called {name}"
+        return self.origins.get(name, "default")
+
+    def as_environ(self) -> dict[str, str]:
+        """Every value that is not a default, as variables: what a child process needs."""
+        return {
+            settings_by_name()[name].variable: text_of(getattr(self, name))
+            for name in self.origins
+            if getattr(self, name) is not None
+        }
+
+    @property
+    def cpu_cache_bytes(self) -> int:
+        """`cpu_cache_gb` in bytes."""
+        return int(self.cpu_cache_gb * 1e9)
+
+    @property
+    def disk_cache_bytes(self) -> int:
+        """`disk_cache_gb` in bytes."""
+        return int(self.disk_cache_gb * 1e9)
+
+    @property
+    def staging_bytes(self) -> int:
+        """`staging_gb` in bytes."""
+        return int(self.staging_gb * 1e9)
+
+
+@cache
+def all_settings() -> tuple[Setting, ...]:
+    """Every setting in the order of declaration."""
+    fields = (field for field in dataclasses.fields(Settings) if "variable" in field.metadata)
+    return tuple(Setting(name=field.name, **field.metadata) for field in fields)
+
+
+@cache
+def settings_by_name() -> Mapping[str, Setting]:
+    """Every setting by attribute name."""
+    return {declared.name: declared for declared in all_settings()}
+
+
+def _parse(declared: Setting, text: str, origin: str) -> object:
+    try:
+        return declared.parser.parse(text)
+    except ValueError as error:
+        where = declared.variable
+        if origin.startswith("file"):
+            where = f"{declared.section}.{declared.name} in {origin} ({declared.variable})"
+        raise ConfigError(where, text, declared.parser.accepts) from error
+
+
+def _texts_of_file(path: str) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The values of a TOML file as texts by attribute name, their origins, and warnings."""
+    if not path:
+        return {}, {}, []
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(FILE_VARIABLE, path, f"a readable TOML file ({error})") from error
+    texts: dict[str, str] = {}
+    warnings: list[str] = []
+    known = {f"{declared.section}.{declared.name}": declared.name for declared in all_settings()}
+    for section, table in tables.items():
+        for key, value in table.items() if isinstance(table, dict) else [("", table)]:
+            dotted = f"{section}.{key}".rstrip(".")
+            if dotted in known and not isinstance(value, dict | list):
+                texts[known[dotted]] = text_of(value)
+            else:
+                warnings.append(f"{path}: {dotted} is not a setting{_guess(dotted, known)}")
+    return texts, dict.fromkeys(texts, f"file {path}"), warnings
+
+
+def _warnings_of_names(environ: Mapping[str, str]) -> list[str]:
+    known = {declared.variable for declared in all_settings()} | {FILE_VARIABLE}
+    warnings = []
+    for name in sorted(environ):
+        if not name.startswith(("DYN_KVBM_", "KVBM_")) or name in known:
+            continue
+        reason = schema.NO_EFFECT.get(name) or next(
+            (why for prefix, why in schema.NO_EFFECT_PREFIXES.items() if name.startswith(prefix)),
+            "",
+        )
+        if reason:
+            warnings.append(f"{name} has no effect here: {reason}")
+        else:
+            warnings.append(f"{name} is not a setting{_guess(name, known)}")
+    return warnings
+
+
+def _guess(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,286 @@
+"""A subscription to a stream that delivers every message in order, whatever happens to NATS.
+
+It owns an ephemeral push consumer without acknowledgements. Messages carry two numbers: their
+position in the stream and in the consumer. A hole in the second means that something was lost on
+the way; silence (no message and no heartbeat) means that the consumer is gone. Either way, and
+after every reconnection, a new consumer continues after the last position delivered. If the stream
+itself is another one (deleted, or NATS lost its store), delivery restarts from its beginning:
+readers know their events by (source, epoch, seq) and drop what they have seen.
+
+Flow control bounds what is in flight: the server pauses until we answer its request, and we answer
+only when the reader has taken everything before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.jetstream import (
+    Backoff,
+    Link,
+    RawMessage,
+    StreamInfo,
+    StreamSpec,
+    call_api,
+    ensure_stream,
+)
+
+Start = Literal["all", "new", "last_per_subject"] | int | datetime
+"""Where to begin: everything kept, what comes from now on, the last message of each subject, a
+stream sequence, or a time."""
+
+HEARTBEAT_S = 0.5
+"""An idle server says so this often."""
+SILENCE_S = 2.0
+"""After so long without a message or heartbeat the consumer is taken for lost."""
+BATCH_MAX = 256
+"""Messages per batch: enough to amortise a wake-up, few enough to keep the event loop alive."""
+INACTIVE_S = 5.0
+"""The server drops a consumer that nobody listens to after this time."""
+CONTROL = "100"
+"""The status header of heartbeats and flow control requests."""
+
+_log = logging.getLogger(__name__)
+
+
+class EventMessage(NamedTuple):
+    """One message of a stream."""
+
+    subject: str
+    payload: bytes
+    sequence: int
+    """Position in the stream, from 1. Starts again when the stream is made anew."""
+
+
+class _ConsumerInfo(msgspec.Struct, frozen=True):
+    num_pending: int = 0
+
+
+class EventSubscription:
+    """An async iterator over batches (lists) of messages. Close it, or use it in `async with`."""
+
+    def __init__(
+        self,
+        link: Link,
+        spec: StreamSpec,
+        *,
+        subject: str,
+        start: Start,
+        batch_max: int = BATCH_MAX,
+    ) -> None:
+        assert batch_max > 0
+        self._link = link
+        self._spec = spec
+        self._subject = subject
+        self._start = start
+        self._batch_max = batch_max
+        self._arrived: deque[RawMessage] = deque()
+        self._arrival = asyncio.Event()
+        self._caught_up = asyncio.Event()
+        self._position = 0
+        self._consumer_position = 0
+        self._stream: StreamInfo | None = None
+        self._generation = -1
+        self._unsubscribe: Callable[[], Awaitable[None]] | None = None
+        self._forget_reconnect = link.on_reconnect(self._arrival.set)
+        self._closed = False
+        self.recreated = 0
+        """How often a consumer was made again; the first one does not count."""
+
+    @property
+    def live(self) -> bool:
+        """Whether a consumer is in place, so that silence means that nothing happens."""
+        return self._unsubscribe is not None and self._generation == self._link.generation
+
+    async def wait_caught_up(self, *, deadline_s: float) -> None:
+        """Wait until everything that was kept at the start was delivered; needs a reader.
+
+        Raises DeadlineExceeded.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._caught_up.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._spec.name} not read within {deadline_s} s") from error
+
+    async def __aenter__(self) -> EventSubscription:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> EventSubscription:
+        return self
+
+    async def __anext__(self) -> list[EventMessage]:
+        while not self._closed:
+            self._arrival.clear()
+            if not self.live:
+                await self._make_consumer()
+            if batch := await self._take():
+                return batch
+            await self._wait_arrival()
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """End the subscription; a reader that waits sees the end of the iteration."""
+        if not self._closed:
+            self._closed = True
+            self._forget_reconnect()
+            await self._drop_consumer()
+            self._arrival.set()
+
+    async def _wait_arrival(self) -> None:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await self._arrival.wait()
+        except TimeoutError:
+            if self._link.connected:
+                _log.info("%s: silence on %s", self._spec.name, self._subject)
+                await self._drop_consumer()
+
+    async def _take(self) -> list[EventMessage]:
+        batch: list[EventMessage] = []
+        while self._arrived and len(batch) < self._batch_max:
+            message = self._arrived.popleft()
+            if message.headers.get("Status") == CONTROL:
+                intact = await self._take_control(message)
+            else:
+                intact = self._take_message(message, batch)
+            if not intact:
+                _log.info("%s: messages lost on the way", self._spec.name)
+                await self._drop_consumer()
+        return batch
+
+    def _take_message(self, message: RawMessage, batch: list[EventMessage]) -> bool:
+        stream_position, consumer_position, pending = positions_of(message.reply)
+        if consumer_position != self._consumer_position + 1:
+            return False
+        self._consumer_position = consumer_position
+        self._position = stream_position
+        batch.append(EventMessage(message.subject, message.payload, stream_position))
+        if pending == 0:
+            self._caught_up.set()
+        return True
+
+    async def _take_control(self, message: RawMessage) -> bool:
+        """Answer flow control; check a heartbeat against what has arrived."""
+        reply = message.reply or message.headers.get("Nats-Consumer-Stalled", "")
+        if reply:
+            try:
+                await self._link.publish_raw(reply, b"")
+            except KvbmError:
+                return False
+        if message.reply:
+            return True
+        return int(message.headers.get("Nats-Last-Consumer", "0")) == self._consumer_position
+
+    async def _make_consumer(self) -> None:
+        """Try until a consumer is in place (or the subscription is closed)."""
+        backoff = Backoff()
+        while not self._closed:
+            if not self._link.connected:
+                self._arrival.clear()
+                await self._wait_arrival()
+                backoff.reset()
+                continue
+            try:
+                await self._try_consumer()
+                return
+            except KvbmError as error:
+                _log.debug("%s: no consumer yet: %s", self._spec.name, error)
+                await self._drop_consumer()
+                await backoff.sleep()
+
+    async def _try_consumer(self) -> None:
+        await self._drop_consumer()
+        self.recreated += self._stream is not None
+        self._generation = self._link.generation
+        stream = await ensure_stream(self._link, self._spec)
+        self._place_start(stream)
+        inbox = self._link.new_inbox()
+        self._unsubscribe = await self._link.subscribe_raw(inbox, self._on_message)
+        name = inbox.rsplit(".", 1)[-1]
+        request = {
+            "stream_name": self._spec.name,
+            "config": self._consumer_config(name, inbox),
+        }
+        verb = f"CONSUMER.CREATE.{self._spec.name}.{name}"
+        info = msgspec.json.decode(await call_api(self._link, verb, request), type=_ConsumerInfo)
+        if info.num_pending == 0:
+            self._caught_up.set()
+
+    def _place_start(self, stream: StreamInfo) -> None:
+        """Decide where to continue, now that the stream's life and end are known."""
+        before, self._stream = self._stream, stream
+        if before is None:
+            if self._start == "new":
+                # By number, so that a second consumer misses nothing that came meanwhile.
+                self._position = stream.state.last_seq
+            return
+        another = stream.created != before.created or stream.state.last_seq < self._position
+        if another:
+            _log.warning("%s is another stream than before; reading it all", self._spec.name)
+            self._position = 0
+            if self._start != "last_per_subject":
+                self._start = "all"
+
+    def _consumer_config(self, name: str, inbox: str) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "name": name,
+            "deliver_subject": inbox,
+            "filter_subject": self._subject,
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "replay_policy": "instant",
+            "flow_control": True,
+            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
+            "inactive_threshold": int(INACTIVE_S * 1e9),
+            "mem_storage": True,
+            "num_replicas": 1,
+        }
+        return config | self._start_config()
+
+    def _start_config(self) -> dict[str, Any]:
+        if self._position > 0:
+            return {"deliver_policy": "by_start_sequence", "opt_start_seq": self._position + 1}
+        if isinstance(self._start, int):
+            return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, self._start)}
+        if isinstance(self._start, datetime):
+            assert self._start.tzinfo is not None, "a start time has a time zone"
+            return {
+                "deliver_policy": "by_start_time",
+                "opt_start_time": self._start.isoformat(),
+            }
+        # An empty stream read from "new" has position 0, and then everything is new.
+        return {"deliver_policy": "all" if self._start == "new" else self._start}
+
+    async def _drop_consumer(self) -> None:
+        unsubscribe, self._unsubscribe = self._unsubscribe, None
+        self._arrived.clear()
+        self._consumer_position = 0
+        if unsubscribe is not None:
+            await unsubscribe()
+
+    def _on_message(self, message: RawMessage) -> None:
+        self._arrived.append(message)
+        self._arrival.set()
+
+
+def positions_of(reply: str) -> tuple[int, int, int]:
+    """Stream position, consumer position and messages pending, from the reply subject.
+
+    `$JS.ACK.<stream>.<consumer>.<delivered>.<stream pos>.<consumer pos>.<time>.<pending>`, with
+    two tokens (domain, account) more in front of the stream's name and one at the end in clusters.
+    """
+    tokens = reply.split(".")
+    shift = 2 if len(tokens) >= 11 else 0
+    return int(tokens[5 + shift]), int(tokens[6 + shift]), int(tokens[8 + shift])

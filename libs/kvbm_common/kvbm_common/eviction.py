@@ -1,0 +1,89 @@
+"""Eviction: which block leaves when a tier needs room, behind one small interface.
+
+A policy sees names, never slots or bytes. It may only choose among blocks that are *free*: a held
+block (pinned by a lease, or staged) is never a victim.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+from typing import Protocol
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import SequenceHash
+
+
+class UnknownPolicy(KvbmError):
+    """There is no eviction policy of that name."""
+
+    code = "unknown_policy"
+
+
+class EvictionPolicy(Protocol):
+    """What a tier tells its policy, and the one question that it asks.
+
+    Every block is `admit`ted once and `forget`ten once; in between `hold` and `free` alternate,
+    beginning with `free` being the state after `admit`.
+    """
+
+    def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
+        """A block was committed; it is free."""
+
+    def hold(self, block: SequenceHash) -> None:
+        """A free block is in use: not a victim."""
+
+    def free(self, block: SequenceHash) -> None:
+        """A held block is no longer in use. Chains are freed leaves first."""
+
+    def forget(self, block: SequenceHash) -> None:
+        """A free block has left the tier."""
+
+    def victims(self, count: int) -> list[SequenceHash]:
+        """Up to `count` free blocks to evict, worst first. Changes nothing."""
+
+    def __len__(self) -> int:
+        """How many blocks are free."""
+
+
+class Lru:
+    """Least recently used: the victim is the block that became free the longest ago.
+
+    Because chains are freed leaves first, a leaf goes before its parent.
+    """
+
+    def __init__(self) -> None:
+        self._free: OrderedDict[SequenceHash, None] = OrderedDict()
+
+    def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
+        assert block not in self._free
+        self._free[block] = None
+
+    def hold(self, block: SequenceHash) -> None:
+        del self._free[block]
+
+    def free(self, block: SequenceHash) -> None:
+        assert block not in self._free
+        self._free[block] = None
+
+    def forget(self, block: SequenceHash) -> None:
+        del self._free[block]
+
+    def victims(self, count: int) -> list[SequenceHash]:
+        return list(islice(self._free, count))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+
+
+def make_policy(name: str) -> EvictionPolicy:
+    """The policy of that name; raises UnknownPolicy that lists the names there are."""
+    try:
+        return POLICIES[name]()
+    except KeyError:
+        known = ", ".join(sorted(POLICIES))
+        raise UnknownPolicy(f"no eviction policy {name!r}; there are: {known}") from None

@@ -1,0 +1,234 @@
+"""Identity: one name for a block, the same in every process, engine, tier and router.
+
+A block's name is its `SequenceHash`: 16 bytes that stand for the whole prefix up to and including
+the block. Two blocks share a name only if every token before them, every extra (LoRA, salt,
+multimodal content) and everything in the `Namespace` is equal.
+
+    hash(block) = BLAKE2b-128(key = namespace digest, parent ‖ tokens as LE u32 ‖ extras)
+
+    parent   the hash of the block before it; for the first block `Namespace.root`, the first 16
+             bytes of the namespace digest
+    tokens   exactly `Namespace.block_tokens` of them, so no separator is needed
+    extras   each as: tag u8 ‖ length LE u32 ‖ bytes, in ascending order of (tag, bytes)
+
+The hash is cryptographic and keyed on purpose: nobody can construct a prompt that hits another
+tenant's blocks. BLAKE2b is RFC 7693. Test vectors: docs/wire.md, checked by tests/libs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from functools import cached_property
+from typing import NewType, cast
+
+import msgspec
+import numpy as np
+
+from kvbm_common.errors import KvbmError
+
+SequenceHash = NewType("SequenceHash", bytes)
+"""16 raw bytes in Python; 32 lower-case hex digits in JSON, HTTP and logs."""
+
+HASH_BYTES = 16
+TOKEN_BYTES = 4
+BLOCK_TOKENS_MAX = 1024
+"""KVBM's and every engine's largest page."""
+
+
+class IdentityError(KvbmError):
+    """A hash, namespace or token sequence that cannot be named."""
+
+    code = "bad_identity"
+
+
+class ExtraTag(IntEnum):
+    """What an extra is. The numbers are part of the hash: never change or reuse one."""
+
+    LORA = 1
+    SALT = 2
+    MULTIMODAL = 3
+    EMBEDDING = 4
+    OTHER = 255
+
+
+Extras = Iterable[tuple[ExtraTag, bytes]]
+"""Extras of one block. LoRA and salt belong to the first block of a sequence (the chain carries
+them on); multimodal and embedding digests to every block that holds some of their content."""
+
+
+class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that makes the bytes of two engines incompatible.
+
+    `digest` keys the hash, so a match across namespaces cannot happen. It travels readable beside
+    its digest, so that an operator can see *why* two engines do not share.
+    """
+
+    model: str
+    block_tokens: int
+    revision: str = ""
+    dtype: str = "bfloat16"
+    quantisation: str = ""
+    layout: str = "LBHNC"
+    """Physical layout; on CPU with its instruction-set packing, e.g. `LBHNC/avx512`."""
+    group: int = 0
+    """KV cache group of a hybrid model."""
+    layers: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise IdentityError("namespace.model must not be empty")
+        if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
+            raise IdentityError(
+                f"namespace.block_tokens is {self.block_tokens}, must be 1..{BLOCK_TOKENS_MAX}"
+            )
+        if self.tensor_parallel < 1 or self.pipeline_parallel < 1:
+            raise IdentityError("namespace.tensor_parallel and .pipeline_parallel must be ≥ 1")
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes: BLAKE2b-256 of the fields as JSON (sorted keys, no spaces, UTF-8)."""
+        return namespace_digest(self)
+
+    @property
+    def root(self) -> SequenceHash:
+        """The parent of every first block."""
+        return SequenceHash(self.digest[:HASH_BYTES])
+
+
+def namespace_digest(namespace: Namespace) -> bytes:
+    """The 32-byte digest of a namespace; see `Namespace.digest`."""
+    fields: Mapping[str, object] = msgspec.structs.asdict(namespace)
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=32, person=b"kvbm-namespace").digest()
+
+
+class Hasher:
+    """Names blocks of one namespace. Immutable and safe to share between threads."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.root = namespace.root
+        self._base = hashlib.blake2b(key=namespace.digest, digest_size=HASH_BYTES)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block's token ids."""
+        return self.namespace.block_tokens * TOKEN_BYTES
+
+    def chain(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        parent: SequenceHash | None = None,
+        extras: Mapping[int, Extras] | None = None,
+    ) -> list[SequenceHash]:
+        """The hashes of the full blocks of `tokens` (a last partial block has none).
+
+        `parent` is the block before the first token, None for the start of a sequence. `extras`
+        maps a block index, counted from the first token here, to that block's extras.
+        """
+        packed = pack_tokens(tokens)
+        size = self.block_bytes
+        tails = {i: pack_extras(e) for i, e in extras.items()} if extras else {}
+        previous: bytes = self.root if parent is None else check_hash(parent)
+        hashes: list[bytes] = []
+        copy, append = self._base.copy, hashes.append
+        for offset in range(0, len(packed) - size + 1, size):
+            state = copy()
+            state.update(previous)
+            state.update(packed[offset : offset + size])
+            if tails and offset // size in tails:
+                state.update(tails[offset // size])
+            previous = state.digest()
+            append(previous)
+        return cast("list[SequenceHash]", hashes)
+
+
+def request_extras(*, lora: str | None = None, salt: str | None = None) -> dict[int, Extras]:
+    """The extras of a whole request: LoRA name and cache salt, in its first block.
+
+    An empty string is the same as None: absent.
+    """
+    first = [
+        (tag, text.encode()) for tag, text in ((ExtraTag.LORA, lora), (ExtraTag.SALT, salt)) if text
+    ]
+    return {0: first} if first else {}
+
+
+def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
+    """Token ids as little-endian u32. Raises IdentityError for ids outside 0..2**32-1."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise IdentityError("tokens must be a flat sequence of integers")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > 0xFFFF_FFFF):
+        raise IdentityError("token ids must be 0..4294967295")
+    return array.astype("<u4", copy=False).tobytes()
+
+
+def pack_extras(extras: Extras) -> bytes:
+    """The tagged, length-prefixed encoding of one block's extras, in canonical order."""
+    return b"".join(struct.pack("<BI", tag, len(value)) + value for tag, value in sorted(extras))
+
+
+def check_hash(value: bytes) -> SequenceHash:
+    """`value` as a SequenceHash; raises IdentityError unless it is 16 bytes."""
+    if len(value) != HASH_BYTES:
+        raise IdentityError(f"a sequence hash has {HASH_BYTES} bytes, got {len(value)}")
+    return SequenceHash(value)
+
+
+def hash_to_hex(value: SequenceHash) -> str:
+    """32 lower-case hex digits."""
+    return value.hex()
+
+
+def hash_from_hex(text: str) -> SequenceHash:
+    """The hash of 32 hex digits; raises IdentityError otherwise."""
+    try:
+        return check_hash(bytes.fromhex(text))
+    except ValueError as error:
+        raise IdentityError(f"not a hex sequence hash: {text[:64]!r}") from error
+
+
+def hashes_to_hex(values: Iterable[SequenceHash]) -> list[str]:
+    """Many hashes to hex."""
+    return [value.hex() for value in values]
+
+
+def hashes_from_hex(texts: Sequence[str]) -> list[SequenceHash]:
+    """Many hashes from hex; raises IdentityError when one is malformed."""
+    packed = _fromhex("".join(texts))
+    # `fromhex` skips blanks, so the sum is checked as well: no hash may shift into the next.
+    if len(packed) != HASH_BYTES * len(texts) or any(len(text) != 2 * HASH_BYTES for text in texts):
+        raise IdentityError("a sequence hash has 32 hex digits")
+    return unpack_hashes(packed)
+
+
+def _fromhex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise IdentityError("a sequence hash has only hex digits") from error
+
+
+def pack_hashes(values: Iterable[SequenceHash]) -> bytes:
+    """Hashes back to back, 16 bytes each: how they travel on ZMQ."""
+    return b"".join(values)
+
+
+def unpack_hashes(packed: bytes) -> list[SequenceHash]:
+    """The inverse of `pack_hashes`; raises IdentityError on a partial hash."""
+    if len(packed) % HASH_BYTES:
+        raise IdentityError(f"packed hashes must be a multiple of 16 bytes, got {len(packed)}")
+    return [
+        SequenceHash(packed[offset : offset + HASH_BYTES])
+        for offset in range(0, len(packed), HASH_BYTES)
+    ]

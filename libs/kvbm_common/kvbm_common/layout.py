@@ -1,0 +1,48 @@
+"""Layout: where a block's pieces are in device memory and in an arena slot, as arrays of spans.
+
+A block of a rank is the pieces of its regions, back to back; in an arena slot the parts of all
+ranks follow each other. A region may be one layer or all of them: only addresses and strides count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm_common.wire.local import Region
+
+Addresses = npt.NDArray[np.uint64]
+
+
+def part_bytes(regions: Sequence[Region]) -> int:
+    """Bytes of one rank's part of a block."""
+    return sum(region.piece_bytes for region in regions)
+
+
+def device_pieces(regions: Sequence[Region], blocks: Sequence[int]) -> list[tuple[Addresses, int]]:
+    """Per region: the addresses of the blocks' pieces, and the piece's size in bytes."""
+    ids = np.asarray(blocks, dtype=np.uint64)
+    return [
+        (np.uint64(region.address) + ids * np.uint64(region.stride), region.piece_bytes)
+        for region in regions
+    ]
+
+
+def slot_pieces(
+    regions: Sequence[Region],
+    slots: Sequence[int],
+    *,
+    arena_address: int,
+    slot_bytes: int,
+    part_offset: int,
+) -> list[tuple[Addresses, int]]:
+    """The same pieces in the arena, in the same order as `device_pieces`."""
+    starts = np.uint64(arena_address) + np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
+    pieces: list[tuple[Addresses, int]] = []
+    offset = part_offset
+    for region in regions:
+        pieces.append((starts + np.uint64(offset), region.piece_bytes))
+        offset += region.piece_bytes
+    return pieces

@@ -1,0 +1,387 @@
+"""The registry: which services live, and the epoch of each life. On a NATS KV bucket.
+
+A service owns the key `services.<kind>.<host>.<instance>` and puts it again every third of its time
+to live. Readers watch all keys and judge by their own clock: who is silent for `ttl_s` has left.
+While the watch itself is broken nobody is declared dead; afterwards everybody gets a full `ttl_s`.
+
+An epoch names one life of a service. It is `created + revision`, where `created` is when the bucket
+was made (µs since 1970) and `revision` is that of a key put at birth; so it grows with every life,
+even if NATS loses its store and the revisions start again (they grow by far less than one per µs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from kvbm_common.errors import KvbmError, NoResponder, RegistryUnavailable
+from kvbm_common.event_subscription import EventMessage, EventSubscription
+from kvbm_common.jetstream import (
+    JetStreamError,
+    Link,
+    StreamSpec,
+    ensure_stream,
+    publish_acknowledged,
+)
+from kvbm_common.logs import OncePerKind
+
+BUCKET = "kvbm-registry"
+SPEC = StreamSpec(
+    name=f"KV_{BUCKET}",
+    subjects=(f"$KV.{BUCKET}.>",),
+    bytes_max=16 * 1024 * 1024,
+    age_max_s=3600,
+    per_subject_max=1,
+)
+"""Entries are renewed all the time, so what is an hour old belongs to nobody. 16 MiB hold some ten
+thousand services."""
+PREFIX = f"$KV.{BUCKET}."
+DELETE = {"KV-Operation": "DEL"}
+WRONG_REVISION = frozenset((10071, 10164))
+"""The server's error codes for a key that somebody else has written."""
+LIST_DEADLINE_S = 3.0
+"""How long the first reading of the bucket may take."""
+SWEEPS_PER_TTL = 10
+
+_log = OncePerKind(logging.getLogger(__name__))
+
+
+class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One live service."""
+
+    kind: str
+    host: str
+    instance: str
+    epoch: int
+    pid: int
+    started_ms: int
+    """Wall clock, for people."""
+    ttl_s: float
+    info: dict[str, str | int | float | bool | None] = {}
+    """What its peers need: endpoints, sizes, names."""
+
+    @property
+    def key(self) -> str:
+        """`<kind>.<host>.<instance>`: one service in all its lives."""
+        return f"{self.kind}.{self.host}.{self.instance}"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A service is there that was not."""
+
+    record: ServiceRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A service says something else, or lives a new life (another epoch)."""
+
+    before: ServiceRecord
+    record: ServiceRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A service is gone: `deleted` by itself, or `expired` in silence."""
+
+    record: ServiceRecord
+    reason: str
+
+
+RegistryEvent = Joined | Changed | Left
+Info = dict[str, str | int | float | bool | None]
+
+
+class Registration(Protocol):
+    """The entry of one living service."""
+
+    @property
+    def record(self) -> ServiceRecord:
+        """What is registered now."""
+
+    @property
+    def epoch(self) -> int:
+        """This life; see the module's text."""
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set when another life of the same service has taken the entry over."""
+
+    async def update(self, info: Info) -> None:
+        """Say something else from now on; raises RegistryUnavailable."""
+
+    async def revoke(self) -> None:
+        """Leave. Does what it can when the registry is away; readers see the silence."""
+
+
+class Registry(Protocol):
+    """Who is alive."""
+
+    async def register(
+        self, kind: str, host: str, instance: str, info: Info | None = None
+    ) -> Registration:
+        """Enter, and stay entered by heartbeats; raises RegistryUnavailable."""
+
+    async def list(self, kind: str | None = None) -> list[ServiceRecord]:
+        """The live services (of one kind); raises RegistryUnavailable."""
+
+    def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        """Call back for everybody who is there (Joined), then for every change.
+
+        Returns the function that ends it.
+        """
+
+    async def close(self) -> None:
+        """End the watch and all heartbeats, without leaving."""
+
+
+class NatsRegistry:
+    """A registry on NATS KV. Use it in one event loop."""
+
+    def __init__(self, link: Link, *, ttl_s: float) -> None:
+        assert ttl_s > 0
+        self._link = link
+        self._ttl_s = ttl_s
+        self._records: dict[str, ServiceRecord] = {}
+        self._seen_s: dict[str, float] = {}
+        self._callbacks: list[Callable[[RegistryEvent], None]] = []
+        self._subscription: EventSubscription | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._registrations: list[NatsRegistration] = []
+
+    async def register(
+        self, kind: str, host: str, instance: str, info: Info | None = None
+    ) -> NatsRegistration:
+        """Enter, and stay entered by heartbeats; raises RegistryUnavailable."""
+        try:
+            bucket = await ensure_stream(self._link, SPEC)
+            life = await publish_acknowledged(
+                self._link, f"{PREFIX}lives.{kind}.{host}.{instance}", b""
+            )
+            record = ServiceRecord(
+                kind=kind,
+                host=host,
+                instance=instance,
+                epoch=int(bucket.created.timestamp() * 1e6) + life.seq,
+                pid=os.getpid(),
+                started_ms=int(time.time() * 1000),
+                ttl_s=self._ttl_s,
+                info=info or {},
+            )
+            registration = NatsRegistration(self._link, record)
+            await registration.put(take_over=True)
+        except KvbmError as error:
+            raise RegistryUnavailable(f"cannot register: {error}") from error
+        registration.start()
+        self._registrations.append(registration)
+        return registration
+
+    async def list(self, kind: str | None = None) -> list[ServiceRecord]:
+        """The live services (of one kind); raises RegistryUnavailable."""
+        subscription = self._start_watching()
+        try:
+            await subscription.wait_caught_up(deadline_s=LIST_DEADLINE_S)
+        except KvbmError as error:
+            raise RegistryUnavailable(f"cannot read the registry: {error}") from error
+        self._sweep()
+        return [record for record in self._records.values() if kind in (None, record.kind)]
+
+    def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        """Call back for everybody who is there (Joined), then for every change."""
+        self._start_watching()
+        self._callbacks.append(callback)
+        for record in self._records.values():
+            callback(Joined(record))
+
+        def forget() -> None:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+        return forget
+
+    async def close(self) -> None:
+        """End the watch and all heartbeats, without leaving."""
+        for registration in self._registrations:
+            await registration.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._subscription is not None:
+            await self._subscription.close()
+
+    def _start_watching(self) -> EventSubscription:
+        if self._subscription is None:
+            self._subscription = EventSubscription(
+                self._link, SPEC, subject=f"{PREFIX}services.>", start="last_per_subject"
+            )
+            self._tasks = [
+                asyncio.create_task(self._read(self._subscription), name="registry watch"),
+                asyncio.create_task(self._sweep_often(), name="registry sweep"),
+            ]
+        return self._subscription
+
+    async def _read(self, subscription: EventSubscription) -> None:
+        async for batch in subscription:
+            for message in batch:
+                self._take(message)
+
+    def _take(self, message: EventMessage) -> None:
+        key = message.subject.removeprefix(f"{PREFIX}services.")
+        before = self._records.get(key)
+        if not message.payload:  # A delete marker.
+            self._leave(key, "deleted")
+            return
+        try:
+            record = msgspec.json.decode(message.payload, type=ServiceRecord)
+        except msgspec.MsgspecError as error:
+            _log.warning("bad_record", f"{key}: {error}")
+            return
+        self._records[key] = record
+        self._seen_s[key] = time.monotonic()
+        if before is None:
+            self._tell(Joined(record))
+        elif before != record:
+            self._tell(Changed(before, record))
+
+    async def _sweep_often(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / SWEEPS_PER_TTL)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Declare the silent ones gone, unless it is us who cannot hear."""
+        now_s = time.monotonic()
+        if self._subscription is None or not self._subscription.live or not self._link.connected:
+            self._seen_s = dict.fromkeys(self._seen_s, now_s)
+            return
+        for key, record in list(self._records.items()):
+            if now_s - self._seen_s[key] > record.ttl_s:
+                self._leave(key, "expired")
+
+    def _leave(self, key: str, reason: str) -> None:
+        record = self._records.pop(key, None)
+        self._seen_s.pop(key, None)
+        if record is not None:
+            self._tell(Left(record, reason))
+
+    def _tell(self, event: RegistryEvent) -> None:
+        for callback in list(self._callbacks):
+            callback(event)
+
+
+class NatsRegistration:
+    """The entry of one living service, renewed by a task of its own."""
+
+    def __init__(self, link: Link, record: ServiceRecord) -> None:
+        self._link = link
+        self._record = record
+        self._revision = 0
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def record(self) -> ServiceRecord:
+        """What is registered now."""
+        return self._record
+
+    @property
+    def epoch(self) -> int:
+        """This life; see the module's text."""
+        return self._record.epoch
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set when another life of the same service has taken the entry over."""
+        return self._lost
+
+    def start(self) -> None:
+        """Begin the heartbeats."""
+        self._task = asyncio.create_task(self._beat(), name=f"heartbeat {self._record.key}")
+
+    async def stop(self) -> None:
+        """End the heartbeats without leaving."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def update(self, info: Info) -> None:
+        """Say something else from now on; raises RegistryUnavailable."""
+        self._record = msgspec.structs.replace(self._record, info=info)
+        try:
+            await self._renew()
+        except KvbmError as error:
+            raise RegistryUnavailable(f"cannot update: {error}") from error
+
+    async def revoke(self) -> None:
+        """Leave. Does what it can when the registry is away; readers see the silence."""
+        await self.stop()
+        if self._lost.is_set():
+            return
+        try:
+            await publish_acknowledged(self._link, self._subject, b"", headers=DELETE)
+        except KvbmError as error:
+            _log.warning("revoke", f"{self._record.key} will expire: {error}")
+
+    async def put(self, *, take_over: bool) -> None:
+        """Write the record; unless `take_over`, only over our own last revision.
+
+        Raises JetStreamError, BusUnavailable, DeadlineExceeded.
+        """
+        headers = None
+        if not take_over:
+            headers = {"Nats-Expected-Last-Subject-Sequence": str(self._revision)}
+        payload = msgspec.json.encode(self._record)
+        acknowledged = await publish_acknowledged(
+            self._link, self._subject, payload, headers=headers
+        )
+        self._revision = acknowledged.seq
+
+    @property
+    def _subject(self) -> str:
+        return f"{PREFIX}services.{self._record.key}"
+
+    async def _beat(self) -> None:
+        while not self._lost.is_set():
+            await asyncio.sleep(self._record.ttl_s / 3)
+            try:
+                await self._renew()
+            except KvbmError as error:
+                _log.warning("heartbeat", f"{self._record.key}: {error}")
+
+    async def _renew(self) -> None:
+        try:
+            await self.put(take_over=False)
+        except NoResponder:
+            # The bucket is gone, with everybody's entries; nobody can be ahead of us.
+            await ensure_stream(self._link, SPEC)
+            await self.put(take_over=True)
+        except JetStreamError as error:
+            if error.server_code not in WRONG_REVISION:
+                raise
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """The entry is not as we left it: gone with the bucket, or somebody else's."""
+        other = await self._read_entry()
+        if other is None or other.epoch <= self.epoch:
+            await self.put(take_over=True)
+        else:
+            _log.warning("superseded", f"{self._record.key}: process {other.pid} took over")
+            self._lost.set()
+
+    async def _read_entry(self) -> ServiceRecord | None:
+        request = msgspec.json.encode({"last_by_subj": self._subject})
+        subject = f"$JS.API.DIRECT.GET.{SPEC.name}"
+        reply = await self._link.request_raw(subject, request, deadline_s=1.0)
+        try:
+            return msgspec.json.decode(reply.payload, type=ServiceRecord)
+        except msgspec.MsgspecError:
+            return None  # Not there (an empty reply with a status), or nobody's.

@@ -1,0 +1,257 @@
+"""Slots: the one machine that both tiers keep their blocks in.
+
+A slot is a place for one block. It is always in exactly one state:
+
+    RESET --stage--> STAGED --register--> INACTIVE --pin----> ACTIVE
+      ^                |                   | ^  |              |
+      |                |                   | +--+---unpin------+
+      +-----abort------+-------evict-------+
+
+STAGED    bytes are on their way in; nobody can find the block
+INACTIVE  committed, can be found, can be evicted
+ACTIVE    committed and pinned by at least one lease; cannot be evicted
+
+A committed block found to be wrong is *discarded*: its name is gone at once, so that nobody finds
+it again, and its slot goes to RESET as soon as its last pin is gone. `generation` counts the times
+a slot was staged: who remembers a slot remembers its generation too, and can tell that it is
+another block's by now.
+
+Correspondence: STAGED is KVBM's Mutable/Staged and vLLM's "not ready"; INACTIVE is KVBM's Inactive
+and `ref_cnt == 0`; ACTIVE is KVBM's Primary and `ref_cnt > 0`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm_common.eviction import EvictionPolicy
+from kvbm_common.identity import SequenceHash
+
+
+class SlotState(Enum):
+    """The states of the drawing above."""
+
+    RESET = "reset"
+    STAGED = "staged"
+    INACTIVE = "inactive"
+    ACTIVE = "active"
+
+
+_TRANSITIONS: dict[tuple[SlotState, str], SlotState] = {
+    (SlotState.RESET, "stage"): SlotState.STAGED,
+    (SlotState.STAGED, "register"): SlotState.INACTIVE,
+    (SlotState.STAGED, "abort"): SlotState.RESET,
+    (SlotState.INACTIVE, "pin"): SlotState.ACTIVE,
+    (SlotState.ACTIVE, "unpin"): SlotState.INACTIVE,
+    (SlotState.INACTIVE, "evict"): SlotState.RESET,
+}
+
+
+class InvalidTransition(AssertionError):
+    """Our mistake: a slot was asked for a move that its state does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a tier knows of a committed block.
+
+    `checksum` is the xxh3-64 of its `bytes` bytes; `namespace` is a 32-byte digest.
+    """
+
+    hash: SequenceHash
+    parent: SequenceHash
+    namespace: bytes
+    checksum: int
+    bytes: int
+
+
+class SlotTable:
+    """The slots of one tier. Allocated once; every change is one of the transitions above."""
+
+    def __init__(self, slot_count: int, policy: EvictionPolicy) -> None:
+        assert slot_count >= 0
+        self.slot_count = slot_count
+        self.policy = policy
+        self.evicted_count = 0
+        self._state = [SlotState.RESET] * slot_count
+        self._generation = [0] * slot_count
+        self._pins = [0] * slot_count
+        self._block: list[Block | None] = [None] * slot_count
+        self._reset = list(range(slot_count - 1, -1, -1))  # A stack: low slots first.
+        self._staged: dict[int, SequenceHash] = {}
+        self._staging: dict[SequenceHash, int] = {}
+        self._slot: dict[SequenceHash, int] = {}
+        self._discarded: set[int] = set()
+
+    # --- questions --------------------------------------------------------------------------
+
+    def find(self, block: SequenceHash) -> int | None:
+        """The slot of a committed block, None when it is not there."""
+        return self._slot.get(block)
+
+    def is_staging(self, block: SequenceHash) -> bool:
+        """Is this block on its way in?"""
+        return block in self._staging
+
+    def block(self, slot: int) -> Block:
+        """The committed block in a slot."""
+        block = self._block[slot]
+        assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
+        return block
+
+    def generation(self, slot: int) -> int:
+        """How often the slot was staged."""
+        return self._generation[slot]
+
+    def blocks(self) -> list[Block]:
+        """All blocks that can be found."""
+        return [self.block(slot) for slot in self._slot.values()]
+
+    def __len__(self) -> int:
+        """How many blocks can be found."""
+        return len(self._slot)
+
+    def room(self) -> int:
+        """How many slots could be staged now, evicting where needed."""
+        return len(self._reset) + len(self.policy)
+
+    def counts(self) -> dict[str, int]:
+        """Slots by state, and `total`."""
+        active = len(self._slot) + len(self._discarded) - len(self.policy)
+        return {
+            "reset": len(self._reset),
+            "staged": len(self._staged),
+            "inactive": len(self.policy),
+            "active": active,
+            "total": self.slot_count,
+        }
+
+    # --- moves ------------------------------------------------------------------------------
+
+    def make_room(self, count: int) -> list[Block]:
+        """Evict until `count` slots are RESET or nothing can be evicted; returns the evicted."""
+        short = count - len(self._reset)
+        if short <= 0:
+            return []
+        victims = self.policy.victims(short)
+        return [self.evict(victim) for victim in victims]
+
+    def stage(self, block: SequenceHash) -> int | None:
+        """Take a RESET slot for a block that is neither committed nor staged; None: no room."""
+        assert block not in self._slot
+        assert block not in self._staging
+        if not self._reset:
+            return None
+        slot = self._reset.pop()
+        self._move(slot, "stage")
+        self._generation[slot] += 1
+        self._staged[slot] = block
+        self._staging[block] = slot
+        return slot
+
+    def register(self, slot: int, block: Block) -> None:
+        """Commit: from now on the block can be found."""
+        assert self._staged.get(slot) == block.hash, f"slot {slot} was not staged for this block"
+        self._move(slot, "register")
+        del self._staged[slot], self._staging[block.hash]
+        self._block[slot] = block
+        self._slot[block.hash] = slot
+        self.policy.admit(block.hash, block.parent)
+
+    def abort(self, slot: int) -> None:
+        """The bytes did not arrive, or not intact."""
+        self._move(slot, "abort")
+        del self._staging[self._staged.pop(slot)]
+        self._reset.append(slot)
+
+    def restore(self, blocks: Mapping[int, Block]) -> None:
+        """Put committed blocks where a former life had them. Only into an all-RESET table."""
+        assert len(self._reset) == self.slot_count
+        taken = set(blocks)
+        self._reset = [slot for slot in self._reset if slot not in taken] + sorted(
+            taken, reverse=True
+        )
+        for slot in sorted(taken):
+            staged = self.stage(blocks[slot].hash)
+            assert staged == slot
+            self.register(slot, blocks[slot])
+
+    def pin(self, slot: int) -> None:
+        """Keep a committed block from eviction; counts."""
+        assert slot not in self._discarded, f"slot {slot} is discarded"
+        if self._pins[slot] == 0:
+            self._move(slot, "pin")
+            self.policy.hold(self.block(slot).hash)
+        self._pins[slot] += 1
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Take one pin off each slot. Give a chain in prefix order: its leaf is freed first."""
+        for slot in reversed(list(slots)):
+            assert self._pins[slot] > 0, f"slot {slot} is not pinned"
+            self._pins[slot] -= 1
+            if self._pins[slot] == 0:
+                self._free(slot)
+
+    def evict(self, name: SequenceHash) -> Block:
+        """Give up an INACTIVE block."""
+        slot = self._slot.pop(name)
+        block = self.block(slot)
+        self._move(slot, "evict")
+        self.policy.forget(name)
+        self._empty(slot)
+        self.evicted_count += 1
+        return block
+
+    def discard(self, name: SequenceHash) -> Block | None:
+        """Make a committed block unfindable at once, pinned or not; None when it is not there."""
+        slot = self._slot.get(name)
+        if slot is None:
+            return None
+        if self._pins[slot] == 0:
+            self.evicted_count -= 1  # `evict` counts; a discarded block was not evicted.
+            return self.evict(name)
+        del self._slot[name]
+        self._discarded.add(slot)
+        return self.block(slot)
+
+    def _free(self, slot: int) -> None:
+        self._move(slot, "unpin")
+        if slot not in self._discarded:
+            self.policy.free(self.block(slot).hash)
+            return
+        self._discarded.remove(slot)
+        self._move(slot, "evict")
+        self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        self._block[slot] = None
+        self._reset.append(slot)
+
+    def _move(self, slot: int, verb: str) -> None:
+        state = self._state[slot]
+        target = _TRANSITIONS.get((state, verb))
+        if target is None:
+            raise InvalidTransition(f"slot {slot}: no {verb} from {state.name}")
+        self._state[slot] = target
+
+    def check(self) -> None:
+        """Assert every invariant; O(slots)."""
+        by_state = Counter(self._state)
+        assert len(self._reset) == len(set(self._reset)) == by_state[SlotState.RESET]
+        assert len(self._staged) == len(self._staging) == by_state[SlotState.STAGED]
+        assert all(self._staging[name] == slot for slot, name in self._staged.items())
+        assert not self._staging.keys() & self._slot.keys()
+        assert len(self.policy) == by_state[SlotState.INACTIVE]
+        named = len(self._slot) + len(self._discarded)
+        assert named == by_state[SlotState.INACTIVE] + by_state[SlotState.ACTIVE]
+        for name, slot in self._slot.items():
+            assert self.block(slot).hash == name
+            assert (self._pins[slot] > 0) == (self._state[slot] is SlotState.ACTIVE)
+        for slot in self._discarded:
+            assert self._pins[slot] > 0
+            assert self._slot.get(self.block(slot).hash) != slot
+        counts = self.counts()
+        assert all(counts[state.value] == by_state[state] for state in SlotState), counts

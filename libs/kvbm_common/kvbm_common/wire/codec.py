@@ -1,0 +1,98 @@
+"""Encoding and decoding with a size limit and one error type."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.wire import VERSION
+
+Message = TypeVar("Message")
+
+MESSAGE_BYTES_MAX = 8 * 1024 * 1024
+"""No message is larger: it is what nats-server accepts at most without a warning."""
+
+
+_REFUSALS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvbmError)
+"""What a decoder raises for bytes of a stranger: the middle two for text that is not UTF-8 and for
+a thousand nested lists."""
+
+
+class _Version(msgspec.Struct):
+    v: int = VERSION
+
+
+_Peek = msgspec.json.Decoder[_Version] | msgspec.msgpack.Decoder[_Version]
+
+
+class WireError(KvbmError):
+    """A message that does not follow the wire: malformed, oversized or of an unknown version."""
+
+    code = "bad_message"
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """`malformed`, `oversized` or `version`: the label of the drop counter."""
+
+
+class JsonCodec(Generic[Message]):
+    """JSON of one type (or union of tagged types), as it travels on NATS."""
+
+    def __init__(self, type_: Any) -> None:
+        self._decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(type_)
+        self._encoder = msgspec.json.Encoder()
+        self._peek = msgspec.json.Decoder(_Version)
+
+    def encode(self, message: Message) -> bytes:
+        """The bytes of a message."""
+        return self._encoder.encode(message)
+
+    def decode(self, payload: bytes) -> Message:
+        """The message of some bytes; raises WireError."""
+        _check_size(payload)
+        try:
+            return self._decoder.decode(payload)
+        except _REFUSALS as error:
+            raise _refused(payload, error, self._peek) from error
+
+
+class MsgpackCodec(Generic[Message]):
+    """msgpack of one type (or union of tagged types), as it travels on ZMQ inside a host."""
+
+    def __init__(self, type_: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(type_)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._peek = msgspec.msgpack.Decoder(_Version)
+
+    def encode(self, message: Message) -> bytes:
+        """The bytes of a message."""
+        return self._encoder.encode(message)
+
+    def decode(self, payload: bytes) -> Message:
+        """The message of some bytes; raises WireError."""
+        _check_size(payload)
+        try:
+            return self._decoder.decode(payload)
+        except _REFUSALS as error:
+            raise _refused(payload, error, self._peek) from error
+
+
+def _check_size(payload: bytes) -> None:
+    if len(payload) > MESSAGE_BYTES_MAX:
+        raise WireError(
+            f"{len(payload)} bytes, more than the {MESSAGE_BYTES_MAX} allowed", kind="oversized"
+        )
+
+
+def _refused(payload: bytes, error: Exception, peek: _Peek) -> WireError:
+    """What to say of a payload that did not decode. Mixed releases must show as `version`."""
+    try:
+        version = peek.decode(payload).v
+    except _REFUSALS:
+        version = VERSION
+    if version != VERSION:
+        return WireError(f"version {version}, this side speaks {VERSION}", kind="version")
+    return WireError(str(error), kind="malformed")

@@ -1,0 +1,90 @@
+"""Events: what a source stored, removed or cleared, on `kvbm.v1.events.<host>.<source>.<kind>`.
+
+An event is one batch of one kind. `epoch` is a life of the source and only grows; `seq` counts
+1, 2, 3… inside it. The first event of every epoch is a `Cleared`. A consumer that misses a `seq`
+asks the source for a snapshot; it never guesses.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvbm_common.wire import VERSION
+from kvbm_common.wire.codec import JsonCodec
+
+Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+"""A sequence hash in JSON."""
+HexDigest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+"""A namespace digest in JSON."""
+Token = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+"""One element of a NATS subject: a host, a source, an instance."""
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Tier = Literal["device", "host", "disk", "object"]
+"""G1, G2, G3, G4."""
+
+STREAM = "KVBM_EVENTS"
+SUBJECT_PREFIX = "kvbm.v1.events"
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of blocks: each one's parent is the one before it; the first one's is `parent`.
+
+    `hashes` are not pattern-checked here: consumers convert them in bulk, which checks them too.
+    """
+
+    parent: Hex128
+    hashes: list[str]
+
+
+class _Envelope(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What every event carries."""
+
+    v: Literal[1] = VERSION  # type: ignore[assignment]
+    host: Token
+    source: Token
+    tier: Tier
+    epoch: Natural
+    seq: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    ts_ms: Natural
+    """Wall clock of the source, for people; nothing is decided by it."""
+    rank: Natural = 0
+    """Data-parallel rank of an engine; 0 for a tier."""
+    group: Natural = 0
+    """KV cache group of a hybrid model."""
+
+
+class Stored(_Envelope, frozen=True, kw_only=True, tag="stored"):
+    """Blocks that can be read from now on. Announced after commit, never before."""
+
+    namespace: HexDigest
+    runs: list[Run]
+
+
+class Removed(_Envelope, frozen=True, kw_only=True, tag="removed"):
+    """Blocks that this tier has lost. Says nothing about other tiers."""
+
+    namespace: HexDigest
+    hashes: list[str]
+    reason: str = ""
+    """`evicted`, `corrupt`, `admin`…"""
+
+
+class Cleared(_Envelope, frozen=True, kw_only=True, tag="cleared"):
+    """This source holds nothing (on this rank, when `rank_only`)."""
+
+    reason: str = ""
+    rank_only: bool = False
+
+
+Event = Stored | Removed | Cleared
+
+event_codec: JsonCodec[Event] = JsonCodec(Event)
+
+
+def event_subject(event: Event) -> str:
+    """The subject an event is published on."""
+    kind = event.__struct_config__.tag
+    return f"{SUBJECT_PREFIX}.{event.host}.{event.source}.{kind}"

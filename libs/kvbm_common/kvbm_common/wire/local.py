@@ -1,0 +1,242 @@
+"""Local messages: msgpack over ZMQ between an engine's connector, its host tier and consolidator.
+
+Both services bind a ROUTER; the connector connects a DEALER. One message is one frame, a map with a
+`type`. Everything an engine imports to speak this is msgspec, pyzmq, numpy and nixl.
+
+    connector                         host tier
+    Hello ─────────────────────────►            (again when it was away for a while)
+          ◄───────────────────────── Welcome | Refused
+    Lookup ────────────────────────►
+          ◄───────────────────────── Found      (once, when all of it is leased, or the deadline)
+    Release ───────────────────────►
+          ◄───────────────────────── Pulled     (an offer's blocks are in staged slots)
+    Confirm ───────────────────────►            (they were still held: commit)
+    Beat ──────────────────────────►
+          ◄───────────────────────── Alive | Refused (say Hello again)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvbm_common.identity import Namespace
+from kvbm_common.wire import VERSION
+from kvbm_common.wire.codec import MsgpackCodec
+from kvbm_common.wire.events import Natural, Token
+
+Positive = Annotated[int, Meta(ge=1)]
+Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
+    v: Literal[1] = VERSION  # type: ignore[assignment]
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Device memory of one worker: piece of block b = [address + b·stride, piece_bytes)."""
+
+    address: Natural
+    stride: Positive
+    piece_bytes: Positive
+    blocks: Positive
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """An engine's worker (one per tensor-parallel rank) or its scheduler half introduces itself.
+
+    The host tier needs every rank's `agent` metadata and `regions` to pull blocks; the block as
+    stored is the pieces of all regions of rank 0, then those of rank 1, and so on.
+    """
+
+    engine: Token
+    incarnation: Incarnation
+    role: Literal["scheduler", "worker"]
+    namespace: Namespace
+    rank: Natural = 0
+    world_size: Positive = 1
+    agent: bytes = b""
+    regions: list[Region] = []
+    pid: Natural = 0
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """The host tier knows this worker. `agent` lets it pull from the arena."""
+
+    host: Token
+    instance: str
+    epoch: Natural
+    agent: bytes
+    arena_address: Natural
+    arena_path: str
+    slot_bytes: Positive
+    slot_count: Positive
+    beat_ms: Positive
+    """Say `Beat` at least this often, or everything you lease is taken back."""
+
+
+class Refused(_Message, frozen=True, kw_only=True):
+    """A message could not be served; `about` is its type."""
+
+    about: str
+    code: str
+    message: str
+    field: str = ""
+
+
+class Beat(_Message, frozen=True, kw_only=True):
+    """An engine is alive."""
+
+    engine: Token
+    incarnation: Incarnation
+
+
+class Alive(_Message, frozen=True, kw_only=True):
+    """The host tier's answer to a `Beat`: it is there, in this life."""
+
+    epoch: Natural
+
+
+class Bye(_Message, frozen=True, kw_only=True):
+    """An engine leaves: its leases end, its offers are dropped."""
+
+    engine: Token
+    incarnation: Incarnation
+
+
+class Lookup(_Message, frozen=True, kw_only=True):
+    """Which run of these blocks, from the first on, can be onboarded?
+
+    The asker's lease ends `lease_ms` after it *sent* this, on its own clock. The answer comes once,
+    within `deadline_ms`, with what was usable by then.
+    """
+
+    engine: Token
+    incarnation: Incarnation
+    lookup: Natural
+    namespace: bytes
+    """The 32-byte digest."""
+    hashes: bytes
+    """Packed, 16 bytes each, prefix first."""
+    lease_ms: Positive
+    deadline_ms: Positive
+
+
+class Found(_Message, frozen=True, kw_only=True):
+    """The longest usable run, leased: block i is in arena slot `slots[i]`.
+
+    `disk_blocks` of the run came from disk just now, `remote_blocks` from another host. `reason`
+    says why the run is not longer (`""` when all was found).
+    """
+
+    lookup: Natural
+    epoch: Natural
+    lease: Natural
+    """0 when nothing was found."""
+    slots: list[Natural]
+    checksums: list[int]
+    block_bytes: Natural
+    disk_blocks: list[Natural] = []
+    """Indices in the run."""
+    remote_blocks: list[Natural] = []
+    reason: str = ""
+
+
+class Release(_Message, frozen=True, kw_only=True):
+    """The holder is done with a lease. `corrupt` lists run indices whose bytes were wrong."""
+
+    engine: Token
+    incarnation: Incarnation
+    lease: Natural
+    corrupt: list[Natural] = []
+
+
+class Pulled(_Message, frozen=True, kw_only=True):
+    """An offer is over as far as the pull goes: the device blocks may be freed.
+
+    When `confirm` is set, the host tier waits for a `Confirm` before it commits `pulled` blocks.
+    """
+
+    offer: Natural
+    pulled: Natural
+    skipped: Natural
+    """Blocks that were there already."""
+    failed: Natural = 0
+    reason: str = ""
+    confirm: bool = True
+
+
+class Confirm(_Message, frozen=True, kw_only=True):
+    """Was the offer's hold on the device blocks unbroken until `Pulled` arrived?"""
+
+    engine: Token
+    incarnation: Incarnation
+    offer: Natural
+    held: bool
+
+
+# --- connector to consolidator --------------------------------------------------------------
+
+
+class Attach(_Message, frozen=True, kw_only=True):
+    """Follow this engine's event stream (vLLM's wire) and name its blocks in `namespace`.
+
+    `endpoint` and `replay_endpoint` are where the engine's PUB and ROUTER listen.
+    """
+
+    engine: Token
+    incarnation: Incarnation
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+    rank: Natural = 0
+    """Data-parallel rank."""
+    namespace: Namespace
+
+
+class Attached(_Message, frozen=True, kw_only=True):
+    """The stream is followed, under this epoch."""
+
+    engine: Token
+    rank: Natural
+    epoch: Natural
+
+
+class Detach(_Message, frozen=True, kw_only=True):
+    """The engine ends: announce its device blocks as gone."""
+
+    engine: Token
+    incarnation: Incarnation
+
+
+class OfferedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of device blocks on offer: packed hashes, and the block id of each."""
+
+    parent: bytes
+    hashes: bytes
+    blocks: list[Natural]
+
+
+class Offered(_Message, frozen=True, kw_only=True):
+    """What `verbs.Offer` says, from the connector to the consolidator."""
+
+    engine: Token
+    incarnation: Incarnation
+    offer: Natural
+    namespace: bytes
+    deadline_ms: Positive
+    priority: int = 0
+    runs: list[OfferedRun]
+
+
+ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm
+FromHostTier = Welcome | Alive | Refused | Found | Pulled
+ToConsolidator = Attach | Detach | Offered | Beat
+FromConsolidator = Attached | Refused
+
+to_host_tier: MsgpackCodec[ToHostTier] = MsgpackCodec(ToHostTier)
+from_host_tier: MsgpackCodec[FromHostTier] = MsgpackCodec(FromHostTier)
+to_consolidator: MsgpackCodec[ToConsolidator] = MsgpackCodec(ToConsolidator)
+from_consolidator: MsgpackCodec[FromConsolidator] = MsgpackCodec(FromConsolidator)

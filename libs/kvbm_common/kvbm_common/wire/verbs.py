@@ -1,0 +1,336 @@
+"""Verbs: requests and replies on NATS, and the offers and hits that the host tier listens to.
+
+A request goes to `kvbm.v1.<kind>.<verb>` (any replica) or to
+`kvbm.v1.<kind>.<host>.<instance>.<verb>` (this one). An error is an `ErrorReply`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvbm_common.identity import Namespace
+from kvbm_common.wire import VERSION
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.events import Hex128, HexDigest, Natural, Run, Tier, Token
+
+MATCH_BLOCKS_MAX = 65_536
+"""A prompt of a million tokens at 16 per block; a longer question is a mistake."""
+OFFER_BLOCKS_MAX = 4_096
+"""One offer pins device blocks until it is answered; more come in several offers."""
+
+FILL_GRACE_MS = 10_000
+"""After a fill's `until_ms` and this, the host tier reuses slots that were never answered for."""
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    v: Literal[1] = VERSION  # type: ignore[assignment]
+
+
+# --- offers and hits ------------------------------------------------------------------------
+
+
+class OfferRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of device blocks: `blocks[i]` holds `hashes[i]`, on every rank."""
+
+    parent: Hex128
+    hashes: list[str]
+    blocks: list[Natural]
+
+
+class Offer(_Message, frozen=True, kw_only=True):
+    """An engine holds these device blocks until `deadline_ms` after it said so: pull them.
+
+    Published on `kvbm.v1.offers.<host>` by the consolidator for the connector.
+    """
+
+    host: Token
+    engine: Token
+    incarnation: str
+    """The engine's life: 16 hex digits, drawn at its start."""
+    offer: Natural
+    """Counts up inside an incarnation."""
+    namespace: HexDigest
+    deadline_ms: Annotated[int, Meta(ge=1)]
+    priority: int = 0
+    runs: list[OfferRun]
+
+
+class Hits(_Message, frozen=True, kw_only=True):
+    """Host blocks that an engine asked for again: they deserve the disk.
+
+    Published on `kvbm.v1.hits.<host>` by the host tier.
+    """
+
+    namespace: HexDigest
+    hashes: list[str]
+
+
+# --- host tier: for the disk tier -----------------------------------------------------------
+
+
+class ArenaRequest(_Message, frozen=True, kw_only=True):
+    """Where is the arena, and how is it cut?"""
+
+
+class ArenaReply(_Message, frozen=True, kw_only=True):
+    """`slot_bytes` is 0 until the first engine has said how large its blocks are."""
+
+    path: str
+    bytes: Natural
+    slot_bytes: Natural
+    slot_count: Natural
+    epoch: Natural
+    instance: str
+    staging: bool = False
+    """Disk-only mode: the arena is a small staging area, every block is for the disk."""
+
+
+class LeaseRequest(_Message, frozen=True, kw_only=True):
+    """Pin the host blocks among `hashes` for `lease_ms`, so that they can be copied away."""
+
+    owner: str
+    epoch: Natural
+    """The arena's epoch as the asker knows it; another one is refused."""
+    hashes: list[str]
+    lease_ms: Annotated[int, Meta(ge=1)]
+
+
+class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """One pinned block. `checksum` is the xxh3-64 of its first `bytes` bytes."""
+
+    hash: Hex128
+    parent: Hex128
+    namespace: HexDigest
+    slot: Natural
+    checksum: int
+    bytes: Natural
+
+
+class LeaseReply(_Message, frozen=True, kw_only=True):
+    """The blocks that are there; the others are simply missing."""
+
+    lease: Natural
+    slots: list[LeasedSlot]
+
+
+class ReleaseRequest(_Message, frozen=True, kw_only=True):
+    """Give a lease back."""
+
+    lease: Natural
+
+
+class ReleaseReply(_Message, frozen=True, kw_only=True):
+    """`valid` says whether the lease had held until now. If not, the copy is worthless."""
+
+    valid: bool
+
+
+# --- disk tier: for the host tier -----------------------------------------------------------
+
+
+class FillSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """A staged arena slot that is lent to the disk tier until it answers."""
+
+    hash: Hex128
+    slot: Natural
+
+
+class FillRequest(_Message, frozen=True, kw_only=True):
+    """Read these blocks into these staged slots of the arena, prefix first, and verify them.
+
+    The slots are lent until `until_ms`, an instant on CLOCK_MONOTONIC, which both sides of a host
+    share. A request that comes later is refused, and FILL_GRACE_MS after it the disk tier touches
+    none of the slots any more, whatever happens to its answer.
+    """
+
+    epoch: Natural
+    until_ms: Natural
+    slots: list[FillSlot]
+
+
+class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome for one slot; when `ok` is false, `reason` says why and the slot is unused."""
+
+    hash: Hex128
+    slot: Natural
+    ok: bool
+    parent: Hex128 = "0" * 32
+    namespace: HexDigest = "0" * 64
+    checksum: int = 0
+    bytes: Natural = 0
+    reason: str = ""
+
+
+class FillReply(_Message, frozen=True, kw_only=True):
+    """One entry per asked slot, in the asked order."""
+
+    slots: list[FilledSlot]
+
+
+# --- index ----------------------------------------------------------------------------------
+
+
+class MatchRequest(_Message, frozen=True, kw_only=True):
+    """The longest usable prefix per holder. Give `hashes`, or `tokens` with a `namespace`."""
+
+    hashes: Annotated[list[str], Meta(max_length=MATCH_BLOCKS_MAX)] | None = None
+    tokens: (
+        Annotated[
+            list[Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]],
+            Meta(max_length=MATCH_BLOCKS_MAX * 64),
+        ]
+        | None
+    ) = None
+    namespace: Namespace | None = None
+    salt: str | None = None
+    lora: str | None = None
+
+
+class HolderMatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One holder and how many blocks of the prefix it has without a hole, from the first on."""
+
+    host: Token
+    source: Token
+    tier: Tier
+    rank: Natural = 0
+    group: Natural = 0
+    blocks: Natural
+
+
+class MatchReply(_Message, frozen=True, kw_only=True):
+    """Holders with at least one block, longest first."""
+
+    asked: Natural
+    matches: list[HolderMatch]
+
+
+class DumpRequest(_Message, frozen=True, kw_only=True):
+    """Everything the index holds, or what it holds of one source."""
+
+    source: Token | None = None
+
+
+class HolderDump(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of one holder, sorted, and the position up to which that is true."""
+
+    host: Token
+    source: Token
+    tier: Tier
+    rank: Natural = 0
+    group: Natural = 0
+    epoch: Natural
+    seq: Natural
+    hashes: list[str]
+
+
+class DumpReply(_Message, frozen=True, kw_only=True):
+    """One entry per holder."""
+
+    holders: list[HolderDump]
+
+
+# --- every source ---------------------------------------------------------------------------
+
+
+class SnapshotRequest(_Message, frozen=True, kw_only=True):
+    """What does this source hold right now? (`source` matters to a consolidator only.)"""
+
+    source: Token
+
+
+class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of one namespace, rank and group as runs (a run may be a single block)."""
+
+    namespace: HexDigest
+    rank: Natural = 0
+    group: Natural = 0
+    runs: list[Run]
+
+
+class SnapshotReply(_Message, frozen=True, kw_only=True):
+    """The whole truth of a source as of (`epoch`, `seq`); later events apply on top of it."""
+
+    host: Token
+    source: Token
+    tier: Tier
+    epoch: Natural
+    seq: Natural
+    parts: list[SnapshotPart]
+
+
+class StatsRequest(_Message, frozen=True, kw_only=True):
+    """How are you?"""
+
+
+class StatsReply(_Message, frozen=True, kw_only=True):
+    """Figures of one instance. `ready` is what /readyz reports; `reasons` say why not."""
+
+    kind: str
+    host: Token
+    instance: str
+    epoch: Natural
+    ready: bool
+    reasons: list[str] = []
+    seq: Natural = 0
+    """The last event that this source has published."""
+    tier: Tier | None = None
+    slots: dict[str, int] = {}
+    """Tiers: slots by state (`reset`, `staged`, `inactive`, `active`) and `total`."""
+    slot_bytes: Natural = 0
+    leases: Natural = 0
+    figures: dict[str, float] = {}
+    """Everything else that the service counts."""
+    positions: dict[str, list[int]] = {}
+    """Index: source → [epoch, seq] applied. Consolidator: source → [epoch, seq] published."""
+    workers: list[WorkerStats] = []
+    """Host tier: the engine workers that are attached."""
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One attached engine worker, for `GET /v1/workers`."""
+
+    engine: Token
+    incarnation: str
+    rank: Natural
+    world_size: Natural
+    namespace: Namespace
+    block_bytes: Natural
+    seen_ms_ago: Natural
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A typed error: a stable `code`, a sentence, and the field at fault where there is one."""
+
+    code: str
+    message: str
+    field: str = ""
+
+
+class ErrorReply(_Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to a request that could not be served."""
+
+    error: ErrorBody
+
+
+offer_codec: JsonCodec[Offer] = JsonCodec(Offer)
+hits_codec: JsonCodec[Hits] = JsonCodec(Hits)
+
+
+def offers_subject(host: str) -> str:
+    """Where the offers of a host's engines go."""
+    return f"kvbm.v1.offers.{host}"
+
+
+def hits_subject(host: str) -> str:
+    """Where the hits of a host's host tier go."""
+    return f"kvbm.v1.hits.{host}"
+
+
+def verb_subject(kind: str, verb: str, *, host: str = "", instance: str = "") -> str:
+    """The subject of a verb, of any replica or of one instance."""
+    if host:
+        return f"kvbm.v1.{kind}.{host}.{instance}.{verb}"
+    return f"kvbm.v1.{kind}.{verb}"

@@ -1,0 +1,52 @@
+"""The frequency filter: a block is written to disk when it was wanted before.
+
+KVBM's filter exactly (docs: `DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER`): a new block counts 1; each
+time it is seen again its count doubles; every decay step takes 1 off all counts and drops those
+that reach 0; a block passes at a count of 2 or more. Over `entries_max` the decay step is repeated
+until the map fits.
+"""
+
+from __future__ import annotations
+
+from kvbm_common.identity import SequenceHash
+
+PASS_COUNT = 2
+DECAY_STEP_MS = 600_000
+ENTRIES_MAX = 1_000_000
+COUNT_MAX = 1 << 62
+"""KVBM's counts saturate in an i64."""
+
+
+class FrequencyFilter:
+    """Counts how often blocks were seen. Pure: time comes in with `decay_until`."""
+
+    def __init__(self, *, enabled: bool = True, entries_max: int = ENTRIES_MAX) -> None:
+        self.enabled = enabled
+        self.entries_max = entries_max
+        self._counts: dict[SequenceHash, int] = {}
+        self._next_decay_ms: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def see(self, block: SequenceHash) -> bool:
+        """Count one sight of a block; True: it deserves the disk."""
+        if not self.enabled:
+            return True
+        count = self._counts.get(block)
+        count = 1 if count is None else min(2 * count, COUNT_MAX)
+        self._counts[block] = count
+        while len(self._counts) > self.entries_max:
+            self._decay()
+        return count >= PASS_COUNT
+
+    def decay_until(self, now_ms: int) -> None:
+        """Do the decay steps that are due."""
+        if self._next_decay_ms is None:
+            self._next_decay_ms = now_ms + DECAY_STEP_MS
+        while now_ms >= self._next_decay_ms:
+            self._decay()
+            self._next_decay_ms += DECAY_STEP_MS
+
+    def _decay(self) -> None:
+        self._counts = {block: count - 1 for block, count in self._counts.items() if count > 1}

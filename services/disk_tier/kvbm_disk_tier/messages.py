@@ -1,0 +1,296 @@
+"""What the disk tier's core takes in (`Input`) and what it wants done (`Effect`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbm_common.slots import Block
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.verbs import (
+    ArenaReply,
+    ErrorBody,
+    FillReply,
+    FillRequest,
+    Hits,
+    LeaseReply,
+    LeaseRequest,
+    SnapshotReply,
+)
+
+from kvbm_disk_tier.journal import Record, Replay
+
+
+@dataclass(frozen=True, slots=True)
+class HostEvent:
+    """The host tier `instance` announced something."""
+
+    instance: str
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeen:
+    """A host tier of this host has joined, or lives a new life."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost:
+    """… or has left, or died."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostSnapshot:
+    """What the host tier held before we listened."""
+
+    instance: str
+    reply: SnapshotReply
+
+
+@dataclass(frozen=True, slots=True)
+class HitsTold:
+    """The host tier says what was asked for again."""
+
+    instance: str
+    hits: Hits
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaKnown:
+    """The host tier's arena has been mapped."""
+
+    arena: ArenaReply
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaFailed:
+    """The arena could not be asked for or mapped."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The host tier has pinned what it had of a batch."""
+
+    write: int
+    reply: LeaseReply
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFailed:
+    """… or it did not answer."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The bytes of a batch are in the file."""
+
+    write: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """They are not (all)."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The host tier says whether the lease had held through the write."""
+
+    write: int
+    valid: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Journaled:
+    """The records of a batch are as durable as the configuration asks."""
+
+    write: int
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFailed:
+    """They are not."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FillAsked:
+    """The host tier wants blocks read into staged slots of its arena."""
+
+    reply_to: int
+    request: FillRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """A read has ended; `intact[i]` says whether block i had the right checksum."""
+
+    read: int
+    intact: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """A read has failed as a whole, and nothing writes into the arena any more."""
+
+    read: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOpened:
+    """The file is there, cut into slots; `replay` is what the journal says is in it."""
+
+    slot_count: int
+    slot_bytes: int
+    replay: Replay
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Input = (
+    StoreOpened
+    | HostSeen
+    | HostLost
+    | HostEvent
+    | HostSnapshot
+    | HitsTold
+    | ArenaKnown
+    | ArenaFailed
+    | Leased
+    | LeaseFailed
+    | Written
+    | WriteFailed
+    | Released
+    | Journaled
+    | JournalFailed
+    | FillAsked
+    | ReadDone
+    | ReadFailed
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHost:
+    """Ask the host tier to pin a batch; ends in Leased or LeaseFailed."""
+
+    write: int
+    instance: str
+    request: LeaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseHost:
+    """Give the lease back; ends in Released (not valid when there is no answer)."""
+
+    write: int
+    instance: str
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSlots:
+    """Write arena slot `sources[i]` to file slot `targets[i]`; ends in Written or WriteFailed."""
+
+    write: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSlots:
+    """Read file slot `sources[i]` into arena slot `targets[i]` and verify `blocks[i]`.
+
+    Ends in ReadDone or ReadFailed. `until_ms`: see wire.verbs.FillRequest.
+    """
+
+    read: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    slot_bytes: int
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class AppendJournal:
+    """Make records durable, in order; with a `write`, ends in Journaled or JournalFailed."""
+
+    write: int | None
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a verb."""
+
+    reply_to: int
+    reply: FillReply | ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Announce an event, in this order."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """Make a store of slots of this size, whatever was there before; ends in StoreOpened."""
+
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteJournal:
+    """Replace the journal by these records: it has grown too long."""
+
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskArena:
+    """Ask the host tier for its arena and map it; ends in ArenaKnown or ArenaFailed."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskHostSnapshot:
+    """Ask the host tier what it holds; ends in HostSnapshot, or nothing."""
+
+    instance: str
+
+
+Effect = (
+    OpenStore
+    | RewriteJournal
+    | AskArena
+    | AskHostSnapshot
+    | LeaseHost
+    | ReleaseHost
+    | WriteSlots
+    | ReadSlots
+    | AppendJournal
+    | Answer
+    | Publish
+)

@@ -1,0 +1,388 @@
+"""The disk tier's shell: NATS, the store's files and NIXL around the core."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import assert_never
+
+import msgspec
+from kvbm_common.counters import families_of_counts
+from kvbm_common.errors import DeadlineExceeded, KvbmError, RequestFailed
+from kvbm_common.event_publisher import EventPublisher
+from kvbm_common.loop import CoreLoop
+from kvbm_common.registry import Left, RegistryEvent
+from kvbm_common.service import ServiceContext, run
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
+from kvbm_common.wire.verbs import (
+    ArenaReply,
+    ErrorBody,
+    FillReply,
+    FillRequest,
+    LeaseReply,
+    ReleaseReply,
+    ReleaseRequest,
+    SnapshotReply,
+    SnapshotRequest,
+    hits_codec,
+    hits_subject,
+    verb_subject,
+)
+
+from kvbm_disk_tier.core import DiskTierCore, Limits
+from kvbm_disk_tier.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.messages import (
+    Answer,
+    AppendJournal,
+    ArenaFailed,
+    ArenaKnown,
+    AskArena,
+    AskHostSnapshot,
+    Effect,
+    FillAsked,
+    HitsTold,
+    HostEvent,
+    HostLost,
+    HostSeen,
+    HostSnapshot,
+    Input,
+    Journaled,
+    JournalFailed,
+    Leased,
+    LeaseFailed,
+    LeaseHost,
+    OpenStore,
+    Publish,
+    ReadSlots,
+    Released,
+    ReleaseHost,
+    RewriteJournal,
+    StoreOpened,
+    Tick,
+    WriteSlots,
+)
+from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.store import Store, StoreOptions
+
+INBOX_MAX = 10_000
+"""Inputs that wait for the core: a second of a very busy host."""
+TICK_MS = 1_000
+HOST_DEADLINE_S = 2.0
+"""The host tier answers from memory; longer means that it is in trouble."""
+FILL_DEADLINE_S = 600.0
+"""The request carries its own deadline; this only ends a handler that nobody answers."""
+GOODBYE_S = 1.0
+
+log = logging.getLogger(__name__)
+_arena_reply: JsonCodec[ArenaReply] = JsonCodec(ArenaReply)
+_lease_reply: JsonCodec[LeaseReply] = JsonCodec(LeaseReply)
+_release_reply: JsonCodec[ReleaseReply] = JsonCodec(ReleaseReply)
+_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
+_fill_request: JsonCodec[FillRequest] = JsonCodec(FillRequest)
+
+
+class DiskTierShell:
+    """Translates between the outside and the core."""
+
+    def __init__(
+        self, context: ServiceContext, core: DiskTierCore, store: Store, mover: DiskMover
+    ) -> None:
+        self._context = context
+        self._core = core
+        self._store = store
+        self._mover = mover
+        # One thread: journal records reach the file in the order in which the core made them.
+        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._publisher: EventPublisher = context.bus.event_publisher(context.source)
+        self._answers: dict[int, asyncio.Future[FillReply]] = {}
+        self._reply_ids = itertools.count(1)
+        self._dropped = context.counters.counter(
+            "kvbm_bus_messages_dropped_total",
+            "Messages on NATS that could not be taken.",
+            labels=("reason",),
+        )
+        self._loop: CoreLoop[Input, Effect] = CoreLoop(
+            core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
+        )
+
+    async def run(self) -> None:
+        """Serve until the context is stopping."""
+        context = self._context
+        recovered = await self._in_store_thread(self._recover)
+        context.set_stats(self._core.statistics)
+        context.counters.include(
+            lambda: families_of_counts(self._core.counts, label_names={"bytes": "direction"})
+        )
+        await context.bus.subscribe(hits_subject(context.host), self._hits)
+        await context.add_verbs({"fill": self._fill, "snapshot": self._snapshot})
+        try:
+            await self._serve(recovered)
+        finally:
+            self._store_thread.shutdown(wait=True)
+
+    async def _serve(self, recovered: StoreOpened | None) -> None:
+        context = self._context
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._loop.run(), name="core"),
+                tasks.create_task(self._publisher.run(), name="publisher"),
+                tasks.create_task(self._follow_hosts(), name="host events"),
+            ]
+            if self._store.options.sync == "interval":
+                running.append(tasks.create_task(self._synchronise(), name="synchronise"))
+            for effect in self._core.start():
+                self._carry_out(effect)
+            if recovered is not None:
+                self._loop.complete(recovered)
+            forget = context.registry.watch(self._registry_changed)
+            blocks = len(recovered.replay.blocks) if recovered is not None else 0
+            context.ready(f"{self._store.options.directory} with {blocks} blocks")
+            await context.stopping.wait()
+            forget()
+            await self._say_goodbye()
+            for task in running:
+                task.cancel()
+
+    async def _say_goodbye(self) -> None:
+        for effect in self._core.stop():
+            self._carry_out(effect)
+        try:
+            await self._publisher.flush(deadline_s=GOODBYE_S)
+        except DeadlineExceeded as error:
+            log.warning("stopping with events unpublished: %s", error)
+
+    def _recover(self) -> StoreOpened | None:
+        found = self._store.recover()
+        header = self._store.header
+        if found is None or header is None:
+            return None
+        self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
+        return StoreOpened(header.slot_count, header.slot_bytes, found)
+
+    async def _in_store_thread(self, call: Callable[[], StoreOpened | None]) -> StoreOpened | None:
+        return await asyncio.get_running_loop().run_in_executor(self._store_thread, call)
+
+    # --- inputs -----------------------------------------------------------------------------
+
+    def _hits(self, _subject: str, payload: bytes) -> None:
+        self._offer(HitsTold("", hits_codec.decode(payload)))
+
+    async def _follow_hosts(self) -> None:
+        """Every event of a host tier of this host, from now on; snapshots tell what was before."""
+        subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
+        async with self._context.bus.event_subscription(start="new", subject=subject) as events:
+            async for batch in events:
+                for message in batch:
+                    self._host_event(message.subject, message.payload)
+
+    def _host_event(self, subject: str, payload: bytes) -> None:
+        source = subject.split(".")[-2]
+        if not source.startswith("host-tier-"):
+            return
+        try:
+            event: Event = event_codec.decode(payload)
+        except WireError as error:
+            self._dropped.add(reason=error.kind)
+            return
+        self._offer(HostEvent(source.removeprefix("host-tier-"), event))
+
+    def _offer(self, event: Input) -> None:
+        if not self._loop.offer_nowait(event):
+            self._dropped.add(reason="inbox_full")
+
+    def _registry_changed(self, event: RegistryEvent) -> None:
+        record = event.record
+        if record.kind == "host-tier" and record.host == self._context.host:
+            gone = isinstance(event, Left)
+            self._loop.complete(HostLost(record.instance) if gone else HostSeen(record.instance))
+
+    # --- verbs ------------------------------------------------------------------------------
+
+    async def _snapshot(self, _payload: bytes) -> bytes:
+        return _snapshot_reply.encode(self._core.snapshot())
+
+    async def _fill(self, payload: bytes) -> bytes:
+        request = _fill_request.decode(payload)
+        reply_to = next(self._reply_ids)
+        answer: asyncio.Future[FillReply] = asyncio.get_running_loop().create_future()
+        self._answers[reply_to] = answer
+        try:
+            # Onboarding goes ahead: a fill does not wait behind events in the inbox.
+            self._loop.complete(FillAsked(reply_to, request))
+            async with asyncio.timeout(FILL_DEADLINE_S):
+                return msgspec.json.encode(await answer)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the core did not answer") from error
+        finally:
+            del self._answers[reply_to]
+
+    # --- effects ----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> Input | Awaitable[Input | None] | None:
+        match effect:
+            case OpenStore(slot_bytes):
+                return self._open_store(slot_bytes)
+            case RewriteJournal():
+                return self._rewrite(effect)
+            case AskArena(instance):
+                return self._ask_arena(instance)
+            case AskHostSnapshot(instance):
+                return self._host_snapshot(instance)
+            case LeaseHost():
+                return self._lease(effect)
+            case ReleaseHost():
+                return self._release(effect)
+            case WriteSlots():
+                return self._mover.write(effect)
+            case ReadSlots():
+                return self._mover.read(effect)
+            case AppendJournal():
+                return self._append(effect)
+            case Answer(reply_to, reply):
+                self._answer(reply_to, reply)
+            case Publish(event):
+                self._publish(event)
+            case _:
+                assert_never(effect)
+        return None
+
+    async def _open_store(self, slot_bytes: int) -> StoreOpened | None:
+        def create() -> StoreOpened:
+            self._mover.drop_file()
+            opened = self._store.create(slot_bytes)
+            header = self._store.header
+            assert header is not None
+            self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
+            return StoreOpened(header.slot_count, header.slot_bytes, opened)
+
+        opened = await self._in_store_thread(create)
+        log.info("a new store of %d-byte slots in %s", slot_bytes, self._store.options.directory)
+        return opened
+
+    async def _append(self, effect: AppendJournal) -> Journaled | JournalFailed | None:
+        commit = effect.write is not None
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._store_thread, lambda: self._store.append(effect.records, commit=commit)
+            )
+        except OSError as error:
+            log.error("the journal cannot be written: %s", error)
+            return None if effect.write is None else JournalFailed(effect.write, "journal")
+        return None if effect.write is None else Journaled(effect.write)
+
+    async def _rewrite(self, effect: RewriteJournal) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._store_thread, self._store.rewrite, effect.records
+            )
+        except OSError as error:
+            log.error("the journal cannot be rewritten: %s", error)
+
+    async def _synchronise(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            await asyncio.get_running_loop().run_in_executor(
+                self._store_thread, self._store.synchronise
+            )
+
+    async def _ask_arena(self, instance: str) -> ArenaKnown | ArenaFailed:
+        try:
+            reply = _arena_reply.decode(await self._ask_host(instance, "arena", b"{}"))
+            if reply.slot_bytes:
+                self._mover.use_arena(reply.path)
+        except (KvbmError, OSError) as error:
+            log.warning("no arena of host tier %s: %s", instance, error)
+            return ArenaFailed(instance)
+        return ArenaKnown(reply)
+
+    async def _host_snapshot(self, instance: str) -> HostSnapshot | None:
+        request = SnapshotRequest(source=f"host-tier-{instance}")
+        try:
+            payload = await self._ask_host(instance, "snapshot", msgspec.json.encode(request))
+            return HostSnapshot(instance, _snapshot_reply.decode(payload))
+        except KvbmError as error:
+            log.warning("no snapshot of host tier %s: %s", instance, error)
+            return None
+
+    async def _lease(self, effect: LeaseHost) -> Leased | LeaseFailed:
+        try:
+            payload = await self._ask_host(
+                effect.instance, "lease", msgspec.json.encode(effect.request)
+            )
+            return Leased(effect.write, _lease_reply.decode(payload))
+        except KvbmError as error:
+            return LeaseFailed(effect.write, error.code)
+
+    async def _release(self, effect: ReleaseHost) -> Released:
+        request = ReleaseRequest(lease=effect.lease)
+        try:
+            payload = await self._ask_host(effect.instance, "release", msgspec.json.encode(request))
+            return Released(effect.write, _release_reply.decode(payload).valid)
+        except KvbmError as error:
+            log.warning("a lease could not be given back: %s", error)
+            return Released(effect.write, valid=False)
+
+    async def _ask_host(self, instance: str, verb: str, payload: bytes) -> bytes:
+        subject = verb_subject("host-tier", verb, host=self._context.host, instance=instance)
+        return await self._context.bus.request(subject, payload, deadline_s=HOST_DEADLINE_S)
+
+    def _answer(self, reply_to: int, reply: FillReply | ErrorBody) -> None:
+        answer = self._answers.get(reply_to)
+        if answer is None or answer.done():
+            self._dropped.add(reason="answer_too_late")
+        elif isinstance(reply, ErrorBody):
+            answer.set_exception(RequestFailed(reply.code, reply.message, reply.field))
+        else:
+            answer.set_result(reply)
+
+    def _publish(self, event: Event) -> None:
+        event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
+        self._publisher.publish(
+            event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
+        )
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run a disk tier; without a disk cache it only says that it is there."""
+    settings = context.settings
+    options = StoreOptions(
+        directory=settings.disk_cache_dir / f"kvbm-{context.host}-{context.instance}",
+        capacity_bytes=settings.disk_cache_bytes,
+        slot_count_max=settings.disk_cache_override_num_blocks,
+        direct=not settings.disk_disable_o_direct,
+        zerofill_fallback=settings.disk_zerofill_fallback,
+        sync=settings.disk_sync,
+    )
+    if options.capacity_bytes == 0:
+        context.ready("off: DYN_KVBM_DISK_CACHE_GB is 0")
+        await context.stopping.wait()
+        return
+    store = Store(options)
+    mover = DiskMover(name=f"{context.source}-{context.epoch}", counters=context.counters)
+    core = DiskTierCore(
+        host=context.host,
+        instance=context.instance,
+        epoch=context.epoch,
+        frequency_filter=FrequencyFilter(enabled=not settings.disable_disk_offload_filter),
+        limits=Limits(
+            writes_max=settings.max_concurrent_transfers,
+            batch_blocks_max=settings.max_transfer_batch_size,
+            lease_ms=settings.lease_ms,
+        ),
+        policy=settings.eviction_policy,
+    )
+    try:
+        await DiskTierShell(context, core, store, mover).run()
+    finally:
+        mover.close()
+        store.close()
+
+
+def main() -> None:
+    """The entry point of `kvbm serve disk-tier`."""
+    run("disk-tier", serve)

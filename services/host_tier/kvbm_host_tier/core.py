@@ -1,0 +1,355 @@
+"""The host tier's core (G2): a synchronous machine that owns the arena's slots and leases.
+
+`step` is the only door. It takes what the shell has heard and returns what the shell shall do; it
+reads no clock and does no IO. The paths are in `offload` (G1 → G2) and `onboard` (G2 → G1); who is
+attached is in `engines`; slots, leases and announcements are in `tier`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import assert_never
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import (
+    IdentityError,
+    SequenceHash,
+    hashes_from_hex,
+    unpack_hashes,
+)
+from kvbm_common.wire.events import Cleared
+from kvbm_common.wire.local import (
+    Alive,
+    Beat,
+    Bye,
+    Confirm,
+    Hello,
+    Lookup,
+    Refused,
+    Release,
+    ToHostTier,
+)
+from kvbm_common.wire.verbs import (
+    MATCH_BLOCKS_MAX,
+    ArenaReply,
+    ErrorBody,
+    LeasedSlot,
+    LeaseReply,
+    LeaseRequest,
+    ReleaseReply,
+    ReleaseRequest,
+    SnapshotReply,
+    StatsReply,
+)
+
+from kvbm_host_tier.engines import Engines
+from kvbm_host_tier.messages import (
+    Answer,
+    DiskEvent,
+    DiskLost,
+    DiskSeen,
+    DiskSnapshot,
+    Effect,
+    EngineId,
+    FillDone,
+    FillFailed,
+    FromEngine,
+    Input,
+    LeaseAsked,
+    OfferReceived,
+    PeerAttached,
+    PeerFailed,
+    Publish,
+    PullDone,
+    PullFailed,
+    ReleaseAsked,
+    Tick,
+    ToEngine,
+)
+from kvbm_host_tier.offload import Offload
+from kvbm_host_tier.onboard import Onboard
+from kvbm_host_tier.tier import ArenaInfo, Limits, Tier
+
+LEASE_MS_MAX = 60_000
+"""Nobody pins a slot for longer without asking again."""
+
+
+class HostTierCore:
+    """One host tier instance in one life (`epoch`)."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        instance: str,
+        epoch: int,
+        arena: ArenaInfo,
+        limits: Limits | None = None,
+        policy: str = "lru",
+        staging: bool = False,
+    ) -> None:
+        self.instance = instance
+        self.tier = Tier(
+            host=host,
+            source=f"host-tier-{instance}",
+            epoch=epoch,
+            arena=arena,
+            limits=limits or Limits(),
+            policy=policy,
+            staging=staging,
+        )
+        self.engines = Engines(self.tier)
+        self.offload = Offload(self.tier, self.engines)
+        self.onboard = Onboard(self.tier)
+
+    def start(self) -> list[Effect]:
+        """The first effects of a life: announce that nothing of the life before is left."""
+        return [Publish(self.tier.announcer.cleared("start"))]
+
+    def stop(self) -> list[Effect]:
+        """The last effects: the contents die with the process."""
+        return [Publish(self.tier.announcer.cleared("stop"))]
+
+    def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
+        """Take one input; returns the effects, in order."""
+        try:
+            self._handle(event, now_ms)
+        except IdentityError as error:
+            self._reject(event, error)
+        effects, self.tier.effects = self.tier.effects, []
+        return effects
+
+    def _handle(self, event: Input, now_ms: int) -> None:
+        match event:
+            case FromEngine(connection, message):
+                self._from_engine(connection, message, now_ms)
+            case OfferReceived(offer):
+                self.offload.offered(offer, now_ms)
+            case PeerAttached():
+                self.engines.peer_attached(event)
+            case PeerFailed():
+                self.engines.peer_failed(event)
+            case PullDone():
+                self.offload.pull_done(event, now_ms)
+            case PullFailed():
+                self.offload.pull_failed(event, now_ms)
+            case DiskEvent():
+                self._disk_event(event)
+            case DiskSeen(instance):
+                self.tier.emit(*self.tier.on_disk.seen(instance))
+            case DiskLost(instance):
+                self.tier.on_disk.lost(instance)
+            case DiskSnapshot(instance, reply):
+                self.tier.on_disk.snapshot(instance, reply)
+            case FillDone():
+                self.onboard.fill_done(event, now_ms)
+            case FillFailed():
+                self.onboard.fill_failed(event, now_ms)
+            case LeaseAsked(reply_to, request):
+                self.tier.emit(Answer(reply_to, self._lease(request, now_ms)))
+            case ReleaseAsked(reply_to, request):
+                self.tier.emit(Answer(reply_to, self._release(request)))
+            case Tick():
+                self._tick(now_ms)
+            case _:
+                assert_never(event)
+
+    def _reject(self, event: Input, error: KvbmError) -> None:
+        """A peer's mistake that only a look inside the message could find."""
+        self.tier.counts["dropped.malformed"] += 1
+        match event:
+            case FromEngine(connection, message):
+                about = type(message).__name__.lower()
+                refusal = Refused(about=about, code=error.code, message=str(error), field="hashes")
+                self.tier.emit(ToEngine(connection, refusal))
+            case LeaseAsked(reply_to) | ReleaseAsked(reply_to):
+                self.tier.emit(Answer(reply_to, ErrorBody(code=error.code, message=str(error))))
+            case _:
+                pass
+
+    # --- engines ----------------------------------------------------------------------------
+
+    def _from_engine(self, connection: bytes, message: ToHostTier, now_ms: int) -> None:
+        if isinstance(message, Hello):
+            ended = self.engines.hello(connection, message, now_ms)
+            if ended is not None:
+                self._end_engine(ended)
+            return
+        engine = self.engines.get(message.engine, message.incarnation)
+        if engine is None:
+            self.tier.counts["refused.unknown_engine"] += 1
+            about = type(message).__name__.lower()
+            text = "say hello first: this host tier does not know you (any more)"
+            self.tier.emit(
+                ToEngine(connection, Refused(about=about, code="unknown_engine", message=text))
+            )
+            return
+        engine.seen_ms = now_ms
+        match message:
+            case Lookup():
+                self._lookup(connection, message, now_ms)
+            case Release():
+                self._engine_release(message)
+            case Confirm():
+                self.offload.confirmed(message, now_ms)
+            case Beat():
+                self.tier.emit(ToEngine(connection, Alive(epoch=self.tier.announcer.epoch)))
+            case Bye():
+                self.engines.end(engine.id)
+                self._end_engine(engine.id)
+            case _:
+                assert_never(message)
+
+    def _lookup(self, connection: bytes, lookup: Lookup, now_ms: int) -> None:
+        hashes = unpack_hashes(lookup.hashes)
+        if len(hashes) > MATCH_BLOCKS_MAX or len(lookup.namespace) != 32:
+            raise IdentityError(f"a lookup has at most {MATCH_BLOCKS_MAX} hashes and a namespace")
+        if len(set(hashes)) != len(hashes):
+            raise IdentityError("a chain cannot hold the same block twice")
+        self.onboard.looked_up(connection, lookup, hashes, now_ms)
+
+    def _engine_release(self, release: Release) -> None:
+        owner = str(EngineId(release.engine, release.incarnation))
+        lease = self.tier.leases.release(release.lease)
+        if lease is None or lease.owner != owner:
+            self.tier.counts["released_late"] += 1
+            return
+        table = self.tier.table
+        corrupt = [
+            table.block(lease.slots[index]).hash
+            for index in release.corrupt
+            if index < len(lease.slots)
+        ]
+        self.tier.end_leases([lease])
+        self.tier.discard(corrupt, "corrupt")
+
+    def _end_engine(self, engine_id: EngineId) -> None:
+        self.offload.end_engine(engine_id)
+        self.onboard.end_engine(engine_id)
+        self.tier.end_leases(self.tier.leases.end_owner(str(engine_id)))
+
+    # --- the disk tier ----------------------------------------------------------------------
+
+    def _disk_event(self, disk: DiskEvent) -> None:
+        new, questions = self.tier.on_disk.apply(disk.instance, disk.event)
+        self.tier.emit(*questions)
+        if self.tier.staging:
+            self.tier.counts["offload_blocks_d2d"] += new
+        if isinstance(disk.event, Cleared):
+            self.onboard.disk_cleared(disk.instance)
+
+    def _lease(self, request: LeaseRequest, now_ms: int) -> LeaseReply | ErrorBody:
+        if request.epoch != self.tier.announcer.epoch:
+            return ErrorBody(code="stale_epoch", message="the arena is another one", field="epoch")
+        table = self.tier.table
+        slots: list[int] = []
+        for name in hashes_from_hex(request.hashes):
+            slot = table.find(name)
+            if slot is not None and slot not in slots:
+                table.pin(slot)
+                slots.append(slot)
+        deadline_ms = now_ms + min(request.lease_ms, LEASE_MS_MAX)
+        lease = self.tier.leases.grant(request.owner, "copy", tuple(slots), deadline_ms=deadline_ms)
+        return LeaseReply(lease=lease.id, slots=[self._leased(slot) for slot in slots])
+
+    def _leased(self, slot: int) -> LeasedSlot:
+        block = self.tier.table.block(slot)
+        return LeasedSlot(
+            hash=block.hash.hex(),
+            parent=block.parent.hex(),
+            namespace=block.namespace.hex(),
+            slot=slot,
+            checksum=block.checksum,
+            bytes=block.bytes,
+        )
+
+    def _release(self, request: ReleaseRequest) -> ReleaseReply:
+        lease = self.tier.leases.release(request.lease)
+        if lease is not None:
+            self.tier.end_leases([lease])
+        return ReleaseReply(valid=lease is not None)
+
+    # --- time -------------------------------------------------------------------------------
+
+    def _tick(self, now_ms: int) -> None:
+        for engine_id in self.engines.lost(now_ms):
+            self.tier.counts["engines_lost"] += 1
+            self.engines.end(engine_id)
+            self.engines.pardon(engine_id)
+            self._end_engine(engine_id)
+        self.tier.end_leases(self.tier.leases.expire(now_ms))
+        self.offload.tick(now_ms)
+        self.onboard.tick(now_ms)
+
+    # --- questions --------------------------------------------------------------------------
+
+    def arena_reply(self) -> ArenaReply:
+        """Where the arena is and how it is cut."""
+        tier = self.tier
+        return ArenaReply(
+            path=tier.arena.path,
+            bytes=tier.arena.capacity_bytes,
+            slot_bytes=tier.slot_bytes,
+            slot_count=tier.table.slot_count,
+            epoch=tier.announcer.epoch,
+            instance=self.instance,
+            staging=tier.staging,
+        )
+
+    def snapshot(self) -> SnapshotReply:
+        """Everything that is committed, as of the last event."""
+        return self.tier.announcer.snapshot(self.tier.table.blocks())
+
+    def statistics(self, now_ms: int) -> StatsReply:
+        """Figures for metrics and admin API."""
+        tier = self.tier
+        figures = {name: float(value) for name, value in tier.counts.items()}
+        figures |= _hit_rates(tier)
+        figures["leases_expired"] = float(tier.leases.expired_count)
+        figures["slots_unsettled"] = float(self.offload.unsettled_count)
+        figures["offers"] = float(len(self.offload))
+        figures["lookups_waiting"] = float(len(self.onboard))
+        figures["known_on_disk"] = float(len(tier.on_disk))
+        return StatsReply(
+            kind="host-tier",
+            host=tier.announcer.host,
+            instance=self.instance,
+            epoch=tier.announcer.epoch,
+            ready=True,
+            seq=tier.announcer.seq,
+            tier="host",
+            slots=tier.table.counts(),
+            slot_bytes=tier.slot_bytes,
+            leases=len(tier.leases),
+            figures=figures,
+            workers=self.engines.statistics(now_ms),
+        )
+
+    def story(self, name: SequenceHash) -> list[str]:
+        """What happened to a block lately."""
+        return self.tier.diary.story(name)
+
+    def check(self) -> None:
+        """Assert every invariant; O(slots)."""
+        tier = self.tier
+        tier.table.check()
+        tier.leases.check()
+        self.offload.check()
+        self.onboard.check()
+        staged = self.offload.staged_slots() | self.onboard.staged_slots()
+        assert len(staged) == tier.table.counts()["staged"], "a staged slot has no owner"
+        pins = Counter(slot for lease in tier.leases.all() for slot in lease.slots)
+        pins.update(self.onboard.pinned_slots())
+        assert len(pins) == tier.table.counts()["active"], "a pinned slot has no lease"
+
+
+def _hit_rates(tier: Tier) -> dict[str, float]:
+    asked = sum(entry[0] for entry in tier.hit_window)
+    if not asked:
+        return {"host_cache_hit_rate": 0.0, "disk_cache_hit_rate": 0.0, "lookups_windowed": 0.0}
+    return {
+        "host_cache_hit_rate": sum(entry[1] for entry in tier.hit_window) / asked,
+        "disk_cache_hit_rate": sum(entry[2] for entry in tier.hit_window) / asked,
+        "lookups_windowed": float(len(tier.hit_window)),
+    }

@@ -1,0 +1,273 @@
+"""What the host tier's core takes in (`Input`) and what it wants done (`Effect`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.local import FromHostTier, Region, ToHostTier
+from kvbm_common.wire.verbs import (
+    ErrorBody,
+    FillReply,
+    FillRequest,
+    Hits,
+    LeaseReply,
+    LeaseRequest,
+    Offer,
+    ReleaseReply,
+    ReleaseRequest,
+    SnapshotReply,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineId:
+    """One life of one engine."""
+
+    engine: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.engine}:{self.incarnation}"
+
+
+# --- inputs ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromEngine:
+    """A message from a connector; `connection` is where an answer goes."""
+
+    connection: bytes
+    message: ToHostTier
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReceived:
+    """An engine holds device blocks for us to pull."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAttached:
+    """NIXL knows the worker under the name `peer` from now on."""
+
+    engine: EngineId
+    rank: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """NIXL refused the worker's metadata."""
+
+    engine: EngineId
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    """The bytes of every rank are in the slots; `checksums` are over each whole block."""
+
+    pull: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """The pull did not succeed. Unless `settled`, late bytes may still land in the slots."""
+
+    pull: int
+    reason: str
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiskEvent:
+    """A disk tier of this host announced something; `instance` answers fills for its blocks."""
+
+    instance: str
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSeen:
+    """A disk tier of this host has joined."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLost:
+    """… or has left, or died."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSnapshot:
+    """What a disk tier holds; None: it did not say."""
+
+    instance: str
+    reply: SnapshotReply | None
+
+
+@dataclass(frozen=True, slots=True)
+class FillDone:
+    """A disk tier has answered a fill."""
+
+    fill: int
+    reply: FillReply
+
+
+@dataclass(frozen=True, slots=True)
+class FillFailed:
+    """A fill got no answer. Unless `settled`, the disk tier may still be reading into the slots."""
+
+    fill: int
+    reason: str
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAsked:
+    """Somebody (the disk tier) wants to copy host blocks away."""
+
+    reply_to: int
+    request: LeaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAsked:
+    """… and is done with it."""
+
+    reply_to: int
+    request: ReleaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Input = (
+    FromEngine
+    | OfferReceived
+    | PeerAttached
+    | PeerFailed
+    | PullDone
+    | PullFailed
+    | DiskEvent
+    | DiskSeen
+    | DiskLost
+    | DiskSnapshot
+    | FillDone
+    | FillFailed
+    | LeaseAsked
+    | ReleaseAsked
+    | Tick
+)
+
+
+# --- effects --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToEngine:
+    """Send a message to a connector."""
+
+    connection: bytes
+    message: FromHostTier
+
+
+@dataclass(frozen=True, slots=True)
+class AttachPeer:
+    """Make a worker's memory reachable; ends in PeerAttached or PeerFailed."""
+
+    engine: EngineId
+    rank: int
+    agent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DetachPeer:
+    """Forget a worker's memory."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullPart:
+    """One rank's share of a pull: its pieces go to `slot_offset` in every slot."""
+
+    peer: str
+    regions: tuple[Region, ...]
+    slot_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartPull:
+    """Read device block `blocks[i]` of every rank into slot `slots[i]`, then sum it up.
+
+    Ends in PullDone or PullFailed within `deadline_ms` from now.
+    """
+
+    pull: int
+    parts: tuple[PullPart, ...]
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+    block_bytes: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskFill:
+    """Ask a disk tier to read blocks into staged slots; ends in FillDone or FillFailed."""
+
+    fill: int
+    instance: str
+    request: FillRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AskDiskSnapshot:
+    """Ask a disk tier what it holds; ends in DiskSnapshot."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a verb."""
+
+    reply_to: int
+    reply: LeaseReply | ReleaseReply | ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Announce an event, in this order."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class TellHits:
+    """Tell the disk tier what was asked for again."""
+
+    hits: Hits
+
+
+Effect = (
+    ToEngine
+    | AttachPeer
+    | DetachPeer
+    | StartPull
+    | AskFill
+    | AskDiskSnapshot
+    | Answer
+    | Publish
+    | TellHits
+)

@@ -1,0 +1,334 @@
+"""Onboard, G2 (and G3 through G2) → G1: answer lookups with leased slots.
+
+A lookup is walked from its first block on. Each block is either here (pin it), on disk (stage a
+slot and have it filled), being filled already (wait with the others), or the end of the run. The
+answer goes out once: when all is here, or at its deadline with the prefix that is here by then.
+Blocks that arrive after the answer stay: they have been promoted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_common.slots import Block
+from kvbm_common.wire.local import Found, Lookup
+from kvbm_common.wire.verbs import FILL_GRACE_MS, FilledSlot, FillRequest, FillSlot, Hits
+
+from kvbm_host_tier.messages import AskFill, EngineId, FillDone, FillFailed, TellHits, ToEngine
+from kvbm_host_tier.tier import Tier
+
+HITS_MAX = 1024
+"""At most this many hits are told per lookup; the rest are told the next time."""
+
+
+@dataclass(slots=True)
+class OnboardState:
+    """A lookup that waits for fills. `slots[i]` is None until block i is here and pinned."""
+
+    engine: EngineId
+    connection: bytes
+    lookup: int
+    hashes: list[SequenceHash]
+    slots: list[int | None]
+    answer_by_ms: int
+    lease_until_ms: int
+    run: int
+    """Blocks of the run that may still be had; shrinks when a fill fails."""
+    from_disk: set[int] = field(default_factory=set)
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A request to a disk tier: staged slots lent to it."""
+
+    instance: str
+    slots: dict[SequenceHash, int]
+    until_ms: int
+
+
+class Onboard:
+    """All lookups that are not answered yet, and all fills in flight."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._states: dict[int, OnboardState] = {}
+        self._waiting: dict[SequenceHash, list[tuple[int, int]]] = {}
+        """Block on its way in → (onboard, index in its run) of each that waits for it."""
+        self._fills: dict[int, Fill] = {}
+        self._lent: list[tuple[int, Fill]] = []
+        """(reusable from, fill) of fills without an answer: the disk tier may still read."""
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def looked_up(
+        self, connection: bytes, lookup: Lookup, hashes: list[SequenceHash], now_ms: int
+    ) -> None:
+        """An engine asks which run of these blocks it can have."""
+        if len(self._states) >= self._tier.limits.lookups_max:
+            self._tier.counts["dropped.lookup_busy"] += 1
+            self._refuse(connection, lookup, "busy")
+            return
+        state = OnboardState(
+            engine=EngineId(lookup.engine, lookup.incarnation),
+            connection=connection,
+            lookup=lookup.lookup,
+            hashes=hashes,
+            slots=[],
+            answer_by_ms=now_ms + lookup.deadline_ms,
+            lease_until_ms=now_ms + lookup.lease_ms,
+            run=0,
+        )
+        here = self._pin_prefix(state)
+        self._tell_hits(lookup, state.hashes[:here])
+        fills = self._walk_rest(state, now_ms)
+        if not fills and None not in state.slots:
+            self._answer(state)
+            return
+        self._wait(state, fills, now_ms)
+
+    def _pin_prefix(self, state: OnboardState) -> int:
+        """Pin the leading blocks that are here: the common case, kept short."""
+        table = self._tier.table
+        for name in state.hashes:
+            slot = table.find(name)
+            if slot is None:
+                break
+            table.pin(slot)
+            state.slots.append(slot)
+        state.run = len(state.slots)
+        return state.run
+
+    def _walk_rest(self, state: OnboardState, now_ms: int) -> list[SequenceHash]:
+        """Go on where the host's own prefix ends; returns the blocks to be filled from disk."""
+        table, on_disk = self._tier.table, self._tier.on_disk
+        fills: list[SequenceHash] = []
+        for name in state.hashes[state.run :]:
+            slot = table.find(name)
+            if slot is not None:
+                table.pin(slot)
+            elif name in on_disk and not table.is_staging(name):
+                fills.append(name)
+                state.from_disk.add(len(state.slots))
+            elif name in self._waiting:
+                state.from_disk.add(len(state.slots))
+            else:
+                break
+            state.slots.append(slot)
+        state.run = len(state.slots)
+        if state.run < len(state.hashes):
+            state.reason = "not_stored"
+        return self._fit(state, fills)
+
+    def _fit(self, state: OnboardState, fills: list[SequenceHash]) -> list[SequenceHash]:
+        """Cut the run at the first fill for which there is no slot."""
+        if not fills:
+            return fills
+        room = self._tier.make_room(len(fills))
+        if room == len(fills):
+            return fills
+        self._tier.counts["dropped.fill_no_room"] += len(fills) - room
+        self._cut(state, state.hashes.index(fills[room]), "no_room")
+        return fills[:room]
+
+    def _wait(self, state: OnboardState, fills: list[SequenceHash], now_ms: int) -> None:
+        onboard_id = self._next_id
+        self._next_id += 1
+        self._states[onboard_id] = state
+        self._start_fills(state, fills, now_ms)
+        for index in range(state.run):
+            if state.slots[index] is None:
+                self._waiting.setdefault(state.hashes[index], []).append((onboard_id, index))
+        self._answer_if_complete(onboard_id)
+
+    # --- fills ------------------------------------------------------------------------------
+
+    def _start_fills(self, state: OnboardState, names: Sequence[SequenceHash], now_ms: int) -> None:
+        """Batches, prefix first, each to one disk tier; they are in flight side by side."""
+        table, batch_max = self._tier.table, self._tier.limits.batch_blocks_max
+        by_instance: dict[str, list[SequenceHash]] = {}
+        for name in names:
+            by_instance.setdefault(self._tier.on_disk.instance(name), []).append(name)
+        for instance, wanted in by_instance.items():
+            for start in range(0, len(wanted), batch_max):
+                slots: dict[SequenceHash, int] = {}
+                for name in wanted[start : start + batch_max]:
+                    slot = table.stage(name)
+                    assert slot is not None
+                    slots[name] = slot
+                    self._tier.diary.note(now_ms, f"staged in slot {slot} for a fill", name)
+                self._ask(Fill(instance, slots, state.answer_by_ms))
+
+    def _ask(self, fill: Fill) -> None:
+        request = FillRequest(
+            epoch=self._tier.announcer.epoch,
+            until_ms=fill.until_ms,
+            slots=[FillSlot(hash=name.hex(), slot=slot) for name, slot in fill.slots.items()],
+        )
+        self._fills[self._next_id] = fill
+        self._tier.emit(AskFill(self._next_id, fill.instance, request))
+        self._next_id += 1
+
+    def fill_done(self, event: FillDone, now_ms: int) -> None:
+        """A disk tier has answered; whatever it did not mention has failed."""
+        fill = self._fills.pop(event.fill)
+        answered = {hash_from_hex(filled.hash): filled for filled in event.reply.slots}
+        for name, slot in fill.slots.items():
+            filled = answered.get(name)
+            if filled is not None and filled.ok and filled.slot == slot:
+                self._arrived(name, slot, filled, now_ms)
+            else:
+                self._tier.table.abort(slot)
+                self._missing(name, filled.reason if filled is not None else "no_answer")
+
+    def fill_failed(self, event: FillFailed, now_ms: int) -> None:
+        """No answer. Unless that is settled, the slots stay lent until the disk tier is done."""
+        fill = self._fills.pop(event.fill)
+        if event.settled:
+            self._take_back(fill)
+        else:
+            self._lent.append((max(now_ms, fill.until_ms) + FILL_GRACE_MS, fill))
+        for name in fill.slots:
+            self._missing(name, event.reason)
+
+    def disk_cleared(self, instance: str) -> None:
+        """A disk tier has begun a new life: its old one reads no more."""
+        for entry in [entry for entry in self._lent if entry[1].instance == instance]:
+            self._lent.remove(entry)
+            self._take_back(entry[1])
+
+    def _take_back(self, fill: Fill) -> None:
+        for slot in fill.slots.values():
+            self._tier.table.abort(slot)
+
+    def _arrived(self, name: SequenceHash, slot: int, filled: FilledSlot, now_ms: int) -> None:
+        table = self._tier.table
+        parent = hash_from_hex(filled.parent)
+        block = Block(name, parent, bytes.fromhex(filled.namespace), filled.checksum, filled.bytes)
+        table.register(slot, block)
+        self._tier.diary.note(now_ms, f"filled from disk in slot {slot}", name)
+        self._tier.counts["promoted_blocks"] += 1
+        waiting = self._waiting.pop(name, [])
+        for onboard_id, index in waiting:
+            state = self._states.get(onboard_id)
+            if state is not None and index < state.run:
+                table.pin(slot)
+                state.slots[index] = slot
+        self._tier.announce_stored([block])
+        for onboard_id, _ in waiting:
+            self._answer_if_complete(onboard_id)
+
+    def _missing(self, name: SequenceHash, reason: str) -> None:
+        """A block will not come: it is not offered again until the disk tier announces it anew."""
+        self._tier.on_disk.forget(name)
+        self._tier.counts[f"dropped.fill_{reason}"] += 1
+        for onboard_id, index in self._waiting.pop(name, []):
+            state = self._states.get(onboard_id)
+            if state is not None and index < state.run:
+                self._cut(state, index, reason)
+                self._answer_if_complete(onboard_id)
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def _cut(self, state: OnboardState, run: int, reason: str) -> None:
+        """The run ends before index `run`: give back what was pinned behind it."""
+        self._tier.table.unpin(slot for slot in state.slots[run:] if slot is not None)
+        del state.slots[run:]
+        state.run = run
+        state.reason = reason
+
+    def _answer_if_complete(self, onboard_id: int) -> None:
+        state = self._states.get(onboard_id)
+        if state is not None and None not in state.slots:
+            del self._states[onboard_id]
+            self._answer(state)
+
+    def tick(self, now_ms: int) -> None:
+        """Answer what is due with the prefix that is here; take back slots that were lent."""
+        due = [i for i, state in self._states.items() if now_ms >= state.answer_by_ms]
+        for onboard_id in due:
+            state = self._states.pop(onboard_id)
+            if None in state.slots:
+                self._tier.counts["lookups_cut_by_deadline"] += 1
+                self._cut(state, state.slots.index(None), "deadline")
+            self._answer(state)
+        for entry in [entry for entry in self._lent if now_ms >= entry[0]]:
+            self._lent.remove(entry)
+            self._take_back(entry[1])
+
+    def end_engine(self, engine_id: EngineId) -> None:
+        """Nobody waits for these answers any more."""
+        for onboard_id in [i for i, state in self._states.items() if state.engine == engine_id]:
+            state = self._states.pop(onboard_id)
+            self._cut(state, 0, "engine_lost")
+
+    def _answer(self, state: OnboardState) -> None:
+        slots = [slot for slot in state.slots if slot is not None]
+        assert len(slots) == state.run
+        tier = self._tier
+        lease_id = 0
+        if slots:
+            lease = tier.leases.grant(
+                str(state.engine), "onboard", tuple(slots), deadline_ms=state.lease_until_ms
+            )
+            lease_id = lease.id
+        disk = sorted(index for index in state.from_disk if index < state.run)
+        self._count(len(state.hashes), state.run - len(disk), len(disk))
+        blocks = [tier.table.block(slot) for slot in slots]
+        found = Found(
+            lookup=state.lookup,
+            epoch=tier.announcer.epoch,
+            lease=lease_id,
+            slots=slots,
+            checksums=[block.checksum for block in blocks],
+            block_bytes=blocks[0].bytes if blocks else 0,
+            disk_blocks=disk,
+            reason=state.reason if state.run < len(state.hashes) else "",
+        )
+        tier.emit(ToEngine(state.connection, found))
+
+    def _refuse(self, connection: bytes, lookup: Lookup, reason: str) -> None:
+        found = Found(
+            lookup=lookup.lookup, epoch=self._tier.announcer.epoch, lease=0, slots=[],
+            checksums=[], block_bytes=0, reason=reason,
+        )  # fmt: skip
+        self._tier.emit(ToEngine(connection, found))
+
+    def _count(self, asked: int, host: int, disk: int) -> None:
+        counts = self._tier.counts
+        counts["lookups"] += 1
+        counts["lookup_blocks.host"] += host
+        counts["lookup_blocks.disk"] += disk
+        counts["lookup_blocks.miss"] += asked - host - disk
+        counts["onboard_blocks_h2d"] += host
+        counts["onboard_blocks_d2d"] += disk
+        self._tier.hit_window.append((asked, host, disk))
+
+    def _tell_hits(self, lookup: Lookup, names: Iterable[SequenceHash]) -> None:
+        """The disk tier gives space to what is asked for again."""
+        news = [name.hex() for name in names if name not in self._tier.on_disk][:HITS_MAX]
+        if news:
+            self._tier.emit(TellHits(Hits(namespace=lookup.namespace.hex(), hashes=news)))
+
+    def staged_slots(self) -> set[int]:
+        """Every slot that a fill has staged, for `check`."""
+        fills = [*self._fills.values(), *(fill for _, fill in self._lent)]
+        return {slot for fill in fills for slot in fill.slots.values()}
+
+    def pinned_slots(self) -> list[int]:
+        """Every pin that a waiting lookup holds, for `check`."""
+        states = self._states.values()
+        return [slot for state in states for slot in state.slots if slot is not None]
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for name, waiting in self._waiting.items():
+            assert self._tier.table.is_staging(name), self._tier.diary.story(name)
+            assert waiting
+        for state in self._states.values():
+            assert None in state.slots, "a complete lookup was not answered"
+            assert len(state.slots) == state.run

@@ -1,0 +1,342 @@
+"""The host tier's shell: sockets, NATS and NIXL around the core."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+import msgspec
+from kvbm_common.arena import Arena, remove_stale
+from kvbm_common.counters import families_of_counts
+from kvbm_common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    KvbmError,
+    NoResponder,
+    RequestFailed,
+)
+from kvbm_common.event_publisher import EventPublisher
+from kvbm_common.loop import CoreLoop, monotonic_ms
+from kvbm_common.registry import Joined, Left, RegistryEvent
+from kvbm_common.service import ServiceContext, run
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
+from kvbm_common.wire.local import ToHostTier
+from kvbm_common.wire.verbs import (
+    ErrorBody,
+    FillReply,
+    LeaseReply,
+    LeaseRequest,
+    ReleaseReply,
+    ReleaseRequest,
+    SnapshotReply,
+    hits_codec,
+    hits_subject,
+    offer_codec,
+    offers_subject,
+    verb_subject,
+)
+
+from kvbm_host_tier.core import HostTierCore
+from kvbm_host_tier.engine_socket import EngineSocket
+from kvbm_host_tier.messages import (
+    Answer,
+    AskDiskSnapshot,
+    AskFill,
+    AttachPeer,
+    DetachPeer,
+    DiskEvent,
+    DiskLost,
+    DiskSeen,
+    DiskSnapshot,
+    Effect,
+    FillDone,
+    FillFailed,
+    FromEngine,
+    Input,
+    LeaseAsked,
+    OfferReceived,
+    Publish,
+    ReleaseAsked,
+    StartPull,
+    TellHits,
+    Tick,
+    ToEngine,
+)
+from kvbm_host_tier.puller import Puller
+from kvbm_host_tier.tier import ArenaInfo, Limits
+
+INBOX_MAX = 10_000
+"""Inputs that wait for the core: a second of a very busy host."""
+TICK_MS = 50
+FILL_MARGIN_S = 0.5
+"""How long after a fill's deadline its answer may still arrive."""
+SNAPSHOT_DEADLINE_S = 5.0
+VERB_DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+_fill_reply: JsonCodec[FillReply] = JsonCodec(FillReply)
+_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
+_lease_request: JsonCodec[LeaseRequest] = JsonCodec(LeaseRequest)
+_release_request: JsonCodec[ReleaseRequest] = JsonCodec(ReleaseRequest)
+_VerbReply = LeaseReply | ReleaseReply
+
+
+class HostTierShell:
+    """Translates between the outside and the core."""
+
+    def __init__(
+        self, context: ServiceContext, core: HostTierCore, puller: Puller, engines: EngineSocket
+    ) -> None:
+        self._context = context
+        self._core = core
+        self._puller = puller
+        self._engines = engines
+        self._publisher: EventPublisher = context.bus.event_publisher(context.source)
+        self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
+        self._reply_ids = itertools.count(1)
+        self._dropped = context.counters.counter(
+            "kvbm_bus_messages_dropped_total",
+            "Messages on NATS that could not be taken.",
+            labels=("reason",),
+        )
+        self._loop: CoreLoop[Input, Effect] = CoreLoop(
+            core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
+        )
+
+    async def run(self) -> None:
+        """Serve until the context is stopping."""
+        context = self._context
+        await self._subscribe()
+        forget = context.registry.watch(self._registry_changed)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._loop.run(), name="core"),
+                tasks.create_task(self._publisher.run(), name="publisher"),
+                tasks.create_task(self._engines.run(self._from_engine), name="engines"),
+                tasks.create_task(self._follow_disks(), name="disk events"),
+            ]
+            for effect in self._core.start():
+                self._carry_out(effect)
+            context.ready(f"{self._engines.endpoint} arena {self._core.tier.arena.path}")
+            await context.stopping.wait()
+            forget()
+            await self._say_goodbye()
+            for task in running:
+                task.cancel()
+
+    async def _say_goodbye(self) -> None:
+        for effect in self._core.stop():
+            self._carry_out(effect)
+        try:
+            await self._publisher.flush(deadline_s=1.0)
+        except DeadlineExceeded as error:
+            log.warning("stopping with events unpublished: %s", error)
+
+    async def _subscribe(self) -> None:
+        context = self._context
+        context.set_stats(lambda: self._core.statistics(monotonic_ms()))
+        context.counters.include(
+            lambda: families_of_counts(
+                self._core.tier.counts, label_names={"lookup_blocks": "outcome", "bytes": "path"}
+            )
+        )
+        await context.bus.subscribe(offers_subject(context.host), self._offer)
+        await context.add_verbs(
+            {
+                "arena": self._arena,
+                "lease": self._lease,
+                "release": self._release,
+                "snapshot": self._snapshot,
+            }
+        )
+
+    # --- inputs -----------------------------------------------------------------------------
+
+    def _from_engine(self, connection: bytes, message: ToHostTier) -> bool:
+        return self._loop.offer_nowait(FromEngine(connection, message))
+
+    def _offer(self, _subject: str, payload: bytes) -> None:
+        offer = offer_codec.decode(payload)
+        if not self._loop.offer_nowait(OfferReceived(offer)):
+            self._dropped.add(reason="inbox_full")
+
+    async def _follow_disks(self) -> None:
+        """Every event of a disk tier of this host, from now on; snapshots tell what was before."""
+        subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
+        async with self._context.bus.event_subscription(start="new", subject=subject) as events:
+            async for batch in events:
+                for message in batch:
+                    self._disk_event(message.subject, message.payload)
+
+    def _disk_event(self, subject: str, payload: bytes) -> None:
+        source = subject.split(".")[-2]
+        if not source.startswith("disk-tier-"):
+            return
+        try:
+            event: Event = event_codec.decode(payload)
+        except WireError as error:
+            self._dropped.add(reason=error.kind)
+            return
+        if not self._loop.offer_nowait(DiskEvent(source.removeprefix("disk-tier-"), event)):
+            self._dropped.add(reason="inbox_full")
+
+    def _registry_changed(self, event: RegistryEvent) -> None:
+        record = event.record
+        if record.kind != "disk-tier" or record.host != self._context.host:
+            return
+        match event:
+            case Joined():
+                self._loop.complete(DiskSeen(record.instance))
+            case Left():
+                self._loop.complete(DiskLost(record.instance))
+            case _:
+                pass
+
+    # --- verbs ------------------------------------------------------------------------------
+
+    async def _arena(self, _payload: bytes) -> bytes:
+        return msgspec.json.encode(self._core.arena_reply())
+
+    async def _snapshot(self, _payload: bytes) -> bytes:
+        return _snapshot_reply.encode(self._core.snapshot())
+
+    async def _lease(self, payload: bytes) -> bytes:
+        request = _lease_request.decode(payload)
+        return await self._ask_core(lambda reply_to: LeaseAsked(reply_to, request))
+
+    async def _release(self, payload: bytes) -> bytes:
+        request = _release_request.decode(payload)
+        return await self._ask_core(lambda reply_to: ReleaseAsked(reply_to, request))
+
+    async def _ask_core(self, make: Callable[[int], Input]) -> bytes:
+        reply_to = next(self._reply_ids)
+        answer: asyncio.Future[_VerbReply] = asyncio.get_running_loop().create_future()
+        self._answers[reply_to] = answer
+        try:
+            await self._loop.offer(make(reply_to), deadline_s=VERB_DEADLINE_S)
+            async with asyncio.timeout(VERB_DEADLINE_S):
+                return msgspec.json.encode(await answer)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the core did not answer") from error
+        finally:
+            del self._answers[reply_to]
+
+    # --- effects ----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> Input | Awaitable[Input | None] | None:
+        match effect:
+            case ToEngine(connection, message):
+                self._engines.send(connection, message)
+            case AttachPeer():
+                return self._puller.attach(effect)
+            case DetachPeer(peer):
+                self._puller.detach(peer)
+            case StartPull():
+                return self._puller.pull(effect, slot_bytes=self._core.tier.slot_bytes)
+            case AskFill():
+                return self._fill(effect)
+            case AskDiskSnapshot(instance):
+                return self._disk_snapshot(instance)
+            case Answer(reply_to, reply):
+                self._answer(reply_to, reply)
+            case Publish(event):
+                self._publish(event)
+            case TellHits(hits):
+                subject = hits_subject(self._context.host)
+                return self._tell(subject, hits_codec.encode(hits))
+            case _:
+                assert_never(effect)
+        return None
+
+    async def _fill(self, effect: AskFill) -> FillDone | FillFailed:
+        subject = self._disk_verb(effect.instance, "fill")
+        left_s = (effect.request.until_ms - monotonic_ms()) / 1000 + FILL_MARGIN_S
+        try:
+            payload = await self._context.bus.request(
+                subject, msgspec.json.encode(effect.request), deadline_s=max(left_s, 0.01)
+            )
+            return FillDone(effect.fill, _fill_reply.decode(payload))
+        except (NoResponder, RequestFailed, WireError) as error:
+            return FillFailed(effect.fill, error.code, settled=True)
+        except (DeadlineExceeded, BusUnavailable) as error:
+            # The request may have left before the connection broke.
+            return FillFailed(effect.fill, error.code, settled=False)
+
+    async def _disk_snapshot(self, instance: str) -> DiskSnapshot | None:
+        request = msgspec.json.encode({"source": f"disk-tier-{instance}"})
+        try:
+            payload = await self._context.bus.request(
+                self._disk_verb(instance, "snapshot"), request, deadline_s=SNAPSHOT_DEADLINE_S
+            )
+            return DiskSnapshot(instance, _snapshot_reply.decode(payload))
+        except KvbmError as error:
+            log.warning("no snapshot of disk tier %s: %s", instance, error)
+            return DiskSnapshot(instance, None)
+
+    async def _tell(self, subject: str, payload: bytes) -> None:
+        await self._context.bus.publish(subject, payload)
+
+    def _disk_verb(self, instance: str, verb: str) -> str:
+        return verb_subject("disk-tier", verb, host=self._context.host, instance=instance)
+
+    def _answer(self, reply_to: int, reply: _VerbReply | ErrorBody) -> None:
+        answer = self._answers.get(reply_to)
+        if answer is None or answer.done():
+            self._dropped.add(reason="answer_too_late")
+        elif isinstance(reply, ErrorBody):
+            answer.set_exception(RequestFailed(reply.code, reply.message, reply.field))
+        else:
+            answer.set_result(reply)
+
+    def _publish(self, event: Event) -> None:
+        event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
+        self._publisher.publish(
+            event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
+        )
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run the host tier of this host."""
+    settings = context.settings
+    prefix = f"kvbm-{context.host}-{context.instance}-"
+    remove_stale(settings.shm_dir, prefix)
+    disk_only = settings.cpu_cache_bytes == 0 and not settings.cpu_cache_override_num_blocks
+    capacity = settings.staging_bytes if disk_only else settings.cpu_cache_bytes
+    name = f"{prefix}{context.epoch}"
+    with Arena.create(settings.shm_dir, f"{name}-arena", capacity) as arena:
+        arena.populate()
+        puller = Puller(arena, name=name, counters=context.counters)
+        try:
+            core = HostTierCore(
+                host=context.host,
+                instance=context.instance,
+                epoch=context.epoch,
+                arena=ArenaInfo(str(arena.path), arena.address, arena.bytes, puller.metadata()),
+                limits=_limits(context),
+                policy=settings.eviction_policy,
+                staging=disk_only,
+            )
+            async with EngineSocket(settings.host_tier_endpoint, context.counters) as engines:
+                await HostTierShell(context, core, puller, engines).run()
+        finally:
+            puller.close()
+
+
+def _limits(context: ServiceContext) -> Limits:
+    settings = context.settings
+    return Limits(
+        slot_count_max=settings.cpu_cache_override_num_blocks,
+        transfers_max=settings.max_concurrent_transfers,
+        batch_blocks_max=settings.max_transfer_batch_size,
+        hit_window=settings.cache_stats_max_requests,
+    )
+
+
+def main() -> None:
+    """The entry point of `kvbm serve host-tier`."""
+    run("host-tier", serve)

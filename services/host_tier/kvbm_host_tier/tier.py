@@ -1,0 +1,138 @@
+"""The tier's common state: arena, slots, leases and announcements, shared by its two paths."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvbm_common.announcer import Announcer
+from kvbm_common.diary import Diary
+from kvbm_common.eviction import make_policy
+from kvbm_common.identity import SequenceHash
+from kvbm_common.leases import Lease, LeaseTable
+from kvbm_common.slots import Block, SlotTable
+
+from kvbm_host_tier.disk_view import DiskView
+from kvbm_host_tier.messages import Effect, Publish
+
+SLOT_ALIGNMENT = 4096
+"""O_DIRECT reads and writes between arena and files need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """Where the arena is. `agent` is the NIXL metadata through which others read it."""
+
+    path: str
+    address: int
+    capacity_bytes: int
+    agent: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every bound of the core, from the configuration."""
+
+    slot_count_max: int | None = None
+    """DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS; None: as many as fit."""
+    transfers_max: int = 4
+    batch_blocks_max: int = 16
+    offers_max: int = 1024
+    """Offers waiting or in flight; more are dropped and counted, never queued without end."""
+    lookups_max: int = 4096
+    beat_ms: int = 1000
+    engine_lost_ms: int = 5000
+    pull_deadline_ms: int = 5000
+    confirm_ms: int = 2000
+    """How long an engine may take to confirm a pull."""
+    hit_window: int = 1000
+    """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
+
+
+class Tier:
+    """Slots and leases of one arena, and the only place that announces.
+
+    The arena is cut into slots when the first engine says how large its blocks are.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        source: str,
+        epoch: int,
+        arena: ArenaInfo,
+        limits: Limits,
+        policy: str = "lru",
+        staging: bool = False,
+    ) -> None:
+        self.arena, self.limits, self.staging = arena, limits, staging
+        self.announcer = Announcer(host=host, source=source, tier="host", epoch=epoch)
+        self.leases = LeaseTable()
+        self.table = SlotTable(0, make_policy(policy))
+        self.slot_bytes = 0
+        self.counts: Counter[str] = Counter()
+        self.diary = Diary()
+        self.on_disk = DiskView()
+        self.effects: list[Effect] = []
+        self.hit_window: deque[tuple[int, int, int]] = deque(maxlen=limits.hit_window)
+        """(asked, host, disk) blocks of the last lookups."""
+        self._policy_name = policy
+
+    def emit(self, *effects: Effect) -> None:
+        """Have something done after this step."""
+        self.effects.extend(effects)
+
+    def format(self, block_bytes: int) -> bool:
+        """Cut the arena into slots for blocks of this size, once. False: they do not fit."""
+        if self.slot_bytes == 0:
+            slot_bytes = -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            slot_count = self.arena.capacity_bytes // slot_bytes
+            if self.limits.slot_count_max is not None:
+                slot_count = min(slot_count, self.limits.slot_count_max)
+            if slot_count == 0:
+                return False
+            self.slot_bytes = slot_bytes
+            self.table = SlotTable(slot_count, make_policy(self._policy_name))
+        return block_bytes <= self.slot_bytes
+
+    def make_room(self, count: int) -> int:
+        """Evict for `count` slots; returns how many can be staged now.
+
+        In a staging arena only blocks that the disk has may go: the others exist nowhere else.
+        """
+        if self.staging:
+            evicted = self._evict_written(count - self.table.counts()["reset"])
+        else:
+            evicted = self.table.make_room(count)
+        self.announce_removed(evicted, "evicted")
+        return min(count, self.table.counts()["reset"])
+
+    def _evict_written(self, count: int) -> list[Block]:
+        if count <= 0:
+            return []
+        free = self.table.policy.victims(len(self.table.policy))
+        written = [name for name in free if name in self.on_disk][:count]
+        return [self.table.evict(name) for name in written]
+
+    def announce_stored(self, blocks: Sequence[Block]) -> None:
+        """Tell the world of committed blocks."""
+        for event in self.announcer.stored(blocks):
+            self.emit(Publish(event))
+
+    def announce_removed(self, blocks: Sequence[Block], reason: str) -> None:
+        """Tell the world of lost blocks."""
+        self.counts[f"evictions.{reason}"] += len(blocks)
+        for event in self.announcer.removed(blocks, reason):
+            self.emit(Publish(event))
+
+    def discard(self, names: Iterable[SequenceHash], reason: str) -> None:
+        """Quarantine: nobody finds these blocks again."""
+        gone = [block for name in names if (block := self.table.discard(name)) is not None]
+        self.announce_removed(gone, reason)
+
+    def end_leases(self, leases: Iterable[Lease]) -> None:
+        """Unpin what some leases held."""
+        for lease in leases:
+            self.table.unpin(lease.slots)

@@ -1,0 +1,1 @@
+"""The metrics service: admin API, Prometheus metrics, status."""

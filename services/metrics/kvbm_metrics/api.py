@@ -1,0 +1,165 @@
+"""The HTTP API: routes, and nothing behind them that decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from kvbm_common.counters import Counters
+from starlette.exceptions import HTTPException
+
+from kvbm_metrics import collector, exposition, problems
+from kvbm_metrics.collector import FleetView
+from kvbm_metrics.door import Door
+from kvbm_metrics.fleet import Fleet
+from kvbm_metrics.models import (
+    HealthView,
+    MatchQuery,
+    MatchView,
+    ReadyView,
+    ServiceView,
+    StatusView,
+    TierView,
+    WorkerView,
+)
+from kvbm_metrics.problems import BadQuery
+
+UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """What the routes need."""
+
+    fleet: Fleet
+    expected: tuple[str, ...]
+    """Kinds of services without which the system is not ready."""
+    version: str
+    expose_metrics: bool = True
+    """DYN_KVBM_METRICS."""
+
+
+def create_app(api: Api, counters: Counters) -> FastAPI:
+    """The application; `counters` get a count of the requests."""
+    app = FastAPI(
+        title="KVBM",
+        version=api.version,
+        summary="Admin API and metrics of the KV-cache block manager.",
+        redoc_url=None,
+    )
+    app.state.api = api
+    app.include_router(router)
+    app.add_middleware(Door, counters=counters)
+    problems.install(app)
+    return app
+
+
+def _api(request: Request) -> Api:
+    api = request.app.state.api
+    assert isinstance(api, Api)
+    return api
+
+
+ApiOf = Annotated[Api, Depends(_api)]
+
+
+async def _view(api: ApiOf) -> FleetView:
+    return await api.fleet.view()
+
+
+View = Annotated[FleetView, Depends(_view)]
+
+router = APIRouter()
+
+
+@router.get("/healthz", tags=["health"])
+async def healthz() -> HealthView:
+    """The process lives."""
+    return HealthView()
+
+
+@router.get(
+    "/readyz", tags=["health"], responses={UNAVAILABLE: {"model": ReadyView, "description": "No."}}
+)
+async def readyz(api: ApiOf, view: View, response: Response) -> ReadyView:
+    """NATS, the registry, and every expected service are there and ready; 503 if not."""
+    reasons = collector.unready_reasons(view, api.expected)
+    if reasons:
+        response.status_code = UNAVAILABLE
+    return ReadyView(ready=not reasons, reasons=reasons)
+
+
+@router.get(
+    "/metrics",
+    tags=["metrics"],
+    response_class=Response,
+    responses={
+        200: {"description": "Prometheus text.", "content": {"text/plain": {}}},
+        **problems.described(HTTPStatus.NOT_FOUND),
+    },
+)
+async def metrics(api: ApiOf, view: View) -> Response:
+    """Everything that all services count; 404 when DYN_KVBM_METRICS is false."""
+    if not api.expose_metrics:
+        raise HTTPException(HTTPStatus.NOT_FOUND, "DYN_KVBM_METRICS is false")
+    text = exposition.render(view, api.fleet.totals, version=api.version)
+    return Response(text, headers={"content-type": exposition.CONTENT_TYPE})
+
+
+@router.get("/v1/status", tags=["status"])
+async def status(api: ApiOf, view: View) -> StatusView:
+    """The whole system at a glance."""
+    return collector.status_view(view, api.fleet.totals, expected=api.expected, version=api.version)
+
+
+@router.get("/v1/services", tags=["status"])
+async def services(view: View) -> list[ServiceView]:
+    """Every registered instance; one that does not answer has `up` false."""
+    return collector.service_views(view)
+
+
+@router.get("/v1/tiers", tags=["status"])
+async def tiers(view: View) -> list[TierView]:
+    """Slots, bytes, occupancy, hit rate and counters of every tier instance."""
+    return collector.tier_views(view)
+
+
+@router.get("/v1/workers", tags=["status"])
+async def workers(view: View) -> list[WorkerView]:
+    """Every engine worker that is attached to a host tier."""
+    return collector.worker_views(view)
+
+
+@router.post(
+    "/v1/match",
+    tags=["blocks"],
+    responses=problems.described(
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+        HTTPStatus.BAD_GATEWAY,
+        UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    ),
+)
+async def match(api: ApiOf, query: MatchQuery) -> MatchView:
+    """The longest prefix that each holder has without a hole."""
+    _check(query)
+    reply = await api.fleet.match(query.to_request())
+    return MatchView.model_validate(msgspec.to_builtins(reply))
+
+
+def _check(query: MatchQuery) -> None:
+    """What the types cannot say; raises BadQuery."""
+    if query.hashes is None and query.tokens is None:
+        raise BadQuery("hashes", "give hashes, or tokens with a namespace")
+    if query.hashes is not None and query.tokens is not None:
+        raise BadQuery("tokens", "give either hashes or tokens")
+    if query.tokens is not None and query.namespace is None:
+        raise BadQuery("namespace", "tokens need the namespace that they are hashed in")
+    if query.tokens is None and (query.salt or query.lora):
+        field = "salt" if query.salt else "lora"
+        raise BadQuery(field, "hashes have the salt and the LoRA in them already")

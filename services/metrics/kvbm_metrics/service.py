@@ -1,0 +1,125 @@
+"""The metrics service as a process: the fleet, the HTTP server, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import uvicorn
+from kvbm_common import service
+from kvbm_common.config import Settings
+from kvbm_common.errors import ConfigError
+from kvbm_common.service import ServiceContext
+from kvbm_common.wire.verbs import StatsReply
+
+from kvbm_metrics.api import Api, create_app
+from kvbm_metrics.fleet import Fleet
+
+KIND = "metrics"
+CONNECTIONS_MAX = 256
+"""Connections served at the same time; uvicorn answers 503 to more."""
+BACKLOG = 128
+STOP_DEADLINE_S = 1
+"""How long answers on their way may take after the signal to stop."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn in a process that owns its signals, with a door bell."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone: uvicorn would take them over and raise them again at its end."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so."""
+        await super().startup(sockets)
+        self.is_up.set()
+
+
+def main() -> None:
+    """Run until stopped; the entry point of `kvbm serve metrics`."""
+    service.run(KIND, serve)
+
+
+async def serve(context: ServiceContext) -> None:
+    """Serve HTTP until `context.stopping`; raises ConfigError when the port cannot be opened."""
+    settings = context.settings
+    with open_socket(settings) as listener:
+        fleet = Fleet(context.bus, context.registry, context.counters)
+        api = Api(
+            fleet=fleet,
+            expected=expected_kinds(settings),
+            version=version("kvbm-metrics"),
+            expose_metrics=settings.metrics,
+        )
+        server = HttpServer(_http_config(create_app(api, context.counters)))
+        context.set_stats(lambda: _stats(context, server))
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
+            serving.add_done_callback(lambda _: context.stopping.set())
+            await server.is_up.wait()
+            context.ready(f"http://{_shown(settings.metrics_bind)}:{settings.metrics_port}")
+            await context.stopping.wait()
+            server.should_exit = True
+
+
+def open_socket(settings: Settings) -> socket.socket:
+    """Listen where the settings say; raises ConfigError that names the setting at fault."""
+    address, port = settings.metrics_bind, settings.metrics_port
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            accepted = f"a port that this process can open on {address} ({why})"
+            raise ConfigError("DYN_KVBM_METRICS_PORT", port, accepted) from error
+        accepted = f"an address of this machine ({why})"
+        raise ConfigError("KVBM_METRICS_BIND", address, accepted) from error
+
+
+def expected_kinds(settings: Settings) -> tuple[str, ...]:
+    """The services without which the system is not ready."""
+    kinds = ["index", "host-tier", "disk-tier", KIND]
+    if settings.consolidator_enabled:
+        kinds.append("consolidator")
+    return tuple(kinds)
+
+
+def _http_config(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]  # uvicorn's own Protocols are narrower than ASGI.
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=CONNECTIONS_MAX,
+        timeout_graceful_shutdown=STOP_DEADLINE_S,
+    )
+
+
+def _stats(context: ServiceContext, server: HttpServer) -> StatsReply:
+    ready = server.is_up.is_set()
+    return StatsReply(
+        kind=KIND,
+        host=context.host,
+        instance=context.instance,
+        epoch=context.epoch,
+        ready=ready,
+        reasons=[] if ready else ["the HTTP server is starting"],
+    )
+
+
+def _shown(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

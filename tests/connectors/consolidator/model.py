@@ -1,0 +1,226 @@
+"""A model of an engine's device cache, and a harness that joins it to the consolidator's core.
+
+The engine's block k of a chain is named by Python's own `hash` of its tokens and its parent, so the
+model and the core compute names on different paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvbm_common.identity import Hasher, Namespace, SequenceHash, request_extras
+from kvbm_common.wire.engine_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineBatch,
+    EngineEvent,
+)
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_connectors.consolidator.core import ConsolidatorCore
+from kvbm_connectors.consolidator.messages import (
+    AskEpoch,
+    Effect,
+    EngineBatchReceived,
+    EpochGranted,
+    Input,
+    Limits,
+    Publish,
+    ReplayDone,
+    ReplayFailed,
+    Reply,
+    RequestReplay,
+    StreamAttached,
+    StreamKey,
+    Tick,
+)
+
+NAMESPACE = Namespace(model="model", block_tokens=2)
+INCARNATION = "00000000000000aa"
+HASHER = Hasher(NAMESPACE)
+
+
+def attach(
+    *, rank: int = 0, incarnation: str = INCARNATION, replay: bool = True, engine: str = "sim-0"
+) -> Attach:
+    """An engine's introduction."""
+    return Attach(
+        engine=engine,
+        incarnation=incarnation,
+        endpoint=f"ipc://pub{rank}",
+        replay_endpoint=f"ipc://replay{rank}" if replay else "",
+        rank=rank,
+        namespace=NAMESPACE,
+    )
+
+
+def key(rank: int = 0, incarnation: str = INCARNATION) -> StreamKey:
+    """The stream of that introduction."""
+    return StreamKey("sim-0", incarnation, rank)
+
+
+def chain(tokens: tuple[int, ...], salt: str | None = None) -> list[SequenceHash]:
+    """Our names of a prompt's blocks."""
+    return HASHER.chain(tokens, extras=request_extras(salt=salt))
+
+
+def stored(
+    tokens: tuple[int, ...], *, start: int = 0, salt: str | None = None, size: int = 2
+) -> BlockStored:
+    """The event of a prompt's blocks from block `start` on; engine hashes follow from prefixes."""
+    ends = range((start + 1) * size, len(tokens) + 1, size)
+    return BlockStored(
+        block_hashes=tuple(engine_hash(tokens[:end], salt) for end in ends),
+        parent=engine_hash(tokens[: start * size], salt) if start else None,
+        token_ids=tokens[start * size : ends[-1] if ends else 0],
+        block_size=size,
+        medium="GPU",
+        extra_keys=tuple((salt,) if salt and not start and not i else None
+                         for i in range(len(ends))),
+    )  # fmt: skip
+
+
+def engine_hash(prefix: tuple[int, ...], salt: str | None = None) -> int:
+    """What the model calls a block."""
+    return hash((prefix, salt and len(salt))) & (2**64 - 1)
+
+
+def removed(*engine_hashes: int) -> BlockRemoved:
+    """The event of evictions."""
+    return BlockRemoved(block_hashes=engine_hashes, medium="GPU")
+
+
+@dataclass
+class Device:
+    """One rank: what it truly holds, and all batches it has ever published."""
+
+    batches: list[EngineBatch] = field(default_factory=list)
+    copies: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Device blocks per prefix."""
+    clock: float = 100.0
+
+    def publish(self, *events: EngineEvent) -> int:
+        """Number a batch; its sequence number."""
+        self.clock += 0.5
+        self.batches.append(EngineBatch(self.clock, events, 0))
+        return len(self.batches) - 1
+
+    def store(self, tokens: tuple[int, ...], start: int) -> BlockStored:
+        """Hold the blocks of a prompt from block `start` on, once more."""
+        for end in range((start + 1) * 2, len(tokens) + 1, 2):
+            self.copies[tokens[:end]] += 1
+        return stored(tokens, start=start)
+
+    def evict(self, index: int) -> BlockRemoved:
+        """Drop one copy of a block that no other block follows, as engines do."""
+        leaves = [p for p in sorted(+self.copies) if not any(q[:-2] == p for q in +self.copies)]
+        prefix = leaves[index % len(leaves)]
+        self.copies[prefix] -= 1
+        return removed(engine_hash(prefix))
+
+    def clear(self) -> AllBlocksCleared:
+        """Drop everything."""
+        self.copies.clear()
+        return AllBlocksCleared()
+
+    def truth(self) -> set[SequenceHash]:
+        """Our names of what is held."""
+        return {chain(prefix)[-1] for prefix in +self.copies}
+
+
+class Harness:
+    """The core, and what it did: published events, checked for order as they come."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.core = ConsolidatorCore("h", limits)
+        self.now_ms = 0
+        self.events: list[Event] = []
+        self.replies: list[tuple[bytes, Attached | Refused]] = []
+        self.replays: list[RequestReplay] = []
+        self.other: list[Effect] = []
+        self.live: dict[int, set[SequenceHash]] = {}
+        """What a reader of the events believes, per rank."""
+        self.epoch = 0
+        self._position = (0, 0)
+
+    def send(self, event: Input) -> list[Effect]:
+        """One step, checked."""
+        effects = self.core.step(event, self.now_ms)
+        self.core.check()
+        for effect in effects:
+            match effect:
+                case Publish(published):
+                    self._read(published)
+                case Reply(peer, message):
+                    self.replies.append((peer, message))
+                case RequestReplay():
+                    self.replays.append(effect)
+                case _:
+                    self.other.append(effect)
+        return effects
+
+    def attach(self, *, rank: int = 0, replay: bool = True, epoch: bool = True) -> None:
+        """Attach a rank; grant the epoch and answer the first replay with nothing."""
+        self.send(StreamAttached(attach(rank=rank, replay=replay), b"peer%d" % rank))
+        if epoch:
+            self.grant()
+            self.answer(Device())
+
+    def grant(self, incarnation: str = INCARNATION) -> None:
+        """Grant the epoch that was asked for, if one was."""
+        asked = [effect for effect in self.other if isinstance(effect, AskEpoch)]
+        if asked:
+            self.other.remove(asked[-1])
+            self.epoch += 1
+            self.send(EpochGranted("sim-0", incarnation, self.epoch))
+
+    def batch(self, seq: int, *events: EngineEvent, rank: int = 0, ts: float | None = None) -> None:
+        """A live batch."""
+        batch = EngineBatch(100.0 + seq if ts is None else ts, events, 0)
+        self.send(EngineBatchReceived(key(rank), seq, batch))
+
+    def answer(self, device: Device, *, first: int = 0, fail: bool = False) -> bool:
+        """Answer the oldest replay request from the device's buffer, which begins at `first`."""
+        if not self.replays:
+            return False
+        asked = self.replays.pop(0)
+        if fail:
+            self.send(ReplayFailed(asked.key, asked.replay, "silent"))
+            return True
+        for seq in range(max(first, asked.from_seq), len(device.batches)):
+            batch = device.batches[seq]
+            self.send(EngineBatchReceived(asked.key, seq, batch, asked.replay))
+        self.send(ReplayDone(asked.key, asked.replay))
+        return True
+
+    def tick(self, after_ms: int = 100) -> None:
+        """Let time pass."""
+        self.now_ms += after_ms
+        self.send(Tick())
+
+    def _read(self, event: Event) -> None:
+        """Every reader's rules: positions grow without holes; stored and removed alternate."""
+        epoch, seq = self._position
+        assert (event.epoch, event.seq) == ((epoch, seq + 1) if event.epoch == epoch
+                                            else (max(event.epoch, epoch + 1), 1))  # fmt: skip
+        assert event.seq > 1 or isinstance(event, Cleared), "an epoch begins with cleared"
+        self._position = (event.epoch, event.seq)
+        self.events.append(event)
+        live = self.live.setdefault(event.rank, set())
+        match event:
+            case Stored():
+                for run in event.runs:
+                    blocks = {SequenceHash(bytes.fromhex(text)) for text in run.hashes}
+                    assert len(blocks) == len(run.hashes)
+                    assert live.isdisjoint(blocks), "stored twice"
+                    live |= blocks
+            case Removed():
+                blocks = {SequenceHash(bytes.fromhex(text)) for text in event.hashes}
+                assert blocks <= live, "removed what is not there"
+                live -= blocks
+            case Cleared():
+                live.clear()
+                if not event.rank_only:
+                    self.live.clear()

@@ -1,0 +1,113 @@
+"""What every registry must do. A test class inherits this and says how to make one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from kvbm_common.registry import Changed, Joined, Left, Registry, RegistryEvent
+
+from tests.waiting import wait_until
+
+TTL_S = 0.6
+"""Short enough for tests of expiry, long enough for a busy machine."""
+MakeRegistry = Callable[[], Awaitable[Registry]]
+
+
+class RegistryContract:
+    """Tests of the protocol `Registry`; two registries are two processes."""
+
+    @pytest.fixture
+    async def make(self) -> MakeRegistry:
+        """A function that connects one more process to the registry, with TTL_S."""
+        raise NotImplementedError
+
+    async def test_registered_service_is_listed_by_another_process(
+        self, make: MakeRegistry
+    ) -> None:
+        """Goal: peers find each other, with what they say about themselves."""
+        ours, theirs = await make(), await make()
+        registration = await ours.register("index", "h", "0", {"port": 1})
+        (record,) = await theirs.list()
+        assert (record.kind, record.host, record.instance) == ("index", "h", "0")
+        assert record.info == {"port": 1}
+        assert record.epoch == registration.epoch
+        assert await theirs.list("host-tier") == []
+
+    async def test_epoch_grows_with_every_life(self, make: MakeRegistry) -> None:
+        """Goal: consumers can order the lives of a source, whichever process lived them."""
+        epochs = []
+        for _ in range(3):
+            registry = await make()
+            registration = await registry.register("host-tier", "h", "0")
+            epochs.append(registration.epoch)
+            await registration.revoke()
+        assert epochs == sorted(set(epochs))
+
+    async def test_watch_tells_joined_changed_left(self, make: MakeRegistry) -> None:
+        """Goal: one callback sees a whole life in order."""
+        ours, theirs = await make(), await make()
+        events: list[RegistryEvent] = []
+        theirs.watch(events.append)
+        registration = await ours.register("index", "h", "0", {"port": 1})
+        await wait_until(lambda: len(events) == 1)
+        await registration.update({"port": 2})
+        await wait_until(lambda: len(events) == 2)
+        await registration.revoke()
+        await wait_until(lambda: len(events) == 3)
+        joined, changed, left = events
+        assert isinstance(joined, Joined)
+        assert isinstance(changed, Changed)
+        assert changed.before == joined.record
+        assert changed.record.info == {"port": 2}
+        assert isinstance(left, Left)
+        assert left.reason == "deleted"
+
+    async def test_late_watcher_hears_who_is_there(self, make: MakeRegistry) -> None:
+        """Goal: a watcher needs no list call first, and ends when told."""
+        ours = await make()
+        await ours.register("index", "h", "0")
+        assert len(await ours.list()) == 1
+        events: list[RegistryEvent] = []
+        forget = ours.watch(events.append)
+        assert [type(event) for event in events] == [Joined]
+        forget()
+        await ours.register("index", "h", "1")
+        await wait_until(lambda: True)
+        assert len(events) == 1
+
+    async def test_heartbeats_keep_a_service_alive(self, make: MakeRegistry) -> None:
+        """Goal: nobody leaves while its process lives. Method: watch for three times the TTL."""
+        ours, theirs = await make(), await make()
+        events: list[RegistryEvent] = []
+        theirs.watch(events.append)
+        await ours.register("index", "h", "0")
+        with pytest.raises(TimeoutError):
+            await wait_until(lambda: len(events) > 1, deadline_s=3 * TTL_S)
+        assert len(await theirs.list()) == 1
+
+    async def test_silent_service_expires(self, make: MakeRegistry) -> None:
+        """Goal: a killed process leaves within its TTL. Method: end its heartbeats only."""
+        ours, theirs = await make(), await make()
+        events: list[RegistryEvent] = []
+        theirs.watch(events.append)
+        await ours.register("index", "h", "0")
+        await wait_until(lambda: events)
+        await ours.close()
+        await wait_until(lambda: len(events) == 2, deadline_s=4 * TTL_S)
+        assert isinstance(events[1], Left)
+        assert events[1].reason == "expired"
+        assert await theirs.list() == []
+
+    async def test_second_life_takes_over(self, make: MakeRegistry) -> None:
+        """Goal: two processes of one name do not both believe in themselves."""
+        ours, theirs = await make(), await make()
+        first = await ours.register("host-tier", "h", "0")
+        second = await theirs.register("host-tier", "h", "0")
+        async with asyncio.timeout(4 * TTL_S):
+            await first.lost.wait()
+        assert not second.lost.is_set()
+        await first.revoke()
+        (record,) = await theirs.list()
+        assert record.epoch == second.epoch > first.epoch

@@ -1,0 +1,102 @@
+"""The life of a service inside one event loop, on a real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from kvbm_common.config import Settings
+from kvbm_common.errors import ConfigError
+from kvbm_common.nats_server import NatsServer
+from kvbm_common.service import ServiceContext, make_runtime_dir, serve
+
+DEADLINE_S = 10.0
+
+
+def settings(server: NatsServer) -> Settings:
+    return Settings.load({}, {"nats_url": server.url, "host": "h", "registry_ttl_s": 0.3})
+
+
+class Sample:
+    """A service that waits to be stopped."""
+
+    def __init__(self) -> None:
+        self.started = asyncio.Event()
+        self.context: ServiceContext | None = None
+
+    async def main(self, context: ServiceContext) -> None:
+        self.context = context
+        self.started.set()
+        await context.stopping.wait()
+
+
+async def test_service_knows_who_it_is(nats_server: NatsServer) -> None:
+    """Goal: kind, source and epoch; an orderly end is 0 and leaves the registry."""
+    stopping = asyncio.Event()
+    sample = Sample()
+    life = asyncio.create_task(serve("sample", sample.main, settings(nats_server), stopping))
+    async with asyncio.timeout(DEADLINE_S):
+        await sample.started.wait()
+        assert sample.context is not None
+        assert (sample.context.source, sample.context.host) == ("sample-0", "h")
+        assert sample.context.epoch == sample.context.registration.epoch > 0
+        (record,) = await sample.context.registry.list("sample")
+        assert record.epoch == sample.context.epoch
+        stopping.set()
+        assert await life == 0
+
+
+async def test_service_waits_for_nats(nats_server: NatsServer) -> None:
+    """Goal: a service that starts before NATS serves when NATS is there."""
+    nats_server.kill()
+    stopping = asyncio.Event()
+    sample = Sample()
+    life = asyncio.create_task(serve("sample", sample.main, settings(nats_server), stopping))
+    done, _ = await asyncio.wait({life}, timeout=0.1)
+    assert not done
+    await nats_server.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await sample.started.wait()
+        stopping.set()
+        assert await life == 0
+
+
+async def test_service_stops_when_another_takes_its_place(nats_server: NatsServer) -> None:
+    """Goal: two processes of one name; the older one gives way and says that it failed."""
+    samples = [Sample(), Sample()]
+    stops = [asyncio.Event(), asyncio.Event()]
+    lives = []
+    async with asyncio.timeout(DEADLINE_S):
+        for sample, stop in zip(samples, stops, strict=True):
+            life = serve("sample", sample.main, settings(nats_server), stop)
+            lives.append(asyncio.create_task(life))
+            await sample.started.wait()
+        assert await lives[0] == 1
+        assert not lives[1].done()
+        stops[1].set()
+        assert await lives[1] == 0
+
+
+async def test_failing_main_is_exit_code_1(
+    nats_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(context: ServiceContext) -> None:
+        raise ZeroDivisionError
+
+    async with asyncio.timeout(DEADLINE_S):
+        assert await serve("sample", main, settings(nats_server), asyncio.Event()) == 1
+    assert "sample-0 failed" in caplog.text
+
+
+def test_runtime_dir_is_private(tmp_path: Path) -> None:
+    """Goal: made with mode 0700; one where others may write is refused, a link too."""
+    path = tmp_path / "run"
+    make_runtime_dir(Settings.load({}, {"runtime_dir": path}))
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o777)
+    with pytest.raises(ConfigError, match="KVBM_RUNTIME_DIR"):
+        make_runtime_dir(Settings.load({}, {"runtime_dir": path}))
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="KVBM_RUNTIME_DIR"):
+        make_runtime_dir(Settings.load({}, {"runtime_dir": tmp_path / "link"}))

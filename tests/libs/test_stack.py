@@ -1,0 +1,170 @@
+"""The stack and the life of a service, with sample services in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from kvbm_common.bus import Bus
+from kvbm_common.counters import MetricsSnapshot
+from kvbm_common.errors import NoResponder, RequestFailed, ServiceFailed
+from kvbm_common.registry import NatsRegistry
+from kvbm_common.stack import Stack
+from kvbm_common.wire.verbs import StatsReply
+
+from tests.libs.sample_services import install
+from tests.waiting import lives, wait_until
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _sample_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+async def test_stack_starts_serves_and_leaves_nothing() -> None:
+    """Goal: a whole life.
+
+    1. Two services become ready. 2. They are in the registry, with the epoch that they have.
+    3. They answer `stats` and `metrics`. 4. After the end no process and no file is left.
+    """
+    started_s = time.monotonic()
+    async with Stack.private(services=["sample", "other"]) as stack:
+        assert time.monotonic() - started_s < 5
+        pids = stack.pids
+        assert set(pids) == {"nats", "sample", "other"}
+        bus = await Bus.connect(stack.nats_url, "test")
+        registry = NatsRegistry(bus, ttl_s=5)
+        records = {record.kind: record for record in await registry.list()}
+        assert {kind: record.pid for kind, record in records.items()} == {
+            kind: pid for kind, pid in pids.items() if kind != "nats"
+        }
+        subject = f"kvbm.v1.sample.{stack.settings.host}.0"
+        reply = await bus.request(f"{subject}.stats", b"{}", deadline_s=2)
+        stats = msgspec.json.decode(reply, type=StatsReply)
+        assert stats.epoch == records["sample"].epoch
+        assert stack.services["sample"].description == f"epoch {stats.epoch}"
+        reply = await bus.request(f"{subject}.metrics", b"{}", deadline_s=2)
+        snapshot = msgspec.json.decode(reply, type=MetricsSnapshot)
+        families = {family.name: family for family in snapshot.families}
+        assert families["kvbm_samples_total"].samples[0].value == 3
+        with pytest.raises(RequestFailed, match="not_ready"):
+            await bus.request(f"kvbm.v1.other.{stack.settings.host}.0.stats", b"{}", deadline_s=2)
+        await registry.close()
+        await bus.close()
+        stopping_s = time.monotonic()
+    assert time.monotonic() - stopping_s < 5
+    assert not any(lives(pid) for pid in pids.values())
+    assert not stack.settings.runtime_dir.parent.exists()
+
+
+async def test_killed_service_starts_again_with_a_later_epoch() -> None:
+    """Goal: kill -9 and start, as the fault tests do."""
+    async with Stack.private(services=["sample"]) as stack:
+        first = stack.services["sample"].description
+        await stack.kill("sample")
+        assert "sample" not in stack.pids
+        await stack.start("sample")
+        await stack.wait_ready("sample")
+        second = stack.services["sample"].description
+    assert int(second.split()[1]) > int(first.split()[1])
+
+
+async def test_crashed_service_is_started_again() -> None:
+    """Goal: with `restart`, a service that dies by itself comes back."""
+    async with Stack.private(services=["sample"], restart=True) as stack:
+        service = stack.services["sample"]
+        os.kill(service.pid, signal.SIGKILL)
+        await wait_until(lambda: service.restarts == 1 and service.is_ready)
+    assert stack.pids == {}
+
+
+async def test_service_survives_nats() -> None:
+    """Goal: NATS is killed and comes back; the service is the same process and serves again."""
+    async with Stack.private(services=["sample"]) as stack:
+        pid = stack.pids["sample"]
+        await stack.kill("nats")
+        await stack.start("nats")
+        bus = await Bus.connect(stack.nats_url, "test")
+        subject = f"kvbm.v1.sample.{stack.settings.host}.0.stats"
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                try:
+                    await bus.request(subject, b"{}", deadline_s=1)
+                    break
+                except NoResponder:
+                    await asyncio.sleep(0.02)
+        await bus.close()
+        assert stack.pids["sample"] == pid
+
+
+async def test_service_that_cannot_start_is_a_typed_error_with_its_log() -> None:
+    """Goal: the reason is in the message, and what had started is stopped again."""
+    stack = Stack.private(services=["sample", "failing"])
+    with pytest.raises(ServiceFailed, match="this is the reason"):
+        await stack.open()
+    await stack.close()
+    assert stack.pids == {}
+
+
+async def test_bad_settings_are_not_tried_again() -> None:
+    """Goal: exit code 2 ends it even with `restart`."""
+    stack = Stack.private(services=["nothing-of-this-name"], restart=True)
+    with pytest.raises(ServiceFailed, match="no service"):
+        await stack.open()
+    await stack.close()
+
+
+async def test_stubborn_service_is_stopped_in_time() -> None:
+    """Goal: less than 5 s even if a service ignores its cancellation."""
+    async with Stack.private(services=["stubborn"]) as stack:
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 5
+    assert stack.pids == {}
+
+
+async def test_two_stacks_in_one_runtime_directory_are_refused(tmp_path: Path) -> None:
+    """Goal: the second does not take the sockets of the first away."""
+    async with Stack.private(services=[]) as first:
+        second = Stack.private({"runtime_dir": first.settings.runtime_dir}, services=[])
+        with pytest.raises(ServiceFailed, match=f"process {os.getpid()} runs a stack"):
+            await second.open()
+        await second.close()
+        assert (first.settings.runtime_dir / "stack.lock").exists()
+
+
+async def test_services_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Goal: no orphan after kill -9 of `kvbm up`. Method: kill it, watch its children."""
+    script = tmp_path / "up.py"
+    script.write_text(
+        "import asyncio\n"
+        "from kvbm_common.stack import Stack\n"
+        "async def main():\n"
+        "    async with Stack.private(services=['sample']) as stack:\n"
+        "        print(*stack.pids.values(), stack.settings.runtime_dir.parent, flush=True)\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    *pids, directory = (await parent.stdout.readline()).decode().split()
+    parent.kill()
+    await parent.wait()
+    await wait_until(lambda: not any(lives(int(pid)) for pid in pids))
+    await asyncio.to_thread(_remove, Path(directory))
+
+
+def _remove(directory: Path) -> None:
+    import shutil
+
+    shutil.rmtree(directory)

@@ -1,0 +1,249 @@
+"""One example of every message, in full; `tests/golden/wire` holds their bytes.
+
+`python -m tests.libs.wire_examples` writes missing golden files. It never changes one that is
+there: bytes that were once on the wire stay readable, so a change is made by hand and on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvbm_common.identity import Hasher, Namespace, hash_to_hex, pack_hashes
+from kvbm_common.wire import events, local, verbs
+from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "wire"
+
+NAMESPACE = Namespace(model="meta-llama/Llama-3.1-8B", block_tokens=16, layers=32, heads=8)
+DIGEST = NAMESPACE.digest
+PARENT = NAMESPACE.root
+HASHES = Hasher(NAMESPACE).chain(range(48))
+HEX = [hash_to_hex(one) for one in HASHES]
+PACKED = pack_hashes(HASHES)
+INCARNATION = "00c0ffee00c0ffee"
+EPOCH = 1_760_000_000_000_017
+RUN = events.Run(parent=PARENT.hex(), hashes=HEX)
+
+
+def _source(**fields: Any) -> dict[str, Any]:
+    return {"host": "gpu-a", "source": "host-tier-0", "tier": "host", "epoch": EPOCH} | fields
+
+
+def _engine(**fields: Any) -> dict[str, Any]:
+    return {"engine": "sim-0", "incarnation": INCARNATION} | fields
+
+
+STORED = events.Stored(
+    **_source(seq=2, ts_ms=1_760_000_000_123), namespace=DIGEST.hex(), runs=[RUN]
+)
+REMOVED = events.Removed(
+    **_source(seq=3, ts_ms=1_760_000_001_123),
+    namespace=DIGEST.hex(),
+    hashes=HEX[2:],
+    reason="evicted",
+)
+CLEARED = events.Cleared(**_source(seq=1, ts_ms=1_760_000_000_000), reason="start")
+
+EVENTS: Mapping[str, events.Event] = {"stored": STORED, "removed": REMOVED, "cleared": CLEARED}
+
+WORKER = verbs.WorkerStats(
+    engine="sim-0",
+    incarnation=INCARNATION,
+    rank=0,
+    world_size=1,
+    namespace=NAMESPACE,
+    block_bytes=2_097_152,
+    seen_ms_ago=40,
+)
+LEASED = verbs.LeasedSlot(
+    hash=HEX[0],
+    parent=PARENT.hex(),
+    namespace=DIGEST.hex(),
+    slot=7,
+    checksum=0xFEED_FACE_CAFE_BEEF,
+    bytes=2_097_152,
+)
+FILLED = verbs.FilledSlot(
+    hash=HEX[0],
+    slot=7,
+    ok=True,
+    parent=PARENT.hex(),
+    namespace=DIGEST.hex(),
+    checksum=0xFEED_FACE_CAFE_BEEF,
+    bytes=2_097_152,
+)
+HOLDER: dict[str, Any] = {"host": "gpu-a", "source": "disk-tier-0", "tier": "disk"}
+OFFER_RUN = verbs.OfferRun(parent=PARENT.hex(), hashes=HEX, blocks=[4, 9, 2])
+
+VERBS: Mapping[str, msgspec.Struct] = {
+    "offer": verbs.Offer(
+        **_engine(host="gpu-a", offer=3, namespace=DIGEST.hex()),
+        deadline_ms=5_000,
+        runs=[OFFER_RUN],
+    ),
+    "hits": verbs.Hits(namespace=DIGEST.hex(), hashes=HEX),
+    "arena_request": verbs.ArenaRequest(),
+    "arena_reply": verbs.ArenaReply(
+        path="/dev/shm/kvbm-gpu-a-1760000000000017-arena",
+        bytes=1_073_741_824,
+        slot_bytes=2_097_152,
+        slot_count=512,
+        epoch=EPOCH,
+        instance="0",
+    ),
+    "lease_request": verbs.LeaseRequest(
+        owner="disk-tier-0", epoch=EPOCH, hashes=HEX, lease_ms=10_000
+    ),
+    "lease_reply": verbs.LeaseReply(lease=12, slots=[LEASED]),
+    "release_request": verbs.ReleaseRequest(lease=12),
+    "release_reply": verbs.ReleaseReply(valid=True),
+    "fill_request": verbs.FillRequest(
+        epoch=EPOCH, until_ms=86_400_000, slots=[verbs.FillSlot(hash=HEX[0], slot=7)]
+    ),
+    "fill_reply": verbs.FillReply(
+        slots=[FILLED, verbs.FilledSlot(hash=HEX[1], slot=8, ok=False, reason="checksum")]
+    ),
+    "match_request": verbs.MatchRequest(hashes=HEX),
+    "match_reply": verbs.MatchReply(asked=3, matches=[verbs.HolderMatch(**HOLDER, blocks=2)]),
+    "dump_request": verbs.DumpRequest(source="disk-tier-0"),
+    "dump_reply": verbs.DumpReply(
+        holders=[verbs.HolderDump(**HOLDER, epoch=EPOCH, seq=9, hashes=HEX[:2])]
+    ),
+    "snapshot_request": verbs.SnapshotRequest(source="host-tier-0"),
+    "snapshot_reply": verbs.SnapshotReply(
+        **_source(seq=3), parts=[verbs.SnapshotPart(namespace=DIGEST.hex(), runs=[RUN])]
+    ),
+    "stats_request": verbs.StatsRequest(),
+    "stats_reply": verbs.StatsReply(
+        kind="host-tier",
+        host="gpu-a",
+        instance="0",
+        epoch=EPOCH,
+        ready=True,
+        seq=3,
+        tier="host",
+        slots={"reset": 500, "staged": 2, "inactive": 9, "active": 1, "total": 512},
+        slot_bytes=2_097_152,
+        leases=1,
+        figures={"host_cache_hit_rate": 0.75, "lookups_windowed": 400.0},
+        workers=[WORKER],
+    ),
+    "error_reply": verbs.ErrorReply(
+        error=verbs.ErrorBody(code="bad_identity", message="16 tokens per block", field="tokens")
+    ),
+}
+
+TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
+    "hello": local.Hello(
+        **_engine(role="worker", namespace=NAMESPACE, pid=4_242),
+        agent=b"nixl-metadata",
+        regions=[local.Region(address=2**46, stride=65_536, piece_bytes=65_536, blocks=1_024)],
+    ),
+    "beat": local.Beat(**_engine()),
+    "bye": local.Bye(**_engine()),
+    "lookup": local.Lookup(
+        **_engine(lookup=5, namespace=DIGEST, hashes=PACKED), lease_ms=10_000, deadline_ms=2_000
+    ),
+    "release": local.Release(**_engine(lease=12, corrupt=[1])),
+    "confirm": local.Confirm(**_engine(offer=3, held=True)),
+}
+FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
+    "welcome": local.Welcome(
+        host="gpu-a",
+        instance="0",
+        epoch=EPOCH,
+        agent=b"nixl-metadata",
+        arena_address=2**46,
+        arena_path="/dev/shm/kvbm-gpu-a-1760000000000017-arena",
+        slot_bytes=2_097_152,
+        slot_count=512,
+        beat_ms=1_000,
+    ),
+    "alive": local.Alive(epoch=EPOCH),
+    "refused": local.Refused(
+        about="hello", code="bad_namespace", message="block_tokens is 32 here", field="namespace"
+    ),
+    "found": local.Found(
+        lookup=5,
+        epoch=EPOCH,
+        lease=12,
+        slots=[7, 8],
+        checksums=[2**64 - 1, 1],
+        block_bytes=2_097_152,
+        disk_blocks=[1],
+        reason="not stored",
+    ),
+    "pulled": local.Pulled(offer=3, pulled=2, skipped=1),
+}
+TO_CONSOLIDATOR: Mapping[str, local.ToConsolidator] = {
+    "attach": local.Attach(
+        **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),
+        replay_endpoint="ipc:///run/kvbm/sim-0-replay.sock",
+    ),
+    "detach": local.Detach(**_engine()),
+    "offered": local.Offered(
+        **_engine(offer=3, namespace=DIGEST, deadline_ms=5_000),
+        runs=[local.OfferedRun(parent=PARENT, hashes=PACKED, blocks=[4, 9, 2])],
+    ),
+}
+FROM_CONSOLIDATOR: Mapping[str, local.FromConsolidator] = {
+    "attached": local.Attached(engine="sim-0", rank=0, epoch=EPOCH),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A message, the codec of its channel, and where its golden bytes are."""
+
+    name: str
+    codec: JsonCodec[Any] | MsgpackCodec[Any]
+    message: msgspec.Struct
+
+    @property
+    def path(self) -> Path:
+        """The golden file: JSON as it is, msgpack as hex digits."""
+        return GOLDEN / f"{self.name}.{'json' if self.is_json else 'msgpack.hex'}"
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the message travels on NATS."""
+        return isinstance(self.codec, JsonCodec)
+
+    def golden(self) -> bytes:
+        """The bytes of the golden file."""
+        text = self.path.read_text().strip()
+        return text.encode() if self.is_json else bytes.fromhex(text)
+
+
+def _examples() -> list[Example]:
+    by_codec: list[tuple[JsonCodec[Any] | MsgpackCodec[Any], Mapping[str, msgspec.Struct]]] = [
+        (events.event_codec, EVENTS),
+        (local.to_host_tier, TO_HOST_TIER),
+        (local.from_host_tier, FROM_HOST_TIER),
+        (local.to_consolidator, TO_CONSOLIDATOR),
+        (local.from_consolidator, FROM_CONSOLIDATOR),
+    ]
+    found = [Example(name, codec, one) for codec, group in by_codec for name, one in group.items()]
+    return found + [Example(name, JsonCodec(type(one)), one) for name, one in VERBS.items()]
+
+
+EXAMPLES = _examples()
+
+
+def write_missing() -> list[Path]:
+    """Write the golden files that do not exist yet, and say which."""
+    missing = [example for example in EXAMPLES if not example.path.exists()]
+    for example in missing:
+        payload = example.codec.encode(example.message)
+        text = payload.decode() if example.is_json else payload.hex()
+        example.path.write_text(text + "\n")
+    return [example.path for example in missing]
+
+
+if __name__ == "__main__":
+    for path in write_missing():
+        print(path)

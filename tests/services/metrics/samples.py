@@ -1,0 +1,73 @@
+"""Made-up instances for the tests of the metrics service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbm_common.counters import Counters, MetricsSnapshot
+from kvbm_common.identity import Namespace
+from kvbm_common.registry import ServiceRecord
+from kvbm_common.wire.verbs import StatsReply, WorkerStats
+from kvbm_metrics.collector import Instance
+
+NAMESPACE = Namespace(model="test", block_tokens=16)
+KINDS = ("index", "host-tier", "disk-tier", "metrics", "consolidator")
+WORKER = WorkerStats(
+    engine="sim-0",
+    incarnation="0" * 16,
+    rank=0,
+    world_size=1,
+    namespace=NAMESPACE,
+    block_bytes=4096,
+    seen_ms_ago=5,
+)
+
+
+def record(kind: str, *, host: str = "a", instance: str = "0", epoch: int = 1) -> ServiceRecord:
+    """An entry of the registry."""
+    return ServiceRecord(
+        kind=kind, host=host, instance=instance, epoch=epoch, pid=1, started_ms=2, ttl_s=5.0
+    )
+
+
+def stats(kind: str, **fields: Any) -> StatsReply:
+    """The stats of a ready instance."""
+    defaults: dict[str, Any] = {"host": "a", "instance": "0", "epoch": 1, "ready": True}
+    return StatsReply(kind=kind, **(defaults | fields))
+
+
+def tier_stats(kind: str, *, used: int, total: int, **fields: Any) -> StatsReply:
+    """The stats of a tier with slots of 100 bytes."""
+    slots = {"reset": total - used, "staged": 0, "inactive": used, "active": 0, "total": total}
+    return stats(kind, tier=kind.split("-")[0], slots=slots, slot_bytes=100, **fields)
+
+
+def snapshot(
+    counters: Counters, kind: str, *, host: str = "a", instance: str = "0", epoch: int = 1
+) -> MetricsSnapshot:
+    """What `counters` hold, as the verb `metrics` answers it."""
+    return MetricsSnapshot(
+        kind=kind, host=host, instance=instance, epoch=epoch, families=counters.families()
+    )
+
+
+def counted(name: str, value: float, **identity: Any) -> MetricsSnapshot:
+    """The snapshot of a host tier that has counted one thing."""
+    counters = Counters()
+    counters.counter(name, "Something.").add(value)
+    return snapshot(counters, "host-tier", **identity)
+
+
+def alive(reply: StatsReply, counted_so_far: MetricsSnapshot | None = None) -> Instance:
+    """An instance that answers."""
+    return Instance(
+        record=record(reply.kind, host=reply.host, instance=reply.instance, epoch=reply.epoch),
+        stats=reply,
+        snapshot=counted_so_far,
+        up=True,
+    )
+
+
+def silent(kind: str, **identity: Any) -> Instance:
+    """An instance that does not."""
+    return Instance(record=record(kind, **identity), failure="no answer within 0.5 s")
