@@ -5,6 +5,11 @@ A lookup, keyed by the engine's request:
     ASKED --Found--> FOUND --take--> LOADING --load ended--> (released)
       |                |                |
       +--no answer-----+--lease ended---+--forget--> (released)
+                       |
+                       +--host tier gone--> LOST --take--> (a load that its worker will refuse)
+
+An engine that has been told of a hit takes it a moment later; that the host tier went away in
+between is no mistake of the engine's, so it gets a load that fails, never an exception.
 
 An offer pins the engine's device blocks from `offer` until `OfferEnded`. It ends by the host
 tier's `Pulled` (then `Confirm` says whether the pin had held), by its deadline, or when the host
@@ -73,6 +78,7 @@ class Stage(Enum):
     ASKED = "asked"
     FOUND = "found"
     LOADING = "loading"
+    LOST = "lost"
 
 
 @dataclass(slots=True)
@@ -81,9 +87,12 @@ class Request:
 
     lookup: int
     hashes: tuple[SequenceHash, ...]
+    asked: int
+    """How many of them were asked for: those before the first that is avoided."""
     deadline_ms: int
-    """ASKED: when to stop waiting. Later: when the lease ends, on our clock."""
+    """When to stop waiting for the answer."""
     lease_until_ms: int
+    """When the lease ends, on our clock."""
     stage: Stage = Stage.ASKED
     found: Found | None = None
 
@@ -113,6 +122,7 @@ class ConnectorCore:
         """The host tier has welcomed us. Another epoch is another arena: all leases are void."""
         if epoch != self.epoch:
             self._drop_everything("host_tier_restarted" if self.epoch else "attached")
+            self._avoid.clear()  # What failed was in another arena.
         self.epoch = epoch
         return self._take_effects()
 
@@ -125,7 +135,10 @@ class ConnectorCore:
 
     def _drop_everything(self, reason: str) -> None:
         self.counts[f"lookups_dropped.{reason}"] += len(self._requests)
-        self._requests.clear()
+        found = {r: s for r, s in self._requests.items() if s.stage in (Stage.FOUND, Stage.LOST)}
+        for state in found.values():
+            state.stage = Stage.LOST
+        self._requests = found
         self._lookups.clear()
         for offer in list(self._offers):
             self._end_offer(offer, 0, reason)
@@ -140,7 +153,7 @@ class ConnectorCore:
         Idempotent: asking again with the same hashes changes nothing. Other hashes start anew.
         """
         state = self._requests.get(request)
-        if state is not None and state.hashes != tuple(hashes):
+        if state is not None and (state.hashes != tuple(hashes) or state.stage is Stage.LOST):
             self._forget(request)
             state = None
         if state is None:
@@ -171,6 +184,7 @@ class ConnectorCore:
         self._requests[request] = Request(
             lookup,
             tuple(hashes),
+            len(wanted),
             deadline_ms=now_ms + limits.onboard_deadline_ms + limits.answer_margin_ms,
             lease_until_ms=now_ms + limits.onboard_deadline_ms + limits.lease_ms,
         )
@@ -203,24 +217,31 @@ class ConnectorCore:
         """The host tier has answered; too late or unasked, and the lease goes back at once."""
         request = self._lookups.pop(found.lookup, None)
         state = self._requests.get(request) if request is not None else None
-        if state is None or found.epoch != self.epoch:
+        if found.epoch != self.epoch:
+            # Its lease ended with that life; an id may mean another lease by now.
+            self.counts["answers_unwanted"] += 1
+        elif state is None:
             self.counts["answers_unwanted"] += 1
             self._release(found.lease)
-        elif found.lease == 0:
-            state.stage, state.found = Stage.FOUND, found
+        elif not len(found.slots) == len(found.checksums) <= state.asked:
+            self.counts["answers_malformed"] += 1
+            self._release(found.lease)
+            state.stage, state.found = Stage.FOUND, _nothing(found, "malformed")
         else:
-            assert len(found.slots) <= len(state.hashes)
             state.stage, state.found = Stage.FOUND, found
         return self._take_effects()
 
     def take(self, request: str, blocks: Sequence[int], now_ms: int) -> Load:
         """The engine will load the first `len(blocks)` of what was found, into these blocks."""
         state = self._requests.get(request)
-        if state is None or state.stage is not Stage.FOUND or state.found is None:
+        takeable = state is not None and state.stage in (Stage.FOUND, Stage.LOST)
+        if state is None or not takeable or state.found is None:
             raise ConnectorMisuse(f"request {request} has nothing to load")
         found, count = state.found, len(blocks)
         if not 0 < count <= len(found.slots):
             raise ConnectorMisuse(f"request {request}: {count} of {len(found.slots)} blocks")
+        if state.stage is Stage.LOST:
+            del self._requests[request]
         state.stage = Stage.LOADING
         self.counts["loads"] += 1
         return Load(
@@ -241,7 +262,7 @@ class ConnectorCore:
         self.counts["loaded_blocks"] += sum(result.intact)
         self.counts["load_failed_blocks"] += len(result.intact) - sum(result.intact)
         for name, ok in zip(load.hashes, result.intact, strict=True):
-            if not ok:
+            if not ok and load.epoch == self.epoch:
                 self._avoid_block(name, now_ms)
         state = self._requests.get(load.request)
         if state is not None and state.found is not None and state.found.lease == load.lease:
@@ -266,7 +287,7 @@ class ConnectorCore:
             return  # A load in flight gives its lease back when it ends.
         del self._requests[request]
         self._lookups.pop(state.lookup, None)
-        if state.found is not None:
+        if state.found is not None and state.stage is Stage.FOUND:
             self._release(state.found.lease)
 
     def _release(self, lease: int, corrupt: Sequence[int] = ()) -> None:
@@ -369,7 +390,16 @@ class ConnectorCore:
         assert len(self._offers) <= self.limits.offers_max
         asked = {s.lookup: r for r, s in self._requests.items() if s.stage is Stage.ASKED}
         assert asked.items() <= self._lookups.items()
-        assert self.epoch or (not self._requests and not self._offers)
+        if not self.epoch:
+            assert not self._offers
+            assert all(state.stage is Stage.LOST for state in self._requests.values())
+
+
+def _nothing(found: Found, reason: str) -> Found:
+    return Found(
+        lookup=found.lookup, epoch=found.epoch, lease=0, slots=[], checksums=[], block_bytes=0,
+        reason=reason,
+    )  # fmt: skip
 
 
 def _hit(found: Found) -> Hit:

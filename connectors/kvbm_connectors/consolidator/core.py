@@ -186,7 +186,8 @@ class ConsolidatorCore:
         if rank is None:
             rank = Rank(attach, peer, self._limits, self._drops, self._now_ms)
             engine.ranks[attach.rank] = rank
-            self._effects.append(Subscribe(rank.key, attach.endpoint, attach.topic))
+            if attach.endpoint:
+                self._effects.append(Subscribe(rank.key, attach.endpoint, attach.topic))
             self._poll(rank)
             self._register(engine)
         rank.peer = peer
@@ -270,7 +271,8 @@ class ConsolidatorCore:
         """The device blocks of this life are gone, as far as anybody should know."""
         if engine.epoch:
             self._number(engine, None, ClearedDraft(reason), 0)
-        self._effects += [Unsubscribe(rank.key) for rank in engine.ranks.values()]
+        followed = [rank for rank in engine.ranks.values() if rank.attach.endpoint]
+        self._effects += [Unsubscribe(rank.key) for rank in followed]
         self._effects.append(RevokeEpoch(engine.name))
         del self._engines[engine.name]
 

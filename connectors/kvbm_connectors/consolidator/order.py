@@ -54,7 +54,8 @@ class Order:
         self._wanted = True
         self._retry_at_ms = 0
         self._attempts = 0
-        self._progress = False
+        self._asked_from = 0
+        self._replay_began = False
         self._pending: dict[int, EngineBatch] = {}
         self._recent: dict[int, float] = {}
         self._latest_ts = 0.0
@@ -86,25 +87,36 @@ class Order:
             self._probe_ms = min(2 * self._probe_ms, self._limits.probe_every_max_ms)
         if not self._wanted or now_ms < self._retry_at_ms:
             return None
-        self._wanted, self._progress = False, False
-        self.replay = number
+        self._wanted, self._asked_from = False, self.next_seq
+        self.replay, self._replay_began = number, False
         return self.next_seq
 
     def take_live(self, seq: int, batch: EngineBatch, now_ms: int) -> Ready:
         """A batch came from the PUB."""
         self._heard_ms, self._probe_ms = now_ms, self._limits.probe_after_ms
         ready: Ready = []
-        if self.replaying:
+        if seq == self.next_seq:
+            ready = self._accept(seq, batch)
+            ready += self._drain() if self._pending else []
+        elif self.replaying:
             self._pend(seq, batch)
         else:
-            ready = self._advance(seq, batch)
+            ready = self._out_of_order(seq, batch)
         return self._give_up(ready) if self._wanted and not self._replayable else ready
 
     def take_replayed(self, seq: int, batch: EngineBatch) -> Ready:
-        """A batch came from the replay that flies."""
+        """A batch came from the replay that flies.
+
+        If the first one is later than asked, the engine's buffer no longer reaches back. A hole
+        after that was made on the way (a ROUTER drops what a slow reader does not take) and is
+        asked for again.
+        """
+        is_first, self._replay_began = not self._replay_began, True
         if seq < self.next_seq:
             return []
-        self._progress = True
+        if seq > self.next_seq and not is_first:
+            self._pend(seq, batch)
+            return []
         ready: Ready = [Sign.LOST] if seq > self.next_seq else []
         return ready + self._accept(seq, batch)
 
@@ -113,7 +125,7 @@ class Order:
         assert self.replay, "no replay flies"
         self.replay, self._attempts = 0, 0
         ready = self._drain()
-        if self._pending and not self._progress:
+        if self._pending and self.next_seq == self._asked_from:
             return self._give_up(ready)
         self._wanted = self._wanted or bool(self._pending)
         return ready
@@ -130,9 +142,7 @@ class Order:
         self._attempts = 0
         return self._give_up(self._drain())
 
-    def _advance(self, seq: int, batch: EngineBatch) -> Ready:
-        if seq == self.next_seq:
-            return self._accept(seq, batch)
+    def _out_of_order(self, seq: int, batch: EngineBatch) -> Ready:
         if seq > self.next_seq:
             self._pend(seq, batch)
             self._wanted = True

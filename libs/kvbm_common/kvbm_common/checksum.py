@@ -20,6 +20,14 @@ def block_checksum(data: bytes | memoryview | npt.NDArray[Any]) -> int:
     return int(xxhash.xxh3_64_intdigest(cast(bytes, data)))
 
 
+def parts_checksum(parts: Iterable[memoryview | npt.NDArray[Any]]) -> int:
+    """The checksum of contiguous buffers as if they lay back to back."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(cast(bytes, part))
+    return int(state.intdigest())
+
+
 def checksums(memory: npt.NDArray[np.uint8], offsets: Iterable[int], length: int) -> list[int]:
     """The checksums of `length` bytes at each offset of a flat array of bytes."""
     return [

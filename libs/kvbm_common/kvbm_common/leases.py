@@ -22,12 +22,13 @@ class Lease:
 
 
 class LeaseTable:
-    """The leases of one tier. Ids are never reused in a tier's life; 0 is no lease."""
+    """The leases of one tier. Ids count up from `first_id`; 0 is no lease."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_id: int = 1) -> None:
+        assert first_id > 0
         self._leases: dict[int, Lease] = {}
         self._by_deadline: list[tuple[int, int]] = []
-        self._next_id = 1
+        self._next_id = first_id
         self.expired_count = 0
 
     def __len__(self) -> int:
@@ -40,6 +41,10 @@ class LeaseTable:
         self._leases[lease.id] = lease
         heappush(self._by_deadline, (deadline_ms, lease.id))
         return lease
+
+    def find(self, lease_id: int) -> Lease | None:
+        """A running lease."""
+        return self._leases.get(lease_id)
 
     def release(self, lease_id: int) -> Lease | None:
         """End a lease; None when it has ended before (its copy is worthless then)."""

@@ -1,159 +1,95 @@
-"""NIXL, the mover of bytes: one agent in one thread, transfers with deadlines, errors with types.
+"""The mover: one NIXL agent in one thread of its own, and the only place that imports nixl.
 
-The only module that imports nixl. What it guards against was met by somebody (NIXL 1.5.1):
+    any thread                     │ the mover's thread
+                                   │                        ┌─ done ─────► Moved
+    read · read_file · write_file ─┼─► waiting ─► in flight ┼─ error ────► TransferError
+    register · add_peer · …       ─┼─► (done at once)       └─ deadline ─► draining ─► settled
+    (each returns a Future)        │
 
-- An agent is not thread-safe, and its calls can block for milliseconds: it lives in a thread of its
-  own, and everybody else hands it jobs and gets futures.
-- NIXL's progress thread burns a core per idle agent: it is off, and our thread makes progress,
-  tightly while something flies and now and then while nothing does (a peer's connection needs it).
-- A transfer may never end: every one has our own deadline.
-- Memory that is deregistered in mid-transfer ends in "done" without an error: registrations are
-  jobs like transfers, and `close` waits for what flies.
+Why our own thread: over CMA and shared memory NIXL's `transfer()` copies before it returns, POSIX
+I/O moves only while somebody polls, and NIXL's own progress thread burns a core per idle agent.
+
+Why *draining*: NIXL 1.5.1 cannot abort. After releasing the handle of a UCX read over TCP, and even
+after removing its peer, all 64 MiB still arrived; releasing a POSIX handle corrupts the queue that
+it shares with others. So a transfer that misses its deadline fails at once for its caller, and its
+handle stays here until NIXL reports an end. Until then the error's `settled` is False: the local
+memory may still be written. What settles: DONE; any error of a POSIX transfer (it comes after the
+last I/O); a lost peer (UCX has failed the endpoint); and, for UCX, the end of the agent in `close`.
+
+What owners of memory must know: over CMA or RDMA nobody asks the owner, so a stopped process is
+read like a running one. Over TCP UCX emulates READ and the owner takes part: an idle mover polls
+for it. There a reader that dies in mid-READ makes UCX *abort the owner's process* ("ucp_request.inl
+Fatal: unexpected error"); `close` drains first for that reason, a SIGKILL cannot.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
+import atexit
 import threading
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from kvbm_common.nixl_pump import (
+    POSIX_IO_COUNT_MAX,
+    Call,
+    Pump,
+    Transfer,
+    posix_defaults,
+    probe_posix,
+)
+from kvbm_common.transfers import (
+    BadPeerMetadata,
+    Moved,
+    MoverBusy,
+    MoverClosed,
+    MoverStatistics,
+    MoverUnavailable,
+    PeerLost,
+    Registration,
+    Spans,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
 
-# Debian's ibverbs-providers brings a second libnl that crashes every UCX process at its exit.
-os.environ.setdefault("UCX_MODULES", "^ib")
-os.environ.setdefault("UCX_LOG_LEVEL", "error")
-os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-
-from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-from kvbm_common.errors import KvbmError
-
-JOBS_MAX = 4096
-"""Jobs that wait for the thread; more means that somebody does not bound his transfers."""
-IDLE_POLL_S = 0.002
-"""How often an idle agent makes progress: a peer's first transfer waits for it once."""
-CALL_DEADLINE_S = 10.0
-"""Registrations and metadata: milliseconds, unless the thread is inside a long transfer call."""
-CLOSE_DEADLINE_S = 2.0
+__all__ = [
+    "BadPeerMetadata",
+    "Moved",
+    "MoverBusy",
+    "MoverClosed",
+    "MoverStatistics",
+    "MoverThread",
+    "MoverUnavailable",
+    "PeerLost",
+    "Registration",
+    "Spans",
+    "TransferError",
+    "TransferFailed",
+    "TransferTimeout",
+    "posix_defaults",
+    "probe_posix",
+]
 
 T = TypeVar("T")
-Rows = npt.NDArray[np.uint64]
 
-
-class TransferError(KvbmError):
-    """A transfer did not succeed.
-
-    Unless `settled`, its bytes may still arrive: the destination must not be used for anything
-    else until the source is gone.
-    """
-
-    code = "transfer_failed"
-
-    def __init__(self, message: str, *, settled: bool = True) -> None:
-        super().__init__(message)
-        self.settled = settled
-
-
-class TransferTimeout(TransferError):
-    """The deadline has passed."""
-
-    code = "transfer_timeout"
-
-
-class PeerLost(TransferError):
-    """The other side has died, or was never there."""
-
-    code = "peer_lost"
-
-
-class MoverBusy(KvbmError):
-    """Too many jobs wait for the agent."""
-
-    code = "mover_busy"
-
-
-class MoverClosed(TransferError):
-    """The agent was closed."""
-
-    code = "mover_closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Where bytes are: rows of (address, length, 0), for a file (offset, length, 0)."""
-
-    rows: Rows
-
-    @classmethod
-    def of(cls, addresses: npt.ArrayLike, length: int) -> Spans:
-        """Spans of one length."""
-        starts = np.asarray(addresses, dtype=np.uint64).reshape(-1)
-        rows = np.zeros((len(starts), 3), dtype=np.uint64)
-        rows[:, 0] = starts
-        rows[:, 1] = length
-        return cls(rows)
-
-    @classmethod
-    def of_pieces(cls, pieces: Sequence[tuple[Rows, int]]) -> Spans:
-        """Spans of several groups, each with one length."""
-        return cls(np.concatenate([cls.of(starts, length).rows for starts, length in pieces]))
-
-    @property
-    def bytes(self) -> int:
-        """The sum of all lengths."""
-        return int(self.rows[:, 1].sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A finished transfer."""
-
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class MoverStatistics:
-    """What an agent has done."""
-
-    in_flight: int
-    transfers: int
-    bytes: int
-    failures: int
-
-
-@dataclass(slots=True)
-class _Flight:
-    handle: Any
-    future: Future[Moved]
-    started_s: float
-    deadline_s: float
-    size: int
-
-
-@dataclass(slots=True)
-class _Call:
-    call: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class _Transfer:
-    start: Callable[[], Any]
-    deadline_s: float
-    size: int
-    future: Future[Moved] = field(default_factory=Future)
+# Jobs accepted and not yet ended, draining ones included; above it callers get `MoverBusy`.
+JOB_COUNT_MAX = 1024
+# An agent starts in 0.05 to 0.5 s; a machine in trouble may take many times that.
+START_TIMEOUT_S = 30.0
+# Ending an agent took up to 0.22 s with an unresponsive peer.
+AGENT_END_S = 1.0
 
 
 class MoverThread:
-    """One NIXL agent in its own daemon thread. Every method may be called from any thread."""
+    """One agent in one thread. Every method may be called from any thread.
+
+    A future may be cancelled while its job waits; once in flight, cancelling the asyncio wrapper
+    of a future leaves the transfer running to its end or its deadline.
+    """
 
     def __init__(
         self,
@@ -162,258 +98,186 @@ class MoverThread:
         backends: Sequence[str] = ("UCX",),
         posix_params: Mapping[str, str] | None = None,
     ) -> None:
-        """Make the agent; takes about half a second with UCX."""
-        self.name = name
-        self._jobs: queue.Queue[_Call | _Transfer | None] = queue.Queue(JOBS_MAX)
-        self._flights: list[_Flight] = []
-        self._files: dict[int, Any] = {}
-        self._memories: dict[tuple[int, int], Any] = {}
-        self._transfers = self._moved = self._failures = 0
-        self._closed = False
-        self._is_file = "POSIX" in backends
-        self._ready: Future[None] = Future()
+        """Start the thread and its agent. `posix_params` default to `posix_defaults()`.
+
+        Raises `MoverUnavailable`. The agent's name, by which peers know it, is `name` and a random
+        suffix: NIXL would take a restarted process for its former self and read stale memory.
+        """
+        self.agent_name = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._inbox: deque[Call | Transfer] = deque()
+        self._work = (
+            threading.Condition()
+        )  # Guards the inbox and the two below; notified of work and the end.
+        self._unfinished = 0
+        self._close_by: float | None = None
+        started: Future[Pump] = Future()
+        parameters = {"POSIX": dict(posix_params)} if posix_params is not None else {}
         self._thread = threading.Thread(
-            target=self._run, args=(tuple(backends), posix_params), name=f"nixl {name}", daemon=True
+            target=self._run, args=(tuple(backends), parameters, started), daemon=True
         )
+        self._thread.name = f"mover-{name}"
         self._thread.start()
-        self._ready.result(CALL_DEADLINE_S * 3)
+        try:
+            self._statistics_of = started.result(START_TIMEOUT_S).statistics
+        except TimeoutError:
+            self._close_by = time.monotonic()  # Whenever it does start, it ends.
+            raise MoverUnavailable(f"{name} did not start within {START_TIMEOUT_S} s") from None
+        # A daemon thread inside NIXL while the interpreter ends would crash the process.
+        atexit.register(self.close)
 
-    # --- registrations and peers ------------------------------------------------------------
+    def __enter__(self) -> Self:
+        return self
 
-    def register_memory(self, address: int, length: int) -> None:
-        """Make memory known, so that transfers may use it."""
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
-        def register() -> None:
-            rows = [(address, length, 0, "")]
-            self._memories[address, length] = self._agent.register_memory(rows, "DRAM")
+    def register_memory(
+        self, address: int, length: int, *, kind: str = "DRAM", device: int = 0
+    ) -> Future[Registration]:
+        """Make `length` bytes at `address` usable by this agent and, by metadata, its peers."""
+        registration = Registration(kind, address, length, device)
+        return self._call(lambda pump: pump.register(registration))
 
-        self._call(register)
+    def register_file(self, fd: int, length: int) -> Future[Registration]:
+        """Make the first `length` bytes of an open file usable. The caller keeps `fd` open."""
+        return self._call(lambda pump: pump.register(Registration("FILE", 0, length, fd)))
 
-    def deregister_memory(self, address: int, length: int) -> None:
-        """Forget memory. No transfer may be using it."""
-        self._call(lambda: self._agent.deregister_memory(self._memories.pop((address, length))))
+    def deregister(self, registration: Registration) -> Future[None]:
+        """Undo a registration. `MoverBusy` while an unsettled transfer uses it: NIXL would
+        report such a transfer as done."""
+        return self._call(lambda pump: pump.deregister(registration))
 
-    def register_file(self, fd: int, length: int) -> None:
-        """Make an open file known."""
+    def metadata(self) -> Future[bytes]:
+        """What peers need to read from here. Registrations add to it: ask after the last one."""
+        return self._call(lambda pump: pump.metadata())
 
-        def register() -> None:
-            self._files[fd] = self._agent.register_memory([(0, length, fd, "")], "FILE")
+    def add_peer(self, metadata: bytes) -> Future[str]:
+        """Learn a peer, or its newer metadata, and begin to connect. The result is its name.
+        Fails with `BadPeerMetadata`."""
+        return self._call(lambda pump: pump.add_peer(metadata))
 
-        self._call(register)
-
-    def deregister_file(self, fd: int) -> None:
-        """Forget a file. No transfer may be using it."""
-        self._call(lambda: self._agent.deregister_memory(self._files.pop(fd)))
-
-    def metadata(self) -> bytes:
-        """What a peer needs to read our registered memory."""
-        return bytes(self._call(lambda: self._agent.get_agent_metadata()))
-
-    def add_peer(self, metadata: bytes) -> str:
-        """Learn where a peer's memory is; returns the name it has here."""
-
-        def add() -> str:
-            name = self._agent.add_remote_agent(metadata)
-            return str(name.decode() if isinstance(name, bytes) else name)
-
-        return self._call(add)
-
-    def remove_peer(self, peer: str) -> None:
-        """Forget a peer's memory."""
-        self._call(lambda: self._agent.remove_remote_agent(peer))
-
-    # --- transfers --------------------------------------------------------------------------
+    def remove_peer(self, name: str) -> Future[None]:
+        """Fail the peer's transfers with `PeerLost` and forget it. Done when they have settled;
+        with a stopped peer that may be never."""
+        gone: Future[None] = Future()
+        call = self._call(lambda pump: pump.remove_peer(name, gone))
+        call.add_done_callback(lambda call: _pass_on_failure(call, gone))
+        return gone
 
     def read(self, peer: str, local: Spans, remote: Spans, *, deadline_s: float) -> Future[Moved]:
-        """Pull: copy the peer's spans into ours, row by row."""
-        return self._transfer("READ", local, remote, "DRAM", peer, deadline_s)
+        """Pull from a peer's memory into ours (UCX READ). Spans pair by position, equal in length.
 
-    def read_file(self, fd: int, memory: Spans, file: Spans, *, deadline_s: float) -> Future[Moved]:
-        """Copy spans of a file into memory."""
-        return self._transfer("READ", memory, _of_file(file, fd), "FILE", self.name, deadline_s)
+        All or nothing for the caller: on a `TransferError` any part may have been written.
+        """
+        return self._submit(Transfer("READ", peer, local, remote, _after(deadline_s)))
+
+    def read_file(
+        self, fd: int, memory: Spans, file_spans: Spans, *, deadline_s: float
+    ) -> Future[Moved]:
+        """File to memory; a short read fails. With O_DIRECT, addresses, lengths and offsets are
+        multiples of 4 KiB. At most `POSIX_IO_COUNT_MAX` spans."""
+        return self._submit_file("READ", memory, file_spans.in_file(fd), _after(deadline_s))
 
     def write_file(
-        self, fd: int, memory: Spans, file: Spans, *, deadline_s: float
+        self, fd: int, memory: Spans, file_spans: Spans, *, deadline_s: float
     ) -> Future[Moved]:
-        """Copy memory into spans of a file."""
-        return self._transfer("WRITE", memory, _of_file(file, fd), "FILE", self.name, deadline_s)
+        """Memory to file, as `read_file`. Nothing is synced to the medium."""
+        return self._submit_file("WRITE", memory, file_spans.in_file(fd), _after(deadline_s))
 
     def statistics(self) -> MoverStatistics:
-        """What has been done so far."""
-        return MoverStatistics(len(self._flights), self._transfers, self._moved, self._failures)
+        """Read without a lock: each number is right, their moment may differ by one poll."""
+        return self._statistics_of()
 
-    def close(self) -> None:
-        """Let what flies land, for a short while, and end the thread."""
-        if self._closed:
-            return
-        self._closed = True
-        self._jobs.put(None)
-        self._thread.join(CLOSE_DEADLINE_S + 1.0)
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fail what is under way with `MoverClosed`, let it drain, and end the agent.
 
-    def _transfer(
-        self, verb: str, local: Spans, remote: Spans, kind: str, peer: str, deadline_s: float
+        Returns within about `timeout_s`; a second call only waits. Then every UCX transfer is
+        settled. A file transfer that outlived the deadline is not: keep its memory mapped.
+        """
+        with self._work:
+            if self._close_by is None:
+                self._close_by = _after(timeout_s)
+            self._work.notify()
+        self._thread.join(timeout_s + AGENT_END_S)
+        atexit.unregister(self.close)
+
+    def _call(self, function: Callable[[Pump], T]) -> Future[T]:
+        call = Call(function)
+        self._enqueue(call)
+        return call.future
+
+    def _submit_file(
+        self, operation: str, memory: Spans, file: Spans, deadline: float
     ) -> Future[Moved]:
-        assert len(local.rows) == len(remote.rows) > 0
-
-        def start() -> Any:
-            agent = self._agent
-            return agent.initialize_xfer(
-                verb,
-                agent.get_xfer_descs(local.rows, "DRAM"),
-                agent.get_xfer_descs(remote.rows, kind),
-                peer,
-                b"",
+        transfer = Transfer(operation, self.agent_name, memory, file, deadline)
+        if file.count > POSIX_IO_COUNT_MAX:
+            transfer.future.set_exception(
+                TransferFailed(f"{file.count} spans in one file transfer: {POSIX_IO_COUNT_MAX} fit")
             )
+            return transfer.future
+        return self._submit(transfer)
 
-        job = _Transfer(start, time.monotonic() + deadline_s, local.bytes)
-        self._put(job)
-        return job.future
+    def _submit(self, transfer: Transfer) -> Future[Moved]:
+        self._enqueue(transfer)
+        return transfer.future
 
-    def _call(self, call: Callable[[], T]) -> T:
-        job = _Call(call)
-        self._put(job)
-        result: T = job.future.result(CALL_DEADLINE_S)
-        return result
-
-    def _put(self, job: _Call | _Transfer) -> None:
-        if self._closed:
-            raise MoverClosed(f"{self.name} is closed")
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            raise MoverBusy(f"{JOBS_MAX} jobs wait for {self.name}") from None
-
-    # --- the thread -------------------------------------------------------------------------
-
-    def _run(self, backends: tuple[str, ...], posix_params: Mapping[str, str] | None) -> None:
-        try:
-            self._agent = self._make_agent(backends, posix_params)
-        except Exception as error:
-            self._ready.set_exception(TransferError(f"no NIXL agent: {error}"))
-            return
-        self._ready.set_result(None)
-        while self._take_jobs():
-            self._poll()
-        self._land()
-
-    def _make_agent(self, backends: tuple[str, ...], posix_params: Mapping[str, str] | None) -> Any:
-        config = nixl_agent_config(enable_prog_thread=False, backends=[])
-        agent = nixl_agent(self.name, config)
-        for backend in backends:
-            if backend != "POSIX":
-                agent.create_backend(backend, {})
-                continue
-            wanted = [dict(posix_params)] if posix_params else [{"use_uring": "true"}, {}]
-            for number, parameters in enumerate(wanted):
-                try:
-                    agent.create_backend("POSIX", parameters)
-                    break
-                except Exception:  # io_uring is forbidden, in a container for example: AIO.
-                    if number == len(wanted) - 1:
-                        raise
-        return agent
-
-    def _take_jobs(self) -> bool:
-        """Start everything that waits; sleeps only while nothing flies. False: close."""
-        try:
-            job = (
-                self._jobs.get(timeout=None if self._flights else IDLE_POLL_S)
-                if not self._flights
-                else self._jobs.get_nowait()
-            )
-            while True:
-                if job is None:
-                    return False
-                self._start(job)
-                job = self._jobs.get_nowait()
-        except queue.Empty:
-            return True
-
-    def _start(self, job: _Call | _Transfer) -> None:
-        if isinstance(job, _Call):
-            try:
-                job.future.set_result(job.call())
-            except Exception as error:
-                job.future.set_exception(_typed(error))
-            return
-        try:
-            handle = job.start()
-            started_s = time.monotonic()
-            state = self._agent.transfer(handle)
-        except Exception as error:
-            self._failures += 1
-            job.future.set_exception(_typed(error))
-            return
-        flight = _Flight(handle, job.future, started_s, job.deadline_s, job.size)
-        if state == "PROC":
-            self._flights.append(flight)
-        else:
-            self._end(flight, state)
-
-    def _poll(self) -> None:
-        if not self._flights:
-            if not self._is_file:
-                self._agent.get_new_notifs()
-            return
-        now_s = time.monotonic()
-        flying: list[_Flight] = []
-        for flight in self._flights:
-            try:
-                state = self._agent.check_xfer_state(flight.handle)
-            except Exception as error:
-                self._fail(flight, _typed(error))
-                continue
-            if state != "PROC":
-                self._end(flight, state)
-            elif now_s >= flight.deadline_s:
-                self._give_up(flight)
+    def _enqueue(self, job: Call | Transfer) -> None:
+        with self._work:
+            if self._close_by is not None:
+                job.future.set_exception(MoverClosed("the mover is closed"))
+            elif self._unfinished >= JOB_COUNT_MAX:
+                job.future.set_exception(MoverBusy(f"{self._unfinished} jobs are under way"))
             else:
-                flying.append(flight)
-        self._flights = flying
+                self._unfinished += 1
+                self._inbox.append(job)
+                self._work.notify()
 
-    def _end(self, flight: _Flight, state: str) -> None:
-        if state != "DONE":
-            self._fail(flight, TransferError(f"NIXL says {state}"))
-            return
-        self._agent.release_xfer_handle(flight.handle)
-        self._transfers += 1
-        self._moved += flight.size
-        flight.future.set_result(Moved(flight.size, time.monotonic() - flight.started_s))
+    def _finished(self) -> None:
+        with self._work:
+            self._unfinished -= 1
 
-    def _give_up(self, flight: _Flight) -> None:
-        """NIXL may go on with a transfer that it was told to release: it is not settled."""
-        text = "the transfer did not end by its deadline"
-        self._fail(flight, TransferTimeout(text, settled=False))
-
-    def _fail(self, flight: _Flight, error: TransferError) -> None:
-        self._failures += 1
+    def _run(
+        self,
+        backends: tuple[str, ...],
+        parameters: dict[str, dict[str, str]],
+        started: Future[Pump],
+    ) -> None:
         try:
-            self._agent.release_xfer_handle(flight.handle)
-        except Exception:
-            error.settled = error.settled and not isinstance(error, TransferTimeout)
-        flight.future.set_exception(error)
+            pump = Pump(self.agent_name, backends, parameters, self._finished)
+        except Exception as error:  # Whatever it is, the constructor raises it to its caller.
+            reason = f"no NIXL agent {self.agent_name} with {backends}: {error!r}"
+            started.set_exception(MoverUnavailable(reason))
+            return
+        started.set_result(pump)
+        try:
+            while self._close_by is None:
+                self._wait_for_work(pump)
+                self._deliver(pump)
+                pump.poll()
+        finally:  # Even a bug of ours may not leave a caller with a future that never ends.
+            with self._work:
+                self._close_by = self._close_by or time.monotonic()
+            self._deliver(pump)
+            pump.finish(self._close_by)
 
-    def _land(self) -> None:
-        give_up_s = time.monotonic() + CLOSE_DEADLINE_S
-        while self._flights and time.monotonic() < give_up_s:
-            self._poll()
-        for flight in self._flights:
-            self._fail(flight, MoverClosed(f"{self.name} is closed", settled=False))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                job = self._jobs.get_nowait()
-                if job is not None:
-                    job.future.set_exception(MoverClosed(f"{self.name} is closed"))
+    def _deliver(self, pump: Pump) -> None:
+        while self._inbox:
+            pump.accept(self._inbox.popleft())
+
+    def _wait_for_work(self, pump: Pump) -> None:
+        pause_s = pump.pause_s
+        if pause_s == 0.0:
+            return
+        with self._work:
+            if not self._inbox and self._close_by is None:
+                self._work.wait(pause_s)
 
 
-def _of_file(spans: Spans, fd: int) -> Spans:
-    rows = spans.rows.copy()
-    rows[:, 2] = fd
-    return Spans(rows)
+def _after(seconds: float) -> float:
+    return time.monotonic() + seconds
 
 
-def _typed(error: Exception) -> TransferError:
-    name = type(error).__name__
-    if "Disconnect" in name or "NotFound" in name:
-        return PeerLost(f"{name}: {error}")
-    return TransferError(f"{name}: {error}")
+def _pass_on_failure(source: Future[None], target: Future[None]) -> None:
+    error = MoverClosed("cancelled") if source.cancelled() else source.exception()
+    if error is not None:
+        target.set_exception(error)

@@ -16,6 +16,9 @@ it again, and its slot goes to RESET as soon as its last pin is gone. `generatio
 a slot was staged: who remembers a slot remembers its generation too, and can tell that it is
 another block's by now.
 
+A staged slot that late bytes may still reach is *abandoned*: its name is free again, the slot stays
+STAGED until its owner knows that nothing comes any more, and aborts it.
+
 Correspondence: STAGED is KVBM's Mutable/Staged and vLLM's "not ready"; INACTIVE is KVBM's Inactive
 and `ref_cnt == 0`; ACTIVE is KVBM's Primary and `ref_cnt > 0`.
 """
@@ -85,6 +88,7 @@ class SlotTable:
         self._staging: dict[SequenceHash, int] = {}
         self._slot: dict[SequenceHash, int] = {}
         self._discarded: set[int] = set()
+        self._abandoned: set[int] = set()
 
     # --- questions --------------------------------------------------------------------------
 
@@ -123,11 +127,19 @@ class SlotTable:
         active = len(self._slot) + len(self._discarded) - len(self.policy)
         return {
             "reset": len(self._reset),
-            "staged": len(self._staged),
+            "staged": len(self._staged) + len(self._abandoned),
             "inactive": len(self.policy),
             "active": active,
             "total": self.slot_count,
         }
+
+    def staged(self) -> set[int]:
+        """The STAGED slots, abandoned ones included; for `check`."""
+        return self._staged.keys() | self._abandoned
+
+    def pins(self) -> dict[int, int]:
+        """The ACTIVE slots and how often each is pinned; for `check`."""
+        return {slot: count for slot, count in enumerate(self._pins) if count}
 
     # --- moves ------------------------------------------------------------------------------
 
@@ -164,8 +176,17 @@ class SlotTable:
     def abort(self, slot: int) -> None:
         """The bytes did not arrive, or not intact."""
         self._move(slot, "abort")
-        del self._staging[self._staged.pop(slot)]
+        if slot in self._abandoned:
+            self._abandoned.remove(slot)
+        else:
+            del self._staging[self._staged.pop(slot)]
         self._reset.append(slot)
+
+    def abandon(self, slot: int) -> None:
+        """Late bytes may still reach a staged slot: free its name, and keep it until `abort`."""
+        assert slot in self._staged, f"slot {slot} is {self._state[slot].name}, cannot be abandoned"
+        del self._staging[self._staged.pop(slot)]
+        self._abandoned.add(slot)
 
     def restore(self, blocks: Mapping[int, Block]) -> None:
         """Put committed blocks where a former life had them. Only into an all-RESET table."""
@@ -215,6 +236,9 @@ class SlotTable:
             return self.evict(name)
         del self._slot[name]
         self._discarded.add(slot)
+        # The policy forgets it now: the same name may be committed again before the last unpin.
+        self.policy.free(name)
+        self.policy.forget(name)
         return self.block(slot)
 
     def _free(self, slot: int) -> None:
@@ -241,7 +265,9 @@ class SlotTable:
         """Assert every invariant; O(slots)."""
         by_state = Counter(self._state)
         assert len(self._reset) == len(set(self._reset)) == by_state[SlotState.RESET]
-        assert len(self._staged) == len(self._staging) == by_state[SlotState.STAGED]
+        assert len(self._staged) == len(self._staging)
+        assert not self._staged.keys() & self._abandoned
+        assert len(self.staged()) == by_state[SlotState.STAGED]
         assert all(self._staging[name] == slot for slot, name in self._staged.items())
         assert not self._staging.keys() & self._slot.keys()
         assert len(self.policy) == by_state[SlotState.INACTIVE]
@@ -249,9 +275,12 @@ class SlotTable:
         assert named == by_state[SlotState.INACTIVE] + by_state[SlotState.ACTIVE]
         for name, slot in self._slot.items():
             assert self.block(slot).hash == name
-            assert (self._pins[slot] > 0) == (self._state[slot] is SlotState.ACTIVE)
         for slot in self._discarded:
-            assert self._pins[slot] > 0
+            assert self._state[slot] is SlotState.ACTIVE
             assert self._slot.get(self.block(slot).hash) != slot
+        for slot, state in enumerate(self._state):
+            assert (self._pins[slot] > 0) == (state is SlotState.ACTIVE)
+            committed = state in (SlotState.INACTIVE, SlotState.ACTIVE)
+            assert (self._block[slot] is not None) == committed
         counts = self.counts()
         assert all(counts[state.value] == by_state[state] for state in SlotState), counts

@@ -113,6 +113,8 @@ class Write:
     """A batch on its way to disk."""
 
     instance: str
+    epoch: int
+    """The arena that the lease is for."""
     names: list[SequenceHash]
     phase: Phase = Phase.LEASING
     lease: int = 0
@@ -204,7 +206,7 @@ class DiskTierCore:
             case HostSnapshot(instance, reply):
                 for part in reply.parts:
                     for run in part.runs:
-                        self._seen(instance, hashes_from_hex(run.hashes))
+                        self._listed(instance, hashes_from_hex(run.hashes))
             case HitsTold(instance, hits):
                 self._seen(instance, hashes_from_hex(hits.hashes))
             case ArenaKnown(arena):
@@ -310,6 +312,10 @@ class DiskTierCore:
                 self.counts["dropped.write_pending_full"] += 1
             self._pending[name] = instance
 
+    def _listed(self, instance: str, names: Sequence[SequenceHash]) -> None:
+        """Blocks of a snapshot: one that was counted when it was announced is not wanted twice."""
+        self._seen(instance, [name for name in names if name not in self.filter])
+
     def _passes(self, name: SequenceHash) -> bool:
         staging = self.arena is not None and self.arena.staging
         if staging or self.filter.see(name):
@@ -328,7 +334,7 @@ class DiskTierCore:
             assert self.arena is not None
             names = self._next_batch()
             write_id = self._take_id()
-            self._writes[write_id] = Write(self.arena.instance, names)
+            self._writes[write_id] = Write(self.arena.instance, self.arena.epoch, names)
             self._writing.update(names)
             request = LeaseRequest(
                 owner=self.announcer.source,
@@ -350,6 +356,8 @@ class DiskTierCore:
         write = self._writes[event.write]
         write.lease = event.reply.lease
         leased = {hash_from_hex(slot.hash): slot for slot in event.reply.slots}
+        if self.arena is None or self.arena.epoch != write.epoch:
+            leased = {}  # Those slots are of an arena that is mapped no more.
         wanted = [(name, leased[name]) for name in write.names if name in leased]
         self.counts["dropped.write_gone"] += len(write.names) - len(wanted)
         room = self._make_room(len(wanted))
@@ -415,6 +423,10 @@ class DiskTierCore:
         for slot, block in write.slots:
             self.table.register(slot, block)
             self.diary.note(now_ms, f"committed in slot {slot}", block.hash)
+        # A chain is freed leaves first: touch it once so that its root outlives its leaf.
+        for slot, _ in write.slots:
+            self.table.pin(slot)
+        self.table.unpin(slot for slot, _ in write.slots)
         blocks = [block for _, block in write.slots]
         staging = self.arena is not None and self.arena.staging
         self.counts["offload_blocks_d2d" if staging else "offload_blocks_h2d"] += len(blocks)
@@ -427,11 +439,12 @@ class DiskTierCore:
         write = self._writes[write_id]
         count = len(write.slots) if write.slots else len(write.names)
         self.counts[f"dropped.write_{reason}"] += count
-        if write.phase is Phase.JOURNALING:
-            self._journal_removed(list(write.slots))
         for slot, _ in write.slots:
             self.table.abort(slot)
         self._end_write(write_id)
+        # Last: the journal may be rewritten here, and must not find this write any more.
+        if write.phase is Phase.JOURNALING:
+            self._journal_removed(list(write.slots))
 
     def _end_write(self, write_id: int) -> None:
         self._writing.difference_update(self._writes.pop(write_id).names)
@@ -490,6 +503,9 @@ class DiskTierCore:
             return ErrorBody(code="too_late", message="the deadline has passed", field="until_ms")
         if any(slot.slot >= arena.slot_count for slot in request.slots):
             return ErrorBody(code="bad_slot", message="no such arena slot", field="slots")
+        for field_name in ("slot", "hash"):
+            if len({getattr(slot, field_name) for slot in request.slots}) < len(request.slots):
+                return ErrorBody(code="duplicate", message=f"a {field_name} twice", field="slots")
         if len(self._reads_waiting) >= self.limits.reads_waiting_max:
             return ErrorBody(code="busy", message="too many fills are waiting")
         return None
@@ -510,7 +526,7 @@ class DiskTierCore:
         for asked in event.request.slots:
             name = hash_from_hex(asked.hash)
             slot = self.table.find(name)
-            if slot is None or name in slots:
+            if slot is None:
                 self.counts["dropped.fill_gone"] += 1
                 continue
             self.table.pin(slot)
@@ -535,18 +551,19 @@ class DiskTierCore:
 
     def _read_done(self, event: ReadDone, now_ms: int) -> None:
         read = self._reads.pop(event.read)
-        blocks = [self.table.block(slot) for slot in read.slots.values()]
         intact: dict[SequenceHash, Block] = {}
         corrupt: list[tuple[int | None, Block]] = []
-        for block, ok in zip(blocks, event.intact, strict=True):
+        for (name, slot), ok in zip(read.slots.items(), event.intact, strict=True):
             if ok:
-                intact[block.hash] = block
-            else:
-                self.diary.note(now_ms, "was corrupt", block.hash)
-                corrupt.append((self.table.find(block.hash), block))
+                intact[name] = self.table.block(slot)
+                continue
+            self.diary.note(now_ms, "was corrupt", name)
+            # Another read may have found it so, and it may have been written anew since.
+            if self.table.find(name) == slot:
+                corrupt.append((slot, self.table.block(slot)))
         self.table.unpin(read.slots.values())
         self.counts["fill_blocks"] += len(intact)
-        self.counts["bytes.read"] += len(blocks) * self.slot_bytes
+        self.counts["bytes.read"] += len(read.slots) * self.slot_bytes
         self._quarantine(corrupt)
         self._emit(Answer(read.reply_to, _reply(read, intact)))
 
@@ -614,10 +631,10 @@ class DiskTierCore:
         assert len(self._writes) <= limits.writes_max
         assert len(self._reads) <= limits.reads_max
         assert len(self._pending) <= limits.pending_max
-        staged = sum(len(write.slots) for write in self._writes.values())
-        assert staged == self.table.counts()["staged"], "a staged slot has no write"
-        pinned = {slot for read in self._reads.values() for slot in read.slots.values()}
-        assert len(pinned) == self.table.counts()["active"], "a pinned slot has no read"
+        staged = {slot for write in self._writes.values() for slot, _ in write.slots}
+        assert staged == self.table.staged(), "a staged slot has no write"
+        pins = Counter(slot for read in self._reads.values() for slot in read.slots.values())
+        assert pins == self.table.pins(), "a pinned slot has no read"
         assert self._writing == {n for write in self._writes.values() for n in write.names}
 
 

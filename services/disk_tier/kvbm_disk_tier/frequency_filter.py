@@ -29,6 +29,9 @@ class FrequencyFilter:
     def __len__(self) -> int:
         return len(self._counts)
 
+    def __contains__(self, block: SequenceHash) -> bool:
+        return block in self._counts
+
     def see(self, block: SequenceHash) -> bool:
         """Count one sight of a block; True: it deserves the disk."""
         if not self.enabled:

@@ -17,11 +17,12 @@ import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from kvbm_common.errors import KvbmError
 
-from kvbm_disk_tier.journal import Record, Replay, encode_records, replay
+from kvbm_disk_tier.journal import RECORD_BYTES, Record, Replay, encode_records, replay
 
 FORMAT = 1
 ZEROFILL_BYTES = 16 * 1024 * 1024
@@ -37,8 +38,8 @@ class Header(msgspec.Struct, frozen=True):
     """What is in `header`."""
 
     format: int
-    slot_bytes: int
-    slot_count: int
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    slot_count: Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,14 @@ class Store:
             header = msgspec.json.decode(self._path("header").read_bytes(), type=Header)
             size = self._path("slots").stat().st_size
             data = self._path("journal").read_bytes()
-        except (OSError, msgspec.DecodeError):
+            fits = header.slot_count == self._slot_count(header.slot_bytes)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, StoreError):
             return None
-        fits = header.slot_count == self._slot_count(header.slot_bytes)
         if header.format != FORMAT or not fits or size < header.slot_bytes * header.slot_count:
             return None
         found = replay(data, slot_count=header.slot_count, slot_bytes=header.slot_bytes)
         self._open_files(header)
+        self._truncate_journal(len(data))
         return found
 
     def create(self, slot_bytes: int) -> Replay:
@@ -145,11 +147,8 @@ class Store:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, 0)
-            os.posix_fallocate(fd, 0, size)
+            self._allocate(fd, size)
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                self._fill(fd, size)
-                return
             os.ftruncate(fd, 0)
             free = os.statvfs(self.options.directory)
             raise StoreError(
@@ -159,6 +158,14 @@ class Store:
         finally:
             os.close(fd)
 
+    def _allocate(self, fd: int, size: int) -> None:
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            self._fill(fd, size)
+
     def _fill(self, fd: int, size: int) -> None:
         """The file system cannot preallocate: write zeros, or leave the file sparse."""
         if not self.options.zerofill_fallback:
@@ -166,7 +173,7 @@ class Store:
             return
         zeros = bytes(ZEROFILL_BYTES)
         for offset in range(0, size, ZEROFILL_BYTES):
-            os.pwrite(fd, zeros[: size - offset], offset)
+            _write_all(fd, zeros[: size - offset])
 
     def _open_files(self, header: Header) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC
@@ -189,9 +196,18 @@ class Store:
         """Write records; with `commit`, they and the data are as durable as was asked for."""
         if commit and self.options.sync == "commit":
             os.fdatasync(self.fd)
-        _write_all(self._journal_fd, encode_records(records))
+        size = os.fstat(self._journal_fd).st_size
+        try:
+            _write_all(self._journal_fd, encode_records(records))
+        except OSError:
+            self._truncate_journal(size)
+            raise
         if commit and self.options.sync == "commit":
             os.fdatasync(self._journal_fd)
+
+    def _truncate_journal(self, size: int) -> None:
+        """Cut a torn record off: what is appended behind it would be out of step for ever."""
+        os.ftruncate(self._journal_fd, size - size % RECORD_BYTES)
 
     def synchronise(self) -> None:
         """`sync` = interval: called every second."""
@@ -203,9 +219,13 @@ class Store:
         """Put a journal of these records in place of the old one, at once or not at all."""
         path = self._path("journal.new")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        _write_all(fd, encode_records(records))
-        os.fdatasync(fd)
-        os.replace(path, self._path("journal"))
+        try:
+            _write_all(fd, encode_records(records))
+            os.fdatasync(fd)
+            os.replace(path, self._path("journal"))
+        except OSError:
+            os.close(fd)
+            raise
         os.close(self._journal_fd)
         self._journal_fd = fd
 

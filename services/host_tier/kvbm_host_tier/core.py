@@ -18,7 +18,6 @@ from kvbm_common.identity import (
     hashes_from_hex,
     unpack_hashes,
 )
-from kvbm_common.wire.events import Cleared
 from kvbm_common.wire.local import (
     Alive,
     Beat,
@@ -63,6 +62,7 @@ from kvbm_host_tier.messages import (
     Publish,
     PullDone,
     PullFailed,
+    PullSettled,
     ReleaseAsked,
     Tick,
     ToEngine,
@@ -73,6 +73,8 @@ from kvbm_host_tier.tier import ArenaInfo, Limits, Tier
 
 LEASE_MS_MAX = 60_000
 """Nobody pins a slot for longer without asking again."""
+COPY = "copy"
+"""The reason of the leases that the verb grants, and the only ones that it takes back."""
 
 
 class HostTierCore:
@@ -134,6 +136,8 @@ class HostTierCore:
                 self.offload.pull_done(event, now_ms)
             case PullFailed():
                 self.offload.pull_failed(event, now_ms)
+            case PullSettled(pull):
+                self.offload.pull_settled(pull)
             case DiskEvent():
                 self._disk_event(event)
             case DiskSeen(instance):
@@ -198,6 +202,7 @@ class HostTierCore:
             case Bye():
                 self.engines.end(engine.id)
                 self._end_engine(engine.id)
+                self.tier.end_leases(self.tier.leases.end_owner(str(engine.id)))
             case _:
                 assert_never(message)
 
@@ -211,10 +216,11 @@ class HostTierCore:
 
     def _engine_release(self, release: Release) -> None:
         owner = str(EngineId(release.engine, release.incarnation))
-        lease = self.tier.leases.release(release.lease)
+        lease = self.tier.leases.find(release.lease)
         if lease is None or lease.owner != owner:
             self.tier.counts["released_late"] += 1
             return
+        self.tier.leases.release(lease.id)
         table = self.tier.table
         corrupt = [
             table.block(lease.slots[index]).hash
@@ -225,19 +231,25 @@ class HostTierCore:
         self.tier.discard(corrupt, "corrupt")
 
     def _end_engine(self, engine_id: EngineId) -> None:
+        """Drop its offers and lookups. Its leases run on to their deadlines, unless it said Bye.
+
+        Silence does not prove death: a worker of a stalled engine may still be reading, and will
+        believe what it has read as long as its lease's deadline has not passed.
+        """
         self.offload.end_engine(engine_id)
         self.onboard.end_engine(engine_id)
-        self.tier.end_leases(self.tier.leases.end_owner(str(engine_id)))
 
     # --- the disk tier ----------------------------------------------------------------------
 
     def _disk_event(self, disk: DiskEvent) -> None:
+        known = self.tier.on_disk.epoch(disk.instance)
         new, questions = self.tier.on_disk.apply(disk.instance, disk.event)
         self.tier.emit(*questions)
         if self.tier.staging:
             self.tier.counts["offload_blocks_d2d"] += new
-        if isinstance(disk.event, Cleared):
-            self.onboard.disk_cleared(disk.instance)
+        # A `cleared` is not enough: a dying life sends one, too, while its reads still fly.
+        if 0 < known < disk.event.epoch:
+            self.onboard.disk_restarted(disk.instance)
 
     def _lease(self, request: LeaseRequest, now_ms: int) -> LeaseReply | ErrorBody:
         if request.epoch != self.tier.announcer.epoch:
@@ -250,7 +262,7 @@ class HostTierCore:
                 table.pin(slot)
                 slots.append(slot)
         deadline_ms = now_ms + min(request.lease_ms, LEASE_MS_MAX)
-        lease = self.tier.leases.grant(request.owner, "copy", tuple(slots), deadline_ms=deadline_ms)
+        lease = self.tier.leases.grant(request.owner, COPY, tuple(slots), deadline_ms=deadline_ms)
         return LeaseReply(lease=lease.id, slots=[self._leased(slot) for slot in slots])
 
     def _leased(self, slot: int) -> LeasedSlot:
@@ -265,10 +277,12 @@ class HostTierCore:
         )
 
     def _release(self, request: ReleaseRequest) -> ReleaseReply:
-        lease = self.tier.leases.release(request.lease)
-        if lease is not None:
-            self.tier.end_leases([lease])
-        return ReleaseReply(valid=lease is not None)
+        lease = self.tier.leases.find(request.lease)
+        if lease is None or lease.reason != COPY:
+            return ReleaseReply(valid=False)
+        self.tier.leases.release(lease.id)
+        self.tier.end_leases([lease])
+        return ReleaseReply(valid=True)
 
     # --- time -------------------------------------------------------------------------------
 
@@ -337,11 +351,12 @@ class HostTierCore:
         tier.leases.check()
         self.offload.check()
         self.onboard.check()
-        staged = self.offload.staged_slots() | self.onboard.staged_slots()
-        assert len(staged) == tier.table.counts()["staged"], "a staged slot has no owner"
+        offload, onboard = self.offload.staged_slots(), self.onboard.staged_slots()
+        assert not offload & onboard, "a staged slot has two owners"
+        assert offload | onboard == tier.table.staged(), "a staged slot has no owner"
         pins = Counter(slot for lease in tier.leases.all() for slot in lease.slots)
         pins.update(self.onboard.pinned_slots())
-        assert len(pins) == tier.table.counts()["active"], "a pinned slot has no lease"
+        assert pins == tier.table.pins(), "a pinned slot has no lease"
 
 
 def _hit_rates(tier: Tier) -> dict[str, float]:

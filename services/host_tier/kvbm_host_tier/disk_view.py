@@ -1,7 +1,8 @@
 """The disk view: which blocks the disk tiers of this host have announced.
 
 It is a hint. A block that is wrongly in it costs a failed fill, one that is missing a recompute, so
-events are applied as they come; a gap in them only makes us ask for a snapshot.
+events are applied as they come; a gap in them only makes us ask for a snapshot. A block whose fill
+failed is forgotten when the disk tier does not have it, and left alone for a while otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_host_tier.messages import AskDiskSnapshot
 
+AVOID_MS = 30_000
+"""A disk in trouble is not asked for the same block by every request, nor written off for ever."""
+AVOID_MAX = 65_536
+
 
 class DiskView:
     """Block → the instance of the disk tier that has it."""
@@ -22,6 +27,8 @@ class DiskView:
         self._instance: dict[SequenceHash, str] = {}
         self._position: dict[str, tuple[int, int]] = {}
         self._asking: set[str] = set()
+        self._avoid: dict[SequenceHash, int] = {}
+        """Block whose fill failed → when it may be asked for again."""
 
     def __contains__(self, name: SequenceHash) -> bool:
         return name in self._instance
@@ -33,9 +40,24 @@ class DiskView:
         """Who has a block that is in the view."""
         return self._instance[name]
 
+    def epoch(self, instance: str) -> int:
+        """The life of a disk tier that we know of, 0 when there is none."""
+        return self._position.get(instance, (0, 0))[0]
+
+    def usable(self, name: SequenceHash, now_ms: int) -> bool:
+        """Is it worth while to ask for this block now?"""
+        return name in self._instance and now_ms >= self._avoid.get(name, now_ms)
+
     def forget(self, name: SequenceHash) -> None:
-        """A fill of this block has failed: not again until it is announced anew."""
+        """The disk tier does not have this block: not again until it is announced anew."""
         self._instance.pop(name, None)
+
+    def avoid(self, name: SequenceHash, now_ms: int) -> None:
+        """A fill of this block has failed, but it may be there: not again for a while."""
+        self._avoid.pop(name, None)
+        self._avoid[name] = now_ms + AVOID_MS
+        while len(self._avoid) > AVOID_MAX:
+            del self._avoid[next(iter(self._avoid))]
 
     def seen(self, instance: str) -> list[AskDiskSnapshot]:
         """A disk tier is there: what does it hold?"""
@@ -63,6 +85,8 @@ class DiskView:
                 before = len(self._instance)
                 self._instance.update(dict.fromkeys(names, instance))
                 new = len(self._instance) - before
+                for name in names:
+                    self._avoid.pop(name, None)
             case Removed(hashes=hashes):
                 for name in hashes_from_hex(hashes):
                     if self._instance.get(name) == instance:
@@ -74,12 +98,18 @@ class DiskView:
         return new, [] if is_next else self.seen(instance)
 
     def snapshot(self, instance: str, reply: SnapshotReply | None) -> None:
-        """The answer to AskDiskSnapshot; None: there was none."""
+        """The answer to AskDiskSnapshot; None: there was none.
+
+        Where events of the same life have overtaken it, it only adds: asking again would be
+        overtaken again by a busy disk, and what it adds wrongly costs a failed fill.
+        """
         self._asking.discard(instance)
-        if reply is None or (reply.epoch, reply.seq) < self._position.get(instance, (0, 0)):
+        position = self._position.get(instance, (0, 0))
+        if reply is None or reply.epoch < position[0]:
             return
-        self._clear(instance)
-        self._position[instance] = (reply.epoch, reply.seq)
+        if (reply.epoch, reply.seq) >= position:
+            self._clear(instance)
+            self._position[instance] = (reply.epoch, reply.seq)
         for part in reply.parts:
             for run in part.runs:
                 self._instance.update(dict.fromkeys(hashes_from_hex(run.hashes), instance))

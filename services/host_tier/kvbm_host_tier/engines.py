@@ -30,11 +30,13 @@ SUPERSEDED_MAX = 256
 
 @dataclass(slots=True)
 class Worker:
-    """One rank's memory. `peer` is None until NIXL knows it."""
+    """One rank's memory. `peer` is None while NIXL learns of it (one AttachPeer is in flight)."""
 
     hello: Hello
     connection: bytes
     peer: str | None = None
+    outdated: bool = False
+    """The AttachPeer in flight is of memory that has been replaced since."""
 
     @property
     def part_bytes(self) -> int:
@@ -98,7 +100,11 @@ class Engines:
         return found if found is not None and found.id.incarnation == incarnation else None
 
     def hello(self, connection: bytes, hello: Hello, now_ms: int) -> EngineId | None:
-        """Somebody introduces himself; returns the older life that this ends, if any."""
+        """Somebody introduces himself.
+
+        Returns the life whose offers and lookups this ends, if any: an older one, or this one when
+        one of its workers has come back with other memory.
+        """
         refusal = self._refusal(hello)
         if refusal is not None:
             self._tier.counts[f"refused.{refusal.code}"] += 1
@@ -115,8 +121,8 @@ class Engines:
         if hello.role == "scheduler":
             engine.scheduler = connection
             self._welcome_if_complete(engine)
-        else:
-            self._attach(engine, Worker(hello, connection))
+        elif self._attach(engine, Worker(hello, connection)):
+            ended = engine.id
         return ended
 
     def _refusal(self, hello: Hello) -> Refused | None:
@@ -170,25 +176,41 @@ class Engines:
         """A life that was only silent, not replaced, may introduce itself again."""
         self._superseded.pop(str(engine_id), None)
 
-    def _attach(self, engine: Engine, worker: Worker) -> None:
+    def _attach(self, engine: Engine, worker: Worker) -> bool:
+        """Take a worker in; True: it replaces other memory of the same rank."""
         rank = worker.hello.rank
-        previous = engine.workers.get(rank)
-        if previous is not None and previous.hello == worker.hello and previous.peer is not None:
-            previous.connection = worker.connection
-            self._welcome(engine, worker.connection)
-            return
-        if previous is not None and previous.peer is not None:
-            self._tier.emit(DetachPeer(previous.peer))
-        engine.workers[rank] = worker
-        self._tier.emit(AttachPeer(engine.id, rank, worker.hello.agent))
+        known = engine.workers.get(rank)
+        if known is None:
+            engine.workers[rank] = worker
+            self._attach_peer(engine, worker)
+            return False
+        known.connection = worker.connection
+        if known.hello == worker.hello:
+            if known.peer is not None:
+                self._welcome(engine, known.connection)
+            return False
+        known.hello = worker.hello
+        if known.peer is None:
+            known.outdated = True
+        else:
+            self._tier.emit(DetachPeer(known.peer))
+            known.peer = None
+            self._attach_peer(engine, known)
+        return True
+
+    def _attach_peer(self, engine: Engine, worker: Worker) -> None:
+        worker.outdated = False
+        self._tier.emit(AttachPeer(engine.id, worker.hello.rank, worker.hello.agent))
 
     def peer_attached(self, event: PeerAttached) -> None:
         """NIXL knows a worker now."""
         engine = self.get(event.engine.engine, event.engine.incarnation)
-        if engine is None or event.rank not in engine.workers:
+        worker = engine.workers.get(event.rank) if engine is not None else None
+        if engine is None or worker is None or worker.outdated:
             self._tier.emit(DetachPeer(event.peer))
+            if engine is not None and worker is not None:
+                self._attach_peer(engine, worker)
             return
-        worker = engine.workers[event.rank]
         worker.peer = event.peer
         self._welcome(engine, worker.connection)
         self._welcome_if_complete(engine)
@@ -197,10 +219,15 @@ class Engines:
         """NIXL refused a worker."""
         self._tier.counts["refused.agent"] += 1
         engine = self.get(event.engine.engine, event.engine.incarnation)
-        worker = engine.workers.pop(event.rank, None) if engine is not None else None
-        if worker is not None:
-            refusal = _refused("agent", event.reason, "agent")
-            self._tier.emit(ToEngine(worker.connection, refusal))
+        worker = engine.workers.get(event.rank) if engine is not None else None
+        if engine is None or worker is None or worker.peer is not None:
+            return
+        if worker.outdated:
+            self._attach_peer(engine, worker)
+            return
+        del engine.workers[event.rank]
+        refusal = _refused("agent", event.reason, "agent")
+        self._tier.emit(ToEngine(worker.connection, refusal))
 
     def _welcome_if_complete(self, engine: Engine) -> None:
         if engine.scheduler is not None and engine.complete:

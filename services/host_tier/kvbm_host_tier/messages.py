@@ -85,6 +85,13 @@ class PullFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PullSettled:
+    """The last late byte of a failed pull has landed: its slots are free."""
+
+    pull: int
+
+
+@dataclass(frozen=True, slots=True)
 class DiskEvent:
     """A disk tier of this host announced something; `instance` answers fills for its blocks."""
 
@@ -159,6 +166,7 @@ Input = (
     | PeerFailed
     | PullDone
     | PullFailed
+    | PullSettled
     | DiskEvent
     | DiskSeen
     | DiskLost

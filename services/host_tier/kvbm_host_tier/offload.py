@@ -87,8 +87,8 @@ class Offload:
         self._turn: deque[OfferState] = deque()
         """Offers that still want blocks, next first."""
         self._pulls: dict[int, Pull] = {}
-        self._unsettled: set[int] = set()
-        """Slots that late bytes may still reach: never used again in this life."""
+        self._unsettled: dict[int, tuple[int, ...]] = {}
+        """Pull → its slots, which late bytes may still reach: not used until it has settled."""
         self._next_pull = 1
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class Offload:
     @property
     def unsettled_count(self) -> int:
         """Slots lost to transfers whose end is unknown."""
-        return len(self._unsettled)
+        return sum(map(len, self._unsettled.values()))
 
     def offered(self, offer: Offer, now_ms: int) -> None:
         """An offer has come in."""
@@ -229,13 +229,20 @@ class Offload:
         pull = self._pulls.pop(event.pull)
         pull.offer.pulls.remove(event.pull)
         pull.offer.failed += len(pull.slots)
-        pull.offer.reason = event.reason
+        if pull.offer.phase is not Phase.DEAD:
+            pull.offer.reason = event.reason
         self._tier.counts[f"dropped.pull_{event.reason}"] += len(pull.slots)
         if event.settled:
             self._abort(pull.slots)
         else:
-            self._unsettled.update(pull.slots)
+            for slot in pull.slots:
+                self._tier.table.abandon(slot)
+            self._unsettled[event.pull] = pull.slots
         self._after_pull(pull.offer, now_ms)
+
+    def pull_settled(self, pull: int) -> None:
+        """The last late byte of a failed pull has landed."""
+        self._abort(self._unsettled.pop(pull))
 
     def _after_pull(self, state: OfferState, now_ms: int) -> None:
         if state.phase is Phase.DEAD:
@@ -299,14 +306,14 @@ class Offload:
                 self._kill(state, "engine_lost")
 
     def _kill(self, state: OfferState, reason: str) -> None:
-        dropped = len(state.wanted) + len(state.arrived)
-        self._tier.counts[f"dropped.offer_{reason}"] += dropped
-        state.phase = Phase.DEAD
+        self._tier.counts[f"dropped.offer_{reason}"] += len(state.wanted)
+        state.phase, state.reason = Phase.DEAD, reason
         state.wanted.clear()
         self._bury(state)
 
     def _bury(self, state: OfferState) -> None:
         """Give back what a dead offer has staged, as far as it has settled."""
+        self._tier.counts[f"dropped.offer_{state.reason}"] += len(state.arrived)
         self._abort(slot for slot, _ in state.arrived)
         state.arrived.clear()
         if not state.pulls:
@@ -324,7 +331,7 @@ class Offload:
         """Every slot that an offer has staged, for `check`."""
         staged = {slot for pull in self._pulls.values() for slot in pull.slots}
         staged |= {slot for state in self._offers.values() for slot, _ in state.arrived}
-        return staged | self._unsettled
+        return staged.union(*self._unsettled.values())
 
     def check(self) -> None:
         """Assert every invariant."""

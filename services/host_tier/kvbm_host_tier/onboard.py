@@ -22,6 +22,9 @@ from kvbm_host_tier.tier import Tier
 HITS_MAX = 1024
 """At most this many hits are told per lookup; the rest are told the next time."""
 
+NOT_ON_DISK = ("gone", "corrupt")
+"""The disk tier's own word that it does not have a block; any other failure may pass."""
+
 
 @dataclass(slots=True)
 class OnboardState:
@@ -111,7 +114,7 @@ class Onboard:
             slot = table.find(name)
             if slot is not None:
                 table.pin(slot)
-            elif name in on_disk and not table.is_staging(name):
+            elif on_disk.usable(name, now_ms) and not table.is_staging(name):
                 fills.append(name)
                 state.from_disk.add(len(state.slots))
             elif name in self._waiting:
@@ -177,13 +180,16 @@ class Onboard:
         """A disk tier has answered; whatever it did not mention has failed."""
         fill = self._fills.pop(event.fill)
         answered = {hash_from_hex(filled.hash): filled for filled in event.reply.slots}
+        blocks: list[Block] = []
         for name, slot in fill.slots.items():
             filled = answered.get(name)
             if filled is not None and filled.ok and filled.slot == slot:
-                self._arrived(name, slot, filled, now_ms)
+                blocks.append(self._arrived(name, slot, filled, now_ms))
             else:
                 self._tier.table.abort(slot)
-                self._missing(name, filled.reason if filled is not None else "no_answer")
+                reason = filled.reason if filled is not None else "no_answer"
+                self._missing(name, reason, now_ms)
+        self._tier.announce_stored(blocks)
 
     def fill_failed(self, event: FillFailed, now_ms: int) -> None:
         """No answer. Unless that is settled, the slots stay lent until the disk tier is done."""
@@ -191,11 +197,13 @@ class Onboard:
         if event.settled:
             self._take_back(fill)
         else:
+            for slot in fill.slots.values():
+                self._tier.table.abandon(slot)
             self._lent.append((max(now_ms, fill.until_ms) + FILL_GRACE_MS, fill))
         for name in fill.slots:
-            self._missing(name, event.reason)
+            self._missing(name, event.reason, now_ms)
 
-    def disk_cleared(self, instance: str) -> None:
+    def disk_restarted(self, instance: str) -> None:
         """A disk tier has begun a new life: its old one reads no more."""
         for entry in [entry for entry in self._lent if entry[1].instance == instance]:
             self._lent.remove(entry)
@@ -205,7 +213,7 @@ class Onboard:
         for slot in fill.slots.values():
             self._tier.table.abort(slot)
 
-    def _arrived(self, name: SequenceHash, slot: int, filled: FilledSlot, now_ms: int) -> None:
+    def _arrived(self, name: SequenceHash, slot: int, filled: FilledSlot, now_ms: int) -> Block:
         table = self._tier.table
         parent = hash_from_hex(filled.parent)
         block = Block(name, parent, bytes.fromhex(filled.namespace), filled.checksum, filled.bytes)
@@ -218,13 +226,16 @@ class Onboard:
             if state is not None and index < state.run:
                 table.pin(slot)
                 state.slots[index] = slot
-        self._tier.announce_stored([block])
         for onboard_id, _ in waiting:
             self._answer_if_complete(onboard_id)
+        return block
 
-    def _missing(self, name: SequenceHash, reason: str) -> None:
-        """A block will not come: it is not offered again until the disk tier announces it anew."""
-        self._tier.on_disk.forget(name)
+    def _missing(self, name: SequenceHash, reason: str, now_ms: int) -> None:
+        """A block will not come: those who wait for it get what is before it."""
+        if reason in NOT_ON_DISK:
+            self._tier.on_disk.forget(name)
+        else:
+            self._tier.on_disk.avoid(name, now_ms)
         self._tier.counts[f"dropped.fill_{reason}"] += 1
         for onboard_id, index in self._waiting.pop(name, []):
             state = self._states.get(onboard_id)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from kvbm_common.arena import Arena
@@ -13,7 +12,7 @@ from kvbm_common.checksum import checksums
 from kvbm_common.counters import BYTES_BUCKETS, Counters
 from kvbm_common.errors import KvbmError
 from kvbm_common.layout import device_pieces, slot_pieces
-from kvbm_common.nixl import MoverThread, Spans, TransferError
+from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 
 from kvbm_host_tier.messages import (
     AttachPeer,
@@ -22,11 +21,14 @@ from kvbm_host_tier.messages import (
     PullDone,
     PullFailed,
     PullPart,
+    PullSettled,
     StartPull,
 )
 
 CHECKSUM_THREADS = 1
 """xxh3 is faster than any pull; one thread keeps up and leaves the other cores to the engines."""
+CALL_DEADLINE_S = 10.0
+"""Registrations and metadata take milliseconds; a machine in trouble gets some more."""
 
 
 class Puller:
@@ -34,8 +36,9 @@ class Puller:
 
     def __init__(self, arena: Arena, *, name: str, counters: Counters) -> None:
         self.arena = arena
+        self.on_settled: Callable[[PullSettled], None] = lambda _: None
         self.mover = MoverThread(name)
-        self.mover.register_memory(arena.address, arena.bytes)
+        self.mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
         self._summer = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
         self._seconds = counters.histogram(
             "kvbm_transfer_seconds", "How long transfers took, by path.", labels=("path",)
@@ -49,7 +52,7 @@ class Puller:
 
     def metadata(self) -> bytes:
         """What others need to read the arena."""
-        return self.mover.metadata()
+        return self.mover.metadata().result(CALL_DEADLINE_S)
 
     def close(self) -> None:
         """End both threads."""
@@ -58,9 +61,11 @@ class Puller:
 
     async def attach(self, effect: AttachPeer) -> PeerAttached | PeerFailed:
         """Learn where a worker's memory is."""
-        loop = asyncio.get_running_loop()
         try:
-            peer = await loop.run_in_executor(None, self.mover.add_peer, effect.agent)
+            async with asyncio.timeout(CALL_DEADLINE_S):
+                peer = await asyncio.wrap_future(self.mover.add_peer(effect.agent))
+        except TimeoutError:
+            return PeerFailed(effect.engine, effect.rank, "NIXL did not answer")
         except KvbmError as error:
             return PeerFailed(effect.engine, effect.rank, str(error))
         return PeerAttached(effect.engine, effect.rank, peer)
@@ -71,24 +76,47 @@ class Puller:
 
     async def pull(self, effect: StartPull, *, slot_bytes: int) -> PullDone | PullFailed:
         """Read every rank's part into the slots, then sum up the blocks."""
-        started = time.perf_counter()
         reads = [self._read(part, effect, slot_bytes) for part in effect.parts]
         outcomes = await asyncio.gather(*reads, return_exceptions=True)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for error in errors:
-            if not isinstance(error, KvbmError):
-                raise error
-        if errors:
-            settled = all(not isinstance(e, TransferError) or e.settled for e in errors)
-            return PullFailed(effect.pull, _reason(errors[0]), settled)
+        seconds = 0.0
+        failures: list[KvbmError] = []
+        for outcome in outcomes:
+            if isinstance(outcome, KvbmError):
+                failures.append(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                seconds = max(seconds, outcome.seconds)
+        if failures:
+            settling = [
+                failure.settling
+                for failure in failures
+                if isinstance(failure, TransferError) and not failure.settled
+            ]
+            self._watch(effect.pull, [future for future in settling if future is not None])
+            return PullFailed(effect.pull, failures[0].code, settled=not settling)
         sums = await asyncio.get_running_loop().run_in_executor(
             self._summer, self._sum, effect.slots, effect.block_bytes, slot_bytes
         )
-        self._seconds.observe(time.perf_counter() - started, path="d2h")
+        self._seconds.observe(seconds, path="d2h")
         self._bytes.observe(len(effect.slots) * effect.block_bytes, path="d2h")
         return PullDone(effect.pull, tuple(sums))
 
-    async def _read(self, part: PullPart, effect: StartPull, slot_bytes: int) -> None:
+    def _watch(self, pull: int, settling: list[Future[None]]) -> None:
+        """Say so when the last late byte of a failed pull has landed."""
+        left = len(settling)
+        loop = asyncio.get_running_loop()
+
+        def settled(_: asyncio.Future[None]) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.on_settled(PullSettled(pull))
+
+        for future in settling:
+            asyncio.wrap_future(future, loop=loop).add_done_callback(settled)
+
+    async def _read(self, part: PullPart, effect: StartPull, slot_bytes: int) -> Moved:
         source = device_pieces(part.regions, effect.blocks)
         target = slot_pieces(
             part.regions,
@@ -103,12 +131,8 @@ class Puller:
             Spans.of_pieces(source),
             deadline_s=effect.deadline_ms / 1000,
         )
-        await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(future)
 
     def _sum(self, slots: Sequence[int], block_bytes: int, slot_bytes: int) -> list[int]:
         offsets = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
         return checksums(self.arena.array, offsets, block_bytes)
-
-
-def _reason(error: BaseException) -> str:
-    return error.code if isinstance(error, KvbmError) else type(error).__name__

@@ -111,6 +111,7 @@ class HostTierShell:
     async def run(self) -> None:
         """Serve until the context is stopping."""
         context = self._context
+        self._puller.on_settled = self._loop.complete
         await self._subscribe()
         forget = context.registry.watch(self._registry_changed)
         async with asyncio.TaskGroup() as tasks:

@@ -12,12 +12,15 @@ from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash
 from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import Block, SlotTable
+from kvbm_common.wire.verbs import Hits
 
 from kvbm_host_tier.disk_view import DiskView
-from kvbm_host_tier.messages import Effect, Publish
+from kvbm_host_tier.messages import Effect, Publish, TellHits
 
 SLOT_ALIGNMENT = 4096
 """O_DIRECT reads and writes between arena and files need it."""
+UNWRITTEN_TOLD_MAX = 256
+"""The oldest unwritten blocks of a full staging arena; the next shortage tells of the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ class Tier:
     ) -> None:
         self.arena, self.limits, self.staging = arena, limits, staging
         self.announcer = Announcer(host=host, source=source, tier="host", epoch=epoch)
-        self.leases = LeaseTable()
+        # The ids of two lives never meet: a release that comes late from the life before must not
+        # end a lease of this one.
+        self.leases = LeaseTable(first_id=(epoch % 2**31 << 32) + 1)
         self.table = SlotTable(0, make_policy(policy))
         self.slot_bytes = 0
         self.counts: Counter[str] = Counter()
@@ -114,7 +119,20 @@ class Tier:
             return []
         free = self.table.policy.victims(len(self.table.policy))
         written = [name for name in free if name in self.on_disk][:count]
+        if len(written) < count:
+            self._ask_to_write([name for name in free if name not in self.on_disk])
         return [self.table.evict(name) for name in written]
+
+    def _ask_to_write(self, names: Sequence[SequenceHash]) -> None:
+        """A write that failed, or a block that the disk has evicted, must not hold its slot for
+        ever: told of a hit, the disk tier writes what it does not have."""
+        by_namespace: dict[bytes, list[str]] = {}
+        for name in names[:UNWRITTEN_TOLD_MAX]:
+            slot = self.table.find(name)
+            assert slot is not None, self.diary.story(name)
+            by_namespace.setdefault(self.table.block(slot).namespace, []).append(name.hex())
+        for namespace, hashes in by_namespace.items():
+            self.emit(TellHits(Hits(namespace=namespace.hex(), hashes=hashes)))
 
     def announce_stored(self, blocks: Sequence[Block]) -> None:
         """Tell the world of committed blocks."""

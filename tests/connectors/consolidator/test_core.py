@@ -241,6 +241,20 @@ def test_a_replay_that_begins_too_late_clears_and_rebuilds(harness: Harness) -> 
     assert harness.live[0] == device.truth()
 
 
+def test_a_hole_in_a_replay_is_asked_for_again(harness: Harness) -> None:
+    device = Device()
+    for token in range(5):
+        device.publish(device.store((token, token), 0))
+    harness.send(EngineBatchReceived(key(), 4, device.batches[4]))
+    asked = harness.replays.pop()
+    for seq in (0, 1, 3):
+        harness.send(EngineBatchReceived(asked.key, seq, device.batches[seq], asked.replay))
+    harness.send(ReplayDone(asked.key, asked.replay))
+    assert [replay.from_seq for replay in harness.replays] == [2]
+    harness.answer(device)
+    assert harness.live[0] == device.truth()
+
+
 def test_a_silent_replay_is_tried_thrice_then_done_without(harness: Harness) -> None:
     device = Device()
     harness.batch(0, stored(PROMPT))

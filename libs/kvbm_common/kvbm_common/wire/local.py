@@ -183,7 +183,8 @@ class Confirm(_Message, frozen=True, kw_only=True):
 class Attach(_Message, frozen=True, kw_only=True):
     """Follow this engine's event stream (vLLM's wire) and name its blocks in `namespace`.
 
-    `endpoint` and `replay_endpoint` are where the engine's PUB and ROUTER listen.
+    `endpoint` and `replay_endpoint` are where the engine's PUB and ROUTER listen. An engine without
+    events has no endpoint (`""`): it attaches for its offers alone.
     """
 
     engine: Token

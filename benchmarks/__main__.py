@@ -1,0 +1,31 @@
+"""`python -m benchmarks [NAME …]`: run benchmarks, print tables, write results/NAME.json."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from rich.console import Console
+
+from benchmarks.harness import report
+
+NAMES = ("identity", "host_path", "disk_path", "latency")
+
+
+def main() -> int:
+    """Run the named benchmarks, or all; 1 when a target was missed."""
+    chosen = sys.argv[1:] or list(NAMES)
+    unknown = [name for name in chosen if name not in NAMES]
+    if unknown:
+        print(f"no benchmark {', '.join(unknown)}; there are: {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    console = Console(width=140)
+    met = [
+        report(name, importlib.import_module(f"benchmarks.{name}").run(), console)
+        for name in chosen
+    ]
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

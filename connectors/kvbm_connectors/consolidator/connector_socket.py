@@ -1,0 +1,84 @@
+"""The connectors' socket: a ZMQ ROUTER that speaks wire.local."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+from kvbm_common.counters import Counters
+from kvbm_common.errors import KvbmError
+from kvbm_common.logs import OncePerKind
+from kvbm_common.wire.codec import MESSAGE_BYTES_MAX
+from kvbm_common.wire.local import (
+    FromConsolidator,
+    Refused,
+    ToConsolidator,
+    from_consolidator,
+    to_consolidator,
+)
+
+SOCKET_HWM = 10_000
+"""Messages per connector that wait in a socket; one that does not read loses the rest."""
+
+
+class ConnectorSocket:
+    """Listens for connectors. Use it in `async with`; `run` feeds `on_message`."""
+
+    def __init__(self, endpoint: str, counters: Counters) -> None:
+        self.endpoint = endpoint
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
+        self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._log = OncePerKind(logging.getLogger(__name__))
+        self._dropped = counters.counter(
+            "kvbm_consolidator_local_dropped_total",
+            "Messages of and to connectors that were dropped.",
+            labels=("reason",),
+        )
+
+    async def __aenter__(self) -> ConnectorSocket:
+        self._socket.bind(self.endpoint)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
+        self._unlink()
+
+    def _unlink(self) -> None:
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    async def run(self, on_message: Callable[[bytes, ToConsolidator], Awaitable[None]]) -> None:
+        """Hand over every message until cancelled. A KvbmError is the sender's: Refused."""
+        while True:
+            peer, *frames = await self._socket.recv_multipart()
+            message: ToConsolidator | None = None
+            try:
+                message = to_consolidator.decode(frames[0] if len(frames) == 1 else b"")
+                await on_message(peer, message)
+            except KvbmError as error:
+                self._refuse(peer, message, error)
+
+    def _refuse(self, peer: bytes, message: ToConsolidator | None, error: KvbmError) -> None:
+        about = "message" if message is None else str(message.__struct_config__.tag)
+        kind = getattr(error, "kind", error.code)
+        self._dropped.add(reason=kind)
+        self._log.warning(kind, f"{about} of a connector: {error}")
+        self.send(
+            peer, Refused(about=about, code=error.code, message=str(error), field=error.field)
+        )
+
+    def send(self, peer: bytes, message: FromConsolidator) -> None:
+        """Send without waiting; to a connector that is gone, or does not read, it is dropped."""
+        sent = self._socket.send_multipart([peer, from_consolidator.encode(message)], zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)
+        if sent.done() and sent.exception() is not None:
+            self._dropped.add(reason="not_reading")

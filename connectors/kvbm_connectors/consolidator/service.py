@@ -1,0 +1,314 @@
+"""The consolidator's shell: connectors and engines on ZMQ in, events and offers on NATS out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from typing import assert_never
+
+import msgspec
+from kvbm_common.counters import Family, Sample, families_of_counts
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.identity import check_hash, unpack_hashes
+from kvbm_common.loop import CoreLoop
+from kvbm_common.service import ServiceContext, run
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.events import Event, event_codec, event_subject
+from kvbm_common.wire.local import Attach, Beat, Detach, Offered, OfferedRun, ToConsolidator
+from kvbm_common.wire.verbs import (
+    OFFER_BLOCKS_MAX,
+    Offer,
+    OfferRun,
+    SnapshotRequest,
+    StatsReply,
+    offer_codec,
+    offers_subject,
+)
+
+from kvbm_connectors.consolidator.connector_socket import ConnectorSocket
+from kvbm_connectors.consolidator.core import ConsolidatorCore
+from kvbm_connectors.consolidator.messages import (
+    AskEpoch,
+    BeatReceived,
+    Describe,
+    Effect,
+    EngineDetached,
+    EngineLost,
+    Input,
+    Limits,
+    Publish,
+    Reply,
+    RequestReplay,
+    RevokeEpoch,
+    Statistics,
+    StreamAttached,
+    Subscribe,
+    Tick,
+    Unsubscribe,
+)
+from kvbm_connectors.consolidator.registrar import Registrar
+from kvbm_connectors.consolidator.streams import Streams, check_endpoint
+
+INBOX_MAX = 1_000
+"""Inputs that wait for the core; beyond it the sockets fill up."""
+INBOX_DEADLINE_S = 30.0
+"""A core that takes nothing for so long is broken."""
+TICK_MS = 50
+BEATS_LOST_S = 3.0
+"""Connectors beat every second: an engine is never lost for fewer than three beats."""
+FLUSH_DEADLINE_S = 1.0
+
+log = logging.getLogger(__name__)
+_snapshot_request: JsonCodec[SnapshotRequest] = JsonCodec(SnapshotRequest)
+
+
+class UnknownEngine(KvbmError):
+    """Nobody has attached this life of an engine."""
+
+    code = "unknown_engine"
+    field = "engine"
+
+
+class UnknownSource(KvbmError):
+    """No engine of this name is attached, or it has no epoch yet."""
+
+    code = "unknown_source"
+    field = "source"
+
+
+class BadOffer(KvbmError):
+    """An offer that contradicts itself."""
+
+    code = "bad_message"
+    field = "runs"
+
+
+class ConsolidatorShell:
+    """Translates between ZMQ, NATS and the core. Lives inside its task group."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        core: ConsolidatorCore,
+        socket: ConnectorSocket,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._context = context
+        self._core = core
+        self._socket = socket
+        self._publisher = context.bus.event_publisher(context.source)
+        self.loop: CoreLoop[Input, Effect] = CoreLoop(
+            core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
+        )
+        self.streams = Streams(tasks, context.counters, self._take)
+        self._registrar = Registrar(
+            context.registry,
+            context.host,
+            tasks=tasks,
+            knows=core.knows,
+            lost=self.loop.complete,
+        )
+        self._offers = context.counters.counter(
+            "kvbm_consolidator_offers_total", "Offers passed on to the host tier."
+        )
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Serve until the context is stopping; then all engines are said to hold nothing."""
+        context = self._context
+        context.set_stats(self._stats)
+        context.counters.include(lambda: _families(self._core.statistics()))
+        running = [
+            tasks.create_task(self.loop.run(), name="core"),
+            tasks.create_task(self._publisher.run(), name="publisher"),
+            tasks.create_task(self._socket.run(self._on_message), name="connectors"),
+        ]
+        await context.add_verbs({"snapshot": self._snapshot})
+        context.ready(self._socket.endpoint)
+        await context.stopping.wait()
+        running.pop().cancel()
+        await self._say_goodbye()
+        self.streams.close()
+        for task in running:
+            task.cancel()
+
+    async def _say_goodbye(self) -> None:
+        for engine, (epoch, _) in self._core.positions().items():
+            self.loop.complete(EngineLost(engine, epoch, "stopped"))
+        try:
+            await self.loop.wait_idle(deadline_s=FLUSH_DEADLINE_S)
+            await self._publisher.flush(deadline_s=FLUSH_DEADLINE_S)
+        except DeadlineExceeded as error:
+            log.warning("stopping with work undone: %s", error)
+        await self._registrar.leave_all()
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    async def _take(self, event: Input) -> None:
+        await self.loop.offer(event, deadline_s=INBOX_DEADLINE_S)
+
+    async def _on_message(self, peer: bytes, message: ToConsolidator) -> None:
+        """One message of a connector; a KvbmError is answered with Refused."""
+        match message:
+            case Attach():
+                if message.endpoint:
+                    check_endpoint(message.endpoint, "endpoint")
+                if message.replay_endpoint:
+                    check_endpoint(message.replay_endpoint, "replay_endpoint")
+                await self._take(StreamAttached(message, peer))
+            case Detach(engine=engine, incarnation=incarnation):
+                await self._take(EngineDetached(engine, incarnation))
+            case Beat(engine=engine, incarnation=incarnation):
+                await self._take(BeatReceived(engine, incarnation, peer))
+            case Offered():
+                await self._pass_on(message)
+            case _:
+                assert_never(message)
+
+    async def _pass_on(self, offered: Offered) -> None:
+        """Put an offer on the bus. While NATS is away it is dropped there: its deadline ends it."""
+        if not self._core.knows(offered.engine, offered.incarnation):
+            raise UnknownEngine(f"{offered.engine} {offered.incarnation} is not attached")
+        offer = offer_of(self._context.host, offered)
+        subject = offers_subject(self._context.host)
+        if await self._context.bus.publish(subject, offer_codec.encode(offer)):
+            self._offers.add()
+
+    # ---- effects -----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> Awaitable[Input | None] | None:
+        match effect:
+            case Publish(event):
+                self._publish(event)
+            case Reply(peer, message):
+                self._socket.send(peer, message)
+            case Subscribe():
+                self.streams.follow(effect)
+            case Unsubscribe(key):
+                self.streams.unfollow(key)
+            case RequestReplay():
+                return self.streams.replay(effect)
+            case AskEpoch():
+                return self._registrar.enter(effect)
+            case Describe():
+                return self._registrar.describe(effect)
+            case RevokeEpoch():
+                return self._registrar.leave(effect)
+            case _:
+                assert_never(effect)
+        return None
+
+    def _publish(self, event: Event) -> None:
+        if not event.ts_ms:
+            event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
+        payload = event_codec.encode(event)
+        subject = event_subject(event)
+        self._publisher.publish(subject, payload, epoch=event.epoch, seq=event.seq)
+
+    # ---- verbs -------------------------------------------------------------------------------
+
+    async def _snapshot(self, payload: bytes) -> bytes:
+        request = _snapshot_request.decode(payload)
+        snapshot = self._core.snapshot(request.source)
+        if snapshot is None:
+            raise UnknownSource(f"{request.source} is not attached here")
+        return msgspec.json.encode(snapshot)
+
+    def _stats(self) -> StatsReply:
+        context = self._context
+        statistics = self._core.statistics()
+        positions = self._core.positions()
+        waiting = [engine for engine, (epoch, _) in positions.items() if not epoch]
+        figures = {name: float(value) for name, value in _figures(statistics).items()}
+        return StatsReply(
+            kind=context.kind,
+            host=context.host,
+            instance=context.instance,
+            epoch=context.epoch,
+            ready=not waiting,
+            reasons=[f"{engine} has no epoch yet" for engine in waiting],
+            figures=figures | {"dropped": float(sum(statistics.drops.values()))},
+            positions={engine: list(position) for engine, position in positions.items()},
+        )
+
+
+def offer_of(host: str, offered: Offered) -> Offer:
+    """A connector's offer as it travels on NATS; raises IdentityError, BadOffer, WireError."""
+    runs = [_offer_run(run) for run in offered.runs]
+    if sum(len(run.blocks) for run in runs) > OFFER_BLOCKS_MAX:
+        raise BadOffer(f"an offer has at most {OFFER_BLOCKS_MAX} blocks")
+    if len(offered.namespace) != 32:
+        raise WireError("a namespace digest has 32 bytes", kind="malformed")
+    return Offer(
+        host=host,
+        engine=offered.engine,
+        incarnation=offered.incarnation,
+        offer=offered.offer,
+        namespace=offered.namespace.hex(),
+        deadline_ms=offered.deadline_ms,
+        priority=offered.priority,
+        runs=runs,
+    )
+
+
+def _offer_run(run: OfferedRun) -> OfferRun:
+    hashes = unpack_hashes(run.hashes)
+    if len(hashes) != len(run.blocks):
+        raise BadOffer(f"{len(hashes)} hashes and {len(run.blocks)} blocks in one run")
+    return OfferRun(
+        parent=check_hash(run.parent).hex(),
+        hashes=[block.hex() for block in hashes],
+        blocks=run.blocks,
+    )
+
+
+def _figures(statistics: Statistics) -> dict[str, int]:
+    return {
+        "engines": statistics.engines,
+        "streams": statistics.streams,
+        "blocks": statistics.blocks,
+        "pending_batches": statistics.pending_batches,
+        "orphan_blocks": statistics.orphan_blocks,
+        "batches": statistics.batches,
+        "published": statistics.published,
+        "replays": statistics.replays,
+    }
+
+
+def _families(statistics: Statistics) -> list[Family]:
+    prefix = "consolidator_dropped_total"
+    counts = {f"{prefix}.{reason}": value for reason, value in statistics.drops.items()}
+    for name in ("batches", "published", "replays"):
+        counts[f"consolidator_{name}_total"] = _figures(statistics)[name]
+    gauges = ("engines", "streams", "blocks", "pending_batches", "orphan_blocks")
+    return families_of_counts(counts) + [
+        Family(
+            f"kvbm_consolidator_{name}",
+            "gauge",
+            f"Now: {name.replace('_', ' ')}.",
+            [Sample({}, float(_figures(statistics)[name]))],
+        )
+        for name in gauges
+    ]
+
+
+async def serve_consolidator(context: ServiceContext) -> None:
+    """The life of the service."""
+    lost_after_s = max(context.settings.registry_ttl_s, BEATS_LOST_S)
+    core = ConsolidatorCore(context.host, Limits(lost_after_ms=int(lost_after_s * 1000)))
+    async with ConnectorSocket(context.settings.consolidator_endpoint, context.counters) as socket:
+        streams: Streams | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                shell = ConsolidatorShell(context, core, socket, tasks)
+                streams = shell.streams
+                await shell.run(tasks)
+        finally:
+            if streams is not None:
+                streams.term()
+
+
+def main() -> None:
+    """The entry point of `kvbm serve consolidator`."""
+    run("consolidator", serve_consolidator)

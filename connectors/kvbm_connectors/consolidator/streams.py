@@ -1,0 +1,176 @@
+"""Streams: the ZMQ sockets on which engines publish their events, and are asked for them again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+
+import zmq
+import zmq.asyncio
+from kvbm_common.counters import Counters
+from kvbm_common.errors import KvbmError
+from kvbm_common.logs import OncePerKind
+from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
+from kvbm_common.wire.engine_events import (
+    EngineFrame,
+    decode_batch,
+    replay_request,
+    split_published,
+    split_replayed,
+)
+
+from kvbm_connectors.consolidator.messages import (
+    EngineBatchReceived,
+    Input,
+    ReplayDone,
+    ReplayFailed,
+    RequestReplay,
+    StreamKey,
+    Subscribe,
+)
+
+STREAM_HWM = 100_000
+"""Messages that wait in a socket, as in vLLM: a slow reader loses the rest and sees a gap. In a
+replay it must hold the engine's whole buffer, because a ROUTER drops what does not fit."""
+BURST_MAX = 64
+"""Messages taken at one wake-up before others get their turn."""
+REPLAY_SILENCE_S = 2.0
+"""vLLM answers a replay within 0.1 s; one that says nothing for so long has failed."""
+ENDPOINT = re.compile(r"ipc://\S+|tcp://[^\s*]+:\d+")
+
+Take = Callable[[Input], Awaitable[None]]
+"""Hands an input to the core, waiting for room."""
+
+
+class BadEndpoint(KvbmError):
+    """An endpoint that cannot be connected to."""
+
+    code = "bad_endpoint"
+
+    def __init__(self, endpoint: str, field: str) -> None:
+        super().__init__(f"{endpoint!r} is no ipc://PATH or tcp://ADDRESS:PORT to connect to")
+        self.field = field
+
+
+def check_endpoint(endpoint: str, field: str) -> None:
+    """Raises BadEndpoint unless ZMQ can connect there."""
+    if not ENDPOINT.fullmatch(endpoint):
+        raise BadEndpoint(endpoint, field)
+
+
+class Streams:
+    """One reader per followed stream. Tasks run in the group that is given."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, counters: Counters, take: Take) -> None:
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._tasks = tasks
+        self._take = take
+        self._readers: dict[StreamKey, asyncio.Task[None]] = {}
+        self._log = OncePerKind(logging.getLogger(__name__))
+        self._dropped = counters.counter(
+            "kvbm_consolidator_frames_dropped_total",
+            "Frames of engines that could not be read.",
+            labels=("reason",),
+        )
+
+    def follow(self, effect: Subscribe) -> None:
+        """Begin to read an engine's PUB. It need not be there yet."""
+        assert effect.key not in self._readers, f"{effect.key} is followed already"
+        reader = self._read(effect.key, effect.endpoint, effect.topic.encode())
+        self._readers[effect.key] = self._tasks.create_task(reader, name=f"stream {effect.key}")
+
+    def unfollow(self, key: StreamKey) -> None:
+        """Stop reading it."""
+        self._readers.pop(key).cancel()
+
+    def close(self) -> None:
+        """Stop reading all. The sockets close with their tasks; then `term` may be called."""
+        for reader in self._readers.values():
+            reader.cancel()
+        self._readers.clear()
+
+    def term(self) -> None:
+        """End the ZMQ context, once all tasks are over."""
+        self._context.term()
+
+    async def replay(self, effect: RequestReplay) -> None:
+        """Ask an engine for its buffer and hand it over in order, the outcome last."""
+        key, number = effect.key, effect.replay
+        socket = self._socket(zmq.DEALER)
+        try:
+            socket.connect(effect.endpoint)
+            await socket.send_multipart(replay_request(effect.from_seq))
+            while True:
+                async with asyncio.timeout(REPLAY_SILENCE_S):
+                    frames = await socket.recv_multipart()
+                frame = self._split(split_replayed, frames)
+                if frame is not None and frame.is_end:
+                    await self._take(ReplayDone(key, number))
+                    return
+                await self._hand_over(key, frame, number)
+        except TimeoutError:
+            await self._take(ReplayFailed(key, number, "silent"))
+        except zmq.ZMQError as error:
+            await self._take(ReplayFailed(key, number, str(error)))
+        finally:
+            socket.close()
+
+    async def _read(self, key: StreamKey, endpoint: str, topic: bytes) -> None:
+        socket = self._socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
+            socket.connect(endpoint)
+            while True:
+                frames = await socket.recv_multipart()
+                for _ in range(BURST_MAX):
+                    frame = self._split(split_published, frames)
+                    if frame is not None and topic and frame.topic != topic:
+                        # A subscription is to a prefix; this is a longer topic.
+                        self._dropped.add(reason="other_topic")
+                    else:
+                        await self._hand_over(key, frame, 0)
+                    if not int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                        break
+                    frames = await socket.recv_multipart()
+                await asyncio.sleep(0)
+        except zmq.ZMQError as error:
+            self._drop("socket", f"{key}: {endpoint}: {error}")
+        finally:
+            socket.close()
+
+    def _split(
+        self, split: Callable[[list[bytes]], EngineFrame], frames: list[bytes]
+    ) -> EngineFrame | None:
+        try:
+            return split(frames)
+        except WireError as error:
+            self._drop(error.kind, str(error))
+            return None
+
+    async def _hand_over(self, key: StreamKey, frame: EngineFrame | None, replay: int) -> None:
+        """Decode and hand over; what cannot be decoded leaves a gap, which the core repairs."""
+        if frame is None:
+            return
+        try:
+            if frame.is_end:
+                raise WireError("the end of a replay outside of one", kind="malformed")
+            batch = decode_batch(frame.payload)
+        except WireError as error:
+            self._drop(error.kind, f"{key} seq {frame.seq}: {error}")
+            return
+        await self._take(EngineBatchReceived(key, frame.seq, batch, replay))
+
+    def _drop(self, kind: str, text: str) -> None:
+        self._dropped.add(reason=kind)
+        self._log.warning(kind, text)
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, STREAM_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        return socket

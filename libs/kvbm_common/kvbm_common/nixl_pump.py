@@ -1,0 +1,390 @@
+"""The single-threaded half of the mover: the agent, its transfers, and the import of NIXL.
+
+`nixl.py` has the theory; this module is driven by its thread only, so nothing here locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from kvbm_common.transfers import (
+    BadPeerMetadata,
+    Moved,
+    MoverBusy,
+    MoverClosed,
+    MoverStatistics,
+    MoverUnavailable,
+    PeerLost,
+    Registration,
+    Spans,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
+
+# Transfers handed to NIXL at a time: past 16 × 1 MiB no path here got faster, and a short queue
+# inside NIXL leaves the order to the caller.
+IN_FLIGHT_COUNT_MAX = 64
+# I/Os in NIXL's POSIX pool, where one too many is an error: 1 GiB of 64 KiB blocks. NIXL's own
+# 65,536 costs memory for every agent and was not faster.
+POSIX_IO_COUNT_MAX = 16_384
+# 16 to 1,024 measured alike (1 MiB and 64 KiB, O_DIRECT); NIXL's default.
+POSIX_KERNEL_QUEUE = 256
+# How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 1–2 % of a core.
+IDLE_POLL_S = 0.001
+# Poll tightly until nothing has ended for so long, then pause between polls. Tight is 2.6 times
+# faster than 1 ms for POSIX, but no silent peer is worth a core.
+SPIN_S = 0.02
+PAUSE_S = 0.00005
+
+
+def _import_nixl() -> tuple[ModuleType, ModuleType]:
+    """The API and the bindings of whichever wheel is installed."""
+    # Debian's ibverbs-providers bring a second libnl, and the process then segfaults at exit. An
+    # operator with InfiniBand sets UCX_MODULES, and this default does not apply.
+    os.environ.setdefault("UCX_MODULES", "^ib")
+    # Both libraries print to stdout and stderr, though every failure reaches us as an exception.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    raise_exceptions = logging.raiseExceptions
+    for package in ("nixl_cu12", "nixl_cu13", "nixl"):
+        try:
+            api = importlib.import_module(f"{package}._api")
+            return api, importlib.import_module(f"{package}._bindings")
+        except ModuleNotFoundError:
+            continue
+        finally:
+            logging.raiseExceptions = raise_exceptions  # NIXL turns it off for everybody.
+    raise ModuleNotFoundError("no NIXL wheel is installed (nixl-cu12 or nixl-cu13)")
+
+
+_api, _bindings = _import_nixl()
+NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
+    value
+    for name, value in vars(_bindings).items()
+    if name.startswith("nixl") and name.endswith("Error")
+)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    operation: str
+    peer: str
+    local: Spans
+    remote: Spans
+    deadline: float
+    future: Future[Moved] = field(default_factory=Future)
+    handle: Any = None
+    posted: float = 0.0
+    settling: Future[None] | None = None  # Set when the future has failed and NIXL has not ended.
+
+    @property
+    def file_ios(self) -> int:
+        return self.remote.count if self.remote.kind == "FILE" else 0
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    function: Callable[[Pump], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+class Pump:
+    """The agent and its transfers."""
+
+    def __init__(
+        self,
+        name: str,
+        backends: tuple[str, ...],
+        parameters: dict[str, dict[str, str]],
+        finished: Callable[[], None],
+    ) -> None:
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent: Any = _api.nixl_agent(name, config)
+        for backend in backends:
+            defaults = posix_defaults() if backend == "POSIX" else {}
+            self._agent.create_backend(backend, parameters.get(backend, defaults))
+        self._serves = "UCX" in backends
+        self._finished = finished
+        self._waiting: deque[Transfer] = deque()
+        self._flights: list[Transfer] = []  # In flight and draining.
+        self._leaving: dict[str, Future[None]] = {}
+        self._unsettled: list[Future[None]] = []  # Ended by UCX with an error that proves nothing.
+        self._last_event = 0.0
+        self._serve_at = 0.0
+        self._file_ios = 0
+        self._draining = 0
+        self._transfers_done = 0
+        self._bytes_moved = 0
+        self._failures = 0
+        self._timeouts = 0
+        self._notifications_dropped = 0
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long to wait for a job before the next poll; None: there is nothing to poll."""
+        if len(self._flights) > self._draining:
+            quiet = time.monotonic() - self._last_event > SPIN_S
+            return PAUSE_S if quiet else 0.0
+        return IDLE_POLL_S if self._serves or self._flights or self._waiting else None
+
+    def accept(self, job: Call | Transfer) -> None:
+        if isinstance(job, Transfer):
+            self._waiting.append(job)
+            return
+        if job.future.set_running_or_notify_cancel():
+            try:
+                job.future.set_result(job.function(self))
+            except TransferError as error:
+                job.future.set_exception(error)
+            except NIXL_ERRORS as error:
+                job.future.set_exception(TransferFailed(str(error)))
+            except Exception as error:  # The caller's mistake, so the caller's exception.
+                job.future.set_exception(error)
+        self._finished()
+
+    def poll(self) -> None:
+        """One round: start what may start, ask NIXL about the rest, fail what is late."""
+        now = time.monotonic()
+        while self._waiting and self._may_start(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        for transfer in self._flights[:]:
+            self._ask(transfer)
+        for transfer in self._flights:
+            if transfer.settling is None and now > transfer.deadline:
+                self._timeouts += 1
+                self._drain(transfer, TransferTimeout, "the deadline passed in flight")
+        if now >= self._serve_at:
+            self._serve_at = now + IDLE_POLL_S / 2
+            self._serve(now)
+
+    def finish(self, close_by: float) -> None:
+        """Fail everything, drain until `close_by`, and end the agent."""
+        while self._waiting:
+            self._refuse(self._waiting.popleft(), MoverClosed("the mover was closed"))
+        for transfer in self._flights:
+            if transfer.settling is None:
+                self._drain(transfer, MoverClosed, "the mover was closed in mid-transfer")
+        while self._flights and time.monotonic() < close_by:
+            self.poll()
+            time.sleep(PAUSE_S)
+        self._destroy()
+
+    def register(self, registration: Registration) -> Registration:
+        self._agent.register_memory([_row_of(registration)], registration.kind)
+        return registration
+
+    def deregister(self, registration: Registration) -> None:
+        for transfer in self._flights:
+            if transfer.local.touch(registration) or transfer.remote.touch(registration):
+                raise MoverBusy(f"a transfer still uses {registration}")
+        descriptors = self._agent.get_reg_descs([_row_of(registration)], registration.kind)
+        self._agent.deregister_memory(descriptors)
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> str:
+        try:
+            name = str(self._agent.add_remote_agent(metadata).decode())
+            # The first message opens the connection: it takes 10 to 180 ms off the first read.
+            self._agent.send_notif(name, b"hello")
+        except NIXL_ERRORS as error:
+            raise BadPeerMetadata(f"{len(metadata)} bytes of peer metadata: {error}") from error
+        return name
+
+    def remove_peer(self, name: str, gone: Future[None]) -> None:
+        if name in self._leaving:
+            raise PeerLost(f"{name} is being removed already")
+        self._leaving[name] = gone
+        for transfer in [t for t in self._waiting if t.peer == name]:
+            self._waiting.remove(transfer)
+            self._refuse(transfer, PeerLost(f"{name} was removed"))
+        for transfer in self._flights:
+            if transfer.peer == name and transfer.settling is None:
+                self._drain(transfer, PeerLost, f"{name} was removed in mid-transfer")
+        self._forget_if_settled(name)
+
+    def statistics(self) -> MoverStatistics:
+        return MoverStatistics(
+            waiting=len(self._waiting),
+            in_flight=len(self._flights) - self._draining,
+            draining=self._draining,
+            transfers_done=self._transfers_done,
+            bytes_moved=self._bytes_moved,
+            failures=self._failures,
+            timeouts=self._timeouts,
+            notifications_dropped=self._notifications_dropped,
+        )
+
+    def _may_start(self, transfer: Transfer) -> bool:
+        if len(self._flights) - self._draining >= IN_FLIGHT_COUNT_MAX:
+            return False
+        return self._file_ios + transfer.file_ios <= POSIX_IO_COUNT_MAX
+
+    def _start(self, transfer: Transfer) -> None:
+        if time.monotonic() > transfer.deadline:
+            self._timeouts += 1
+            self._refuse(transfer, TransferTimeout("the deadline passed in the queue"))
+            return
+        if transfer.peer in self._leaving:
+            self._refuse(transfer, PeerLost(f"{transfer.peer} is being removed"))
+            return
+        if not transfer.future.set_running_or_notify_cancel():
+            self._finished()
+            return
+        self._flights.append(transfer)
+        self._file_ios += transfer.file_ios
+        self._last_event = transfer.posted = time.monotonic()
+        try:
+            transfer.handle = self._prepare(transfer)
+            if self._agent.transfer(transfer.handle) == "DONE":
+                self._land(transfer, None)
+        except NIXL_ERRORS as error:
+            self._land(transfer, error)
+
+    def _prepare(self, transfer: Transfer) -> Any:
+        local = self._agent.get_xfer_descs(transfer.local.rows, transfer.local.kind)
+        remote = self._agent.get_xfer_descs(transfer.remote.rows, transfer.remote.kind)
+        return self._agent.initialize_xfer(transfer.operation, local, remote, transfer.peer)
+
+    def _ask(self, transfer: Transfer) -> None:
+        try:
+            if self._agent.check_xfer_state(transfer.handle) == "DONE":
+                self._land(transfer, None)
+        except NIXL_ERRORS as error:
+            self._land(transfer, error)
+
+    def _drain(self, transfer: Transfer, kind: type[TransferError], reason: str) -> None:
+        """Fail the transfer for its caller while NIXL still has it."""
+        self._failures += 1
+        self._draining += 1
+        transfer.settling = Future()
+        transfer.future.set_exception(kind(reason, transfer.settling))
+
+    def _refuse(self, transfer: Transfer, error: TransferError) -> None:
+        """Fail a transfer that NIXL has not seen."""
+        if transfer.future.set_running_or_notify_cancel():
+            self._failures += 1
+            transfer.future.set_exception(error)
+        self._finished()
+
+    def _land(self, transfer: Transfer, error: Exception | None) -> None:
+        """NIXL has ended the transfer, well or not."""
+        self._flights.remove(transfer)
+        self._file_ios -= transfer.file_ios
+        self._last_event = time.monotonic()
+        proven = error is None or self._proves_end(transfer, error)
+        settling = transfer.settling
+        if settling is not None:
+            self._draining -= 1
+        elif error is not None:
+            settling = None if proven else Future()
+            self._failures += 1
+            transfer.future.set_exception(self._explain(transfer, error, settling))
+        else:
+            self._transfers_done += 1
+            self._bytes_moved += transfer.local.bytes
+            seconds = self._last_event - transfer.posted
+            transfer.future.set_result(Moved(transfer.local.bytes, seconds))
+        transfer.handle = None  # Its wrapper releases it.
+        self._settle(settling, proven)
+        self._forget_if_settled(transfer.peer)
+
+    def _settle(self, settling: Future[None] | None, proven: bool) -> None:
+        if settling is not None and not proven:
+            self._unsettled.append(settling)  # It stays counted as unfinished: a bound.
+            return
+        if settling is not None:
+            settling.set_result(None)
+        self._finished()
+
+    def _proves_end(self, transfer: Transfer, error: Exception) -> bool:
+        """Whether nothing can be written any more: see the module's text."""
+        never_posted = transfer.handle is None
+        return never_posted or transfer.remote.kind == "FILE" or self._is_lost(transfer.peer, error)
+
+    def _is_lost(self, peer: str, error: Exception) -> bool:
+        if isinstance(error, _bindings.nixlRemoteDisconnectError):
+            return True
+        # One failed transfer makes NIXL forget the peer; the others then find nobody.
+        return isinstance(error, _bindings.nixlNotFoundError) and not (
+            self._agent.check_remote_metadata(peer)
+        )
+
+    def _explain(
+        self, transfer: Transfer, error: Exception, settling: Future[None] | None
+    ) -> TransferError:
+        what = f"{transfer.operation} of {transfer.local.bytes} bytes, {transfer.local.count} spans"
+        if transfer.remote.kind != "FILE" and self._is_lost(transfer.peer, error):
+            return PeerLost(f"{what}: {transfer.peer} is gone ({error})", settling)
+        return TransferFailed(f"{what}: {error}", settling)
+
+    def _forget_if_settled(self, peer: str) -> None:
+        if peer in self._leaving and all(flight.peer != peer for flight in self._flights):
+            with contextlib.suppress(*NIXL_ERRORS):
+                self._agent.remove_remote_agent(peer)
+            self._leaving.pop(peer).set_result(None)
+
+    def _serve(self, now: float) -> None:
+        """Let UCX answer peers, and expire what waits."""
+        if self._serves:
+            notifications = self._agent.get_new_notifs(["UCX"])
+            self._notifications_dropped += sum(map(len, notifications.values()))
+        for transfer in [t for t in self._waiting if now > t.deadline]:
+            self._waiting.remove(transfer)
+            self._timeouts += 1
+            self._refuse(transfer, TransferTimeout("the deadline passed in the queue"))
+
+    def _destroy(self) -> None:
+        """End the agent, which settles UCX: its worker and connections are gone."""
+        survivors, self._flights = self._flights, []
+        for transfer in survivors:
+            transfer.handle = None
+        self._agent = None
+        for transfer in survivors:
+            if transfer.settling is not None and transfer.remote.kind != "FILE":
+                transfer.settling.set_result(None)
+        for settling in (*self._unsettled, *self._leaving.values()):
+            settling.set_result(None)
+
+
+def posix_defaults() -> dict[str, str]:
+    """Parameters of NIXL's POSIX back end, chosen for this machine."""
+    return {
+        probe_posix(): "true",
+        "ios_pool_size": str(POSIX_IO_COUNT_MAX),
+        "kernel_queue_size": str(POSIX_KERNEL_QUEUE),
+    }
+
+
+@functools.cache
+def probe_posix() -> str:
+    """`use_uring`, or `use_aio` where a container forbids io_uring. Raises `MoverUnavailable`.
+
+    Never `use_posix_aio`: one request's error fails its innocent neighbours, and it is 5 to 10
+    times slower.
+    """
+    for io_queue in ("use_uring", "use_aio"):
+        agent = _api.nixl_agent(
+            "probe", _api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        )
+        with contextlib.suppress(*NIXL_ERRORS):
+            agent.create_backend("POSIX", {io_queue: "true", "ios_pool_size": "64"})
+            return io_queue
+    raise MoverUnavailable("neither io_uring nor Linux AIO is allowed here")
+
+
+def _row_of(registration: Registration) -> tuple[int, int, int, str]:
+    return (registration.address, registration.bytes, registration.device, "")

@@ -1,0 +1,384 @@
+"""The index's core: who holds which block, as true as the events of all sources make it.
+
+Each source's events apply in order of (epoch, seq), each once (source.py has the drawing). A hole
+is never guessed over: the source is asked for a snapshot, and its events wait until it comes; only
+a clear of everything needs no history. A higher epoch is another life: what the old one held is
+gone. Queries are plain methods between steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import assert_never
+
+from kvbm_common.identity import IdentityError, SequenceHash, hashes_from_hex
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+from kvbm_common.wire.verbs import HolderDump, HolderMatch, SnapshotReply
+
+from kvbm_index.holdings import Holdings
+from kvbm_index.messages import (
+    Effect,
+    EventsReceived,
+    Holder,
+    Input,
+    Limits,
+    RegistryRead,
+    RequestSnapshot,
+    SnapshotFailed,
+    SnapshotReceived,
+    SourceKey,
+    SourceLost,
+    SourceSeen,
+    Statistics,
+    Tick,
+)
+from kvbm_index.source import Source, State
+
+STORY_EVENTS_MAX = 2_000
+"""Applied events that are remembered for stories."""
+
+
+class IndexCore:
+    """Pure: time comes in with each step, IO goes out as effects."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._sources: dict[SourceKey, Source] = {}
+        self._holdings = Holdings()
+        self._drops: Counter[str] = Counter()
+        self._applied: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._registry_read = False
+        self._snapshots_flying = 0
+        self._asking = False
+        """Some source may be due for a snapshot: look at all of them at the end of the step."""
+        self._event_count = 0
+        self._snapshot_count = 0
+
+    # ---- the only door -----------------------------------------------------------------------
+
+    def step(self, event: Input, now_ms: int) -> list[Effect]:
+        """Take one input; returns what is to be done about it."""
+        match event:
+            case EventsReceived(events):
+                for each in events:
+                    self._on_event(each, now_ms)
+            case SnapshotReceived(snapshot):
+                self._on_snapshot(snapshot, now_ms)
+            case SnapshotFailed(key):
+                self._on_snapshot_failed(key, now_ms)
+            case SourceSeen(key, epoch):
+                self._on_seen(key, epoch, now_ms)
+            case SourceLost(key, epoch):
+                self._on_lost(key, epoch, now_ms)
+            case RegistryRead():
+                self._on_registry_read(now_ms)
+            case Tick():
+                self._on_tick(now_ms)
+            case _:
+                assert_never(event)
+        return self._ask_snapshots(now_ms) if self._asking else []
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[SequenceHash]) -> list[HolderMatch]:
+        """How many of `hashes` each holder has without a hole, from the first on; longest first."""
+        return [
+            HolderMatch(**holder._asdict(), blocks=blocks)
+            for holder, blocks in self._holdings.match(hashes)
+        ]
+
+    def dump(self, source: str | None = None) -> list[HolderDump]:
+        """The blocks of every holder (of one source), sorted, and the position they stand for."""
+        return [
+            HolderDump(
+                **holder._asdict(),
+                epoch=found.epoch,
+                seq=found.seq,
+                hashes=sorted(block.hex() for block in blocks),
+            )
+            for key, found in sorted(self._sources.items())
+            if source in (None, key.source)
+            for holder, blocks in sorted(self._holdings.of(key).items())
+        ]
+
+    def holders(self, source: str | None = None) -> list[tuple[Holder, int, int, int]]:
+        """Every holder (of one source) with its epoch, seq and number of blocks."""
+        return [
+            (holder, found.epoch, found.seq, len(blocks))
+            for key, found in sorted(self._sources.items())
+            if source in (None, key.source)
+            for holder, blocks in sorted(self._holdings.of(key).items())
+        ]
+
+    def positions(self) -> dict[SourceKey, tuple[int, int]]:
+        """Source → (epoch, seq) applied, of all sources that are not gone."""
+        return {
+            key: (source.epoch, source.seq)
+            for key, source in self._sources.items()
+            if source.state is not State.GONE
+        }
+
+    def behind(self) -> list[SourceKey]:
+        """Sources whose snapshot is missing."""
+        return [key for key, source in self._sources.items() if source.state is State.BEHIND]
+
+    def story(self, sequence_hash: SequenceHash) -> list[str]:
+        """Which events about a block were lately applied, newest last."""
+        text = sequence_hash.hex()
+        return [
+            f"{now_ms} ms {event.__struct_config__.tag} {event.host}/{event.source} "
+            f"epoch {event.epoch} seq {event.seq}"
+            for now_ms, event in self._applied
+            if _mentions(event, text)
+        ]
+
+    def statistics(self) -> Statistics:
+        """Figures, for metrics."""
+        sources = self._sources.values()
+        return Statistics(
+            sources=sum(source.state is not State.GONE for source in sources),
+            sources_behind=len(self.behind()),
+            holders=self._holdings.holder_count,
+            blocks=self._holdings.block_count,
+            buffered_events=sum(len(source.waiting) for source in sources),
+            snapshots_in_flight=self._snapshots_flying,
+            events=self._event_count,
+            snapshots=self._snapshot_count,
+            drops=dict(self._drops),
+        )
+
+    def check(self) -> None:
+        """Every invariant, O(n)."""
+        self._holdings.check()
+        flying = 0
+        for key, source in self._sources.items():
+            assert key == source.key
+            source.check(self._limits)
+            flying += source.asked_at_ms is not None
+            if source.state is State.GONE:
+                assert not self._holdings.of(key), f"{key} is gone and holds something"
+        assert flying == self._snapshots_flying <= self._limits.snapshots_max
+        assert len(self._sources) <= self._limits.sources_max
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event, now_ms: int) -> None:
+        source = self._source_of(SourceKey(event.host, event.source), now_ms)
+        if source is None:
+            self._drops["sources_full"] += 1
+            return
+        if event.epoch > source.epoch:
+            self._begin(source, event.epoch)
+        if event.epoch < source.epoch:
+            self._drops["old_epoch"] += 1
+        elif event.seq <= source.seq:
+            self._drops["duplicate"] += 1
+        elif isinstance(event, Cleared) and not event.rank_only:
+            self._apply_clear(source, event, now_ms)
+        elif event.seq == source.seq + 1 and not source.hollow:
+            self._apply(source, event, now_ms)
+            self._apply_waiting(source, now_ms)
+        else:
+            self._wait(source, event, now_ms)
+
+    def _apply_clear(self, source: Source, event: Event, now_ms: int) -> None:
+        """Whatever we missed before, the source holds nothing now."""
+        self._apply(source, event, now_ms)
+        if source.state is not State.GONE:
+            self._apply_waiting(source, now_ms)
+
+    def _wait(self, source: Source, event: Event, now_ms: int) -> None:
+        """The event is behind a hole, or its source was taken for dead."""
+        self._fall_behind(source, now_ms)
+        if event.seq in source.waiting:
+            self._drops["duplicate"] += 1
+        elif len(source.waiting) >= self._limits.buffer_events_max:
+            self._drops["buffer_full"] += 1
+        else:
+            source.waiting[event.seq] = event
+
+    def _apply_waiting(self, source: Source, now_ms: int) -> None:
+        """What waited and is next now. Nothing left: the source is current."""
+        while source.waiting:
+            event = source.waiting.pop(source.seq + 1, None)
+            if event is None:
+                return
+            self._apply(source, event, now_ms)
+            if source.hollow:
+                return
+        if not source.hollow:
+            source.catch_up()
+
+    def _apply(self, source: Source, event: Event, now_ms: int) -> None:
+        try:
+            self._change(source.key, event)
+        except IdentityError:
+            # Only a snapshot can repair what it would have said.
+            self._drops["malformed"] += 1
+            source.hollow = True
+            self._fall_behind(source, now_ms)
+            return
+        source.jump(event.seq)
+        self._event_count += 1
+        self._applied.append((now_ms, event))
+
+    def _change(self, key: SourceKey, event: Event) -> None:
+        match event:
+            case Stored():
+                hashes = [block for run in event.runs for block in hashes_from_hex(run.hashes)]
+                self._holdings.add(_holder_of(event), hashes)
+            case Removed():
+                self._holdings.discard(_holder_of(event), hashes_from_hex(event.hashes))
+            case Cleared():
+                self._holdings.drop(key, event.rank if event.rank_only else None)
+
+    # ---- snapshots ---------------------------------------------------------------------------
+
+    def _ask_snapshots(self, now_ms: int) -> list[Effect]:
+        self._asking = False
+        effects: list[Effect] = []
+        for source in self._sources.values():
+            if self._snapshots_flying >= self._limits.snapshots_max:
+                break
+            if source.should_ask(now_ms):
+                source.asked_at_ms = now_ms
+                self._snapshots_flying += 1
+                effects.append(RequestSnapshot(source.key))
+        return effects
+
+    def _on_snapshot(self, snapshot: SnapshotReply, now_ms: int) -> None:
+        source = self._landed(SourceKey(snapshot.host, snapshot.source))
+        if source is None or source.state is not State.BEHIND:
+            return
+        if (snapshot.epoch, snapshot.seq) < (source.epoch, source.seq):
+            self._drops["old_snapshot"] += 1
+            source.retry_later(now_ms, self._limits)
+            return
+        try:
+            blocks = _blocks_of(snapshot)
+        except IdentityError:
+            self._drops["malformed"] += 1
+            source.retry_later(now_ms, self._limits)
+            return
+        if snapshot.epoch > source.epoch:
+            self._begin(source, snapshot.epoch)
+        self._holdings.drop(source.key)
+        for holder, hashes in blocks:
+            self._holdings.add(holder, hashes)
+        self._snapshot_count += 1
+        source.jump(snapshot.seq)
+        self._apply_waiting(source, now_ms)
+        if source.state is State.BEHIND:
+            source.retry_later(now_ms, self._limits)
+
+    def _on_snapshot_failed(self, key: SourceKey, now_ms: int) -> None:
+        source = self._landed(key)
+        self._drops["snapshot_failed"] += 1
+        if source is not None:
+            source.retry_later(now_ms, self._limits)
+
+    def _landed(self, key: SourceKey) -> Source | None:
+        """The source whose snapshot flew; None if none did (it took longer than its deadline)."""
+        source = self._sources.get(key)
+        if source is None or source.asked_at_ms is None:
+            self._drops["late_snapshot"] += 1
+            return None
+        source.asked_at_ms = None
+        self._snapshots_flying -= 1
+        self._asking = True
+        return source
+
+    # ---- lives -------------------------------------------------------------------------------
+
+    def _on_seen(self, key: SourceKey, epoch: int, now_ms: int) -> None:
+        """A life that we have heard nothing of is asked for a snapshot, if it stays silent."""
+        source = self._source_of(key, now_ms)
+        if source is None:
+            self._drops["sources_full"] += 1
+            return
+        source.registered = True
+        if epoch > source.epoch:
+            self._begin(source, epoch)
+            self._fall_behind(source, now_ms + self._limits.settle_ms)
+        elif epoch == source.epoch and source.state is State.GONE:
+            self._fall_behind(source, now_ms)
+
+    def _on_lost(self, key: SourceKey, epoch: int, now_ms: int) -> None:
+        source = self._sources.get(key)
+        if source is not None and epoch >= source.epoch:
+            self._leave(source, now_ms)
+
+    def _on_registry_read(self, now_ms: int) -> None:
+        self._registry_read = True
+        for source in self._sources.values():
+            source.unregistered_since_ms = now_ms
+
+    def _on_tick(self, now_ms: int) -> None:
+        self._asking = True
+        for source in self._sources.values():
+            asked_at_ms = source.asked_at_ms
+            if asked_at_ms is not None and (
+                now_ms - asked_at_ms > self._limits.snapshot_deadline_ms
+            ):
+                self._on_snapshot_failed(source.key, now_ms)
+            silent_ms = now_ms - source.unregistered_since_ms
+            dead = not source.registered and silent_ms > self._limits.unregistered_ms
+            if self._registry_read and dead and source.state is not State.GONE:
+                self._leave(source, now_ms)
+
+    def _begin(self, source: Source, epoch: int) -> None:
+        """Another life: the old one's blocks are gone."""
+        source.begin(epoch)
+        self._holdings.drop(source.key)
+
+    def _fall_behind(self, source: Source, ask_at_ms: int) -> None:
+        source.fall_behind(ask_at_ms)
+        self._asking = True
+
+    def _leave(self, source: Source, now_ms: int) -> None:
+        source.leave()
+        source.registered = False
+        source.unregistered_since_ms = now_ms
+        self._holdings.drop(source.key)
+
+    def _source_of(self, key: SourceKey, now_ms: int) -> Source | None:
+        """The source, made if it is new. None: there are too many."""
+        source = self._sources.get(key)
+        if source is None:
+            if len(self._sources) >= self._limits.sources_max and not self._forget_gone():
+                return None
+            source = self._sources[key] = Source(key, unregistered_since_ms=now_ms)
+        return source
+
+    def _forget_gone(self) -> bool:
+        """Make room: forget the source that was made first among those that are gone."""
+        for key, source in self._sources.items():
+            if source.state is State.GONE and source.asked_at_ms is None:
+                del self._sources[key]
+                return True
+        return False
+
+
+def _holder_of(event: Stored | Removed) -> Holder:
+    return Holder(event.host, event.source, event.tier, event.rank, event.group)
+
+
+def _blocks_of(snapshot: SnapshotReply) -> list[tuple[Holder, list[SequenceHash]]]:
+    """The blocks of a snapshot by holder; raises IdentityError."""
+    host, source, tier = snapshot.host, snapshot.source, snapshot.tier
+    return [
+        (Holder(host, source, tier, part.rank, part.group), hashes_from_hex(run.hashes))
+        for part in snapshot.parts
+        for run in part.runs
+    ]
+
+
+def _mentions(event: Event, text: str) -> bool:
+    match event:
+        case Stored():
+            return any(text in run.hashes for run in event.runs)
+        case Removed():
+            return text in event.hashes
+        case Cleared():
+            return True

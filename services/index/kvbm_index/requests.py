@@ -1,0 +1,89 @@
+"""Requests to the index: decoded, or refused with the field that is at fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+import msgspec
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import (
+    Hasher,
+    IdentityError,
+    Namespace,
+    SequenceHash,
+    hashes_from_hex,
+    request_extras,
+)
+from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, WireError
+from kvbm_common.wire.verbs import MatchRequest
+
+HASHERS_MAX = 64
+"""Namespaces whose hashers are kept."""
+
+Request = TypeVar("Request")
+
+
+class BadRequest(KvbmError):
+    """A request that cannot be answered; `field` is at fault."""
+
+    code = "bad_request"
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ReplyTooLarge(KvbmError):
+    """The answer does not fit in a message; ask for one source."""
+
+    code = "reply_too_large"
+
+
+_PATHS: tuple[Callable[[str], re.Match[str] | None], ...] = (
+    re.compile(r"missing required field `(\w+)`").search,
+    re.compile(r"`\$\.(\w+)").search,
+    re.compile(r"^(namespace\.\w+)").search,
+)
+
+
+def decoded(codec: JsonCodec[Request], payload: bytes) -> Request:
+    """A request; raises BadRequest that names the field where one is at fault."""
+    try:
+        return codec.decode(payload or b"{}")
+    except WireError as error:
+        text = str(error)
+        found = next((match for path in _PATHS if (match := path(text))), None)
+        raise BadRequest(text, found[1] if found else "") from error
+
+
+def hashes_of(request: MatchRequest) -> Sequence[SequenceHash]:
+    """The blocks that a request asks for; raises BadRequest."""
+    if request.hashes is not None and request.tokens is not None:
+        raise BadRequest("give hashes or tokens, not both", "tokens")
+    try:
+        if request.hashes is not None:
+            return hashes_from_hex(request.hashes)
+        if request.tokens is None:
+            raise BadRequest("give hashes, or tokens with a namespace", "hashes")
+        if request.namespace is None:
+            raise BadRequest("tokens need a namespace", "namespace")
+        extras = request_extras(lora=request.lora, salt=request.salt)
+        return _hasher(request.namespace).chain(request.tokens, extras=extras)
+    except IdentityError as error:
+        raise BadRequest(str(error), "tokens" if request.hashes is None else "hashes") from error
+
+
+@lru_cache(maxsize=HASHERS_MAX)
+def _hasher(namespace: Namespace) -> Hasher:
+    return Hasher(namespace)
+
+
+def encoded(reply: msgspec.Struct) -> bytes:
+    """The reply as it travels; raises ReplyTooLarge."""
+    payload = msgspec.json.encode(reply)
+    if len(payload) > MESSAGE_BYTES_MAX:
+        raise ReplyTooLarge(f"{len(payload)} bytes; ask for one source, or for `holders`")
+    return payload

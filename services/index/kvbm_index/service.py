@@ -1,0 +1,307 @@
+"""The index's shell: the event stream and the registry in, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+
+import msgspec
+from kvbm_common.counters import Family, Sample, families_of_counts
+from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
+from kvbm_common.event_subscription import EventMessage, EventSubscription
+from kvbm_common.logs import OncePerKind
+from kvbm_common.loop import CoreLoop
+from kvbm_common.registry import Changed, Joined, Left, RegistryEvent, ServiceRecord
+from kvbm_common.service import ServiceContext, run
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.events import Event, event_codec, event_subject
+from kvbm_common.wire.holders import HoldersReply, HolderSummary
+from kvbm_common.wire.verbs import (
+    DumpReply,
+    DumpRequest,
+    MatchReply,
+    MatchRequest,
+    SnapshotReply,
+    SnapshotRequest,
+    StatsReply,
+    verb_subject,
+)
+
+from kvbm_index.core import IndexCore
+from kvbm_index.messages import (
+    Effect,
+    EventsReceived,
+    Input,
+    Limits,
+    RegistryRead,
+    SnapshotFailed,
+    SnapshotReceived,
+    SourceKey,
+    SourceLost,
+    SourceSeen,
+    Statistics,
+    Tick,
+)
+from kvbm_index.requests import decoded, encoded, hashes_of
+
+INBOX_BATCHES_MAX = 64
+"""Batches of up to 256 events that wait for the core: flow control holds the rest at NATS."""
+INBOX_DEADLINE_S = 30.0
+"""A core that takes nothing for so long is broken."""
+TICK_MS = 50
+SNAPSHOT_DEADLINE_S = 5.0
+"""A million blocks take about a second to say."""
+READY_DEADLINE_S = 3.0
+"""How long the start waits for the history of the stream; a longer one is read while serving."""
+TIER_KINDS = ("host-tier", "disk-tier")
+
+log = logging.getLogger(__name__)
+_match_request: JsonCodec[MatchRequest] = JsonCodec(MatchRequest)
+_dump_request: JsonCodec[DumpRequest] = JsonCodec(DumpRequest)
+_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
+
+
+class IndexShell:
+    """Translates between NATS and the core."""
+
+    def __init__(self, context: ServiceContext, core: IndexCore) -> None:
+        self._context = context
+        self._core = core
+        self._loop: CoreLoop[Input, Effect] = CoreLoop(
+            core, self._carry_out, inbox_size=INBOX_BATCHES_MAX, tick=Tick, tick_ms=TICK_MS
+        )
+        self._consolidators: dict[str, set[str]] = {}
+        """The instances on each host."""
+        self._caught_up = False
+        self._registry_read = False
+        self._log = OncePerKind(log)
+        counters = context.counters
+        self._dropped = counters.counter(
+            "kvbm_index_messages_dropped_total",
+            "Messages of the event stream that could not be read.",
+            labels=("reason",),
+        )
+        self._lag = counters.histogram(
+            "kvbm_index_event_lag_seconds",
+            "From an event's time stamp to its arrival; one event of each batch.",
+        )
+        self._match_time = counters.histogram(
+            "kvbm_index_match_seconds", "Time to answer a match, without the way there and back."
+        )
+
+    async def run(self) -> None:
+        """Serve until the context is stopping."""
+        context = self._context
+        context.set_stats(self._stats)
+        context.counters.include(lambda: _families(self._core.statistics()))
+        async with (
+            context.bus.event_subscription(start="all") as events,
+            asyncio.TaskGroup() as tasks,
+        ):
+            running = [
+                tasks.create_task(self._loop.run(), name="core"),
+                tasks.create_task(self._follow(events), name="events"),
+                tasks.create_task(self._wait_caught_up(events), name="catch up"),
+                tasks.create_task(self._read_registry(), name="registry"),
+            ]
+            forget = context.registry.watch(self._registry_changed)
+            await self._wait_ready()
+            await self._add_verbs()
+            context.ready(verb_subject("index", "*"))
+            await context.stopping.wait()
+            forget()
+            for task in running:
+                task.cancel()
+
+    async def _add_verbs(self) -> None:
+        verbs = {
+            "match": self._match,
+            "match_tokens": self._match,
+            "dump": self._dump,
+            "holders": self._holders,
+        }
+        await self._context.add_verbs(verbs, shared=True)
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    async def _follow(self, subscription: EventSubscription) -> None:
+        async for batch in subscription:
+            events = tuple(event for message in batch if (event := self._event_of(message)))
+            if events:
+                self._observe_lag(events[-1])
+                await self._loop.offer(EventsReceived(events), deadline_s=INBOX_DEADLINE_S)
+
+    def _event_of(self, message: EventMessage) -> Event | None:
+        try:
+            event = event_codec.decode(message.payload)
+            if message.subject != event_subject(event):
+                raise WireError(f"{event_subject(event)} on another subject", kind="wrong_subject")
+        except WireError as error:
+            self._dropped.add(reason=error.kind)
+            self._log.warning(error.kind, f"{message.subject}: {error}")
+            return None
+        return event
+
+    def _observe_lag(self, event: Event) -> None:
+        lag_s = time.time() - event.ts_ms / 1000
+        if event.ts_ms and 0 <= lag_s < INBOX_DEADLINE_S:
+            self._lag.observe(lag_s)
+
+    async def _wait_caught_up(self, subscription: EventSubscription) -> None:
+        while not self._caught_up:
+            try:
+                await subscription.wait_caught_up(deadline_s=READY_DEADLINE_S)
+                self._caught_up = True
+            except DeadlineExceeded as error:
+                self._log.warning("catch_up", f"still reading the stream: {error}")
+
+    async def _read_registry(self) -> None:
+        while not self._registry_read:
+            try:
+                await self._context.registry.list()
+                self._loop.complete(RegistryRead())
+                self._registry_read = True
+            except RegistryUnavailable as error:
+                self._log.warning("registry", str(error))
+                await asyncio.sleep(SNAPSHOT_DEADLINE_S / 10)
+
+    async def _wait_ready(self) -> None:
+        """Until history and registry are read, or the deadline: then it serves what it knows."""
+        give_up_s = time.monotonic() + READY_DEADLINE_S
+        while self._reasons() and time.monotonic() < give_up_s:
+            if self._context.stopping.is_set():
+                return
+            await asyncio.sleep(TICK_MS / 5000)
+
+    def _registry_changed(self, event: RegistryEvent) -> None:
+        record = event.record
+        if record.kind == "consolidator":
+            instances = self._consolidators.setdefault(record.host, set())
+            (instances.discard if isinstance(event, Left) else instances.add)(record.instance)
+        key = _source_of(record)
+        if key is None:
+            return
+        match event:
+            case Joined() | Changed():
+                self._loop.complete(SourceSeen(key, record.epoch))
+            case Left():
+                self._loop.complete(SourceLost(key, record.epoch))
+
+    # ---- effects -----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> Awaitable[Input | None]:
+        return self._fetch_snapshot(effect.key)
+
+    async def _fetch_snapshot(self, key: SourceKey) -> Input:
+        kind, instance = self._owner_of(key)
+        subject = verb_subject(kind, "snapshot", host=key.host, instance=instance)
+        request = msgspec.json.encode(SnapshotRequest(source=key.source))
+        try:
+            payload = await self._context.bus.request(
+                subject, request, deadline_s=SNAPSHOT_DEADLINE_S
+            )
+            reply = _snapshot_reply.decode(payload)
+        except KvbmError as error:
+            self._log.warning(f"snapshot_{error.code}", f"{key.host}/{key.source}: {error}")
+            return SnapshotFailed(key, error.code)
+        if (reply.host, reply.source) != key:
+            return SnapshotFailed(key, "wrong_source")
+        return SnapshotReceived(reply)
+
+    def _owner_of(self, key: SourceKey) -> tuple[str, str]:
+        """Who answers for a source: a tier for itself, the consolidator of its host for an engine.
+
+        An engine cannot be called like a tier: the consolidator refuses that.
+        """
+        for kind in TIER_KINDS:
+            if key.source.startswith(f"{kind}-"):
+                return kind, key.source.removeprefix(f"{kind}-")
+        return "consolidator", min(self._consolidators.get(key.host, ()), default="0")
+
+    # ---- verbs -------------------------------------------------------------------------------
+
+    async def _match(self, payload: bytes) -> bytes:
+        start_s = time.perf_counter()
+        hashes = hashes_of(decoded(_match_request, payload))
+        reply = MatchReply(asked=len(hashes), matches=self._core.match(hashes))
+        answer = msgspec.json.encode(reply)
+        self._match_time.observe(time.perf_counter() - start_s)
+        return answer
+
+    async def _dump(self, payload: bytes) -> bytes:
+        request = decoded(_dump_request, payload)
+        return encoded(DumpReply(holders=self._core.dump(request.source)))
+
+    async def _holders(self, payload: bytes) -> bytes:
+        request = decoded(_dump_request, payload)
+        summaries = [
+            HolderSummary(**holder._asdict(), epoch=epoch, seq=seq, blocks=blocks)
+            for holder, epoch, seq, blocks in self._core.holders(request.source)
+        ]
+        return encoded(HoldersReply(holders=summaries))
+
+    def _stats(self) -> StatsReply:
+        context = self._context
+        statistics = self._core.statistics()
+        figures = {name: float(value) for name, value in _figures(statistics).items()}
+        positions = self._core.positions()
+        return StatsReply(
+            kind=context.kind,
+            host=context.host,
+            instance=context.instance,
+            epoch=context.epoch,
+            ready=not self._reasons(),
+            reasons=self._reasons(),
+            figures=figures | {"dropped": float(sum(statistics.drops.values()))},
+            positions={f"{key.host}.{key.source}": list(at) for key, at in positions.items()},
+        )
+
+    def _reasons(self) -> list[str]:
+        reasons = [] if self._caught_up else ["reading the event stream"]
+        return reasons if self._registry_read else [*reasons, "reading the registry"]
+
+
+def _source_of(record: ServiceRecord) -> SourceKey | None:
+    """The source that a registered service is; None if it is none."""
+    if record.kind == "engine":
+        return SourceKey(record.host, record.instance)
+    if record.kind in TIER_KINDS:
+        return SourceKey(record.host, f"{record.kind}-{record.instance}")
+    return None
+
+
+def _figures(statistics: Statistics) -> dict[str, int]:
+    return {
+        "sources": statistics.sources,
+        "sources_behind": statistics.sources_behind,
+        "holders": statistics.holders,
+        "blocks": statistics.blocks,
+        "buffered_events": statistics.buffered_events,
+        "events": statistics.events,
+        "snapshots": statistics.snapshots,
+    }
+
+
+def _families(statistics: Statistics) -> list[Family]:
+    counts = {f"index_dropped_total.{name}": value for name, value in statistics.drops.items()}
+    counts["index_events_total"] = statistics.events
+    counts["index_snapshots_total"] = statistics.snapshots
+    gauges = ("sources", "sources_behind", "holders", "blocks", "buffered_events")
+    figures = _figures(statistics)
+    return families_of_counts(counts) + [
+        Family(f"kvbm_index_{name}", "gauge", f"Now: {name}.", [Sample({}, float(figures[name]))])
+        for name in gauges
+    ]
+
+
+async def serve_index(context: ServiceContext) -> None:
+    """The life of the service."""
+    limits = Limits(unregistered_ms=int(context.settings.registry_ttl_s * 1000))
+    await IndexShell(context, IndexCore(limits)).run()
+
+
+def main() -> None:
+    """The entry point of `kvbm serve index`."""
+    run("index", serve_index)

@@ -1,0 +1,75 @@
+"""A private stack with sim engines on it, for the integration tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvbm_common.bus import Bus
+from kvbm_common.counters import Counters
+from kvbm_common.stack import Stack
+from kvbm_connectors.sim.check import StackView
+from kvbm_connectors.sim.command import DemoOptions
+from kvbm_connectors.sim.control import Finished
+from kvbm_connectors.sim.driver import EngineHandle, run_turns
+from kvbm_connectors.sim.workload import Turn, conversations
+
+
+@dataclass(slots=True)
+class Running:
+    """Everything that a test talks to."""
+
+    stack: Stack
+    engines: list[EngineHandle]
+    view: StackView
+    finished: list[Finished] = field(default_factory=list)
+    on_count: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """Called when so many requests have finished."""
+
+    def take(self, _turn: Turn, finished: Finished) -> None:
+        """A request is done."""
+        self.finished.append(finished)
+        action = self.on_count.get(len(self.finished))
+        if action is not None:
+            action()
+
+    async def run(self, *, requests: int, seed: int = 1, prefix: str = "r") -> None:
+        """Run a workload to its end."""
+        await run_turns(
+            self.engines,
+            conversations(requests=requests, seed=seed),
+            concurrency=8,
+            on_finished=self.take,
+            prefix=prefix,
+        )
+
+    def mismatches(self) -> int:
+        """Onboarded blocks that did not hold what they must."""
+        return sum(finished.mismatches for finished in self.finished)
+
+    def errors(self) -> set[str]:
+        """What requests have failed with."""
+        return {finished.error for finished in self.finished} - {""}
+
+
+@asynccontextmanager
+async def running(
+    overrides: Mapping[str, object], *, engines: int = 2, tensor_parallel: int = 1
+) -> AsyncIterator[Running]:
+    """Start a stack and engines; ends them in order."""
+    options = DemoOptions(engines=engines, block_kib=64, tensor_parallel=tensor_parallel)
+    async with AsyncExitStack() as cleanup:
+        stack = await cleanup.enter_async_context(Stack.private(overrides))
+        bus = await Bus.connect(stack.nats_url, "test", counters=Counters(), deadline_s=5)
+        cleanup.push_async_callback(bus.close)
+        handles: list[EngineHandle] = []
+        for number in range(engines):
+            config = options.engine_config(number, stack.settings)
+            assert stack.log_dir is not None
+            engine = EngineHandle(config, log_path=stack.log_dir / f"{config.name}.log")
+            cleanup.push_async_callback(engine.stop)
+            handles.append(engine)
+        assert all(await asyncio.gather(*(engine.start() for engine in handles)))
+        yield Running(stack, handles, StackView(bus, stack.settings))

@@ -1,0 +1,72 @@
+"""kill -9 of each service while engines work: nothing wrong is served, and all converges."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+from kvbm_connectors.sim.check import check_stack
+
+from tests.integration.running import running
+
+TIERS = {"cpu_cache_gb": 0.1, "disk_cache_gb": 0.5, "disable_disk_offload_filter": True}
+REQUESTS_PER_FAULT = 80
+
+
+@pytest.mark.timeout(180)
+async def test_every_service_may_be_killed_during_the_load() -> None:
+    """Goal: losing a service loses at most cached blocks.
+
+    1. Engines work all the time. After each 80 requests one service is killed with SIGKILL and
+       started again while the requests go on.
+    2. Every request has finished, none with an error, none with a wrong block.
+    3. At the end no lease is left and the index agrees with every tier and engine.
+    4. After that the cache still works: the same requests hit again.
+    """
+    victims = ("host-tier", "disk-tier", "index", "consolidator", "nats")
+    async with running(TIERS) as run, asyncio.TaskGroup() as faults:
+
+        async def fail(kind: str) -> None:
+            await run.stack.kill(kind)
+            await run.stack.start(kind)
+            await run.stack.wait_ready(kind)
+
+        def strike(kind: str) -> None:
+            faults.create_task(fail(kind), name=f"kill {kind}")
+
+        for number, kind in enumerate(victims):
+            run.on_count[40 + number * REQUESTS_PER_FAULT] = partial(strike, kind)
+        await run.run(requests=REQUESTS_PER_FAULT * len(victims))
+
+        assert len(run.finished) == REQUESTS_PER_FAULT * len(victims)
+        assert not run.errors()
+        assert run.mismatches() == 0
+        verdict = await check_stack(run.view, run.engines, with_disk=True)
+        assert verdict.differences == []
+        assert verdict.leases_left == verdict.staged_left == 0
+
+        run.finished.clear()
+        run.on_count.clear()
+        await run.run(requests=60, seed=1, prefix="again")
+        assert sum(f.host_blocks + f.disk_blocks for f in run.finished) > 0
+        assert run.mismatches() == 0
+
+
+@pytest.mark.timeout(120)
+async def test_a_killed_engine_leaves_nothing_behind() -> None:
+    """Goal: an engine's death ends its leases and its blocks leave the index.
+
+    1. Two engines work; one is killed with SIGKILL in the middle.
+    2. Its leases are taken back, the index forgets its blocks, the other one goes on.
+    """
+    async with running(TIERS | {"registry_ttl_s": 2}) as run:
+        await run.run(requests=40)
+        dead = run.engines.pop()
+        await dead.kill()
+        verdict = await check_stack(run.view, run.engines, with_disk=True)
+        assert verdict.differences == []
+        assert verdict.leases_left == 0
+        await run.run(requests=20, seed=3, prefix="after")
+        assert run.mismatches() == 0
+        await dead.stop()

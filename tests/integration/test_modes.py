@@ -1,0 +1,82 @@
+"""The demo and the modes of the tiers, end to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from kvbm_connectors.sim.check import check_stack
+
+from tests.integration.running import running
+
+
+def demo(*arguments: str, json: Path) -> tuple[int, dict[str, Any]]:
+    """Run `kvbm demo`; returns its exit code and figures."""
+    command = [sys.executable, "-m", "kvbm_common.cli", "demo", "--json", str(json), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert json.exists(), done.stdout + done.stderr
+    return done.returncode, orjson.loads(json.read_bytes())
+
+
+@pytest.mark.timeout(120)
+def test_the_demo_uses_every_tier_and_verifies(tmp_path: Path) -> None:
+    """Goal: the figures that `--json` promises, and a stack that leaves nothing behind."""
+    before = set(os.listdir("/dev/shm"))
+    code, figures = demo("--requests", "300", json=tmp_path / "figures.json")
+    assert code == 0
+    assert figures["requests"] >= 300
+    assert figures["mismatches"] == figures["leases_left"] == 0
+    assert figures["views_consistent"] is True
+    assert figures["blocks_verified"] > 1000
+    assert all(figures["hit_rate"][tier] > 0 for tier in ("device", "host", "disk"))
+    assert 0 < figures["ttft_ms"]["cached"] < figures["ttft_ms"]["recomputed"]
+    assert set(figures["paths"]) == {"d2h", "h2d", "h2disk", "disk2h", "d2disk"}
+    for path in ("d2h", "h2d", "h2disk", "disk2h"):
+        assert figures["paths"][path]["blocks"] > 0
+        assert figures["paths"][path]["gb_per_s"] > 0
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.timeout(120)
+def test_disk_only(tmp_path: Path) -> None:
+    """Goal: DYN_KVBM_DISK_CACHE_GB alone stages in a small arena, and counts d2d."""
+    code, figures = demo(
+        "--requests", "150", "--host-gb", "0", "--disk-gb", "1", json=tmp_path / "figures.json"
+    )
+    assert code == 0
+    assert figures["hit_rate"]["disk"] > 0
+    assert figures["paths"]["d2disk"]["blocks"] > 0
+    assert figures["mismatches"] == 0
+
+
+@pytest.mark.timeout(120)
+async def test_tensor_parallel_blocks_are_the_parts_of_all_ranks() -> None:
+    """Goal: with two ranks a block is stored and loaded as two parts, and both are compared."""
+    async with running({"cpu_cache_gb": 0.2}, engines=1, tensor_parallel=2) as run:
+        await run.run(requests=60)
+        assert await run.engines[0].reset()
+        await run.run(requests=30, prefix="again")
+        assert sum(finished.host_blocks for finished in run.finished) > 0
+        assert run.mismatches() == 0
+        verdict = await check_stack(run.view, run.engines, with_disk=False)
+        assert verdict.differences == []
+
+
+@pytest.mark.timeout(120)
+async def test_two_engines_share_one_cache() -> None:
+    """Goal: what one engine computed, the other onboards."""
+    async with running({"cpu_cache_gb": 0.3}) as run:
+        first, second = run.engines
+        run.engines[:] = [first]
+        await run.run(requests=30)
+        run.engines[:] = [second]
+        run.finished.clear()
+        await run.run(requests=30, prefix="other")
+        assert sum(finished.host_blocks for finished in run.finished) > 0
+        assert run.mismatches() == 0
+        run.engines[:] = [first, second]

@@ -1,0 +1,52 @@
+"""Blocks named by small integers, and a policy that minds its contract."""
+
+from __future__ import annotations
+
+from kvbm_common.eviction import Lru
+from kvbm_common.identity import SequenceHash
+from kvbm_common.slots import Block
+
+NAMESPACE = b"n" * 32
+
+
+def name(number: int) -> SequenceHash:
+    """Block 7 is called 0…07."""
+    return SequenceHash(number.to_bytes(16, "big"))
+
+
+def names(*numbers: int) -> list[SequenceHash]:
+    """Several of them."""
+    return [name(number) for number in numbers]
+
+
+def block(number: int, *, parent: int | None = None, namespace: bytes = NAMESPACE) -> Block:
+    """A committed block; its parent is the number before it unless told."""
+    before = number - 1 if parent is None else parent
+    return Block(name(number), name(before), namespace, checksum=number * 11, bytes=64)
+
+
+class StrictLru(Lru):
+    """Asserts what `EvictionPolicy` promises its implementations.
+
+    Every block is admitted once and forgotten once, and `hold` and `free` alternate in between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[SequenceHash] = set()
+
+    def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
+        assert block not in self.held, "admitted while held"
+        super().admit(block, parent)
+
+    def hold(self, block: SequenceHash) -> None:
+        super().hold(block)
+        self.held.add(block)
+
+    def free(self, block: SequenceHash) -> None:
+        self.held.remove(block)
+        super().free(block)
+
+    def forget(self, block: SequenceHash) -> None:
+        assert block not in self.held, "forgotten while held"
+        super().forget(block)

@@ -1,0 +1,25 @@
+"""The diary: a block's story, bounded."""
+
+from __future__ import annotations
+
+from kvbm_common.diary import Diary
+
+from tests.libs.helpers import name
+
+
+def test_a_story_is_one_blocks_oldest_first() -> None:
+    """What happened to block 2 is not block 1's story."""
+    diary = Diary()
+    diary.note(5, "staged in slot 0", name(1))
+    diary.note(6, "staged in slot 1", name(2))
+    diary.note(9, "committed in slot 0", name(1))
+    assert diary.story(name(1)) == ["5 ms staged in slot 0", "9 ms committed in slot 0"]
+    assert diary.story(name(3)) == []
+
+
+def test_the_oldest_entries_are_forgotten() -> None:
+    """A bound of 2 keeps the last two of three."""
+    diary = Diary(entries_max=2)
+    for now_ms in (1, 2, 3):
+        diary.note(now_ms, "was seen", name(1))
+    assert diary.story(name(1)) == ["2 ms was seen", "3 ms was seen"]

@@ -1,0 +1,382 @@
+"""The slot machine: its drawing move by move, and every order of moves with leases on top."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from kvbm_common.diary import Diary
+from kvbm_common.identity import SequenceHash
+from kvbm_common.leases import Lease, LeaseTable
+from kvbm_common.slots import InvalidTransition, SlotTable
+
+from tests.libs.helpers import StrictLru, block, name
+
+
+def table_of(*numbers: int, slot_count: int = 4) -> SlotTable:
+    """A table in which these blocks were committed, oldest first."""
+    table = SlotTable(slot_count, StrictLru())
+    for number in numbers:
+        commit(table, number)
+    return table
+
+
+def commit(table: SlotTable, number: int) -> int:
+    """Stage and register; returns the slot."""
+    slot = table.stage(name(number))
+    assert slot is not None
+    table.register(slot, block(number))
+    return slot
+
+
+def slot_of(table: SlotTable, number: int) -> int:
+    """Where a committed block is."""
+    slot = table.find(name(number))
+    assert slot is not None
+    return slot
+
+
+# --- the moves, one by one ----------------------------------------------------------------------
+
+
+def test_a_staged_block_cannot_be_found() -> None:
+    """1. Stage 1: on its way. 2. Register: there, with its block."""
+    table = SlotTable(2, StrictLru())
+    slot = table.stage(name(1))
+    assert slot == 0
+    assert table.is_staging(name(1))
+    assert table.find(name(1)) is None
+    table.register(slot, block(1))
+    assert not table.is_staging(name(1))
+    assert table.find(name(1)) == slot
+    assert table.block(slot) == block(1)
+    table.check()
+
+
+def test_stage_without_a_reset_slot_is_an_ordinary_no() -> None:
+    """Staging never evicts by itself: `make_room` does, and says whom."""
+    table = table_of(1, 2, slot_count=2)
+    assert table.stage(name(3)) is None
+    assert table.make_room(1) == [block(1)]
+    assert table.stage(name(3)) is not None
+    assert table.evicted_count == 1
+
+
+def test_make_room_evicts_only_what_is_short_and_never_a_pinned_block() -> None:
+    """Slots: 1 pinned, 2 and 3 inactive, one reset. Room for two costs one block, for four two."""
+    table = table_of(1, 2, 3)
+    table.pin(slot_of(table, 1))
+    assert table.make_room(2) == [block(2)]
+    assert table.make_room(4) == [block(3)]
+    assert table.make_room(4) == []
+    assert table.counts() == {"reset": 3, "staged": 0, "inactive": 0, "active": 1, "total": 4}
+
+
+def test_a_chain_is_evicted_leaf_first() -> None:
+    """A lease over 1, 2, 3 in prefix order ends: 3 is worth least without its parents."""
+    table = table_of(1, 2, 3, slot_count=3)
+    slots = [slot_of(table, number) for number in (1, 2, 3)]
+    for slot in slots:
+        table.pin(slot)
+    table.unpin(slots)
+    assert table.make_room(3) == [block(3), block(2), block(1)]
+
+
+def test_generation_tells_that_a_slot_is_another_blocks() -> None:
+    """Whoever remembered slot 0 for block 1 sees that it was staged again."""
+    table = table_of(1, slot_count=1)
+    before = table.generation(0)
+    table.evict(name(1))
+    assert table.generation(0) == before
+    assert commit(table, 2) == 0
+    assert table.generation(0) == before + 1
+
+
+def test_a_discarded_block_is_gone_at_once_and_its_slot_with_the_last_pin() -> None:
+    """1. 1 is pinned twice and discarded. 2. Its name is free: it is committed again elsewhere.
+
+    3. The last unpin resets the first slot, and leaves the new copy alone.
+    """
+    table = table_of(1)
+    bad = slot_of(table, 1)
+    table.pin(bad)
+    table.pin(bad)
+    assert table.discard(name(1)) == block(1)
+    assert table.find(name(1)) is None
+    assert table.discard(name(1)) is None
+    assert table.block(bad) == block(1), "who holds a pin still sees what it was"
+    good = commit(table, 1)
+    assert good != bad
+    table.unpin([bad])
+    table.check()
+    assert table.counts()["reset"] == 2
+    table.unpin([bad])
+    table.check()
+    assert table.counts()["reset"] == 3
+    assert table.find(name(1)) == good
+    assert table.evicted_count == 0, "a discarded block was not evicted"
+
+
+def test_an_unpinned_block_is_discarded_into_reset() -> None:
+    """Nobody holds it: the slot is free at once, and not counted as an eviction."""
+    table = table_of(1, 2)
+    assert table.discard(name(1)) == block(1)
+    assert table.counts()["reset"] == 3
+    assert table.evicted_count == 0
+    table.check()
+
+
+def test_an_abandoned_slot_is_not_used_while_its_name_is() -> None:
+    """1. Late bytes may reach slot 0. 2. Block 1 is staged elsewhere. 3. Abort gives slot 0 back."""
+    table = SlotTable(2, StrictLru())
+    late = table.stage(name(1))
+    assert late == 0
+    table.abandon(late)
+    assert not table.is_staging(name(1))
+    assert commit(table, 1) == 1
+    assert table.stage(name(2)) is None, "slot 0 is not safe yet"
+    assert table.staged() == {late}
+    table.check()
+    table.abort(late)
+    assert table.stage(name(2)) == late
+    table.check()
+
+
+def test_restore_puts_blocks_where_they_were() -> None:
+    """A journal says: slot 2 holds 7, slot 0 holds 9. The other slots stay usable."""
+    table = SlotTable(4, StrictLru())
+    table.restore({2: block(7), 0: block(9)})
+    table.check()
+    assert (table.find(name(7)), table.find(name(9))) == (2, 0)
+    assert {commit(table, 1), commit(table, 2)} == {1, 3}
+    assert table.stage(name(3)) is None
+
+
+def test_restore_wants_an_empty_table() -> None:
+    """A second life never runs over the first."""
+    with pytest.raises(AssertionError):
+        table_of(1).restore({0: block(2)})
+
+
+def _reset(table: SlotTable) -> int:
+    return 3
+
+
+def _staged(table: SlotTable) -> int:
+    slot = table.stage(name(9))
+    assert slot is not None
+    return slot
+
+
+def _active(table: SlotTable) -> int:
+    slot = slot_of(table, 1)
+    table.pin(slot)
+    return slot
+
+
+@pytest.mark.parametrize(
+    ("prepare", "move"),
+    [
+        (_reset, lambda table, slot: table.abort(slot)),
+        (_reset, lambda table, slot: table.pin(slot)),
+        (_staged, lambda table, slot: table.pin(slot)),
+        (_active, lambda table, slot: table.abort(slot)),
+        (_active, lambda table, slot: table.evict(name(1))),
+    ],
+    ids=["abort reset", "pin reset", "pin staged", "abort active", "evict active"],
+)
+def test_a_move_that_is_not_drawn_is_our_mistake(
+    prepare: Callable[[SlotTable], int], move: Callable[[SlotTable, int], None]
+) -> None:
+    """Every pair that the table does not list raises InvalidTransition, which names the slot."""
+    table = table_of(1)
+    slot = prepare(table)
+    with pytest.raises(InvalidTransition, match=f"slot {slot}"):
+        move(table, slot)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda table: table.stage(name(1)),
+        lambda table: table.register(0, block(2)),
+        lambda table: table.unpin([0]),
+        lambda table: table.abandon(0),
+    ],
+    ids=["stage a committed block", "register unstaged", "unpin unpinned", "abandon committed"],
+)
+def test_misuse_is_an_assertion(misuse: Callable[[SlotTable], object]) -> None:
+    """Our mistakes stop us before they do harm."""
+    table = table_of(1)
+    with pytest.raises(AssertionError):
+        misuse(table)
+    table.check()
+
+
+# --- every order of moves -----------------------------------------------------------------------
+
+NUMBERS = st.integers(1, 6)
+OWNERS = st.sampled_from(["ada", "bob"])
+
+
+class SlotsAndLeases(RuleBasedStateMachine):
+    """Four slots, six blocks, two owners; a model of plain dicts says what must be true."""
+
+    leases: Bundle[Lease] = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = SlotTable(4, StrictLru())
+        self.lease_table = LeaseTable()
+        self.diary = Diary()
+        self.now_ms = 0
+        self.committed: dict[SequenceHash, int] = {}
+        self.staged: dict[SequenceHash, int] = {}
+        self.abandoned: set[int] = set()
+        self.generations = [0] * 4
+
+    def note(self, what: str, number: SequenceHash) -> None:
+        self.diary.note(self.now_ms, what, number)
+
+    @initialize(saved=st.dictionaries(st.integers(0, 3), NUMBERS, max_size=3))
+    def restore(self, saved: dict[int, int]) -> None:
+        once = {number: slot for slot, number in saved.items()}
+        self.table.restore({slot: block(number) for number, slot in once.items()})
+        for number, slot in once.items():
+            self.note("restored", name(number))
+            self.committed[name(number)] = slot
+            self.generations[slot] += 1
+
+    @rule(number=NUMBERS)
+    def stage(self, number: int) -> None:
+        if name(number) in self.committed or name(number) in self.staged:
+            return
+        room = self.table.counts()["reset"]
+        slot = self.table.stage(name(number))
+        assert (slot is None) == (room == 0)
+        if slot is not None:
+            self.note("staged", name(number))
+            assert slot not in self.in_use(), self.diary.story(name(number))
+            self.staged[name(number)] = slot
+            self.generations[slot] += 1
+
+    def in_use(self) -> set[int]:
+        leased = {slot for lease in self.lease_table.all() for slot in lease.slots}
+        return {*self.committed.values(), *self.staged.values(), *self.abandoned, *leased}
+
+    @precondition(lambda self: self.staged)
+    @rule(data=st.data())
+    def register(self, data: st.DataObject) -> None:
+        staged = data.draw(st.sampled_from(sorted(self.staged)))
+        slot = self.staged.pop(staged)
+        self.table.register(slot, block(int.from_bytes(staged, "big")))
+        self.note("registered", staged)
+        self.committed[staged] = slot
+
+    @precondition(lambda self: self.staged)
+    @rule(data=st.data(), late=st.booleans())
+    def lose(self, data: st.DataObject, late: bool) -> None:
+        """The bytes did not come; when `late`, they may still."""
+        staged = data.draw(st.sampled_from(sorted(self.staged)))
+        slot = self.staged.pop(staged)
+        if late:
+            self.table.abandon(slot)
+            self.abandoned.add(slot)
+        else:
+            self.table.abort(slot)
+
+    @precondition(lambda self: self.abandoned)
+    @rule()
+    def settle(self) -> None:
+        self.table.abort(self.abandoned.pop())
+
+    @rule(target=leases, wanted=st.lists(NUMBERS, max_size=3, unique=True), owner=OWNERS)
+    def grant(self, wanted: list[int], owner: str) -> Lease:
+        slots = [slot for n in wanted if (slot := self.table.find(name(n))) is not None]
+        for slot in slots:
+            self.table.pin(slot)
+        return self.lease_table.grant(
+            owner, "test", tuple(slots), deadline_ms=self.now_ms + 2 * len(slots)
+        )
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: Lease) -> None:
+        ended = self.lease_table.release(lease.id)
+        assert ended is None or ended == lease
+        self.unpin([ended] if ended is not None else [])
+        assert self.lease_table.release(lease.id) is None, "a lease ends once"
+
+    @rule(step_ms=st.integers(0, 3))
+    def expire(self, step_ms: int) -> None:
+        self.now_ms += step_ms
+        self.unpin(self.lease_table.expire(self.now_ms))
+        assert all(lease.deadline_ms > self.now_ms for lease in self.lease_table.all())
+
+    @rule(owner=OWNERS)
+    def owner_dies(self, owner: str) -> None:
+        self.unpin(self.lease_table.end_owner(owner))
+        assert all(lease.owner != owner for lease in self.lease_table.all())
+
+    def unpin(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self.table.unpin(lease.slots)
+
+    @rule(count=st.integers(0, 5))
+    def make_room(self, count: int) -> None:
+        pinned = {slot for lease in self.lease_table.all() for slot in lease.slots}
+        reset = self.table.counts()["reset"]
+        evictable = self.table.room() - reset
+        evicted = self.table.make_room(count)
+        assert len(evicted) == min(max(0, count - reset), evictable)
+        for gone in evicted:
+            assert self.committed.pop(gone.hash) not in pinned, self.diary.story(gone.hash)
+            self.note("evicted", gone.hash)
+
+    @rule(number=NUMBERS)
+    def discard(self, number: int) -> None:
+        gone = self.table.discard(name(number))
+        assert (gone is not None) == (name(number) in self.committed)
+        self.committed.pop(name(number), None)
+        self.note("discarded", name(number))
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        self.table.check()
+        self.lease_table.check()
+        for number in range(1, 7):
+            story = self.diary.story(name(number))
+            assert self.table.find(name(number)) == self.committed.get(name(number)), story
+            assert self.table.is_staging(name(number)) == (name(number) in self.staged), story
+        assert {found.hash for found in self.table.blocks()} == self.committed.keys()
+        assert len(self.table) == len(self.committed)
+        assert self.table.staged() == {*self.staged.values(), *self.abandoned}
+        assert [self.table.generation(slot) for slot in range(4)] == self.generations
+
+    @invariant()
+    def pins_are_leases(self) -> None:
+        leased = Counter(slot for lease in self.lease_table.all() for slot in lease.slots)
+        assert self.table.pins() == leased
+
+    def teardown(self) -> None:
+        """Nothing leaks: when every lease has ended, nothing is pinned and all can be evicted."""
+        self.unpin(self.lease_table.expire(self.now_ms + 1_000))
+        assert len(self.lease_table) == 0
+        assert self.table.pins() == {}
+        assert self.table.room() == 4 - len(self.staged) - len(self.abandoned)
+        self.table.check()
+
+
+SlotsAndLeases.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSlotsAndLeases = SlotsAndLeases.TestCase

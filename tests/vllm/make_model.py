@@ -1,0 +1,60 @@
+"""Make a tiny causal language model with random weights; nothing is downloaded.
+
+`python tests/vllm/make_model.py DIRECTORY [--layers N] [--hidden H] …`
+
+Random weights, with a spread wide enough that every token matters: with vLLM's `load_format=dummy`
+the logits are flat and wrong KV goes unnoticed. Tests speak in token ids, so there is no tokenizer.
+The same arguments make the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def main() -> None:
+    """Write config.json and model.safetensors into a directory."""
+    arguments = parse()
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=arguments.vocab,
+        hidden_size=arguments.hidden,
+        intermediate_size=4 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=arguments.spread,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(arguments.seed)
+    model = Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype))
+    model.generation_config.eos_token_id = None  # Tests run to max_tokens.
+    model.save_pretrained(arguments.directory)
+
+
+def parse() -> argparse.Namespace:
+    """The size of the model; the default has about a million parameters."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--spread", type=float, default=0.3)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
