@@ -81,7 +81,7 @@ def test_events_are_bounded_and_a_snapshot_is_whole() -> None:
 def test_what_is_announced_can_be_decoded() -> None:
     """The strict decoder of the other side takes every kind."""
     source = announcer()
-    events = [
+    events: list[Event] = [
         source.cleared("start"), *source.stored([block(1)]), *source.removed([block(1)], "corrupt"),
     ]  # fmt: skip
     for event in events:

@@ -139,7 +139,7 @@ def test_an_unpinned_block_is_discarded_into_reset() -> None:
 
 
 def test_an_abandoned_slot_is_not_used_while_its_name_is() -> None:
-    """1. Late bytes may reach slot 0. 2. Block 1 is staged elsewhere. 3. Abort gives slot 0 back."""
+    """1. Late bytes may reach slot 0. 2. Block 1 goes elsewhere. 3. Abort gives slot 0 back."""
     table = SlotTable(2, StrictLru())
     late = table.stage(name(1))
     assert late == 0

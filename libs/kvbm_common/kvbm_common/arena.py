@@ -1,122 +1,236 @@
-"""The arena: one file in a memory file system, mapped by its owner and by whoever moves its bytes.
+"""The arena: one large file in shared memory, mapped by every process that reads or fills blocks.
 
-The owner holds an flock on the file as long as it lives, so that `remove_stale` can tell what a
-killed owner has left behind, and remove that and nothing else.
+The owner creates it, holds an flock on it for life, and unlinks it when it closes. The kernel
+drops the lock with the process, so `remove_stale` can tell a killed owner's file from a live one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import threading
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from kvbm_common.errors import KvbmError
 
-POPULATE_SLICE_BYTES = 64 * 1024 * 1024
-"""Pages are made in slices: the arena is usable, and can be closed, in between."""
+# Linux 5.14; Python's mmap module does not name it, and its madvise() would hold the GIL.
 MADV_POPULATE_WRITE = 23
-"""From Linux 5.14 on; <asm-generic/mman-common.h>. Python has no name for it."""
+# A slice takes about 20 ms to populate, which bounds how long `close` waits for the thread.
+POPULATE_SLICE_BYTES = 64 << 20
+POPULATE_STOP_S = 10.0
+# Only a `remove_stale` in the same instant makes a second attempt necessary.
+CREATE_ATTEMPTS_MAX = 3
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class ArenaError(KvbmError):
-    """Shared memory cannot be had. The text says what to change."""
+class ArenaNoSpace(KvbmError):
+    """The shared-memory directory cannot hold the arena; the text names both sizes."""
 
-    code = "arena"
+    code = "arena_no_space"
+
+    def __init__(self, shm_dir: Path, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"an arena of {needed_bytes} bytes does not fit into {shm_dir}: {free_bytes} bytes free"
+        )
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class ArenaUnavailable(KvbmError):
+    """The arena's file is missing, empty, taken or not permitted."""
+
+    code = "arena_unavailable"
 
 
 class Arena:
-    """A mapping of shared memory. Use `create` or `attach`, in `with` or with `close`."""
+    """A shared mapping of one file. `path` is what another process attaches.
 
-    def __init__(self, path: Path, fd: int, length: int, *, owner: bool) -> None:
+    Views and arrays stay valid after `close`: the memory goes when the last of them does.
+    """
+
+    def __init__(self, path: Path, fd: int, *, owner: bool) -> None:
+        """Takes over `fd`. Use `create` or `attach`."""
         self.path = path
-        self.bytes = length
+        self.bytes = os.fstat(fd).st_size
         self._fd = fd
         self._owner = owner
-        self._closing = threading.Event()
+        self._mapping: mmap.mmap | None = mmap.mmap(fd, self.bytes)
+        self.address: int = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        self._stop = threading.Event()
         self._populating: threading.Thread | None = None
-        self._map = mmap.mmap(fd, length)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self.address = self.array.ctypes.data
 
     @classmethod
-    def create(cls, directory: Path, name: str, length: int) -> Arena:
-        """Make an arena of `length` bytes. Raises ArenaError when there is no room for it."""
-        path = directory / name
+    def create(cls, shm_dir: str | Path, name: str, size_bytes: int) -> Self:
+        """Make the file and own it. Raises `ArenaNoSpace`, `ArenaUnavailable`.
+
+        The space is promised, not taken: `populate` takes it.
+        """
+        path = Path(shm_dir) / name
+        _check_space(path.parent, size_bytes)
+        fd = _create_locked(path)
         try:
-            free = os.statvfs(directory)
-        except OSError as error:
-            raise ArenaError(f"KVBM_SHM_DIR {directory} cannot be used: {error}") from error
-        free_bytes = free.f_bavail * free.f_frsize
-        if not 0 < length <= free_bytes:
-            raise ArenaError(
-                f"an arena of {length} bytes does not fit {directory}, which has {free_bytes} "
-                "bytes free: change DYN_KVBM_CPU_CACHE_GB or the size of that file system"
-            )
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, length)
-        return cls(path, fd, length, owner=True)
+            os.ftruncate(fd, size_bytes)
+            return cls(path, fd, owner=True)
+        except BaseException:
+            path.unlink()
+            os.close(fd)
+            raise
 
     @classmethod
-    def attach(cls, path: str | Path) -> Arena:
-        """Map somebody's arena. Raises ArenaError when it is not there."""
+    def attach(cls, path: str | Path) -> Self:
+        """Map an arena that another process owns, for reading and writing."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise ArenaError(f"the arena {path} cannot be mapped: {error}") from error
-        return cls(Path(path), fd, os.fstat(fd).st_size, owner=False)
+            raise ArenaUnavailable(f"cannot attach {path}: {error.strerror}") from error
+        if os.fstat(fd).st_size == 0:
+            os.close(fd)
+            raise ArenaUnavailable(f"cannot attach {path}: it is empty")
+        return cls(Path(path), fd, owner=False)
 
-    def populate(self) -> None:
-        """Make the pages ahead of their first use, in a background thread."""
-        self._populating = threading.Thread(target=self._populate, name="populate", daemon=True)
-        self._populating.start()
-
-    def _populate(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        for offset in range(0, self.bytes, POPULATE_SLICE_BYTES):
-            if self._closing.is_set():
-                return
-            length = min(POPULATE_SLICE_BYTES, self.bytes - offset)
-            start = ctypes.c_void_p(self.address + offset)
-            if libc.madvise(start, ctypes.c_size_t(length), MADV_POPULATE_WRITE) != 0:
-                return  # An older kernel: pages come with their first use.
-
-    def close(self) -> None:
-        """Unmap, and remove the file if it is ours. Views that are still held stay valid."""
-        self._closing.set()
-        if self._populating is not None:
-            self._populating.join()
-        if self._owner:
-            self.path.unlink(missing_ok=True)
-        self.array = np.empty(0, dtype=np.uint8)
-        with contextlib.suppress(BufferError):  # A view is held somewhere: it unmaps with it.
-            self._map.close()
-        os.close(self._fd)
-
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The whole arena as bytes; it shares the memory."""
+        return np.frombuffer(self._live, dtype=np.uint8)
 
-def remove_stale(directory: Path, prefix: str) -> list[Path]:
-    """Remove the arenas of this prefix whose owners are dead; returns them."""
-    removed: list[Path] = []
-    for path in directory.glob(f"{prefix}*-arena"):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def view(self, offset: int, length: int) -> memoryview:
+        """A writable view of `length` bytes at `offset`."""
+        assert offset >= 0, offset
+        assert offset + length <= self.bytes, (offset, length, self.bytes)
+        return memoryview(self._live)[offset : offset + length]
+
+    def populate(self) -> Future[None]:
+        """Take the memory now, in the background, so that no transfer pays for page faults.
+
+        The arena is usable meanwhile. Fails with `ArenaNoSpace`; `close` cancels it.
+        """
+        assert self._populating is None, "populate once"
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        self._populating = threading.Thread(
+            target=self._populate, args=(done,), name="arena-populate", daemon=True
+        )
+        self._populating.start()
+        return done
+
+    def close(self) -> None:
+        """Unlink (the owner), release the lock and unmap; without effect the second time."""
+        if self._mapping is None:
+            return
+        self._stop.set()
+        if self._populating is not None:
+            self._populating.join(POPULATE_STOP_S)
+        if self._owner:
+            self.path.unlink(missing_ok=True)
+        mapping, self._mapping = self._mapping, None
+        os.close(self._fd)
+        # BufferError: somebody still has a view. The mapping ends with the last of them.
+        with contextlib.suppress(BufferError):
+            mapping.close()
+
+    @property
+    def _live(self) -> mmap.mmap:
+        assert self._mapping is not None, f"{self.path} is closed"
+        return self._mapping
+
+    def _populate(self, done: Future[None]) -> None:
+        for offset in range(0, self.bytes, POPULATE_SLICE_BYTES):
+            if self._stop.is_set():
+                done.set_exception(ArenaUnavailable(f"{self.path} was closed"))
+                return
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path)
-            finally:
-                os.close(fd)
-    return removed
+                self._populate_slice(offset, min(POPULATE_SLICE_BYTES, self.bytes - offset))
+            except OSError:
+                free = _free_bytes(self.path.parent)
+                done.set_exception(ArenaNoSpace(self.path.parent, self.bytes - offset, free))
+                return
+        done.set_result(None)
+
+    def _populate_slice(self, offset: int, length: int) -> None:
+        if _libc.madvise(self.address + offset, length, MADV_POPULATE_WRITE) == 0:
+            return
+        reason = ctypes.get_errno()
+        if reason != errno.EINVAL:
+            raise OSError(reason, os.strerror(reason))
+        # An older kernel. Touching pages could undo what a transfer writes at the same moment;
+        # allocating them in the file cannot, and leaves only cheap faults.
+        os.posix_fallocate(self._fd, offset, length)
+
+
+def remove_stale(shm_dir: str | Path, prefix: str) -> list[Path]:
+    """Unlink the arenas named `prefix…` whose owner is gone, and return their paths."""
+    return [path for path in sorted(Path(shm_dir).glob(f"{prefix}*")) if _remove_if_stale(path)]
+
+
+def _remove_if_stale(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # Gone meanwhile, or another user's.
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stale = _is_at(fd, path)
+        if stale:
+            path.unlink()
+        return stale
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _create_locked(path: Path) -> int:
+    """Create and lock. Between the two a `remove_stale` may take the file, so look again."""
+    for _ in range(CREATE_ATTEMPTS_MAX):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ArenaUnavailable(f"cannot create {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, path):
+                return fd
+        except BlockingIOError:
+            pass  # A `remove_stale` holds it, and is about to unlink it.
+        os.close(fd)
+        path.unlink(missing_ok=True)
+    raise ArenaUnavailable(f"cannot create {path}: somebody keeps removing it")
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _check_space(shm_dir: Path, size_bytes: int) -> None:
+    assert size_bytes > 0, size_bytes
+    try:
+        free = _free_bytes(shm_dir)
+    except OSError as error:
+        raise ArenaUnavailable(f"cannot use {shm_dir}: {error.strerror}") from error
+    if size_bytes > free:
+        raise ArenaNoSpace(shm_dir, size_bytes, free)
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize

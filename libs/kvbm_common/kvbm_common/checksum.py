@@ -1,8 +1,9 @@
-"""The block checksum: xxh3-64, from a block's first arrival in host memory on.
+"""The checksum of a block: xxh3-64 over its bytes, and the only place that imports xxhash.
 
-It is no defence against an attacker (names are cryptographic, see identity) but against disks,
-wires and our own mistakes. xxhash releases the GIL over a large buffer, so a thread of checksums
-runs beside transfers.
+It finds accidents (a torn copy, a wrong slot, a rotten sector), not attacks. xxhash 4.1 releases
+the GIL for large buffers: two threads on two cores hashed 8 MiB buffers at 1.6 to 1.8 times the
+speed of one (50 to 90 GB/s in cache; 5 GB/s from cold memory), and a third thread went on running.
+Blocks of 64 KiB gained nothing from a second thread.
 """
 
 from __future__ import annotations
@@ -11,25 +12,28 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
+from numpy.typing import NDArray
 
 
-def block_checksum(data: bytes | memoryview | npt.NDArray[Any]) -> int:
-    """xxh3-64 (seed 0) of a contiguous buffer, as an unsigned 64-bit integer."""
-    return int(xxhash.xxh3_64_intdigest(cast(bytes, data)))
+def block_checksum(data: bytes | memoryview | NDArray[Any]) -> int:
+    """The xxh3-64 (seed 0) of a contiguous buffer, as an unsigned 64-bit number."""
+    return xxhash.xxh3_64_intdigest(cast(bytes, data))
 
 
-def parts_checksum(parts: Iterable[memoryview | npt.NDArray[Any]]) -> int:
+def parts_checksum(parts: Iterable[memoryview | NDArray[Any]]) -> int:
     """The checksum of contiguous buffers as if they lay back to back."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(cast(bytes, part))
-    return int(state.intdigest())
+    return state.intdigest()
 
 
-def checksums(memory: npt.NDArray[np.uint8], offsets: Iterable[int], length: int) -> list[int]:
-    """The checksums of `length` bytes at each offset of a flat array of bytes."""
-    return [
-        block_checksum(memory[offset : offset + length]) for offset in (int(o) for o in offsets)
-    ]
+def checksums(arena_array: NDArray[np.uint8], offsets: Iterable[int], length: int) -> list[int]:
+    """The checksums of the blocks of `length` bytes at `offsets`, in that order."""
+    digests = []
+    for offset in offsets:
+        block = arena_array[offset : offset + length]
+        assert len(block) == length, (offset, length, len(arena_array))
+        digests.append(xxhash.xxh3_64_intdigest(block.data))
+    return digests

@@ -98,6 +98,10 @@ class Settings:
     onboard_deadline_ms: int = setting(
         "KVBM_ONBOARD_DEADLINE_MS", 2000, schema.integer(10, 600_000), section="transfers",
         unit="ms", help="After this an onboard is a miss and the engine recomputes.")
+    onboard_mover: str = setting(
+        "KVBM_ONBOARD_MOVER", "auto", schema.choice("auto", "mapped", "nixl"),
+        section="transfers", help="How an engine's worker reads the arena: by a copy out of its "
+        "mapping, by NIXL, or whichever is faster when it attaches.")
     offer_deadline_ms: int = setting(
         "KVBM_OFFER_DEADLINE_MS", 5000, schema.integer(10, 600_000), section="transfers",
         unit="ms", help="How long an engine holds offered blocks for the pull.")

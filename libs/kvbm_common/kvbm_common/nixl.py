@@ -105,9 +105,8 @@ class MoverThread:
         """
         self.agent_name = f"{name}-{uuid.uuid4().hex[:8]}"
         self._inbox: deque[Call | Transfer] = deque()
-        self._work = (
-            threading.Condition()
-        )  # Guards the inbox and the two below; notified of work and the end.
+        # Guards the inbox and the two below; notified when there is work or the end.
+        self._work = threading.Condition()
         self._unfinished = 0
         self._close_by: float | None = None
         started: Future[Pump] = Future()

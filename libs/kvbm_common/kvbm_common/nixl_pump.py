@@ -41,7 +41,7 @@ IN_FLIGHT_COUNT_MAX = 64
 POSIX_IO_COUNT_MAX = 16_384
 # 16 to 1,024 measured alike (1 MiB and 64 KiB, O_DIRECT); NIXL's default.
 POSIX_KERNEL_QUEUE = 256
-# How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 1–2 % of a core.
+# How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
 # Poll tightly until nothing has ended for so long, then pause between polls. Tight is 2.6 times
 # faster than 1 ms for POSIX, but no silent peer is worth a core.
@@ -69,7 +69,7 @@ def _import_nixl() -> tuple[ModuleType, ModuleType]:
     raise ModuleNotFoundError("no NIXL wheel is installed (nixl-cu12 or nixl-cu13)")
 
 
-_api, _bindings = _import_nixl()
+api, _bindings = _import_nixl()
 NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     value
     for name, value in vars(_bindings).items()
@@ -110,8 +110,8 @@ class Pump:
         parameters: dict[str, dict[str, str]],
         finished: Callable[[], None],
     ) -> None:
-        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._agent: Any = _api.nixl_agent(name, config)
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent: Any = api.nixl_agent(name, config)
         for backend in backends:
             defaults = posix_defaults() if backend == "POSIX" else {}
             self._agent.create_backend(backend, parameters.get(backend, defaults))
@@ -377,8 +377,8 @@ def probe_posix() -> str:
     times slower.
     """
     for io_queue in ("use_uring", "use_aio"):
-        agent = _api.nixl_agent(
-            "probe", _api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        agent = api.nixl_agent(
+            "probe", api.nixl_agent_config(enable_prog_thread=False, backends=[])
         )
         with contextlib.suppress(*NIXL_ERRORS):
             agent.create_backend("POSIX", {io_queue: "true", "ios_pool_size": "64"})

@@ -1,0 +1,401 @@
+"""The mover on real NIXL: two processes, real files, and peers that stop, die and lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvbm_common.nixl import (
+    JOB_COUNT_MAX,
+    BadPeerMetadata,
+    Moved,
+    MoverBusy,
+    MoverClosed,
+    MoverThread,
+    MoverUnavailable,
+    PeerLost,
+    Spans,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+    probe_posix,
+)
+from numpy.typing import NDArray
+
+from tests.libs.nixl_owner import Owner, content
+
+SIZE = 32 << 20
+BLOCK = 256 << 10
+LIMIT_S = 10.0
+
+
+@dataclass
+class Memory:
+    """Page-aligned memory, as O_DIRECT wants it."""
+
+    mapping: mmap.mmap
+    array: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, size_bytes: int) -> Memory:
+        mapping = mmap.mmap(-1, size_bytes)
+        return cls(mapping, np.frombuffer(mapping, dtype=np.uint8))
+
+    @property
+    def address(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def blocks(self, indices: range | list[int], length: int = BLOCK) -> Spans:
+        return spans(self.address, indices, length)
+
+
+def spans(base: int, indices: range | list[int], length: int = BLOCK) -> Spans:
+    return Spans.of(base + np.asarray(indices, dtype=np.uint64) * np.uint64(length), length)
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[Owner]:
+    with Owner(SIZE, os.environ) as owner:
+        yield owner
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory.of(SIZE)
+
+
+@pytest.fixture
+def mover(memory: Memory) -> Iterator[MoverThread]:
+    with MoverThread("test") as mover:
+        mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+        yield mover
+
+
+@pytest.fixture
+def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between two hosts without RDMA: UCX emulates READ, and the owner takes part."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+
+
+def read_blocks(
+    mover: MoverThread, peer: str, memory: Memory, owner: Owner, blocks: range, deadline_s: float
+) -> Future[Moved]:
+    return mover.read(
+        peer, memory.blocks(blocks), spans(owner.address, blocks), deadline_s=deadline_s
+    )
+
+
+class TestRead:
+    def test_a_pull_brings_the_owners_bytes_to_the_right_places(
+        self, mover: MoverThread, memory: Memory, owner: Owner
+    ) -> None:
+        """Blocks are read in reverse order, so a mistake in pairing would show."""
+        peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+        count = SIZE // BLOCK
+        order = list(reversed(range(count)))
+
+        moved = mover.read(
+            peer, memory.blocks(order), spans(owner.address, range(count)), deadline_s=LIMIT_S
+        ).result(LIMIT_S)
+
+        expected = content(SIZE).reshape(count, BLOCK)[::-1]
+        assert np.array_equal(memory.array.reshape(count, BLOCK), expected)
+        assert moved.bytes == SIZE
+        assert moved.settled
+
+    def test_many_transfers_in_flight_all_arrive(
+        self, mover: MoverThread, memory: Memory, owner: Owner
+    ) -> None:
+        peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+        futures = [
+            read_blocks(mover, peer, memory, owner, range(i, i + 1), LIMIT_S)
+            for i in range(SIZE // BLOCK)
+        ]
+
+        assert sum(future.result(LIMIT_S).bytes for future in futures) == SIZE
+        assert np.array_equal(memory.array, content(SIZE))
+        assert mover.statistics().transfers_done == len(futures)
+
+    def test_a_read_over_tcp_works_while_the_owner_is_idle(
+        self, tcp_only: None, memory: Memory
+    ) -> None:
+        with Owner(SIZE, os.environ) as owner, MoverThread("tcp") as mover:
+            mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            blocks = range(SIZE // BLOCK)
+            read_blocks(mover, peer, memory, owner, blocks, LIMIT_S).result(LIMIT_S)
+        assert np.array_equal(memory.array, content(SIZE))
+
+    def test_a_range_that_the_owner_did_not_register_is_refused(
+        self, mover: MoverThread, memory: Memory, owner: Owner
+    ) -> None:
+        peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+        beyond = spans(owner.address + SIZE, range(1))
+        with pytest.raises(TransferFailed) as failed:
+            mover.read(peer, memory.blocks(range(1)), beyond, deadline_s=1).result(LIMIT_S)
+        assert failed.value.settled
+
+    @pytest.mark.parametrize("metadata", [b"", b"garbage" * 40, None])
+    def test_bad_metadata_is_a_typed_error(
+        self, mover: MoverThread, owner: Owner, metadata: bytes | None
+    ) -> None:
+        cut = owner.metadata[:100] if metadata is None else metadata
+        with pytest.raises(BadPeerMetadata):
+            mover.add_peer(cut).result(LIMIT_S)
+
+    def test_an_unknown_peer_is_a_lost_peer(self, mover: MoverThread, memory: Memory) -> None:
+        one = memory.blocks(range(1))
+        with pytest.raises(PeerLost):
+            mover.read("nobody", one, one, deadline_s=1).result(LIMIT_S)
+
+
+class TestUnresponsivePeer:
+    def test_a_stopped_peer_is_read_over_cma_once_connected(
+        self, mover: MoverThread, memory: Memory
+    ) -> None:
+        """CMA copies out of another address space without asking it; documented behaviour."""
+        with Owner(SIZE, os.environ) as owner:
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            read_blocks(mover, peer, memory, owner, range(1), LIMIT_S).result(LIMIT_S)
+            memory.array[:] = 0
+            owner.process.send_signal(signal.SIGSTOP)
+
+            read_blocks(mover, peer, memory, owner, range(1), 1).result(LIMIT_S)
+        assert np.array_equal(memory.array[:BLOCK], content(SIZE)[:BLOCK])
+
+    def test_a_late_transfer_is_unsettled_until_nixl_has_ended_it(
+        self, tcp_only: None, memory: Memory
+    ) -> None:
+        """1. Stop the owner. 2. Read: the deadline passes. 3. Let the owner run: the bytes still
+        arrive, which is why the memory was not settled before."""
+        with Owner(SIZE, os.environ) as owner, MoverThread("late") as mover:
+            registration = mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            read_blocks(mover, peer, memory, owner, range(1), LIMIT_S).result(LIMIT_S)
+            memory.array[:] = 0
+            owner.process.send_signal(signal.SIGSTOP)
+
+            with pytest.raises(TransferTimeout) as late:
+                read_blocks(mover, peer, memory, owner, range(8), 0.2).result(LIMIT_S)
+            assert not late.value.settled
+            assert mover.statistics().draining == 1
+            with pytest.raises(MoverBusy):
+                mover.deregister(registration).result(LIMIT_S)
+
+            owner.process.send_signal(signal.SIGCONT)
+            assert late.value.settling is not None
+            late.value.settling.result(LIMIT_S)
+            assert np.array_equal(memory.array[: 8 * BLOCK], content(SIZE)[: 8 * BLOCK])
+            statistics = mover.statistics()
+            assert (statistics.draining, statistics.timeouts, statistics.failures) == (0, 1, 1)
+            mover.deregister(registration).result(LIMIT_S)
+
+    def test_removing_a_stopped_peer_fails_its_reads_and_waits_for_the_memory(
+        self, tcp_only: None, memory: Memory
+    ) -> None:
+        with Owner(SIZE, os.environ) as owner, MoverThread("remover") as mover:
+            mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            owner.process.send_signal(signal.SIGSTOP)
+            reading = read_blocks(mover, peer, memory, owner, range(8), LIMIT_S)
+
+            gone = mover.remove_peer(peer)
+            with pytest.raises(PeerLost) as lost:
+                reading.result(LIMIT_S)
+            with pytest.raises(PeerLost):
+                read_blocks(mover, peer, memory, owner, range(1), 1).result(LIMIT_S)
+            assert gone.done() == lost.value.settled
+
+            owner.process.send_signal(signal.SIGCONT)
+            gone.result(LIMIT_S)
+            assert lost.value.settled
+
+    @pytest.mark.parametrize("transport", ["cma", "tcp"])
+    def test_a_killed_peer_is_lost(
+        self, transport: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if transport == "tcp":
+            monkeypatch.setenv("UCX_TLS", "tcp,self")
+        with Owner(SIZE, os.environ) as owner, MoverThread("bereaved") as mover:
+            mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            read_blocks(mover, peer, memory, owner, range(8), LIMIT_S).result(LIMIT_S)
+            owner.process.kill()
+            owner.process.wait(LIMIT_S)
+
+            for _ in range(2):  # The second read finds that NIXL has forgotten the peer.
+                with pytest.raises(PeerLost) as lost:
+                    read_blocks(mover, peer, memory, owner, range(8), LIMIT_S).result(LIMIT_S)
+                assert lost.value.settled
+
+    def test_a_peer_killed_in_mid_transfer_is_lost(self, tcp_only: None, memory: Memory) -> None:
+        with Owner(SIZE, os.environ) as owner, MoverThread("bereaved") as mover:
+            mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            read_blocks(mover, peer, memory, owner, range(1), LIMIT_S).result(LIMIT_S)
+            owner.process.send_signal(signal.SIGSTOP)
+            futures = [
+                read_blocks(mover, peer, memory, owner, range(i, i + 8), LIMIT_S)
+                for i in range(0, 32, 8)
+            ]
+            owner.process.kill()
+
+            for future in futures:
+                with pytest.raises(PeerLost) as lost:
+                    future.result(LIMIT_S)
+                assert lost.value.settled
+
+
+class TestClose:
+    def test_close_fails_what_is_in_flight_and_settles_it(
+        self, tcp_only: None, memory: Memory
+    ) -> None:
+        with Owner(SIZE, os.environ) as owner:
+            mover = MoverThread("closing")
+            mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            owner.process.send_signal(signal.SIGSTOP)
+            futures = [
+                read_blocks(mover, peer, memory, owner, range(i, i + 1), LIMIT_S) for i in range(99)
+            ]
+
+            started = time.monotonic()
+            mover.close(timeout_s=0.2)
+            assert time.monotonic() - started < 2.0
+
+            assert not wait(futures, 0).not_done
+            for future in futures:
+                error = future.exception(0)
+                assert isinstance(error, MoverClosed)
+                assert error.settled
+            owner.process.send_signal(signal.SIGCONT)
+            assert not memory.array.any()
+
+    def test_a_closed_mover_refuses(self, memory: Memory) -> None:
+        mover = MoverThread("closed")
+        mover.close()
+        mover.close()
+        with pytest.raises(MoverClosed):
+            mover.metadata().result(LIMIT_S)
+
+    def test_more_jobs_than_the_limit_are_refused(self, tcp_only: None, memory: Memory) -> None:
+        with Owner(SIZE, os.environ) as owner, MoverThread("full") as mover:
+            mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            peer = mover.add_peer(owner.metadata).result(LIMIT_S)
+            owner.process.send_signal(signal.SIGSTOP)
+            futures = [
+                read_blocks(mover, peer, memory, owner, range(1), LIMIT_S)
+                for _ in range(JOB_COUNT_MAX + 1)
+            ]
+            with pytest.raises(MoverBusy):
+                futures[-1].result(0)
+            assert futures[-2].cancel()
+            owner.process.send_signal(signal.SIGCONT)
+            wait(futures, LIMIT_S)
+            assert mover.statistics().transfers_done == JOB_COUNT_MAX - 1
+
+
+class TestFiles:
+    @pytest.fixture(params=["use_uring", "use_aio"])
+    def files(self, request: pytest.FixtureRequest, memory: Memory) -> Iterator[MoverThread]:
+        params = {request.param: "true", "ios_pool_size": "16384"}
+        try:
+            mover = MoverThread("files", backends=("POSIX",), posix_params=params)
+        except MoverUnavailable:
+            pytest.skip(f"{request.param} is not allowed here")
+        with mover:
+            mover.register_memory(memory.address, SIZE).result(LIMIT_S)
+            yield mover
+
+    @pytest.fixture
+    def fd(self, tmp_path: Path) -> Iterator[int]:
+        fd = os.open(tmp_path / "blocks", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        yield fd
+        os.close(fd)
+
+    def test_blocks_come_back_from_a_direct_file(
+        self, files: MoverThread, memory: Memory, fd: int
+    ) -> None:
+        count = SIZE // BLOCK
+        memory.array[:] = content(SIZE)
+        os.posix_fallocate(fd, 0, SIZE)
+        registration = files.register_file(fd, SIZE).result(LIMIT_S)
+        order = list(reversed(range(count)))
+
+        files.write_file(
+            fd, memory.blocks(range(count)), spans(0, order), deadline_s=LIMIT_S
+        ).result(LIMIT_S)
+        memory.array[:] = 0
+        moved = files.read_file(
+            fd, memory.blocks(order), spans(0, range(count)), deadline_s=LIMIT_S
+        ).result(LIMIT_S)
+
+        assert moved.bytes == SIZE
+        expected = content(SIZE)
+        assert np.array_equal(memory.array, expected)
+        files.deregister(registration).result(LIMIT_S)
+
+    def test_a_short_read_fails_and_its_neighbours_do_not(
+        self, files: MoverThread, memory: Memory, fd: int
+    ) -> None:
+        memory.array[: 4 * BLOCK] = content(4 * BLOCK)
+        files.register_file(fd, SIZE).result(LIMIT_S)
+        files.write_file(
+            fd, memory.blocks(range(4)), spans(0, range(4)), deadline_s=LIMIT_S
+        ).result(LIMIT_S)
+        os.ftruncate(fd, 3 * BLOCK + 4096)
+        memory.array[:] = 0
+
+        futures = [
+            files.read_file(fd, memory.blocks([i]), spans(0, [i]), deadline_s=LIMIT_S)
+            for i in range(4)
+        ]
+
+        for future in futures[:3]:
+            future.result(LIMIT_S)
+        assert np.array_equal(memory.array[: 3 * BLOCK], content(4 * BLOCK)[: 3 * BLOCK])
+        with pytest.raises(TransferFailed) as short:
+            futures[3].result(LIMIT_S)
+        assert short.value.settled
+
+    def test_an_unregistered_file_is_refused(
+        self, files: MoverThread, memory: Memory, fd: int
+    ) -> None:
+        with pytest.raises(TransferError):
+            files.read_file(fd, memory.blocks([0]), spans(0, [0]), deadline_s=LIMIT_S).result(
+                LIMIT_S
+            )
+
+
+def test_a_file_that_never_answers_times_out_and_drains(memory: Memory) -> None:
+    """A pipe without a writer stands for a hung disk. The late byte arrives after the deadline."""
+    if probe_posix() != "use_uring":
+        pytest.skip("Linux AIO blocks on a pipe at submission")
+    read_end, write_end = os.pipe()
+    with MoverThread("hung", backends=("POSIX",)) as files:
+        files.register_memory(memory.address, SIZE).result(LIMIT_S)
+        files.register_file(read_end, SIZE).result(LIMIT_S)
+        with pytest.raises(TransferTimeout) as late:
+            files.read_file(
+                read_end, memory.blocks([0], 4096), Spans.of([0], 4096), deadline_s=0.1
+            ).result(LIMIT_S)
+        assert not late.value.settled
+        os.write(write_end, b"x" * 4096)
+        assert late.value.settling is not None
+        late.value.settling.result(LIMIT_S)
+        assert memory.array[0] == ord("x")
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_missing_back_end_is_unavailable() -> None:
+    with pytest.raises(MoverUnavailable):
+        MoverThread("odd", backends=("NO_SUCH",))
