@@ -149,7 +149,7 @@ class DiskTierCore:
         self.announcer = Announcer(
             host=host, source=f"disk-tier-{instance}", tier="disk", epoch=epoch
         )
-        self.filter = frequency_filter or FrequencyFilter()
+        self.filter = FrequencyFilter() if frequency_filter is None else frequency_filter
         self.table = SlotTable(0, make_policy(policy))
         self.slot_bytes = 0
         self.arena: ArenaReply | None = None
@@ -157,6 +157,8 @@ class DiskTierCore:
         self.diary = Diary()
         self._policy_name = policy
         self._host: str | None = None
+        self._host_epoch = 0
+        """The newest life of the host tier that we have heard of."""
         self._asking_arena = False
         self._opening = False
         self._order = 1
@@ -235,7 +237,7 @@ class DiskTierCore:
                 self._read_failed(event)
             case Tick():
                 self.filter.decay_until(now_ms)
-                if self.arena is None and self._host is not None:
+                if self._host is not None and self._wants_arena():
                     self._ask_arena(self._host)
             case _:
                 assert_never(event)
@@ -250,9 +252,15 @@ class DiskTierCore:
             self._asking_arena = True
             self._emit(AskArena(instance))
 
+    def _wants_arena(self) -> bool:
+        """There is none, it is not cut yet, or it is a dead life's: an answer may come too early."""
+        arena = self.arena
+        return arena is None or not arena.slot_bytes or arena.epoch < self._host_epoch
+
     def _host_event(self, instance: str, event: Event) -> None:
         """What is stored may deserve the disk; another epoch is another arena."""
-        if self.arena is None or self.arena.epoch != event.epoch or not self.arena.slot_bytes:
+        self._host_epoch = max(self._host_epoch, event.epoch)
+        if self._wants_arena():
             self._ask_arena(instance)
         if isinstance(event, Stored):
             names = [name for run in event.runs for name in hashes_from_hex(run.hashes)]

@@ -42,7 +42,7 @@ from kvbm_common.wire.verbs import (
     StatsReply,
 )
 
-from kvbm_host_tier.engines import Engines
+from kvbm_host_tier.engines import Engine, Engines
 from kvbm_host_tier.messages import (
     Answer,
     DiskEvent,
@@ -181,7 +181,7 @@ class HostTierCore:
                 self._end_engine(ended)
             return
         engine = self.engines.get(message.engine, message.incarnation)
-        if engine is None:
+        if engine is None or not engine.knows(connection):
             self.tier.counts["refused.unknown_engine"] += 1
             about = type(message).__name__.lower()
             text = "say hello first: this host tier does not know you (any more)"
@@ -192,7 +192,7 @@ class HostTierCore:
         engine.seen_ms = now_ms
         match message:
             case Lookup():
-                self._lookup(connection, message, now_ms)
+                self._lookup(connection, message, engine, now_ms)
             case Release():
                 self._engine_release(message)
             case Confirm():
@@ -206,13 +206,14 @@ class HostTierCore:
             case _:
                 assert_never(message)
 
-    def _lookup(self, connection: bytes, lookup: Lookup, now_ms: int) -> None:
+    def _lookup(self, connection: bytes, lookup: Lookup, engine: Engine, now_ms: int) -> None:
         hashes = unpack_hashes(lookup.hashes)
         if len(hashes) > MATCH_BLOCKS_MAX or len(lookup.namespace) != 32:
             raise IdentityError(f"a lookup has at most {MATCH_BLOCKS_MAX} hashes and a namespace")
         if len(set(hashes)) != len(hashes):
             raise IdentityError("a chain cannot hold the same block twice")
-        self.onboard.looked_up(connection, lookup, hashes, now_ms)
+        block_tokens = engine.hello.namespace.block_tokens
+        self.onboard.looked_up(connection, lookup, hashes, now_ms, block_tokens=block_tokens)
 
     def _engine_release(self, release: Release) -> None:
         owner = str(EngineId(release.engine, release.incarnation))

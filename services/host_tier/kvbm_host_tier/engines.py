@@ -71,6 +71,11 @@ class Engine:
             region.blocks for worker in self.workers.values() for region in worker.hello.regions
         )
 
+    def knows(self, connection: bytes) -> bool:
+        """Has this half introduced itself? A beat of one half must not keep another one silent."""
+        halves = (worker.connection for worker in self.workers.values())
+        return connection == self.scheduler or connection in halves
+
     def parts(self) -> tuple[PullPart, ...]:
         """Where the ranks' shares of a block are, in the order in which they are stored."""
         parts: list[PullPart] = []

@@ -31,6 +31,10 @@ from kvbm_host_tier.messages import (
 from kvbm_host_tier.tier import Tier
 
 
+ASKED_MAX = 4096
+"""Offers that are remembered: minutes of a busy host, and messages are late by seconds."""
+
+
 class Phase(Enum):
     """Where an offer is in the drawing above."""
 
@@ -89,6 +93,9 @@ class Offload:
         self._pulls: dict[int, Pull] = {}
         self._unsettled: dict[int, tuple[int, ...]] = {}
         """Pull → its slots, which late bytes may still reach: not used until it has settled."""
+        self._asked: dict[tuple[EngineId, int], None] = {}
+        """Offers that were put to the question. A late duplicate is not pulled again: a late
+        Confirm of the first pull would commit the second one, of blocks reused by then."""
         self._next_pull = 1
 
     def __len__(self) -> int:
@@ -105,7 +112,7 @@ class Offload:
         count = sum(len(run.hashes) for run in offer.runs)
         key = (EngineId(offer.engine, offer.incarnation), offer.offer)
         refusal = self._refusal(engine, offer, count)
-        if key in self._offers:
+        if key in self._offers or key in self._asked:
             self._tier.counts["dropped.offer_duplicate"] += 1
             return
         if refusal:
@@ -263,6 +270,9 @@ class Offload:
         if not confirm:
             del self._offers[(state.engine, state.offer)]
             return
+        self._asked[(state.engine, state.offer)] = None
+        if len(self._asked) > ASKED_MAX:
+            del self._asked[next(iter(self._asked))]
         state.phase = Phase.CONFIRMING
         state.deadline_ms = now_ms + self._tier.limits.confirm_ms
 

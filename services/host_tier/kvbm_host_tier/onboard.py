@@ -39,6 +39,7 @@ class OnboardState:
     lease_until_ms: int
     run: int
     """Blocks of the run that may still be had; shrinks when a fill fails."""
+    block_tokens: int
     from_disk: set[int] = field(default_factory=set)
     reason: str = ""
 
@@ -69,7 +70,13 @@ class Onboard:
         return len(self._states)
 
     def looked_up(
-        self, connection: bytes, lookup: Lookup, hashes: list[SequenceHash], now_ms: int
+        self,
+        connection: bytes,
+        lookup: Lookup,
+        hashes: list[SequenceHash],
+        now_ms: int,
+        *,
+        block_tokens: int,
     ) -> None:
         """An engine asks which run of these blocks it can have."""
         if len(self._states) >= self._tier.limits.lookups_max:
@@ -85,6 +92,7 @@ class Onboard:
             answer_by_ms=now_ms + lookup.deadline_ms,
             lease_until_ms=now_ms + lookup.lease_ms,
             run=0,
+            block_tokens=block_tokens,
         )
         here = self._pin_prefix(state)
         self._tell_hits(lookup, state.hashes[:here])
@@ -289,6 +297,7 @@ class Onboard:
             lease_id = lease.id
         disk = sorted(index for index in state.from_disk if index < state.run)
         self._count(len(state.hashes), state.run - len(disk), len(disk))
+        tier.counts["matched_tokens"] += state.run * state.block_tokens
         blocks = [tier.table.block(slot) for slot in slots]
         found = Found(
             lookup=state.lookup,

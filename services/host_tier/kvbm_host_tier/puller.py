@@ -11,7 +11,7 @@ from kvbm_common.arena import Arena
 from kvbm_common.checksum import checksums
 from kvbm_common.counters import BYTES_BUCKETS, Counters
 from kvbm_common.errors import KvbmError
-from kvbm_common.layout import device_pieces, slot_pieces
+from kvbm_common.layout import chunks_of, device_pieces, slot_pieces
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 
 from kvbm_host_tier.messages import (
@@ -75,10 +75,11 @@ class Puller:
         self.mover.remove_peer(peer)
 
     async def pull(self, effect: StartPull, *, slot_bytes: int) -> PullDone | PullFailed:
-        """Read every rank's part into the slots, then sum up the blocks."""
-        reads = [self._read(part, effect, slot_bytes) for part in effect.parts]
-        outcomes = await asyncio.gather(*reads, return_exceptions=True)
-        seconds = 0.0
+        """Read every rank's part into the slots, chunk by chunk, and sum up what is in."""
+        chunks = chunks_of(len(effect.slots), effect.block_bytes)
+        pulls = [self._pull_chunk(effect, chunk, slot_bytes) for chunk in chunks]
+        outcomes = await asyncio.gather(*pulls, return_exceptions=True)
+        sums: list[int] = []
         failures: list[KvbmError] = []
         for outcome in outcomes:
             if isinstance(outcome, KvbmError):
@@ -86,7 +87,7 @@ class Puller:
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                seconds = max(seconds, outcome.seconds)
+                sums += outcome
         if failures:
             settling = [
                 failure.settling
@@ -95,12 +96,18 @@ class Puller:
             ]
             self._watch(effect.pull, [future for future in settling if future is not None])
             return PullFailed(effect.pull, failures[0].code, settled=not settling)
-        sums = await asyncio.get_running_loop().run_in_executor(
-            self._summer, self._sum, effect.slots, effect.block_bytes, slot_bytes
-        )
-        self._seconds.observe(seconds, path="d2h")
-        self._bytes.observe(len(effect.slots) * effect.block_bytes, path="d2h")
         return PullDone(effect.pull, tuple(sums))
+
+    async def _pull_chunk(self, effect: StartPull, chunk: slice, slot_bytes: int) -> list[int]:
+        slots, blocks = effect.slots[chunk], effect.blocks[chunk]
+        deadline_s = effect.deadline_ms / 1000
+        reads = [self._read(part, blocks, slots, slot_bytes, deadline_s) for part in effect.parts]
+        moved = await asyncio.gather(*reads)
+        self._seconds.observe(max(part.seconds for part in moved), path="d2h")
+        self._bytes.observe(sum(part.bytes for part in moved), path="d2h")
+        return await asyncio.get_running_loop().run_in_executor(
+            self._summer, self._sum, slots, effect.block_bytes, slot_bytes
+        )
 
     def _watch(self, pull: int, settling: list[Future[None]]) -> None:
         """Say so when the last late byte of a failed pull has landed."""
@@ -116,22 +123,26 @@ class Puller:
         for future in settling:
             asyncio.wrap_future(future, loop=loop).add_done_callback(settled)
 
-    async def _read(self, part: PullPart, effect: StartPull, slot_bytes: int) -> Moved:
-        source = device_pieces(part.regions, effect.blocks)
+    def _read(
+        self,
+        part: PullPart,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        slot_bytes: int,
+        deadline_s: float,
+    ) -> asyncio.Future[Moved]:
+        source = device_pieces(part.regions, blocks)
         target = slot_pieces(
             part.regions,
-            effect.slots,
+            slots,
             arena_address=self.arena.address,
             slot_bytes=slot_bytes,
             part_offset=part.slot_offset,
         )
         future = self.mover.read(
-            part.peer,
-            Spans.of_pieces(target),
-            Spans.of_pieces(source),
-            deadline_s=effect.deadline_ms / 1000,
+            part.peer, Spans.of_pieces(target), Spans.of_pieces(source), deadline_s=deadline_s
         )
-        return await asyncio.wrap_future(future)
+        return asyncio.wrap_future(future)
 
     def _sum(self, slots: Sequence[int], block_bytes: int, slot_bytes: int) -> list[int]:
         offsets = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)

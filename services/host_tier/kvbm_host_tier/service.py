@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import assert_never
 
 import msgspec
@@ -310,7 +311,7 @@ async def serve(context: ServiceContext) -> None:
     capacity = settings.staging_bytes if disk_only else settings.cpu_cache_bytes
     name = f"{prefix}{context.epoch}"
     with Arena.create(settings.shm_dir, f"{name}-arena", capacity) as arena:
-        arena.populate()
+        arena.populate().add_done_callback(_populated)
         puller = Puller(arena, name=name, counters=context.counters)
         try:
             core = HostTierCore(
@@ -326,6 +327,12 @@ async def serve(context: ServiceContext) -> None:
                 await HostTierShell(context, core, puller, engines).run()
         finally:
             puller.close()
+
+
+def _populated(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        log.error("the arena's memory cannot be taken in full: %s", error)
 
 
 def _limits(context: ServiceContext) -> Limits:

@@ -1,0 +1,405 @@
+"""A host tier's core with an engine, a disk tier and a clock around it. Blocks are small integers.
+
+`Host` is the outside world: it feeds the core, checks every invariant after each step, and checks
+that what the core announces is numbered without a hole and never contradicts itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvbm_common.announcer import Announcer
+from kvbm_common.identity import Namespace, SequenceHash, hash_from_hex, pack_hashes
+from kvbm_common.slots import Block
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+from kvbm_common.wire.local import (
+    Beat,
+    Bye,
+    Confirm,
+    Found,
+    Hello,
+    Lookup,
+    Pulled,
+    Refused,
+    Region,
+    Release,
+    ToHostTier,
+    Welcome,
+)
+from kvbm_common.wire.verbs import (
+    ErrorBody,
+    FilledSlot,
+    FillReply,
+    LeaseReply,
+    LeaseRequest,
+    Offer,
+    OfferRun,
+    ReleaseReply,
+    ReleaseRequest,
+)
+from kvbm_host_tier.core import HostTierCore
+from kvbm_host_tier.messages import (
+    Answer,
+    AskFill,
+    AttachPeer,
+    DiskEvent,
+    Effect,
+    EngineId,
+    FillDone,
+    FillFailed,
+    FromEngine,
+    Input,
+    LeaseAsked,
+    OfferReceived,
+    PeerAttached,
+    Publish,
+    PullDone,
+    PullFailed,
+    ReleaseAsked,
+    StartPull,
+    Tick,
+    ToEngine,
+)
+from kvbm_host_tier.tier import ArenaInfo, Limits
+
+NAMESPACE = Namespace(model="test", block_tokens=4)
+DIGEST = NAMESPACE.digest.hex()
+EPOCH = 7
+BLOCK_BYTES = 64
+SLOT_BYTES = 4096
+DEVICE_BLOCKS = 100
+LEASE_MS = 1_000
+LOOKUP_MS = 100
+OFFER_MS = 500
+
+E = TypeVar("E")
+
+
+def name(number: int) -> SequenceHash:
+    """Block 7 is called 0…07."""
+    return SequenceHash(number.to_bytes(16, "big"))
+
+
+def numbers(texts: Iterable[str]) -> list[int]:
+    """Hex names back to numbers."""
+    return [int(text, 16) for text in texts]
+
+
+def checksum(number: int) -> int:
+    """What the right bytes of a block sum up to."""
+    return number * 1_000 + 1
+
+
+def incarnation(life: int) -> str:
+    """16 hex digits."""
+    return f"{life:016x}"
+
+
+def hello(
+    *,
+    engine: str = "ada",
+    life: int = 1,
+    role: Any = "worker",
+    rank: int = 0,
+    world_size: int = 1,
+    piece_bytes: int = BLOCK_BYTES,
+    namespace: Namespace = NAMESPACE,
+    agent: bytes = b"agent",
+) -> Hello:
+    """How a half introduces itself."""
+    region = Region(address=4096, stride=piece_bytes, piece_bytes=piece_bytes, blocks=DEVICE_BLOCKS)
+    return Hello(
+        engine=engine,
+        incarnation=incarnation(life),
+        role=role,
+        namespace=namespace,
+        rank=rank,
+        world_size=world_size,
+        agent=agent if role == "worker" else b"",
+        regions=[region] if role == "worker" else [],
+    )
+
+
+def connection(half: Hello) -> bytes:
+    """Where answers to a half go: `ada:1/scheduler`, `ada:1/0` in life 1."""
+    where = "scheduler" if half.role == "scheduler" else str(half.rank)
+    return f"{half.engine}:{int(half.incarnation, 16)}/{where}".encode()
+
+
+class Host:
+    """The core, the clock, and everybody who talks to it."""
+
+    def __init__(
+        self, *, slots: int = 4, staging: bool = False, attach: bool = True, **limits: Any
+    ) -> None:
+        self.core = HostTierCore(
+            host="h",
+            instance="0",
+            epoch=EPOCH,
+            arena=ArenaInfo("/arena", 4096, slots * SLOT_BYTES, b"arena"),
+            limits=Limits(**limits),
+            staging=staging,
+        )
+        self.now_ms = 1_000
+        self.events: list[Event] = []
+        self.announced: set[int] = set()
+        """What a reader of the events believes."""
+        self.disk = Announcer(host="h", source="disk-tier-0", tier="disk", epoch=1)
+        self._ids = 0
+        self._take(self.core.start())
+        if attach:
+            self.attach()
+
+    # --- driving ----------------------------------------------------------------------------
+
+    def step(self, event: Input) -> list[Effect]:
+        """One input; returns the effects other than announcements."""
+        effects = self._take(self.core.step(event, self.now_ms))
+        self.core.check()
+        there = {int.from_bytes(block.hash, "big") for block in self.core.tier.table.blocks()}
+        assert self.announced == there, "the events say something else than the table"
+        return effects
+
+    def _take(self, effects: Sequence[Effect]) -> list[Effect]:
+        for effect in effects:
+            if isinstance(effect, Publish):
+                self._announced(effect.event)
+        return [effect for effect in effects if not isinstance(effect, Publish)]
+
+    def _announced(self, event: Event) -> None:
+        self.events.append(event)
+        assert (event.epoch, event.seq) == (EPOCH, len(self.events))
+        match event:
+            case Cleared():
+                self.announced.clear()
+            case Stored(runs=runs):
+                stored = [number for run in runs for number in numbers(run.hashes)]
+                assert not self.announced & set(stored), f"{stored} announced twice"
+                self.announced.update(stored)
+            case Removed(hashes=hashes):
+                assert set(numbers(hashes)) <= self.announced, "what was not there cannot leave"
+                self.announced.difference_update(numbers(hashes))
+
+    def wait(self, ms: int) -> list[Effect]:
+        """Let time pass, and the core notice."""
+        self.now_ms += ms
+        return self.step(Tick())
+
+    def say(self, message: ToHostTier, *, half: str = "scheduler") -> list[Effect]:
+        """A message of an engine."""
+        connection = f"{message.engine}:{int(message.incarnation, 16)}/{half}".encode()
+        return self.step(FromEngine(connection, message))
+
+    def greet(self, half: Hello) -> list[Effect]:
+        """A half introduces itself; NIXL is not asked yet."""
+        return self.step(FromEngine(connection(half), half))
+
+    def attach(self, *, engine: str = "ada", life: int = 1, world_size: int = 1) -> None:
+        """Every half of an engine says hello, and NIXL knows all of them."""
+        for rank in range(world_size):
+            effects = self.greet(hello(engine=engine, life=life, rank=rank, world_size=world_size))
+            for effect in of(effects, AttachPeer):
+                self.step(PeerAttached(effect.engine, rank, f"{engine}-{life}-{rank}"))
+        greeting = hello(engine=engine, life=life, role="scheduler", world_size=world_size)
+        assert of(self.told(self.greet(greeting)), Welcome)
+
+    @staticmethod
+    def told(effects: Sequence[Effect]) -> list[object]:
+        """What engines are told."""
+        return [effect.message for effect in effects if isinstance(effect, ToEngine)]
+
+    # --- offload ----------------------------------------------------------------------------
+
+    def offer(
+        self, *wanted: int, offer: int | None = None, engine: str = "ada", life: int = 1,
+        deadline_ms: int = OFFER_MS,
+    ) -> list[Effect]:  # fmt: skip
+        """An engine offers a chain: block n is in device block n, its parent is the one before."""
+        self._ids += 1
+        run = OfferRun(
+            parent=name(wanted[0] - 1).hex() if wanted else name(0).hex(),
+            hashes=[name(number).hex() for number in wanted],
+            blocks=[number % DEVICE_BLOCKS for number in wanted],
+        )
+        return self.step(
+            OfferReceived(
+                Offer(
+                    host="h",
+                    engine=engine,
+                    incarnation=incarnation(life),
+                    offer=self._ids if offer is None else offer,
+                    namespace=DIGEST,
+                    deadline_ms=deadline_ms,
+                    runs=[run],
+                )
+            )
+        )
+
+    def pulled(self, pull: StartPull) -> list[Effect]:
+        """The bytes are in."""
+        sums = tuple(checksum(block) for block in pull.blocks)
+        return self.step(PullDone(pull.pull, sums))
+
+    def pull_failed(self, pull: StartPull, *, settled: bool = True) -> list[Effect]:
+        """They are not."""
+        return self.step(PullFailed(pull.pull, "peer_lost", settled))
+
+    def confirm(
+        self, offer: int, *, held: bool = True, engine: str = "ada", life: int = 1
+    ) -> list[Effect]:
+        """The engine says whether it had held the blocks."""
+        return self.say(
+            Confirm(engine=engine, incarnation=incarnation(life), offer=offer, held=held)
+        )
+
+    def store(self, *wanted: int) -> None:
+        """The whole offload path of a chain."""
+        effects = self.offer(*wanted)
+        todo = of(effects, StartPull)
+        while todo:
+            effects = self.pulled(todo.pop())
+            todo += of(effects, StartPull)
+            for pulled in of(self.told(effects), Pulled):
+                assert pulled.confirm, pulled
+                self.confirm(pulled.offer)
+
+    # --- onboard ----------------------------------------------------------------------------
+
+    def look_up(
+        self, *wanted: int, engine: str = "ada", life: int = 1, lookup: int | None = None,
+        lease_ms: int = LEASE_MS, deadline_ms: int = LOOKUP_MS,
+    ) -> list[Effect]:  # fmt: skip
+        """Which of these can be had?"""
+        self._ids += 1
+        return self.say(
+            Lookup(
+                engine=engine,
+                incarnation=incarnation(life),
+                lookup=self._ids if lookup is None else lookup,
+                namespace=NAMESPACE.digest,
+                hashes=pack_hashes(name(number) for number in wanted),
+                lease_ms=lease_ms,
+                deadline_ms=deadline_ms,
+            )
+        )
+
+    def found(self, effects: Sequence[Effect]) -> Found:
+        """The one answer among the effects, whose slots hold what they should."""
+        [found] = of(self.told(effects), Found)
+        assert len(found.slots) == len(found.checksums)
+        for slot, expected in zip(found.slots, found.checksums, strict=True):
+            assert self.core.tier.table.block(slot).checksum == expected
+        assert (found.lease == 0) == (not found.slots)
+        return found
+
+    def release(self, lease: int, *corrupt: int, engine: str = "ada", life: int = 1) -> None:
+        """The engine is done with a lease."""
+        self.say(
+            Release(
+                engine=engine, incarnation=incarnation(life), lease=lease, corrupt=list(corrupt)
+            )
+        )
+
+    def beat(self, *, engine: str = "ada", life: int = 1, half: str = "scheduler") -> list[Effect]:
+        """The engine lives."""
+        return self.say(Beat(engine=engine, incarnation=incarnation(life)), half=half)
+
+    def bye(self, *, engine: str = "ada", life: int = 1, half: str = "scheduler") -> list[Effect]:
+        """The engine leaves."""
+        return self.say(Bye(engine=engine, incarnation=incarnation(life)), half=half)
+
+    # --- the disk tier ----------------------------------------------------------------------
+
+    def disk_stored(self, *wanted: int) -> None:
+        """The disk tier announces a chain."""
+        for event in self.disk.stored([on_disk(number) for number in wanted]):
+            self.step(DiskEvent("0", event))
+
+    def disk_removed(self, *wanted: int) -> None:
+        """… or its loss."""
+        for event in self.disk.removed([on_disk(number) for number in wanted], "evicted"):
+            self.step(DiskEvent("0", event))
+
+    def disk_restarts(self) -> None:
+        """A new life of the disk tier says so."""
+        self.disk = Announcer(
+            host="h", source="disk-tier-0", tier="disk", epoch=self.disk.epoch + 1
+        )
+        self.step(DiskEvent("0", self.disk.cleared("start")))
+
+    def filled(self, fill: AskFill, *missing: int, reason: str = "gone") -> list[Effect]:
+        """The disk tier has read everything but `missing`."""
+        slots = [
+            FilledSlot(hash=asked.hash, slot=asked.slot, ok=False, reason=reason)
+            if int(asked.hash, 16) in missing
+            else FilledSlot(
+                hash=asked.hash,
+                slot=asked.slot,
+                ok=True,
+                parent=name(int(asked.hash, 16) - 1).hex(),
+                namespace=DIGEST,
+                checksum=checksum(int(asked.hash, 16)),
+                bytes=BLOCK_BYTES,
+            )
+            for asked in fill.request.slots
+        ]
+        return self.step(FillDone(fill.fill, FillReply(slots=slots)))
+
+    def fill_failed(self, fill: AskFill, *, settled: bool = True) -> list[Effect]:
+        """The disk tier has not answered."""
+        return self.step(FillFailed(fill.fill, "deadline_exceeded", settled))
+
+    def lease(self, *wanted: int, lease_ms: int = LEASE_MS, epoch: int = EPOCH) -> Any:
+        """The disk tier wants to copy blocks; a LeaseReply or an ErrorBody."""
+        request = LeaseRequest(
+            owner="disk-tier-0",
+            epoch=epoch,
+            hashes=[name(number).hex() for number in wanted],
+            lease_ms=lease_ms,
+        )
+        [answer] = of(self.step(LeaseAsked(1, request)), Answer)
+        assert isinstance(answer.reply, LeaseReply | ErrorBody)
+        return answer.reply
+
+    def copied(self, lease: int) -> bool:
+        """… and gives the lease back: had it held?"""
+        [answer] = of(self.step(ReleaseAsked(2, ReleaseRequest(lease=lease))), Answer)
+        assert isinstance(answer.reply, ReleaseReply)
+        return answer.reply.valid
+
+    # --- questions --------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Slots by state."""
+        return self.core.tier.table.counts()
+
+    def slot_of(self, number: int) -> int | None:
+        """Where a block is."""
+        return self.core.tier.table.find(name(number))
+
+    def refusal(self, effects: Sequence[Effect]) -> Refused:
+        """The one refusal among the effects."""
+        [refused] = of(self.told(effects), Refused)
+        return refused
+
+
+def on_disk(number: int) -> Block:
+    """A block as the disk tier has it."""
+    return Block(name(number), name(number - 1), NAMESPACE.digest, checksum(number), BLOCK_BYTES)
+
+
+def of(entries: Iterable[object], kind: type[E]) -> list[E]:
+    """Those of one type."""
+    return [entry for entry in entries if isinstance(entry, kind)]
+
+
+def asked(fill: AskFill) -> list[int]:
+    """The blocks that a fill asks for."""
+    return [int.from_bytes(hash_from_hex(slot.hash), "big") for slot in fill.request.slots]
+
+
+def engine_id(engine: str = "ada", life: int = 1) -> EngineId:
+    """One life of an engine."""
+    return EngineId(engine, incarnation(life))
