@@ -31,7 +31,7 @@ def run() -> list[Row]:
 
 async def _run() -> list[Row]:
     overrides = {
-        "cpu_cache_gb": 2.2 * BLOCKS * MIB / 1e9,
+        "cpu_cache_gb": 1.05 * BLOCKS * MIB / 1e9,
         "disk_cache_gb": (ROUNDS + 2) * BLOCKS * MIB / 1e9,
         "disable_disk_offload_filter": True,
     }
@@ -60,7 +60,7 @@ async def _measure(stack: Stack, bus: Bus) -> list[Row]:
             plain = await asyncio.to_thread(posix_plain, directory, MIB, BLOCKS, DEPTH, 1)
             rates["plain write"].append(plain["write"])
             rates["plain read"].append(plain["read"])
-            other = await asyncio.to_thread(fio, directory, MIB, DEPTH, 2.0)
+            other = await asyncio.to_thread(fio, directory, MIB, DEPTH, 2)
             if other is not None:
                 rates["fio write"].append(other["write"])
                 rates["fio read"].append(other["read"])

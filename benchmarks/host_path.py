@@ -63,6 +63,9 @@ def _offload(probe: Probe, names: list[SequenceHash]) -> float:
     started = time.perf_counter()
     stored = probe.offload(names)
     assert stored == BLOCKS, stored
+    # The confirmation is on its way on the same socket: this answer comes after the commit.
+    assert probe.lookup("committed", names[-1:]).blocks == 1
+    probe.scheduler.forget("committed")
     return BLOCKS * MIB / (time.perf_counter() - started) / 1e9
 
 

@@ -1,0 +1,203 @@
+"""What this machine can do without KVBM: the figures that ours are compared with.
+
+Each is taken with plain NIXL, fio or memcpy in the same run as ours, because virtual machines vary
+by half from minute to minute. This is the one place besides kvbm_common where NIXL is called.
+Speeds are GB/s (1e9 bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from kvbm_common import nixl_pump
+from numpy.typing import NDArray
+
+# Beyond the caches of every machine that we know; a batch below it would measure the cache.
+WORKING_SET_BYTES = 256 << 20
+WARM_UP_ROUNDS = 2
+TRANSFER_LIMIT_S = 60.0
+FIO_LIMIT_S = 60.0
+
+
+class ReadWrite(NamedTuple):
+    """GB/s."""
+
+    read: float
+    write: float
+
+
+def ucx_read_two_processes(block_bytes: int, blocks: int, rounds: int) -> list[float]:
+    """Plain UCX READs from another process's memory, `blocks` per transfer, one at a time.
+
+    Each transfer reads the next part of a working set beyond the caches. One figure per round; a
+    round is the whole working set.
+    """
+    working_set = max(WORKING_SET_BYTES, block_bytes * blocks)
+    with memory_owner(working_set) as (address, metadata):
+        agent = _agent("baseline-reader", "UCX", {})
+        memory = page_aligned(working_set)
+        _register(agent, "DRAM", memory.ctypes.data, working_set)
+        peer = agent.add_remote_agent(metadata).decode()
+        batches = _batches(working_set, block_bytes, blocks)
+
+        def read_all() -> None:
+            for offsets in batches:
+                local = _descriptors(agent, "DRAM", memory.ctypes.data + offsets, block_bytes)
+                remote = _descriptors(agent, "DRAM", address + offsets, block_bytes)
+                _move(agent, "READ", local, remote, peer)
+
+        moved = sum(len(offsets) for offsets in batches) * block_bytes
+        return _speeds(read_all, moved, rounds)
+
+
+def posix_plain(
+    directory: Path, block_bytes: int, blocks: int, depth: int, rounds: int
+) -> dict[str, float]:
+    """Plain NIXL POSIX with O_DIRECT on a written file of `blocks`: `depth` blocks per
+    transfer, in random order, one transfer at a time. Medians of the rounds."""
+    size = block_bytes * blocks
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        os.posix_fallocate(fd, 0, size)
+        agent = _agent("baseline-files", "POSIX", nixl_pump.posix_defaults())
+        memory = page_aligned(size)
+        memory[:] = 1
+        _register(agent, "DRAM", memory.ctypes.data, size)
+        _register(agent, "FILE", 0, size, fd)
+        order = np.random.default_rng(1).permutation(blocks).astype(np.uint64)
+        offsets = order * np.uint64(block_bytes)
+
+        def move_all(operation: str) -> Callable[[], None]:
+            def run() -> None:
+                for begin in range(0, blocks, depth):
+                    part = offsets[begin : begin + depth]
+                    local = _descriptors(agent, "DRAM", memory.ctypes.data + part, block_bytes)
+                    remote = _descriptors(agent, "FILE", part, block_bytes, fd)
+                    _move(agent, operation, local, remote, agent.name)
+
+            return run
+
+        write = statistics.median(_speeds(move_all("WRITE"), size, rounds))
+        read = statistics.median(_speeds(move_all("READ"), size, rounds))
+        os.close(fd)
+        return ReadWrite(read, write)._asdict()
+
+
+def fio(directory: Path, block_bytes: int, depth: int, seconds: float) -> dict[str, float] | None:
+    """fio's random O_DIRECT reads and writes of a 1 GiB file; None where fio is not installed."""
+    if shutil.which("fio") is None:
+        return None
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        write = _fio_run(Path(scratch), "randwrite", block_bytes, depth, seconds)
+        read = _fio_run(Path(scratch), "randread", block_bytes, depth, seconds)
+    return ReadWrite(read, write)._asdict()
+
+
+def memcpy_gb_per_s(rounds: int = 7) -> float:
+    """Median of copies between two populated shared mappings of the working set, one thread."""
+    source, target = page_aligned(WORKING_SET_BYTES), page_aligned(WORKING_SET_BYTES)
+    source[:], target[:] = 1, 2
+    return statistics.median(_speeds(lambda: np.copyto(target, source), source.nbytes, rounds))
+
+
+@contextmanager
+def memory_owner(size_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Another process that owns `size_bytes` of registered memory: its address and metadata."""
+    command = [sys.executable, "-m", "benchmarks.baseline", str(size_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        try:
+            assert owner.stdout is not None
+            ready = json.loads(owner.stdout.readline())
+            yield ready["address"], bytes.fromhex(ready["metadata"])
+        finally:
+            owner.kill()
+
+
+def page_aligned(size_bytes: int) -> NDArray[np.uint8]:
+    """Anonymous shared memory as bytes; it lives as long as the array."""
+    return np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
+
+
+def _own_memory(size_bytes: int) -> None:
+    agent = _agent("baseline-owner", "UCX", {})
+    memory = page_aligned(size_bytes)
+    memory[:] = 3
+    _register(agent, "DRAM", memory.ctypes.data, size_bytes)
+    ready = {"address": memory.ctypes.data, "metadata": agent.get_agent_metadata().hex()}
+    print(json.dumps(ready), flush=True)
+    while True:  # Until killed; over shared memory only the first contact needs it.
+        agent.get_new_notifs()
+        time.sleep(0.001)
+
+
+def _agent(name: str, backend: str, params: dict[str, str]) -> Any:
+    config = nixl_pump.api.nixl_agent_config(enable_prog_thread=False, backends=[])
+    agent = nixl_pump.api.nixl_agent(f"{name}-{os.getpid()}", config)
+    agent.create_backend(backend, params)
+    return agent
+
+
+def _register(agent: Any, kind: str, address: int, length: int, device: int = 0) -> None:
+    agent.register_memory([(address, length, device, "")], kind)
+
+
+def _descriptors(
+    agent: Any, kind: str, addresses: NDArray[np.uint64], length: int, device: int = 0
+) -> Any:
+    rows = np.empty((len(addresses), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, device
+    return agent.get_xfer_descs(rows, kind)
+
+
+def _move(agent: Any, operation: str, local: Any, remote: Any, peer: str) -> None:
+    handle = agent.initialize_xfer(operation, local, remote, peer)
+    deadline = time.monotonic() + TRANSFER_LIMIT_S
+    state = agent.transfer(handle)
+    while state == "PROC":
+        assert time.monotonic() < deadline, "a plain transfer hangs"
+        state = agent.check_xfer_state(handle)
+    agent.release_xfer_handle(handle)
+
+
+def _batches(working_set: int, block_bytes: int, blocks: int) -> list[NDArray[np.uint64]]:
+    starts = np.arange(working_set // block_bytes, dtype=np.uint64) * np.uint64(block_bytes)
+    return [starts[begin : begin + blocks] for begin in range(0, len(starts), blocks)]
+
+
+def _speeds(run: Callable[[], None], moved_bytes: int, rounds: int) -> list[float]:
+    speeds = []
+    for _ in range(WARM_UP_ROUNDS + rounds):
+        started = time.perf_counter()
+        run()
+        speeds.append(moved_bytes / (time.perf_counter() - started) / 1e9)
+    return speeds[WARM_UP_ROUNDS:]
+
+
+def _fio_run(scratch: Path, pattern: str, block_bytes: int, depth: int, seconds: float) -> float:
+    """One fio job, libaio, one thread. The writing job lays the file out for the reading one."""
+    command = [
+        "fio", "--name=blocks", f"--directory={scratch}", f"--rw={pattern}", "--size=1G",
+        f"--bs={block_bytes}", f"--iodepth={depth}", "--ioengine=libaio", "--direct=1",
+        "--time_based", f"--runtime={max(1, round(seconds))}", "--output-format=json", "--thread",
+    ]  # fmt: skip
+    limit = FIO_LIMIT_S + seconds
+    report = subprocess.run(command, capture_output=True, check=True, timeout=limit)
+    job = json.loads(report.stdout)["jobs"][0]
+    return float(job[pattern.removeprefix("rand")]["bw_bytes"]) / 1e9
+
+
+if __name__ == "__main__":
+    _own_memory(int(sys.argv[1]))
