@@ -220,6 +220,8 @@ class ConnectorCore:
         if found.epoch != self.epoch:
             # Its lease ended with that life; an id may mean another lease by now.
             self.counts["answers_unwanted"] += 1
+            if request is not None:
+                self._forget(request)  # The engine asks again, and is answered by this life.
         elif state is None:
             self.counts["answers_unwanted"] += 1
             self._release(found.lease)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
@@ -43,11 +44,22 @@ class LoadResult:
     intact: tuple[bool, ...]
     corrupt: tuple[int, ...] = ()
     reason: str = ""
+    seconds: float = 0.0
+    """How long the bytes took."""
 
     @property
     def usable(self) -> int:
         """The blocks of the prefix that can be used."""
         return next((i for i, ok in enumerate(self.intact) if not ok), len(self.intact))
+
+
+def merge_results(results: Sequence[LoadResult]) -> LoadResult:
+    """What all ranks say of one load: a block is good if it is good on every rank."""
+    intact = tuple(all(flags) for flags in zip(*(r.intact for r in results), strict=True))
+    corrupt = tuple(sorted({index for result in results for index in result.corrupt}))
+    reason = next((result.reason for result in results if result.reason), "")
+    seconds = max(result.seconds for result in results)
+    return LoadResult(results[0].load, intact, corrupt, reason, seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,11 @@ class SchedulerHalf:
         self._thread.close()
 
     @property
+    def epoch(self) -> int:
+        """The life of the host tier that is there; 0 if there is none."""
+        return self._core.epoch
+
+    @property
     def attached(self) -> bool:
         """Is a host tier there?"""
         return self._core.epoch != 0

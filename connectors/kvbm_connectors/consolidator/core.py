@@ -20,6 +20,7 @@ from collections import Counter, deque
 from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.engine_events import EngineBatch
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.local import Attach, Attached, Refused
 from kvbm_common.wire.verbs import SnapshotReply
@@ -31,6 +32,7 @@ from kvbm_connectors.consolidator.messages import (
     BeatReceived,
     Describe,
     Effect,
+    EngineBatchesReceived,
     EngineBatchReceived,
     EngineDetached,
     EngineLost,
@@ -81,8 +83,10 @@ class ConsolidatorCore:
         """Take one input; returns what is to be done about it, in order."""
         self._now_ms = now_ms
         match event:
-            case EngineBatchReceived():
-                self._on_batch(event)
+            case EngineBatchesReceived(key, batches, replay):
+                self._on_batches(key, batches, replay)
+            case EngineBatchReceived(key, seq, batch, replay):
+                self._on_batches(key, ((seq, batch),), replay)
             case StreamAttached(attach, peer):
                 self._on_attached(attach, peer)
             case BeatReceived():
@@ -289,22 +293,24 @@ class ConsolidatorCore:
 
     # ---- streams -----------------------------------------------------------------------------
 
-    def _on_batch(self, event: EngineBatchReceived) -> None:
-        found = self._find(event.key)
-        if found is None or event.replay not in (0, found[1].order.replay):
-            self._drops["stale_batch"] += 1
+    def _on_batches(
+        self, key: StreamKey, batches: tuple[tuple[int, EngineBatch], ...], replay: int
+    ) -> None:
+        assert batches, "an input has a batch"
+        found = self._find(key)
+        if found is None or replay not in (0, found[1].order.replay):
+            self._drops["stale_batch"] += len(batches)
             return
         engine, rank = found
         engine.seen_ms = self._now_ms
-        self._batch_count += 1
-        if event.replay:
-            ready = rank.order.take_replayed(event.seq, event.batch)
-        else:
-            ready = rank.order.take_live(event.seq, event.batch, self._now_ms)
-        restarted = self._take(engine, rank, ready, event.batch.ts)
-        if restarted and not event.replay:
-            # The batch that gave it away belongs to the new life.
-            self._take(engine, rank, rank.order.take_live(event.seq, event.batch, self._now_ms), 0)
+        self._batch_count += len(batches)
+        for seq, batch in batches:
+            if replay:
+                self._apply(engine, rank, rank.order.take_replayed(seq, batch))
+            elif self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms)):
+                # The batch that gave it away belongs to the new life.
+                self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms))
+        self._announce(engine, rank, batches[0][1].ts)
 
     def _on_replay_over(self, key: StreamKey, replay: int, *, failed: bool) -> None:
         found = self._find(key)
@@ -316,18 +322,22 @@ class ConsolidatorCore:
             self._drops["replay_failed"] += 1
         order = rank.order
         ready = order.replay_failed(self._now_ms) if failed else order.replay_done()
-        self._take(engine, rank, ready, 0)
+        self._apply(engine, rank, ready)
+        self._announce(engine, rank, 0)
         rank.drop_orphans()
 
-    def _take(self, engine: Engine, rank: Rank, ready: Ready, ts: float) -> bool:
-        """Apply what is in order and announce it; returns whether the publisher had restarted."""
-        drafts, restarted = rank.take(ready, self._now_ms) if ready else ([], False)
-        for draft in drafts:
-            self._number(engine, rank, draft, int(ts * 1000))
+    def _apply(self, engine: Engine, rank: Rank, ready: Ready) -> bool:
+        """Take what is in order; returns whether the publisher had restarted."""
+        restarted = bool(ready) and rank.apply(ready, self._now_ms)
         if restarted:
             self._begin_again(engine)
-        self._poll(rank)
         return restarted
+
+    def _announce(self, engine: Engine, rank: Rank, ts: float) -> None:
+        """Say what has changed, and ask for what is missing."""
+        for draft in rank.take_drafts():
+            self._number(engine, rank, draft, int(ts * 1000))
+        self._poll(rank)
 
     def _begin_again(self, engine: Engine) -> None:
         """A publisher has restarted under the same incarnation: another life, another epoch."""

@@ -85,6 +85,16 @@ class EngineBatchReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineBatchesReceived:
+    """Several batches of a stream at once: what they change is announced together."""
+
+    key: StreamKey
+    batches: tuple[tuple[int, EngineBatch], ...]
+    """(seq, batch) in the order of arrival; at least one."""
+    replay: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayDone:
     """The engine has sent all that it still had."""
 
@@ -114,6 +124,7 @@ Input = (
     | EpochGranted
     | EpochFailed
     | EngineBatchReceived
+    | EngineBatchesReceived
     | ReplayDone
     | ReplayFailed
     | Tick

@@ -69,20 +69,25 @@ class Rank:
         """The engine's publisher has begun anew: nothing that we know counts any more."""
         self._drops["orphan"] += self.orphans.clear()
         self._views.clear()
+        self._merger = Merger()
         self.order = self._new_order(now_ms)
 
-    def take(self, ready: Ready, now_ms: int) -> tuple[list[Draft], bool]:
-        """Apply what is in order: the drafts that follow, and whether the publisher restarted."""
+    def apply(self, ready: Ready, now_ms: int) -> bool:
+        """Take what is in order; returns whether the engine's publisher has restarted."""
         for item in ready:
             if item is Sign.RESTARTED:
-                return self._merger.take(), True
+                return True
             if item is Sign.LOST:
                 self._clear("gap")
                 self._drops["orphan"] += self.orphans.clear()
             elif isinstance(item, EngineBatch):
                 for event in item.events:
-                    self._apply(event, now_ms)
-        return self._merger.take(), False
+                    self._apply_event(event, now_ms)
+        return False
+
+    def take_drafts(self) -> list[Draft]:
+        """What is to be said about all that was applied since the last time."""
+        return self._merger.take()
 
     def age(self, now_ms: int) -> None:
         """Ask for a replay on behalf of blocks that have waited too long for their parent."""
@@ -122,7 +127,7 @@ class Rank:
 
     # ---- events ------------------------------------------------------------------------------
 
-    def _apply(self, event: EngineEvent, now_ms: int) -> None:
+    def _apply_event(self, event: EngineEvent, now_ms: int) -> None:
         match event:
             case BlockStored():
                 self._store(event, now_ms)

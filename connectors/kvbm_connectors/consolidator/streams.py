@@ -14,6 +14,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.logs import OncePerKind
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
 from kvbm_common.wire.engine_events import (
+    EngineBatch,
     EngineFrame,
     decode_batch,
     replay_request,
@@ -22,7 +23,7 @@ from kvbm_common.wire.engine_events import (
 )
 
 from kvbm_connectors.consolidator.messages import (
-    EngineBatchReceived,
+    EngineBatchesReceived,
     Input,
     ReplayDone,
     ReplayFailed,
@@ -34,8 +35,10 @@ from kvbm_connectors.consolidator.messages import (
 STREAM_HWM = 100_000
 """Messages that wait in a socket, as in vLLM: a slow reader loses the rest and sees a gap. In a
 replay it must hold the engine's whole buffer, because a ROUTER drops what does not fit."""
+REPLAY_DEADLINE_S = 60.0
+"""A buffer of 10,000 batches takes a second."""
 BURST_MAX = 64
-"""Messages taken at one wake-up before others get their turn."""
+"""Messages taken at one wake-up and announced together: under load, batches grow by themselves."""
 REPLAY_SILENCE_S = 2.0
 """vLLM answers a replay within 0.1 s; one that says nothing for so long has failed."""
 ENDPOINT = re.compile(r"ipc://\S+|tcp://[^\s*]+:\d+")
@@ -100,16 +103,12 @@ class Streams:
         key, number = effect.key, effect.replay
         socket = self._socket(zmq.DEALER)
         try:
-            socket.connect(effect.endpoint)
-            await socket.send_multipart(replay_request(effect.from_seq))
-            while True:
-                async with asyncio.timeout(REPLAY_SILENCE_S):
-                    frames = await socket.recv_multipart()
-                frame = self._split(split_replayed, frames)
-                if frame is not None and frame.is_end:
-                    await self._take(ReplayDone(key, number))
-                    return
-                await self._hand_over(key, frame, number)
+            async with asyncio.timeout(REPLAY_DEADLINE_S):
+                socket.connect(effect.endpoint)
+                await socket.send_multipart(replay_request(effect.from_seq))
+                while not await self._take_replayed(socket, key, number):
+                    pass
+            await self._take(ReplayDone(key, number))
         except TimeoutError:
             await self._take(ReplayFailed(key, number, "silent"))
         except zmq.ZMQError as error:
@@ -117,23 +116,24 @@ class Streams:
         finally:
             socket.close()
 
+    async def _take_replayed(self, socket: zmq.asyncio.Socket, key: StreamKey, number: int) -> bool:
+        """Hand over what has come of a replay; returns whether that was the end of it."""
+        async with asyncio.timeout(REPLAY_SILENCE_S):
+            first = await socket.recv_multipart()
+        frames = [self._split(split_replayed, raw) for raw in await _burst(socket, first)]
+        batches = [frame for frame in frames if frame is None or not frame.is_end]
+        await self._hand_over(key, batches, number)
+        return len(batches) < len(frames)
+
     async def _read(self, key: StreamKey, endpoint: str, topic: bytes) -> None:
         socket = self._socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
             socket.connect(endpoint)
             while True:
-                frames = await socket.recv_multipart()
-                for _ in range(BURST_MAX):
-                    frame = self._split(split_published, frames)
-                    if frame is not None and topic and frame.topic != topic:
-                        # A subscription is to a prefix; this is a longer topic.
-                        self._dropped.add(reason="other_topic")
-                    else:
-                        await self._hand_over(key, frame, 0)
-                    if not int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
-                        break
-                    frames = await socket.recv_multipart()
+                first = await socket.recv_multipart()
+                frames = [self._split(split_published, raw) for raw in await _burst(socket, first)]
+                await self._hand_over(key, self._of_topic(frames, topic), 0)
                 await asyncio.sleep(0)
         except zmq.ZMQError as error:
             self._drop("socket", f"{key}: {endpoint}: {error}")
@@ -149,18 +149,29 @@ class Streams:
             self._drop(error.kind, str(error))
             return None
 
-    async def _hand_over(self, key: StreamKey, frame: EngineFrame | None, replay: int) -> None:
+    def _of_topic(self, frames: list[EngineFrame | None], topic: bytes) -> list[EngineFrame | None]:
+        """A subscription is to a prefix: leave longer topics out."""
+        ours = [frame for frame in frames if frame is None or not topic or frame.topic == topic]
+        if len(ours) < len(frames):
+            self._dropped.add(len(frames) - len(ours), reason="other_topic")
+        return ours
+
+    async def _hand_over(
+        self, key: StreamKey, frames: list[EngineFrame | None], replay: int
+    ) -> None:
         """Decode and hand over; what cannot be decoded leaves a gap, which the core repairs."""
-        if frame is None:
-            return
-        try:
-            if frame.is_end:
-                raise WireError("the end of a replay outside of one", kind="malformed")
-            batch = decode_batch(frame.payload)
-        except WireError as error:
-            self._drop(error.kind, f"{key} seq {frame.seq}: {error}")
-            return
-        await self._take(EngineBatchReceived(key, frame.seq, batch, replay))
+        batches: list[tuple[int, EngineBatch]] = []
+        for frame in frames:
+            if frame is None:
+                continue
+            try:
+                if frame.is_end:
+                    raise WireError("the end of a replay outside of one", kind="malformed")
+                batches.append((frame.seq, decode_batch(frame.payload)))
+            except WireError as error:
+                self._drop(error.kind, f"{key} seq {frame.seq}: {error}")
+        if batches:
+            await self._take(EngineBatchesReceived(key, tuple(batches), replay))
 
     def _drop(self, kind: str, text: str) -> None:
         self._dropped.add(reason=kind)
@@ -174,3 +185,11 @@ class Streams:
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         return socket
+
+
+async def _burst(socket: zmq.asyncio.Socket, first: list[bytes]) -> list[list[bytes]]:
+    """The message that has come, and those that are there already behind it."""
+    messages = [first]
+    while len(messages) < BURST_MAX and int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        messages.append(await socket.recv_multipart())
+    return messages

@@ -101,9 +101,9 @@ async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: lis
         if not (await engine.stats()).idle:
             return False
     for kind in tiers:
-        figures = (await view.stats(kind)).figures
+        stats = await view.stats(kind)
         names = ("offers", "lookups_waiting", "writes", "writes_pending", "reads")
-        if any(figures.get(name) for name in names):
+        if any(stats.figures.get(name) for name in names) or stats.slots.get("staged"):
             return False
     return (await view.stats("host-tier")).leases == 0
 

@@ -45,7 +45,7 @@ CONNECT_DEADLINE_S = 5.0
 class DemoOptions:
     """What the command line says."""
 
-    requests: int = 400
+    requests: int = 1200
     engines: int = 2
     trace: Path | None = None
     host_gb: float = 0.3
@@ -74,6 +74,7 @@ class DemoOptions:
             ranks=self.tensor_parallel,
             prefill_us_per_token=TRACE_PREFILL_US_PER_TOKEN if is_trace else 20.0,
             verify=settings.verify_host_reads,
+            onboard_mover=settings.onboard_mover,
             lease_ms=settings.lease_ms,
             onboard_deadline_ms=settings.onboard_deadline_ms,
             offer_deadline_ms=settings.offer_deadline_ms,
@@ -81,7 +82,7 @@ class DemoOptions:
 
 
 def demo(
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 400,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1200,
     engines: Annotated[int, typer.Option(min=1, max=16, help="How many sim engines.")] = 2,
     trace: Annotated[
         Path | None,

@@ -23,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     running_max: int = 16
     """Requests that load or wait for compute at the same time."""
     verify: str = "always"
+    onboard_mover: str = "auto"
     model: str = "sim"
     lease_ms: int = 5_000
     onboard_deadline_ms: int = 2_000

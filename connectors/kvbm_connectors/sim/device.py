@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.messages import Load, LoadResult
+from kvbm_connectors.messages import Load, LoadResult, merge_results
 from kvbm_connectors.sim.content import WORD_BYTES, Content
 from kvbm_connectors.sim.control import EngineConfig
 from kvbm_connectors.worker import WorkerHalf
@@ -63,6 +63,7 @@ class Device:
                     rank=rank,
                     world_size=config.ranks,
                     read_block=memory.__getitem__ if verified else None,
+                    onboard_mover=config.onboard_mover,
                     on_news=on_news,
                 )
             )
@@ -94,7 +95,7 @@ class Device:
             worker.start_load(load)
 
     def drain_ended(self) -> list[LoadResult]:
-        """Loads of which every rank has reported; a block is good if it is good on every rank."""
+        """Loads of which every rank has reported."""
         ended: list[LoadResult] = []
         for worker in self._workers:
             for result in worker.drain_ended():
@@ -102,7 +103,7 @@ class Device:
                 pending.results.append(result)
                 if len(pending.results) == len(self._workers):
                     del self._pending[result.load.lease]
-                    ended.append(_merged(pending.load, pending.results))
+                    ended.append(merge_results(pending.results))
         return ended
 
     def counts(self) -> dict[str, int]:
@@ -112,10 +113,3 @@ class Device:
             for name, count in worker.counts.items():
                 counts[name] = counts.get(name, 0) + count
         return counts
-
-
-def _merged(load: Load, results: Sequence[LoadResult]) -> LoadResult:
-    intact = tuple(all(flags) for flags in zip(*(r.intact for r in results), strict=True))
-    corrupt = tuple(sorted({index for result in results for index in result.corrupt}))
-    reason = next((result.reason for result in results if result.reason), "")
-    return LoadResult(load, intact, corrupt, reason)

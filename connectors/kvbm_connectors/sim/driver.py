@@ -62,7 +62,8 @@ class EngineHandle:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[str, asyncio.Future[Finished]] = {}
-        self._answers: asyncio.Queue[Started | Dump | Stats | Done] = asyncio.Queue(64)
+        self._answers: asyncio.Queue[Started | Dump | Stats | Done | EngineDied] = asyncio.Queue(64)
+        self._died: EngineDied | None = None
         self._reader: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
@@ -98,12 +99,16 @@ class EngineHandle:
     async def _watch(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
+        self._died = EngineDied(f"{self.config.name} ended with {code}, see {self._log_path}")
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(EngineDied(f"{self.config.name} ended with {code}"))
+                waiting.set_exception(self._died)
+        self._answers.put_nowait(self._died)
 
     async def request(self, submit: Submit) -> Finished:
         """Run one request; raises DeadlineExceeded, EngineDied."""
+        if self._died is not None:
+            raise self._died
         future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         self._waiting[submit.request] = future
         await self._socket.send(to_engine.encode(submit))
@@ -134,6 +139,8 @@ class EngineHandle:
             try:
                 async with asyncio.timeout(deadline_s):
                     while not isinstance(answer := await self._answers.get(), kind):
+                        if isinstance(answer, EngineDied):
+                            raise answer
                         log.warning("%s answered %s to %s", self.config.name, answer, what)
                     return answer
             except TimeoutError as error:

@@ -81,7 +81,7 @@ class SimEngine:
         self._finished = finished
         self.pool = BlockPool(config.block_count)
         self._waiting: deque[Run] = deque()
-        self._loading: dict[str, tuple[Run, float]] = {}
+        self._loading: dict[str, Run] = {}
         self._ready: deque[Run] = deque()
         self._computing: Run | None = None
         self._offered: dict[int, list[int]] = {}
@@ -173,7 +173,7 @@ class SimEngine:
             return
         targets = run.blocks[local : local + hit.blocks]
         load = self._scheduler.take(run.submit.request, targets)
-        self._loading[run.submit.request] = (run, time.perf_counter())
+        self._loading[run.submit.request] = run
         self._device.start_load(load)
 
     def _forget(self, run: Run) -> None:
@@ -185,11 +185,10 @@ class SimEngine:
     def _take_loads(self) -> None:
         for result in self._device.drain_ended():
             assert self._scheduler is not None
-            run, started_s = self._loading.pop(result.load.request)
+            run = self._loading.pop(result.load.request)
             self._check_loaded(run, result)
             self._scheduler.load_ended(result)
-            seconds = time.perf_counter() - started_s
-            self.load_seconds += seconds
+            self.load_seconds += result.seconds
             self.load_bytes += sum(result.intact) * result.load.block_bytes
             self._ready.append(run)
 

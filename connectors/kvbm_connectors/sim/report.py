@@ -24,7 +24,7 @@ PATHS = {
 
 
 class PathFigures(msgspec.Struct, frozen=True):
-    """What went over one path. `gb_per_s` is per transfer: bytes over the time they took."""
+    """What went over one path. `gb_per_s` is bytes over the sum of the transfers' own times."""
 
     blocks: int
     bytes: int

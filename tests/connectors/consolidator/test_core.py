@@ -25,6 +25,7 @@ from kvbm_connectors.consolidator.messages import (
     AskEpoch,
     BeatReceived,
     Describe,
+    EngineBatchesReceived,
     EngineBatchReceived,
     EngineDetached,
     EngineLost,
@@ -468,6 +469,33 @@ def test_a_batch_becomes_one_removal_and_one_store(harness: Harness) -> None:
     assert isinstance(event, Stored)
     assert [run.hashes for run in event.runs] == [[block.hex() for block in BLOCKS]]
     assert event.runs[0].parent == NAMESPACE.root.hex()
+
+
+def test_batches_that_come_together_are_announced_together(harness: Harness) -> None:
+    device = Device()
+    for event in (device.store(PROMPT, 0), device.evict(0), device.store((7, 8), 0)):
+        device.publish(event)
+    together = tuple(enumerate(device.batches))
+    harness.send(EngineBatchesReceived(key(), together))
+    assert kinds(harness) == ["cleared", "stored", "removed", "stored"]
+    assert harness.live[0] == device.truth()
+    harness.send(EngineBatchesReceived(key(), together))
+    assert harness.core.statistics().drops["duplicate"] == 3
+
+
+def test_a_restart_among_batches_that_come_together(harness: Harness) -> None:
+    """What came before it is of the old life, what comes after it waits for the replay."""
+    old, device = Device(clock=1.0), Device(clock=50.0)
+    old.publish(old.store(PROMPT, 0))
+    old.publish(old.store((9, 9), 0))
+    device.publish(device.store((7, 8), 0))
+    device.publish(device.store((5, 5), 0))
+    batches = (*enumerate(old.batches), *enumerate(device.batches))
+    harness.send(EngineBatchesReceived(key(), batches))
+    harness.grant()
+    harness.answer(device)
+    assert kinds(harness)[:3] == ["cleared", "cleared", "cleared"]
+    assert harness.live[0] == device.truth()
 
 
 def test_a_block_that_comes_and_goes_keeps_its_order(harness: Harness) -> None:

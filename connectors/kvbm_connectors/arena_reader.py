@@ -1,0 +1,151 @@
+"""Arena readers: the two ways in which a worker pulls blocks out of the arena.
+
+`NixlReader` reads the host tier's memory over NIXL, from wherever it is. `MappedReader` maps the
+arena, read-only, and copies: possible where both share a host. Which is faster depends on kernel
+and processor, so a worker begins with the mapping and measures both while it works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+from kvbm_common.errors import KvbmError
+from kvbm_common.nixl import Moved, MoverThread, Spans, TransferFailed, TransferTimeout
+from kvbm_common.wire.local import Welcome
+
+log = logging.getLogger(__name__)
+
+PROBE_BYTES = 16 * 1024 * 1024
+"""Beyond the caches of one core, and read in a few milliseconds."""
+PROBE_ROUNDS = 3
+PROBE_DEADLINE_S = 5.0
+"""The first NIXL transfer sets a connection up: up to 0.2 s. It is warm after the probe."""
+
+
+class ArenaReader(Protocol):
+    """Copies spans of the arena, in the host tier's addresses, into our memory."""
+
+    name: str
+
+    def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+        """Copy row by row. The future fails with a TransferError."""
+
+    def close(self) -> None:
+        """What was asked for before ends first."""
+
+
+class NixlReader:
+    """NIXL READs through the worker's agent."""
+
+    name = "nixl"
+
+    def __init__(self, mover: MoverThread, peer: str) -> None:
+        self._mover = mover
+        self._peer = peer
+
+    def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+        return self._mover.read(self._peer, target, source, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        self._mover.remove_peer(self._peer)
+
+
+class MappedReader:
+    """Copies out of a read-only mapping of the arena, in a thread of its own.
+
+    Raises OSError when the arena cannot be mapped from here. The mapping outlives a host tier that
+    was killed: its bytes stay what they were, and the lease's end still counts.
+    """
+
+    name = "mapped"
+
+    def __init__(self, welcome: Welcome) -> None:
+        fd = os.open(welcome.arena_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._bytes = os.fstat(fd).st_size
+            self._mapping = mmap.mmap(fd, self._bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._view = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._theirs = welcome.arena_address
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="arena")
+
+    def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+        return self._thread.submit(self._copy, target, source, time.monotonic() + deadline_s)
+
+    def _copy(self, target: Spans, source: Spans, deadline: float) -> Moved:
+        if time.monotonic() >= deadline:
+            raise TransferTimeout("the copy did not begin by its deadline")
+        offsets = source.rows[:, 0].astype(np.int64) - self._theirs
+        if int(offsets.min()) < 0 or int((offsets + source.rows[:, 1].astype(np.int64)).max()) > (
+            self._bytes
+        ):
+            raise TransferFailed("the slots are not inside the arena")
+        started = time.perf_counter()
+        ours = self._view.ctypes.data
+        addresses = target.rows[:, 0].tolist()
+        rows = zip(addresses, offsets.tolist(), target.rows[:, 1].tolist(), strict=True)
+        for address, offset, length in rows:
+            ctypes.memmove(address, ours + offset, length)  # Without the GIL.
+        return Moved(target.bytes, time.perf_counter() - started)
+
+    def close(self) -> None:
+        self._thread.submit(self._unmap)
+        self._thread.shutdown(wait=False)
+
+    def _unmap(self) -> None:
+        self._view = np.empty(0, dtype=np.uint8)
+        self._mapping.close()
+
+
+def readers_of(
+    welcome: Welcome, mover: MoverThread, peer: str, *, wanted: str
+) -> list[ArenaReader]:
+    """The readers that this arena can be read by, the one to begin with first.
+
+    `wanted` is `mapped`, `nixl` or `auto`. NIXL is always there.
+    """
+    nixl = NixlReader(mover, peer)
+    if wanted == "nixl":
+        return [nixl]
+    try:
+        mapped = MappedReader(welcome)
+    except OSError as error:
+        if wanted == "mapped":
+            log.warning("the arena cannot be mapped, using NIXL: %s", error)
+        return [nixl]
+    return [mapped] if wanted == "mapped" else [mapped, nixl]
+
+
+def fastest(readers: list[ArenaReader], mover: MoverThread, welcome: Welcome) -> ArenaReader:
+    """Measure, and choose. Takes some milliseconds, or until a dead arena's deadline."""
+    rates = {reader.name: _gb_per_s(reader, mover, welcome) for reader in readers}
+    log.info("reading the arena, GB/s: %s", rates)
+    return max(readers, key=lambda reader: rates[reader.name])
+
+
+def _gb_per_s(reader: ArenaReader, mover: MoverThread, welcome: Welcome) -> float:
+    """The best of a few reads of the arena's beginning; 0 when it cannot be read this way."""
+    size = min(PROBE_BYTES, welcome.slot_bytes * welcome.slot_count)
+    scratch = np.zeros(size, dtype=np.uint8)
+    address = scratch.ctypes.data
+    try:
+        known = mover.register_memory(address, size).result(PROBE_DEADLINE_S)
+        target, source = Spans.of([address], size), Spans.of([welcome.arena_address], size)
+        best = 0.0
+        for _ in range(PROBE_ROUNDS):
+            started = time.perf_counter()
+            reader.read(target, source, deadline_s=PROBE_DEADLINE_S).result(2 * PROBE_DEADLINE_S)
+            best = max(best, size / (time.perf_counter() - started) / 1e9)
+        mover.deregister(known).result(PROBE_DEADLINE_S)
+        return round(best, 2)
+    except (KvbmError, TimeoutError) as error:
+        log.warning("the arena cannot be read by %s: %s", reader.name, error)
+        return 0.0
