@@ -41,7 +41,7 @@ CORES = [
 IMPURE = {"asyncio", "time", "datetime", "random", "os", "threading", "socket", "zmq", "nats"}
 
 ONE_PLACE = {
-    "nixl_cu12": {"kvbm_common/nixl.py"},
+    "nixl_cu12": {"kvbm_common/nixl_pump.py"},
     "xxhash": {"kvbm_common/checksum.py"},
     "nats": {"kvbm_common/bus.py", "kvbm_common/verb_server.py"},
     "etcd3": {"kvbm_common/etcd_registry.py"},

@@ -38,7 +38,7 @@ from kvbm_disk_tier import messages as disk
 from kvbm_disk_tier.core import DiskTierCore
 from kvbm_disk_tier.core import Limits as DiskLimits
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
-from kvbm_disk_tier.journal import Record, Replay, encode_records, replay
+from kvbm_disk_tier.journal import RECORD_BYTES, Record, Replay, encode_records, replay
 from kvbm_host_tier import messages as host
 from kvbm_host_tier.core import HostTierCore
 from kvbm_host_tier.tier import ArenaInfo
@@ -55,7 +55,6 @@ SLOT_BYTES = 4096
 FILL_MARGIN_MS = 500
 VERB_MS = 2_000
 SNAPSHOT_MS = 5_000
-TRANSFER_MS = 4.0
 
 
 class Service(Node):
@@ -123,7 +122,7 @@ class HostTier(Service):
         self.bus.registry.watch(self, self._registry)
         is_disk = DISK_TIER.__eq__
         self.bus.follow(self, lambda event: is_disk(event.source), self._disk_events, new=True)
-        self.every(50 if not self.world.calm else 200, lambda: self.step(host.Tick()))
+        self.every(100, lambda: self.step(host.Tick()))
 
     def stop(self) -> None:
         """End in order: it works on while it says good-bye."""
@@ -206,14 +205,16 @@ class HostTier(Service):
             failed = host.PullFailed(effect.pull, "peer_lost", settled=True)
             self.later(1, lambda: self.step(failed))
             return
-        duration_ms = self.world.delay(TRANSFER_MS)
+        duration_ms = self.world.transfer_ms()
         device = engine.device
         copy(self, (device, effect.blocks), (self.arena, effect.slots), duration_ms)
-        if duration_ms > effect.deadline_ms or self.world.loses(engine.name, self.name):
+        if duration_ms > effect.deadline_ms:
             # NIXL gives up, and the late bytes arrive all the same.
             failed = host.PullFailed(effect.pull, "transfer_timeout", settled=False)
-            self.later(min(duration_ms, effect.deadline_ms), lambda: self.step(failed))
+            self.later(effect.deadline_ms, lambda: self.step(failed))
             self.world.marks["pull unsettled"] += 1
+            if self.world.rng.random() < 0.8:
+                self.later(duration_ms + 1, lambda: self.step(host.PullSettled(effect.pull)))
             return
         self.later(duration_ms, lambda: self._pulled(effect))
 
@@ -257,11 +258,13 @@ class Store:
         self.durable = 0
         """Bytes of the journal that are synchronised."""
         self.dirty: set[int] = set()
+        self.journaled: set[SequenceHash] = set()
 
     def recover(self) -> disk.StoreOpened | None:
         """Open what a former life has left."""
         if not self.slot_bytes:
             return None
+        del self.journal[len(self.journal) - len(self.journal) % RECORD_BYTES :]
         return self._opened(replay(bytes(self.journal), slot_count=len(self.file.slots), slot_bytes=self.slot_bytes))  # noqa: E501
 
     def create(self, slot_bytes: int) -> disk.StoreOpened:
@@ -277,6 +280,7 @@ class Store:
         """Write records; with `commit` data and journal are durable afterwards."""
         self.journal += encode_records(records)
         if commit:
+            self.journaled.update(record.block.hash for record in records)
             self.durable = len(self.journal)
             self.dirty.clear()
 
@@ -354,6 +358,7 @@ class DiskTier(Service):
     def contents(self) -> Mapping[SequenceHash, bytes]:
         """Trusting what the journal has said: after a crash only a read can tell."""
         found = invariants.contents(self.core.table, self.store.file)
+        invariants.require(found.keys() <= self.store.journaled, "committed before it was durable")
         return found | {name: name for name in self._recovered & found.keys()}
 
     def fill(self, request: Any, done: Done) -> None:
@@ -452,7 +457,7 @@ class DiskTier(Service):
 
     def _write(self, effect: disk.WriteSlots) -> None:
         assert self._arena is not None
-        duration_ms = self.world.delay(TRANSFER_MS)
+        duration_ms = self.world.transfer_ms()
         self.store.dirty.update(effect.targets)
         copy(self, (self._arena, effect.sources), (self.store.file, effect.targets), duration_ms)
         failed = not self.world.calm and self.world.rng.random() < self.world.plan.loss
@@ -463,7 +468,7 @@ class DiskTier(Service):
         """Bytes may be late, but nothing is reported before the last one is there."""
         assert self._arena is not None
         arena, left_ms = self._arena, effect.until_ms - self.world.now_ms
-        duration_ms = self.world.delay(TRANSFER_MS)
+        duration_ms = self.world.transfer_ms()
         copy(self, (self.store.file, effect.sources), (arena, effect.targets), duration_ms)
         if duration_ms > left_ms:
             failed = disk.ReadFailed(effect.read, "transfer_timeout")
@@ -615,7 +620,9 @@ class Consolidator(Service):
         if not self.bus.up:
             self.step(con.EpochFailed(engine, incarnation, "bus_unavailable"))
             return
-        epoch = self.bus.registry.register(engine, self)
+        epoch = self.bus.registry.register(
+            engine, self, lambda lost: self.step(con.EngineLost(engine, lost, "superseded"))
+        )
         self.step(con.EpochGranted(engine, incarnation, epoch))
 
     def _replay(self, effect: con.RequestReplay) -> None:

@@ -19,6 +19,12 @@ from kvbm_common.wire.verbs import ErrorBody
 
 Call = Callable[[], None]
 STALL_MS = 4_000
+"""How late a message can be."""
+LATE_MS = 9_000
+"""How late a transfer can be: later than every deadline, sooner than the grace of a fill."""
+TRANSFER_MS = 4.0
+ROT = b"rot "
+"""Content that begins so was changed by the world; no code of ours is to blame."""
 LOG_MAX = 100_000
 
 
@@ -40,7 +46,9 @@ class Plan:
     duplicates: float
     delay_ms: float
     stalls: float
-    """How often a message or a transfer takes up to STALL_MS."""
+    """How often a message takes much longer than it should."""
+    late: float
+    """… or a transfer."""
     outbox_max: int
     stream_max: int
     replay_batches: int
@@ -62,17 +70,18 @@ def draw_plan(rng: random.Random) -> Plan:
     return Plan(
         engines=rng.choice((1, 2, 2)),
         ranks=rng.choice((1, 1, 2)),
-        device_blocks=rng.randint(20, 40),
-        host_slots=rng.randint(10, 40),
-        disk_slots=rng.randint(10, 60),
+        device_blocks=rng.randint(16, 36),
+        host_slots=rng.randint(8, 30),
+        disk_slots=rng.randint(10, 90),
         staging=rng.random() < 0.2,
-        filtered=rng.random() < 0.3,
+        filtered=rng.random() < 0.2,
         verified=verified,
         lease_ms=rng.choice((800, 2_000, 5_000)),
         loss=rng.choice((0.002, 0.02)) if rough else 0.0,
         duplicates=rng.choice((0.0, 0.05)) if rough else 0.0,
         delay_ms=rng.choice((0.5, 3.0, 20.0)),
         stalls=rng.choice((0.0, 0.01, 0.05)) if rough else 0.0,
+        late=rng.choice((0.0, 0.02, 0.2)),
         outbox_max=rng.choice((8, 10_000)),
         stream_max=rng.choice((20, 10_000)),
         replay_batches=rng.choice((5, 10_000, 10_000)),
@@ -130,6 +139,12 @@ class World:
         if not self.calm and self.rng.random() < self.plan.stalls:
             return self.rng.uniform(0, STALL_MS)
         return self.rng.expovariate(1 / mean_ms)
+
+    def transfer_ms(self) -> float:
+        """How long NIXL takes for a few blocks."""
+        if not self.calm and self.rng.random() < self.plan.late:
+            return self.rng.uniform(0, LATE_MS)
+        return self.rng.expovariate(1 / TRANSFER_MS)
 
     def loses(self, source: str, target: str) -> bool:
         """Does the way between two processes lose this message?"""
@@ -240,6 +255,10 @@ class Memory:
         self._world.marks["garbage"] += 1
         return b"garbage %d" % self._world.marks["garbage"]
 
+    def rot(self, slot: int) -> None:
+        """The medium has lost what was there."""
+        self.slots[slot] = ROT + self.garbage()
+
     def checksum(self, slot: int) -> int:
         """As the mover sums up what has arrived."""
         return block_checksum(self.slots[slot])
@@ -268,7 +287,9 @@ def _copy_slot(
     write.slots[target] = write.garbage()
 
     def end() -> None:
-        write.slots[target] = seen if read.slots[source] == seen else write.garbage()
+        found = read.slots[source]
+        whole = found == seen or found.startswith(ROT)
+        write.slots[target] = found if whole else write.garbage()
 
     mover.later(mover.world.rng.uniform(0, left_ms), end)
 
@@ -392,7 +413,8 @@ class Bus:
             self.first += 1
             del self.log[0]
         for subscription in self._subscriptions:
-            subscription.wake()
+            if subscription.wanted(event):
+                subscription.wake()
 
 
 class Publisher:
@@ -441,7 +463,7 @@ class Subscription:
         position: int,
     ) -> None:
         self._bus, self._node, self._life = bus, node, node.life
-        self._wanted, self._take = wanted, take
+        self.wanted, self._take = wanted, take
         self._position, self._stream_life = position, bus.stream_life
         self._scheduled = False
 
@@ -469,7 +491,7 @@ class Subscription:
         self._position = bus.first + start + len(batch)
         if self._position < bus.first + len(bus.log):
             self.wake()
-        events = [event for event in batch if self._wanted(event)]
+        events = [event for event in batch if self.wanted(event)]
         if events:
             self._take(events)
 
@@ -486,23 +508,28 @@ class Registry:
     )
     _epoch: int = 1_000
 
-    def register(self, source: str, node: Node) -> int:
-        """A new life of a source, kept alive by `node`: its epoch."""
+    def register(self, source: str, node: Node, lost: Callable[[int], None] | None = None) -> int:
+        """A new life of a source, kept alive by `node`: its epoch.
+
+        `lost` is called when a heartbeat finds that another life has taken the entry over.
+        """
         world = self.bus.world
         self._epoch += world.rng.randint(1, 3)
         epoch, life = self._epoch, node.life
         self.entries[source] = epoch
         self._tell(source, epoch, there=True)
 
-        def expire() -> None:
-            if self.entries.get(source) != epoch:
-                return
-            if self.bus.up and not (node.up and node.life == life):
+        def beat() -> None:
+            alive = node.up and node.life == life
+            found = self.entries.get(source, 0)
+            if found > epoch and alive and lost is not None:
+                lost(epoch)
+            elif found == epoch and self.bus.up and not alive:
                 self.leave(source, epoch)
-            else:
-                world.later(self.ttl_ms, expire)
+            elif found == epoch:
+                world.later(self.ttl_ms, beat)
 
-        world.later(self.ttl_ms, expire)
+        world.later(self.ttl_ms, beat)
         return epoch
 
     def leave(self, source: str, epoch: int) -> None:
