@@ -142,11 +142,24 @@ class EngineNode(Node):
             )  # fmt: skip
             take = self._from_host_tier if rank is None else self._worker_took(rank)
             down = self._host_down if rank is None else (lambda: None)
-            self._link(f"host{rank}", "host-tier-0", to_host_tier, from_host_tier, hello, beat, take, down)  # noqa: E501
+            self._link(
+                f"host{rank}", "host-tier-0", to_host_tier, from_host_tier, hello, beat, take, down
+            )  # noqa: E501
         attach = Attach(engine=self.name, incarnation=self.incarnation, endpoint="pub",
                         replay_endpoint="router", namespace=NAMESPACE)  # fmt: skip
-        self._link("events", "consolidator", to_consolidator, from_consolidator, attach, beat, lambda _: None, lambda: None)  # noqa: E501
-        self._host, self._consolidator = (self.links[self._connection(n)] for n in ("hostNone", "events"))  # noqa: E501
+        self._link(
+            "events",
+            "consolidator",
+            to_consolidator,
+            from_consolidator,
+            attach,
+            beat,
+            lambda _: None,
+            lambda: None,
+        )  # noqa: E501
+        self._host, self._consolidator = (
+            self.links[self._connection(n)] for n in ("hostNone", "events")
+        )  # noqa: E501
 
     def _connection(self, name: str) -> bytes:
         return f"{self.name}:{self.incarnation}:{name}".encode()
@@ -251,7 +264,9 @@ class EngineNode(Node):
         if rng.random() < 0.4:
             del tokens[rng.randint(1, len(tokens)) :]
         if rng.random() < 0.7 or len(tokens) < 2:
-            tokens += [rng.randint(0, 3 if rng.random() < 0.5 else 10**6) for _ in range(rng.randint(1, 6))]  # noqa: E501
+            tokens += [
+                rng.randint(0, 3 if rng.random() < 0.5 else 10**6) for _ in range(rng.randint(1, 6))
+            ]  # noqa: E501
         del tokens[self.world.plan.device_blocks - 2 :]
         if len(self.conversations) < 12:
             self.conversations.append(tokens)

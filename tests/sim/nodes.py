@@ -186,7 +186,9 @@ class HostTier(Service):
                 case host.TellHits(hits):
                     disk_tier = self.world.nodes[DISK_TIER]
                     told = disk.HitsTold("", hits)
-                    self.bus.publish(self, [disk_tier], lambda node: cast(DiskTier, node).step(told))  # noqa: B023 E501
+                    self.bus.publish(
+                        self, [disk_tier], lambda node: cast(DiskTier, node).step(told)
+                    )  # noqa: B023 E501
                 case _:
                     assert_never(effect)
 
@@ -235,7 +237,9 @@ class HostTier(Service):
             self.step(host.FillFailed(effect.fill, reply.code, settled=settled))
 
         limit_ms = max(10, effect.request.until_ms - self.world.now_ms + FILL_MARGIN_MS)
-        self.bus.request(self, disk_tier, lambda reply: disk_tier.fill(effect.request, reply), done, limit_ms)  # noqa: E501
+        self.bus.request(
+            self, disk_tier, lambda reply: disk_tier.fill(effect.request, reply), done, limit_ms
+        )  # noqa: E501
 
     def _disk_snapshot(self) -> None:
         disk_tier = cast(DiskTier, self.world.nodes[DISK_TIER])
@@ -244,7 +248,9 @@ class HostTier(Service):
             good = reply if isinstance(reply, SnapshotReply) else None
             self.step(host.DiskSnapshot("0", good))
 
-        self.bus.request(self, disk_tier, lambda reply: reply(disk_tier.core.snapshot()), done, SNAPSHOT_MS)  # noqa: E501
+        self.bus.request(
+            self, disk_tier, lambda reply: reply(disk_tier.core.snapshot()), done, SNAPSHOT_MS
+        )  # noqa: E501
 
 
 class Store:
@@ -265,7 +271,9 @@ class Store:
         if not self.slot_bytes:
             return None
         del self.journal[len(self.journal) - len(self.journal) % RECORD_BYTES :]
-        return self._opened(replay(bytes(self.journal), slot_count=len(self.file.slots), slot_bytes=self.slot_bytes))  # noqa: E501
+        return self._opened(
+            replay(bytes(self.journal), slot_count=len(self.file.slots), slot_bytes=self.slot_bytes)
+        )  # noqa: E501
 
     def create(self, slot_bytes: int) -> disk.StoreOpened:
         """Make it anew."""
@@ -485,11 +493,13 @@ class DiskTier(Service):
         )
         self.world.marks["disk block corrupt"] += len(intact) - sum(intact)
         if arena is cast(HostTier, self.world.nodes[HOST_TIER]).arena:
-            invariants.check_corrupt([
-                arena.slots[slot]
-                for slot, block, ok in zip(effect.targets, effect.blocks, intact, strict=True)
-                if not ok and block.hash not in self._recovered
-            ])
+            invariants.check_corrupt(
+                [
+                    arena.slots[slot]
+                    for slot, block, ok in zip(effect.targets, effect.blocks, intact, strict=True)
+                    if not ok and block.hash not in self._recovered
+                ]
+            )
         self.step(disk.ReadDone(effect.read, intact))
 
 
@@ -636,7 +646,9 @@ class Consolidator(Service):
             if seq >= effect.from_seq:
                 got = con.EngineBatchReceived(key, seq, batch, number)
                 self.later(self.world.queue("replay", self.name), lambda got=got: self.step(got))  # type: ignore[misc]  # noqa: E501
-        self.later(self.world.queue("replay", self.name), lambda: self.step(con.ReplayDone(key, number)))  # noqa: E501
+        self.later(
+            self.world.queue("replay", self.name), lambda: self.step(con.ReplayDone(key, number))
+        )  # noqa: E501
 
 
 def _offer_of(offered: Offered) -> Offer:

@@ -1,4 +1,4 @@
-"""Make the environment of the vLLM tests, without a GPU: `python3 tests/vllm/make_env.py .venv-vllm`.
+"""Make the environment of the vLLM tests: `python3 tests/vllm/make_env.py .venv-vllm`. No GPU.
 
 Idempotent: a stamp remembers what was installed. vLLM's CPU wheel wants `torch==2.13.0+cpu`; where
 pip finds only a CUDA build, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index.
@@ -47,7 +47,7 @@ def main() -> None:
 
 def pip(python: Path, *arguments: str) -> None:
     """Install something; pip's own errors go to the terminal."""
-    command = [python, "-m", "pip", "install", "--quiet", *arguments]
+    command = [str(python), "-m", "pip", "install", "--quiet", *arguments]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ)
 
 

@@ -220,6 +220,15 @@ class Engines:
         self._welcome(engine, worker.connection)
         self._welcome_if_complete(engine)
 
+    def reattach(self, engine_id: EngineId) -> None:
+        """A worker could not be reached: NIXL has forgotten it by now, introduce it again."""
+        engine = self.get(engine_id.engine, engine_id.incarnation)
+        for worker in engine.workers.values() if engine is not None else ():
+            if engine is not None and worker.peer is not None:
+                self._tier.emit(DetachPeer(worker.peer))
+                worker.peer = None
+                self._attach_peer(engine, worker)
+
     def peer_failed(self, event: PeerFailed) -> None:
         """NIXL refused a worker."""
         self._tier.counts["refused.agent"] += 1

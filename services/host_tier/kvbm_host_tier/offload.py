@@ -165,11 +165,14 @@ class Offload:
     def _start_pull(self, state: OfferState, now_ms: int) -> None:
         engine = self._engines.get(state.engine.engine, state.engine.incarnation)
         assert engine is not None, f"{state.engine} ended, its offers did not"
+        if not engine.complete:  # A rank left, or is being attached anew.
+            self._give_up_rest(state, 0, "incomplete_engine")
+            return
         batch = self._next_batch(state)
         slots: list[int] = []
         room = self._tier.make_room(len(batch))
         if room < len(batch):
-            self._no_room(state, len(batch) - room)
+            self._give_up_rest(state, len(batch) - room, "no_room")
         for wanted in batch[:room]:
             slot = self._tier.table.stage(wanted.hash)
             assert slot is not None
@@ -213,13 +216,13 @@ class Offload:
                 batch.append(wanted)
         return batch
 
-    def _no_room(self, state: OfferState, count: int) -> None:
-        """Everything is pinned or staged: the rest of the offer is not cached."""
+    def _give_up_rest(self, state: OfferState, count: int, reason: str) -> None:
+        """`count` blocks and all that are still wanted are not cached. No room: all is pinned."""
         count += len(state.wanted)
         state.wanted.clear()
         state.failed += count
-        state.reason = "no_room"
-        self._tier.counts["dropped.offer_no_room"] += count
+        state.reason = reason
+        self._tier.counts[f"dropped.offer_{reason}"] += count
 
     def pull_done(self, event: PullDone, now_ms: int) -> None:
         """A batch is in."""
@@ -239,6 +242,8 @@ class Offload:
         if pull.offer.phase is not Phase.DEAD:
             pull.offer.reason = event.reason
         self._tier.counts[f"dropped.pull_{event.reason}"] += len(pull.slots)
+        if event.reason == "peer_lost":
+            self._engines.reattach(pull.offer.engine)
         if event.settled:
             self._abort(pull.slots)
         else:

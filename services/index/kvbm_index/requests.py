@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -42,21 +41,12 @@ class ReplyTooLarge(KvbmError):
     code = "reply_too_large"
 
 
-_PATHS: tuple[Callable[[str], re.Match[str] | None], ...] = (
-    re.compile(r"missing required field `(\w+)`").search,
-    re.compile(r"`\$\.(\w+)").search,
-    re.compile(r"^(namespace\.\w+)").search,
-)
-
-
 def decoded(codec: JsonCodec[Request], payload: bytes) -> Request:
     """A request; raises BadRequest that names the field where one is at fault."""
     try:
         return codec.decode(payload or b"{}")
     except WireError as error:
-        text = str(error)
-        found = next((match for path in _PATHS if (match := path(text))), None)
-        raise BadRequest(text, found[1] if found else "") from error
+        raise BadRequest(str(error), error.field) from error
 
 
 def hashes_of(request: MatchRequest) -> Sequence[SequenceHash]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -14,6 +15,8 @@ Message = TypeVar("Message")
 MESSAGE_BYTES_MAX = 8 * 1024 * 1024
 """No message is larger: it is what nats-server accepts at most without a warning."""
 
+_FIELD = re.compile(r"missing required field `(\w+)`|`\$\.(\w+)|^(namespace\.\w+)")
+"""Where msgspec and Namespace say which field is at fault."""
 
 _REFUSALS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvbmError)
 """What a decoder raises for bytes of a stranger: the middle two for text that is not UTF-8 and for
@@ -32,8 +35,9 @@ class WireError(KvbmError):
 
     code = "bad_message"
 
-    def __init__(self, message: str, *, kind: str) -> None:
+    def __init__(self, message: str, *, kind: str, field: str = "") -> None:
         super().__init__(message)
+        self.field = field or _field_in(message)
         self.kind = kind
         """`malformed`, `oversized` or `version`: the label of the drop counter."""
 
@@ -80,6 +84,11 @@ class MsgpackCodec(Generic[Message]):
             raise _refused(payload, error, self._peek) from error
 
 
+def _field_in(text: str) -> str:
+    found = _FIELD.search(text)
+    return next(filter(None, found.groups()), "") if found else ""
+
+
 def _check_size(payload: bytes) -> None:
     if len(payload) > MESSAGE_BYTES_MAX:
         raise WireError(
@@ -94,5 +103,6 @@ def _refused(payload: bytes, error: Exception, peek: _Peek) -> WireError:
     except _REFUSALS:
         version = VERSION
     if version != VERSION:
-        return WireError(f"version {version}, this side speaks {VERSION}", kind="version")
+        text = f"version {version}, this side speaks {VERSION}"
+        return WireError(text, kind="version", field="v")
     return WireError(str(error), kind="malformed")

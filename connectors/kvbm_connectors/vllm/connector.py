@@ -1,0 +1,282 @@
+"""The connector that vLLM loads: its methods, handed on to the scheduler or the worker side.
+
+vLLM makes one for its scheduler and one in each worker. What cannot be cached (several KV groups,
+device memory that NIXL is not told about yet) is said once, in the log; the engine then computes
+as it would without us.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import Hasher
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvbm_connectors.scheduler import SchedulerHalf
+from kvbm_connectors.vllm.namespace import Life, namespace_of, refusal_of, stream_of
+from kvbm_connectors.vllm.options import Options
+from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
+from kvbm_connectors.vllm.scheduler_side import SchedulerSide
+from kvbm_connectors.vllm.worker_side import WorkerSide
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class KvbmMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step's plan, from the scheduler to every worker."""
+
+    plan: StepPlan
+
+
+@dataclass
+class KvbmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The workers' reports of a step, to the scheduler."""
+
+    report: StepReport
+
+    def aggregate(self, other: KvbmWorkerMetadata) -> KvbmWorkerMetadata:
+        """Both reports: the scheduler side counts the ranks."""
+        return KvbmWorkerMetadata(StepReport(self.report.results + other.report.results))
+
+
+class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """KVBM as vLLM's KV connector (KVConnectorBase_V1, vLLM 0.29 and later)."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_beside_vllm()
+        transfer = vllm_config.kv_transfer_config
+        self._options = Options.read(transfer.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._scheduler_half: SchedulerHalf | None = None
+        self._worker: WorkerSide | None = None
+        self._block_pool: Any = None
+        refusal = refusal_of(vllm_config, kv_cache_config)
+        if refusal:
+            log.warning("KVBM passes through: %s", refusal)
+            return
+        self._life = Life.of(vllm_config)
+        self._namespace = namespace_of(vllm_config, kv_cache_config)
+        self._world_size = int(vllm_config.parallel_config.world_size)
+        if role == KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                log.warning(
+                    "kv_load_failure_policy is %r: a request whose blocks fail to load will fail; "
+                    'set it to "recompute"',
+                    transfer.kv_load_failure_policy,
+                )
+            self._start_scheduler()
+
+    def _start_scheduler(self) -> None:
+        settings = self._options.settings
+        for warning in settings.warnings:
+            log.warning("%s", warning)
+        stream = stream_of(self._vllm_config, self._life, self._namespace)
+        if not stream.endpoint:
+            log.info("vLLM publishes no KV events: its device blocks will not be in the index")
+        self._scheduler_half = SchedulerHalf(
+            engine=self._life.engine,
+            incarnation=self._life.incarnation,
+            namespace=self._namespace,
+            host_tier_endpoint=settings.host_tier_endpoint,
+            consolidator_endpoint=settings.consolidator_endpoint,
+            streams=[stream],
+            world_size=self._world_size,
+            limits=self._options.limits,
+            on_news=NEWS.set,
+        )
+        self._scheduler = SchedulerSide(
+            self._scheduler_half,
+            Hasher(self._namespace),
+            world_size=self._world_size,
+            sync=self._options.load == "sync",
+        )
+        self._scheduler_half.start()
+        log.info("%s, namespace %s", self._life.engine, self._namespace)
+
+    # --- both -------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A block that is not saved costs a miss, no more."""
+        return False
+
+    def shutdown(self) -> None:
+        """End all threads and say good-bye."""
+        if self._scheduler_half is not None:
+            self._scheduler_half.close()
+            self._scheduler_half = None
+        if self._worker is not None:
+            self._worker.close()
+
+    def counts(self) -> dict[str, int]:
+        """What this half has counted."""
+        counts = self._worker.counts() if self._worker is not None else {}
+        if self._scheduler is not None and self._scheduler_half is not None:
+            counts |= self._scheduler_half.counts() | dict(self._scheduler.counts)
+        return counts
+
+    # --- the scheduler's --------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See SchedulerSide.matched."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See SchedulerSide.allocated."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvbmMetadata:
+        """See SchedulerSide.plan."""
+        plan = StepPlan() if self._scheduler is None else self._scheduler.plan(scheduler_output)
+        return KvbmMetadata(plan)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See SchedulerSide.reported."""
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(metadata, KvbmWorkerMetadata):
+            self._scheduler.reported(metadata.report)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerSide.finished."""
+        held = self._scheduler is not None and self._scheduler.finished(request, block_ids)
+        return held, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """With several groups nothing is offered, so that nothing is held."""
+        if self._scheduler is None:
+            return False, None
+        return self.request_finished(request, block_ids[0])
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Where vLLM keeps the events that it has not published yet."""
+        self._block_pool = gpu_block_pool
+
+    def has_pending_push_work(self) -> bool:
+        """vLLM publishes events when it steps. After a reset of an idle engine's prefix cache it
+        would not, and the index would believe in blocks that are gone: let it step once."""
+        return bool(getattr(self._block_pool, "kv_event_queue", None))
+
+    def has_pending_block_frees(self) -> bool:
+        """Offers that end free blocks: vLLM waits for that instead of preempting somebody."""
+        return self._scheduler is not None and self._scheduler.holding
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """For vLLM's metrics: which tier the tokens of a hit were in."""
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        hit = self._scheduler.hit_of(request)
+        disk = min(num_external_tokens, hit.disk * self._namespace.block_tokens)
+        remote = min(num_external_tokens - disk, hit.remote * self._namespace.block_tokens)
+        split = {
+            CacheHitSource.HOST: num_external_tokens - disk - remote,
+            CacheHitSource.DISK: disk,
+            CacheHitSource.P2P: remote,
+        }
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    def reset_cache(self) -> bool | None:
+        """The tiers are shared with other engines: this one cannot empty them."""
+        log.warning("reset of the connector's cache refused: other engines share it")
+        return False
+
+    # --- the workers' -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Lend the KV tensors to the host tier."""
+        if not hasattr(self, "_life"):
+            return
+        world_size = self._world_size
+        worker = WorkerSide(
+            self._life,
+            self._namespace,
+            self._options,
+            rank=_tensor_parallel_rank() if world_size > 1 else 0,
+            world_size=world_size,
+        )
+        self._worker = worker
+        group = self._kv_cache_config.kv_cache_groups[0]
+        layers = [kv_caches[name] for name in group.layer_names if name in kv_caches]
+        devices = {tensor.device.type for tensor in layers}
+        if devices != {"cpu"}:
+            log.error("KVBM passes through: KV tensors on %s, only CPU memory is lent", devices)
+            return
+        try:
+            worker.register(layers, self._kv_cache_config.num_blocks)
+        except KvbmError as error:
+            log.error("KVBM passes through: %s (%s)", error, error.code)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads."""
+        if self._worker is not None:
+            self._worker.start(self._get_connector_metadata().plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are of whole blocks, and are over when they must be."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """The host tier pulls whole blocks after the step."""
+
+    def wait_for_save(self) -> None:
+        """The scheduler side holds what the host tier pulls."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(sent, arrived): blocks to be freed, loads that are over."""
+        if self._worker is None:
+            return None, None
+        return self._worker.sent() or None, self._worker.arrived() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that must be recomputed: the one channel on which failures are reported."""
+        return self._worker.bad_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KvbmWorkerMetadata | None:
+        """How loads ended, so that what failed is not offered again."""
+        report = self._worker.report() if self._worker is not None else None
+        return KvbmWorkerMetadata(report) if report is not None else None
+
+
+DynamoConnector = KvbmConnector
+
+
+def _tensor_parallel_rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _log_beside_vllm() -> None:
+    """vLLM configures only its own logger; ours write where it does."""
+    theirs = logging.getLogger("vllm")
+    for name in ("kvbm_connectors", "kvbm_common"):
+        ours = logging.getLogger(name)
+        if not ours.handlers and theirs.handlers:
+            ours.handlers = list(theirs.handlers)
+            ours.setLevel(theirs.level)
+            ours.propagate = False

@@ -1,0 +1,94 @@
+"""What we read of vLLM's objects: the small part of its scheduler's types that we rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class LoraRequest(Protocol):
+    """vllm.lora.request.LoRARequest."""
+
+    @property
+    def lora_name(self) -> str: ...
+
+
+class Position(Protocol):
+    """Where a multimodal item is in a prompt, in tokens."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+
+class Feature(Protocol):
+    """A multimodal item; `identifier` stands for its content."""
+
+    @property
+    def identifier(self) -> str: ...
+    @property
+    def mm_position(self) -> Position: ...
+
+
+class EngineRequest(Protocol):
+    """vllm.v1.request.Request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Of the computed ones, those whose step has not ended yet."""
+        ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def lora_request(self) -> LoraRequest | None: ...
+    @property
+    def mm_features(self) -> Sequence[Feature]: ...
+    @property
+    def prompt_embeds(self) -> Any: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+
+
+class BlockTable(Protocol):
+    """vllm.v1.core.kv_cache_manager.KVCacheBlocks: the blocks of one request."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Per KV group."""
+        ...
+
+
+class BlockState(Protocol):
+    """vllm.v1.core.sched.output.KVConnectorBlockState."""
+
+    def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None: ...
+
+
+class SchedulerOutput(Protocol):
+    """vllm.v1.core.sched.output.SchedulerOutput."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+    @property
+    def preempted_req_ids(self) -> Iterable[str] | None: ...
+    @property
+    def kv_connector_block_state(self) -> BlockState | None: ...
+
+
+class Tensor(Protocol):
+    """torch.Tensor, as far as its place in memory goes."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def data_ptr(self) -> int: ...

@@ -1,0 +1,168 @@
+"""Identity: what vLLM's configuration says about the bytes of a block, and about this engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbm_common.identity import Namespace
+from kvbm_common.wire.local import Attach
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One engine (one data-parallel rank of it) in one of its lives: the same in all its
+    processes."""
+
+    engine: str
+    incarnation: str
+    data_parallel_rank: int
+
+    @classmethod
+    def of(cls, config: Any) -> Life:
+        """From a VllmConfig: the engine's id, and the moment at which it was configured."""
+        rank = int(config.parallel_config.data_parallel_index)
+        engine_id = str(config.kv_transfer_config.engine_id)
+        text = f"{engine_id}/{config.instance_id}/{rank}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        suffix = f"-dp{rank}" if config.parallel_config.data_parallel_size > 1 else ""
+        return cls(f"vllm-{digest[:8]}{suffix}", digest, rank)
+
+
+def refusal_of(config: Any, kv_cache_config: Any) -> str:
+    """Why blocks of such an engine cannot be cached; `""` if they can."""
+    parallel = config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups, and one is supported"
+    kinds = _kinds(groups[0].kv_cache_spec)
+    if not kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
+        return f"its KV cache is {', '.join(sorted(kinds))}, and full attention is supported"
+    if parallel.pipeline_parallel_size != 1:
+        return "pipeline parallelism is not supported"
+    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
+        return "context parallelism is not supported"
+    if getattr(parallel, "prefill_context_parallel_size", 1) != 1:
+        return "context parallelism is not supported"
+    return ""
+
+
+def _kinds(spec: Any) -> set[str]:
+    inner = getattr(spec, "kv_cache_specs", None)
+    specs = inner.values() if isinstance(inner, dict) else [spec]
+    kinds = {type(one).__name__ for one in specs}
+    windowed = any(
+        getattr(one, "sliding_window", None) or getattr(one, "attention_chunk_size", None)
+        for one in specs
+    )
+    return kinds | ({"windowed attention"} if windowed else set())
+
+
+def namespace_of(config: Any, kv_cache_config: Any) -> Namespace:
+    """Everything that makes the bytes of two engines incompatible."""
+    model = config.model_config
+    group = kv_cache_config.kv_cache_groups[0]
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = str(config.cache_config.cache_dtype)
+    layout = kv_cache_config.kv_cache_layout or config.cache_config.kv_cache_layout or "unknown"
+    return Namespace(
+        model=str(model.model),
+        revision=_revision(config),
+        block_tokens=int(group.kv_cache_spec.block_size),
+        dtype=dtype if cache_dtype == "auto" else f"{dtype}/{cache_dtype}",
+        quantisation=str(model.quantization or ""),
+        layout=str(layout) + _packing(config, group.kv_cache_spec),
+        layers=len(group.layer_names),
+        heads=int(model.get_total_num_kv_heads()),
+        head_dim=int(model.get_head_size()),
+        tensor_parallel=int(config.parallel_config.tensor_parallel_size),
+        pipeline_parallel=int(config.parallel_config.pipeline_parallel_size),
+    )
+
+
+def _revision(config: Any) -> str:
+    """The weights: the commit of a hub model, a fingerprint of a directory, and what changes
+    the meaning of either."""
+    model = config.model_config
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
+    directory = Path(str(model.model))
+    if directory.is_dir():
+        commit = fingerprint(directory)
+    overrides = getattr(model, "hf_overrides", None)
+    changes = {
+        "overrides": overrides if isinstance(overrides, dict) else repr(overrides),
+        "draft": getattr(config.speculative_config, "model", None),
+    }
+    if not any(changes.values()):
+        return str(commit)
+    text = json.dumps(changes, sort_keys=True, default=repr)
+    return f"{commit}+{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def fingerprint(directory: Path) -> str:
+    """A name for the weights in a directory: of its files, their sizes and times of change.
+
+    Weights that were replaced in place must not find the old ones' blocks on disk. A copy of the
+    same weights is another model, which costs a hit and never makes a wrong one.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and path.suffix in (".safetensors", ".bin", ".pt", ".gguf", ".json"):
+            stat = path.stat()
+            digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+def _packing(config: Any, spec: Any) -> str:
+    """On CPU, K is packed by instruction set inside a block: part of the layout."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    arguments = (config.model_config.dtype, spec.block_size, getattr(spec, "head_size", None))
+    try:
+        isa = _get_attn_isa(*arguments, config.cache_config.cache_dtype)
+    except TypeError:  # vLLM before 0.31.
+        isa = _get_attn_isa(*arguments)
+    return f"/{isa}"
+
+
+def stream_of(config: Any, life: Life, namespace: Namespace) -> Attach:
+    """Where vLLM publishes its KV events; without a publisher, an attachment for offers alone."""
+    events = config.kv_events_config
+    wanted = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
+    rank = life.data_parallel_rank
+    return Attach(
+        engine=life.engine,
+        incarnation=life.incarnation,
+        endpoint=_reachable(events.endpoint, rank) if wanted else "",
+        replay_endpoint=_reachable(events.replay_endpoint, rank) if wanted else "",
+        topic=str(events.topic) if wanted else "",
+        rank=rank,
+        namespace=namespace,
+    )
+
+
+def _reachable(endpoint: str | None, rank: int) -> str:
+    """An endpoint that vLLM binds, as one that a process of this host can connect to."""
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    if not endpoint:
+        return ""
+    own = str(ZmqEventPublisher.offset_endpoint_port(endpoint, rank))
+    if own.startswith("ipc://"):
+        return own
+    # Of TCP, vLLM binds wildcards and connects to the rest. Port 0 is chosen by the system, and
+    # nobody is told.
+    if own.endswith(":0") or not own.startswith(("tcp://*:", "tcp://[::]:")):
+        log.warning("KV events at %s cannot be followed: use ipc://PATH or tcp://*:PORT", own)
+        return ""
+    return own.replace("*", "127.0.0.1").replace("[::]", "[::1]")

@@ -1,0 +1,143 @@
+"""The worker side: lends one rank's KV tensors, carries out loads, says once how each ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from kvbm_common.identity import Namespace
+
+from kvbm_connectors.messages import Load, LoadResult
+from kvbm_connectors.vllm.engine_types import Tensor
+from kvbm_connectors.vllm.layout import block_reader, regions_of
+from kvbm_connectors.vllm.namespace import Life
+from kvbm_connectors.vllm.options import Options
+from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
+from kvbm_connectors.worker import WorkerHalf
+
+log = logging.getLogger(__name__)
+
+SYNC_WAIT_S = 0.05
+"""How long a synchronous load waits for news at a time; the load itself has the deadline."""
+
+
+class WorkerSide:
+    """One rank. Without a `WorkerHalf` (memory that cannot be lent) every load fails at once."""
+
+    def __init__(
+        self,
+        life: Life,
+        namespace: Namespace,
+        options: Options,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._life, self._namespace, self._options = life, namespace, options
+        self._rank, self._world_size = rank, world_size
+        self._half: WorkerHalf | None = None
+        self._refused: list[LoadResult] = []
+        """Of loads that nobody could carry out."""
+        self._sync: set[str] = set()
+        """Requests that load synchronously: the scheduler does not wait for their names."""
+        self._ended: list[LoadResult] = []
+        """Since the last report."""
+        self._arrived: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._sent: set[str] = set()
+
+    def register(self, tensors: Iterable[Tensor], block_count: int) -> None:
+        """Lend the memory of these layers and begin to attach. Raises UnknownLayout."""
+        regions = regions_of(tensors, block_count)
+        every = self._options.verify_every if self._world_size == 1 else 0
+        self._half = WorkerHalf(
+            engine=self._life.engine,
+            incarnation=self._life.incarnation,
+            namespace=self._namespace,
+            regions=regions,
+            host_tier_endpoint=self._options.settings.host_tier_endpoint,
+            rank=self._rank,
+            world_size=self._world_size,
+            read_block=block_reader(regions) if every else None,
+            verify_every=max(1, every),
+            on_news=NEWS.set,
+        )
+        self._half.start()
+        size = sum(region.piece_bytes for region in regions)
+        log.info("%d blocks of %d bytes in %d pieces are lent", block_count, size, len(regions))
+
+    def counts(self) -> dict[str, int]:
+        """What the half has counted."""
+        return dict(self._half.counts) if self._half is not None else {}
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin the loads of a step; synchronous ones are over when this returns."""
+        self._sent.update(plan.sent)
+        for load in plan.loads:
+            if plan.sync:
+                self._sync.add(load.request)
+            self._start(load)
+        if plan.sync and plan.loads:
+            self._wait()
+
+    def _start(self, load: Load) -> None:
+        if self._half is None:
+            flags = (False,) * len(load.blocks)
+            self._refused.append(LoadResult(load, flags, (), "no_memory_lent"))
+        else:
+            self._half.start_load(load)
+
+    def _wait(self) -> None:
+        """Until the synchronous loads have ended: each does, at its deadline at the latest."""
+        while True:
+            NEWS.clear()
+            self._drain()
+            if not self._sync:
+                return
+            NEWS.wait(SYNC_WAIT_S)
+
+    def _drain(self) -> None:
+        results = self._half.drain_ended() if self._half is not None else []
+        refused, self._refused = self._refused, []
+        for result in [*results, *refused]:
+            self._ended.append(result)
+            self._bad_blocks.update(_bad_blocks(result))
+            if result.load.request in self._sync:
+                self._sync.discard(result.load.request)
+            else:
+                self._arrived.add(result.load.request)
+
+    def arrived(self) -> set[str]:
+        """Requests whose asynchronous loads have ended, well or not; each once."""
+        self._drain()
+        arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def sent(self) -> set[str]:
+        """Finished requests whose blocks may be freed; each once."""
+        sent, self._sent = self._sent, set()
+        return sent
+
+    def bad_blocks(self) -> set[int]:
+        """Device blocks that were to be loaded and were not; each once."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def report(self) -> StepReport | None:
+        """The loads that have ended since the last report, for the scheduler half."""
+        ended, self._ended = self._ended, []
+        return StepReport(tuple(ended)) if ended else None
+
+    def close(self) -> None:
+        """Take the memory back. Loads in flight are given a moment to land."""
+        half, self._half = self._half, None
+        if half is not None:
+            started_s = time.monotonic()
+            half.close()
+            log.info("closed in %.1f s", time.monotonic() - started_s)
+
+
+def _bad_blocks(result: LoadResult) -> Sequence[int]:
+    """All from the first that failed on: what is behind it cannot be used without it."""
+    return result.load.blocks[result.usable :]

@@ -1,0 +1,30 @@
+"""Fixtures of the vLLM suite: a model, a stack in a thread, engines in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a random model."""
+    directory = tmp_path_factory.mktemp("model")
+    script = Path(__file__).with_name("make_model.py")
+    environ = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    subprocess.run([sys.executable, str(script), str(directory)], check=True, env=environ)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where engines write what they have to say; pytest keeps it after a failure."""
+    return tmp_path_factory.mktemp("engines")

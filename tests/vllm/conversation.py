@@ -1,0 +1,52 @@
+"""What the tests say to an engine process, and what it answers: one JSON line each."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to vLLM, greedy, with logprobs."""
+
+    name: str
+    tokens: list[int]
+    new_tokens: int = 8
+    salt: str | None = None
+    abort_after_steps: int = 0
+    """0: let it finish."""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """`run` the asks, `reset` the prefix cache, `dump` its content, `load sync`, `load async`,
+    `verify never`, `state` (nothing but the reply) or `stop`."""
+
+    what: str
+    asks: list[Ask] = []
+    settle: bool = True
+    """Go on stepping until no request holds blocks and nothing is on offer."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out of one ask."""
+
+    name: str
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    """Prompt tokens that were not computed, from the device or from us."""
+    seconds: float
+    """To the first token."""
+    finish: str
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """To any command."""
+
+    answers: list[Answer] = []
+    ok: bool = True
+    counts: dict[str, int] = {}
+    """What the connector's halves have counted."""
+    preemptions: int = 0
+    blocks: list[str] = []
+    """Our names of the blocks in the device's prefix cache, in hex."""
+    engine: str = ""

@@ -1,0 +1,195 @@
+"""A vLLM engine in a process of its own, driven over stdin and stdout by JSON lines.
+
+It uses vLLM in one process, so that its scheduler and connector can be looked at.
+`python -m tests.vllm.engine_process MODEL '{…LLM arguments…}'`; `ready` comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from tests.vllm.conversation import Answer, Ask, Command, Reply
+
+SETTLE_DEADLINE_S = 15.0
+GROUP_BYTES = 4
+"""vLLM's keys end in the number of the KV group."""
+
+
+class Engine:
+    """vLLM and its connector."""
+
+    def __init__(self, model: str, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(
+            model=model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            **arguments,
+        )
+        self._engine = self._llm.llm_engine
+        self._preemptions = 0
+        self._requests: dict[str, Any] = {}
+        """vLLM's request objects that have not been looked at since they finished."""
+        self._names: dict[bytes, str] = {}
+        self.scheduler = self._engine.engine_core.engine_core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    def answer(self, command: Command) -> Reply:
+        """Carry out one command."""
+        answers: list[Answer] = []
+        ok = True
+        match command.what:
+            case "run":
+                answers = self._run(command.asks)
+            case "reset":
+                ok = bool(self._engine.reset_prefix_cache())
+            case "load sync" | "load async":
+                self.connector._scheduler._sync = command.what == "load sync"
+            case "verify never":
+                worker_of_this_process()._worker._half._read_block = None
+        if command.settle:
+            ok = self._settle() and ok
+        return Reply(
+            answers=answers,
+            ok=ok,
+            counts=self._counts(),
+            preemptions=self._preemptions,
+            blocks=self._dump() if command.what == "dump" else [],
+            engine=self.connector._life.engine if self.connector is not None else "",
+        )
+
+    def _learn_names(self) -> None:
+        """What we call the blocks that vLLM has its own hashes for."""
+        from kvbm_connectors.vllm.tracked import Tracked
+
+        hasher = self.connector._scheduler._hasher if self.connector is not None else None
+        while self._requests:
+            _, request = self._requests.popitem()
+            if hasher is not None:
+                names = Tracked(request, "").first_names(hasher, len(request.block_hashes))
+                ours = (name.hex() for name in names)
+                self._names.update(zip(map(bytes, request.block_hashes), ours, strict=True))
+
+    def _run(self, asks: list[Ask]) -> list[Answer]:
+        from vllm import SamplingParams
+
+        started: dict[str, float] = {}
+        first: dict[str, float] = {}
+        outputs: dict[str, Any] = {}
+        for ask in asks:
+            parameters = SamplingParams(
+                temperature=0, max_tokens=ask.new_tokens, logprobs=1, detokenize=False
+            )
+            prompt: dict[str, Any] = {"prompt_token_ids": ask.tokens}
+            if ask.salt is not None:
+                prompt["cache_salt"] = ask.salt
+            started[ask.name] = time.perf_counter()
+            self._engine.add_request(ask.name, prompt, parameters)
+        steps = 0
+        seen: dict[str, int] = {}
+        while self._engine.has_unfinished_requests():
+            steps += 1
+            for ask in asks:
+                if ask.abort_after_steps == steps:
+                    self._engine.abort_request([ask.name])
+            for output in self._engine.step():
+                outputs[output.request_id] = output
+                first.setdefault(output.request_id, time.perf_counter())
+            for request in list(self.scheduler.requests.values()):
+                self._requests[request.request_id] = request
+                if request.num_preemptions > seen.get(request.request_id, 0):
+                    seen[request.request_id] = request.num_preemptions
+                    self._preemptions += 1
+        self._learn_names()
+        return [
+            _answer(ask, outputs.get(ask.name), first.get(ask.name, 0) - started[ask.name])
+            for ask in asks
+        ]
+
+    def _settle(self) -> bool:
+        """Step until nobody holds blocks: vLLM's own loop would do the same."""
+        give_up_s = time.monotonic() + SETTLE_DEADLINE_S
+        while time.monotonic() < give_up_s:
+            if not self.scheduler.has_requests() and self._is_idle():
+                return True
+            self._engine.engine_core.get_output()
+            time.sleep(0.001)
+        return False
+
+    def _is_idle(self) -> bool:
+        side = getattr(self.connector, "_scheduler", None)
+        half = getattr(self.connector, "_scheduler_half", None)
+        return side is None or half is None or (side.idle and half.idle())
+
+    def _counts(self) -> dict[str, int]:
+        counts: dict[str, int] = dict(self.connector.counts()) if self.connector else {}
+        if self.connector is not None:
+            for name, count in worker_of_this_process().counts().items():
+                counts[f"worker.{name}"] = count
+        half = getattr(self.connector, "_scheduler_half", None)
+        if half is not None:
+            counts["attached"] = int(half.attached)
+            counts["streams_attached"] = int(half.streams_attached)
+        return counts
+
+    def _dump(self) -> list[str]:
+        """Our names of the blocks in vLLM's prefix cache, each once."""
+        cache = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        return sorted({self._names[bytes(key)[:-GROUP_BYTES]] for key in cache._cache})
+
+
+def worker_of_this_process() -> Any:
+    """The connector in the role of the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def _answer(ask: Ask, output: Any, seconds: float) -> Answer:
+    if output is None:
+        return Answer(name=ask.name, tokens=[], logprobs=[], cached=0, seconds=0, finish="abort")
+    text = output.outputs[0]
+    picked = [
+        steps[token].logprob for token, steps in zip(text.token_ids, text.logprobs, strict=True)
+    ]
+    return Answer(
+        name=ask.name,
+        tokens=list(text.token_ids),
+        logprobs=picked,
+        cached=int(output.num_cached_tokens or 0),
+        seconds=seconds,
+        finish=str(text.finish_reason or "abort"),
+    )
+
+
+def main() -> None:
+    """Serve until told to stop. vLLM writes to stdout too: our lines go to a copy of it."""
+    ours = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    engine = Engine(sys.argv[1], json.loads(sys.argv[2]))
+    ours.write(b"ready\n")
+    for line in sys.stdin.buffer:
+        command = msgspec.json.decode(line, type=Command)
+        if command.what == "stop":
+            break
+        ours.write(msgspec.json.encode(engine.answer(command)) + b"\n")
+    engine.scheduler.shutdown()
+    engine._engine.engine_core.shutdown()
+    ours.write(b"stopped\n")
+    os._exit(0)  # torch's and vLLM's own exit takes seconds and is not our subject.
+
+
+if __name__ == "__main__":
+    main()

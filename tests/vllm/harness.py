@@ -1,0 +1,321 @@
+"""A private stack in a thread, and engines as processes: what the vLLM tests work with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
+from kvbm_common.counters import Counters
+from kvbm_common.stack import Stack
+from kvbm_connectors.sim.check import StackView
+
+from tests.vllm.conversation import Answer, Ask, Command, Reply
+
+START_DEADLINE_S = 120.0
+REPLY_DEADLINE_S = 60.0
+STACK_DEADLINE_S = 40.0
+BLOCK_TOKENS = 32
+VOCABULARY = 1024
+
+ROUNDING = 1e-4
+CORRUPT_CHUNK = 1 << 20
+NONSENSE = np.random.default_rng(7).standard_normal(CORRUPT_CHUNK // 4, np.float32).tobytes()
+"""Numbers that a KV cache might hold, so that no answer is NaN."""
+T = TypeVar("T")
+
+
+class LiveStack:
+    """A private stack whose event loop runs in a thread of its own."""
+
+    def __init__(self, overrides: Mapping[str, object]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
+        self._thread.start()
+        self.stack = Stack.private(overrides)
+        self._bus: Bus | None = None
+
+    def open(self) -> None:
+        """Start all services."""
+        self.call(self.stack.open())
+        self._bus = self.call(Bus.connect(self.stack.nats_url, "test", counters=Counters()))
+
+    @property
+    def view(self) -> StackView:
+        assert self._bus is not None
+        return StackView(self._bus, self.stack.settings)
+
+    @property
+    def settings(self) -> Settings:
+        return self.stack.settings
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something on the stack's loop and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(STACK_DEADLINE_S)
+
+    def kill(self, kind: str) -> None:
+        """As a crash."""
+        self.call(self.stack.kill(kind))
+
+    def start(self, kind: str) -> None:
+        """Start it again and wait until it serves."""
+        self.call(self.stack.start(kind))
+        self.call(self.stack.wait_ready(kind))
+
+    def figures(self, kind: str) -> dict[str, float]:
+        """What a service counts."""
+        return dict(self.call(self.view.stats(kind)).figures)
+
+    def held(self, kind: str) -> set[str]:
+        """The blocks of a tier, by its own account, in hex."""
+        snapshot = self.call(self.view.snapshot(kind))
+        return {name for part in snapshot.parts for run in part.runs for name in run.hashes}
+
+    def indexed(self) -> dict[str, set[str]]:
+        """What the index holds, by source."""
+        found: dict[str, set[str]] = {}
+        for holder in self.call(self.view.dump()):
+            found.setdefault(holder.source, set()).update(holder.hashes)
+        return {source: names for source, names in found.items() if names}
+
+    def close(self) -> None:
+        """End everything."""
+        if self._bus is not None:
+            self.call(self._bus.close())
+        self.call(self.stack.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        self._loop.close()
+
+
+@contextlib.contextmanager
+def live_stack(overrides: Mapping[str, object]) -> Iterator[LiveStack]:
+    """A stack for the length of a block."""
+    stack = LiveStack(overrides)
+    try:
+        stack.open()
+        yield stack
+    finally:
+        stack.close()
+
+
+class EngineProcess:
+    """A vLLM engine; see engine_process."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: Settings | None,
+        *,
+        log: Path,
+        blocks: int = 64,
+        extra: Mapping[str, object] | None = None,
+        events: bool = True,
+        arguments: Mapping[str, object] | None = None,
+    ) -> None:
+        """Without `settings` it is vLLM without a connector."""
+        options: dict[str, object] = {
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "num_gpu_blocks_override": blocks,
+            "max_model_len": 1920,
+            "max_num_batched_tokens": 256,
+        }
+        if settings is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "KvbmConnector",
+                "kv_connector_module_path": "kvbm_connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "runtime_dir": str(settings.runtime_dir),
+                    "verify_host_reads": "always",
+                    **(extra or {}),
+                },
+            }
+        if settings is not None and events:
+            directory = f"ipc://{settings.runtime_dir}/{log.stem}"
+            options["kv_events_config"] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"{directory}-events",
+                "replay_endpoint": f"{directory}-replay",
+            }
+        options |= dict(arguments or {})
+        self._log = log.open("ab")
+        self.log_path = log
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.engine_process", model, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=os.environ | ENVIRON,
+        )
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=self._read, name=f"read {log.stem}", daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(b"")
+
+    def wait_started(self) -> EngineProcess:
+        """Wait until it serves; engines that start together share the time."""
+        assert self._line(START_DEADLINE_S) == b"ready\n", self.tail()
+        return self
+
+    def _line(self, deadline_s: float) -> bytes:
+        try:
+            return self._lines.get(timeout=deadline_s)
+        except queue.Empty:
+            raise AssertionError(f"no answer after {deadline_s} s{self.tail()}") from None
+
+    def tail(self) -> str:
+        """The end of the log."""
+        return ":\n" + self.log_path.read_text(errors="replace")[-4000:]
+
+    def log_text(self) -> str:
+        """All that the engine has logged."""
+        return self.log_path.read_text(errors="replace")
+
+    def begin(self, command: Command) -> None:
+        """Send a command without waiting for its reply."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(command) + b"\n")
+        self._process.stdin.flush()
+
+    def wait_reply(self) -> Reply:
+        """The reply to the oldest command that has none."""
+        line = self._line(REPLY_DEADLINE_S)
+        assert line, f"the engine has ended{self.tail()}"
+        return msgspec.json.decode(line, type=Reply)
+
+    def say(self, command: Command) -> Reply:
+        """Send a command and wait."""
+        self.begin(command)
+        return self.wait_reply()
+
+    def run(self, *asks: Ask, settle: bool = True) -> list[Answer]:
+        """Let requests run together; `settle` leaves a quiet point behind."""
+        reply = self.say(Command(what="run", asks=list(asks), settle=settle))
+        assert reply.ok, f"not quiet{self.tail()}"
+        return reply.answers
+
+    def reset(self) -> None:
+        """Empty the device's prefix cache."""
+        reply = self.say(Command(what="reset"))
+        assert reply.ok, f"reset refused{self.tail()}"
+
+    def blocks(self) -> set[str]:
+        """Our names of what is in the device's prefix cache."""
+        return set(self.say(Command(what="dump")).blocks)
+
+    def state(self) -> Reply:
+        """Counts and the like."""
+        return self.say(Command(what="state", settle=False))
+
+    def count(self, name: str) -> int:
+        """One of the connector's counters."""
+        return self.state().counts.get(name, 0)
+
+    def wait_attached(self) -> None:
+        """Wait until host tier and consolidator have welcomed the connector."""
+        wait_for(
+            lambda: (c := self.state().counts).get("attached") and c.get("streams_attached"),
+            "the connector does not attach" + self.tail(),
+        )
+
+    def stop(self) -> None:
+        """End it in order; returns when the process is gone."""
+        with contextlib.suppress(OSError):
+            self.begin(Command(what="stop"))
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._close()
+
+    def kill(self) -> None:
+        """As a crash."""
+        self._process.kill()
+        self._process.wait(10)
+        self._close()
+
+    def _close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self._log.close()
+
+
+ENVIRON = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "PYTHONHASHSEED": "0",
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """A random prompt."""
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def wait_for(
+    condition: Callable[[], object],
+    what: str,
+    *,
+    deadline_s: float = 15.0,
+    details: Callable[[], str] = str,
+) -> None:
+    """Look at a condition that nobody announces until it holds."""
+    give_up_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < give_up_s, f"{what} {details()}"
+        time.sleep(0.05)
+
+
+def corrupt_arena(settings: Settings) -> None:
+    """Write nonsense over all of the host tier's memory, behind its back."""
+    (path,) = settings.shm_dir.glob(f"kvbm-{settings.host}-*")
+    with path.open("r+b") as arena:
+        size = path.stat().st_size
+        for offset in range(0, size, CORRUPT_CHUNK):
+            arena.seek(offset)
+            arena.write(NONSENSE[: min(CORRUPT_CHUNK, size - offset)])
+
+
+def same(found: Sequence[Answer], expected: Sequence[Answer]) -> bool:
+    """Are tokens and logprobs equal, bit for bit?"""
+    return [(a.tokens, a.logprobs) for a in found] == [(a.tokens, a.logprobs) for a in expected]
+
+
+def alike(found: Sequence[Answer], expected: Sequence[Answer]) -> bool:
+    """Are tokens equal, and logprobs up to rounding? Wrong KV moves them by whole digits."""
+    return all(
+        a.tokens == b.tokens
+        and len(a.logprobs) == len(b.logprobs)
+        and all(abs(x - y) < ROUNDING for x, y in zip(a.logprobs, b.logprobs, strict=True))
+        for a, b in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,182 @@
+"""Failure: every request ends with the right answer, and caching resumes without a restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conversation import Answer, Ask, Command
+from tests.vllm.harness import (
+    EngineProcess,
+    LiveStack,
+    alike,
+    prompt,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+SPARE_S = 6.0
+"""What a busy test machine may add to the configured deadlines."""
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LiveStack]:
+    """A stack that nobody has started yet."""
+    live = LiveStack(
+        {
+            "cpu_cache_gb": 0.05,
+            "disk_cache_gb": 0.05,
+            "disable_disk_offload_filter": True,
+            "onboard_deadline_ms": 1000,
+            "lease_ms": 2000,
+            "offer_deadline_ms": 2000,
+        }
+    )
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="module")
+def engine(stack: LiveStack, model: str, log_dir: Path) -> Iterator[EngineProcess]:
+    """An engine that starts before the stack."""
+    settings = stack.settings
+    process = EngineProcess(
+        model,
+        settings,
+        log=log_dir / "failures.log",
+        extra={
+            "onboard_deadline_ms": settings.onboard_deadline_ms,
+            "lease_ms": settings.lease_ms,
+            "offer_deadline_ms": settings.offer_deadline_ms,
+        },
+    ).wait_started()
+    yield process
+    process.stop()
+
+
+def run_in_time(engine: EngineProcess, *asks: Ask, deadline_s: float) -> list[Answer]:
+    """Run, and assert that it took no longer than its deadline allows."""
+    started_s = time.monotonic()
+    answers = engine.run(*asks)
+    assert time.monotonic() - started_s < deadline_s + SPARE_S
+    return answers
+
+
+def check_that_it_caches(stack: LiveStack, engine: EngineProcess, seed: int) -> None:
+    """A new prompt must reach the host tier, and come back."""
+    tokens = prompt(seed, 300)
+    cold = engine.run(Ask(name=f"new {seed}", tokens=tokens))
+    engine.reset()
+    loaded = engine.run(Ask(name=f"new again {seed}", tokens=tokens))
+    assert loaded[0].cached == 288
+    assert alike(loaded, cold)
+
+
+def test_without_any_service_the_engine_serves(engine: EngineProcess) -> None:
+    """Goal: an engine whose stack was never started is vLLM as it is, at no cost in time."""
+    tokens = prompt(1, 300)
+    cold = engine.run(Ask(name="alone", tokens=tokens))
+    engine.reset()
+    again = run_in_time(engine, Ask(name="alone again", tokens=tokens), deadline_s=0)
+    assert alike(again, cold)
+    assert engine.count("lookups_passed_through") >= 2
+    assert engine.count("offers_passed_through") >= 9
+
+
+def test_caching_begins_when_the_stack_comes(stack: LiveStack, engine: EngineProcess) -> None:
+    """Goal: no restart; also what the device has had all the time reaches the host tier."""
+    tokens = prompt(1, 300)
+    computed = engine.run(Ask(name="computed", tokens=tokens))
+    stack.open()
+    engine.wait_attached()
+    local = engine.run(Ask(name="local", tokens=tokens))
+    assert local[0].cached == 288
+    assert alike(local, computed)
+    engine.reset()
+    loaded = engine.run(Ask(name="loaded", tokens=tokens))
+    assert loaded[0].cached == 288
+    assert alike(loaded, local)
+    check_that_it_caches(stack, engine, 2)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.004, 0.012, 0.03])
+def test_the_host_tier_is_killed_during_loads(
+    stack: LiveStack, engine: EngineProcess, delay_s: float
+) -> None:
+    """Goal: leases, lookups and loads may end at any moment.
+
+    1. Six prompts are cached, the device is emptied, and all six are asked for at once.
+    2. A moment later the host tier gets SIGKILL.
+    3. All answers are right, within the deadlines. It starts again; caching resumes.
+    """
+    seed = 10 + int(delay_s * 1000) * 10
+    asks = [Ask(name=f"k {seed} {n}", tokens=prompt(seed + n, 250)) for n in range(6)]
+    cold = [engine.run(ask)[0] for ask in asks]
+    engine.reset()
+    killer = threading.Timer(delay_s, stack.kill, ["host-tier"])
+    killer.start()
+    deadline_s = (stack.settings.onboard_deadline_ms + stack.settings.lease_ms) / 1000
+    started_s = time.monotonic()
+    again = engine.run(
+        *(Ask(name=f"{ask.name} again", tokens=ask.tokens) for ask in asks), settle=False
+    )
+    assert time.monotonic() - started_s < deadline_s + SPARE_S
+    killer.join()
+    assert [a.tokens for a in again] == [a.tokens for a in cold]
+    engine.say(Command(what="state"))
+    stack.start("host-tier")
+    wait_for(lambda: stack.held("host-tier") is not None, "the host tier does not answer")
+    engine.wait_attached()
+    wait_for(lambda: stack.figures("host-tier")["offers"] == 0, "offers are left")
+    check_that_it_caches(stack, engine, seed + 6)
+
+
+def test_nats_stops_and_comes_back(stack: LiveStack, engine: EngineProcess) -> None:
+    """Goal: without the bus offers are lost and nothing else; with it they go on."""
+    tokens = prompt(1000, 300)
+    cold = engine.run(Ask(name="before", tokens=tokens))
+    engine.reset()
+    stack.kill("nats")
+    loaded = run_in_time(engine, Ask(name="during", tokens=tokens), deadline_s=1.0)
+    assert alike(loaded, cold)
+    deadline_s = stack.settings.offer_deadline_ms / 1000
+    run_in_time(engine, Ask(name="new", tokens=prompt(1001, 300)), deadline_s=deadline_s)
+    stack.start("nats")
+
+    def caches_again() -> bool:
+        tokens = prompt(int(time.monotonic() * 1e6), 100)
+        before = engine.count("offload_blocks")
+        engine.run(Ask(name=f"n {tokens[0]} {time.monotonic()}", tokens=tokens))
+        return engine.count("offload_blocks") > before
+
+    wait_for(caches_again, "offers do not arrive", deadline_s=30)
+    check_that_it_caches(stack, engine, 1002)
+
+
+def test_a_corrupt_disk_block_is_recomputed(stack: LiveStack, engine: EngineProcess) -> None:
+    """Goal: the disk tier verifies what it reads; a bad block is a miss.
+
+    1. A prompt is pushed out of the host tier; the disk tier's file is overwritten.
+    2. The answer is right, though nothing could be loaded.
+    """
+    tokens = prompt(2000, 600)
+    cold = engine.run(Ask(name="to disk", tokens=tokens))
+    wait_for(lambda: stack.held("host-tier") <= stack.held("disk-tier"), "not on disk")
+    mine = engine.blocks()
+    for seed in range(2001, 2060):
+        engine.run(Ask(name=f"push {seed}", tokens=prompt(seed, 600)))
+        if not mine & stack.held("host-tier"):
+            break
+    for path in stack.settings.disk_cache_dir.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1_000_000:
+            with path.open("r+b") as file:
+                file.write(b"\x5a" * path.stat().st_size)
+    engine.reset()
+    again = engine.run(Ask(name="from bad disk", tokens=tokens))
+    assert alike(again, cold)
+    assert again[0].cached < 576
