@@ -2,7 +2,8 @@
 
 A service owns the key `services.<kind>.<host>.<instance>` and puts it again every third of its time
 to live. Readers watch all keys and judge by their own clock: who is silent for `ttl_s` has left.
-While the watch itself is broken nobody is declared dead; afterwards everybody gets a full `ttl_s`.
+While the watch itself is broken nobody is declared dead; afterwards everybody gets a full `ttl_s`, and
+as much again as others may need to find NATS once it is back.
 
 An epoch names one life of a service. It is `created + revision`, where `created` is when the bucket
 was made (µs since 1970) and `revision` is that of a key put at birth; so it grows with every life,
@@ -12,6 +13,7 @@ even if NATS loses its store and the revisions start again (they grow by far les
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -24,6 +26,7 @@ import msgspec
 from kvbm_common.errors import KvbmError, NoResponder, RegistryUnavailable
 from kvbm_common.event_subscription import EventMessage, EventSubscription
 from kvbm_common.jetstream import (
+    BACKOFF_S,
     JetStreamError,
     Link,
     StreamSpec,
@@ -260,7 +263,7 @@ class NatsRegistry:
         """Declare the silent ones gone, unless it is us who cannot hear."""
         now_s = time.monotonic()
         if self._subscription is None or not self._subscription.live or not self._link.connected:
-            self._seen_s = dict.fromkeys(self._seen_s, now_s)
+            self._seen_s = dict.fromkeys(self._seen_s, now_s + BACKOFF_S[-1])
             return
         for key, record in list(self._records.items()):
             if now_s - self._seen_s[key] > record.ttl_s:
@@ -285,6 +288,8 @@ class NatsRegistration:
         self._record = record
         self._revision = 0
         self._lost = asyncio.Event()
+        self._reconnected = asyncio.Event()
+        self._forget_reconnect = link.on_reconnect(self._reconnected.set)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -308,6 +313,7 @@ class NatsRegistration:
 
     async def stop(self) -> None:
         """End the heartbeats without leaving."""
+        self._forget_reconnect()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -350,7 +356,9 @@ class NatsRegistration:
 
     async def _beat(self) -> None:
         while not self._lost.is_set():
-            await asyncio.sleep(self._record.ttl_s / 3)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._reconnected.wait(), self._record.ttl_s / 3)
+            self._reconnected.clear()
             try:
                 await self._renew()
             except KvbmError as error:

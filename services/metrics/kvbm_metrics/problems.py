@@ -106,8 +106,10 @@ async def _on_http(_request: Request, error: Exception) -> Response:
 
 async def _on_kvbm(_request: Request, error: Exception) -> Response:
     assert isinstance(error, KvbmError)
-    errors = {error.field: str(error)} if error.field else None
-    return problem_response(status_of(error), error.code, str(error), errors=errors)
+    status = status_of(error)
+    theirs = status < HTTPStatus.INTERNAL_SERVER_ERROR  # A service's bad reply is no field of theirs.
+    errors = {error.field: str(error)} if error.field and theirs else None
+    return problem_response(status, error.code, str(error), errors=errors)
 
 
 async def _on_mistake(_request: Request, error: Exception) -> Response:
