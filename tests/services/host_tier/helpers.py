@@ -241,9 +241,11 @@ class Host:
         sums = tuple(checksum(block) for block in pull.blocks)
         return self.step(PullDone(pull.pull, sums))
 
-    def pull_failed(self, pull: StartPull, *, settled: bool = True) -> list[Effect]:
+    def pull_failed(
+        self, pull: StartPull, *, settled: bool = True, reason: str = "transfer_timeout"
+    ) -> list[Effect]:
         """They are not."""
-        return self.step(PullFailed(pull.pull, "peer_lost", settled))
+        return self.step(PullFailed(pull.pull, reason, settled))
 
     def confirm(
         self, offer: int, *, held: bool = True, engine: str = "ada", life: int = 1

@@ -27,6 +27,7 @@ from kvbm_host_tier.messages import (
     Effect,
     PeerAttached,
     PeerFailed,
+    PullSettled,
     StartPull,
     ToEngine,
 )
@@ -37,7 +38,7 @@ T = TypeVar("T")
 BLOCKS = st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True)
 ENGINES = st.sampled_from(["ada", "bob"])
 MS = st.integers(1, 120)
-LOST_SLOTS_MAX = 2
+LOST_PULLS_MAX = 2
 
 
 class Everything(RuleBasedStateMachine):
@@ -51,8 +52,8 @@ class Everything(RuleBasedStateMachine):
         self.peers: set[str] = set()
         self.pulls: list[StartPull] = []
         self.fills: list[AskFill] = []
-        self.lost: set[int] = set()
-        """Slots of pulls whose end is unknown."""
+        self.lost: list[StartPull] = []
+        """Failed pulls of which late bytes may still land."""
         self.loans: list[tuple[int, AskFill]] = []
         """(back at, fill) of fills that were not answered."""
         self.asked: dict[int, tuple[str, int]] = {}
@@ -99,7 +100,7 @@ class Everything(RuleBasedStateMachine):
     def check_safe(self, slots: Iterable[int]) -> None:
         """No transfer that may still write has one of these slots."""
         fills = (*self.fills, *(fill for _, fill in self.loans))
-        written = {slot for pull in self.pulls for slot in pull.slots} | self.lost
+        written = {slot for pull in (*self.pulls, *self.lost) for slot in pull.slots}
         written |= {slot.slot for fill in fills for slot in fill.request.slots}
         assert not written & set(slots), f"late bytes may reach {written & set(slots)}"
 
@@ -156,16 +157,25 @@ class Everything(RuleBasedStateMachine):
         self.take(self.host.offer(*blocks, engine=engine, life=life, deadline_ms=deadline_ms))
 
     @precondition(lambda self: self.pulls)
-    @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "failed", "lost"]))
-    def end_pull(self, data: st.DataObject, outcome: str) -> None:
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(["done", "done", "failed", "lost"]),
+        reason=st.sampled_from(["transfer_timeout", "peer_lost"]),
+    )
+    def end_pull(self, data: st.DataObject, outcome: str, reason: str) -> None:
         pull = self.one_of(data, self.pulls)
         if outcome == "done":
             self.take(self.host.pulled(pull))
             return
-        lost = outcome == "lost" and len(self.lost) < LOST_SLOTS_MAX
+        lost = outcome == "lost" and len(self.lost) < LOST_PULLS_MAX
         if lost:
-            self.lost |= set(pull.slots)
-        self.take(self.host.pull_failed(pull, settled=not lost))
+            self.lost.append(pull)
+        self.take(self.host.pull_failed(pull, settled=not lost, reason=reason))
+
+    @precondition(lambda self: self.lost)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        self.take(self.host.step(PullSettled(self.one_of(data, self.lost).pull)))
 
     @precondition(lambda self: self.unconfirmed)
     @rule(data=st.data(), held=st.sampled_from([True, True, False]))
@@ -281,7 +291,7 @@ class Everything(RuleBasedStateMachine):
         core = self.host.core
         assert not self.peers
         assert len(core.tier.leases) == len(core.offload) == len(core.onboard) == 0
-        assert core.tier.table.staged() == self.lost
+        assert core.tier.table.staged() == {slot for pull in self.lost for slot in pull.slots}
         assert core.tier.table.pins() == {}
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvbm_common.wire.events import Stored
 from kvbm_common.wire.local import Pulled
 from kvbm_common.wire.verbs import OFFER_BLOCKS_MAX, Offer, OfferRun
-from kvbm_host_tier.messages import Effect, OfferReceived, StartPull
+from kvbm_host_tier.messages import (
+    OfferReceived,
+    StartPull,
+)
 
 from tests.services.host_tier.helpers import (
     BLOCK_BYTES,
@@ -18,27 +20,9 @@ from tests.services.host_tier.helpers import (
     checksum,
     incarnation,
     name,
-    numbers,
     of,
 )
-
-
-def one_pull(effects: list[Effect]) -> StartPull:
-    """The one pull that was started."""
-    [pull] = of(effects, StartPull)
-    return pull
-
-
-def told_pulled(host: Host, effects: list[Effect]) -> Pulled:
-    """What the engine is told of its offer."""
-    [pulled] = of(host.told(effects), Pulled)
-    return pulled
-
-
-def stored_blocks(host: Host) -> list[int]:
-    """Everything that was announced as stored, in order."""
-    runs = [run for event in host.events if isinstance(event, Stored) for run in event.runs]
-    return [number for run in runs for number in numbers(run.hashes)]
+from tests.services.host_tier.offers import one_pull, stored_blocks, told_pulled
 
 
 def test_an_offer_is_pulled_confirmed_and_announced_in_this_order() -> None:
@@ -272,110 +256,3 @@ def test_a_strangers_offer_is_counted() -> None:
     assert host.offer(1, 2, engine="eve") == []
     assert host.offer(1, 2, life=9) == []
     assert host.core.tier.counts["dropped.offer_unknown_engine"] == 4
-
-
-# --- failures -----------------------------------------------------------------------------------
-
-
-def test_a_failed_pull_fails_its_batch_only() -> None:
-    """Two batches: 1, 2 arrive, 3, 4 do not. 1, 2 are committed, the slots of 3, 4 given back."""
-    host = Host(batch_blocks_max=2)
-    first, second = of(host.offer(1, 2, 3, 4, offer=5), StartPull)
-    host.pulled(first)
-    pulled = told_pulled(host, host.pull_failed(second))
-    assert (pulled.pulled, pulled.failed, pulled.reason) == (2, 2, "peer_lost")
-    host.confirm(5)
-    assert host.announced == {1, 2}
-    assert host.slots["reset"] == 2
-    assert host.core.tier.counts["dropped.pull_peer_lost"] == 2
-
-
-def test_slots_of_an_unsettled_pull_are_never_used_again() -> None:
-    """1. The pull of 1 times out, and may still write. 2. 1 is pulled again, into another slot.
-
-    3. However full it gets, the first slot stays out of use.
-    """
-    host = Host(slots=3)
-    pull = one_pull(host.offer(1))
-    [lost] = pull.slots
-    host.pull_failed(pull, settled=False)
-    assert host.core.offload.unsettled_count == 1
-    host.store(1)
-    assert host.announced == {1}
-    for number in range(11, 20):
-        host.store(number)
-        assert host.slot_of(number) != lost
-    host.wait(1_000_000)
-    assert host.slots["staged"] == 1
-    assert host.core.statistics(host.now_ms).figures["slots_unsettled"] == 1
-
-
-def test_a_pull_has_no_longer_than_the_offer() -> None:
-    """The offer ends 500 ms after it came; a pull never outlives it, nor the tier's own limit."""
-    host = Host(transfers_max=1, pull_deadline_ms=300)
-    first = one_pull(host.offer(1, deadline_ms=500))
-    assert first.deadline_ms == 300
-    assert host.offer(2, deadline_ms=500) == []
-    host.now_ms += 400
-    assert one_pull(host.pulled(first)).deadline_ms == 100
-
-
-def test_an_offers_deadline_gives_its_slots_back_when_they_are_safe() -> None:
-    """1. One batch is in, one flies, one waits. 2. The deadline: the first is given back at once.
-
-    3. The second when its pull has ended, well or not. Every block is counted once.
-    """
-    host = Host(batch_blocks_max=1, transfers_max=2)
-    first, second = of(host.offer(1, 2, 3, offer=5, deadline_ms=100), StartPull)
-    third = one_pull(host.pulled(first))
-    host.wait(100)
-    assert host.slots["staged"] == 2
-    assert host.pulled(second) == []
-    assert host.slots["staged"] == 1
-    assert host.pull_failed(third) == []
-    assert host.slots["reset"] == 4
-    assert len(host.core.offload) == 0
-    counts = host.core.tier.counts
-    assert counts["dropped.offer_deadline"] == 2
-    assert counts["dropped.pull_peer_lost"] == 1
-    assert stored_blocks(host) == []
-
-
-def test_an_engine_lost_in_mid_pull_commits_nothing() -> None:
-    """Silence; then the pull ends well after all. Its slot is free again, and nothing is stored."""
-    host = Host(pull_deadline_ms=60_000)
-    pull = one_pull(host.offer(1, deadline_ms=60_000))
-    host.wait(5_001)
-    assert host.slots["staged"] == 1
-    assert host.pulled(pull) == []
-    assert host.slots["reset"] == 4
-    assert host.core.tier.counts["dropped.offer_engine_lost"] == 1
-
-
-def test_an_engine_that_leaves_while_its_offer_waits_for_a_confirm() -> None:
-    """Its confirm cannot come any more."""
-    host = Host()
-    host.pulled(one_pull(host.offer(1)))
-    host.bye()
-    assert host.slots["reset"] == 4
-    assert len(host.core.offload) == 0
-
-
-def test_offers_of_others_go_on_when_an_engine_ends() -> None:
-    """One pull at a time: Ada's flies, Ada's second and Bob's wait. Ada leaves: Bob is next."""
-    host = Host(transfers_max=1, batch_blocks_max=1)
-    host.attach(engine="bob")
-    pull = one_pull(host.offer(1, 2))
-    host.offer(11, engine="bob")
-    host.bye()
-    following = one_pull(host.pulled(pull))
-    assert following.parts[0].peer == "bob-1-0"
-    assert host.slots["staged"] == 1
-
-
-def test_the_root_of_a_chain_outlives_its_leaf() -> None:
-    """1, 2, 3 are stored at once, then two slots are needed: 3 and 2 go."""
-    host = Host(slots=3)
-    host.store(1, 2, 3)
-    host.store(11, 12)
-    assert host.announced == {1, 11, 12}
