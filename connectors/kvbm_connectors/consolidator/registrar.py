@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvbm_common.errors import RegistryUnavailable
 from kvbm_common.logs import OncePerKind
-from kvbm_common.registry import Info, Registration, Registry
+from kvbm_common.registry import ENGINE, Info, Registration, Registry
 
 from kvbm_connectors.consolidator.messages import (
     AskEpoch,
@@ -19,8 +19,6 @@ from kvbm_connectors.consolidator.messages import (
     Input,
     RevokeEpoch,
 )
-
-KIND = "engine"
 
 
 class Registrar:
@@ -52,7 +50,7 @@ class Registrar:
                 return None
             await self._leave(engine)
             try:
-                entry = await self._registry.register(KIND, self._host, engine, _info(effect))
+                entry = await self._registry.register(ENGINE, self._host, engine, _info(effect))
             except RegistryUnavailable as error:
                 self._log.warning("register", f"{engine}: {error}")
                 return EpochFailed(engine, effect.incarnation, str(error))

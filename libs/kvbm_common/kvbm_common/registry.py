@@ -52,6 +52,8 @@ WRONG_REVISION = frozenset((10071, 10164))
 LIST_DEADLINE_S = 3.0
 """How long the first reading of the bucket may take."""
 SWEEPS_PER_TTL = 10
+ENGINE = "engine"
+"""The kind under which a consolidator enters the engines it hears. They serve no verbs."""
 
 _log = OncePerKind(logging.getLogger(__name__))
 

@@ -13,7 +13,7 @@ from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
 from kvbm_common.event_subscription import EventMessage, EventSubscription
 from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop
-from kvbm_common.registry import Changed, Joined, Left, RegistryEvent, ServiceRecord
+from kvbm_common.registry import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import Event, event_codec, event_subject
@@ -265,7 +265,7 @@ class IndexShell:
 
 def _source_of(record: ServiceRecord) -> SourceKey | None:
     """The source that a registered service is; None if it is none."""
-    if record.kind == "engine":
+    if record.kind == ENGINE:
         return SourceKey(record.host, record.instance)
     if record.kind in TIER_KINDS:
         return SourceKey(record.host, f"{record.kind}-{record.instance}")

@@ -11,7 +11,7 @@ import msgspec
 from kvbm_common.bus import Bus
 from kvbm_common.counters import Counters, MetricsSnapshot
 from kvbm_common.errors import KvbmError, RegistryUnavailable, RequestFailed
-from kvbm_common.registry import ServiceRecord
+from kvbm_common.registry import ENGINE, ServiceRecord
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.verbs import (
     MatchReply,
@@ -131,7 +131,8 @@ class Fleet:
             return str(error)
         except TimeoutError:
             return f"no answer within {self._deadline_s} s"
-        self._records = sorted(records, key=lambda one: (one.kind, one.host, one.instance))
+        services = (record for record in records if record.kind != ENGINE)
+        self._records = sorted(services, key=lambda one: (one.kind, one.host, one.instance))
         return ""
 
     async def _ask(self, record: ServiceRecord) -> Instance:

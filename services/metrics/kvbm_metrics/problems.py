@@ -107,7 +107,9 @@ async def _on_http(_request: Request, error: Exception) -> Response:
 async def _on_kvbm(_request: Request, error: Exception) -> Response:
     assert isinstance(error, KvbmError)
     status = status_of(error)
-    theirs = status < HTTPStatus.INTERNAL_SERVER_ERROR  # A service's bad reply is no field of theirs.
+    theirs = (
+        status < HTTPStatus.INTERNAL_SERVER_ERROR
+    )  # A service's bad reply is no field of theirs.
     errors = {error.field: str(error)} if error.field and theirs else None
     return problem_response(status, error.code, str(error), errors=errors)
 

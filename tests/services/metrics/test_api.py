@@ -15,7 +15,7 @@ from kvbm_common.counters import Counters, MetricsSnapshot
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.nats_server import NatsServer
-from kvbm_common.registry import NatsRegistry
+from kvbm_common.registry import ENGINE, NatsRegistry
 from kvbm_common.wire.verbs import HolderMatch, MatchReply, MatchRequest, StatsReply
 from kvbm_metrics import models
 from kvbm_metrics.api import Api, create_app
@@ -154,6 +154,17 @@ async def test_everybody_ready(world: World) -> None:
     assert sorted(one["kind"] for one in services) == sorted(KINDS)
     assert [one["tier"] for one in tiers] == ["disk", "host"]
     assert workers == []
+
+
+async def test_engines_are_no_services(world: World) -> None:
+    """Goal: an engine serves no verbs; its entry in the registry makes nobody unready."""
+    await world.add_everybody()
+    await world.registry.register(ENGINE, "h", "vllm-0")
+    await world.wait_registered(ENGINE, "h", "vllm-0")
+    async with world.client() as client:
+        assert (await client.get("/readyz")).status_code == 200
+        services = (await client.get("/v1/services")).json()
+    assert ENGINE not in [one["kind"] for one in services]
 
 
 async def test_nobody_there(world: World) -> None:
