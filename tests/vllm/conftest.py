@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py"]
+from tests.vllm.harness import VLLM_PYTHON
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory with a random model."""
+    assert VLLM_PYTHON.exists(), "`make test-vllm` makes the environment"
     directory = tmp_path_factory.mktemp("model")
     script = Path(__file__).with_name("make_model.py")
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    subprocess.run([sys.executable, str(script), str(directory)], check=True, env=environ)
+    subprocess.run([VLLM_PYTHON, str(script), str(directory)], check=True, env=environ)
     return str(directory)
 
 

@@ -9,7 +9,6 @@ import os
 import queue
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -37,6 +36,9 @@ CORRUPT_CHUNK = 1 << 20
 NONSENSE = np.random.default_rng(7).standard_normal(CORRUPT_CHUNK // 4, np.float32).tobytes()
 """Numbers that a KV cache might hold, so that no answer is NaN."""
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+"""Of the environment that `make_env.py` makes; the services run in ours."""
 
 
 class LiveStack:
@@ -159,11 +161,12 @@ class EngineProcess:
         self._log = log.open("ab")
         self.log_path = log
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.engine_process", model, json.dumps(options)],
+            [VLLM_PYTHON, "-m", "tests.vllm.engine_process", model, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=os.environ | ENVIRON,
+            cwd=ROOT,
         )
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, name=f"read {log.stem}", daemon=True).start()

