@@ -204,6 +204,10 @@ def families_of_counts(
         labels = {label_names.get(name, "reason"): label} if label else {}
         samples.setdefault(name, []).append(Sample(labels, value))
     return [
-        Family(f"kvbm_{name}", "counter", f"{name.replace('_', ' ')}, see docs.", group)
+        Family(f"kvbm_{name}", "counter", f"{_words(name)}; see docs/operating.md.", group)
         for name, group in samples.items()
     ]
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_total").replace("_", " ").capitalize()

@@ -2,8 +2,8 @@
 
 A service owns the key `services.<kind>.<host>.<instance>` and puts it again every third of its time
 to live. Readers watch all keys and judge by their own clock: who is silent for `ttl_s` has left.
-While the watch itself is broken nobody is declared dead; afterwards everybody gets a full `ttl_s`, and
-as much again as others may need to find NATS once it is back.
+While the watch itself is broken nobody is declared dead; afterwards everybody gets a full `ttl_s`,
+and as much again as others may need to find NATS once it is back.
 
 An epoch names one life of a service. It is `created + revision`, where `created` is when the bucket
 was made (µs since 1970) and `revision` is that of a key put at birth; so it grows with every life,

@@ -1,0 +1,68 @@
+"""The documents: links lead somewhere, commands exist, and every figure is explained."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from kvbm_common.cli import make_app
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+OPERATING = (ROOT / "docs/operating.md").read_text()
+
+
+def by_name(path: Path) -> str:
+    """A parameter's id."""
+    return str(path.relative_to(ROOT))
+
+
+def documented_metrics() -> set[str]:
+    """Every metric of docs/operating.md; `…_x` continues the first name of its line."""
+    names: set[str] = set()
+    for line in OPERATING.splitlines():
+        found = re.findall(r"`(kvbm_\w+)`", line)
+        names |= set(found)
+        if found:
+            prefix = "_".join(found[0].split("_")[:2])
+            names |= {prefix + rest for rest in re.findall(r"`…(_\w+)`", line)}
+    return names
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=by_name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """Goal: no reader meets a dead end inside the project."""
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=by_name)
+def test_commands_exist(path: Path) -> None:
+    """Goal: what a document tells to type can be typed."""
+    text = path.read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    make = r"(?:^ {4}|`)(?:[A-Z_]+=\S+ )*make ([a-z][a-z-]*)"
+    for target in re.findall(make, text, re.MULTILINE):
+        assert target in targets, f"make {target}"
+    commands = {command.name for command in make_app([]).registered_commands}
+    for command in re.findall(r"(?:^ {4}|`)(?:\.venv/bin/)?kvbm ([a-z]+)", text, re.MULTILINE):
+        assert command in commands, f"kvbm {command}"
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    """Goal: the README shows what a run has printed."""
+    text = (ROOT / "README.md").read_text()
+    assert "DEMO_OUTPUT" not in text
+    for shown in ("time to first token", "onboarded blocks compared", "leases left over"):
+        assert shown in text
+
+
+def test_every_count_of_a_core_is_explained() -> None:
+    """Goal: no counter without a line that says what it means."""
+    names = documented_metrics()
+    for path in ROOT.glob("services/*/kvbm_*/*.py"):
+        for name in re.findall(r"counts\[f?\"(\w+)[.\"]", path.read_text()):
+            family = f"kvbm_{name.removesuffix('_total')}"
+            assert {family, f"{family}_total"} & names, f"{name} of {path.name}"
