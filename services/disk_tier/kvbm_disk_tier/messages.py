@@ -160,12 +160,20 @@ class StoreOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """There is no store: the disk is full, or does not let us. `reason` is for the operator."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
 Input = (
     StoreOpened
+    | StoreFailed
     | HostSeen
     | HostLost
     | HostEvent
@@ -207,9 +215,13 @@ class ReleaseHost:
 
 @dataclass(frozen=True, slots=True)
 class WriteSlots:
-    """Write arena slot `sources[i]` to file slot `targets[i]`; ends in Written or WriteFailed."""
+    """Write arena slot `sources[i]` to file slot `targets[i]`; ends in Written or WriteFailed.
+
+    `epoch`: the arena that the slots are of.
+    """
 
     write: int
+    epoch: int
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     slot_bytes: int
@@ -219,10 +231,12 @@ class WriteSlots:
 class ReadSlots:
     """Read file slot `sources[i]` into arena slot `targets[i]` and verify `blocks[i]`.
 
-    Ends in ReadDone or ReadFailed. `until_ms`: see wire.verbs.FillRequest.
+    Ends in ReadDone or ReadFailed. `epoch`: the arena that the slots are of. `until_ms`: see
+    wire.verbs.FillRequest.
     """
 
     read: int
+    epoch: int
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -255,7 +269,10 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """Make a store of slots of this size, whatever was there before; ends in StoreOpened."""
+    """Make a store of slots of this size, whatever was there before.
+
+    Ends in StoreOpened or StoreFailed.
+    """
 
     slot_bytes: int
 

@@ -32,6 +32,10 @@ SETTLE_DEADLINE_S = 0.8 * FILL_GRACE_MS / 1000
 WRITE_DEADLINE_S = 30.0
 """A disk that takes longer for one batch is as good as broken."""
 
+STALE_ARENA = "stale_arena"
+"""Another life's arena was mapped between the core's decision and its execution: these slots are
+somebody else's by now."""
+
 
 class NotSettled(KvbmError):
     """A read may still land in an arena that is not ours: this process must end."""
@@ -47,6 +51,7 @@ class DiskMover:
         self._summer = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
         self._arena: Arena | None = None
         self._arena_known: Registration | None = None
+        self._arena_epoch = 0
         self._retired: list[tuple[Arena, Registration]] = []
         self._file: Registration | None = None
         self._fd = -1
@@ -70,13 +75,15 @@ class DiskMover:
         if self._arena is not None:
             self._arena.close()
 
-    def use_arena(self, path: str) -> None:
-        """Map another arena. The old one stays mapped until nothing flies over it."""
+    def use_arena(self, path: str, epoch: int) -> None:
+        """Map the arena of another life. The old one stays mapped until nothing flies over it."""
+        if self._arena is not None and epoch == self._arena_epoch:
+            return
         arena = Arena.attach(path)
         known = self._mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
         if self._arena is not None and self._arena_known is not None:
             self._retired.append((self._arena, self._arena_known))
-        self._arena, self._arena_known = arena, known
+        self._arena, self._arena_known, self._arena_epoch = arena, known, epoch
         self._unmap_retired()
 
     def _unmap_retired(self) -> None:
@@ -102,7 +109,10 @@ class DiskMover:
 
     async def write(self, effect: WriteSlots) -> Written | WriteFailed:
         """Arena to file."""
-        memory = self._memory(effect.sources, effect.slot_bytes)
+        arena = self._arena
+        if arena is None or effect.epoch != self._arena_epoch:
+            return WriteFailed(effect.write, STALE_ARENA)
+        memory = _memory(arena, effect.sources, effect.slot_bytes)
         file = _file(effect.targets, effect.slot_bytes)
         self._flying += 1
         try:
@@ -120,11 +130,12 @@ class DiskMover:
 
     async def read(self, effect: ReadSlots) -> ReadDone | ReadFailed:
         """File to arena, and every checksum compared."""
-        memory = self._memory(effect.targets, effect.slot_bytes)
+        arena = self._arena
+        if arena is None or effect.epoch != self._arena_epoch:
+            return ReadFailed(effect.read, STALE_ARENA)
+        memory = _memory(arena, effect.targets, effect.slot_bytes)
         file = _file(effect.sources, effect.slot_bytes)
         left_s = (effect.until_ms - monotonic_ms()) / 1000
-        arena = self._arena
-        assert arena is not None
         self._flying += 1
         try:
             future = self._mover.read_file(self._fd, memory, file, deadline_s=max(left_s, 0.01))
@@ -144,11 +155,6 @@ class DiskMover:
         )
         return ReadDone(effect.read, intact)
 
-    def _memory(self, slots: Sequence[int], slot_bytes: int) -> Spans:
-        assert self._arena is not None
-        starts = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
-        return Spans.of(np.uint64(self._arena.address) + starts, slot_bytes)
-
     def _observe(self, path: str, moved: Moved) -> None:
         self._seconds.observe(moved.seconds, path=path)
         self._bytes.observe(moved.bytes, path=path)
@@ -163,6 +169,11 @@ async def _wait_settled(error: TransferError) -> None:
             await asyncio.wrap_future(error.settling)
     except TimeoutError:
         raise NotSettled(f"a transfer has not ended {SETTLE_DEADLINE_S} s late") from error
+
+
+def _memory(arena: Arena, slots: Sequence[int], slot_bytes: int) -> Spans:
+    starts = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
+    return Spans.of(np.uint64(arena.address) + starts, slot_bytes)
 
 
 def _file(slots: Sequence[int], slot_bytes: int) -> Spans:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable
 from typing import assert_never
 
 import msgspec
 from kvbm_common.counters import families_of_counts
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.event_publisher import EventPublisher
+from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.transfers import TransferError
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
 from kvbm_common.wire.verbs import (
@@ -62,12 +65,19 @@ from kvbm_disk_tier.messages import (
     Released,
     ReleaseHost,
     RewriteJournal,
+    StoreFailed,
     StoreOpened,
     Tick,
     WriteSlots,
 )
 from kvbm_disk_tier.mover import DiskMover
-from kvbm_disk_tier.store import Store, StoreOptions
+from kvbm_disk_tier.store import (
+    Store,
+    StoreBusy,
+    StoreError,
+    StoreOptions,
+    StoreThread,
+)
 
 INBOX_MAX = 10_000
 """Inputs that wait for the core: a second of a very busy host."""
@@ -77,6 +87,9 @@ HOST_DEADLINE_S = 2.0
 FILL_DEADLINE_S = 600.0
 """The request carries its own deadline; this only ends a handler that nobody answers."""
 GOODBYE_S = 1.0
+LOCK_DEADLINE_S = 4.5
+"""A predecessor whose place we have taken is gone by then (kvbm_common.service.EXIT_DEADLINE_S)."""
+LOCK_TRY_S = 0.1
 
 log = logging.getLogger(__name__)
 _arena_reply: JsonCodec[ArenaReply] = JsonCodec(ArenaReply)
@@ -96,8 +109,7 @@ class DiskTierShell:
         self._core = core
         self._store = store
         self._mover = mover
-        # One thread: journal records reach the file in the order in which the core made them.
-        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._store_thread = StoreThread(store)
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
         self._answers: dict[int, asyncio.Future[FillReply]] = {}
         self._reply_ids = itertools.count(1)
@@ -106,6 +118,7 @@ class DiskTierShell:
             "Messages on NATS that could not be taken.",
             labels=("reason",),
         )
+        self._log = OncePerKind(log)
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
             core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
         )
@@ -113,19 +126,19 @@ class DiskTierShell:
     async def run(self) -> None:
         """Serve until the context is stopping."""
         context = self._context
-        recovered = await self._in_store_thread(self._recover)
+        recovered = await self._wait_recovered()
         context.set_stats(self._core.statistics)
         context.counters.include(
-            lambda: families_of_counts(self._core.counts, label_names={"bytes": "direction"})
+            lambda: families_of_counts(self._core.tier.counts, label_names={"bytes": "direction"})
         )
         await context.bus.subscribe(hits_subject(context.host), self._hits)
         await context.add_verbs({"fill": self._fill, "snapshot": self._snapshot})
         try:
             await self._serve(recovered)
         finally:
-            self._store_thread.shutdown(wait=True)
+            self._store_thread.close()
 
-    async def _serve(self, recovered: StoreOpened | None) -> None:
+    async def _serve(self, recovered: StoreOpened | StoreFailed | None) -> None:
         context = self._context
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -140,7 +153,7 @@ class DiskTierShell:
             if recovered is not None:
                 self._loop.complete(recovered)
             forget = context.registry.watch(self._registry_changed)
-            blocks = len(recovered.replay.blocks) if recovered is not None else 0
+            blocks = len(recovered.replay.blocks) if isinstance(recovered, StoreOpened) else 0
             context.ready(f"{self._store.options.directory} with {blocks} blocks")
             await context.stopping.wait()
             forget()
@@ -151,10 +164,20 @@ class DiskTierShell:
     async def _say_goodbye(self) -> None:
         for effect in self._core.stop():
             self._carry_out(effect)
+        with contextlib.suppress(DeadlineExceeded):
+            # What flies ends well if it can: a half-read fill is of no use to anybody.
+            await self._loop.wait_idle(deadline_s=GOODBYE_S)
         try:
             await self._publisher.flush(deadline_s=GOODBYE_S)
         except DeadlineExceeded as error:
             log.warning("stopping with events unpublished: %s", error)
+
+    async def _wait_recovered(self) -> StoreOpened | StoreFailed | None:
+        try:
+            return await asyncio.wrap_future(self._store_thread.call(self._recover))
+        except StoreError as error:
+            self._log.warning(error.code, str(error))
+            return StoreFailed(str(error))
 
     def _recover(self) -> StoreOpened | None:
         found = self._store.recover()
@@ -163,9 +186,6 @@ class DiskTierShell:
             return None
         self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
         return StoreOpened(header.slot_count, header.slot_bytes, found)
-
-    async def _in_store_thread(self, call: Callable[[], StoreOpened | None]) -> StoreOpened | None:
-        return await asyncio.get_running_loop().run_in_executor(self._store_thread, call)
 
     # --- inputs -----------------------------------------------------------------------------
 
@@ -251,7 +271,7 @@ class DiskTierShell:
                 assert_never(effect)
         return None
 
-    async def _open_store(self, slot_bytes: int) -> StoreOpened | None:
+    async def _open_store(self, slot_bytes: int) -> StoreOpened | StoreFailed:
         def create() -> StoreOpened:
             self._mover.drop_file()
             opened = self._store.create(slot_bytes)
@@ -260,41 +280,40 @@ class DiskTierShell:
             self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
             return StoreOpened(header.slot_count, header.slot_bytes, opened)
 
-        opened = await self._in_store_thread(create)
+        try:
+            opened = await asyncio.wrap_future(self._store_thread.call(create))
+        except (StoreError, TransferError) as error:
+            self._log.warning(error.code, str(error))
+            return StoreFailed(str(error))
         log.info("a new store of %d-byte slots in %s", slot_bytes, self._store.options.directory)
         return opened
 
     async def _append(self, effect: AppendJournal) -> Journaled | JournalFailed | None:
         commit = effect.write is not None
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._store_thread, lambda: self._store.append(effect.records, commit=commit)
-            )
+            await asyncio.wrap_future(self._store_thread.append(effect.records, commit=commit))
         except OSError as error:
-            log.error("the journal cannot be written: %s", error)
+            self._log.warning("journal", f"the journal cannot be written: {error}")
             return None if effect.write is None else JournalFailed(effect.write, "journal")
         return None if effect.write is None else Journaled(effect.write)
 
     async def _rewrite(self, effect: RewriteJournal) -> None:
+        rewrite = functools.partial(self._store.rewrite, effect.records)
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._store_thread, self._store.rewrite, effect.records
-            )
+            await asyncio.wrap_future(self._store_thread.call(rewrite))
         except OSError as error:
-            log.error("the journal cannot be rewritten: %s", error)
+            self._log.warning("journal", f"the journal cannot be rewritten: {error}")
 
     async def _synchronise(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            await asyncio.get_running_loop().run_in_executor(
-                self._store_thread, self._store.synchronise
-            )
+            await asyncio.wrap_future(self._store_thread.call(self._store.synchronise))
 
     async def _ask_arena(self, instance: str) -> ArenaKnown | ArenaFailed:
         try:
             reply = _arena_reply.decode(await self._ask_host(instance, "arena", b"{}"))
             if reply.slot_bytes:
-                self._mover.use_arena(reply.path)
+                self._mover.use_arena(reply.path, reply.epoch)
         except (KvbmError, OSError) as error:
             log.warning("no arena of host tier %s: %s", instance, error)
             return ArenaFailed(instance)
@@ -348,22 +367,16 @@ class DiskTierShell:
 
 
 async def serve(context: ServiceContext) -> None:
-    """Run a disk tier; without a disk cache it only says that it is there."""
+    """Run a disk tier; without a disk cache it only says that it is there, and empty."""
     settings = context.settings
     options = StoreOptions(
         directory=settings.disk_cache_dir / f"kvbm-{context.host}-{context.instance}",
         capacity_bytes=settings.disk_cache_bytes,
-        slot_count_max=settings.disk_cache_override_num_blocks,
+        slot_count=settings.disk_cache_override_num_blocks or None,
         direct=not settings.disk_disable_o_direct,
         zerofill_fallback=settings.disk_zerofill_fallback,
         sync=settings.disk_sync,
     )
-    if options.capacity_bytes == 0:
-        context.ready("off: DYN_KVBM_DISK_CACHE_GB is 0")
-        await context.stopping.wait()
-        return
-    store = Store(options)
-    mover = DiskMover(name=f"{context.source}-{context.epoch}", counters=context.counters)
     core = DiskTierCore(
         host=context.host,
         instance=context.instance,
@@ -376,11 +389,45 @@ async def serve(context: ServiceContext) -> None:
         ),
         policy=settings.eviction_policy,
     )
+    if options.capacity_bytes == 0 and options.slot_count is None:
+        await _serve_nothing(context, core)
+        return
+    store = await _wait_store(options, context.stopping)
+    if store is None:
+        return
+    mover = DiskMover(name=f"{context.source}-{context.epoch}", counters=context.counters)
     try:
         await DiskTierShell(context, core, store, mover).run()
     finally:
         mover.close()
         store.close()
+
+
+async def _serve_nothing(context: ServiceContext, core: DiskTierCore) -> None:
+    """Answer those who ask every source, so that they do not ask for ever."""
+
+    async def snapshot(_payload: bytes) -> bytes:
+        return _snapshot_reply.encode(core.snapshot())
+
+    context.set_stats(core.statistics)
+    await context.add_verbs({"snapshot": snapshot})
+    context.ready("off: DYN_KVBM_DISK_CACHE_GB is 0")
+    await context.stopping.wait()
+
+
+async def _wait_store(options: StoreOptions, stopping: asyncio.Event) -> Store | None:
+    """Take the store, from a predecessor that is just ending if need be; raises StoreError."""
+    give_up_s = time.monotonic() + LOCK_DEADLINE_S
+    while not stopping.is_set():
+        try:
+            return Store(options)
+        except StoreBusy:
+            if time.monotonic() > give_up_s:
+                raise
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOCK_TRY_S):
+                await stopping.wait()
+    return None
 
 
 def main() -> None:

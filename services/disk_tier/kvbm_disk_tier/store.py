@@ -6,18 +6,23 @@
         slots      slot i is at [i · slot_bytes, (i + 1) · slot_bytes)
         journal    records of kvbm_disk_tier.journal
 
-Only this module touches these files, NIXL's reads and writes of `slots` excepted. Everything here
-may block: the shell calls it in a thread of its own.
+Only this module touches these files, NIXL's reads and writes of `slots` excepted. `Store` blocks;
+`StoreThread` runs it in a thread of its own, in the order in which it is asked, and synchronises
+once for all records that wait together.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from kvbm_common.errors import KvbmError
@@ -27,11 +32,20 @@ from kvbm_disk_tier.journal import RECORD_BYTES, Record, Replay, encode_records,
 FORMAT = 1
 ZEROFILL_BYTES = 16 * 1024 * 1024
 
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 
 class StoreError(KvbmError):
     """The store cannot be opened, made or written. The text says what to change."""
 
     code = "store"
+
+
+class StoreBusy(StoreError):
+    """Another process has the store."""
+
+    code = "store_busy"
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -48,7 +62,8 @@ class StoreOptions:
 
     directory: Path
     capacity_bytes: int
-    slot_count_max: int | None = None
+    slot_count: int | None = None
+    """Wins over the capacity."""
     direct: bool = True
     zerofill_fallback: bool = False
     sync: str = "commit"
@@ -59,7 +74,7 @@ class Store:
     """The open store. Not thread-safe: one thread at a time."""
 
     def __init__(self, options: StoreOptions) -> None:
-        """Take the lock; raises StoreError when another process has it."""
+        """Take the lock; raises StoreBusy when another process has it, or StoreError."""
         self.options = options
         self.header: Header | None = None
         self.fd = -1
@@ -77,7 +92,7 @@ class Store:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock_fd)
-            raise StoreError(
+            raise StoreBusy(
                 f"{options.directory} is used by another disk tier: give this one another "
                 "KVBM_INSTANCE or another DYN_KVBM_DISK_CACHE_DIR"
             ) from error
@@ -91,29 +106,53 @@ class Store:
         os.close(self._lock_fd)
 
     def _close_files(self) -> None:
-        for fd in (self.fd, self._journal_fd):
-            if fd >= 0:
-                os.fdatasync(fd)
-                os.close(fd)
+        files = [fd for fd in (self.fd, self._journal_fd) if fd >= 0]
         self.fd = self._journal_fd = -1
+        self.header = None
+        for fd in files:
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                log.error("%s cannot be synchronised: %s", self.options.directory, error)
+            os.close(fd)
 
     # --- opening ----------------------------------------------------------------------------
 
     def recover(self) -> Replay | None:
-        """Open what a former life has left; None: there is nothing that can be used."""
+        """Open what a former life has left; None: there is nothing that can be used.
+
+        What is not used is left alone until `create` puts an empty store in its place.
+        """
         try:
             header = msgspec.json.decode(self._path("header").read_bytes(), type=Header)
-            size = self._path("slots").stat().st_size
+            refusal = self._refusal(header)
+            if refusal:
+                log.warning("the store in %s is not used: %s", self.options.directory, refusal)
+                return None
             data = self._path("journal").read_bytes()
-            fits = header.slot_count == self._slot_count(header.slot_bytes)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, StoreError):
+        except FileNotFoundError:
             return None
-        if header.format != FORMAT or not fits or size < header.slot_bytes * header.slot_count:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.warning("the store in %s is not used: %s", self.options.directory, error)
             return None
         found = replay(data, slot_count=header.slot_count, slot_bytes=header.slot_bytes)
         self._open_files(header)
         self._truncate_journal(len(data))
         return found
+
+    def _refusal(self, header: Header) -> str:
+        """Why a store cannot be used as it is; empty: it can."""
+        if header.format != FORMAT:
+            return f"it has format {header.format}, and this is format {FORMAT}"
+        try:
+            slot_count = self._slot_count(header.slot_bytes)
+        except StoreError as error:
+            return str(error)
+        if header.slot_count != slot_count:
+            return f"it has {header.slot_count} slots, and {slot_count} are wanted"
+        if self._path("slots").stat().st_size < header.slot_bytes * header.slot_count:
+            return "its file of slots is too short"
+        return ""
 
     def create(self, slot_bytes: int) -> Replay:
         """Make an empty store of slots of this size, in place of whatever was there.
@@ -123,18 +162,22 @@ class Store:
         self._close_files()
         slot_count = self._slot_count(slot_bytes)
         header = Header(FORMAT, slot_bytes, slot_count)
-        for name in ("header", "journal"):
-            self._path(name).unlink(missing_ok=True)
-        self._preallocate(slot_count * slot_bytes)
-        self._path("journal").touch(mode=0o600)
-        self._path("header").write_bytes(msgspec.json.encode(header))
-        self._open_files(header)
+        try:
+            for name in ("header", "journal"):
+                self._path(name).unlink(missing_ok=True)
+            self._preallocate(slot_count * slot_bytes)
+            self._path("journal").touch(mode=0o600)
+            self._path("header").write_bytes(msgspec.json.encode(header))
+            self._open_files(header)
+            self._sync_directory()
+        except OSError as error:
+            raise StoreError(f"no store in {self.options.directory}: {error}") from error
         return Replay(blocks={}, next_order=1, records=0, damaged=0)
 
     def _slot_count(self, slot_bytes: int) -> int:
+        if self.options.slot_count is not None:
+            return self.options.slot_count
         count = self.options.capacity_bytes // slot_bytes
-        if self.options.slot_count_max is not None:
-            count = min(count, self.options.slot_count_max)
         if count < 1:
             raise StoreError(
                 f"DYN_KVBM_DISK_CACHE_GB is {self.options.capacity_bytes / 1e9:g}: "
@@ -228,6 +271,88 @@ class Store:
             raise
         os.close(self._journal_fd)
         self._journal_fd = fd
+        # Else a power cut brings the old journal back, without what was appended to the new one.
+        self._sync_directory()
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self.options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@dataclass(slots=True)
+class _Append:
+    records: tuple[Record, ...]
+    commit: bool
+    done: Future[None] = field(default_factory=Future)
+
+
+class StoreThread:
+    """The one thread that uses a store. Everything happens in the order in which it is asked for.
+
+    Appends that wait together become one: a synchronisation costs the same for one batch as for
+    sixteen, and while it lasts the next ones gather.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._waiting: deque[_Append | Callable[[], None]] = deque()
+
+    def close(self) -> None:
+        """Finish what was asked for, and end."""
+        self._thread.shutdown(wait=True)
+
+    def append(self, records: tuple[Record, ...], *, commit: bool) -> Future[None]:
+        """`Store.append`, together with what else waits; fails with OSError."""
+        append = _Append(records, commit)
+        self._add(append)
+        return append.done
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Anything else that uses the store."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._add(run)
+        return done
+
+    def _add(self, job: _Append | Callable[[], None]) -> None:
+        self._waiting.append(job)
+        self._thread.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """One turn per job is submitted; a turn that finds nothing was spared by a group."""
+        if not self._waiting:
+            return
+        job = self._waiting.popleft()
+        if not isinstance(job, _Append):
+            job()
+            return
+        group = [job]
+        while self._waiting and isinstance(self._waiting[0], _Append):
+            following = self._waiting.popleft()
+            assert isinstance(following, _Append)
+            group.append(following)
+        self._append_group(group)
+
+    def _append_group(self, group: list[_Append]) -> None:
+        records = tuple(record for append in group for record in append.records)
+        try:
+            self.store.append(records, commit=any(append.commit for append in group))
+        except BaseException as error:
+            for append in group:
+                append.done.set_exception(error)
+        else:
+            for append in group:
+                append.done.set_result(None)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -1,0 +1,178 @@
+"""Reads, G3 → G2: fills that the host tier asks for, verified, and answered per block.
+
+A fill waits for its turn, pins the blocks that are there, reads them into the staged arena slots
+that it was lent, and is answered once. A block whose bytes are wrong is quarantined.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.slots import Block
+from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, FillRequest, FillSlot
+
+from kvbm_disk_tier.messages import Answer, FillAsked, ReadDone, ReadFailed, ReadSlots
+from kvbm_disk_tier.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A fill in flight: some slots pinned and being read, the rest of it already answered."""
+
+    reply_to: int
+    asked: list[FillSlot]
+    slots: dict[SequenceHash, int]
+
+
+class Reads:
+    """All fills that are not answered yet."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._reads: dict[int, Read] = {}
+        self._waiting: deque[FillAsked] = deque()
+
+    def __len__(self) -> int:
+        """Fills in flight."""
+        return len(self._reads)
+
+    @property
+    def waiting_count(self) -> int:
+        """Fills that wait for their turn."""
+        return len(self._waiting)
+
+    def asked(self, event: FillAsked, now_ms: int) -> None:
+        """The host tier wants blocks; raises IdentityError."""
+        hashes_from_hex([slot.hash for slot in event.request.slots])
+        if len(self._waiting) >= self._tier.limits.reads_waiting_max:
+            self._refuse(event, ErrorBody(code="busy", message="too many fills are waiting"))
+            return
+        refusal = self._refusal(event.request, now_ms)
+        if refusal is not None:
+            self._refuse(event, refusal)
+            return
+        self._waiting.append(event)
+
+    def _refusal(self, request: FillRequest, now_ms: int) -> ErrorBody | None:
+        arena = self._tier.arena
+        if self._tier.stopping:
+            return ErrorBody(code="stopping", message="this disk tier is stopping")
+        if arena is None or arena.epoch != request.epoch or not self._tier.fits():
+            return ErrorBody(code="stale_arena", message="another arena is mapped", field="epoch")
+        if now_ms >= request.until_ms:
+            return ErrorBody(code="too_late", message="the deadline has passed", field="until_ms")
+        if any(slot.slot >= arena.slot_count for slot in request.slots):
+            return ErrorBody(code="bad_slot", message="no such arena slot", field="slots")
+        for field_name in ("slot", "hash"):
+            if len({getattr(slot, field_name) for slot in request.slots}) < len(request.slots):
+                return ErrorBody(code="duplicate", message=f"a {field_name} twice", field="slots")
+        return None
+
+    def _refuse(self, event: FillAsked, refusal: ErrorBody) -> None:
+        self._tier.counts[f"dropped.fill_{refusal.code}"] += len(event.request.slots)
+        self._tier.emit(Answer(event.reply_to, refusal))
+
+    def advance(self, now_ms: int) -> None:
+        """Start as many reads as may fly; what was right when it came may be stale by now."""
+        while self._waiting and len(self._reads) < self._tier.limits.reads_max:
+            event = self._waiting.popleft()
+            refusal = self._refusal(event.request, now_ms)
+            if refusal is not None:
+                self._refuse(event, refusal)
+            else:
+                self._start(event)
+
+    def _start(self, event: FillAsked) -> None:
+        table = self._tier.table
+        slots: dict[SequenceHash, int] = {}
+        targets: list[int] = []
+        for asked in event.request.slots:
+            name = hash_from_hex(asked.hash)
+            slot = table.find(name)
+            if slot is None:
+                self._tier.counts["dropped.fill_gone"] += 1
+                continue
+            table.pin(slot)
+            slots[name] = slot
+            targets.append(asked.slot)
+        read = Read(event.reply_to, event.request.slots, slots)
+        if not slots:
+            self._tier.emit(Answer(read.reply_to, _reply(read, {})))
+            return
+        read_id = self._tier.take_id()
+        self._reads[read_id] = read
+        self._tier.emit(
+            ReadSlots(
+                read_id,
+                event.request.epoch,
+                tuple(slots.values()),
+                tuple(targets),
+                tuple(table.block(slot) for slot in slots.values()),
+                self._tier.slot_bytes,
+                event.request.until_ms,
+            )
+        )
+
+    def done(self, event: ReadDone, now_ms: int) -> None:
+        """The bytes are there and summed up: answer, and quarantine what is wrong."""
+        tier = self._tier
+        read = self._reads.pop(event.read)
+        intact: dict[SequenceHash, Block] = {}
+        corrupt: list[tuple[int, Block]] = []
+        for (name, slot), ok in zip(read.slots.items(), event.intact, strict=True):
+            if ok:
+                intact[name] = tier.table.block(slot)
+                continue
+            tier.diary.note(now_ms, "was corrupt", name)
+            # Another read may have found it so, and it may have been written anew since.
+            if tier.table.find(name) == slot:
+                corrupt.append((slot, tier.table.block(slot)))
+        tier.table.unpin(read.slots.values())
+        tier.counts["fill_blocks"] += len(intact)
+        tier.counts["dropped.fill_corrupt"] += len(read.slots) - len(intact)
+        tier.counts["bytes.read"] += len(read.slots) * tier.slot_bytes
+        tier.quarantine(corrupt)
+        tier.emit(Answer(read.reply_to, _reply(read, intact)))
+
+    def failed(self, event: ReadFailed) -> None:
+        """Nothing of it can be believed."""
+        read = self._reads.pop(event.read)
+        self._tier.counts[f"dropped.fill_{event.reason}"] += len(read.slots)
+        self._tier.table.unpin(read.slots.values())
+        self._tier.emit(Answer(read.reply_to, _reply(read, {}, reason=event.reason)))
+
+    def pins(self) -> Counter[int]:
+        """Every pin that a read holds, for `check`."""
+        return Counter(slot for read in self._reads.values() for slot in read.slots.values())
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert len(self._reads) <= self._tier.limits.reads_max
+        assert len(self._waiting) <= self._tier.limits.reads_waiting_max
+
+
+def _reply(read: Read, intact: Mapping[SequenceHash, Block], *, reason: str = "") -> FillReply:
+    """One entry per asked slot, in the asked order."""
+    slots: list[FilledSlot] = []
+    for asked in read.asked:
+        name = hash_from_hex(asked.hash)
+        block = intact.get(name)
+        if block is None:
+            why = "gone" if name not in read.slots else reason or "corrupt"
+            slots.append(FilledSlot(hash=asked.hash, slot=asked.slot, ok=False, reason=why))
+            continue
+        slots.append(
+            FilledSlot(
+                hash=asked.hash,
+                slot=asked.slot,
+                ok=True,
+                parent=block.parent.hex(),
+                namespace=block.namespace.hex(),
+                checksum=block.checksum,
+                bytes=block.bytes,
+            )
+        )
+    return FillReply(slots=slots)

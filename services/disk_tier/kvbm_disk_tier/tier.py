@@ -1,0 +1,211 @@
+"""The tier's common state: store, slots, journal and announcements, shared by its two paths.
+
+The store follows the arena: its slots are as large as the arena's, and one that fits no more is
+made anew as soon as nothing flies. A store that cannot be made is tried again, and said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvbm_common.announcer import Announcer
+from kvbm_common.diary import Diary
+from kvbm_common.eviction import make_policy
+from kvbm_common.slots import Block, SlotTable
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.verbs import ArenaReply
+
+from kvbm_disk_tier.journal import Operation, Record
+from kvbm_disk_tier.messages import (
+    AppendJournal,
+    Effect,
+    OpenStore,
+    Publish,
+    RewriteJournal,
+    StoreFailed,
+    StoreOpened,
+)
+
+STORE_RETRY_MS = 5_000
+"""A full disk is rarely emptied faster."""
+JOURNAL_RECORDS_MIN = 65_536
+"""8 MiB: a journal shorter than that is not worth a rewrite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every bound of the core, from the configuration."""
+
+    writes_max: int = 4
+    """Batches being leased or written."""
+    writes_beside_reads_max: int = 1
+    """Onboarding goes ahead of offloading: while reads are in flight, writes hold back."""
+    commits_max: int = 16
+    """Batches that are written and not announced yet: they wait for the journal, not for the
+    disk's bandwidth, and share its synchronisations."""
+    reads_max: int = 16
+    reads_waiting_max: int = 4096
+    batch_blocks_max: int = 16
+    pending_max: int = 65_536
+    """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
+    lease_ms: int = 5_000
+    journal_records_per_slot: int = 4
+    """The journal is rewritten when it holds more than this per slot (and 65,536)."""
+
+
+class Tier:
+    """Slots of one store, and the only place that journals and announces."""
+
+    def __init__(
+        self, *, host: str, source: str, epoch: int, limits: Limits, policy: str = "lru"
+    ) -> None:
+        self.limits = limits
+        self.announcer = Announcer(host=host, source=source, tier="disk", epoch=epoch)
+        self.table = SlotTable(0, make_policy(policy))
+        self.slot_bytes = 0
+        self.arena: ArenaReply | None = None
+        self.stopping = False
+        """The last `cleared` is out: nothing more is announced or begun."""
+        self.problem = ""
+        """Why there is no store, for /readyz."""
+        self.counts: Counter[str] = Counter()
+        self.diary = Diary()
+        self.effects: list[Effect] = []
+        self._policy_name = policy
+        self._opening = False
+        self._open_again_ms = 0
+        self._order = 1
+        self._journal_records = 0
+        self._next_id = 1
+
+    def emit(self, *effects: Effect) -> None:
+        """Have something done after this step."""
+        self.effects.extend(effects)
+
+    def take_id(self) -> int:
+        """An id for a write or a read."""
+        self._next_id += 1
+        return self._next_id
+
+    @property
+    def staging(self) -> bool:
+        """Disk-only mode: every block is for the disk."""
+        return self.arena is not None and self.arena.staging
+
+    # --- the store --------------------------------------------------------------------------
+
+    def fits(self) -> bool:
+        """There is an arena and a store, and their slots are of the same size."""
+        fits = self.arena is not None and self.arena.slot_bytes == self.slot_bytes
+        return fits and self.slot_bytes > 0 and not self._opening
+
+    def fit_store(self, now_ms: int) -> None:
+        """Have a store whose slots are those of the arena. Only while nothing flies."""
+        arena = self.arena
+        if arena is None or arena.slot_bytes in (0, self.slot_bytes):
+            return
+        if self._opening or self.stopping or now_ms < self._open_again_ms:
+            return
+        self._opening = True
+        blocks = self.table.blocks()
+        self.counts["dropped.store_reformatted"] += len(blocks)
+        self.table = SlotTable(0, make_policy(self._policy_name))
+        self.slot_bytes = 0
+        self.announce_removed(blocks, "reformatted")
+        self.emit(OpenStore(arena.slot_bytes))
+
+    def opened(self, event: StoreOpened, now_ms: int) -> None:
+        """Take over what the journal says is there, and announce it."""
+        assert len(self.table) == 0
+        self._opening = False
+        self.problem = ""
+        self.slot_bytes = event.slot_bytes
+        self.table = SlotTable(event.slot_count, make_policy(self._policy_name))
+        self._order = event.replay.next_order
+        self._journal_records = event.replay.records
+        self.counts["journal_damaged_records"] += event.replay.damaged
+        self.table.restore(event.replay.blocks)
+        blocks = self.table.blocks()
+        self.counts["recovered_blocks"] += len(blocks)
+        for block in blocks:
+            self.diary.note(now_ms, "recovered from the journal", block.hash)
+        self.announce_stored(blocks)
+
+    def open_failed(self, event: StoreFailed, now_ms: int) -> None:
+        """No store for now: the service lives on, says why, and tries again."""
+        self._opening = False
+        self.problem = event.reason
+        self.counts["store_failures"] += 1
+        self._open_again_ms = now_ms + STORE_RETRY_MS
+
+    def make_room(self, count: int) -> int:
+        """Evict for `count` slots; returns how many can be staged now."""
+        victims = self.table.policy.victims(max(0, count - self.table.counts()["reset"]))
+        slots = {name: self.table.find(name) for name in victims}
+        evicted = self.table.make_room(count)
+        self.journal_removed([(slots[block.hash], block) for block in evicted])
+        self.announce_removed(evicted, "evicted")
+        return min(count, self.table.counts()["reset"])
+
+    def quarantine(self, corrupt: Iterable[tuple[int, Block]]) -> None:
+        """Blocks whose bytes are wrong: nobody finds them again, now or after a restart."""
+        gone = [
+            (slot, block) for slot, block in corrupt if self.table.discard(block.hash) is not None
+        ]
+        self.journal_removed(gone)
+        self.announce_removed([block for _, block in gone], "corrupt")
+
+    # --- announcements ----------------------------------------------------------------------
+
+    def announce_stored(self, blocks: Sequence[Block]) -> None:
+        """Tell the world of committed blocks."""
+        self._publish(self.announcer.stored(blocks) if not self.stopping else [])
+
+    def announce_removed(self, blocks: Sequence[Block], reason: str) -> None:
+        """Tell the world of lost blocks."""
+        self.counts[f"evictions.{reason}"] += len(blocks)
+        self._publish(self.announcer.removed(blocks, reason) if not self.stopping else [])
+
+    def _publish(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.emit(Publish(event))
+
+    # --- the journal ------------------------------------------------------------------------
+
+    def journal_committed(self, write_id: int, entries: Iterable[tuple[int, Block]]) -> None:
+        """Have it written that these slots hold these blocks; ends in Journaled or not."""
+        self._append(write_id, self._records(Operation.COMMITTED, entries))
+
+    def journal_removed(self, entries: Iterable[tuple[int | None, Block]]) -> None:
+        """… that they do no more. Nobody waits for it: the checksum finds what it misses."""
+        records = self._records(Operation.REMOVED, entries)
+        if records:
+            self._append(None, records)
+
+    def rewrite_long_journal(self, committing: Iterable[tuple[int, Block]]) -> None:
+        """Keep only what is live: committed blocks, and those whose record is on its way."""
+        longest = max(
+            JOURNAL_RECORDS_MIN, self.limits.journal_records_per_slot * self.table.slot_count
+        )
+        if self._journal_records <= longest:
+            return
+        live = [(self.table.find(block.hash), block) for block in self.table.blocks()]
+        records = self._records(Operation.COMMITTED, [*live, *committing])
+        self._journal_records = len(records)
+        self.emit(RewriteJournal(records))
+
+    def _records(
+        self, operation: Operation, entries: Iterable[tuple[int | None, Block]]
+    ) -> tuple[Record, ...]:
+        records: list[Record] = []
+        for slot, block in entries:
+            assert slot is not None, self.diary.story(block.hash)
+            self._order += 1
+            records.append(Record(operation, self._order, slot, block))
+        return tuple(records)
+
+    def _append(self, write_id: int | None, records: tuple[Record, ...]) -> None:
+        self.emit(AppendJournal(write_id, records))
+        self._journal_records += len(records)

@@ -1,0 +1,273 @@
+"""Writes, G2 → G3: which blocks deserve the disk, and their way there.
+
+    pending --> LEASING --leased--> WRITING --written--> RELEASING --valid--> JOURNALING --> stored
+                   |                   |                     |                    |
+                   +----- nothing there, failed, lease lost, journal failed ------+--> aborted
+
+A block is announced only when its record is in the journal. A batch that is written makes way for
+the next one: the disk writes on while host tier and journal confirm.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
+from kvbm_common.slots import Block
+from kvbm_common.wire.verbs import ArenaReply, LeasedSlot, LeaseRequest
+
+from kvbm_disk_tier.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.messages import Leased, LeaseHost, ReleaseHost, WriteSlots
+from kvbm_disk_tier.tier import Tier
+
+CHECKSUM_MAX = 2**64 - 1
+
+
+class Phase(Enum):
+    """Where a write is in the drawing above."""
+
+    LEASING = "leasing"
+    WRITING = "writing"
+    RELEASING = "releasing"
+    JOURNALING = "journaling"
+
+
+FLYING = (Phase.LEASING, Phase.WRITING)
+"""The phases that use the disk's bandwidth, or are about to."""
+
+
+@dataclass(slots=True)
+class Write:
+    """A batch on its way to disk."""
+
+    instance: str
+    epoch: int
+    """The arena that the lease is for."""
+    names: list[SequenceHash]
+    phase: Phase = Phase.LEASING
+    lease: int = 0
+    slots: list[tuple[int, Block]] = field(default_factory=list)
+    """Staged file slots and what is being written into them."""
+
+
+class Writes:
+    """All blocks that wait for the disk, and all batches in flight."""
+
+    def __init__(self, tier: Tier, frequency_filter: FrequencyFilter) -> None:
+        self.filter = frequency_filter
+        self._tier = tier
+        self._pending: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._writes: dict[int, Write] = {}
+        self._writing: set[SequenceHash] = set()
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    @property
+    def pending_count(self) -> int:
+        """Blocks that wait for their write."""
+        return len(self._pending)
+
+    # --- admission --------------------------------------------------------------------------
+
+    def seen(self, names: Sequence[SequenceHash]) -> None:
+        """Blocks that are in the host tier: those that deserve it wait for their write."""
+        for name in names:
+            if not self._passes(name) or self._is_known(name):
+                continue
+            if len(self._pending) >= self._tier.limits.pending_max:
+                self._pending.popitem(last=False)
+                self._tier.counts["dropped.write_pending_full"] += 1
+            self._pending[name] = None
+
+    def listed(self, names: Sequence[SequenceHash]) -> None:
+        """Blocks of a snapshot: one that was counted when it was announced is not wanted twice."""
+        self.seen([name for name in names if name not in self.filter])
+
+    def _passes(self, name: SequenceHash) -> bool:
+        if self._tier.staging or self.filter.see(name):
+            return True
+        self._tier.counts["filtered_blocks"] += 1
+        return False
+
+    def _is_known(self, name: SequenceHash) -> bool:
+        committed = self._tier.table.find(name) is not None
+        return committed or name in self._writing or name in self._pending
+
+    def forget_pending(self) -> None:
+        """Nothing new is begun any more."""
+        self._tier.counts["dropped.write_stopping"] += len(self._pending)
+        self._pending.clear()
+
+    # --- the way ----------------------------------------------------------------------------
+
+    def advance(self, *, beside_reads: bool) -> None:
+        """Start as many writes as may fly."""
+        limits, arena = self._tier.limits, self._tier.arena
+        fly_max = limits.writes_beside_reads_max if beside_reads else limits.writes_max
+        while self._pending and self._may_start(fly_max):
+            assert arena is not None
+            count = min(limits.batch_blocks_max, len(self._pending))
+            names = [self._pending.popitem(last=False)[0] for _ in range(count)]
+            write_id = self._tier.take_id()
+            self._writes[write_id] = Write(arena.instance, arena.epoch, names)
+            self._writing.update(names)
+            request = LeaseRequest(
+                owner=self._tier.announcer.source,
+                epoch=arena.epoch,
+                hashes=hashes_to_hex(names),
+                lease_ms=limits.lease_ms,
+            )
+            self._tier.emit(LeaseHost(write_id, arena.instance, request))
+
+    def _may_start(self, fly_max: int) -> bool:
+        flying = sum(write.phase in FLYING for write in self._writes.values())
+        committing = len(self._writes) - flying
+        free = flying < fly_max and committing < self._tier.limits.commits_max
+        return free and self._tier.fits() and self._tier.table.room() > 0
+
+    def leased(self, event: Leased, now_ms: int) -> None:
+        """The host tier holds what it had of the batch: write that."""
+        write = self._writes[event.write]
+        write.lease = event.reply.lease
+        wanted = self._wanted(write, event.reply.slots)
+        room = self._tier.make_room(len(wanted))
+        self._tier.counts["dropped.write_no_room"] += len(wanted) - room
+        for block, source in wanted[:room]:
+            target = self._tier.table.stage(block.hash)
+            assert target is not None
+            write.slots.append((target, block))
+            note = f"being written from slot {source} to {target}"
+            self._tier.diary.note(now_ms, note, block.hash)
+        if not write.slots:
+            self._release(event.write)
+            return
+        write.phase = Phase.WRITING
+        self._tier.emit(
+            WriteSlots(
+                event.write,
+                write.epoch,
+                tuple(source for _, source in wanted[:room]),
+                tuple(target for target, _ in write.slots),
+                self._tier.slot_bytes,
+            )
+        )
+
+    def _wanted(self, write: Write, slots: Sequence[LeasedSlot]) -> list[tuple[Block, int]]:
+        """What was asked for and is there, with its arena slot, in the asked order."""
+        arena = self._tier.arena
+        if arena is None or arena.epoch != write.epoch:
+            slots = []  # Those slots are of an arena that is mapped no more.
+        sound = [slot for slot in slots if arena is not None and _is_sound(slot, arena)]
+        self._tier.counts["dropped.write_bad_lease"] += len(slots) - len(sound)
+        leased = {hash_from_hex(slot.hash): slot for slot in sound}
+        wanted = [leased[name] for name in write.names if name in leased]
+        gone = len(write.names) - len(wanted) - (len(slots) - len(sound))
+        self._tier.counts["dropped.write_gone"] += max(0, gone)
+        return [(_block_of(slot), slot.slot) for slot in wanted]
+
+    def lease_failed(self, write_id: int, reason: str) -> None:
+        """The host tier did not answer, or refused."""
+        self._abort(write_id, reason)
+
+    def written(self, write_id: int) -> None:
+        """The bytes are in the file: had the lease held until now?"""
+        self._release(write_id)
+
+    def write_failed(self, write_id: int, reason: str) -> None:
+        """Nothing of a failed batch is kept: which part arrived is not known."""
+        write = self._writes[write_id]
+        self._tier.counts[f"dropped.write_{reason}"] += len(write.slots)
+        for slot, _ in write.slots:
+            self._tier.table.abort(slot)
+        write.slots.clear()
+        self._release(write_id)
+
+    def _release(self, write_id: int) -> None:
+        write = self._writes[write_id]
+        write.phase = Phase.RELEASING
+        self._tier.emit(ReleaseHost(write_id, write.instance, write.lease))
+
+    def released(self, write_id: int, *, valid: bool) -> None:
+        """The host tier says whether the bytes were the right ones all the time."""
+        write = self._writes[write_id]
+        if not write.slots:
+            self._end(write_id)
+        elif not valid:
+            self._abort(write_id, "lease_lost")
+        else:
+            write.phase = Phase.JOURNALING
+            self._tier.journal_committed(write_id, write.slots)
+
+    def journaled(self, write_id: int, now_ms: int) -> None:
+        """Data and record are durable: commit and announce."""
+        tier, write = self._tier, self._writes[write_id]
+        for slot, block in write.slots:
+            tier.table.register(slot, block)
+            tier.diary.note(now_ms, f"committed in slot {slot}", block.hash)
+        # A chain is freed leaves first: touch it once so that its root outlives its leaf.
+        for slot, _ in write.slots:
+            tier.table.pin(slot)
+        tier.table.unpin(slot for slot, _ in write.slots)
+        blocks = [block for _, block in write.slots]
+        tier.counts["offload_blocks_d2d" if tier.staging else "offload_blocks_h2d"] += len(blocks)
+        tier.counts["bytes.written"] += len(blocks) * tier.slot_bytes
+        tier.announce_stored(blocks)
+        self._end(write_id)
+
+    def journal_failed(self, write_id: int, reason: str) -> None:
+        """Whether the records are in the journal is not known: take them back."""
+        entries = list(self._writes[write_id].slots)
+        self._abort(write_id, reason)
+        self._tier.journal_removed(entries)
+
+    def _abort(self, write_id: int, reason: str) -> None:
+        write = self._writes[write_id]
+        count = len(write.slots) if write.slots else len(write.names)
+        self._tier.counts[f"dropped.write_{reason}"] += count
+        for slot, _ in write.slots:
+            self._tier.table.abort(slot)
+        self._end(write_id)
+
+    def _end(self, write_id: int) -> None:
+        self._writing.difference_update(self._writes.pop(write_id).names)
+
+    # --- questions --------------------------------------------------------------------------
+
+    def committing(self) -> list[tuple[int, Block]]:
+        """Slots and blocks whose record is on its way into the journal."""
+        journaling = [w for w in self._writes.values() if w.phase is Phase.JOURNALING]
+        return [entry for write in journaling for entry in write.slots]
+
+    def staged_slots(self) -> set[int]:
+        """Every slot that a write has staged, for `check`."""
+        return {slot for write in self._writes.values() for slot, _ in write.slots}
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        limits = self._tier.limits
+        flying = sum(write.phase in FLYING for write in self._writes.values())
+        assert flying <= limits.writes_max
+        assert len(self._writes) <= limits.writes_max + limits.commits_max
+        assert len(self._pending) <= limits.pending_max
+        assert self._writing == {n for write in self._writes.values() for n in write.names}
+        assert not self._writing & self._pending.keys()
+
+
+def _is_sound(slot: LeasedSlot, arena: ArenaReply) -> bool:
+    """Whether a leased slot can be written and journaled at all."""
+    inside = slot.slot < arena.slot_count and slot.bytes <= arena.slot_bytes
+    return inside and 0 <= slot.checksum <= CHECKSUM_MAX
+
+
+def _block_of(slot: LeasedSlot) -> Block:
+    return Block(
+        hash_from_hex(slot.hash),
+        hash_from_hex(slot.parent),
+        bytes.fromhex(slot.namespace),
+        slot.checksum,
+        slot.bytes,
+    )
