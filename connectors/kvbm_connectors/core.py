@@ -39,6 +39,8 @@ from kvbm_common.wire.local import (
     Release,
 )
 
+from kvbm_connectors.answers import hit_of, is_sound, nothing
+from kvbm_connectors.avoided import Avoided
 from kvbm_connectors.messages import (
     Effect,
     Hit,
@@ -107,12 +109,20 @@ class ConnectorCore:
         self.engine, self.incarnation, self.namespace = engine, incarnation, namespace
         self.limits = limits or Limits()
         self.epoch = 0
+        self._arena_epoch = 0
+        """The life whose arena is known, even while it does not answer."""
+        self.events_attached = True
+        """Is there a consolidator to take offers? Its link says so; the host tier is not asked."""
         self.counts: Counter[str] = Counter()
         self._requests: dict[str, Request] = {}
         self._lookups: dict[int, str] = {}
+        self._loading: set[int] = set()
+        """Leases of loads in flight, whatever has become of their requests."""
         self._offers: dict[int, int] = {}
         """Offer → its deadline. As long as it is here, the engine holds the blocks."""
-        self._avoid: dict[SequenceHash, int] = {}
+        self._avoided = Avoided(
+            avoid_ms=self.limits.avoid_ms, block_count_max=self.limits.avoid_max
+        )
         self._next_id = 1
         self._effects: list[Effect] = []
 
@@ -122,8 +132,9 @@ class ConnectorCore:
         """The host tier has welcomed us. Another epoch is another arena: all leases are void."""
         if epoch != self.epoch:
             self._drop_everything("host_tier_restarted" if self.epoch else "attached")
-            self._avoid.clear()  # What failed was in another arena.
-        self.epoch = epoch
+        if epoch != self._arena_epoch:
+            self._avoided.clear()
+        self.epoch = self._arena_epoch = epoch
         return self._take_effects()
 
     def detached(self) -> list[Effect]:
@@ -169,13 +180,14 @@ class ConnectorCore:
             self._forget(request)
             return Hit(0, reason="lease_ended"), self._take_effects()
         assert state.found is not None
-        return _hit(state.found), []
+        return hit_of(state.found), []
 
     def _ask(self, request: str, hashes: Sequence[SequenceHash], now_ms: int) -> Hit | None:
-        wanted = self._without_avoided(hashes, now_ms)
         if not self.epoch:
             self.counts["lookups_passed_through"] += 1
             return Hit(0, reason="no_host_tier")
+        wanted = hashes[: self._avoided.run_before(hashes, now_ms)]
+        self.counts["avoided_blocks"] += len(hashes) - len(wanted)
         if not wanted:
             return Hit(0, reason="avoided" if hashes else "")
         limits = self.limits
@@ -201,18 +213,6 @@ class ConnectorCore:
         self.counts["lookups"] += 1
         return None
 
-    def _without_avoided(
-        self, hashes: Sequence[SequenceHash], now_ms: int
-    ) -> Sequence[SequenceHash]:
-        """The run up to the first block that failed lately."""
-        if not self._avoid:
-            return hashes
-        for index, name in enumerate(hashes):
-            if self._avoid.get(name, now_ms) > now_ms:
-                self.counts["avoided_blocks"] += len(hashes) - index
-                return hashes[:index]
-        return hashes
-
     def found(self, found: Found) -> list[Effect]:
         """The host tier has answered; too late or unasked, and the lease goes back at once."""
         request = self._lookups.pop(found.lookup, None)
@@ -224,14 +224,20 @@ class ConnectorCore:
                 self._forget(request)  # The engine asks again, and is answered by this life.
         elif state is None:
             self.counts["answers_unwanted"] += 1
-            self._release(found.lease)
-        elif not len(found.slots) == len(found.checksums) <= state.asked:
+            self._give_back(found.lease)
+        elif not is_sound(found, state.asked):
             self.counts["answers_malformed"] += 1
-            self._release(found.lease)
-            state.stage, state.found = Stage.FOUND, _nothing(found, "malformed")
+            self._give_back(found.lease)
+            state.stage, state.found = Stage.FOUND, nothing(found, "malformed")
         else:
             state.stage, state.found = Stage.FOUND, found
         return self._take_effects()
+
+    def _give_back(self, lease: int) -> None:
+        """A lease that nobody wants; but a second answer must not end the first one's lease."""
+        found = (state.found for state in self._requests.values() if state.found is not None)
+        if lease not in self._loading and all(lease != answer.lease for answer in found):
+            self._release(lease)
 
     def take(self, request: str, blocks: Sequence[int], now_ms: int) -> Load:
         """The engine will load the first `len(blocks)` of what was found, into these blocks."""
@@ -245,6 +251,7 @@ class ConnectorCore:
         if state.stage is Stage.LOST:
             del self._requests[request]
         state.stage = Stage.LOADING
+        self._loading.add(found.lease)
         self.counts["loads"] += 1
         return Load(
             request=request,
@@ -261,22 +268,18 @@ class ConnectorCore:
     def load_ended(self, result: LoadResult, now_ms: int) -> list[Effect]:
         """A load is over: give the lease back, and do not offer again what failed."""
         load = result.load
+        self._loading.discard(load.lease)
         self.counts["loaded_blocks"] += sum(result.intact)
         self.counts["load_failed_blocks"] += len(result.intact) - sum(result.intact)
         for name, ok in zip(load.hashes, result.intact, strict=True):
             if not ok and load.epoch == self.epoch:
-                self._avoid_block(name, now_ms)
+                self._avoided.add(name, now_ms)
         state = self._requests.get(load.request)
         if state is not None and state.found is not None and state.found.lease == load.lease:
             del self._requests[load.request]
         if load.epoch == self.epoch:
             self._release(load.lease, result.corrupt)
         return self._take_effects()
-
-    def _avoid_block(self, name: SequenceHash, now_ms: int) -> None:
-        while len(self._avoid) >= self.limits.avoid_max:
-            del self._avoid[next(iter(self._avoid))]
-        self._avoid[name] = now_ms + self.limits.avoid_ms
 
     def forget(self, request: str) -> list[Effect]:
         """The engine does not want this lookup any more (finished, aborted, preempted)."""
@@ -289,7 +292,7 @@ class ConnectorCore:
             return  # A load in flight gives its lease back when it ends.
         del self._requests[request]
         self._lookups.pop(state.lookup, None)
-        if state.found is not None and state.stage is Stage.FOUND:
+        if state.found is not None and state.found.epoch == self.epoch:
             self._release(state.found.lease)
 
     def _release(self, lease: int, corrupt: Sequence[int] = ()) -> None:
@@ -309,7 +312,7 @@ class ConnectorCore:
     ) -> tuple[int | None, list[Effect]]:
         """Offer device blocks. The engine holds them until `OfferEnded`; None: do not hold."""
         count = sum(len(run.hashes) for run in runs)
-        if not self.epoch:
+        if not self.epoch or not self.events_attached:
             self.counts["offers_passed_through"] += count
             return None, []
         if len(self._offers) >= self.limits.offers_max:
@@ -371,8 +374,7 @@ class ConnectorCore:
         """End offers whose deadline has passed; forget what is too old to matter."""
         for offer in [o for o, deadline_ms in self._offers.items() if now_ms >= deadline_ms]:
             self._end_offer(offer, 0, "deadline")
-        for name in [n for n, until_ms in self._avoid.items() if now_ms >= until_ms]:
-            del self._avoid[name]
+        self._avoided.tick(now_ms)
         return self._take_effects()
 
     def _take_id(self) -> int:
@@ -391,20 +393,7 @@ class ConnectorCore:
         """Assert every invariant."""
         assert len(self._offers) <= self.limits.offers_max
         asked = {s.lookup: r for r, s in self._requests.items() if s.stage is Stage.ASKED}
-        assert asked.items() <= self._lookups.items()
+        assert asked == self._lookups
         if not self.epoch:
             assert not self._offers
             assert all(state.stage is Stage.LOST for state in self._requests.values())
-
-
-def _nothing(found: Found, reason: str) -> Found:
-    return Found(
-        lookup=found.lookup, epoch=found.epoch, lease=0, slots=[], checksums=[], block_bytes=0,
-        reason=reason,
-    )  # fmt: skip
-
-
-def _hit(found: Found) -> Hit:
-    disk, remote = len(found.disk_blocks), len(found.remote_blocks)
-    blocks = len(found.slots)
-    return Hit(blocks, blocks - disk - remote, disk, remote, found.reason)
