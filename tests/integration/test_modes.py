@@ -83,3 +83,15 @@ async def test_two_engines_share_one_cache() -> None:
         assert sum(finished.host_blocks for finished in run.finished) > 0
         assert run.mismatches() == 0
         run.engines[:] = [first, second]
+
+
+@pytest.mark.timeout(120)
+async def test_an_arena_of_so_many_blocks() -> None:
+    """Goal: DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS alone is a size, whatever a block's bytes."""
+    async with running({"cpu_cache_override_num_blocks": 700}, engines=1) as run:
+        await run.run(requests=30)
+        await wait_until(run.engines[0].reset, "the engine is not idle")
+        await run.run(requests=30, prefix="again")
+        assert sum(finished.host_blocks for finished in run.finished) > 0
+        assert run.mismatches() == 0
+        assert sum((await run.view.stats("host-tier")).slots.values()) == 700

@@ -45,6 +45,9 @@ from kvbm_common.wire.verbs import (
 from kvbm_host_tier.engines import Engine, Engines
 from kvbm_host_tier.messages import (
     Answer,
+    ArenaInfo,
+    ArenaMade,
+    ArenaRefused,
     DiskEvent,
     DiskLost,
     DiskSeen,
@@ -69,7 +72,7 @@ from kvbm_host_tier.messages import (
 )
 from kvbm_host_tier.offload import Offload
 from kvbm_host_tier.onboard import Onboard
-from kvbm_host_tier.tier import ArenaInfo, Limits, Tier
+from kvbm_host_tier.tier import Limits, Tier
 
 LEASE_MS_MAX = 60_000
 """Nobody pins a slot for longer without asking again."""
@@ -128,6 +131,10 @@ class HostTierCore:
                 self._from_engine(connection, message, now_ms)
             case OfferReceived(offer):
                 self.offload.offered(offer, now_ms)
+            case ArenaMade(arena):
+                self.tier.arena_made(arena)
+            case ArenaRefused(reason):
+                self.tier.arena_refused(reason)
             case PeerAttached():
                 self.engines.peer_attached(event)
             case PeerFailed():

@@ -145,6 +145,9 @@ class Engines:
         if not hello.regions or not hello.agent:
             return _refused("regions", "a worker needs regions and agent metadata", "regions")
         block_bytes = sum(r.piece_bytes for r in hello.regions) * hello.world_size
+        if self._tier.want_arena(block_bytes):
+            text = self._tier.arena_failure or "the arena is being made, say hello again"
+            return _refused("arena_pending", text, "regions")
         if not self._tier.format(block_bytes):
             return _refused(
                 "block_size",

@@ -31,6 +31,20 @@ class EngineId:
         return f"{self.engine}:{self.incarnation}"
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """Where the arena is. `agent` is the NIXL metadata through which others read it."""
+
+    path: str
+    address: int
+    capacity_bytes: int
+    agent: bytes = b""
+
+
+NO_ARENA = ArenaInfo("", 0, 0)
+"""Before the first engine, when the arena's size is a number of blocks."""
+
+
 # --- inputs ---------------------------------------------------------------------------------
 
 
@@ -139,6 +153,20 @@ class FillFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaMade:
+    """The arena that was asked for is there."""
+
+    arena: ArenaInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRefused:
+    """There is no room for it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseAsked:
     """Somebody (the disk tier) wants to copy host blocks away."""
 
@@ -160,7 +188,9 @@ class Tick:
 
 
 Input = (
-    FromEngine
+    ArenaMade
+    | ArenaRefused
+    | FromEngine
     | OfferReceived
     | PeerAttached
     | PeerFailed
@@ -180,6 +210,13 @@ Input = (
 
 
 # --- effects --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MakeArena:
+    """Make an arena of this size; nobody has seen one before."""
+
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +306,8 @@ class TellHits:
 
 
 Effect = (
-    ToEngine
+    MakeArena
+    | ToEngine
     | AttachPeer
     | DetachPeer
     | StartPull

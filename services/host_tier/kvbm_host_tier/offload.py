@@ -30,7 +30,6 @@ from kvbm_host_tier.messages import (
 )
 from kvbm_host_tier.tier import Tier
 
-
 ASKED_MAX = 4096
 """Offers that are remembered: minutes of a busy host, and messages are late by seconds."""
 

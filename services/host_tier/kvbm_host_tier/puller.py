@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 from kvbm_common.arena import Arena
@@ -12,9 +14,10 @@ from kvbm_common.checksum import checksums
 from kvbm_common.counters import BYTES_BUCKETS, Counters
 from kvbm_common.errors import KvbmError
 from kvbm_common.layout import chunks_of, device_pieces, slot_pieces
-from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
+from kvbm_common.nixl import Moved, MoverThread, Registration, Spans, TransferError
 
 from kvbm_host_tier.messages import (
+    ArenaInfo,
     AttachPeer,
     PeerAttached,
     PeerFailed,
@@ -30,15 +33,18 @@ CHECKSUM_THREADS = 1
 CALL_DEADLINE_S = 10.0
 """Registrations and metadata take milliseconds; a machine in trouble gets some more."""
 
+log = logging.getLogger(__name__)
+
 
 class Puller:
-    """One NIXL agent over one arena. Its transfers run in its thread, its checksums in another."""
+    """One NIXL agent and its arena. Its transfers run in its thread, its checksums in another."""
 
-    def __init__(self, arena: Arena, *, name: str, counters: Counters) -> None:
-        self.arena = arena
+    def __init__(self, shm_dir: Path, *, name: str, counters: Counters) -> None:
+        self._shm_dir, self._name = shm_dir, name
+        self._arena: Arena | None = None
+        self._registration: Registration | None = None
         self.on_settled: Callable[[PullSettled], None] = lambda _: None
         self.mover = MoverThread(name)
-        self.mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
         self._summer = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
         self._seconds = counters.histogram(
             "kvbm_transfer_seconds", "How long transfers took, by path.", labels=("path",)
@@ -50,14 +56,33 @@ class Puller:
             bounds=BYTES_BUCKETS,
         )
 
-    def metadata(self) -> bytes:
-        """What others need to read the arena."""
-        return self.mover.metadata().result(CALL_DEADLINE_S)
+    def make_arena(self, size_bytes: int) -> ArenaInfo:
+        """Make the arena, in the place of one that nobody has seen yet.
+
+        Raises ArenaNoSpace, ArenaUnavailable, and what NIXL says when it refuses the memory.
+        """
+        if self._arena is not None and self._registration is not None:
+            self.mover.deregister(self._registration).result(CALL_DEADLINE_S)
+            self._arena.close()
+            self._arena = None
+        arena = Arena.create(self._shm_dir, f"{self._name}-arena", size_bytes)
+        try:
+            registering = self.mover.register_memory(arena.address, arena.bytes)
+            self._registration = registering.result(CALL_DEADLINE_S)
+        except BaseException:
+            arena.close()
+            raise
+        self._arena = arena
+        arena.populate().add_done_callback(_populated)
+        agent = self.mover.metadata().result(CALL_DEADLINE_S)
+        return ArenaInfo(str(arena.path), arena.address, arena.bytes, agent)
 
     def close(self) -> None:
-        """End both threads."""
+        """End both threads, and the arena."""
         self._summer.shutdown(wait=True, cancel_futures=True)
         self.mover.close()
+        if self._arena is not None:
+            self._arena.close()
 
     async def attach(self, effect: AttachPeer) -> PeerAttached | PeerFailed:
         """Learn where a worker's memory is."""
@@ -135,7 +160,7 @@ class Puller:
         target = slot_pieces(
             part.regions,
             slots,
-            arena_address=self.arena.address,
+            arena_address=self._live.address,
             slot_bytes=slot_bytes,
             part_offset=part.slot_offset,
         )
@@ -144,6 +169,17 @@ class Puller:
         )
         return asyncio.wrap_future(future)
 
+    @property
+    def _live(self) -> Arena:
+        assert self._arena is not None, "a pull has slots, and those are of an arena"
+        return self._arena
+
     def _sum(self, slots: Sequence[int], block_bytes: int, slot_bytes: int) -> list[int]:
         offsets = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
-        return checksums(self.arena.array, offsets, block_bytes)
+        return checksums(self._live.array, offsets, block_bytes)
+
+
+def _populated(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        log.error("the arena's memory cannot be taken in full: %s", error)

@@ -7,11 +7,10 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import assert_never
 
 import msgspec
-from kvbm_common.arena import Arena, remove_stale
+from kvbm_common.arena import remove_stale
 from kvbm_common.counters import families_of_counts
 from kvbm_common.errors import (
     BusUnavailable,
@@ -45,7 +44,11 @@ from kvbm_common.wire.verbs import (
 from kvbm_host_tier.core import HostTierCore
 from kvbm_host_tier.engine_socket import EngineSocket
 from kvbm_host_tier.messages import (
+    NO_ARENA,
     Answer,
+    ArenaInfo,
+    ArenaMade,
+    ArenaRefused,
     AskDiskSnapshot,
     AskFill,
     AttachPeer,
@@ -60,6 +63,7 @@ from kvbm_host_tier.messages import (
     FromEngine,
     Input,
     LeaseAsked,
+    MakeArena,
     OfferReceived,
     Publish,
     ReleaseAsked,
@@ -69,7 +73,7 @@ from kvbm_host_tier.messages import (
     ToEngine,
 )
 from kvbm_host_tier.puller import Puller
-from kvbm_host_tier.tier import ArenaInfo, Limits
+from kvbm_host_tier.tier import Limits
 
 INBOX_MAX = 10_000
 """Inputs that wait for the core: a second of a very busy host."""
@@ -124,7 +128,7 @@ class HostTierShell:
             ]
             for effect in self._core.start():
                 self._carry_out(effect)
-            context.ready(f"{self._engines.endpoint} arena {self._core.tier.arena.path}")
+            context.ready(f"{self._engines.endpoint} {_where(self._core.tier.arena)}")
             await context.stopping.wait()
             forget()
             await self._say_goodbye()
@@ -234,6 +238,8 @@ class HostTierShell:
         match effect:
             case ToEngine(connection, message):
                 self._engines.send(connection, message)
+            case MakeArena(size_bytes):
+                return self._make_arena(size_bytes)
             case AttachPeer():
                 return self._puller.attach(effect)
             case DetachPeer(peer):
@@ -254,6 +260,13 @@ class HostTierShell:
             case _:
                 assert_never(effect)
         return None
+
+    async def _make_arena(self, size_bytes: int) -> ArenaMade | ArenaRefused:
+        try:
+            return ArenaMade(await asyncio.to_thread(self._puller.make_arena, size_bytes))
+        except (KvbmError, TimeoutError) as error:
+            log.error("no arena of %d bytes: %s", size_bytes, error)
+            return ArenaRefused(str(error) or "NIXL did not answer")
 
     async def _fill(self, effect: AskFill) -> FillDone | FillFailed:
         subject = self._disk_verb(effect.instance, "fill")
@@ -307,42 +320,39 @@ async def serve(context: ServiceContext) -> None:
     settings = context.settings
     prefix = f"kvbm-{context.host}-{context.instance}-"
     remove_stale(settings.shm_dir, prefix)
-    disk_only = settings.cpu_cache_bytes == 0 and not settings.cpu_cache_override_num_blocks
+    by_count = bool(settings.cpu_cache_override_num_blocks)
+    disk_only = settings.cpu_cache_bytes == 0 and not by_count
     capacity = settings.staging_bytes if disk_only else settings.cpu_cache_bytes
     name = f"{prefix}{context.epoch}"
-    with Arena.create(settings.shm_dir, f"{name}-arena", capacity) as arena:
-        arena.populate().add_done_callback(_populated)
-        puller = Puller(arena, name=name, counters=context.counters)
-        try:
-            core = HostTierCore(
-                host=context.host,
-                instance=context.instance,
-                epoch=context.epoch,
-                arena=ArenaInfo(str(arena.path), arena.address, arena.bytes, puller.metadata()),
-                limits=_limits(context),
-                policy=settings.eviction_policy,
-                staging=disk_only,
-            )
-            async with EngineSocket(settings.host_tier_endpoint, context.counters) as engines:
-                await HostTierShell(context, core, puller, engines).run()
-        finally:
-            puller.close()
-
-
-def _populated(done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
-        log.error("the arena's memory cannot be taken in full: %s", error)
+    puller = Puller(settings.shm_dir, name=name, counters=context.counters)
+    try:
+        core = HostTierCore(
+            host=context.host,
+            instance=context.instance,
+            epoch=context.epoch,
+            arena=NO_ARENA if by_count else puller.make_arena(capacity),
+            limits=_limits(context),
+            policy=settings.eviction_policy,
+            staging=disk_only,
+        )
+        async with EngineSocket(settings.host_tier_endpoint, context.counters) as engines:
+            await HostTierShell(context, core, puller, engines).run()
+    finally:
+        puller.close()
 
 
 def _limits(context: ServiceContext) -> Limits:
     settings = context.settings
     return Limits(
-        slot_count_max=settings.cpu_cache_override_num_blocks,
+        slot_count=settings.cpu_cache_override_num_blocks,
         transfers_max=settings.max_concurrent_transfers,
         batch_blocks_max=settings.max_transfer_batch_size,
         hit_window=settings.cache_stats_max_requests,
     )
+
+
+def _where(arena: ArenaInfo) -> str:
+    return f"arena {arena.path}" if arena.path else "arena to be made for the first engine"
 
 
 def main() -> None:

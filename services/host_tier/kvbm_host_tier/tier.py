@@ -15,7 +15,7 @@ from kvbm_common.slots import Block, SlotTable
 from kvbm_common.wire.verbs import Hits
 
 from kvbm_host_tier.disk_view import DiskView
-from kvbm_host_tier.messages import Effect, Publish, TellHits
+from kvbm_host_tier.messages import ArenaInfo, Effect, MakeArena, Publish, TellHits
 
 SLOT_ALIGNMENT = 4096
 """O_DIRECT reads and writes between arena and files need it."""
@@ -24,21 +24,12 @@ UNWRITTEN_TOLD_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaInfo:
-    """Where the arena is. `agent` is the NIXL metadata through which others read it."""
-
-    path: str
-    address: int
-    capacity_bytes: int
-    agent: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
     """Every bound of the core, from the configuration."""
 
-    slot_count_max: int | None = None
-    """DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS; None: as many as fit."""
+    slot_count: int | None = None
+    """DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS: the arena is made when a block's size is known.
+    None: as many as fit into the arena that there is."""
     transfers_max: int = 4
     batch_blocks_max: int = 16
     offers_max: int = 1024
@@ -53,10 +44,16 @@ class Limits:
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
 
 
+def slot_bytes_of(block_bytes: int) -> int:
+    """The slot that a block of this size takes."""
+    return -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
 class Tier:
     """Slots and leases of one arena, and the only place that announces.
 
-    The arena is cut into slots when the first engine says how large its blocks are.
+    The arena is cut into slots when the first engine says how large its blocks are. Where its size
+    is a number of blocks it is made then, too.
     """
 
     def __init__(
@@ -77,6 +74,9 @@ class Tier:
         self.leases = LeaseTable(first_id=(epoch % 2**31 << 32) + 1)
         self.table = SlotTable(0, make_policy(policy))
         self.slot_bytes = 0
+        self.arena_failure = ""
+        """Why the arena could not be made, the last time."""
+        self._making_arena = False
         self.counts: Counter[str] = Counter()
         self.diary = Diary()
         self.on_disk = DiskView()
@@ -89,13 +89,35 @@ class Tier:
         """Have something done after this step."""
         self.effects.extend(effects)
 
+    def want_arena(self, block_bytes: int) -> bool:
+        """Have the arena made whose size is a number of blocks. False: it is there."""
+        count = self.limits.slot_count
+        if not count or self.slot_bytes:
+            return False
+        size_bytes = count * slot_bytes_of(block_bytes)
+        if size_bytes <= self.arena.capacity_bytes:
+            return False
+        if not self._making_arena:
+            self._making_arena = True
+            self.emit(MakeArena(size_bytes))
+        return True
+
+    def arena_made(self, arena: ArenaInfo) -> None:
+        """It is there; whoever was sent away says hello again."""
+        self._making_arena, self.arena_failure = False, ""
+        self.arena = arena
+
+    def arena_refused(self, reason: str) -> None:
+        """The next hello asks again."""
+        self._making_arena, self.arena_failure = False, reason
+
     def format(self, block_bytes: int) -> bool:
         """Cut the arena into slots for blocks of this size, once. False: they do not fit."""
         if self.slot_bytes == 0:
-            slot_bytes = -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            slot_bytes = slot_bytes_of(block_bytes)
             slot_count = self.arena.capacity_bytes // slot_bytes
-            if self.limits.slot_count_max is not None:
-                slot_count = min(slot_count, self.limits.slot_count_max)
+            if self.limits.slot_count is not None:
+                slot_count = min(slot_count, self.limits.slot_count)
             if slot_count == 0:
                 return False
             self.slot_bytes = slot_bytes

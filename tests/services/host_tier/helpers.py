@@ -41,6 +41,7 @@ from kvbm_common.wire.verbs import (
 from kvbm_host_tier.core import HostTierCore
 from kvbm_host_tier.messages import (
     Answer,
+    ArenaInfo,
     AskFill,
     AttachPeer,
     DiskEvent,
@@ -61,7 +62,7 @@ from kvbm_host_tier.messages import (
     Tick,
     ToEngine,
 )
-from kvbm_host_tier.tier import ArenaInfo, Limits
+from kvbm_host_tier.tier import Limits
 
 NAMESPACE = Namespace(model="test", block_tokens=4)
 DIGEST = NAMESPACE.digest.hex()

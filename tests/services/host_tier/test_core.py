@@ -7,6 +7,7 @@ from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_host_tier.core import LEASE_MS_MAX, HostTierCore
 from kvbm_host_tier.messages import (
     Answer,
+    ArenaInfo,
     AskDiskSnapshot,
     AskFill,
     DiskEvent,
@@ -16,7 +17,6 @@ from kvbm_host_tier.messages import (
     LeaseAsked,
     Publish,
 )
-from kvbm_host_tier.tier import ArenaInfo
 
 from tests.services.host_tier.helpers import (
     DIGEST,

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 from kvbm_common.identity import Namespace
-from kvbm_common.wire.local import Alive, Pulled, Welcome
+from kvbm_common.wire.local import Alive, Pulled, Refused, Welcome
 from kvbm_host_tier.engines import SUPERSEDED_MAX
 from kvbm_host_tier.messages import (
+    ArenaInfo,
+    ArenaMade,
+    ArenaRefused,
     AttachPeer,
     DetachPeer,
+    MakeArena,
     PeerAttached,
     PeerFailed,
     StartPull,
@@ -33,6 +37,12 @@ def welcomed(effects: Any) -> list[bytes]:
     return [
         effect.connection for effect in of(effects, ToEngine) if isinstance(effect.message, Welcome)
     ]
+
+
+def refusal(effects: Any) -> Refused:
+    """What the only one who was told anything was refused with."""
+    [refused] = of(Host.told(effects), Refused)
+    return refused
 
 
 def test_the_scheduler_is_welcomed_when_every_rank_is_attached() -> None:
@@ -267,3 +277,36 @@ def test_statistics_list_every_worker() -> None:
     assert [(worker.engine, worker.rank, worker.seen_ms_ago) for worker in workers] == [
         ("ada", 0, 30), ("bob", 0, 30), ("bob", 1, 30),
     ]  # fmt: skip
+
+
+# --- an arena whose size is a number of blocks --------------------------------------------------
+
+
+def test_the_arena_is_made_when_a_blocks_size_is_known() -> None:
+    """DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS: asked for once, refused until it is there."""
+    host = Host(slots=0, attach=False, slot_count=3)
+    half = hello(piece_bytes=SLOT_BYTES + 1)
+    effects = host.greet(half)
+    assert of(effects, MakeArena) == [MakeArena(3 * 2 * SLOT_BYTES)]
+    assert refusal(effects).code == "arena_pending"
+    assert not of(host.greet(half), MakeArena)
+    host.step(ArenaMade(ArenaInfo("/arena", 4096, 3 * 2 * SLOT_BYTES, b"arena")))
+    assert of(host.greet(half), AttachPeer)
+    assert host.core.arena_reply().slot_count == 3
+    assert host.core.arena_reply().path == "/arena"
+
+
+def test_an_arena_that_does_not_fit_says_so_and_is_asked_for_again() -> None:
+    """The engine passes through, and its log has the reason."""
+    host = Host(slots=0, attach=False, slot_count=3)
+    host.greet(hello())
+    host.step(ArenaRefused("12288 bytes do not fit"))
+    effects = host.greet(hello())
+    assert of(effects, MakeArena) == [MakeArena(3 * SLOT_BYTES)]
+    assert refusal(effects).message == "12288 bytes do not fit"
+
+
+def test_a_number_of_blocks_wins_over_the_size() -> None:
+    """Also where it is the smaller one."""
+    host = Host(slots=5, slot_count=3)
+    assert host.core.arena_reply().slot_count == 3
