@@ -1,4 +1,4 @@
-"""`python -m tests.sim SEED [--verbose]`: run one seed of the simulation."""
+"""`python -m tests.sim SEED [--count N] [--verbose]`: run seeds of the simulation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 
-from tests.sim.simulation import make
+from tests.sim.simulation import Simulation
 
 
 def main() -> int:
@@ -17,25 +17,29 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1, help="how many seeds, from this one on")
     parser.add_argument("--verbose", action="store_true", help="print what led to a failure")
     arguments = parser.parse_args()
-    failed = 0
-    for seed in range(arguments.seed, arguments.seed + arguments.count):
-        started = time.perf_counter()
-        simulation = make(seed, traced=arguments.verbose, check_every=1 if arguments.verbose else 8)
-        world = simulation.world
-        try:
-            simulation.run()
-            outcome = "good"
-        except Exception as error:
-            failed += 1
-            outcome = f"FAILED at {world.now:.1f} ms: {type(error).__name__}: {error}"
-            if arguments.verbose:
-                print(*world.log, sep="\n")
-                traceback.print_exc()
-        seconds = time.perf_counter() - started
-        print(f"seed {seed}: {outcome} ({world.steps} steps, {seconds:.2f} s)")
-        if arguments.verbose:
-            print(world.plan, dict(sorted(world.marks.items())), f"digest {world.digest:08x}")
-    return int(failed > 0)
+    seeds = range(arguments.seed, arguments.seed + arguments.count)
+    failed = [seed for seed in seeds if not run(seed, verbose=arguments.verbose)]
+    print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds held; failed: {failed or 'none'}")
+    return int(bool(failed))
+
+
+def run(seed: int, *, verbose: bool) -> bool:
+    """Run one seed and print how it went; with `verbose` every message, and checks at each step."""
+    started_s = time.perf_counter()
+    simulation = Simulation(seed, traced=verbose, check_every=1 if verbose else 8)
+    world, held, outcome = simulation.world, True, "held"
+    try:
+        simulation.run()
+    except Exception as error:
+        held, outcome = False, f"FAILED at {world.now:.1f} ms: {type(error).__name__}: {error}"
+        if verbose:
+            print(*world.log, sep="\n")
+            traceback.print_exc()
+    took_s = time.perf_counter() - started_s
+    print(f"seed {seed}: {outcome} ({world.steps} steps, {took_s:.2f} s)", flush=True)
+    if verbose:
+        print(world.plan, dict(sorted(world.marks.items())), f"digest {world.digest:08x}")
+    return held
 
 
 if __name__ == "__main__":

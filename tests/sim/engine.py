@@ -10,44 +10,28 @@ requests and revoke offers at any time. The links are the product's own, on a so
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
-import zmq
 from kvbm_common.checksum import block_checksum
-from kvbm_common.identity import Hasher, Namespace, SequenceHash
+from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.wire.engine_events import BlockRemoved, BlockStored, EngineBatch
-from kvbm_common.wire.local import (
-    Attach,
-    Beat,
-    Bye,
-    Detach,
-    FromHostTier,
-    Found,
-    Hello,
-    Pulled,
-    Region,
-    Welcome,
-    from_consolidator,
-    from_host_tier,
-    to_consolidator,
-    to_host_tier,
-)
+from kvbm_common.wire.local import Bye, Detach, Found, FromHostTier, Pulled, Welcome
 from kvbm_connectors.consolidator.messages import StreamKey
 from kvbm_connectors.core import ConnectorCore, Limits
-from kvbm_connectors.link import Link
 from kvbm_connectors.messages import Effect, Hit, Load, LoadResult, OfferEnded, OfferRun, ToHost
 from kvbm_connectors.sim.event_stream import engine_hash
 from kvbm_connectors.sim.paged import BlockPool
 
 from tests.sim import invariants
-from tests.sim.world import Memory, Node, World, copy
+from tests.sim.engine_sockets import NAMESPACE, Sockets
+from tests.sim.memory import Memory, copy
+from tests.sim.peers import Peers
+from tests.sim.world import Node, World
 
-NAMESPACE = Namespace(model="sim", block_tokens=1)
 HASHER = Hasher(NAMESPACE)
-BLOCK_BYTES = 4096
 RUNNING_MAX = 3
 PREFILL_MS = 3.0
 REQUEST_MS_MAX = 45_000
@@ -71,24 +55,6 @@ class Request:
     aborted: bool = False
 
 
-class Socket:
-    """What a Link needs of a ZMQ DEALER."""
-
-    def __init__(self, send: Callable[[bytes], None]) -> None:
-        self._send = send
-        self.inbox: deque[bytes] = deque()
-
-    def send(self, data: bytes, _flags: int = 0) -> None:
-        """Hand a frame to the network."""
-        self._send(data)
-
-    def recv_multipart(self, _flags: int = 0) -> list[bytes]:
-        """The next frame that has arrived."""
-        if not self.inbox:
-            raise zmq.Again
-        return [self.inbox.popleft()]
-
-
 class EngineNode(Node):
     """One engine. Its device memory, cache and requests die with it."""
 
@@ -97,9 +63,10 @@ class EngineNode(Node):
     device: Memory
     incarnation = ""
 
-    def __init__(self, world: World, name: str, arenas: dict[int, Memory]) -> None:
+    def __init__(self, world: World, peers: Peers, name: str) -> None:
         super().__init__(world, name)
-        self._arenas = arenas
+        self.peers = peers
+        peers.engines[name] = self
         self.finished = 0
         self.conversations: list[list[int]] = [[0]]
 
@@ -120,73 +87,25 @@ class EngineNode(Node):
         self.offered: dict[int, list[int]] = {}
         self._ended: list[LoadResult] = []
         self.buffer: deque[tuple[int, EngineBatch]] = deque(maxlen=plan.replay_batches)
-        self.subscribers: set[str] = set()
+        self.subscribed = False
+        """The consolidator listens to our PUB."""
         self._events: list[BlockStored | BlockRemoved] = []
         self._seq = 0
         self._poked = False
-        self._make_links()
+        self.sockets = Sockets(self, self._from_host_tier, self._host_down)
         self.every(100, self.step)
-
-    def _make_links(self) -> None:
-        ranks = self.world.plan.ranks
-        beat = Beat(engine=self.name, incarnation=self.incarnation)
-        region = Region(address=4096, stride=BLOCK_BYTES // ranks, piece_bytes=BLOCK_BYTES // ranks,
-                        blocks=self.world.plan.device_blocks)  # fmt: skip
-        self.welcomed = [0] * ranks
-        self.links: dict[bytes, Link] = {}
-        for rank in (None, *range(ranks)):
-            hello = Hello(
-                engine=self.name, incarnation=self.incarnation, namespace=NAMESPACE,
-                role="scheduler" if rank is None else "worker", rank=rank or 0, world_size=ranks,
-                agent=b"" if rank is None else b"agent", regions=[] if rank is None else [region],
-            )  # fmt: skip
-            take = self._from_host_tier if rank is None else self._worker_took(rank)
-            down = self._host_down if rank is None else (lambda: None)
-            self._link(
-                f"host{rank}", "host-tier-0", to_host_tier, from_host_tier, hello, beat, take, down
-            )  # noqa: E501
-        attach = Attach(engine=self.name, incarnation=self.incarnation, endpoint="pub",
-                        replay_endpoint="router", namespace=NAMESPACE)  # fmt: skip
-        self._link(
-            "events",
-            "consolidator",
-            to_consolidator,
-            from_consolidator,
-            attach,
-            beat,
-            lambda _: None,
-            lambda: None,
-        )  # noqa: E501
-        self._host, self._consolidator = (
-            self.links[self._connection(n)] for n in ("hostNone", "events")
-        )  # noqa: E501
-
-    def _connection(self, name: str) -> bytes:
-        return f"{self.name}:{self.incarnation}:{name}".encode()
-
-    def _link(self, name: str, target: str, encode: Any, decode: Any, hello: Any, beat: Any,
-              take: Callable[[Any], None], down: Callable[[], None]) -> None:  # fmt: skip
-        connection, node = self._connection(name), cast(Any, self.world.nodes[target])
-
-        def send(data: bytes) -> None:
-            call = lambda: node.from_engine(connection, data)  # noqa: E731
-            self.world.send(self.name, node, call, parked=True)
-
-        link = Link(name, target, encode, decode, lambda: hello, beat, take, down)
-        link.socket = cast(Any, Socket(send))
-        self.links[connection] = link
 
     def receive(self, connection: bytes, data: bytes) -> None:
         """A frame for one of our sockets; one of a former life is nobody's."""
-        link = self.links.get(connection)
-        if link is not None:
-            cast(Any, link.socket).inbox.append(data)
+        if self.sockets.receive(connection, data):
             self.poke()
 
     def stop(self) -> None:
         """End in order."""
-        self._host.outbox.append(Bye(engine=self.name, incarnation=self.incarnation))
-        self._consolidator.outbox.append(Detach(engine=self.name, incarnation=self.incarnation))
+        bye = Bye(engine=self.name, incarnation=self.incarnation)
+        detach = Detach(engine=self.name, incarnation=self.incarnation)
+        self.sockets.host_tier.outbox.append(bye)
+        self.sockets.consolidator.outbox.append(detach)
         self.step()
         self.kill()
 
@@ -203,13 +122,6 @@ class EngineNode(Node):
             case Pulled():
                 self._carry_out(self.core.pulled(message))
 
-    def _worker_took(self, rank: int) -> Callable[[FromHostTier], None]:
-        def take(message: FromHostTier) -> None:
-            if isinstance(message, Welcome):
-                self.welcomed[rank] = message.epoch
-
-        return take
-
     def _host_down(self) -> None:
         self._carry_out(self.core.detached())
 
@@ -220,9 +132,9 @@ class EngineNode(Node):
                 continue
             if self.world.traced:
                 self.world.note(f"{self.name} > {effect}")
-            (self._host if isinstance(effect, ToHost) else self._consolidator).outbox.append(
-                effect.message
-            )
+            is_host = isinstance(effect, ToHost)
+            link = self.sockets.host_tier if is_host else self.sockets.consolidator
+            link.outbox.append(effect.message)
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -236,10 +148,7 @@ class EngineNode(Node):
         """Do what can be done now, as an engine's scheduler between two forward passes."""
         self._poked = False
         now_ms = self.world.now_ms
-        for link in self.links.values():
-            if cast(Any, link.socket).inbox:
-                link.receive(now_ms)
-            link.tick(now_ms)
+        self.sockets.tick(now_ms)
         self._carry_out(self.core.tick(now_ms))
         ended, self._ended = self._ended, []
         for result in ended:
@@ -250,9 +159,7 @@ class EngineNode(Node):
             if not self._admit(request):
                 break
         self._flush()
-        for link in self.links.values():
-            if link.outbox:
-                link.tick(now_ms)
+        self.sockets.flush(now_ms)
         if self.due_check():
             self.core.check()
             self.pool.check()
@@ -264,9 +171,7 @@ class EngineNode(Node):
         if rng.random() < 0.4:
             del tokens[rng.randint(1, len(tokens)) :]
         if rng.random() < 0.7 or len(tokens) < 2:
-            tokens += [
-                rng.randint(0, 3 if rng.random() < 0.5 else 10**6) for _ in range(rng.randint(1, 6))
-            ]  # noqa: E501
+            tokens += [_say(rng) for _ in range(rng.randint(1, 6))]
         del tokens[self.world.plan.device_blocks - 2 :]
         if len(self.conversations) < 12:
             self.conversations.append(tokens)
@@ -376,11 +281,16 @@ class EngineNode(Node):
 
     def _pull(self, load: Load) -> None:
         """What every rank's worker half does. It reports only when nothing flies any more."""
-        if any(epoch != load.epoch for epoch in self.welcomed):
+        if any(epoch != load.epoch for epoch in self.sockets.welcomed):
             self._load_ended(LoadResult(load, (False,) * len(load.blocks), (), "arena_changed"))
             return
         duration_ms = self.world.transfer_ms()
-        copy(self, (self._arenas[load.epoch], load.slots), (self.device, load.blocks), duration_ms)
+        copy(
+            self,
+            (self.peers.host_tier.arenas[load.epoch], load.slots),
+            (self.device, load.blocks),
+            duration_ms,
+        )
         self.later(duration_ms, lambda: self._pulled(load))
 
     def _pulled(self, load: Load) -> None:
@@ -417,9 +327,12 @@ class EngineNode(Node):
     def _compute(self, request: Request) -> None:
         self.computing.append(request)
         run, count = request.run, len(request.names) - request.computed
-        self.later(self.world.rng.uniform(0.5, 1.5) * PREFILL_MS * count, lambda: (
-            self._computed(request) if request.run == run and request in self.computing else None
-        ))  # fmt: skip
+
+        def end() -> None:
+            if request.run == run and request in self.computing:
+                self._computed(request)
+
+        self.later(self.world.rng.uniform(0.5, 1.5) * PREFILL_MS * count, end)
 
     def _computed(self, request: Request) -> None:
         self.computing.remove(request)
@@ -481,7 +394,13 @@ class EngineNode(Node):
         self._events.clear()
         seq, self._seq = self._seq, self._seq + 1
         self.buffer.append((seq, batch))
-        for name in sorted(self.subscribers):
-            node = cast(Any, self.world.nodes[name])
-            key = StreamKey(self.name, self.incarnation, 0)
-            self.world.send(f"{self.name} pub", node, lambda node=node: node.batch(key, seq, batch))
+        if self.subscribed:
+            consolidator, key = self.peers.consolidator, StreamKey(self.name, self.incarnation, 0)
+            self.world.send(
+                f"{self.name} pub", consolidator, lambda: consolidator.batch(key, seq, batch)
+            )
+
+
+def _say(rng: random.Random) -> int:
+    """A token: often one that others have said, too."""
+    return rng.randint(0, 3 if rng.random() < 0.5 else 10**6)

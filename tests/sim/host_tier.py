@@ -13,7 +13,6 @@ from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply
 from kvbm_disk_tier import messages as disk
 from kvbm_host_tier import messages as host
 from kvbm_host_tier.core import HostTierCore
-from kvbm_host_tier.messages import ArenaInfo
 from kvbm_host_tier.tier import Limits
 
 from tests.sim import invariants
@@ -48,8 +47,12 @@ class HostTier(Service):
             host=HOST,
             instance="0",
             epoch=self.epoch,
-            arena=ArenaInfo("arena", 4096, plan.host_slots * SLOT_BYTES, b"agent"),
-            limits=Limits(batch_blocks_max=4, transfers_max=2),
+            arena=host.NO_ARENA if plan.counted else _arena(plan.host_slots * SLOT_BYTES),
+            limits=Limits(
+                slot_count=plan.host_slots if plan.counted else None,
+                batch_blocks_max=4,
+                transfers_max=2,
+            ),
             staging=plan.staging,
         )
         self._verbs: dict[int, Done] = {}
@@ -116,8 +119,8 @@ class HostTier(Service):
                     self._fill(effect)
                 case host.AskDiskSnapshot():
                     self._disk_snapshot()
-                case host.MakeArena():
-                    raise AssertionError("the arena is there from the start")
+                case host.MakeArena(size_bytes):
+                    self._make_arena(size_bytes)
                 case host.Answer(reply_to, reply):
                     self._verbs.pop(reply_to)(reply)
                 case host.Publish(event):
@@ -126,6 +129,12 @@ class HostTier(Service):
                     self._tell_hits(hits)
                 case _:
                     assert_never(effect)
+
+    def _make_arena(self, size_bytes: int) -> None:
+        refused = not self.world.calm and self.world.rng.random() < self.world.plan.loss
+        made = host.ArenaMade(_arena(size_bytes))
+        outcome = host.ArenaRefused("no room") if refused else made
+        self.later(self.world.delay(50), partial(self.step, outcome))
 
     def _tell_hits(self, hits: Hits) -> None:
         disk_tier, told = self.peers.disk_tier, disk.HitsTold("", hits)
@@ -191,6 +200,10 @@ class HostTier(Service):
             self.step(host.DiskSnapshot("0", good))
 
         self.bus.request(self, disk_tier, serve, done, limit_ms=SNAPSHOT_MS)
+
+
+def _arena(size_bytes: int) -> host.ArenaInfo:
+    return host.ArenaInfo("arena", 4096, size_bytes, b"agent")
 
 
 def _is_disk(event: Event) -> bool:

@@ -9,7 +9,7 @@ from kvbm_common.slots import SlotTable
 from kvbm_common.wire.events import Cleared, Event, Stored
 from kvbm_connectors.core import Limits
 
-from tests.sim.world import ROT, Memory
+from tests.sim.memory import ROT, Memory
 
 
 class Violation(AssertionError):
@@ -64,7 +64,7 @@ def check_stored(event: Stored, found: Mapping[SequenceHash, bytes] | None) -> N
         for text in run.hashes:
             name = SequenceHash(bytes.fromhex(text))
             require(name in found, f"{event.source} announced {text} before its commit")
-    check_contents({n: c for n, c in found.items()}, event.source)
+    check_contents(found, event.source)
 
 
 def check_corrupt(seen: Sequence[bytes]) -> None:

@@ -1,0 +1,153 @@
+"""The consolidator of the simulation: engines' streams in, events out; it passes offers on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import assert_never
+
+from kvbm_common.identity import hash_to_hex, unpack_hashes
+from kvbm_common.wire.engine_events import EngineBatch
+from kvbm_common.wire.local import (
+    Attach,
+    Beat,
+    Detach,
+    Offered,
+    from_consolidator,
+    to_consolidator,
+)
+from kvbm_common.wire.verbs import Offer, OfferRun, SnapshotReply
+from kvbm_connectors.consolidator import messages as con
+from kvbm_connectors.consolidator.core import ConsolidatorCore
+from kvbm_host_tier import messages as host
+
+from tests.sim.bus import Bus
+from tests.sim.engine import EngineNode
+from tests.sim.peers import Peers
+from tests.sim.service import HOST, Service
+from tests.sim.world import World
+
+
+class Consolidator(Service):
+    """The consolidator of the host: engines' streams in, events out; it passes offers on."""
+
+    core: ConsolidatorCore
+
+    def __init__(self, world: World, bus: Bus, peers: Peers) -> None:
+        super().__init__(world, bus, peers, "consolidator")
+        peers.consolidator = self
+
+    def boot(self) -> None:
+        self.begin()
+        self.core = ConsolidatorCore(HOST)
+        self.every(100, lambda: self.step(con.Tick()))
+
+    def step(self, event: con.Input) -> None:
+        """One input."""
+        self.heard(event)
+        for effect in self.core.step(event, self.world.now_ms):
+            self._carry_out(effect)
+        if self.due_check():
+            self.core.check()
+
+    def from_engine(self, connection: bytes, data: bytes) -> None:
+        """A frame on the ROUTER."""
+        match to_consolidator.decode(data):
+            case Attach() as attach:
+                self.step(con.StreamAttached(attach, connection))
+            case Detach(engine=engine, incarnation=incarnation):
+                self.step(con.EngineDetached(engine, incarnation))
+            case Beat(engine=engine, incarnation=incarnation):
+                self.step(con.BeatReceived(engine, incarnation, connection))
+            case Offered() as offered:
+                tier, received = self.peers.host_tier, host.OfferReceived(_offer_of(offered))
+                self.bus.publish(self, tier, lambda: tier.step(received))
+
+    def batch(self, key: con.StreamKey, seq: int, batch: EngineBatch) -> None:
+        """A message on an engine's PUB."""
+        self.step(con.EngineBatchReceived(key, seq, batch))
+
+    def died(self) -> None:
+        super().died()
+        for engine in self.peers.engines.values():
+            if engine.up:
+                engine.subscribed = False
+
+    def snapshot(self, source: str) -> SnapshotReply | None:
+        return self.core.snapshot(source)
+
+    def _carry_out(self, effect: con.Effect) -> None:
+        match effect:
+            case con.Publish(event):
+                self.publish(event)
+            case con.Subscribe(key):
+                self.later(self.world.delay(10), lambda: self._subscribe(key))
+            case con.Unsubscribe(key):
+                if self._engine(key).incarnation == key.incarnation:
+                    self._engine(key).subscribed = False
+            case con.RequestReplay():
+                self._replay(effect)
+            case con.AskEpoch(engine, incarnation):
+                self.later(self.world.delay(2), lambda: self._register(engine, incarnation))
+            case con.RevokeEpoch(engine):
+                registry = self.bus.registry
+                registry.leave(engine, registry.entries.get(engine, 0))
+            case con.Describe():
+                pass
+            case con.Reply(peer, message):
+                receiver = self.peers.engines[peer.decode().split(":")[0]]
+                data = from_consolidator.encode(message)
+                self.world.send(self.name, receiver, lambda: receiver.receive(peer, data))
+            case _:
+                assert_never(effect)
+
+    def _engine(self, key: con.StreamKey) -> EngineNode:
+        return self.peers.engines[key.engine]
+
+    def _subscribe(self, key: con.StreamKey) -> None:
+        engine = self._engine(key)
+        if engine.up and engine.incarnation == key.incarnation:
+            engine.subscribed = True
+
+    def _register(self, engine: str, incarnation: str) -> None:
+        if not self.world.bus_up:
+            self.step(con.EpochFailed(engine, incarnation, "bus_unavailable"))
+            return
+        epoch = self.bus.registry.register(
+            engine, self, lambda lost: self.step(con.EngineLost(engine, lost, "superseded"))
+        )
+        self.step(con.EpochGranted(engine, incarnation, epoch))
+
+    def _replay(self, effect: con.RequestReplay) -> None:
+        """Ask the engine's ROUTER: all that is still in its buffer, then the end."""
+        engine, key, number = self._engine(effect.key), effect.key, effect.replay
+        alive = engine.up and engine.incarnation == key.incarnation
+        if not alive or self.world.loses(self.name, engine.name):
+            self.later(500, lambda: self.step(con.ReplayFailed(key, number, "silent")))
+            return
+        for seq, batch in list(engine.buffer):
+            if seq >= effect.from_seq:
+                self._replayed(con.EngineBatchReceived(key, seq, batch, number))
+        self._replayed(con.ReplayDone(key, number))
+
+    def _replayed(self, event: con.Input) -> None:
+        self.later(self.world.queue("replay", self.name), partial(self.step, event))
+
+
+def _offer_of(offered: Offered) -> Offer:
+    runs = [
+        OfferRun(
+            parent=run.parent.hex(),
+            hashes=[hash_to_hex(name) for name in unpack_hashes(run.hashes)],
+            blocks=run.blocks,
+        )
+        for run in offered.runs
+    ]
+    return Offer(
+        host=HOST,
+        engine=offered.engine,
+        incarnation=offered.incarnation,
+        offer=offered.offer,
+        namespace=offered.namespace.hex(),
+        deadline_ms=offered.deadline_ms,
+        runs=runs,
+    )

@@ -1,0 +1,63 @@
+"""The index of the simulation: the real core, fed from the stream and the registry."""
+
+from __future__ import annotations
+
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.verbs import ErrorBody, SnapshotReply
+from kvbm_index import messages as index
+from kvbm_index.core import IndexCore
+
+from tests.sim.bus import Bus, Done
+from tests.sim.peers import Peers
+from tests.sim.service import HOST, SNAPSHOT_MS, Service
+from tests.sim.world import World
+
+
+class Index(Service):
+    """The index: reads all events from the first on, asks the sources for what it missed."""
+
+    core: IndexCore
+
+    def __init__(self, world: World, bus: Bus, peers: Peers) -> None:
+        super().__init__(world, bus, peers, "index")
+        peers.index = self
+
+    def boot(self) -> None:
+        self.begin()
+        self.core = IndexCore()
+        self.bus.registry.watch(self, self._registry)
+        self.bus.stream.follow(self, lambda _: True, self._events, new=False)
+        self.later(self.world.delay(50), lambda: self.step(index.RegistryRead()))
+        self.every(200, lambda: self.step(index.Tick()))
+
+    def step(self, event: index.Input) -> None:
+        """One input."""
+        self.heard(event)
+        for effect in self.core.step(event, self.world.now_ms):
+            self._ask_snapshot(effect.key)
+        if self.due_check():
+            self.core.check()
+
+    def _registry(self, source: str, epoch: int, there: bool) -> None:
+        key = index.SourceKey(HOST, source)
+        if source not in ("index", "consolidator"):
+            self.step(index.SourceSeen(key, epoch) if there else index.SourceLost(key, epoch))
+
+    def _events(self, events: list[Event]) -> None:
+        self.step(index.EventsReceived(tuple(events)))
+
+    def _ask_snapshot(self, key: index.SourceKey) -> None:
+        self.world.marks["index asked for a snapshot"] += 1
+        source = self.peers.source(key.source)
+
+        def serve(reply: Done) -> None:
+            found = source.snapshot(key.source)
+            reply(found or ErrorBody(code="unknown_source", message=""))
+
+        def done(reply: object) -> None:
+            if isinstance(reply, SnapshotReply):
+                self.step(index.SnapshotReceived(reply))
+            else:
+                self.step(index.SnapshotFailed(key, str(reply)))
+
+        self.bus.request(self, source, serve, done, limit_ms=SNAPSHOT_MS)
