@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common services/index services/host_tier services/disk_tie
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test up bench lint lock
+.PHONY: help setup demo test test-vllm up bench lint lock
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,6 +29,10 @@ up: setup ## start the stack in the foreground
 
 test: setup lint ## lint, types and every test of the first suite
 	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a random model
+	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
+	$(PY) -m pytest tests/vllm $(ARGS)
 
 lint: setup ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .

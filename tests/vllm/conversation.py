@@ -18,9 +18,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`run` the asks, `reset` the prefix cache, `dump` its content, `load sync`, `load async`,
-    `verify never`, `state` (nothing but the reply) or `stop`."""
+    `verify never`, `hold loads`, `state` (nothing but the reply) or `stop`."""
 
     what: str
+    path: str = ""
+    """Of a file: as long as it is there, a step that loads does not go on (`hold loads`)."""
     asks: list[Ask] = []
     settle: bool = True
     """Go on stepping until no request holds blocks and nothing is on offer."""
@@ -50,3 +52,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     blocks: list[str] = []
     """Our names of the blocks in the device's prefix cache, in hex."""
     engine: str = ""
+    epochs: list[int] = []
+    """The lives of the host tier that the scheduler half and the worker half are attached to;
+    0: to none."""
+    streams_attached: bool = False

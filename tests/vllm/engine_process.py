@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -59,6 +60,8 @@ class Engine:
                 self.connector._scheduler._sync = command.what == "load sync"
             case "verify never":
                 worker_of_this_process()._worker._half._read_block = None
+            case "hold loads":
+                hold_loads(Path(command.path))
         if command.settle:
             ok = self._settle() and ok
         return Reply(
@@ -68,6 +71,8 @@ class Engine:
             preemptions=self._preemptions,
             blocks=self._dump() if command.what == "dump" else [],
             engine=self.connector._life.engine if self.connector is not None else "",
+            epochs=self._epochs(),
+            streams_attached=self._half() is not None and self._half().streams_attached,
         )
 
     def _learn_names(self) -> None:
@@ -128,9 +133,12 @@ class Engine:
             time.sleep(0.001)
         return False
 
+    def _half(self) -> Any:
+        return getattr(self.connector, "_scheduler_half", None)
+
     def _is_idle(self) -> bool:
         side = getattr(self.connector, "_scheduler", None)
-        half = getattr(self.connector, "_scheduler_half", None)
+        half = self._half()
         return side is None or half is None or (side.idle and half.idle())
 
     def _counts(self) -> dict[str, int]:
@@ -138,11 +146,14 @@ class Engine:
         if self.connector is not None:
             for name, count in worker_of_this_process().counts().items():
                 counts[f"worker.{name}"] = count
-        half = getattr(self.connector, "_scheduler_half", None)
-        if half is not None:
-            counts["attached"] = int(half.attached)
-            counts["streams_attached"] = int(half.streams_attached)
         return counts
+
+    def _epochs(self) -> list[int]:
+        half = self._half()
+        if half is None:
+            return []
+        welcome = worker_of_this_process()._worker._half._welcome
+        return [half.epoch, 0 if welcome is None else welcome.epoch]
 
     def _dump(self) -> list[str]:
         """Our names of the blocks in vLLM's prefix cache, each once."""
@@ -155,6 +166,24 @@ def worker_of_this_process() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
+
+
+def hold_loads(path: Path) -> None:
+    """From now on, a step that loads waits as long as the file is there, like a busy machine.
+
+    `<path>.reached` says that one does."""
+    side = worker_of_this_process()._worker
+    start = side._start
+
+    def start_later(load: Any) -> None:
+        give_up_s = time.monotonic() + SETTLE_DEADLINE_S
+        if path.exists():
+            path.with_suffix(".reached").touch()
+        while path.exists() and time.monotonic() < give_up_s:
+            time.sleep(0.001)
+        start(load)
+
+    side._start = start_later
 
 
 def _answer(ask: Ask, output: Any, seconds: float) -> Answer:

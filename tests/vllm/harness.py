@@ -82,6 +82,10 @@ class LiveStack:
         """What a service counts."""
         return dict(self.call(self.view.stats(kind)).figures)
 
+    def epoch(self, kind: str) -> int:
+        """The number of a service's present life."""
+        return self.call(self.view.stats(kind)).epoch
+
     def held(self, kind: str) -> set[str]:
         """The blocks of a tier, by its own account, in hex."""
         snapshot = self.call(self.view.snapshot(kind))
@@ -236,12 +240,16 @@ class EngineProcess:
         """One of the connector's counters."""
         return self.state().counts.get(name, 0)
 
-    def wait_attached(self) -> None:
-        """Wait until host tier and consolidator have welcomed the connector."""
-        wait_for(
-            lambda: (c := self.state().counts).get("attached") and c.get("streams_attached"),
-            "the connector does not attach" + self.tail(),
-        )
+    def wait_attached(self, stack: LiveStack) -> None:
+        """Wait until both halves know the present life of the host tier, and the consolidator
+        follows the engine's events."""
+        epoch = stack.epoch("host-tier")
+
+        def attached() -> bool:
+            state = self.state()
+            return state.streams_attached and set(state.epochs) == {epoch}
+
+        wait_for(attached, f"not attached to {epoch}", details=lambda: f"{self.state()}")
 
     def stop(self) -> None:
         """End it in order; returns when the process is gone."""

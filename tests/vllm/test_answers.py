@@ -40,7 +40,7 @@ def stack() -> Iterator[LiveStack]:
 @pytest.fixture(scope="module")
 def engine(stack: LiveStack, model: str, log_dir: Path) -> Iterator[EngineProcess]:
     process = EngineProcess(model, stack.settings, log=log_dir / "answers.log").wait_started()
-    process.wait_attached()
+    process.wait_attached(stack)
     yield process
     process.stop()
 
@@ -175,7 +175,7 @@ def test_blocks_from_disk_and_after_a_restart(model: str, log_dir: Path) -> None
     with live_stack(tiers) as stack:
         engine = EngineProcess(model, stack.settings, log=log_dir / "disk.log").wait_started()
         try:
-            engine.wait_attached()
+            engine.wait_attached(stack)
             tokens = prompt(5000, 500)
             cold = engine.run(Ask(name="cold", tokens=tokens))
             wait_for(lambda: len(stack.held("disk-tier")) >= 15, "nothing is on disk")
@@ -192,7 +192,7 @@ def test_blocks_from_disk_and_after_a_restart(model: str, log_dir: Path) -> None
             engine.stop()
         engine = EngineProcess(model, stack.settings, log=log_dir / "again.log").wait_started()
         try:
-            engine.wait_attached()
+            engine.wait_attached(stack)
             restarted = engine.run(Ask(name="restarted", tokens=tokens))
             assert restarted[0].cached == usable_tokens(500)
             assert same(restarted, from_disk)

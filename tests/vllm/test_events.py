@@ -28,13 +28,13 @@ def stack() -> Iterator[LiveStack]:
 @pytest.fixture(scope="module")
 def engine(stack: LiveStack, model: str, log_dir: Path) -> Iterator[EngineProcess]:
     process = EngineProcess(model, stack.settings, log=log_dir / "events.log").wait_started()
-    process.wait_attached()
+    process.wait_attached(stack)
     yield process
     process.stop()
 
 
 def differences(stack: LiveStack, *engines: EngineProcess) -> dict[str, tuple[int, int]]:
-    """Sources of which the index thinks otherwise: blocks it does not know, blocks that are gone."""
+    """Sources of which the index thinks otherwise: blocks unknown to it, blocks gone."""
     own = {f"{kind}-0": stack.held(kind) for kind in TIERS}
     own |= {engine.state().engine: engine.blocks() for engine in engines}
     indexed = stack.indexed()
@@ -109,7 +109,7 @@ def test_two_engines_share_one_cache(
     log = log_dir / "second.log"
     second = EngineProcess(model, stack.settings, log=log).wait_started()
     try:
-        second.wait_attached()
+        second.wait_attached(stack)
         assert second.state().engine != engine.state().engine
         loaded = second.run(Ask(name="theirs", tokens=tokens))
         assert loaded[0].cached == 384

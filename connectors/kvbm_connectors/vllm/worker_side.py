@@ -61,6 +61,7 @@ class WorkerSide:
             world_size=self._world_size,
             read_block=block_reader(regions) if every else None,
             verify_every=max(1, every),
+            onboard_mover=self._options.settings.onboard_mover,
             on_news=NEWS.set,
         )
         self._half.start()
