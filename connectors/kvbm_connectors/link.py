@@ -20,7 +20,8 @@ from enum import Enum
 from typing import Any
 
 import zmq
-from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, MsgpackCodec, WireError
+from kvbm_common.logs import OncePerKind
+from kvbm_common.wire.codec import SOCKET_BYTES_MAX, MsgpackCodec, WireError
 from kvbm_common.wire.local import Alive, Attached, Refused, Welcome
 
 log = logging.getLogger(__name__)
@@ -61,22 +62,39 @@ class Link:
     state: LinkState = LinkState.DOWN
     counts: Counter[str] = field(default_factory=Counter)
     outbox: deque[Any] = field(default_factory=deque)
+    limiter: OncePerKind = field(default_factory=lambda: OncePerKind(log))
     socket: zmq.Socket[bytes] | None = None
     next_greet_ms: int = 0
     next_beat_ms: int = 0
     heard_ms: int = 0
+    opened_ms: int = 0
 
-    def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Connect; ZMQ reconnects by itself for ever."""
+    def open(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
+        """Connect; ZMQ reconnects by itself, unless the other side has broken its protocol."""
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         socket.connect(self.endpoint)
-        self.socket = socket
+        self.socket, self.opened_ms = socket, now_ms
+
+    def is_deaf(self, now_ms: int) -> bool:
+        """Nothing was heard for so long that only another socket may help.
+
+        After a message over MAXMSGSIZE, or a stranger on the endpoint, ZMQ never connects again.
+        A new socket also forgets the greetings that have piled up in the old one.
+        """
+        quiet_ms = now_ms - max(self.heard_ms, self.opened_ms)
+        return self.state is not LinkState.UP and quiet_ms > SILENCE_BEATS * BEAT_MS
+
+    def reopen(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
+        """Try another socket."""
+        assert self.socket is not None
+        self.socket.close(linger=0)
+        self.open(context, now_ms)
 
     def tick(self, now_ms: int) -> None:
         """Greet, beat, notice silence."""
@@ -116,9 +134,10 @@ class Link:
             except zmq.Again:
                 return
             try:
-                message = self.decode.decode(frames[-1])
+                message = self.decode.decode(frames[0] if len(frames) == 1 else b"")
             except WireError as error:
                 self.counts[f"dropped.{error.kind}"] += 1
+                self.limiter.warning(error.kind, f"a message of {self.name} was dropped: {error}")
                 continue
             self._received(message, now_ms)
 
@@ -129,16 +148,7 @@ class Link:
                 self.next_greet_ms = now_ms
                 self._down("unknown_engine", now_ms)
             case Refused():
-                self.counts[f"refused.{message.code}"] += 1
-                log.warning(
-                    "%s refused %s: %s (%s)",
-                    self.name,
-                    message.about,
-                    message.message,
-                    message.code,
-                )
-                if message.about in ("hello", "attach"):
-                    self.next_greet_ms = now_ms + REFUSED_GREET_EVERY_MS
+                self._refused(message, now_ms)
             case Alive():
                 pass
             case Welcome() | Attached():
@@ -149,6 +159,26 @@ class Link:
                 self.on_message(message)
             case _:
                 self.on_message(message)
+
+    def _refused(self, refused: Refused, now_ms: int) -> None:
+        self.counts[f"refused.{refused.code}"] += 1
+        is_greeting = refused.about in ("hello", "attach")
+        if is_greeting:
+            self.next_greet_ms = now_ms + REFUSED_GREET_EVERY_MS
+        self.limiter.warning(
+            "refused" if is_greeting else "refused_message",
+            f"{self.name} refused {refused.about}: {refused.message} ({refused.code})",
+        )
+
+    def fail(self, now_ms: int) -> None:
+        """Nobody will serve this link any more."""
+        self._down("failed", now_ms)
+
+    def close(self, now_ms: int) -> None:
+        """Send what is queued."""
+        assert self.socket is not None
+        self.tick(now_ms)
+        self.socket.close()
 
     def _down(self, reason: str, now_ms: int) -> None:
         if self.state is LinkState.UP:
@@ -209,23 +239,38 @@ class LinkThread:
         poller = zmq.Poller()
         poller.register(bell, zmq.POLLIN)
         for link in self._links:
-            link.open(self._context)
+            link.open(self._context, _now_ms())
             poller.register(link.socket, zmq.POLLIN)
-        while not self._closing:
-            now_ms = time.monotonic_ns() // 1_000_000
+        try:
+            while not self._closing:
+                self._serve_once(poller)
+                if bell in dict(poller.poll(POLL_MS_MAX)):
+                    _empty(bell)
+        except Exception:  # Whatever it is, the engine must not wait for answers any more.
+            log.exception("%s failed: passing through from now on", self._thread.name)
             for link in self._links:
-                link.receive(now_ms)
-                link.tick(now_ms)
-            self._on_tick(now_ms)
+                link.fail(_now_ms())
+        finally:
             for link in self._links:
-                link.tick(now_ms)
-            if bell in dict(poller.poll(POLL_MS_MAX)):
-                _empty(bell)
+                link.close(_now_ms())
+            bell.close(linger=0)
+
+    def _serve_once(self, poller: zmq.Poller) -> None:
+        now_ms = _now_ms()
         for link in self._links:
-            link.tick(time.monotonic_ns() // 1_000_000)
-            assert link.socket is not None
-            link.socket.close()
-        bell.close(linger=0)
+            if link.is_deaf(now_ms):
+                poller.unregister(link.socket)
+                link.reopen(self._context, now_ms)
+                poller.register(link.socket, zmq.POLLIN)
+            link.receive(now_ms)
+            link.tick(now_ms)
+        self._on_tick(now_ms)
+        for link in self._links:
+            link.tick(now_ms)
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
 
 
 def _empty(bell: zmq.Socket[bytes]) -> None:

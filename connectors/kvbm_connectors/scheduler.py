@@ -105,6 +105,11 @@ class SchedulerHalf:
             )
             for stream in streams
         ]
+        self._core.events_attached = False
+        # The first stream's link carries the offers of all ranks.
+        self._offers_through = streams[0].rank if streams else None
+        if self._events:
+            self._events[0].on_down = self._consolidator_down
         self._thread = LinkThread(
             [self._host, *self._events], name=f"kvbm-{engine}", on_tick=self._tick
         )
@@ -133,7 +138,8 @@ class SchedulerHalf:
     @property
     def streams_attached(self) -> bool:
         """Does the consolidator follow all our event streams?"""
-        return all(link.state is LinkState.UP for link in self._events)
+        followed = all(link.state is LinkState.UP for link in self._events)
+        return followed and (self._core.events_attached or not self._events)
 
     # --- what the engine calls --------------------------------------------------------------
 
@@ -218,7 +224,13 @@ class SchedulerHalf:
         self._on_news()
 
     def _from_consolidator(self, message: FromConsolidator) -> None:
-        assert isinstance(message, Attached), message
+        if isinstance(message, Attached) and message.rank == self._offers_through:
+            with self._lock:
+                self._core.events_attached = True
+
+    def _consolidator_down(self) -> None:
+        with self._lock:
+            self._core.events_attached = False
 
     def _tick(self, now_ms: int) -> None:
         with self._lock:
@@ -233,8 +245,7 @@ class SchedulerHalf:
                 case ToHost(message):
                     self._thread.say(self._host, message)
                 case ToEvents(message):
-                    if self._events:
-                        self._thread.say(self._events[0], message)
+                    self._thread.say(self._events[0], message)
                 case OfferEnded():
                     self._ended.append(effect)
 

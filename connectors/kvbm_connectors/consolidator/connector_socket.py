@@ -12,7 +12,7 @@ import zmq.asyncio
 from kvbm_common.counters import Counters
 from kvbm_common.errors import KvbmError
 from kvbm_common.logs import OncePerKind
-from kvbm_common.wire.codec import MESSAGE_BYTES_MAX
+from kvbm_common.wire.codec import SOCKET_BYTES_MAX
 from kvbm_common.wire.local import (
     FromConsolidator,
     Refused,
@@ -35,7 +35,7 @@ class ConnectorSocket:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
         self._log = OncePerKind(logging.getLogger(__name__))
         self._dropped = counters.counter(
             "kvbm_consolidator_local_dropped_total",

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from kvbm_common.counters import Counters
 from kvbm_common.logs import OncePerKind
-from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
+from kvbm_common.wire.codec import SOCKET_BYTES_MAX, WireError
 from kvbm_common.wire.local import FromHostTier, Refused, ToHostTier, from_host_tier, to_host_tier
 
 SOCKET_HWM = 10_000
@@ -28,7 +28,7 @@ class EngineSocket:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
         self._log = OncePerKind(logging.getLogger(__name__))
         self._dropped = counters.counter(
             "kvbm_local_messages_dropped_total",

@@ -315,6 +315,7 @@ async def test_bad_messages_of_connectors_are_refused(engine: Engine, bus: Bus) 
     replace = msgspec.structs.replace
     for message, code in (
         (b"garbage", "bad_message"),
+        (bytes(MESSAGE_BYTES_MAX + 1), "bad_message"),
         (to_consolidator.encode(good)[:-1], "bad_message"),
         (replace(good, endpoint="tcp://*:5557"), "bad_endpoint"),
         (replace(good, replay_endpoint="nonsense"), "bad_endpoint"),
@@ -334,7 +335,7 @@ async def test_bad_messages_of_connectors_are_refused(engine: Engine, bus: Bus) 
         assert answer.code == code, message
     await engine.say(Beat(engine="sim-0", incarnation=INCARNATION))
     assert isinstance(await engine.hear(), Attached)
-    assert sum((await dropped(bus, "kvbm_consolidator_local_dropped_total")).values()) == 10
+    assert sum((await dropped(bus, "kvbm_consolidator_local_dropped_total")).values()) == 11
 
 
 async def test_offers_reach_the_host_tier(engine: Engine, bus: Bus) -> None:
