@@ -55,6 +55,8 @@ class Order:
         self._retry_at_ms = 0
         self._attempts = 0
         self._asked_from = 0
+        self._asked_for_gap = False
+        """The gap was there when the replay was asked for: the engine must have what is in it."""
         self._replay_began = False
         self._pending: dict[int, EngineBatch] = {}
         self._recent: dict[int, float] = {}
@@ -88,6 +90,7 @@ class Order:
         if not self._wanted or now_ms < self._retry_at_ms:
             return None
         self._wanted, self._asked_from = False, self.next_seq
+        self._asked_for_gap = bool(self._pending)
         self.replay, self._replay_began = number, False
         return self.next_seq
 
@@ -121,11 +124,15 @@ class Order:
         return ready + self._accept(seq, batch)
 
     def replay_done(self) -> Ready:
-        """The replay that flew is over: go on with what waited."""
+        """The replay that flew is over: go on with what waited.
+
+        A replay that brought nothing proves a loss only if the batches behind the gap had come
+        before it was asked for: else the engine may have answered before it published them.
+        """
         assert self.replay, "no replay flies"
         self.replay, self._attempts = 0, 0
         ready = self._drain()
-        if self._pending and self.next_seq == self._asked_from:
+        if self._asked_for_gap and self._pending and self.next_seq == self._asked_from:
             return self._give_up(ready)
         self._wanted = self._wanted or bool(self._pending)
         return ready

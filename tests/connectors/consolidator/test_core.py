@@ -256,6 +256,23 @@ def test_a_hole_in_a_replay_is_asked_for_again(harness: Harness) -> None:
     assert harness.live[0] == device.truth()
 
 
+def test_an_empty_replay_from_before_a_gap_does_not_prove_the_loss() -> None:
+    """1. A replay is asked for; the engine, which has nothing yet, ends it at once.
+    2. Batch 0 is lost on the way, batch 1 arrives, and only then the end of the replay.
+    3. The engine still has batch 0: it is asked for again, and nothing is lost."""
+    device, harness = Device(), Harness()
+    harness.attach(epoch=False)
+    harness.grant()
+    asked = harness.replays.pop()
+    device.publish(device.store(PROMPT[:2], 0))
+    device.publish(device.store(PROMPT, 1))
+    harness.send(EngineBatchReceived(key(), 1, device.batches[1]))
+    harness.send(ReplayDone(asked.key, asked.replay))
+    assert [replay.from_seq for replay in harness.replays] == [0]
+    harness.answer(device)
+    assert harness.live[0] == device.truth() == set(BLOCKS)
+
+
 def test_a_silent_replay_is_tried_thrice_then_done_without(harness: Harness) -> None:
     device = Device()
     harness.batch(0, stored(PROMPT))
