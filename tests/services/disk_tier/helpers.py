@@ -1,0 +1,344 @@
+"""A disk tier's core with a host tier, a disk and a clock around it. Blocks are small integers.
+
+`Disk` is the outside world: it feeds the core, checks every invariant after each step, and checks
+that what the core announces is numbered without a hole, never contradicts itself, and is what the
+table holds and what the journal would bring back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvbm_common.announcer import Announcer
+from kvbm_common.identity import SequenceHash
+from kvbm_common.slots import Block
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+from kvbm_common.wire.verbs import (
+    ArenaReply,
+    ErrorBody,
+    FilledSlot,
+    FillReply,
+    FillRequest,
+    FillSlot,
+    Hits,
+    LeasedSlot,
+    LeaseReply,
+)
+from kvbm_disk_tier.core import DiskTierCore, Limits
+from kvbm_disk_tier.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.journal import Record, Replay, encode_records, replay
+from kvbm_disk_tier.messages import (
+    Answer,
+    AppendJournal,
+    ArenaKnown,
+    Effect,
+    FillAsked,
+    HitsTold,
+    HostEvent,
+    HostSnapshot,
+    Input,
+    Journaled,
+    JournalFailed,
+    Leased,
+    LeaseFailed,
+    LeaseHost,
+    OpenStore,
+    Publish,
+    ReadDone,
+    ReadSlots,
+    Released,
+    ReleaseHost,
+    RewriteJournal,
+    StoreOpened,
+    Tick,
+    WriteFailed,
+    WriteSlots,
+    Written,
+)
+
+NAMESPACE = bytes(range(32))
+EPOCH = 7
+HOST_EPOCH = 3
+BLOCK_BYTES = 64
+SLOT_BYTES = 4096
+ARENA_SLOTS = 100
+FILL_MS = 1_000
+
+E = TypeVar("E")
+
+
+def name(number: int) -> SequenceHash:
+    """Block 7 is called 0…07."""
+    return SequenceHash(number.to_bytes(16, "big"))
+
+
+def checksum(number: int) -> int:
+    """What the right bytes of a block sum up to."""
+    return number * 1_000 + 1
+
+
+def block(number: int) -> Block:
+    """A block of the chain 1, 2, 3…"""
+    return Block(name(number), name(number - 1), NAMESPACE, checksum(number), BLOCK_BYTES)
+
+
+def numbers(blocks: Iterable[Block]) -> list[int]:
+    """Blocks back to numbers."""
+    return [int.from_bytes(block.hash, "big") for block in blocks]
+
+
+def of(entries: Iterable[object], kind: type[E]) -> list[E]:
+    """Those of one type."""
+    return [entry for entry in entries if isinstance(entry, kind)]
+
+
+def one(entries: Iterable[object], kind: type[E]) -> E:
+    """The one of this type."""
+    [entry] = of(entries, kind)
+    return entry
+
+
+def arena(
+    *, epoch: int = HOST_EPOCH, slot_bytes: int = SLOT_BYTES, staging: bool = False
+) -> ArenaReply:
+    """The host tier's arena; block n is in its slot n."""
+    return ArenaReply(
+        path="/arena", bytes=ARENA_SLOTS * SLOT_BYTES, slot_bytes=slot_bytes,
+        slot_count=ARENA_SLOTS, epoch=epoch, instance="0", staging=staging,
+    )  # fmt: skip
+
+
+def opened(slots: int, blocks: dict[int, Block] | None = None, *, records: int = 0) -> StoreOpened:
+    """A store, with what its journal says."""
+    return StoreOpened(slots, SLOT_BYTES, Replay(blocks or {}, 1, records, 0))
+
+
+class Disk:
+    """The core, the clock, the journal, and the host tier that it talks to."""
+
+    def __init__(
+        self, *, slots: int = 4, filtered: bool = False, staging: bool = False, ready: bool = True,
+        limits: Limits | None = None
+    ) -> None:  # fmt: skip
+        self.filter = FrequencyFilter(enabled=filtered)
+        self.core = DiskTierCore(
+            host="h", instance="0", epoch=EPOCH, frequency_filter=self.filter, limits=limits
+        )
+        self.slots = slots
+        self.staging = staging
+        self.now_ms = 1_000
+        self.events: list[Event] = []
+        self.announced: set[int] = set()
+        """What a reader of the events believes."""
+        self.journal: list[Record] = []
+        """What is durable."""
+        self.host = Announcer(host="h", source="host-tier-0", tier="host", epoch=HOST_EPOCH)
+        self._replies = 0
+        self._take(self.core.start())
+        if ready:
+            self.make_ready()
+
+    def make_ready(self) -> None:
+        """The arena is mapped and the store is made."""
+        effects = self.step(ArenaKnown(arena(staging=self.staging)))
+        assert one(effects, OpenStore).slot_bytes == SLOT_BYTES
+        self.step(opened(self.slots))
+
+    # --- driving ----------------------------------------------------------------------------
+
+    def step(self, event: Input) -> list[Effect]:
+        """One input; returns the effects other than announcements."""
+        effects = self._take(self.core.step(event, self.now_ms))
+        self.core.check()
+        there = set(numbers(self.core.table.blocks()))
+        expected = set() if self.core.tier.stopping else there
+        assert self.announced == expected, "the events say something else than the table"
+        return effects
+
+    def _take(self, effects: Sequence[Effect]) -> list[Effect]:
+        for effect in effects:
+            match effect:
+                case Publish(event):
+                    self._announced(event)
+                case RewriteJournal(records):
+                    self.journal = list(records)
+                case AppendJournal(None, records):
+                    self.journal += records
+                case _:
+                    pass
+        return [effect for effect in effects if not isinstance(effect, Publish)]
+
+    def _announced(self, event: Event) -> None:
+        self.events.append(event)
+        assert (event.epoch, event.seq) == (EPOCH, len(self.events))
+        match event:
+            case Cleared():
+                self.announced.clear()
+            case Stored(runs=runs):
+                stored = [int(text, 16) for run in runs for text in run.hashes]
+                assert not self.announced & set(stored), f"{stored} announced twice"
+                self.announced.update(stored)
+            case Removed(hashes=hashes):
+                removed = {int(text, 16) for text in hashes}
+                assert removed <= self.announced, "what was not there cannot leave"
+                self.announced.difference_update(removed)
+
+    def wait(self, ms: int) -> list[Effect]:
+        """Let time pass, and the core notice."""
+        self.now_ms += ms
+        return self.step(Tick())
+
+    # --- writes -----------------------------------------------------------------------------
+
+    def host_stored(self, *wanted: int) -> list[Effect]:
+        """The host tier announces a chain."""
+        effects: list[Effect] = []
+        for event in self.host.stored([block(number) for number in wanted]):
+            effects += self.step(HostEvent("0", event))
+        return effects
+
+    def hit(self, *wanted: int) -> list[Effect]:
+        """An engine asked for them again."""
+        hashes = [name(number).hex() for number in wanted]
+        return self.step(HitsTold("", Hits(namespace=NAMESPACE.hex(), hashes=hashes)))
+
+    def listed(self, *wanted: int) -> list[Effect]:
+        """The host tier's snapshot."""
+        reply = self.host.snapshot([block(number) for number in wanted])
+        return self.step(HostSnapshot("0", reply))
+
+    def leased(self, lease: LeaseHost, *missing: int) -> list[Effect]:
+        """The host tier has pinned everything but `missing`."""
+        slots = [leased_slot(number) for number in asked(lease) if number not in missing]
+        return self.step(Leased(lease.write, LeaseReply(lease=lease.write, slots=slots)))
+
+    def lease_failed(self, lease: LeaseHost, reason: str = "deadline_exceeded") -> list[Effect]:
+        """… or has not answered."""
+        return self.step(LeaseFailed(lease.write, reason))
+
+    def written(self, write: WriteSlots) -> list[Effect]:
+        """The bytes are in the file."""
+        return self.step(Written(write.write))
+
+    def write_failed(self, write: WriteSlots) -> list[Effect]:
+        """They are not."""
+        return self.step(WriteFailed(write.write, "transfer_failed"))
+
+    def released(self, release: ReleaseHost, *, valid: bool = True) -> list[Effect]:
+        """The lease had held, or not."""
+        return self.step(Released(release.write, valid))
+
+    def journaled(self, append: AppendJournal) -> list[Effect]:
+        """The records are durable."""
+        assert append.write is not None
+        self.journal += append.records
+        return self.step(Journaled(append.write))
+
+    def journal_failed(self, append: AppendJournal, *, torn: bool = False) -> list[Effect]:
+        """They are not, as far as one knows; `torn`: yet they are."""
+        assert append.write is not None
+        self.journal += append.records if torn else ()
+        return self.step(JournalFailed(append.write, "journal"))
+
+    def finish(self, effects: Sequence[Effect]) -> None:
+        """Everything goes well from here on."""
+        todo = list(effects)
+        while todo:
+            match todo.pop(0):
+                case LeaseHost() as lease:
+                    todo += self.leased(lease)
+                case WriteSlots() as write:
+                    todo += self.written(write)
+                case ReleaseHost() as release:
+                    todo += self.released(release)
+                case AppendJournal(write=int()) as append:
+                    todo += self.journaled(append)
+                case ReadSlots() as read:
+                    todo += self.read(read)
+                case _:
+                    pass
+
+    def store(self, *wanted: int) -> None:
+        """The whole way of a chain to disk."""
+        self.finish(self.host_stored(*wanted))
+
+    # --- reads ------------------------------------------------------------------------------
+
+    def fill(
+        self, *wanted: int, epoch: int = HOST_EPOCH, until_ms: int | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> list[Effect]:  # fmt: skip
+        """The host tier wants blocks; block n into arena slot n."""
+        self._replies += 1
+        targets = wanted if slots is None else slots
+        request = FillRequest(
+            epoch=epoch,
+            until_ms=self.now_ms + FILL_MS if until_ms is None else until_ms,
+            slots=[
+                FillSlot(hash=name(number).hex(), slot=slot)
+                for number, slot in zip(wanted, targets, strict=True)
+            ],
+        )
+        return self.step(FillAsked(self._replies, request))
+
+    def read(self, read: ReadSlots, *corrupt: int) -> list[Effect]:
+        """The read has ended; the bytes of `corrupt` are wrong."""
+        intact = tuple(number not in corrupt for number in numbers(read.blocks))
+        return self.step(ReadDone(read.read, intact))
+
+    # --- questions --------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was counted."""
+        return {key: count for key, count in self.core.tier.counts.items() if count}
+
+    def on_disk(self) -> dict[int, int]:
+        """Block → slot of what is committed."""
+        found = {number: self.core.table.find(name(number)) for number in self.announced}
+        return {number: slot for number, slot in found.items() if slot is not None}
+
+    def recovered(self) -> dict[int, int]:
+        """What a restart would bring back from the journal, as `on_disk`."""
+        found = replay(encode_records(self.journal), slot_count=self.slots, slot_bytes=SLOT_BYTES)
+        return {numbers([block])[0]: slot for slot, block in found.blocks.items()}
+
+
+def leased_slot(number: int, **changes: Any) -> LeasedSlot:
+    """A pinned block of the host tier."""
+    values: dict[str, Any] = {
+        "hash": name(number).hex(), "parent": name(number - 1).hex(),
+        "namespace": NAMESPACE.hex(), "slot": number, "checksum": checksum(number),
+        "bytes": BLOCK_BYTES,
+    }  # fmt: skip
+    return LeasedSlot(**(values | changes))
+
+
+def asked(lease: LeaseHost) -> list[int]:
+    """The blocks that a lease asks for."""
+    return [int(text, 16) for text in lease.request.hashes]
+
+
+def filled(effects: Sequence[Effect]) -> dict[int, str]:
+    """The one answer to a fill: block → reason, empty where all is well."""
+    reply = one(effects, Answer).reply
+    assert isinstance(reply, FillReply)
+    for slot in reply.slots:
+        if slot.ok:
+            check_filled(slot)
+    return {int(slot.hash, 16): slot.reason for slot in reply.slots}
+
+
+def check_filled(slot: FilledSlot) -> None:
+    """What is filled carries the whole truth of its block."""
+    expected = block(int(slot.hash, 16))
+    assert (slot.parent, slot.namespace) == (expected.parent.hex(), NAMESPACE.hex())
+    assert (slot.checksum, slot.bytes) == (expected.checksum, BLOCK_BYTES)
+
+
+def refusal(effects: Sequence[Effect]) -> str:
+    """The code of the one error among the answers."""
+    reply = one(effects, Answer).reply
+    assert isinstance(reply, ErrorBody)
+    return reply.code
