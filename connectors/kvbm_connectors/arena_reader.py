@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+from kvbm_common.arena import Arena, ArenaUnavailable
 from kvbm_common.errors import KvbmError
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferFailed, TransferTimeout
 from kvbm_common.wire.local import Welcome
@@ -60,20 +59,15 @@ class NixlReader:
 class MappedReader:
     """Copies out of a read-only mapping of the arena, in a thread of its own.
 
-    Raises OSError when the arena cannot be mapped from here. The mapping outlives a host tier that
-    was killed: its bytes stay what they were, and the lease's end still counts.
+    Raises ArenaUnavailable when it cannot be mapped from here. The mapping outlives a host tier
+    that was killed: its bytes stay what they were, and the lease's end still counts.
     """
 
     name = "mapped"
 
     def __init__(self, welcome: Welcome) -> None:
-        fd = os.open(welcome.arena_path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._bytes = os.fstat(fd).st_size
-            self._mapping = mmap.mmap(fd, self._bytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._view = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._arena = Arena.attach(welcome.arena_path, writable=False)
+        self._arena.populate()
         self._theirs = welcome.arena_address
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arena")
 
@@ -85,11 +79,11 @@ class MappedReader:
             raise TransferTimeout("the copy did not begin by its deadline")
         offsets = source.rows[:, 0].astype(np.int64) - self._theirs
         if int(offsets.min()) < 0 or int((offsets + source.rows[:, 1].astype(np.int64)).max()) > (
-            self._bytes
+            self._arena.bytes
         ):
             raise TransferFailed("the slots are not inside the arena")
         started = time.perf_counter()
-        ours = self._view.ctypes.data
+        ours = self._arena.address
         addresses = target.rows[:, 0].tolist()
         rows = zip(addresses, offsets.tolist(), target.rows[:, 1].tolist(), strict=True)
         for address, offset, length in rows:
@@ -97,12 +91,8 @@ class MappedReader:
         return Moved(target.bytes, time.perf_counter() - started)
 
     def close(self) -> None:
-        self._thread.submit(self._unmap)
+        self._thread.submit(self._arena.close)
         self._thread.shutdown(wait=False)
-
-    def _unmap(self) -> None:
-        self._view = np.empty(0, dtype=np.uint8)
-        self._mapping.close()
 
 
 def readers_of(
@@ -117,7 +107,7 @@ def readers_of(
         return [nixl]
     try:
         mapped = MappedReader(welcome)
-    except OSError as error:
+    except ArenaUnavailable as error:
         if wanted == "mapped":
             log.warning("the arena cannot be mapped, using NIXL: %s", error)
         return [nixl]

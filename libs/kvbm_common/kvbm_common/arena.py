@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvbm_common.errors import KvbmError
 
 # Linux 5.14; Python's mmap module does not name it, and its madvise() would hold the GIL.
+MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 # A slice takes about 20 ms to populate, which bounds how long `close` waits for the thread.
 POPULATE_SLICE_BYTES = 64 << 20
@@ -59,13 +60,15 @@ class Arena:
     Views and arrays stay valid after `close`: the memory goes when the last of them does.
     """
 
-    def __init__(self, path: Path, fd: int, *, owner: bool) -> None:
+    def __init__(self, path: Path, fd: int, *, owner: bool, writable: bool = True) -> None:
         """Takes over `fd`. Use `create` or `attach`."""
         self.path = path
         self.bytes = os.fstat(fd).st_size
         self._fd = fd
         self._owner = owner
-        self._mapping: mmap.mmap | None = mmap.mmap(fd, self.bytes)
+        self._writable = writable
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._mapping: mmap.mmap | None = mmap.mmap(fd, self.bytes, prot=protection)
         self.address: int = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
@@ -88,16 +91,16 @@ class Arena:
             raise
 
     @classmethod
-    def attach(cls, path: str | Path) -> Self:
-        """Map an arena that another process owns, for reading and writing."""
+    def attach(cls, path: str | Path, *, writable: bool = True) -> Self:
+        """Map an arena that another process owns. Raises `ArenaUnavailable`."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
             raise ArenaUnavailable(f"cannot attach {path}: {error.strerror}") from error
         if os.fstat(fd).st_size == 0:
             os.close(fd)
             raise ArenaUnavailable(f"cannot attach {path}: it is empty")
-        return cls(Path(path), fd, owner=False)
+        return cls(Path(path), fd, owner=False, writable=writable)
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +114,7 @@ class Arena:
         return np.frombuffer(self._live, dtype=np.uint8)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """A writable view of `length` bytes at `offset`."""
+        """A view of `length` bytes at `offset`, writable where the mapping is."""
         assert offset >= 0, offset
         assert offset + length <= self.bytes, (offset, length, self.bytes)
         return memoryview(self._live)[offset : offset + length]
@@ -119,7 +122,8 @@ class Arena:
     def populate(self) -> Future[None]:
         """Take the memory now, in the background, so that no transfer pays for page faults.
 
-        The arena is usable meanwhile. Fails with `ArenaNoSpace`; `close` cancels it.
+        Each process pays for its own mapping. The arena is usable meanwhile. Fails with
+        `ArenaNoSpace`; `close` cancels it.
         """
         assert self._populating is None, "populate once"
         done: Future[None] = Future()
@@ -164,11 +168,14 @@ class Arena:
         done.set_result(None)
 
     def _populate_slice(self, offset: int, length: int) -> None:
-        if _libc.madvise(self.address + offset, length, MADV_POPULATE_WRITE) == 0:
+        advice = MADV_POPULATE_WRITE if self._writable else MADV_POPULATE_READ
+        if _libc.madvise(self.address + offset, length, advice) == 0:
             return
         reason = ctypes.get_errno()
         if reason != errno.EINVAL:
             raise OSError(reason, os.strerror(reason))
+        if not self._writable:
+            return
         # An older kernel. Touching pages could undo what a transfer writes at the same moment;
         # allocating them in the file cannot, and leaves only cheap faults.
         os.posix_fallocate(self._fd, offset, length)

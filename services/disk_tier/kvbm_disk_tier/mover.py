@@ -80,6 +80,7 @@ class DiskMover:
         if self._arena is not None and epoch == self._arena_epoch:
             return
         arena = Arena.attach(path)
+        arena.populate()
         known = self._mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
         if self._arena is not None and self._arena_known is not None:
             self._retired.append((self._arena, self._arena_known))
