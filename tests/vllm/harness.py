@@ -86,6 +86,10 @@ class LiveStack:
         """The number of a service's present life."""
         return self.call(self.view.stats(kind)).epoch
 
+    def workers(self) -> set[int]:
+        """The ranks that are attached to the host tier, of whatever engine."""
+        return {worker.rank for worker in self.call(self.view.stats("host-tier")).workers}
+
     def held(self, kind: str) -> set[str]:
         """The blocks of a tier, by its own account, in hex."""
         snapshot = self.call(self.view.snapshot(kind))

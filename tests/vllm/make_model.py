@@ -3,7 +3,8 @@
 `python tests/vllm/make_model.py DIRECTORY [--layers N] [--hidden H] …`
 
 Random weights, with a spread wide enough that every token matters: with vLLM's `load_format=dummy`
-the logits are flat and wrong KV goes unnoticed. Tests speak in token ids, so there is no tokenizer.
+the logits are flat and wrong KV goes unnoticed. Tests speak in token ids; the tokenizer, in which
+token 7 is the word `t7`, is there because vLLM's server wants one.
 The same arguments make the same weights.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -38,6 +40,24 @@ def main() -> None:
     model = Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype))
     model.generation_config.eos_token_id = None  # Tests run to max_tokens.
     model.save_pretrained(arguments.directory)
+    tokenizer(arguments.vocab).save_pretrained(arguments.directory)
+
+
+def tokenizer(vocabulary: int) -> Any:
+    """One word for each token, with spaces between them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(vocabulary)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        unk_token="t0",
+        bos_token="t1",
+        eos_token="t2",
+        chat_template="{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}",
+    )
 
 
 def parse() -> argparse.Namespace:

@@ -27,6 +27,7 @@ from kvbm_connectors.vllm.namespace import Life, namespace_of, refusal_of, strea
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
+from kvbm_connectors.vllm.statistics import KvbmPromMetrics, KvbmStats, Meter
 from kvbm_connectors.vllm.worker_side import WorkerSide
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._scheduler_half: SchedulerHalf | None = None
         self._worker: WorkerSide | None = None
+        self._meter = Meter(self.counts)
         self._block_pool: Any = None
         refusal = refusal_of(vllm_config, kv_cache_config)
         if refusal:
@@ -126,6 +128,26 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None and self._scheduler_half is not None:
             counts |= self._scheduler_half.counts() | dict(self._scheduler.counts)
         return counts
+
+    def get_kv_connector_stats(self) -> KvbmStats | None:
+        """What either half has counted since it was asked last."""
+        return self._meter.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:
+        """The same, in the process that logs."""
+        return KvbmStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvbmPromMetrics:
+        """Our counters in vLLM's `/metrics`."""
+        return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- the scheduler's --------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class SchedulerSide:
 
     def _loaded(self, result: LoadResult) -> None:
         self._half.load_ended(result)
-        self.counts["loads_failed" if result.usable < len(result.intact) else "loads"] += 1
+        self.counts["loads_failed" if result.usable < len(result.intact) else "loads_intact"] += 1
         tracked = self._requests.get(result.load.request)
         if tracked is None:
             return

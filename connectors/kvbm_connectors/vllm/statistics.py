@@ -1,0 +1,79 @@
+"""Statistics: the connector's counters, in vLLM's log line and in its `/metrics`.
+
+`vllm:kvbm_connector_total{what="load_failed_blocks", …}` counts since the engine's start; the
+names are those of docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+
+@dataclass
+class KvbmStats(KVConnectorStats):  # type: ignore[misc]
+    """What has been counted since the last time."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for what, count in other.data.items():
+            self.data[what] = self.data.get(what, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class Meter:
+    """Turns counters that only grow into what was added since the last look."""
+
+    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
+        self._read = read
+        self._told: dict[str, int] = {}
+
+    def take(self) -> KvbmStats | None:
+        """What was added; None when it is nothing. Every step asks: microseconds count."""
+        counts = self._read()
+        if counts == self._told:
+            return None
+        added = {
+            what: count - self._told.get(what, 0)
+            for what, count in counts.items()
+            if count > self._told.get(what, 0)
+        }
+        self._told = dict(counts)
+        return KvbmStats(added) if added else None
+
+
+class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One counter, labelled by what it counts, beside vLLM's own labels."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counter = self._counter_cls(
+            name="vllm:kvbm_connector",
+            documentation="What the KVBM connector has counted, by `what`.",
+            labelnames=[*labelnames, "what"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for what, count in transfer_stats_data.items():
+            self._counter.labels(*labels, what).inc(count)
