@@ -1,4 +1,7 @@
-"""`python -m benchmarks [NAME …]`: run benchmarks, print tables, write results/NAME.json."""
+"""`python -m benchmarks [NAME …]`: run benchmarks, print tables, write results/NAME.json.
+
+The tables of docs/benchmarks.md are renewed, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 
 from rich.console import Console
 
-from benchmarks.harness import report
+from benchmarks.report import report
 
 NAMES = ("identity", "host_path", "disk_path", "latency")
 

@@ -1,19 +1,12 @@
-"""The harness: medians, rows that carry their reference, a table and a file of results."""
+"""The harness: medians, percentiles, and rows that carry their reference."""
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-
-RESULTS = Path(__file__).parent / "results"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,43 +57,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value that `share` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def report(name: str, rows: Sequence[Row], console: Console) -> bool:
-    """Print a table and write `results/<name>.json`; returns whether every target was met."""
-    RESULTS.mkdir(exist_ok=True)
-    document = msgspec.json.encode(rows)
-    (RESULTS / f"{name}.json").write_bytes(msgspec.json.format(document, indent=2) + b"\n")
-    table = Table(title=f"{name} ({machine()}, {datetime.now(UTC):%Y-%m-%d})", title_justify="left")
-    for column in ("what", "value", "reference", "ratio", "target", "met"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for row in rows:
-        table.add_row(
-            row.name, f"{row.value:g} {row.unit}",
-            "" if row.reference is None else f"{row.reference:g} {row.unit}",
-            "" if row.ratio is None else f"{row.ratio:.2f}",
-            "" if row.target is None else f"{row.target:g}",
-            "" if row.met is None else ("yes" if row.met else "NO"),
-        )  # fmt: skip
-    console.print(table)
-    return all(row.met is not False for row in rows)
-
-
-def machine() -> str:
-    """The machine, in words."""
-    model = "unknown processor"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{len_cores()} cores, {model}, Linux {platform.release().split('-')[0]}"
-
-
-def len_cores() -> int:
-    """Cores that this process may use."""
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 def wait_for(condition: Callable[[], bool], *, deadline_s: float, what: str) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from kvbm_common.cli import make_app
+
+from benchmarks.harness import Row
+from benchmarks.report import DOCUMENT, RESULTS, markdown
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -66,3 +70,13 @@ def test_every_count_of_a_core_is_explained() -> None:
         for name in re.findall(r"counts\[f?\"(\w+)[.\"]", path.read_text()):
             family = f"kvbm_{name.removesuffix('_total')}"
             assert {family, f"{family}_total"} & names, f"{name} of {path.name}"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_figures_are_those_of_the_results(path: Path) -> None:
+    """Goal: no figure in a document that no run has printed."""
+    rows = msgspec.json.decode(path.read_bytes(), type=list[Row])
+    section = DOCUMENT.read_text().split(f"<!-- {path.stem} -->\n")[1].split("<!-- end -->")[0]
+    title = section.split(":\n")[0]
+    assert section == markdown(title, rows)
+    assert f"ARGS={path.stem}`" in title
