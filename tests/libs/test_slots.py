@@ -311,6 +311,13 @@ class SlotsAndLeases(RuleBasedStateMachine):
             owner, "test", tuple(slots), deadline_ms=self.now_ms + 2 * len(slots)
         )
 
+    @rule(target=leases, wanted=st.lists(NUMBERS, max_size=3, unique=True), owner=OWNERS)
+    def grant_prefix(self, wanted: list[int], owner: str) -> Lease:
+        slots = self.table.pin_prefix([name(n) for n in wanted])
+        missing = next((i for i, n in enumerate(wanted) if self.table.find(name(n)) is None), None)
+        assert slots == [slot_of(self.table, n) for n in wanted[:missing]]
+        return self.lease_table.grant(owner, "test", tuple(slots), deadline_ms=self.now_ms + 2)
+
     @rule(lease=consumes(leases))
     def release(self, lease: Lease) -> None:
         ended = self.lease_table.release(lease.id)

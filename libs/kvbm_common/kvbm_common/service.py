@@ -241,6 +241,10 @@ async def _run_main(main: Main, context: ServiceContext) -> int:
     ]
     try:
         await main(context)
+    except KvbmError as error:
+        # Somebody else's mistake, which the text names: how we came there does not matter.
+        _log.error("%s: %s", context.source, error)
+        return 1
     except Exception:
         _log.exception("%s failed", context.source)
         return 1

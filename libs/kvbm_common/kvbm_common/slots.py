@@ -42,6 +42,8 @@ class SlotState(Enum):
     INACTIVE = "inactive"
     ACTIVE = "active"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and every move hashes a state.
+
 
 _TRANSITIONS: dict[tuple[SlotState, str], SlotState] = {
     (SlotState.RESET, "stage"): SlotState.STAGED,
@@ -208,12 +210,29 @@ class SlotTable:
             self.policy.hold(self.block(slot).hash)
         self._pins[slot] += 1
 
+    def pin_prefix(self, names: Iterable[SequenceHash]) -> list[int]:
+        """Pin the leading blocks of a chain that are here, each once; returns their slots."""
+        slots: list[int] = []
+        pins, hold = self._pins, self.policy.hold
+        for name in names:
+            slot = self._slot.get(name)
+            if slot is None:
+                break
+            if pins[slot] == 0:
+                self._move(slot, "pin")
+                hold(name)
+            pins[slot] += 1
+            slots.append(slot)
+        return slots
+
     def unpin(self, slots: Iterable[int]) -> None:
         """Take one pin off each slot. Give a chain in prefix order: its leaf is freed first."""
+        pins = self._pins
         for slot in reversed(list(slots)):
-            assert self._pins[slot] > 0, f"slot {slot} is not pinned"
-            self._pins[slot] -= 1
-            if self._pins[slot] == 0:
+            left = pins[slot] - 1
+            assert left >= 0, f"slot {slot} is not pinned"
+            pins[slot] = left
+            if left == 0:
                 self._free(slot)
 
     def evict(self, name: SequenceHash) -> Block:
@@ -243,8 +262,10 @@ class SlotTable:
 
     def _free(self, slot: int) -> None:
         self._move(slot, "unpin")
+        block = self._block[slot]
+        assert block is not None
         if slot not in self._discarded:
-            self.policy.free(self.block(slot).hash)
+            self.policy.free(block.hash)
             return
         self._discarded.remove(slot)
         self._move(slot, "evict")

@@ -104,13 +104,7 @@ class Onboard:
 
     def _pin_prefix(self, state: OnboardState) -> int:
         """Pin the leading blocks that are here: the common case, kept short."""
-        table = self._tier.table
-        for name in state.hashes:
-            slot = table.find(name)
-            if slot is None:
-                break
-            table.pin(slot)
-            state.slots.append(slot)
+        state.slots += self._tier.table.pin_prefix(state.hashes)
         state.run = len(state.slots)
         return state.run
 
