@@ -209,6 +209,9 @@ class DiskTierShell:
         except WireError as error:
             self._dropped.add(reason=error.kind)
             return
+        if (event.host, event.source) != (self._context.host, source):
+            self._dropped.add(reason="wrong_subject")
+            return
         self._offer(HostEvent(source.removeprefix("host-tier-"), event))
 
     def _offer(self, event: Input) -> None:

@@ -189,14 +189,18 @@ class Store:
         path = self._path("slots")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            file_system = os.statvfs(self.options.directory)
+            free = file_system.f_bavail * file_system.f_frsize + os.fstat(fd).st_blocks * 512
+            # Asked first: an allocation that fails has taken the whole disk for a moment.
+            if size > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(fd, 0)
             self._allocate(fd, size)
         except OSError as error:
             os.ftruncate(fd, 0)
-            free = os.statvfs(self.options.directory)
             raise StoreError(
-                f"no room for {size} bytes in {self.options.directory} "
-                f"({free.f_bavail * free.f_frsize} free): lower DYN_KVBM_DISK_CACHE_GB ({error})"
+                f"no room for {size} bytes in {self.options.directory} ({free} free): lower "
+                f"DYN_KVBM_DISK_CACHE_GB or make room ({error.strerror})"
             ) from error
         finally:
             os.close(fd)

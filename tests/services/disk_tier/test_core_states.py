@@ -222,7 +222,6 @@ class Everything(RuleBasedStateMachine):
     @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "rotten", "failed"]))
     def end_read(self, data: st.DataObject, outcome: str) -> None:
         read = self.one_of(data, self.reads)
-        rotten = outcome == "rotten"
         if outcome == "failed":
             self.take(self.disk.step(ReadFailed(read.read, "transfer_timeout")))
             return
