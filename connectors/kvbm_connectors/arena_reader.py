@@ -7,6 +7,7 @@ and processor, so a worker begins with the mapping and measures both while it wo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -14,9 +15,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from kvbm_common.arena import Arena, ArenaUnavailable
 from kvbm_common.errors import KvbmError
-from kvbm_common.nixl import Moved, MoverThread, Spans, TransferFailed, TransferTimeout
+from kvbm_common.nixl import (
+    Moved,
+    MoverClosed,
+    MoverThread,
+    Registration,
+    Spans,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
 from kvbm_common.wire.local import Welcome
 
 log = logging.getLogger(__name__)
@@ -72,7 +83,12 @@ class MappedReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arena")
 
     def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
-        return self._thread.submit(self._copy, target, source, time.monotonic() + deadline_s)
+        try:
+            return self._thread.submit(self._copy, target, source, time.monotonic() + deadline_s)
+        except RuntimeError:  # Closed, since the arena is another one by now.
+            refused: Future[Moved] = Future()
+            refused.set_exception(MoverClosed("the mapping is closed"))
+            return refused
 
     def _copy(self, target: Spans, source: Spans, deadline: float) -> Moved:
         if time.monotonic() >= deadline:
@@ -91,8 +107,9 @@ class MappedReader:
         return Moved(target.bytes, time.perf_counter() - started)
 
     def close(self) -> None:
-        self._thread.submit(self._arena.close)
-        self._thread.shutdown(wait=False)
+        with contextlib.suppress(RuntimeError):  # Closed before.
+            self._thread.submit(self._arena.close)
+        self._thread.shutdown(wait=True)
 
 
 def readers_of(
@@ -107,7 +124,7 @@ def readers_of(
         return [nixl]
     try:
         mapped = MappedReader(welcome)
-    except ArenaUnavailable as error:
+    except (ArenaUnavailable, OSError) as error:  # OSError: no room in our address space.
         if wanted == "mapped":
             log.warning("the arena cannot be mapped, using NIXL: %s", error)
         return [nixl]
@@ -125,17 +142,41 @@ def _gb_per_s(reader: ArenaReader, mover: MoverThread, welcome: Welcome) -> floa
     """The best of a few reads of the arena's beginning; 0 when it cannot be read this way."""
     size = min(PROBE_BYTES, welcome.slot_bytes * welcome.slot_count)
     scratch = np.zeros(size, dtype=np.uint8)
-    address = scratch.ctypes.data
+    target = Spans.of([scratch.ctypes.data], size)
+    source = Spans.of([welcome.arena_address], size)
+    known: Registration | None = None
+    settling: Future[None] | None = None
+    best = 0.0
     try:
-        known = mover.register_memory(address, size).result(PROBE_DEADLINE_S)
-        target, source = Spans.of([address], size), Spans.of([welcome.arena_address], size)
-        best = 0.0
+        known = mover.register_memory(scratch.ctypes.data, size).result(PROBE_DEADLINE_S)
         for _ in range(PROBE_ROUNDS):
             started = time.perf_counter()
             reader.read(target, source, deadline_s=PROBE_DEADLINE_S).result(2 * PROBE_DEADLINE_S)
             best = max(best, size / (time.perf_counter() - started) / 1e9)
-        mover.deregister(known).result(PROBE_DEADLINE_S)
-        return round(best, 2)
     except (KvbmError, TimeoutError) as error:
         log.warning("the arena cannot be read by %s: %s", reader.name, error)
-        return 0.0
+        settling = error.settling if isinstance(error, TransferError) else None
+        best = 0.0
+    _give_up(scratch, known, mover, settling)
+    return round(best, 2)
+
+
+def _give_up(
+    scratch: npt.NDArray[np.uint8],
+    known: Registration | None,
+    mover: MoverThread,
+    settling: Future[None] | None,
+) -> None:
+    """Free the memory of a probe when no late byte can reach it any more."""
+    if known is None:
+        return
+    registration = known
+
+    def free(_: object = None) -> None:
+        assert len(scratch)  # Kept until here.
+        mover.deregister(registration)
+
+    if settling is None:
+        free()
+    else:
+        settling.add_done_callback(free)

@@ -164,8 +164,9 @@ class ConnectorCore:
         Idempotent: asking again with the same hashes changes nothing. Other hashes start anew.
         """
         state = self._requests.get(request)
-        if state is not None and (state.hashes != tuple(hashes) or state.stage is Stage.LOST):
-            self._forget(request)
+        over = state is not None and state.stage in (Stage.LOST, Stage.LOADING)
+        if state is not None and (over or state.hashes != tuple(hashes)):
+            self._forget(request)  # A load in flight goes on; whoever asks under it starts anew.
             state = None
         if state is None:
             return self._ask(request, hashes, now_ms), self._take_effects()

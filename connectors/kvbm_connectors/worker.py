@@ -21,6 +21,7 @@ from kvbm_common.checksum import block_checksum, parts_checksum
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.layout import chunks_of, device_pieces, part_bytes, slot_pieces
+from kvbm_common.logs import OncePerKind
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 from kvbm_common.wire.local import (
     Beat,
@@ -90,6 +91,7 @@ class WorkerHalf:
         self._onboard_mover = onboard_mover
         self._verify_next = 0
         self._on_news = on_news
+        self._limiter = OncePerKind(log)
         self._mover = MoverThread(f"{engine}-{incarnation}-{rank}")
         for region in regions:
             # Not beyond the last piece: regions may be interleaved up to the end of a storage.
@@ -102,6 +104,7 @@ class WorkerHalf:
         self._lock = threading.Lock()
         self._ended: deque[LoadResult] = deque()
         self._loading = 0
+        self._closed = False
         hello = Hello(
             engine=engine,
             incarnation=incarnation,
@@ -128,7 +131,9 @@ class WorkerHalf:
         self._thread.start()
 
     def close(self) -> None:
-        """End both threads; loads in flight fail."""
+        """End both threads; loads in flight end first, or fail."""
+        with self._lock:
+            self._closed = True
         self._thread.close()
         for reader in self._readers:
             reader.close()
@@ -144,9 +149,12 @@ class WorkerHalf:
         """Pull the blocks of a load. Its result comes once, by `drain_ended`, whatever happens."""
         with self._lock:
             welcome, reader = self._welcome, self._reader
+            is_closed = self._closed
             self._loading += 1
         left_s = (load.deadline_ms - _now_ms()) / 1000
-        if welcome is None or reader is None or welcome.epoch != load.epoch:
+        if is_closed:
+            self._end(_failed(load, "closed"))
+        elif welcome is None or reader is None or welcome.epoch != load.epoch:
             self._end(_failed(load, "arena_changed"))
         elif left_s <= 0:
             self._end(_failed(load, "lease_ended"))
@@ -186,18 +194,23 @@ class WorkerHalf:
 
     def _chunk_ended(self, pulling: _Pulling, chunk: slice, future: Future[Moved]) -> None:
         """In the verifier's one thread, so that a load's chunks end one after the other."""
-        error = future.exception()
-        if error is not None:
-            pulling.reason = error.code if isinstance(error, KvbmError) else type(error).__name__
-        else:
-            pulling.seconds += future.result().seconds
-            corrupt = self._corrupt(pulling.load, chunk)
-            pulling.corrupt |= corrupt
-            for index in range(chunk.start, chunk.stop):
-                pulling.intact[index] = index not in corrupt
+        try:
+            self._take_chunk(pulling, chunk, future.result())
+        except KvbmError as error:
+            pulling.reason = error.code
+        except Exception as error:  # The engine waits for the end of this load, whatever it is.
+            log.exception("load of %s: a chunk could not be taken", pulling.load.request)
+            pulling.reason = type(error).__name__
         pulling.chunks_left -= 1
         if pulling.chunks_left == 0:
             self._end(self._result(pulling))
+
+    def _take_chunk(self, pulling: _Pulling, chunk: slice, moved: Moved) -> None:
+        pulling.seconds += moved.seconds
+        corrupt = self._corrupt(pulling.load, chunk)
+        pulling.corrupt |= corrupt
+        for index in range(chunk.start, chunk.stop):
+            pulling.intact[index] = index not in corrupt
 
     def _result(self, pulling: _Pulling) -> LoadResult:
         load = pulling.load
@@ -222,7 +235,7 @@ class WorkerHalf:
     def _end(self, result: LoadResult) -> None:
         if result.reason:
             self.counts[f"loads_failed.{result.reason}"] += 1
-            log.warning("load of %s failed: %s", result.load.request, result.reason)
+            self._limiter.warning(result.reason, f"load of {result.load.request} failed")
         with self._lock:
             self._ended.append(result)
             self._loading -= 1

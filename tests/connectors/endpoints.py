@@ -58,6 +58,17 @@ class Endpoint(Generic[Heard, Said]):
                 return message
         raise TimeoutError(f"no {kind.__name__}")
 
+    def welcome(self, kind: type[T], message: Said, done: Callable[[], object]) -> None:
+        """Answer every greeting until it has been heard: a link may have taken another socket."""
+        give_up_s = time.monotonic() + DEADLINE_S
+        while not done():
+            if time.monotonic() > give_up_s:
+                raise TimeoutError
+            if self._socket.poll(10):
+                self.peer, payload = self._socket.recv_multipart()
+                if isinstance(self._decode.decode(payload), kind):
+                    self.say(message)
+
     def say(self, message: Said) -> None:
         """Answer who was heard last."""
         self.send(self._encode.encode(message))
@@ -79,7 +90,7 @@ def consolidator(endpoint: str) -> Endpoint[ToConsolidator, FromConsolidator]:
 
 def welcome(epoch: int = 7, **changes: Any) -> Welcome:
     """A host tier's welcome."""
-    fields = {
+    fields: dict[str, Any] = {
         "host": "h", "instance": "host-tier-0", "epoch": epoch, "agent": b"agent",
         "arena_address": 4096, "arena_path": "/nowhere", "slot_bytes": 4096, "slot_count": 4,
         "beat_ms": 1000,

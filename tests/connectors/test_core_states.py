@@ -216,14 +216,14 @@ class Everything(RuleBasedStateMachine):
         engine.wait(LIMITS.offer_deadline_ms)
         assert not engine.held
         engine.wait(LEASE_MS)
-        for request, state in list(engine.core._requests.items()):
-            if state.stage is not Stage.LOST:
-                assert engine.look_up(*numbers(state.hashes), request=request) is not None
         while engine.loads:
             load = engine.loads.pop()
             if load.epoch != engine.core.epoch:
                 engine.leased.discard(load.lease)
             engine.load_ended(load)
+        for request, state in list(engine.core._requests.items()):
+            if state.stage is not Stage.LOST:
+                assert engine.look_up(*numbers(state.hashes), request=request) is not None
         for request in ("r", "s", "t"):
             engine.drop(request)
             engine.forget(request)
@@ -231,5 +231,5 @@ class Everything(RuleBasedStateMachine):
         assert not engine.leased
 
 
-Everything.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+Everything.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestEverything = Everything.TestCase

@@ -153,8 +153,8 @@ def test_an_offer_that_nobody_answers_ends_by_its_deadline(
     """Nobody calls: the link thread's clock ends it, and rings."""
     offer = half.offer([RUN])
     assert offer is not None
-    ended: list[OfferEnded] = []
-    wait_for(lambda: ended.extend(half.drain_ended()) or ended)
+    while not (ended := half.drain_ended()):
+        assert half.news.acquire(timeout=10)
     assert ended == [OfferEnded(offer, 0)]
     assert half.counts()["offers_ended.deadline"] == 1
 
@@ -209,9 +209,7 @@ def test_a_host_tier_that_dies_and_lives_again(half: Half, monkeypatch: pytest.M
     assert load.epoch == EPOCH
     half.load_ended(LoadResult(load, (False, False), reason="arena_changed"))
     with host_tier(half.host_endpoint) as host:
-        host.hear(Hello)
-        host.say(welcome(EPOCH + 1))
-        wait_for(lambda: half.epoch == EPOCH + 1)
+        host.welcome(Hello, welcome(EPOCH + 1), lambda: half.epoch == EPOCH + 1)
         assert half.lookup("r", NAMES) is None
         host.say(answer(host.hear(Lookup).lookup, 1, epoch=EPOCH + 1))
         assert half.hit() == Hit(1, host=1)

@@ -1,0 +1,179 @@
+"""The worker half when time runs out, arenas change, peers die or a host tier is confused."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kvbm_common.arena import Arena
+from kvbm_common.nixl import Moved, PeerLost, Spans, TransferTimeout
+from kvbm_common.wire.local import Found, Hello, Pulled
+
+from tests.connectors.endpoints import DEADLINE_S, host_tier, wait_for, welcome
+from tests.connectors.helpers import EPOCH
+from tests.connectors.ranks import (
+    BLOCK_BYTES,
+    SIZE,
+    SLOT_COUNT,
+    THEIRS,
+    Host,
+    Rank,
+    load,
+)
+from tests.libs.nixl_owner import Owner
+
+# --- time, and arenas that change ---------------------------------------------------------------
+
+
+class Held:
+    """A reader whose reads end when the test says so."""
+
+    name = "held"
+
+    def __init__(self) -> None:
+        self.reads: list[Future[Moved]] = []
+
+    def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+        self.reads.append(Future())
+        return self.reads[-1]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_lease_that_runs_out_under_the_copy_fails_the_load(rank: Rank, host: Host) -> None:
+    """The bytes may be another block's by then, however good they look."""
+    reader = rank._reader = Held()
+    late = load([1, 2], in_ms=30)
+    rank.start_load(late)
+    wait_for(lambda: time.monotonic_ns() // 1_000_000 >= late.deadline_ms)
+    reader.reads[0].set_result(Moved(2 * BLOCK_BYTES, 0.001))
+    result = rank.result()
+    assert (result.intact, result.reason, result.usable) == ((False, False), "lease_ended", 0)
+    assert "bytes.h2d" not in rank.counts
+
+
+def test_a_lease_that_has_run_out_is_not_even_read(rank: Rank, host: Host) -> None:
+    reader = rank._reader = Held()
+    rank.start_load(load([1], in_ms=-1))
+    assert rank.result().reason == "lease_ended"
+    assert reader.reads == []
+
+
+def test_a_load_ends_when_no_late_byte_can_reach_its_blocks(rank: Rank, host: Host) -> None:
+    """1. The read times out and drains: the engine may not reuse the blocks. 2. It has settled."""
+    reader = rank._reader = Held()
+    settling: Future[None] = Future()
+    rank.start_load(load([1]))
+    reader.reads[0].set_exception(TransferTimeout("late", settling))
+    rank._verifier.submit(lambda: None).result(DEADLINE_S)
+    assert rank.drain_ended() == []
+    assert rank.loading == 1
+    settling.set_result(None)
+    assert rank.result().reason == "transfer_timeout"
+
+
+def test_a_peer_that_dies_fails_what_it_had_not_sent(tmp_path: Path) -> None:
+    """kill -9 of the arena's owner; the next load fails, and says why."""
+    rank = Rank(tmp_path, mover="nixl")
+    with Owner(SIZE, os.environ) as dying, host_tier(rank.endpoint) as host:
+        rank.meet(host, arena_address=dying.address, agent=dying.metadata)
+        rank.start_load(load([1]))
+        assert rank.result().intact == (True,)
+        dying.process.kill()
+        dying.process.wait(DEADLINE_S)
+        rank.start_load(load([1, 2], in_ms=2_000))
+        result = rank.result()
+        assert result.intact == (False, False)
+        assert result.reason in ("peer_lost", "transfer_timeout", "lease_ended")
+        rank.close()
+
+
+def test_a_peer_that_was_lost_fails_the_blocks_of_its_chunk(rank: Rank, host: Host) -> None:
+    reader = rank._reader = Held()
+    rank.start_load(load([1, 2]))
+    reader.reads[0].set_exception(PeerLost("gone"))
+    assert rank.result().reason == "peer_lost"
+    assert rank.counts["loads_failed.peer_lost"] == 1
+
+
+def test_a_load_of_another_arena_fails(
+    rank: Rank, host: Host, arena: Arena, owner: Owner, tmp_path: Path
+) -> None:
+    """1. Of a life that is to come, or has gone. 2. A new life: its arena is read, not the old."""
+    rank.start_load(load([1], epoch=EPOCH + 1))
+    assert rank.result().reason == "arena_changed"
+    with Arena.create(tmp_path, "another", SIZE) as another:
+        another.array[:] = 3
+        host.say(welcome(EPOCH + 1, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT,
+                         arena_path=str(another.path), arena_address=THEIRS,
+                         agent=owner.metadata))  # fmt: skip
+        wait_for(lambda: rank._welcome is not None and rank._welcome.epoch == EPOCH + 1)
+        rank.start_load(load([1]))
+        assert rank.result().reason == "arena_changed"
+        rank.start_load(load([1], epoch=EPOCH + 1, expected=another.array))
+        assert rank.result().intact == (True,)
+        assert (rank.memory[0] == 3).all()
+
+
+def test_before_the_welcome_and_after_the_end_every_load_fails(tmp_path: Path) -> None:
+    """Nobody waits for ever, and nobody gets an exception."""
+    rank = Rank(tmp_path)
+    rank.start_load(load([1]))
+    assert rank.result().reason == "arena_changed"
+    rank.start()
+    rank.close()
+    rank.start_load(load([1]))
+    assert rank.result().reason == "closed"
+
+
+def test_a_load_in_flight_ends_with_the_worker(rank: Rank, host: Host) -> None:
+    """Its copy waits for its turn when the engine stops: it ends first."""
+    held = threading.Event()
+    reader = rank._readers[0]
+    reader._thread.submit(held.wait, DEADLINE_S)  # type: ignore[attr-defined]
+    rank.start_load(load([1]))
+    closing = threading.Thread(target=rank.close)
+    closing.start()
+    held.set()
+    closing.join(DEADLINE_S)
+    assert rank.result().intact == (True,)
+
+
+# --- confused host tiers ------------------------------------------------------------------------
+
+
+def test_metadata_that_is_none_leaves_the_worker_without_an_arena(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so, and lives: the next life of the host tier is another chance."""
+    rank = Rank(tmp_path)
+    with host_tier(rank.endpoint) as host:
+        rank.start()
+        host.hear(Hello)
+        host.say(welcome(EPOCH, agent=b"garbage"))
+        wait_for(lambda: "cannot be reached" in caplog.text)
+        rank.start_load(load([1]))
+        assert rank.result().reason == "arena_changed"
+        rank.close()
+
+
+def test_what_is_not_for_a_worker_is_passed_over(rank: Rank, host: Host) -> None:
+    """A confused host tier answers lookups to the wrong half."""
+    host.say(Pulled(offer=1, pulled=1, skipped=0))
+    host.say(Found(lookup=1, epoch=EPOCH, lease=0, slots=[], checksums=[], block_bytes=0))
+    host.send(b"garbage")
+    wait_for(lambda: rank._link.counts["dropped.malformed"])
+    rank.start_load(load([1]))
+    assert rank.result().intact == (True,)
+
+
+@pytest.mark.parametrize("slots", [[SLOT_COUNT], [1, 2**40]])
+def test_slots_beyond_the_arena_fail(rank: Rank, host: Host, slots: list[int]) -> None:
+    rank.start_load(replace(load([1] * len(slots)), slots=tuple(slots)))
+    assert not any(rank.result().intact)
