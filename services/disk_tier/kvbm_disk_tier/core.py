@@ -130,7 +130,7 @@ class DiskTierCore:
             case ArenaFailed():
                 self._asking_arena = False
             case Leased():
-                self.writes.leased(event, now_ms)
+                self.writes.leased(event)
             case LeaseFailed(write, reason):
                 self.writes.lease_failed(write, reason)
             case Written(write):
@@ -167,7 +167,7 @@ class DiskTierCore:
             self.tier.fit_store(now_ms)
         if self.tier.stopping:
             self.writes.forget_pending()
-        self.writes.advance(beside_reads=len(self.reads) > 0)
+        self.writes.advance(now_ms, beside_reads=len(self.reads) > 0)
         self.tier.rewrite_long_journal(self.writes.committing())
 
     # --- the host tier ----------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Limits:
     """Every bound of the core, from the configuration."""
 
     writes_max: int = 4
-    """Batches being leased or written."""
+    """Batches being written; as many are leased ahead."""
     writes_beside_reads_max: int = 1
     """Onboarding goes ahead of offloading: while reads are in flight, writes hold back."""
     commits_max: int = 16

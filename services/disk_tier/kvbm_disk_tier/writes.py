@@ -1,11 +1,12 @@
 """Writes, G2 → G3: which blocks deserve the disk, and their way there.
 
-    pending --> LEASING --leased--> WRITING --written--> RELEASING --valid--> JOURNALING --> stored
-                   |                   |                     |                    |
-                   +----- nothing there, failed, lease lost, journal failed ------+--> aborted
+    pending --> LEASING --> LEASED --> WRITING --> RELEASING --valid--> JOURNALING --> stored
+                   |          |           |            |                    |
+                   +--- nothing there, failed, lease lost, journal failed --+--> aborted
 
-A block is announced only when its record is in the journal. A batch that is written makes way for
-the next one: the disk writes on while host tier and journal confirm.
+A block is announced only when its record is in the journal. The disk never waits for the host tier:
+as many batches as may be written are leased ahead, and one that is written makes way for the next
+while host tier and journal confirm it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ class Phase(Enum):
     """Where a write is in the drawing above."""
 
     LEASING = "leasing"
+    LEASED = "leased"
     WRITING = "writing"
     RELEASING = "releasing"
     JOURNALING = "journaling"
 
 
-FLYING = (Phase.LEASING, Phase.WRITING)
-"""The phases that use the disk's bandwidth, or are about to."""
+AHEAD = (Phase.LEASING, Phase.LEASED)
+COMMITTING = (Phase.RELEASING, Phase.JOURNALING)
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class Write:
     names: list[SequenceHash]
     phase: Phase = Phase.LEASING
     lease: int = 0
+    leased: Sequence[LeasedSlot] = ()
+    """Arena slots that the host tier has pinned for it."""
     slots: list[tuple[int, Block]] = field(default_factory=list)
     """Staged file slots and what is being written into them."""
 
@@ -104,55 +108,67 @@ class Writes:
 
     # --- the way ----------------------------------------------------------------------------
 
-    def advance(self, *, beside_reads: bool) -> None:
-        """Start as many writes as may fly."""
-        limits, arena = self._tier.limits, self._tier.arena
+    def advance(self, now_ms: int, *, beside_reads: bool) -> None:
+        """Write as many batches as may be written, and lease as many ahead."""
+        limits = self._tier.limits
         fly_max = limits.writes_beside_reads_max if beside_reads else limits.writes_max
-        while self._pending and self._may_start(fly_max):
-            assert arena is not None
-            count = min(limits.batch_blocks_max, len(self._pending))
-            names = [self._pending.popitem(last=False)[0] for _ in range(count)]
-            write_id = self._tier.take_id()
-            self._writes[write_id] = Write(arena.instance, arena.epoch, names)
-            self._writing.update(names)
-            request = LeaseRequest(
-                owner=self._tier.announcer.source,
-                epoch=arena.epoch,
-                hashes=hashes_to_hex(names),
-                lease_ms=limits.lease_ms,
-            )
-            self._tier.emit(LeaseHost(write_id, arena.instance, request))
+        for write_id in [i for i, write in self._writes.items() if write.phase is Phase.LEASED]:
+            if self._count(Phase.WRITING) < fly_max:
+                self._begin(write_id, now_ms)
+        while self._pending and self._may_lease(fly_max):
+            self._lease()
 
-    def _may_start(self, fly_max: int) -> bool:
-        flying = sum(write.phase in FLYING for write in self._writes.values())
-        committing = len(self._writes) - flying
-        free = flying < fly_max and committing < self._tier.limits.commits_max
+    def _count(self, *phases: Phase) -> int:
+        return sum(write.phase in phases for write in self._writes.values())
+
+    def _may_lease(self, fly_max: int) -> bool:
+        committing = self._count(*COMMITTING)
+        free = self._count(*AHEAD) < fly_max and committing < self._tier.limits.commits_max
         return free and self._tier.fits() and self._tier.table.room() > 0
 
-    def leased(self, event: Leased, now_ms: int) -> None:
-        """The host tier holds what it had of the batch: write that."""
+    def _lease(self) -> None:
+        tier, arena = self._tier, self._tier.arena
+        assert arena is not None
+        count = min(tier.limits.batch_blocks_max, len(self._pending))
+        names = [self._pending.popitem(last=False)[0] for _ in range(count)]
+        write_id = tier.take_id()
+        self._writes[write_id] = Write(arena.instance, arena.epoch, names)
+        self._writing.update(names)
+        request = LeaseRequest(
+            owner=tier.announcer.source,
+            epoch=arena.epoch,
+            hashes=hashes_to_hex(names),
+            lease_ms=tier.limits.lease_ms,
+        )
+        tier.emit(LeaseHost(write_id, arena.instance, request))
+
+    def leased(self, event: Leased) -> None:
+        """The host tier holds what it had of the batch: that waits for its turn."""
         write = self._writes[event.write]
-        write.lease = event.reply.lease
-        wanted = self._wanted(write, event.reply.slots)
-        room = self._tier.make_room(len(wanted))
-        self._tier.counts["dropped.write_no_room"] += len(wanted) - room
+        write.phase = Phase.LEASED
+        write.lease, write.leased = event.reply.lease, event.reply.slots
+
+    def _begin(self, write_id: int, now_ms: int) -> None:
+        write, tier = self._writes[write_id], self._tier
+        wanted = self._wanted(write, write.leased)
+        room = tier.make_room(len(wanted))
+        tier.counts["dropped.write_no_room"] += len(wanted) - room
         for block, source in wanted[:room]:
-            target = self._tier.table.stage(block.hash)
+            target = tier.table.stage(block.hash)
             assert target is not None
             write.slots.append((target, block))
-            note = f"being written from slot {source} to {target}"
-            self._tier.diary.note(now_ms, note, block.hash)
+            tier.diary.note(now_ms, f"being written from slot {source} to {target}", block.hash)
         if not write.slots:
-            self._release(event.write)
+            self._release(write_id)
             return
         write.phase = Phase.WRITING
-        self._tier.emit(
+        tier.emit(
             WriteSlots(
-                event.write,
+                write_id,
                 write.epoch,
                 tuple(source for _, source in wanted[:room]),
                 tuple(target for target, _ in write.slots),
-                self._tier.slot_bytes,
+                tier.slot_bytes,
             )
         )
 
@@ -249,9 +265,9 @@ class Writes:
     def check(self) -> None:
         """Assert every invariant."""
         limits = self._tier.limits
-        flying = sum(write.phase in FLYING for write in self._writes.values())
-        assert flying <= limits.writes_max
-        assert len(self._writes) <= limits.writes_max + limits.commits_max
+        assert self._count(Phase.WRITING) <= limits.writes_max
+        assert self._count(*AHEAD) <= limits.writes_max
+        assert len(self._writes) <= 2 * limits.writes_max + limits.commits_max
         assert len(self._pending) <= limits.pending_max
         assert self._writing == {n for write in self._writes.values() for n in write.names}
         assert not self._writing & self._pending.keys()

@@ -117,9 +117,9 @@ def test_what_is_on_disk_pending_or_being_written_is_not_written_twice() -> None
     disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1))
     lease = one(disk.host_stored(1, 2), LeaseHost)
     assert disk.host_stored(1, 2) == []
-    write = one(disk.leased(lease), WriteSlots)
+    effects = disk.leased(lease)
     assert disk.hit(1, 2) == []
-    disk.finish(disk.written(write))
+    disk.finish(effects)
     assert disk.announced == {1, 2}
     assert disk.listed(1, 2) == []
     assert disk.host_stored(1) == []
@@ -134,29 +134,60 @@ def test_a_snapshot_does_not_count_what_was_announced_already() -> None:
     assert asked(one(disk.hit(2), LeaseHost)) == [2]
 
 
-def test_writes_have_limits_and_what_is_pending_goes_on() -> None:
-    """Two batches of two fly, the fifth block waits for one of them to be written."""
-    disk = Disk(slots=8, limits=Limits(writes_max=2, batch_blocks_max=2))
+def test_writes_have_limits_and_as_many_are_leased_ahead() -> None:
+    """Two batches are written and two leased, of one block each; the fifth block waits."""
+    disk = Disk(slots=8, limits=Limits(writes_max=2, batch_blocks_max=1))
     leases = of(disk.host_stored(1, 2, 3, 4, 5), LeaseHost)
-    assert [asked(lease) for lease in leases] == [[1, 2], [3, 4]]
-    write = one(disk.leased(leases[0]), WriteSlots)
-    effects = disk.written(write)
+    assert [asked(lease) for lease in leases] == [[1], [2]]
+    writes: list[WriteSlots] = []
+    for lease in leases:
+        effects = disk.leased(lease)
+        writes += of(effects, WriteSlots)
+        leases += of(effects, LeaseHost)
+    assert [write.sources for write in writes] == [(1,), (2,)]
+    assert [asked(lease) for lease in leases[2:]] == [[3], [4]]
+    effects = disk.written(writes[0])
+    assert one(effects, WriteSlots).sources == (3,), "the disk does not wait"
     assert asked(one(effects, LeaseHost)) == [5]
-    disk.finish([*effects, leases[1]])
+    disk.finish([*effects, *disk.written(writes[1])])
     assert disk.announced == {1, 2, 3, 4, 5}
 
 
-def test_a_written_batch_makes_way_for_the_next_up_to_a_limit() -> None:
-    """One batch may fly, two may wait for the journal: the fourth has to wait."""
+def test_what_waits_for_the_journal_is_limited_too() -> None:
+    """One is written, one leased ahead, and two confirm: nothing more is leased."""
     disk = Disk(slots=8, limits=Limits(writes_max=1, batch_blocks_max=1, commits_max=2))
-    effects = disk.host_stored(1, 2, 3, 4)
+    effects = disk.host_stored(1, 2, 3, 4, 5, 6, 7)
     releases: list[ReleaseHost] = []
-    while leases := of(effects, LeaseHost):
-        effects = disk.written(one(disk.leased(leases[0]), WriteSlots))
-        releases += of(effects, ReleaseHost)
-    assert len(releases) == 2
-    append = one(disk.released(releases[0]), AppendJournal)
-    assert asked(one(disk.journaled(append), LeaseHost)) == [3]
+    leased = 0
+    todo = list(effects)
+    while todo:
+        match todo.pop(0):
+            case LeaseHost() as lease:
+                leased += 1
+                todo += disk.leased(lease)
+            case WriteSlots() as write:
+                todo += disk.written(write)
+            case ReleaseHost() as release:
+                releases.append(release)
+            case _:
+                pass
+    assert leased == len(releases) == 3
+    disk.finish(releases)
+    assert disk.announced == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_a_lease_that_waited_while_the_arena_changed_is_not_written() -> None:
+    """Its turn comes in another life of the host tier: those slots are gone."""
+    disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1))
+    effects = disk.leased(one(disk.host_stored(1, 2), LeaseHost))
+    disk.leased(one(effects, LeaseHost))
+    disk.step(ArenaKnown(arena(epoch=HOST_EPOCH + 1)))
+    effects = disk.written(one(effects, WriteSlots))
+    assert of(effects, WriteSlots) == []
+    for release in of(effects, ReleaseHost):
+        disk.released(release, valid=False)
+    assert disk.core.idle()
+    assert disk.announced == set()
 
 
 def test_pending_blocks_are_bounded_and_the_oldest_go() -> None:
@@ -538,9 +569,10 @@ def test_a_rewrite_keeps_what_fails_later_out(monkeypatch: pytest.MonkeyPatch) -
 
 def test_after_the_last_cleared_nothing_is_announced_or_begun() -> None:
     """What flies ends in silence, and is back after the restart."""
-    disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1))
+    disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1, writes_beside_reads_max=1))
     disk.store(1)
-    write = writing(disk, 2, 3)
+    effects = disk.leased(one(disk.host_stored(2, 3, 4), LeaseHost))
+    write, ahead = one(effects, WriteSlots), one(effects, LeaseHost)
     read = one(disk.fill(1), ReadSlots)
     last = disk.core.stop()
     disk._take(last)
@@ -548,6 +580,7 @@ def test_after_the_last_cleared_nothing_is_announced_or_begun() -> None:
     assert disk.core.snapshot().parts == []
     assert refusal(disk.fill(1)) == "stopping"
     assert filled(disk.read(read)) == {1: ""}
+    disk.lease_failed(ahead)
     disk.finish(disk.written(write))
     assert len(disk.events) == disk.core.snapshot().seq
     assert disk.core.idle()
