@@ -280,7 +280,9 @@ async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
     """Goal: NATS comes back with an empty store, and its sequences start again from 1."""
     import shutil
 
-    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+    lost: list[str] = []
+    reading = bus.event_subscription(on_stream_lost=lambda: lost.append("stream"))
+    async with publishing(bus) as publisher, reading as subscription:
         put(publisher, 1, 50)
         await read(subscription, until=50)
         await publisher.flush(deadline_s=DEADLINE_S)
@@ -289,6 +291,7 @@ async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
         await nats_server.start()
         put(publisher, 51, 53)
         assert await read(subscription, until=53) == [51, 52, 53]
+        assert lost == ["stream"]
 
 
 async def test_same_event_is_stored_once(bus: Bus) -> None:

@@ -243,9 +243,12 @@ class Bus:
         start: Start = "all",
         subject: str = EVENTS.subjects[0],
         spec: StreamSpec = EVENTS,
+        on_stream_lost: Callable[[], None] = lambda: None,
     ) -> EventSubscription:
         """A subscription to events, in batches, that survives everything."""
-        return EventSubscription(self, spec, subject=subject, start=start)
+        return EventSubscription(
+            self, spec, subject=subject, start=start, on_stream_lost=on_stream_lost
+        )
 
     # ---- Link: what JetStream needs ----------------------------------------------------------
 

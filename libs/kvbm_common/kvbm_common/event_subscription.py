@@ -5,7 +5,8 @@ position in the stream and in the consumer. A hole in the second means that some
 the way; silence (no message and no heartbeat) means that the consumer is gone. Either way, and
 after every reconnection, a new consumer continues after the last position delivered. If the stream
 itself is another one (deleted, or NATS lost its store), delivery restarts from its beginning:
-readers know their events by (source, epoch, seq) and drop what they have seen.
+readers know their events by (source, epoch, seq) and drop what they have seen. What was lost with
+the old one need not show as a gap: `on_stream_lost` tells the reader.
 
 Flow control bounds what is in flight: the server pauses until we answer its request, and we answer
 only when the reader has taken everything before it.
@@ -75,8 +76,10 @@ class EventSubscription:
         subject: str,
         start: Start,
         batch_max: int = BATCH_MAX,
+        on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
         assert batch_max > 0
+        self._on_stream_lost = on_stream_lost
         self._link = link
         self._spec = spec
         self._subject = subject
@@ -230,6 +233,7 @@ class EventSubscription:
         if another:
             _log.warning("%s is another stream than before; reading it all", self._spec.name)
             self._position = 0
+            self._on_stream_lost()
             if self._start != "last_per_subject":
                 self._start = "all"
 

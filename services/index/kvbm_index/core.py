@@ -31,6 +31,7 @@ from kvbm_index.messages import (
     SourceLost,
     SourceSeen,
     Statistics,
+    StreamLost,
     Tick,
 )
 from kvbm_index.source import Source, State
@@ -73,6 +74,8 @@ class IndexCore:
                 self._on_lost(key, epoch, now_ms)
             case RegistryRead():
                 self._on_registry_read(now_ms)
+            case StreamLost():
+                self._on_stream_lost(now_ms)
             case Tick():
                 self._on_tick(now_ms)
             case _:
@@ -313,6 +316,12 @@ class IndexCore:
         self._registry_read = True
         for source in self._sources.values():
             source.unregistered_since_ms = now_ms
+
+    def _on_stream_lost(self, now_ms: int) -> None:
+        """Who was current is so again with its next event, or with a snapshot."""
+        for source in self._sources.values():
+            if source.state is State.CURRENT:
+                self._fall_behind(source, now_ms + self._limits.settle_ms)
 
     def _on_tick(self, now_ms: int) -> None:
         self._asking = True

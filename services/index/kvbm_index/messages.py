@@ -74,6 +74,11 @@ class RegistryRead:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamLost:
+    """The stream is another one: events may have been lost behind which no other shows a hole."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passes."""
 
@@ -85,6 +90,7 @@ Input = (
     | SourceSeen
     | SourceLost
     | RegistryRead
+    | StreamLost
     | Tick
 )
 

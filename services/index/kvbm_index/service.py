@@ -42,6 +42,7 @@ from kvbm_index.messages import (
     SourceLost,
     SourceSeen,
     Statistics,
+    StreamLost,
     Tick,
 )
 from kvbm_index.requests import decoded, encoded, hashes_of
@@ -97,7 +98,7 @@ class IndexShell:
         context.set_stats(self._stats)
         context.counters.include(lambda: _families(self._core.statistics()))
         async with (
-            context.bus.event_subscription(start="all") as events,
+            context.bus.event_subscription(start="all", on_stream_lost=self._stream_lost) as events,
             asyncio.TaskGroup() as tasks,
         ):
             running = [
@@ -132,6 +133,9 @@ class IndexShell:
             if events:
                 self._observe_lag(events[-1])
                 await self._loop.offer(EventsReceived(events), deadline_s=INBOX_DEADLINE_S)
+
+    def _stream_lost(self) -> None:
+        self._loop.complete(StreamLost())
 
     def _event_of(self, message: EventMessage) -> Event | None:
         try:

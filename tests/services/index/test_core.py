@@ -26,6 +26,7 @@ from kvbm_index.messages import (
     SourceKey,
     SourceLost,
     SourceSeen,
+    StreamLost,
     Tick,
 )
 
@@ -329,6 +330,22 @@ def test_who_never_registers_is_dead(harness: Harness) -> None:
     harness.tick(1)
     assert harness.held() == set()
     assert harness.held("t") == set(blocks(1))
+
+
+def test_after_a_lost_stream_a_silent_source_is_asked(harness: Harness) -> None:
+    """The last event may have been lost with the stream, and no other follows to show the hole."""
+    harness.events(stored(1, 1))
+    assert harness.send(StreamLost()) == []
+    assert harness.tick(Limits().settle_ms) == [RequestSnapshot(KEY)]
+    harness.snapshot(snapshot(2, 1, 2))
+    assert harness.held() == set(blocks(1, 2))
+
+
+def test_after_a_lost_stream_the_next_event_is_proof_enough(harness: Harness) -> None:
+    harness.events(stored(1, 1))
+    harness.send(StreamLost())
+    harness.events(stored(2, 2))
+    assert harness.tick(Limits().settle_ms) == []
 
 
 def test_sources_are_bounded_and_the_gone_make_room() -> None:
