@@ -23,6 +23,11 @@ class Store:
         self.dirty: set[int] = set()
         self.journaled: set[SequenceHash] = set()
 
+    @property
+    def is_durable(self) -> bool:
+        """A power cut would lose nothing."""
+        return self.durable == len(self.journal)
+
     def recover(self) -> disk.StoreOpened | None:
         """Open what a former life has left."""
         if not self.slot_bytes:
@@ -50,9 +55,11 @@ class Store:
             self.dirty.clear()
 
     def power_cut(self) -> None:
-        """What was not synchronised may be gone, whole or in part."""
+        """What was not synchronised may be gone, whole or in part, or damaged."""
         rng = self.world.rng
         del self.journal[rng.randint(self.durable, len(self.journal)) :]
+        if len(self.journal) > self.durable:
+            self.journal[rng.randrange(self.durable, len(self.journal))] ^= 0xFF
         for slot in sorted(self.dirty):
             if rng.random() < 0.5:
                 self.file.slots[slot] = self.file.garbage()

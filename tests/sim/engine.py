@@ -165,21 +165,27 @@ class EngineNode(Node):
             self.pool.check()
 
     def submit(self) -> None:
-        """A user says something: a new conversation, or the next turn of one."""
-        rng = self.world.rng
-        tokens = list(rng.choice(self.conversations))
-        if rng.random() < 0.4:
-            del tokens[rng.randint(1, len(tokens)) :]
-        if rng.random() < 0.7 or len(tokens) < 2:
-            tokens += [_say(rng) for _ in range(rng.randint(1, 6))]
-        del tokens[self.world.plan.device_blocks - 2 :]
-        if len(self.conversations) < 12:
-            self.conversations.append(tokens)
-        else:
-            self.conversations[rng.randrange(12)] = tokens
+        """A user says something: as before, the next turn, or another turn from some point on."""
+        rng, longest = self.world.rng, self.world.plan.device_blocks - 2
+        index = rng.randrange(len(self.conversations))
+        tokens, says = self.conversations[index], [_say(rng) for _ in range(rng.randint(1, 6))]
+        roll = rng.random()
+        if len(tokens) < 2 or roll < 0.3:
+            tokens = (tokens + says)[:longest]
+            self.conversations[index] = tokens
+        elif roll < 0.45:
+            tokens = (tokens[: rng.randint(1, len(tokens))] + says)[:longest]
+            self._begin(tokens)
         name = f"{self.name}/{self.life}/{self._seq}/{rng.getrandbits(32)}"
         self.waiting.append(Request(name, tokens, HASHER.chain(tokens), self.world.now))
         self.poke()
+
+    def _begin(self, tokens: list[int]) -> None:
+        """Another conversation; beyond the plan's number it takes the place of one."""
+        if len(self.conversations) < self.world.plan.conversations:
+            self.conversations.append(tokens)
+        else:
+            self.conversations[self.world.rng.randrange(len(self.conversations))] = tokens
 
     def requests(self) -> list[Request]:
         """All that are in the engine."""

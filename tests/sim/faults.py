@@ -8,7 +8,7 @@ from tests.sim.peers import Peers
 from tests.sim.world import Node, World
 
 FIRST_MS = 2_000
-ROTTEN_SLOTS = 4
+POWER_TRIES = 500
 
 
 class Faults:
@@ -50,9 +50,7 @@ class Faults:
             case "stop disk":
                 _stop(peers.disk_tier)
             case "power":
-                for node in world.nodes.values():
-                    _kill(node)
-                peers.disk_tier.store.power_cut()
+                self._cut_power(POWER_TRIES)
             case "outage":
                 bus.outage(rng.choice((100.0, 1_000.0, 6_000.0)), stream_lost=False)
             case "stream lost":
@@ -66,6 +64,18 @@ class Faults:
                     self._rot(peers.host_tier.arena)
             case _:
                 raise AssertionError(f"no such fault: {fault}")
+
+    def _cut_power(self, tries: int) -> None:
+        """When it hurts: while something on disk is not durable yet, if that happens soon."""
+        world, store = self._world, self._peers.disk_tier.store
+        if world.calm:
+            return
+        if tries and store.is_durable:
+            world.later(1, lambda: self._cut_power(tries - 1))
+            return
+        for node in world.nodes.values():
+            _kill(node)
+        store.power_cut()
 
     def _cut(self) -> None:
         """Messages from one process to another are lost for a while; the other way is free."""
@@ -82,7 +92,8 @@ class Faults:
         world.later(world.rng.uniform(200, 8_000), lambda: world.cut.discard(way))
 
     def _rot(self, memory: Memory) -> None:
-        for slot in self._world.rng.sample(range(len(memory.slots)), ROTTEN_SLOTS):
+        count = len(memory.slots)
+        for slot in self._world.rng.sample(range(count), count // 2):
             memory.rot(slot)
 
 

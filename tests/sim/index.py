@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.verbs import ErrorBody, SnapshotReply
 from kvbm_index import messages as index
@@ -26,7 +28,8 @@ class Index(Service):
         self.begin()
         self.core = IndexCore()
         self.bus.registry.watch(self, self._registry)
-        self.bus.stream.follow(self, lambda _: True, self._events, new=False)
+        lost = partial(self.step, index.StreamLost())
+        self.bus.stream.follow(self, lambda _: True, self._events, new=False, lost=lost)
         self.later(self.world.delay(50), lambda: self.step(index.RegistryRead()))
         self.every(200, lambda: self.step(index.Tick()))
 

@@ -12,6 +12,8 @@ class Plan:
 
     engines: int
     ranks: int
+    conversations: int
+    """How many an engine goes on with: few share much, many overflow every tier."""
     device_blocks: int
     host_slots: int
     disk_slots: int
@@ -52,8 +54,9 @@ def draw_plan(rng: random.Random) -> Plan:
     return Plan(
         engines=rng.choice((1, 2, 2)),
         ranks=rng.choice((1, 1, 2)),
+        conversations=rng.choice((3, 6, 12)),
         device_blocks=rng.randint(16, 36),
-        host_slots=rng.randint(8, 30),
+        host_slots=rng.choice((rng.randint(8, 30), rng.randint(30, 80))),
         disk_slots=rng.randint(10, 90),
         counted=counted,
         staging=not counted and rng.random() < 0.2,

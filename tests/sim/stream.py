@@ -51,10 +51,15 @@ class Stream:
         take: Callable[[list[Event]], None],
         *,
         new: bool,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give a node's life every event that it wants, from now on (`new`) or from the first."""
+        """Give a node's life every event that it wants, from now on (`new`) or from the first.
+
+        `lost` is called when the reader finds another stream.
+        """
         position = self.first + len(self.log) if new else 0
         subscription = Subscription(self, node, wanted, take, position)
+        subscription.lost = lost
         self._subscriptions = [s for s in self._subscriptions if s.alive] + [subscription]
         subscription.wake()
 
@@ -130,6 +135,7 @@ class Subscription:
         self.wanted, self._take = wanted, take
         self._position, self._stream_life = position, stream.life
         self._scheduled = False
+        self.lost: Callable[[], None] = lambda: None
 
     @property
     def alive(self) -> bool:
@@ -150,6 +156,7 @@ class Subscription:
             return
         if self._stream_life != stream.life:
             self._stream_life, self._position = stream.life, 0
+            self.lost()
         start = max(self._position, stream.first) - stream.first
         batch = stream.log[start : start + stream.world.rng.randint(1, 16)]
         self._position = stream.first + start + len(batch)

@@ -17,8 +17,9 @@ from tests.sim.plan import draw_plan
 Call = Callable[[], None]
 STALL_MS = 4_000
 """How late a message can be."""
-LATE_MS = 9_000
-"""How late a transfer can be: later than every deadline, sooner than the grace of a fill."""
+LATE_MS = (1_200, 3_000, 9_000)
+"""How late a transfer can be: later than short leases, or than every deadline; always sooner than
+the grace of a fill."""
 TRANSFER_MS = 4.0
 LOG_MAX = 100_000
 
@@ -85,7 +86,7 @@ class World:
     def transfer_ms(self) -> float:
         """How long NIXL takes for a few blocks."""
         if not self.calm and self.rng.random() < self.plan.late:
-            return self.rng.uniform(0, LATE_MS)
+            return self.rng.uniform(0, self.rng.choice(LATE_MS))
         return self.rng.expovariate(1 / TRANSFER_MS)
 
     def loses(self, source: str, target: str) -> bool:

@@ -1,0 +1,176 @@
+"""Planted bugs: one small mistake each, in a core or a shell, of which the checkers must tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import pytest
+from kvbm_common.announcer import Announcer
+from kvbm_common.leases import LeaseTable
+from kvbm_common.wire.local import Confirm, Pulled
+from kvbm_connectors import messages as connector
+from kvbm_connectors.core import ConnectorCore
+from kvbm_disk_tier import messages as disk
+from kvbm_disk_tier.core import DiskTierCore
+from kvbm_host_tier import messages as host
+from kvbm_host_tier.core import HostTierCore
+from kvbm_host_tier.tier import Tier
+from kvbm_index.holdings import Holdings
+
+from tests.sim.disk_tier import DiskTier
+
+WRONG_BYTES = "should hold|a checksum was needed"
+"""What the checkers of content say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A mistake, and what the checker says that finds it."""
+
+    name: str
+    sow: Callable[[pytest.MonkeyPatch], None]
+    found_as: str
+
+
+# --- wrong bytes ------------------------------------------------------------------------------
+
+
+def compare_no_checksum(patch: pytest.MonkeyPatch) -> None:
+    """The disk tier's mover says that all is well."""
+    patch.setattr(DiskTier, "compares", False)
+
+
+def confirm_a_revoked_offer(patch: pytest.MonkeyPatch) -> None:
+    """The engine says that it has held blocks which it has reused."""
+    pulled = ConnectorCore.pulled
+
+    def planted(core: ConnectorCore, message: Pulled) -> list[connector.Effect]:
+        return [_held(effect) for effect in pulled(core, message)]
+
+    patch.setattr(ConnectorCore, "pulled", planted)
+
+
+def _held(effect: connector.Effect) -> connector.Effect:
+    if isinstance(effect, connector.ToHost) and isinstance(effect.message, Confirm):
+        return connector.ToHost(msgspec.structs.replace(effect.message, held=True))
+    return effect
+
+
+def believe_a_late_load(patch: pytest.MonkeyPatch) -> None:
+    """The engine forgets that a lease has an end."""
+    take = ConnectorCore.take
+
+    def planted(
+        core: ConnectorCore, request: str, blocks: Sequence[int], now_ms: int
+    ) -> connector.Load:
+        load = take(core, request, blocks, now_ms)
+        return replace(load, deadline_ms=load.deadline_ms + 60_000)
+
+    patch.setattr(ConnectorCore, "take", planted)
+
+
+def believe_a_late_write(patch: pytest.MonkeyPatch) -> None:
+    """The disk tier keeps what it has copied under a lease that was over."""
+    step = DiskTierCore.step
+
+    def planted(core: DiskTierCore, event: disk.Input, now_ms: int) -> Sequence[disk.Effect]:
+        if isinstance(event, disk.Released):
+            event = replace(event, valid=True)
+        return step(core, event, now_ms)
+
+    patch.setattr(DiskTierCore, "step", planted)
+
+
+# --- slots ------------------------------------------------------------------------------------
+
+
+def pull_into_one_slot(patch: pytest.MonkeyPatch) -> None:
+    """All blocks of a pull go where the first one goes."""
+    step = HostTierCore.step
+
+    def planted(core: HostTierCore, event: host.Input, now_ms: int) -> Sequence[host.Effect]:
+        return [_into_one_slot(effect) for effect in step(core, event, now_ms)]
+
+    patch.setattr(HostTierCore, "step", planted)
+
+
+def _into_one_slot(effect: host.Effect) -> host.Effect:
+    if isinstance(effect, host.StartPull):
+        return replace(effect, slots=effect.slots[:1] * len(effect.slots))
+    return effect
+
+
+def give_a_lent_slot_away(patch: pytest.MonkeyPatch) -> None:
+    """A fill without an answer is taken for ended, though the disk tier may still write."""
+    step = HostTierCore.step
+
+    def planted(core: HostTierCore, event: host.Input, now_ms: int) -> Sequence[host.Effect]:
+        if isinstance(event, host.FillFailed):
+            event = replace(event, settled=True)
+        return step(core, event, now_ms)
+
+    patch.setattr(HostTierCore, "step", planted)
+
+
+def never_take_a_lent_slot_back(patch: pytest.MonkeyPatch) -> None:
+    """The grace of a fill without an answer never ends."""
+    patch.setattr("kvbm_host_tier.onboard.FILL_GRACE_MS", 10**9)
+
+
+# --- leases -----------------------------------------------------------------------------------
+
+
+def never_end_a_lease_by_deadline(patch: pytest.MonkeyPatch) -> None:
+    """A lease whose owner is silent lives for ever."""
+
+    def planted(_table: LeaseTable, _now_ms: int) -> list[object]:
+        return []
+
+    patch.setattr(LeaseTable, "expire", planted)
+
+
+def never_unpin(patch: pytest.MonkeyPatch) -> None:
+    """A lease ends, and its slots stay pinned."""
+
+    def planted(_tier: Tier, _leases: Iterable[object]) -> None:
+        return None
+
+    patch.setattr(Tier, "end_leases", planted)
+
+
+# --- views ------------------------------------------------------------------------------------
+
+
+def overlook_removals(patch: pytest.MonkeyPatch) -> None:
+    """The index goes on to say that a tier has what it has lost."""
+
+    def planted(_holdings: Holdings, _holder: object, _hashes: Iterable[object]) -> None:
+        return None
+
+    patch.setattr(Holdings, "discard", planted)
+
+
+def keep_removals_secret(patch: pytest.MonkeyPatch) -> None:
+    """A tier evicts without a word."""
+
+    def planted(_announcer: Announcer, _blocks: Sequence[object], _reason: str) -> list[object]:
+        return []
+
+    patch.setattr(Announcer, "removed", planted)
+
+
+PLANTS = (
+    Plant("no checksum is compared", compare_no_checksum, WRONG_BYTES),
+    Plant("a revoked offer is confirmed", confirm_a_revoked_offer, WRONG_BYTES),
+    Plant("a late load is believed", believe_a_late_load, WRONG_BYTES),
+    Plant("a late write is believed", believe_a_late_write, WRONG_BYTES),
+    Plant("a slot is pulled into twice", pull_into_one_slot, WRONG_BYTES),
+    Plant("a lent slot is given away", give_a_lent_slot_away, WRONG_BYTES),
+    Plant("a lent slot is kept for ever", never_take_a_lent_slot_back, "staged slots left"),
+    Plant("a lease never expires", never_end_a_lease_by_deadline, "leases left"),
+    Plant("a slot stays pinned", never_unpin, "a pinned slot has no lease"),
+    Plant("the index overlooks removals", overlook_removals, "index differs"),
+    Plant("a tier keeps removals secret", keep_removals_secret, "index differs"),
+)
