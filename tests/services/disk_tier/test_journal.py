@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kvbm_disk_tier.journal import (
     encode_records,
     replay,
 )
-from kvbm_disk_tier.store import Store, StoreError, StoreOptions
+from kvbm_disk_tier.store import Store, StoreError, StoreOptions, StoreThread
 
 from tests.services.disk_tier.helpers import BLOCK_BYTES, block, numbers
 
@@ -279,3 +280,61 @@ def test_a_store_has_one_owner(tmp_path: Path) -> None:
         Store(options(tmp_path))
     store.close()
     Store(options(tmp_path)).close()
+
+
+def test_what_waits_together_is_synchronised_once_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is held up while five appends and a rewrite gather: two groups, one order."""
+    store = Store(options(tmp_path))
+    store.create(4096)
+    thread = StoreThread(store)
+    go_on = threading.Event()
+    thread.call(go_on.wait)
+    synchronised: list[int] = []
+    monkeypatch.setattr("os.fdatasync", synchronised.append)
+    first = [thread.append((committed(1 + i, i, 1 + i),), commit=True) for i in range(3)]
+    rewritten = thread.call(lambda: store.rewrite((committed(4, 0, 1),)))
+    second = [thread.append((committed(5 + i, 1 + i, 5 + i),), commit=True) for i in range(2)]
+    go_on.set()
+    for done in (*first, rewritten, *second):
+        done.result(5.0)
+    thread.close()
+    # Data and journal for each of the two groups, and the new journal in between.
+    assert len(synchronised) == 5
+    monkeypatch.undo()
+    store.close()
+    again = Store(options(tmp_path))
+    found = again.recover()
+    assert found is not None
+    assert slots(found) == {0: 1, 1: 5, 2: 6}
+    again.close()
+
+
+def test_a_group_that_fails_fails_for_each_and_leaves_no_torn_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full in mid-record; what comes later is in step."""
+    store = Store(options(tmp_path))
+    store.create(4096)
+    thread = StoreThread(store)
+    go_on = threading.Event()
+    thread.call(go_on.wait)
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        if len(data) < RECORD_BYTES:
+            raise OSError(28, "No space left on device")
+        return write(fd, bytes(data)[: RECORD_BYTES + 40])
+
+    monkeypatch.setattr("os.write", full)
+    failed = [thread.append((committed(1 + i, i, 1 + i),), commit=True) for i in range(2)]
+    go_on.set()
+    for done in failed:
+        with pytest.raises(OSError, match="No space"):
+            done.result(5.0)
+    monkeypatch.undo()
+    thread.append((committed(3, 3, 3),), commit=True).result(5.0)
+    thread.close()
+    store.close()
+    assert (tmp_path / "store/journal").stat().st_size == RECORD_BYTES

@@ -1,0 +1,103 @@
+"""The disk tier's mover: a store's file and an arena, over NIXL POSIX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvbm_common.arena import Arena
+from kvbm_common.checksum import block_checksum
+from kvbm_common.counters import Counters
+from kvbm_common.loop import monotonic_ms
+from kvbm_common.slots import Block
+from kvbm_disk_tier.messages import (
+    ReadDone,
+    ReadFailed,
+    ReadSlots,
+    WriteFailed,
+    WriteSlots,
+    Written,
+)
+from kvbm_disk_tier.mover import DiskMover
+
+from tests.services.disk_tier.helpers import NAMESPACE, name
+
+SLOT_BYTES = 4096
+SLOTS = 4
+
+
+@pytest.fixture
+def arenas() -> Iterator[list[Arena]]:
+    """The arenas of two lives of a host tier."""
+    made = [
+        Arena.create("/dev/shm", f"kvbm-test-mover-{os.getpid()}-{life}", SLOTS * SLOT_BYTES)
+        for life in range(2)
+    ]
+    yield made
+    for arena in made:
+        arena.close()
+
+
+@pytest.fixture
+def mover(tmp_path: Path) -> Iterator[DiskMover]:
+    """A mover with a file."""
+    fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    os.posix_fallocate(fd, 0, SLOTS * SLOT_BYTES)
+    mover = DiskMover(name="test", counters=Counters())
+    mover.use_file(fd, SLOTS * SLOT_BYTES)
+    yield mover
+    mover.close()
+    os.close(fd)
+
+
+def fill(arena: Arena, slot: int, byte: int) -> Block:
+    """Put bytes into a slot."""
+    data = bytes([byte]) * SLOT_BYTES
+    arena.view(slot * SLOT_BYTES, SLOT_BYTES)[:] = data
+    return Block(name(byte), name(0), NAMESPACE, block_checksum(data), SLOT_BYTES)
+
+
+def reading(epoch: int, target: int, block: Block, *, source: int = 0) -> ReadSlots:
+    """File slot to arena slot."""
+    until_ms = monotonic_ms() + 5_000
+    return ReadSlots(1, epoch, (source,), (target,), (block,), SLOT_BYTES, until_ms)
+
+
+async def test_there_and_back_and_a_wrong_checksum(mover: DiskMover, arenas: list[Arena]) -> None:
+    """Arena to file to another slot; then the same bytes under another name."""
+    mover.use_arena(str(arenas[0].path), 1)
+    good = fill(arenas[0], 1, 7)
+    assert await mover.write(WriteSlots(1, 1, (1,), (0,), SLOT_BYTES)) == Written(1)
+    assert await mover.read(reading(1, 3, good)) == ReadDone(1, (True,))
+    assert bytes(arenas[0].view(3 * SLOT_BYTES, 4)) == b"\7" * 4
+    assert await mover.read(reading(1, 3, fill(arenas[0], 2, 8))) == ReadDone(1, (False,))
+
+
+async def test_a_decision_about_a_former_arena_touches_nothing(
+    mover: DiskMover, arenas: list[Arena]
+) -> None:
+    """The next life's arena was mapped meanwhile: its slots are not what the core had in mind.
+
+    It used to be read into, and written from, whichever arena was mapped.
+    """
+    mover.use_arena(str(arenas[0].path), 1)
+    block = fill(arenas[0], 1, 7)
+    write, read = WriteSlots(1, 1, (1,), (0,), SLOT_BYTES), reading(1, 2, block)
+    await mover.write(write)
+    mover.use_arena(str(arenas[1].path), 2)
+    fill(arenas[1], 2, 9)
+    assert await mover.read(read) == ReadFailed(1, "stale_arena")
+    assert await mover.write(write) == WriteFailed(1, "stale_arena")
+    assert bytes(arenas[1].view(2 * SLOT_BYTES, 4)) == b"\x09" * 4
+    assert await mover.read(reading(2, 3, block)) == ReadDone(1, (True,))
+
+
+async def test_an_arena_is_mapped_once_in_its_life(mover: DiskMover, arenas: list[Arena]) -> None:
+    """Asked for again, it is the same: nothing is mapped or registered anew."""
+    mover.use_arena(str(arenas[0].path), 1)
+    arenas[0].path.rename(arenas[0].path.with_suffix(".away"))
+    mover.use_arena(str(arenas[0].path), 1)
+    arenas[0].path.with_suffix(".away").rename(arenas[0].path)
+    assert await mover.write(WriteSlots(1, 1, (1,), (0,), SLOT_BYTES)) == Written(1)
