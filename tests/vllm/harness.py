@@ -288,6 +288,7 @@ ENVIRON = {
     "VLLM_CPU_OMP_THREADS_BIND": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
     "PYTHONHASHSEED": "0",
+    "UCX_MODULES": "^ib",  # As the Makefile does for the services.
 }
 
 

