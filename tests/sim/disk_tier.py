@@ -214,7 +214,7 @@ class DiskTier(Service):
 
     def _write(self, effect: disk.WriteSlots) -> None:
         assert self._arena is not None
-        duration_ms = self.world.transfer_ms()
+        duration_ms = self.world.transfer_ms("write")
         self.store.dirty.update(effect.targets)
         copy(self, (self._arena, effect.sources), (self.store.file, effect.targets), duration_ms)
         failed = not self.world.calm and self.world.rng.random() < self.world.plan.loss
@@ -225,7 +225,7 @@ class DiskTier(Service):
         """Bytes may be late, but nothing is reported before the last one is there."""
         assert self._arena is not None
         arena, left_ms = self._arena, effect.until_ms - self.world.now_ms
-        duration_ms = self.world.transfer_ms()
+        duration_ms = self.world.transfer_ms("read")
         copy(self, (self.store.file, effect.sources), (arena, effect.targets), duration_ms)
         if duration_ms > left_ms:
             failed = disk.ReadFailed(effect.read, "transfer_timeout")

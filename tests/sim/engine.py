@@ -290,7 +290,7 @@ class EngineNode(Node):
         if any(epoch != load.epoch for epoch in self.sockets.welcomed):
             self._load_ended(LoadResult(load, (False,) * len(load.blocks), (), "arena_changed"))
             return
-        duration_ms = self.world.transfer_ms()
+        duration_ms = self.world.transfer_ms("load")
         copy(
             self,
             (self.peers.host_tier.arenas[load.epoch], load.slots),

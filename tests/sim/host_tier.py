@@ -154,7 +154,7 @@ class HostTier(Service):
             failed = host.PullFailed(effect.pull, "peer_lost", settled=True)
             self.later(1, lambda: self.step(failed))
             return
-        duration_ms = self.world.transfer_ms()
+        duration_ms = self.world.transfer_ms("pull")
         device = engine.device
         copy(self, (device, effect.blocks), (self.arena, effect.slots), duration_ms)
         if duration_ms > effect.deadline_ms:

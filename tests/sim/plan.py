@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Transfer = Literal["pull", "load", "read", "write"]
+"""Device to arena, arena to device, disk to arena, arena to disk."""
+TRANSFERS: tuple[Transfer, ...] = get_args(Transfer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +35,8 @@ class Plan:
     delay_ms: float
     stalls: float
     """How often a message takes much longer than it should."""
-    late: float
-    """… or a transfer."""
+    late: Mapping[Transfer, float]
+    """… or a transfer of a kind."""
     outbox_max: int
     stream_max: int
     replay_batches: int
@@ -67,7 +73,7 @@ def draw_plan(rng: random.Random) -> Plan:
         duplicates=rng.choice((0.0, 0.05)) if rough else 0.0,
         delay_ms=rng.choice((0.5, 3.0, 20.0)),
         stalls=rng.choice((0.0, 0.01, 0.05)) if rough else 0.0,
-        late=rng.choice((0.0, 0.02, 0.2)),
+        late={kind: rng.choice((0.0, 0.05, 0.4)) for kind in TRANSFERS},
         outbox_max=rng.choice((8, 10_000)),
         stream_max=rng.choice((20, 10_000)),
         replay_batches=rng.choice((5, 10_000, 10_000)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +33,8 @@ class Plant:
     name: str
     sow: Callable[[pytest.MonkeyPatch], None]
     found_as: str
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """What the world must do often, or the mistake seldom shows."""
 
 
 # --- wrong bytes ------------------------------------------------------------------------------
@@ -161,13 +164,21 @@ def keep_removals_secret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Announcer, "removed", planted)
 
 
+ROTTEN = {"faults": ("rot disk",), "fault_every_ms": 500.0, "verified": False}
+LATE = {"late": {"pull": 0.0, "load": 0.4, "read": 0.0, "write": 0.4}, "lease_ms": 800}
+LATE_READS = {
+    "late": {"pull": 0.0, "load": 0.0, "read": 0.4, "write": 0.0},
+    "faults": ("outage",),
+    "fault_every_ms": 700.0,
+}
+
 PLANTS = (
-    Plant("no checksum is compared", compare_no_checksum, WRONG_BYTES),
+    Plant("no checksum is compared", compare_no_checksum, WRONG_BYTES, ROTTEN),
     Plant("a revoked offer is confirmed", confirm_a_revoked_offer, WRONG_BYTES),
-    Plant("a late load is believed", believe_a_late_load, WRONG_BYTES),
-    Plant("a late write is believed", believe_a_late_write, WRONG_BYTES),
+    Plant("a late load is believed", believe_a_late_load, WRONG_BYTES, LATE),
+    Plant("a late write is believed", believe_a_late_write, WRONG_BYTES, LATE),
     Plant("a slot is pulled into twice", pull_into_one_slot, WRONG_BYTES),
-    Plant("a lent slot is given away", give_a_lent_slot_away, WRONG_BYTES),
+    Plant("a lent slot is given away", give_a_lent_slot_away, WRONG_BYTES, LATE_READS),
     Plant("a lent slot is kept for ever", never_take_a_lent_slot_back, "staged slots left"),
     Plant("a lease never expires", never_end_a_lease_by_deadline, "leases left"),
     Plant("a slot stays pinned", never_unpin, "a pinned slot has no lease"),

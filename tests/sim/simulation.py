@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from tests.sim.bus import Bus
 from tests.sim.consolidator import Consolidator
@@ -28,11 +29,13 @@ REQUESTS_MAX = 8
 
 
 class Simulation:
-    """The world of one seed, ready to run."""
+    """The world of one seed, ready to run; fields of its plan may be given."""
 
-    def __init__(self, seed: int, *, traced: bool = False, check_every: int = 8) -> None:
+    def __init__(
+        self, seed: int, *, traced: bool = False, check_every: int = 8, **plan: Any
+    ) -> None:
         logging.getLogger("kvbm_connectors.link").setLevel(logging.CRITICAL)
-        self.world = world = World(seed, traced=traced, check_every=check_every)
+        self.world = world = World(seed, traced=traced, check_every=check_every, **plan)
         self.bus, self.peers = Bus(world), Peers()
         HostTier(world, self.bus, self.peers)
         DiskTier(world, self.bus, self.peers)

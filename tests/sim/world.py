@@ -10,9 +10,11 @@ import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
+from typing import Any
 
-from tests.sim.plan import draw_plan
+from tests.sim.plan import Transfer, draw_plan
 
 Call = Callable[[], None]
 STALL_MS = 4_000
@@ -27,10 +29,12 @@ LOG_MAX = 100_000
 class World:
     """Time, chance, and what was seen to happen (`marks`)."""
 
-    def __init__(self, seed: int, *, traced: bool = False, check_every: int = 8) -> None:
+    def __init__(
+        self, seed: int, *, traced: bool = False, check_every: int = 8, **plan: Any
+    ) -> None:
         self.seed, self.traced, self.check_every = seed, traced, check_every
         self.rng = random.Random(seed)
-        self.plan = draw_plan(self.rng)
+        self.plan = replace(draw_plan(self.rng), **plan)
         self.calm = False
         """The faults have stopped."""
         self.now = 0.0
@@ -83,9 +87,9 @@ class World:
             return self.rng.uniform(0, STALL_MS)
         return self.rng.expovariate(1 / mean_ms)
 
-    def transfer_ms(self) -> float:
+    def transfer_ms(self, kind: Transfer) -> float:
         """How long NIXL takes for a few blocks."""
-        if not self.calm and self.rng.random() < self.plan.late:
+        if not self.calm and self.rng.random() < self.plan.late[kind]:
             return self.rng.uniform(0, self.rng.choice(LATE_MS))
         return self.rng.expovariate(1 / TRANSFER_MS)
 
