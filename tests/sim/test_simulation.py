@@ -40,7 +40,7 @@ def outcome(seed: int) -> tuple[str, Counter[str]]:
         simulation.run()
     except Exception as error:
         how = f"{type(error).__name__}: {error}"
-        return f"{how}\n    python -m tests.sim {seed} --verbose", simulation.world.marks
+        return f"{how}\n    .venv/bin/python -m tests.sim {seed} --verbose", simulation.world.marks
     return "", simulation.world.marks
 
 
