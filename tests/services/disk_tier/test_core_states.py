@@ -81,6 +81,7 @@ class Everything(RuleBasedStateMachine):
             slots=SLOTS, filtered=filtered, staging=staging, ready=False, limits=limits
         )
         self.take(self.disk.step(HostSeen("0")))
+        self.host_lives("arena")
 
     def take(self, effects: list[Effect]) -> None:
         """What the outside world makes of effects."""
@@ -210,6 +211,41 @@ class Everything(RuleBasedStateMachine):
         else:
             self.take(self.disk.journal_failed(append, torn=outcome == "torn"))
 
+    @rule(blocks=BLOCKS, torn=st.sampled_from([False, False, True]))
+    def store(self, blocks: list[int], torn: bool) -> None:
+        """The usual case: these blocks, wanted twice, and all that flies go well. Or the journal
+        has the records and nobody knows."""
+        while self.opens:
+            self.end_open(full=False)
+        for _ in range(2):
+            self.take(self.disk.hit(*blocks))
+        while self.leases or self.writes or self.releases or self.appends:
+            self.go_on(torn=torn)
+
+    def go_on(self, *, torn: bool) -> None:
+        if self.appends:
+            append = self.appends.pop(0)
+            assert append.write is not None
+            del self.written[append.write]
+            failed = self.disk.journal_failed
+            self.take(failed(append, torn=True) if torn else self.disk.journaled(append))
+        elif self.releases:
+            release = self.releases.pop(0)
+            valid = release.write in self.held
+            self.held.discard(release.write)
+            if not valid:
+                self.written.pop(release.write, None)
+            self.take(self.disk.released(release, valid=valid))
+        elif self.writes:
+            write = self.writes.pop(0)
+            self.bytes_in.update(zip(write.targets, write.sources, strict=True))
+            self.written[write.write] = write
+            self.take(self.disk.written(write))
+        else:
+            lease = self.leases.pop(0)
+            self.held.add(lease.write)
+            self.take(self.disk.leased(lease))
+
     # --- reads ------------------------------------------------------------------------------
 
     @rule(blocks=BLOCKS, ms=st.sampled_from([1, 100, 1_000]))
@@ -236,7 +272,7 @@ class Everything(RuleBasedStateMachine):
 
     @precondition(lambda self: self.opens)
     @rule(full=st.sampled_from([False, False, True]))
-    def end_open(self, full: bool) -> None:
+    def end_open(self, *, full: bool) -> None:
         self.opens.pop()
         self.take(self.disk.step(StoreFailed("full") if full else opened(SLOTS)))
 
@@ -275,5 +311,5 @@ class Everything(RuleBasedStateMachine):
         self.take(effects)
 
 
-Everything.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Everything.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestEverything = Everything.TestCase
