@@ -22,6 +22,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.fixture(scope="session")
+def lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a random LoRA adapter for the model."""
+    directory = tmp_path_factory.mktemp("lora")
+    script = Path(__file__).with_name("make_lora.py")
+    subprocess.run([VLLM_PYTHON, str(script), model, str(directory)], check=True)
+    return str(directory)
+
+
 @pytest.fixture(scope="module")
 def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where engines write what they have to say; pytest keeps it after a failure."""

@@ -93,14 +93,22 @@ class ServerProcess:
         return True
 
     def complete(
-        self, tokens: Sequence[int], *, new_tokens: int = 8, **more: object
+        self,
+        tokens: Sequence[int],
+        *,
+        new_tokens: int = 8,
+        rank: int | None = None,
+        **more: object,
     ) -> tuple[Answer, dict[str, Any]]:
-        """One greedy completion, and what vLLM says to a router (`kv_transfer_params`)."""
+        """One greedy completion, and what vLLM says to a router (`kv_transfer_params`).
+
+        `rank` is the data-parallel one that shall answer.
+        """
         body = {
             "model": "model", "prompt": list(tokens), "max_tokens": new_tokens, "temperature": 0,
             "logprobs": 1, "return_token_ids": True, **more,
         }  # fmt: skip
-        reply = json.loads(self._request("/v1/completions", body))
+        reply = json.loads(self._request("/v1/completions", body, rank=rank))
         choice = reply["choices"][0]
         details = reply["usage"].get("prompt_tokens_details") or {}
         answer = Answer(
@@ -131,12 +139,15 @@ class ServerProcess:
             if name.startswith("vllm:kvbm_connector_total{") and f'what="{what}"' in name
         )
 
-    def _request(self, path: str, body: object = None) -> bytes:
+    def _request(self, path: str, body: object = None, *, rank: int | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             data=data,
-            headers={"Content-Type": "application/json"},
+            headers=headers,
         )
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_DEADLINE_S) as reply:
