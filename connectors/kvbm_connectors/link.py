@@ -228,7 +228,8 @@ class LinkThread:
         """Send what is queued and end the thread."""
         self._closing = True
         self._ring()
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # It may never have been started.
+            self._thread.join(timeout_s)
         self._ringer.close(linger=0)
         if not self._thread.is_alive():
             self._context.term()

@@ -126,8 +126,7 @@ def test_before_the_welcome_and_after_the_end_every_load_fails(tmp_path: Path) -
     rank = Rank(tmp_path)
     rank.start_load(load([1]))
     assert rank.result().reason == "arena_changed"
-    rank.start()
-    rank.close()
+    rank.close()  # It was never started.
     rank.start_load(load([1]))
     assert rank.result().reason == "closed"
 

@@ -20,6 +20,7 @@ from kvbm_common.errors import (
     RequestFailed,
 )
 from kvbm_common.event_publisher import EventPublisher
+from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Joined, Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
@@ -104,6 +105,7 @@ class HostTierShell:
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
         self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
         self._reply_ids = itertools.count(1)
+        self._limiter = OncePerKind(log)
         self._dropped = context.counters.counter(
             "kvbm_bus_messages_dropped_total",
             "Messages on NATS that could not be taken.",
@@ -185,8 +187,12 @@ class HostTierShell:
             return
         try:
             event: Event = event_codec.decode(payload)
+            if event_subject(event) != subject:
+                text = f"{event_subject(event)} on another subject"
+                raise WireError(text, kind="wrong_subject")
         except WireError as error:
             self._dropped.add(reason=error.kind)
+            self._limiter.warning(error.kind, f"an event on {subject} was dropped: {error}")
             return
         if not self._loop.offer_nowait(DiskEvent(source.removeprefix("disk-tier-"), event)):
             self._dropped.add(reason="inbox_full")
@@ -269,6 +275,9 @@ class HostTierShell:
             return ArenaRefused(str(error) or "NIXL did not answer")
 
     async def _fill(self, effect: AskFill) -> FillDone | FillFailed:
+        if not self._context.bus.connected:
+            # It was never sent: the slots are not lent, and an outage does not use up the arena.
+            return FillFailed(effect.fill, BusUnavailable.code, settled=True)
         subject = self._disk_verb(effect.instance, "fill")
         left_s = (effect.request.until_ms - monotonic_ms()) / 1000 + FILL_MARGIN_S
         try:

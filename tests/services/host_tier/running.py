@@ -1,0 +1,84 @@
+"""A host tier in this event loop, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
+from kvbm_common.errors import KvbmError
+from kvbm_common.service import serve
+from kvbm_common.wire.verbs import (
+    SnapshotReply,
+    StatsReply,
+    verb_subject,
+)
+from kvbm_host_tier import service
+
+from tests.services.host_tier.engine import DEADLINE_S
+
+ARENA_GB = 0.001
+"""A hundred slots."""
+TTL_S = 1.0
+replace = msgspec.structs.replace
+
+
+@asynccontextmanager
+async def living(settings: Settings) -> AsyncIterator[None]:
+    """A host tier in this event loop."""
+    stopping = asyncio.Event()
+    life = asyncio.create_task(serve("host-tier", service.serve, settings, stopping))
+    try:
+        yield
+    finally:
+        stopping.set()
+        assert await life == 0
+
+
+async def ask(bus: Bus, verb: str, request: object = b"{}") -> bytes:
+    """A verb of the host tier."""
+    payload = request if isinstance(request, bytes) else msgspec.json.encode(request)
+    subject = verb_subject("host-tier", verb, host="h", instance="0")
+    return await bus.request(subject, payload, deadline_s=5.0)
+
+
+async def wait_ready(bus: Bus) -> None:
+    """Until it serves."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                await stats_of(bus)
+            except KvbmError:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
+async def stats_of(bus: Bus) -> StatsReply:
+    return msgspec.json.decode(await ask(bus, "stats"), type=StatsReply)
+
+
+async def held(bus: Bus) -> set[int]:
+    """What it holds by its own account."""
+    payload = await ask(bus, "snapshot", {"source": "host-tier-0"})
+    snapshot = msgspec.json.decode(payload, type=SnapshotReply)
+    return {int(h, 16) for part in snapshot.parts for run in part.runs for h in run.hashes}
+
+
+async def wait_stats(bus: Bus, condition: Any) -> StatsReply:
+    """Until the figures are as they should be."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition(stats := await stats_of(bus)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return stats
+
+
+async def counted(bus: Bus, family: str, label: str = "reason") -> dict[str, float]:
+    """One family of counters, by label."""
+    families = msgspec.json.decode(await ask(bus, "metrics"))["families"]
+    samples = next(f["samples"] for f in families if f["name"] == family)
+    return {s["labels"][label]: s["value"] for s in samples}
