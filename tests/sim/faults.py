@@ -58,10 +58,13 @@ class Faults:
             case "cut":
                 self._cut()
             case "rot disk":
-                self._rot(peers.disk_tier.store.file)
+                self._rot(peers.disk_tier.store.file, spared=set())
             case "rot arena":
                 if peers.host_tier.up:
-                    self._rot(peers.host_tier.arena)
+                    # Nobody can tell what rots before its first checksum.
+                    self._rot(
+                        peers.host_tier.arena, spared=peers.host_tier.core.tier.table.staged()
+                    )
             case _:
                 raise AssertionError(f"no such fault: {fault}")
 
@@ -91,10 +94,11 @@ class Faults:
         world.cut.add(way)
         world.later(world.rng.uniform(200, 8_000), lambda: world.cut.discard(way))
 
-    def _rot(self, memory: Memory) -> None:
+    def _rot(self, memory: Memory, *, spared: set[int]) -> None:
         count = len(memory.slots)
         for slot in self._world.rng.sample(range(count), count // 2):
-            memory.rot(slot)
+            if slot not in spared:
+                memory.rot(slot)
 
 
 def _kill(node: Node) -> None:
