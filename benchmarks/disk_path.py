@@ -9,8 +9,9 @@ import time
 import msgspec
 from kvbm_common.bus import Bus
 from kvbm_common.counters import Counters
+from kvbm_common.identity import hashes_to_hex
 from kvbm_common.stack import Stack
-from kvbm_common.wire.verbs import StatsReply, verb_subject
+from kvbm_common.wire.verbs import Hits, StatsReply, hits_codec, hits_subject, verb_subject
 
 from benchmarks.baseline import fio, posix_plain
 from benchmarks.harness import Row, rate_row
@@ -22,6 +23,9 @@ ROUNDS = 5
 DEPTH = 64
 """Blocks in flight: four batches of sixteen, on all three sides."""
 TARGET = 0.8
+STORED_ROUNDS = 3.1
+"""The file is full after three rounds: later ones rewrite it, as the references do theirs."""
+WARM_UP = 3
 
 
 def run() -> list[Row]:
@@ -32,8 +36,7 @@ def run() -> list[Row]:
 async def _run() -> list[Row]:
     overrides = {
         "cpu_cache_gb": 1.05 * BLOCKS * MIB / 1e9,
-        "disk_cache_gb": (ROUNDS + 2) * BLOCKS * MIB / 1e9,
-        "disable_disk_offload_filter": True,
+        "disk_cache_gb": STORED_ROUNDS * BLOCKS * MIB / 1e9,
     }
     services = ("consolidator", "host-tier", "disk-tier")
     async with Stack.private(overrides, services=services) as stack:
@@ -52,7 +55,7 @@ async def _measure(stack: Stack, bus: Bus) -> list[Row]:
     }
     try:
         await asyncio.to_thread(probe.start)
-        for number in range(ROUNDS + 1):
+        for number in range(WARM_UP + ROUNDS):
             rates["write"].append(await _write_round(stack, bus, probe, number))
             if number:
                 # Round 0's blocks have been evicted from the arena by now, and so on.
@@ -66,25 +69,28 @@ async def _measure(stack: Stack, bus: Bus) -> list[Row]:
                 rates["fio read"].append(other["read"])
     finally:
         probe.close()
-    return _rows({key: statistics.median(values[1:] or [0.0]) for key, values in rates.items()})
+    steady = {key: values[WARM_UP:] or [0.0] for key, values in rates.items()}
+    return _rows({key: statistics.median(values) for key, values in steady.items()})
 
 
 def _rows(median: dict[str, float]) -> list[Row]:
     return [
         rate_row(f"{verb}, 1 MiB blocks, {what}", median[verb], unit="GB/s",
                  reference=max(median[f"plain {verb}"], median[f"fio {verb}"]), target=TARGET)
-        for verb, what in (("write", "host → disk, stored to journaled"),
+        for verb, what in (("write", "host → disk, hit to journaled and announced"),
                            ("read", "disk → host, lookup to leased, verified"))
     ]  # fmt: skip
 
 
 async def _write_round(stack: Stack, bus: Bus, probe: Probe, number: int) -> float:
-    """From the first `stored` (host) to the last block on disk."""
+    """From a hit that lets all blocks through the filter to the last one on disk."""
     names = probe.chain(number, BLOCKS)
     wanted = (number + 1) * BLOCKS
-    await asyncio.to_thread(probe.offer, names)
+    await asyncio.to_thread(probe.offload, names)
+    namespace = probe.namespace.digest.hex()
+    hits = Hits(namespace=namespace, hashes=hashes_to_hex(names))
     started = time.perf_counter()
-    await asyncio.to_thread(probe.wait_offers, BLOCKS // 64)
+    await bus.publish(hits_subject(stack.settings.host), hits_codec.encode(hits))
     subject = verb_subject(
         "disk-tier", "stats", host=stack.settings.host, instance=stack.settings.instance
     )
@@ -94,7 +100,7 @@ async def _write_round(stack: Stack, bus: Bus, probe: Probe, number: int) -> flo
         if figures.get("offload_blocks_h2d", 0) >= wanted:
             return BLOCKS * MIB / (time.perf_counter() - started) / 1e9
         assert time.perf_counter() - started < 60, figures
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.003)
 
 
 def _read_round(probe: Probe, number: int) -> float:
