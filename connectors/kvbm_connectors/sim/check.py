@@ -79,20 +79,22 @@ async def check_stack(
 ) -> Verdict:
     """Wait for a quiet point, then compare every view with the index's."""
     verdict = Verdict()
+    unrest: list[str] = []
     tiers = ["host-tier", *(["disk-tier"] if with_disk else [])]
     try:
         await wait_until(lambda: _is_quiet(view, engines, tiers), "the stack is not quiet")
     except DeadlineExceeded as error:
-        verdict.differences.append(str(error))
+        unrest.append(str(error))
     for kind in tiers:
         stats = await view.stats(kind)
         verdict.leases_left += stats.leases
         verdict.staged_left += stats.slots.get("staged", 0)
     try:
         await wait_until(lambda: _agree(view, engines, tiers, verdict), "the views differ")
-        verdict.differences.clear()
-    except DeadlineExceeded:
-        pass  # `_agree` has left the differences behind.
+    except DeadlineExceeded as error:
+        if not verdict.differences:  # It has not even got an answer.
+            unrest.append(str(error))
+    verdict.differences[:0] = unrest
     return verdict
 
 

@@ -126,6 +126,7 @@ def demo(
 
 async def run_demo(options: DemoOptions, console: Console) -> Report:
     """Start everything, run the workload, check, stop."""
+    options.turns()  # A trace that cannot be read is told before anything starts.
     overrides: dict[str, object] = {
         "cpu_cache_gb": options.host_gb,
         "disk_cache_gb": options.disk_gb,

@@ -78,7 +78,7 @@ class EngineHandle:
                 "kvbm_connectors.sim.process",
                 msgspec.json.encode(self.config).decode(),
                 stderr=stderr,
-                preexec_fn=dying_with_parent,
+                preexec_fn=dying_with_parent(),
             )
         self._socket.connect(f"ipc://{self.config.directory}/{self.config.name}.sock")
         self._reader = asyncio.create_task(self._read(), name=f"{self.config.name} reader")

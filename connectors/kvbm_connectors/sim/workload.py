@@ -6,10 +6,12 @@ message. Turns of one conversation run one after the other; conversations run si
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -40,10 +42,10 @@ class Turn:
 class TraceLine(msgspec.Struct, frozen=True):
     """A line of a Mooncake trace (FAST'25 release)."""
 
-    timestamp: int
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    timestamp: float
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 
 
 def conversations(*, requests: int, seed: int) -> Iterator[Turn]:
@@ -73,21 +75,38 @@ def trace(path: Path, *, requests: int) -> Iterator[Turn]:
     """The first requests of a Mooncake trace, in its order, as fast as they go.
 
     Each hash id becomes the same 512 tokens wherever it appears, the last id of a request only as
-    many as the input length leaves. Raises BadTrace.
+    many as the input length leaves. Raises BadTrace, and does so before the first turn.
     """
+    entries = _read(path, requests)
+    return (_turn(number, entry) for number, entry in enumerate(entries))
+
+
+def _read(path: Path, requests: int) -> list[TraceLine]:
     decoder = msgspec.json.Decoder(TraceLine)
+    entries: list[TraceLine] = []
     try:
-        lines = path.read_bytes().splitlines()[:requests]
+        with path.open("rb") as lines:
+            for number, line in enumerate(itertools.islice(lines, requests), start=1):
+                entries.append(_decode(decoder, line, f"{path}, line {number}"))
     except OSError as error:
         raise BadTrace(f"the trace cannot be read: {error}") from error
-    for number, line in enumerate(lines):
-        try:
-            entry = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise BadTrace(f"{path}, line {number + 1}: {error}") from error
-        pieces = [_piece(hash_id) for hash_id in entry.hash_ids]
-        prompt = np.concatenate(pieces)[: entry.input_length] if pieces else _piece(number)
-        yield Turn(number, prompt, _tokens(np.random.default_rng(number), 1))
+    return entries
+
+
+def _decode(decoder: msgspec.json.Decoder[TraceLine], line: bytes, where: str) -> TraceLine:
+    try:
+        entry = decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadTrace(f"{where}: {error}") from error
+    named = len(entry.hash_ids) * TRACE_BLOCK_TOKENS
+    if entry.input_length > named:
+        raise BadTrace(f"{where}: input_length is {entry.input_length}, hash_ids name {named}")
+    return entry
+
+
+def _turn(number: int, entry: TraceLine) -> Turn:
+    prompt = np.concatenate([_piece(hash_id) for hash_id in entry.hash_ids])
+    return Turn(number, prompt[: entry.input_length], _tokens(np.random.default_rng(number), 1))
 
 
 def _piece(hash_id: int) -> Tokens:

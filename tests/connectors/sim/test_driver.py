@@ -1,0 +1,115 @@
+"""The driver and a sim engine's process: requests, the engine's death, and the driver's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
+from kvbm_connectors.sim.driver import EngineDied, EngineHandle, run_turns
+from kvbm_connectors.sim.workload import Turn
+
+from tests.waiting import lives, wait_until
+
+PROMPT = np.arange(64, dtype=np.uint32)
+
+
+def config_of(directory: Path) -> EngineConfig:
+    """An engine without a connector: it needs no service."""
+    return EngineConfig(
+        name="sim-0", directory=str(directory), host_tier_endpoint="", consolidator_endpoint="",
+        block_bytes=4096, block_count=16, prefill_us_per_token=1.0, connector=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[EngineHandle]:
+    engine = EngineHandle(config_of(tmp_path))
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+def submit(request: str, prompt: np.ndarray = PROMPT) -> Submit:
+    return Submit(request=request, prompt=prompt.tobytes())
+
+
+async def test_a_request_is_computed_and_its_prefix_found_again(engine: EngineHandle) -> None:
+    """Four blocks; of the same prompt again all but the last, which has a token to compute."""
+    first = await engine.request(submit("a"))
+    assert (first.blocks, first.device_blocks, first.error) == (4, 0, "")
+    assert (await engine.request(submit("b"))).device_blocks == 3
+    assert len(await engine.dump()) == 4
+    assert await engine.reset()
+    assert await engine.dump() == set()
+    assert (await engine.request(submit("c"))).device_blocks == 0
+    assert (await engine.stats()).idle
+
+
+async def test_a_prompt_that_cannot_fit_is_an_error_of_its_own(engine: EngineHandle) -> None:
+    assert (await engine.request(submit("empty", PROMPT[:0]))).error
+    assert (await engine.request(submit("large", np.arange(999, dtype=np.uint32)))).error
+    assert not (await engine.request(submit("fits"))).error
+
+
+async def test_turns_of_a_conversation_run_in_order(engine: EngineHandle) -> None:
+    turns = [Turn(number % 2, PROMPT, PROMPT[:0]) for number in range(8)]
+    ended: list[str] = []
+
+    def on_finished(_turn: Turn, finished: Finished) -> None:
+        ended.append(finished.request)
+
+    await run_turns([engine], turns, concurrency=4, on_finished=on_finished)
+    for conversation in (0, 1):
+        mine = [name for name in ended if int(name[1:]) % 2 == conversation]
+        assert mine == sorted(mine)
+    assert len(ended) == 8
+
+
+async def test_a_killed_engine_ends_every_request(engine: EngineHandle) -> None:
+    """Those that run, and those that come after."""
+    slow = np.arange(250, dtype=np.uint32)
+    waiting = [asyncio.create_task(engine.request(submit(f"r{i}", slow))) for i in range(50)]
+    await waiting[0]
+    await engine.kill()
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(end, Finished | EngineDied) for end in ended)
+    await wait_until(lambda: engine._died is not None)
+    with pytest.raises(EngineDied):
+        await engine.request(submit("late"))
+
+
+DRIVER = """
+import asyncio, sys, msgspec
+from kvbm_connectors.sim.control import EngineConfig
+from kvbm_connectors.sim.driver import EngineHandle
+
+async def main():
+    engine = EngineHandle(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+    await engine.start()
+    print(engine._process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_an_engine_does_not_outlive_its_driver(tmp_path: Path) -> None:
+    """kill -9 of the driver: the kernel tells the engine."""
+    config = msgspec.json.encode(config_of(tmp_path)).decode()
+    driver = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", DRIVER, config, stdout=asyncio.subprocess.PIPE
+    )
+    assert driver.stdout is not None
+    pid = int(await driver.stdout.readline())
+    assert lives(pid)
+    os.kill(driver.pid, signal.SIGKILL)
+    await driver.wait()
+    await wait_until(lambda: not lives(pid))
