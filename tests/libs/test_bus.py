@@ -58,13 +58,13 @@ def put(publisher: EventPublisher, first: int, last: int) -> None:
         publisher.publish("kvbm.v1.events.h.sim-0.stored", b"%d" % seq, epoch=1, seq=seq)
 
 
-async def read(subscription: EventSubscription, until: int) -> list[int]:
-    """The numbers that arrive, up to and with `until`."""
+async def read(subscription: EventSubscription, *until: int) -> list[int]:
+    """The numbers that arrive, until these are among them."""
     seen: list[int] = []
     async with asyncio.timeout(DEADLINE_S):
         async for batch in subscription:
             seen += [int(message.payload) for message in batch]
-            if until in seen:
+            if {*until} <= {*seen}:
                 break
     return seen
 
@@ -243,11 +243,11 @@ async def test_nothing_is_lost_when_nats_is_killed(bus: Bus, nats_server: NatsSe
     """
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:
         put(publisher, 1, 300)
-        seen = await read(subscription, until=1)
+        seen = await read(subscription, 1)
         nats_server.kill()
         put(publisher, 301, 600)
         await nats_server.start()
-        seen += await read(subscription, until=600)
+        seen += await read(subscription, 600)
         await publisher.flush(deadline_s=DEADLINE_S)
     assert seen == list(range(1, 601))
 
@@ -256,12 +256,12 @@ async def test_deleted_consumer_is_made_again(bus: Bus) -> None:
     """Goal: a reader notices a consumer that vanished. Method: delete it through the API."""
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:
         put(publisher, 1, 3)
-        assert await read(subscription, until=3) == [1, 2, 3]
+        assert await read(subscription, 3) == [1, 2, 3]
         names = await call_api(bus, f"CONSUMER.NAMES.{EVENTS.name}")
         name = names.split(b'"consumers":["')[1].split(b'"')[0].decode()
         await call_api(bus, f"CONSUMER.DELETE.{EVENTS.name}.{name}")
         put(publisher, 4, 6)
-        assert await read(subscription, until=6) == [4, 5, 6]
+        assert await read(subscription, 6) == [4, 5, 6]
         assert subscription.recreated == 1
 
 
@@ -269,11 +269,11 @@ async def test_deleted_stream_is_made_again(bus: Bus) -> None:
     """Goal: events go on after somebody deleted the stream; what it held is gone."""
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:
         put(publisher, 1, 3)
-        assert await read(subscription, until=3) == [1, 2, 3]
+        assert await read(subscription, 3) == [1, 2, 3]
         await call_api(bus, f"STREAM.DELETE.{EVENTS.name}")
         put(publisher, 4, 6)
         await publisher.flush(deadline_s=DEADLINE_S)
-        assert await read(subscription, until=6) == [4, 5, 6]
+        assert await read(subscription, 6) == [4, 5, 6]
 
 
 async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
@@ -284,13 +284,13 @@ async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
     reading = bus.event_subscription(on_stream_lost=lambda: lost.append("stream"))
     async with publishing(bus) as publisher, reading as subscription:
         put(publisher, 1, 50)
-        await read(subscription, until=50)
+        await read(subscription, 50)
         await publisher.flush(deadline_s=DEADLINE_S)
         nats_server.kill()
         shutil.rmtree(nats_server.directory / "jetstream")
         await nats_server.start()
         put(publisher, 51, 53)
-        assert await read(subscription, until=53) == [51, 52, 53]
+        assert await read(subscription, 53) == [51, 52, 53]
         assert lost == ["stream"]
 
 
@@ -299,7 +299,7 @@ async def test_same_event_is_stored_once(bus: Bus) -> None:
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:
         put(publisher, 1, 2)
         put(publisher, 1, 3)
-        assert await read(subscription, until=3) == [1, 2, 3]
+        assert await read(subscription, 3) == [1, 2, 3]
 
 
 async def test_full_outbox_drops_the_oldest_and_counts(bus: Bus, nats_server: NatsServer) -> None:
@@ -312,9 +312,31 @@ async def test_full_outbox_drops_the_oldest_and_counts(bus: Bus, nats_server: Na
         await nats_server.start()
         await publisher.flush(deadline_s=DEADLINE_S)
         async with bus.event_subscription() as subscription:
-            assert await read(subscription, until=25) == list(range(16, 26))
+            assert await read(subscription, 25) == list(range(16, 26))
     dropped = bus.counters.counter("kvbm_events_dropped_total", "", labels=("reason",))
     assert dropped.value(reason="outbox_full") == 15
+
+
+async def test_full_outbox_keeps_the_last_event_of_each_source(
+    bus: Bus, nats_server: NatsServer
+) -> None:
+    """Goal: a source that falls silent shows its gap, however much another one says.
+
+    Two engines share a consolidator's outbox: the quiet one's events are the oldest.
+    """
+    async with publishing(bus, outbox_max=4) as publisher:
+        nats_server.kill()
+        await wait_until(lambda: not bus.connected)
+        for seq in (1, 2):
+            publisher.publish("kvbm.v1.events.h.quiet.stored", b"%d" % seq, epoch=1, seq=seq)
+        for seq in range(11, 31):
+            publisher.publish("kvbm.v1.events.h.loud.stored", b"%d" % seq, epoch=2, seq=seq)
+        assert publisher.pending == 4
+        await nats_server.start()
+        await publisher.flush(deadline_s=DEADLINE_S)
+        async with bus.event_subscription() as subscription:
+            found = sorted(await read(subscription, 2, 30))
+    assert found == [2, 28, 29, 30]
 
 
 async def test_oversized_event_is_dropped_alone(bus: Bus) -> None:
@@ -324,4 +346,4 @@ async def test_oversized_event_is_dropped_alone(bus: Bus) -> None:
         huge = bytes(9 * 1024 * 1024)
         publisher.publish("kvbm.v1.events.h.sim-0.stored", huge, epoch=1, seq=2)
         put(publisher, 3, 3)
-        assert await read(subscription, until=3) == [1, 3]
+        assert await read(subscription, 3) == [1, 3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from kvbm_common.wire.events import Event
@@ -93,10 +93,19 @@ class Publisher:
         world = self._stream.world
         self._outbox.append(event)
         if len(self._outbox) > world.plan.outbox_max:
-            self._outbox.popleft()
+            self._drop()
             world.marks["event dropped"] += 1
         self._free_at = max(self._free_at, world.now + world.delay(world.plan.delay_ms))
         world.later(self._free_at - world.now, self.pump)
+
+    def _drop(self) -> None:
+        """The oldest; a source's last event only if there is no other."""
+        waiting = Counter(event.source for event in self._outbox)
+        for _ in waiting:
+            if waiting[self._outbox[0].source] > 1:
+                break
+            self._outbox.rotate(-1)
+        self._outbox.popleft()
 
     def died(self) -> None:
         """What NATS has got already is stored late; the rest is lost."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -51,6 +51,8 @@ class _Entry:
     subject: str
     payload: bytes
     message_id: str
+    source: str
+    """The subject without its kind; several engines share a consolidator's outbox."""
     acknowledged: bool = False
     sent_s: float = 0.0
 
@@ -77,6 +79,8 @@ class EventPublisher:
         self._window = window
         self._outbox: deque[_Entry] = deque()
         self._outbox_bytes = 0
+        self._waiting: Counter[str] = Counter()
+        """Events in the outbox, by source."""
         self._sent = 0
         """The first so many entries of the outbox are in flight."""
         self._next_number = 0
@@ -104,18 +108,21 @@ class EventPublisher:
         return len(self._outbox)
 
     def publish(self, subject: str, payload: bytes, *, epoch: int, seq: int) -> None:
-        """Put one event in the outbox. Never waits; a full outbox drops its oldest event."""
+        """Put one event in the outbox. Never waits; a full outbox drops its oldest event.
+
+        The last event of each source is kept while there is another to drop: if its source fell
+        silent, nobody would see the gap.
+        """
         while self._outbox and (
             len(self._outbox) >= self._outbox_max
             or self._outbox_bytes + len(payload) > OUTBOX_BYTES_MAX
         ):
+            self._spare_last_events()
             self._pop_oldest()
             self._dropped.add(reason="outbox_full")
             self._log.warning("outbox_full", "the oldest events are dropped")
         message_id = f"{self._source}:{epoch}:{seq}"
-        self._outbox.append(_Entry(self._next_number, subject, payload, message_id))
-        self._outbox_bytes += len(payload)
-        self._next_number += 1
+        self._append(subject, payload, message_id)
         self._empty.clear()
         self._work.set()
 
@@ -227,10 +234,32 @@ class EventPublisher:
         self._depth.set(len(self._outbox))
         return True
 
-    def _pop_oldest(self) -> None:
+    def _append(self, subject: str, payload: bytes, message_id: str) -> None:
+        source = subject.rpartition(".")[0]
+        self._outbox.append(_Entry(self._next_number, subject, payload, message_id, source))
+        self._outbox_bytes += len(payload)
+        self._waiting[source] += 1
+        self._next_number += 1
+
+    def _spare_last_events(self) -> None:
+        """Have an oldest entry that its source has sent others after, if there is one.
+
+        Entries that are their source's last go to the end: order counts within a source only.
+        """
+        for _ in range(len(self._waiting)):
+            if self._waiting[self._outbox[0].source] > 1:
+                return
+            last = self._pop_oldest()
+            self._append(last.subject, last.payload, last.message_id)
+
+    def _pop_oldest(self) -> _Entry:
         entry = self._outbox.popleft()
         self._outbox_bytes -= len(entry.payload)
         self._sent = max(0, self._sent - 1)
+        self._waiting[entry.source] -= 1
+        if not self._waiting[entry.source]:
+            del self._waiting[entry.source]
+        return entry
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,21 @@ CALL_DEADLINE_S = 10.0
 """Registrations and metadata take milliseconds; a machine in trouble gets some more."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pulling:
+    """A pull on its way. Only the checksum thread changes it."""
+
+    effect: StartPull
+    slot_bytes: int
+    parts_left: list[int]
+    """Reads that have not ended, by chunk."""
+    sums: dict[int, int] = field(default_factory=dict)
+    moved: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and bytes of each read."""
+    failures: list[BaseException] = field(default_factory=list)
+    ended: Future[None] = field(default_factory=Future)
 
 
 class Puller:
@@ -79,8 +96,8 @@ class Puller:
 
     def close(self) -> None:
         """End both threads, and the arena."""
-        self._summer.shutdown(wait=True, cancel_futures=True)
-        self.mover.close()
+        self.mover.close()  # Ends every read, so that nothing is submitted after it.
+        self._summer.shutdown(wait=True)
         if self._arena is not None:
             self._arena.close()
 
@@ -100,39 +117,63 @@ class Puller:
         self.mover.remove_peer(peer)
 
     async def pull(self, effect: StartPull, *, slot_bytes: int) -> PullDone | PullFailed:
-        """Read every rank's part into the slots, chunk by chunk, and sum up what is in."""
-        chunks = chunks_of(len(effect.slots), effect.block_bytes)
-        pulls = [self._pull_chunk(effect, chunk, slot_bytes) for chunk in chunks]
-        outcomes = await asyncio.gather(*pulls, return_exceptions=True)
-        sums: list[int] = []
-        failures: list[KvbmError] = []
-        for outcome in outcomes:
-            if isinstance(outcome, KvbmError):
-                failures.append(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                sums += outcome
-        if failures:
-            settling = [
-                failure.settling
-                for failure in failures
-                if isinstance(failure, TransferError) and not failure.settled
-            ]
-            self._watch(effect.pull, [future for future in settling if future is not None])
-            return PullFailed(effect.pull, failures[0].code, settled=not settling)
-        return PullDone(effect.pull, tuple(sums))
+        """Read every rank's part into the slots, chunk by chunk, and sum up what is in.
 
-    async def _pull_chunk(self, effect: StartPull, chunk: slice, slot_bytes: int) -> list[int]:
-        slots, blocks = effect.slots[chunk], effect.blocks[chunk]
-        deadline_s = effect.deadline_ms / 1000
-        reads = [self._read(part, blocks, slots, slot_bytes, deadline_s) for part in effect.parts]
-        moved = await asyncio.gather(*reads)
-        self._seconds.observe(max(part.seconds for part in moved), path="d2h")
-        self._bytes.observe(sum(part.bytes for part in moved), path="d2h")
-        return await asyncio.get_running_loop().run_in_executor(
-            self._summer, self._sum, slots, effect.block_bytes, slot_bytes
-        )
+        A chunk is summed up while it is in the cache and the next one flies. Returns when every
+        read has ended, so that no byte is on its way that nobody watches.
+        """
+        chunks = chunks_of(len(effect.slots), effect.block_bytes)
+        pulling = _Pulling(effect, slot_bytes, [len(effect.parts)] * len(chunks))
+        for number, chunk in enumerate(chunks):
+            for part in effect.parts:
+                read = self._read(effect, part, chunk, slot_bytes)
+                read.add_done_callback(partial(self._hand_over, pulling, number, chunk))
+        await asyncio.wrap_future(pulling.ended)
+        for seconds, size in pulling.moved:
+            self._seconds.observe(seconds, path="d2h")
+            self._bytes.observe(size, path="d2h")
+        if pulling.failures:
+            return self._failed(effect.pull, pulling.failures)
+        return PullDone(effect.pull, tuple(pulling.sums[slot] for slot in effect.slots))
+
+    def _hand_over(self, pulling: _Pulling, number: int, chunk: slice, read: Future[Moved]) -> None:
+        """Out of the mover's thread: other transfers would wait for these checksums."""
+        self._summer.submit(self._part_ended, pulling, number, chunk, read)
+
+    def _part_ended(
+        self, pulling: _Pulling, number: int, chunk: slice, read: Future[Moved]
+    ) -> None:
+        """In the one checksum thread, so that a pull's parts end one after the other."""
+        error = read.exception()
+        if error is None:
+            pulling.moved.append((read.result().seconds, read.result().bytes))
+        else:
+            pulling.failures.append(error)
+        pulling.parts_left[number] -= 1
+        try:
+            if not pulling.parts_left[number] and not pulling.failures:
+                slots = pulling.effect.slots[chunk]
+                sums = self._sum(slots, pulling.effect.block_bytes, pulling.slot_bytes)
+                pulling.sums.update(zip(slots, sums, strict=True))
+        except Exception as mistake:
+            pulling.failures.append(mistake)
+        if not any(pulling.parts_left):
+            pulling.ended.set_result(None)
+
+    def _failed(self, pull: int, failures: Sequence[BaseException]) -> PullFailed:
+        for failure in failures:
+            if not isinstance(failure, KvbmError):
+                raise failure
+        settling = [
+            failure.settling
+            for failure in failures
+            if isinstance(failure, TransferError)
+            and failure.settling is not None
+            and not failure.settled
+        ]
+        self._watch(pull, settling)
+        reason = failures[0].code if isinstance(failures[0], KvbmError) else "mistake"
+        return PullFailed(pull, reason, settled=not settling)
 
     def _watch(self, pull: int, settling: list[Future[None]]) -> None:
         """Say so when the last late byte of a failed pull has landed."""
@@ -149,25 +190,22 @@ class Puller:
             asyncio.wrap_future(future, loop=loop).add_done_callback(settled)
 
     def _read(
-        self,
-        part: PullPart,
-        blocks: Sequence[int],
-        slots: Sequence[int],
-        slot_bytes: int,
-        deadline_s: float,
-    ) -> asyncio.Future[Moved]:
-        source = device_pieces(part.regions, blocks)
+        self, effect: StartPull, part: PullPart, chunk: slice, slot_bytes: int
+    ) -> Future[Moved]:
         target = slot_pieces(
             part.regions,
-            slots,
+            effect.slots[chunk],
             arena_address=self._live.address,
             slot_bytes=slot_bytes,
             part_offset=part.slot_offset,
         )
-        future = self.mover.read(
-            part.peer, Spans.of_pieces(target), Spans.of_pieces(source), deadline_s=deadline_s
+        source = device_pieces(part.regions, effect.blocks[chunk])
+        return self.mover.read(
+            part.peer,
+            Spans.of_pieces(target),
+            Spans.of_pieces(source),
+            deadline_s=effect.deadline_ms / 1000,
         )
-        return asyncio.wrap_future(future)
 
     @property
     def _live(self) -> Arena:
