@@ -11,15 +11,20 @@ import pytest
 from tests.vllm.harness import VLLM_PYTHON
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a random model."""
+def make_model(directory: Path, kind: str) -> str:
+    """A random model; see make_model.py."""
     assert VLLM_PYTHON.exists(), "`make test-vllm` makes the environment"
-    directory = tmp_path_factory.mktemp("model")
     script = Path(__file__).with_name("make_model.py")
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    subprocess.run([VLLM_PYTHON, str(script), str(directory)], check=True, env=environ)
+    command = [VLLM_PYTHON, str(script), str(directory), "--kind", kind]
+    subprocess.run(command, check=True, env=environ)
     return str(directory)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a random model with full attention."""
+    return make_model(tmp_path_factory.mktemp("model"), "full")
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,7 @@ class Engine:
             counts=self._counts(),
             preemptions=self._preemptions,
             blocks=self._dump() if command.what == "dump" else [],
-            engine=self.connector._life.engine if self.connector is not None else "",
+            engine=self.connector._life.engine if self._half() is not None else "",
             epochs=self._epochs(),
             streams_attached=self._half() is not None and self._half().streams_attached,
         )
@@ -79,7 +79,8 @@ class Engine:
         """What we call the blocks that vLLM has its own hashes for."""
         from kvbm_connectors.vllm.tracked import Tracked
 
-        hasher = self.connector._scheduler._hasher if self.connector is not None else None
+        side = getattr(self.connector, "_scheduler", None)
+        hasher = side._hasher if side is not None else None
         while self._requests:
             _, request = self._requests.popitem()
             if hasher is not None:

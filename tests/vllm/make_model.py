@@ -19,28 +19,78 @@ def main() -> None:
     """Write config.json and model.safetensors into a directory."""
     arguments = parse()
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=arguments.vocab,
-        hidden_size=arguments.hidden,
-        intermediate_size=4 * arguments.hidden,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=arguments.kv_heads,
-        head_dim=arguments.head_dim,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=arguments.spread,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
     torch.manual_seed(arguments.seed)
-    model = Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype))
+    model = KINDS[arguments.kind](arguments).to(getattr(torch, arguments.dtype))
     model.generation_config.eos_token_id = None  # Tests run to max_tokens.
     model.save_pretrained(arguments.directory)
     tokenizer(arguments.vocab).save_pretrained(arguments.directory)
+
+
+def common(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What all kinds are told."""
+    return {
+        "vocab_size": arguments.vocab,
+        "hidden_size": arguments.hidden,
+        "intermediate_size": 4 * arguments.hidden,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.heads,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "initializer_range": arguments.spread,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+def full(arguments: argparse.Namespace) -> Any:
+    """Full attention in every layer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **common(arguments),
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def windowed(arguments: argparse.Namespace) -> Any:
+    """Layers with a window of 64 tokens, and a last one with full attention."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    local = ["sliding_attention"] * (arguments.layers - 1)
+    config = Gemma3TextConfig(
+        **common(arguments),
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        query_pre_attn_scalar=arguments.head_dim,
+        sliding_window=64,
+        layer_types=[*local, "full_attention"],
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def latent(arguments: argparse.Namespace) -> Any:
+    """Multi-head latent attention, without experts."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **common(arguments),
+        num_key_value_heads=arguments.heads,
+        first_k_dense_replace=arguments.layers,
+        n_routed_experts=2,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+    )
+    return DeepseekV2ForCausalLM(config)
+
+
+KINDS = {"full": full, "windowed": windowed, "latent": latent}
 
 
 def tokenizer(vocabulary: int) -> Any:
@@ -64,6 +114,7 @@ def parse() -> argparse.Namespace:
     """The size of the model; the default has about a million parameters."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--kind", choices=list(KINDS), default="full")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)

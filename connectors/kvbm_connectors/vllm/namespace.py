@@ -40,7 +40,10 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
     parallel = config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups, and one is supported"
+        return (
+            f"the model has {len(groups)} KV cache groups, and one is supported; "
+            "--disable-hybrid-kv-cache-manager makes one of full and windowed attention"
+        )
     kinds = _kinds(groups[0].kv_cache_spec)
     if not kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
         return f"its KV cache is {', '.join(sorted(kinds))}, and full attention is supported"
@@ -54,14 +57,10 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
 
 
 def _kinds(spec: Any) -> set[str]:
+    """A full-attention spec may have a window: its layers look back so far, and keep all blocks."""
     inner = getattr(spec, "kv_cache_specs", None)
     specs = inner.values() if isinstance(inner, dict) else [spec]
-    kinds = {type(one).__name__ for one in specs}
-    windowed = any(
-        getattr(one, "sliding_window", None) or getattr(one, "attention_chunk_size", None)
-        for one in specs
-    )
-    return kinds | ({"windowed attention"} if windowed else set())
+    return {type(one).__name__ for one in specs}
 
 
 def namespace_of(config: Any, kv_cache_config: Any) -> Namespace:

@@ -1,0 +1,75 @@
+"""Other kinds of attention: latent, windowed, and what is not cached but must not break."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conftest import make_model
+from tests.vllm.conversation import Ask
+from tests.vllm.harness import EngineProcess, LiveStack, alike, live_stack, prompt, same
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def stack() -> Iterator[LiveStack]:
+    """For each model its own: the slots of an arena are as large as the first engine's blocks."""
+    with live_stack({"cpu_cache_gb": 0.1}) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        pytest.param("latent", {"attention_backend": "CPU_MLA"}, id="latent attention"),
+        pytest.param(
+            "windowed", {"disable_hybrid_kv_cache_manager": True}, id="windows in one group"
+        ),
+    ],
+)
+def test_other_attention_is_cached(
+    stack: LiveStack, log_dir: Path, tmp_path: Path, kind: str, arguments: dict[str, object]
+) -> None:
+    """Goal: a block is bytes, whatever kind of attention wrote them.
+
+    1. A prompt, longer than every window, is computed, hit on the device, and loaded.
+    2. The answers are the same; all whole blocks were loaded.
+    """
+    model = make_model(tmp_path / "model", kind)
+    engine = EngineProcess(
+        model, stack.settings, log=log_dir / f"{kind}.log", blocks=256, arguments=arguments
+    ).wait_started()
+    try:
+        engine.wait_attached(stack)
+        tokens = prompt(1, 500)
+        cold = engine.run(Ask(name="cold", tokens=tokens))
+        local = engine.run(Ask(name="local", tokens=tokens))
+        engine.reset()
+        loaded = engine.run(Ask(name="loaded", tokens=tokens))
+        assert local[0].cached == loaded[0].cached >= 480
+        assert same(loaded, local)
+        assert alike(cold, local)
+    finally:
+        engine.stop()
+
+
+def test_several_groups_pass_through(stack: LiveStack, log_dir: Path, tmp_path: Path) -> None:
+    """Goal: what is not supported costs nothing but the caching, and the log says what to do."""
+    model = make_model(tmp_path / "model", "windowed")
+    before = stack.held("host-tier")
+    log = log_dir / "groups.log"
+    engine = EngineProcess(model, stack.settings, log=log, blocks=256).wait_started()
+    try:
+        tokens = prompt(2, 500)
+        cold = engine.run(Ask(name="cold", tokens=tokens))
+        engine.reset()
+        again = engine.run(Ask(name="again", tokens=tokens))
+        assert again[0].cached == 0
+        assert same(again, cold)
+        assert "KVBM passes through: the model has" in engine.log_text()
+        assert stack.held("host-tier") == before
+    finally:
+        engine.stop()
