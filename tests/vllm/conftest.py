@@ -16,7 +16,7 @@ def make_model(directory: Path, kind: str) -> str:
     assert VLLM_PYTHON.exists(), "`make test-vllm` makes the environment"
     script = Path(__file__).with_name("make_model.py")
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    command = [VLLM_PYTHON, str(script), str(directory), "--kind", kind]
+    command = [str(VLLM_PYTHON), str(script), str(directory), "--kind", kind]
     subprocess.run(command, check=True, env=environ)
     return str(directory)
 

@@ -39,6 +39,10 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
     """Why blocks of such an engine cannot be cached; `""` if they can."""
     parallel = config.parallel_config
     groups = kv_cache_config.kv_cache_groups
+    if not config.cache_config.enable_prefix_caching:
+        # vLLM turns it off where a kernel cannot begin behind a prefix (latent attention on CPU):
+        # blocks from us would be as wrong there as its own.
+        return "prefix caching is off"
     if len(groups) != 1:
         return (
             f"the model has {len(groups)} KV cache groups, and one is supported; "

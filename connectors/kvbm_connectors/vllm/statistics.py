@@ -21,7 +21,7 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]
     """What has been counted since the last time."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for what, count in other.data.items():
