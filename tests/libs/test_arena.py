@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -131,3 +134,26 @@ def test_only_what_a_killed_owner_left_is_removed(shm_dir: Path) -> None:
     finally:
         living.kill()
         living.communicate(timeout=LIMIT_S)
+
+
+def test_a_mapping_that_fails_leaves_no_file_open(shm_dir: Path) -> None:
+    """Goal: a worker that tries again and again does not run out of descriptors."""
+    with Arena.create(shm_dir, "arena", 4096) as arena:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
+            with pytest.raises(ArenaUnavailable, match="cannot map"):
+                Arena.attach(arena.path)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_reader_maps_without_the_right_to_write(shm_dir: Path) -> None:
+    """It sees what the owner writes, and its mapping may be taken in advance."""
+    with (
+        Arena.create(shm_dir, "arena", 2 * 4096) as arena,
+        Arena.attach(arena.path, writable=False) as reader,
+    ):
+        reader.populate().result(5)
+        arena.view(4096, 3)[:] = b"abc"
+        assert bytes(reader.view(4096, 3)) == b"abc"
+        assert reader.view(0, 1).readonly

@@ -227,9 +227,9 @@ async def test_subscription_starts_where_it_is_told(bus: Bus) -> None:
             bus.event_subscription(start=4) as later,
             bus.event_subscription(start="new") as news,
         ):
-            waiting = asyncio.create_task(read(news, until=7))
-            assert await read(everything, until=5) == [1, 2, 3, 4, 5]
-            assert await read(later, until=5) == [4, 5]
+            waiting = asyncio.create_task(read(news, 7))
+            assert await read(everything, 5) == [1, 2, 3, 4, 5]
+            assert await read(later, 5) == [4, 5]
             await news.wait_caught_up(deadline_s=DEADLINE_S)
             put(publisher, 6, 7)
             assert await waiting == [6, 7]

@@ -100,7 +100,11 @@ class Arena:
         if os.fstat(fd).st_size == 0:
             os.close(fd)
             raise ArenaUnavailable(f"cannot attach {path}: it is empty")
-        return cls(Path(path), fd, owner=False, writable=writable)
+        try:
+            return cls(Path(path), fd, owner=False, writable=writable)
+        except OSError as error:
+            os.close(fd)
+            raise ArenaUnavailable(f"cannot map {path}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self
