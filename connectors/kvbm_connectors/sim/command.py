@@ -33,8 +33,8 @@ KIB = 1024
 DEVICE_BLOCKS = 512
 """64 MiB per engine with the default block: a small device, so that the tiers matter."""
 TRACE_DEVICE_BLOCKS = 1024
-TRACE_PREFILL_US_PER_TOKEN = 1.0
-"""Prompts of traces are tens of thousands of tokens long."""
+TRACE_PREFILL_US_PER_TOKEN = 4.0
+"""Prompts of traces are tens of thousands of tokens long: a large machine, so that it ends."""
 CONCURRENCY_PER_ENGINE = 4
 PAIRS_MAX = 24
 """Requests that are computed anew at the end, to compare their time to first token."""

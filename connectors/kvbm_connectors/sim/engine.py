@@ -186,25 +186,29 @@ class SimEngine:
         for result in self._device.drain_ended():
             assert self._scheduler is not None
             run = self._loading.pop(result.load.request)
-            self._check_loaded(run, result)
+            self._take_loaded(run, result)
             self._scheduler.load_ended(result)
             self.load_seconds += result.seconds
             self.load_bytes += sum(result.intact) * result.load.block_bytes
             self._ready.append(run)
 
-    def _check_loaded(self, run: Run, result: LoadResult) -> None:
-        """Compare every block that is about to be used with what it must hold."""
+    def _take_loaded(self, run: Run, result: LoadResult) -> None:
         first = run.device_hit
         usable = result.usable
-        for offset in range(usable):
-            index = first + offset
-            run.verified += 1
-            if not self._device.holds(run.blocks[index], run.names[index]):
-                run.mismatches += 1
         run.loaded = usable
         run.failed = len(result.intact) - usable
         run.computed = first + usable
         self._give_names(run, first, run.computed)
+
+    def _compare(self, run: Run) -> None:
+        """Compare every block that was loaded with what it must hold.
+
+        After the first token: no engine pays for this, and its blocks are held until it is done.
+        """
+        for index in range(run.device_hit, run.device_hit + run.loaded):
+            run.verified += 1
+            if not self._device.holds(run.blocks[index], run.names[index]):
+                run.mismatches += 1
 
     # --- compute ----------------------------------------------------------------------------
 
@@ -223,6 +227,7 @@ class SimEngine:
 
     def _end_prefill(self, run: Run) -> None:
         ttft_ms = (time.perf_counter() - run.started_s) * 1e3
+        self._compare(run)
         first = run.computed
         for index in range(first, len(run.names)):
             self._device.compute(run.blocks[index], run.names[index])

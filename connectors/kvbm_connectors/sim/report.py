@@ -177,7 +177,9 @@ def print_report(report: Report, console: Console) -> None:
     table.add_row(
         "time to first token",
         f"{ttft['cached']:.1f} ms with the cache, {ttft['recomputed']:.1f} ms computed anew "
-        "(medians, same requests)",
+        "(medians, same requests)"
+        if ttft["recomputed"]
+        else "no request found anything outside its device",
     )
     for path, title in PATHS.items():
         figures = report.paths[path]
