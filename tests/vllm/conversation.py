@@ -18,7 +18,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`run` the asks, `reset` the prefix cache, `dump` its content, `load sync`, `load async`,
-    `verify never`, `hold loads`, `state` (nothing but the reply) or `stop`."""
+    `verify never`, `hold loads`, `time calls`,
+    `state` (nothing but the reply) or `stop`."""
 
     what: str
     path: str = ""

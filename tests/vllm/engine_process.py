@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ import msgspec
 from tests.vllm.conversation import Answer, Ask, Command, Reply
 
 SETTLE_DEADLINE_S = 15.0
+SCHEDULER_CALLS = (
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+    "update_connector_output", "request_finished", "get_kv_connector_stats",
+    "get_external_cache_hit_sources", "has_pending_push_work", "has_pending_block_frees",
+)  # fmt: skip
+"""What vLLM's scheduler calls on its way through a step."""
 GROUP_BYTES = 4
 """vLLM's keys end in the number of the KV group."""
 
@@ -41,6 +49,7 @@ class Engine:
         self._requests: dict[str, Any] = {}
         """vLLM's request objects that have not been looked at since they finished."""
         self._names: dict[bytes, str] = {}
+        self._timed: Counter[str] = Counter()
         self.scheduler = self._engine.engine_core.engine_core.scheduler
 
     @property
@@ -60,6 +69,8 @@ class Engine:
                 self.connector._scheduler._sync = command.what == "load sync"
             case "verify never":
                 worker_of_this_process()._worker._half._read_block = None
+            case "time calls":
+                self._time_calls()
             case "hold loads":
                 hold_loads(Path(command.path))
         if command.settle:
@@ -143,11 +154,27 @@ class Engine:
         return side is None or half is None or (side.idle and half.idle())
 
     def _counts(self) -> dict[str, int]:
-        counts: dict[str, int] = dict(self.connector.counts()) if self.connector else {}
-        if self.connector is not None:
-            for name, count in worker_of_this_process().counts().items():
-                counts[f"worker.{name}"] = count
-        return counts
+        if self._half() is None:
+            return {}
+        counts: dict[str, int] = dict(self.connector.counts())
+        for name, count in worker_of_this_process().counts().items():
+            counts[f"worker.{name}"] = count
+        return counts | {name: round(value) for name, value in self._timed.items()}
+
+    def _time_calls(self) -> None:
+        """From now on, add up how long vLLM's scheduler is in our calls: `calls.ns`, of `steps`."""
+        for name in SCHEDULER_CALLS:
+            setattr(self.connector, name, self._timing(getattr(self.connector, name)))
+
+    def _timing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            started_ns = time.perf_counter_ns()
+            answer = call(*arguments)
+            self._timed["calls.ns"] += time.perf_counter_ns() - started_ns
+            self._timed["steps"] += call.__name__ == "build_connector_meta"
+            return answer
+
+        return timed
 
     def _epochs(self) -> list[int]:
         half = self._half()

@@ -136,8 +136,10 @@ class EngineProcess:
         extra: Mapping[str, object] | None = None,
         events: bool = True,
         arguments: Mapping[str, object] | None = None,
+        python: Path = VLLM_PYTHON,
+        module: str = "tests.vllm.engine_process",
     ) -> None:
-        """Without `settings` it is vLLM without a connector."""
+        """Without `settings` it is vLLM without our connector. `arguments` are vLLM's own."""
         options: dict[str, object] = {
             "dtype": "float32",
             "block_size": BLOCK_TOKENS,
@@ -169,7 +171,7 @@ class EngineProcess:
         self._log = log.open("ab")
         self.log_path = log
         self._process = subprocess.Popen(
-            [VLLM_PYTHON, "-m", "tests.vllm.engine_process", model, json.dumps(options)],
+            [python, "-m", module, model, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

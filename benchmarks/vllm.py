@@ -1,0 +1,179 @@
+"""A real vLLM on one core: time to first token, chat workload, and what the connector costs.
+
+`make bench-vllm`. A model of 170 million parameters in bfloat16, prompts of 2,000 tokens. Every row
+is a median of rounds in which all arms had their turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from benchmarks.harness import Row, info_row
+from benchmarks.vllm_arms import Arms, arms
+from tests.vllm.conversation import Ask, Command
+from tests.vllm.harness import EngineProcess, prompt, wait_for
+
+ROUNDS = 7
+PROMPT_TOKENS = 2_000
+BATCH, BATCH_TOKENS, BATCH_ANSWER = 8, 250, 8
+"""The workload without reuse."""
+CHAT_ROUNDS = 3
+USERS, TURNS, SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 8, 4, 320, 120, 16
+"""The chat workload: at the end 8 histories of 800 tokens, of which the device holds three."""
+
+Samples = dict[str, list[float]]
+_names = (f"ask {number}" for number in itertools.count())
+_seeds = itertools.count(1)
+
+
+def run() -> list[Row]:
+    """Measure; about ten minutes, of which two are spent starting engines."""
+    with arms() as engines:
+        samples: Samples = defaultdict(list)
+        for number in range(ROUNDS + 1):
+            _first_tokens(engines, samples)
+            _no_reuse(engines, samples)
+            if number == 0:
+                samples.clear()  # Everybody's first time.
+        for _ in range(CHAT_ROUNDS):
+            _chat(engines, samples)
+        per_step_us = _scheduler_us_per_step(engines.host)
+    return _rows({name: statistics.median(values) for name, values in samples.items()}, per_step_us)
+
+
+def _first_tokens(engines: Arms, samples: Samples) -> None:
+    """Cold, hit on the device, and after the device was emptied, for each arm."""
+    for name, engine in (
+        ("plain", engines.plain),
+        ("host", engines.host),
+        ("lmcache", engines.lmcache),
+    ):
+        tokens = _prompt(PROMPT_TOKENS)
+        samples[f"{name} cold"].append(_ttft_ms(engine, tokens, cached=False))
+        if name == "lmcache":
+            _settle(engine)
+        samples[f"{name} local"].append(_ttft_ms(engine, tokens))
+        engine.reset()
+        samples[f"{name} evicted"].append(_ttft_ms(engine, tokens, cached=name != "plain"))
+    _from_disk(engines, samples)
+
+
+def _from_disk(engines: Arms, samples: Samples) -> None:
+    """A prompt is pushed out of the arena by another one, then asked for again."""
+    mine, other = _prompt(PROMPT_TOKENS), _prompt(PROMPT_TOKENS)
+    engine, stack = engines.disk, engines.disk_stack
+    for tokens in (mine, other):
+        _ttft_ms(engine, tokens, cached=False)
+        wait_for(lambda: stack.held("host-tier") <= stack.held("disk-tier"), "not on disk")
+    samples["disk local"].append(_ttft_ms(engine, other))
+    engine.reset()
+    before = stack.figures("host-tier").get("lookup_blocks.disk", 0)
+    samples["disk evicted"].append(_ttft_ms(engine, mine))
+    assert stack.figures("host-tier")["lookup_blocks.disk"] > before, "it was not on disk"
+
+
+def _no_reuse(engines: Arms, samples: Samples) -> None:
+    """Requests that share nothing: what does the connector cost?"""
+    for name, engine in (("plain", engines.plain), ("host", engines.host)):
+        asks = [_ask(_prompt(BATCH_TOKENS), BATCH_ANSWER) for _ in range(BATCH)]
+        started_s = time.perf_counter()
+        engine.run(*asks, settle=False)
+        samples[f"{name} batch"].append(time.perf_counter() - started_s)
+        engine.say(Command(what="state"))
+
+
+def _chat(engines: Arms, samples: Samples) -> None:
+    """Many users with one system prompt and growing histories, all waiting in each turn."""
+    for name, engine in (
+        ("plain", engines.plain),
+        ("host", engines.host),
+        ("lmcache", engines.lmcache),
+    ):
+        system = _prompt(SYSTEM_TOKENS)
+        histories = [list(system) for _ in range(USERS)]
+        started_s = time.perf_counter()
+        for _ in range(TURNS):
+            for history in histories:
+                history += _prompt(QUESTION_TOKENS)
+            asks = [_ask(history, ANSWER_TOKENS) for history in histories]
+            answers = engine.run(*asks, settle=False)
+            for history, answer in zip(histories, answers, strict=True):
+                history += answer.tokens
+        seconds = time.perf_counter() - started_s
+        samples[f"{name} chat"].append(USERS * TURNS / seconds)
+
+
+def _scheduler_us_per_step(engine: EngineProcess) -> float:
+    """How long vLLM's scheduler is in our calls, in the chat workload."""
+    engine.say(Command(what="time calls"))
+    history = _prompt(SYSTEM_TOKENS)
+    for _ in range(TURNS):
+        engine.run(*(_ask(history + _prompt(QUESTION_TOKENS), ANSWER_TOKENS) for _ in range(USERS)))
+    counts = engine.state().counts
+    return counts["calls.ns"] / 1000 / counts["steps"]
+
+
+def _rows(median: dict[str, float], per_step_us: float) -> list[Row]:
+    return [
+        _bound("TTFT loaded from the host tier, beside the hit on the device", "ms",
+               median["host evicted"], median["host local"], 1.3),
+        _bound("TTFT loaded from the disk tier, beside the hit on the device", "ms",
+               median["disk evicted"], median["disk local"], 2.0),
+        _bound("TTFT loaded from the host tier, beside LMCache", "ms",
+               median["host evicted"], median["lmcache evicted"], 0.9),
+        _bound("TTFT cold, storing, beside LMCache", "ms",
+               median["host cold"], median["lmcache cold"], 1.0),
+        _bound("TTFT cold, storing, beside no connector", "ms",
+               median["host cold"], median["plain cold"], 1.02),
+        _bound("batch without reuse, beside no connector", "s",
+               median["host batch"], median["plain batch"], 1.02),
+        _bound("TTFT recomputed, no connector, for scale", "ms", median["plain evicted"]),
+        _bound("TTFT hit on the device, no connector, for scale", "ms", median["plain local"]),
+        _bound("TTFT hit on the device, LMCache, for scale", "ms", median["lmcache local"]),
+        info_row("chat, no connector", median["plain chat"], unit="requests/s"),
+        info_row("chat, LMCache", median["lmcache chat"], unit="requests/s"),
+        Row(name="chat, KVBM, beside no connector", unit="requests/s",
+            value=round(median["host chat"], 3), reference=round(median["plain chat"], 3),
+            ratio=round(median["host chat"] / median["plain chat"], 3)),
+        info_row("vLLM's scheduler in our calls, per step, chat", per_step_us, unit="µs"),
+    ]  # fmt: skip
+
+
+def _bound(
+    name: str, unit: str, value: float, reference: float | None = None, target: float | None = None
+) -> Row:
+    """A row where less is better; `target` is an upper bound of the ratio."""
+    ratio = value / reference if reference else None
+    return Row(
+        name=name,
+        unit=unit,
+        value=round(value, 2),
+        reference=round(reference, 2) if reference else None,
+        ratio=round(ratio, 3) if ratio else None,
+        target=target,
+        met=ratio <= target if ratio is not None and target is not None else None,
+    )
+
+
+def _ttft_ms(engine: EngineProcess, tokens: Sequence[int], *, cached: bool = True) -> float:
+    (answer,) = engine.run(_ask(tokens, 1))
+    assert (answer.cached >= PROMPT_TOKENS * 0.9) == cached, f"{answer.cached} tokens were cached"
+    return answer.seconds * 1000
+
+
+def _settle(engine: EngineProcess) -> None:
+    """LMCache stores after the answer, and says nothing when it has: an empty step or two."""
+    engine.run(_ask(_prompt(8), 4))
+
+
+def _ask(tokens: Sequence[int], new_tokens: int) -> Ask:
+    return Ask(name=next(_names), tokens=list(tokens), new_tokens=new_tokens)
+
+
+def _prompt(length: int) -> list[int]:
+    """Tokens that no prompt had before."""
+    return prompt(next(_seeds), length)
