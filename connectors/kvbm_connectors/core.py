@@ -112,7 +112,7 @@ class ConnectorCore:
         self._arena_epoch = 0
         """The life whose arena is known, even while it does not answer."""
         self.events_attached = True
-        """Is there a consolidator to take offers? Its link says so; the host tier is not asked."""
+        """Is there a consolidator that passes offers on? It says so; the host tier is not asked."""
         self.counts: Counter[str] = Counter()
         self._requests: dict[str, Request] = {}
         self._lookups: dict[int, str] = {}
@@ -357,10 +357,10 @@ class ConnectorCore:
             self._end_offer(pulled.offer, pulled.pulled, pulled.reason or "pulled")
         return self._take_effects()
 
-    def revoke(self, offer: int) -> list[Effect]:
-        """The engine must reuse the blocks now (preemption): a pull of them is worthless."""
+    def revoke(self, offer: int, reason: str = "revoked") -> list[Effect]:
+        """The engine reuses the blocks now (preemption, or nobody pulls): a pull is worthless."""
         if offer in self._offers:
-            self._end_offer(offer, 0, "revoked")
+            self._end_offer(offer, 0, reason)
         return self._take_effects()
 
     def _end_offer(self, offer: int, stored: int, reason: str) -> None:

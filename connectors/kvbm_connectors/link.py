@@ -57,7 +57,7 @@ class Link:
     hello: Callable[[], Any]
     beat: Any
     on_message: Callable[[Any], None]
-    """Everything that is not about the link itself, and `Welcome`/`Attached`."""
+    """Everything that is not about the link itself, `Welcome`/`Attached`, and refused offers."""
     on_down: Callable[[], None] = lambda: None
     state: LinkState = LinkState.DOWN
     counts: Counter[str] = field(default_factory=Counter)
@@ -143,6 +143,8 @@ class Link:
 
     def _received(self, message: Any, now_ms: int) -> None:
         self.heard_ms = now_ms
+        if isinstance(message, Refused) and message.offer is not None:
+            self.on_message(message)
         match message:
             case Refused(code="unknown_engine"):
                 self.next_greet_ms = now_ms

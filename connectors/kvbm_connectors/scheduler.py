@@ -21,6 +21,7 @@ from kvbm_common.wire.local import (
     FromHostTier,
     Hello,
     Pulled,
+    Refused,
     Welcome,
     from_consolidator,
     from_host_tier,
@@ -224,9 +225,16 @@ class SchedulerHalf:
         self._on_news()
 
     def _from_consolidator(self, message: FromConsolidator) -> None:
-        if isinstance(message, Attached) and message.rank == self._offers_through:
-            with self._lock:
-                self._core.events_attached = True
+        effects: list[Effect] = []
+        with self._lock:
+            match message:
+                case Attached(rank=rank) if rank == self._offers_through:
+                    self._core.events_attached = message.offers
+                case Refused(offer=int(offer)):
+                    effects = self._core.revoke(offer, "refused")
+        self._carry_out(effects)
+        if effects:
+            self._on_news()
 
     def _consolidator_down(self) -> None:
         with self._lock:

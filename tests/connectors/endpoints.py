@@ -98,9 +98,9 @@ def welcome(epoch: int = 7, **changes: Any) -> Welcome:
     return Welcome(**(fields | changes))
 
 
-def attached(rank: int = 0) -> Attached:
+def attached(rank: int = 0, *, offers: bool = True) -> Attached:
     """A consolidator's."""
-    return Attached(engine="ada", rank=rank, epoch=1)
+    return Attached(engine="ada", rank=rank, epoch=1, offers=offers)
 
 
 def wait_for(condition: Callable[[], object]) -> None:

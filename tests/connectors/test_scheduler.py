@@ -18,6 +18,7 @@ from kvbm_common.wire.local import (
     Lookup,
     Offered,
     Pulled,
+    Refused,
     Release,
     ToConsolidator,
     ToHostTier,
@@ -174,6 +175,37 @@ def test_without_a_consolidator_the_engine_keeps_no_block_for_an_offer(
         half._events[0].fail(0)
         assert half.offer([RUN]) is None
         assert half.counts()["offers_passed_through"] == 4
+
+
+def test_while_nats_is_away_nothing_is_offered(
+    half: Half, host: Host, events: Consolidator
+) -> None:
+    """1. An offer that could not be passed on is refused: its blocks are free at once.
+
+    2. The consolidator says that it passes none on: offers are not made. 3. NATS is back.
+    """
+    offer = half.offer([RUN])
+    events.hear(Offered)
+    events.say(Refused(about="offered", code="offer_not_passed", message="", offer=offer))
+    wait_for(lambda: not half.idle() and half.drain_ended() == [OfferEnded(offer or 0, 0)])
+    assert half.counts()["offers_ended.refused"] == 1
+    events.say(attached(offers=False))
+    wait_for(lambda: not half.streams_attached)
+    assert half.offer([RUN]) is None
+    events.say(attached())
+    wait_for(lambda: half.streams_attached)
+    assert half.offer([RUN]) is not None
+
+
+def test_a_consolidator_that_has_forgotten_us_frees_the_offer(
+    half: Half, host: Host, events: Consolidator
+) -> None:
+    """Refused as `unknown_engine`: the link is down, and the blocks are free all the same."""
+    offer = half.offer([RUN])
+    events.hear(Offered)
+    events.say(Refused(about="offered", code="unknown_engine", message="", offer=offer))
+    wait_for(lambda: not half.idle() and half.drain_ended() == [OfferEnded(offer or 0, 0)])
+    wait_for(lambda: half.offer([RUN]) is None)
 
 
 def test_the_streams_of_all_ranks_are_attached(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, MsgpackCodec, W
 
 from tests.libs.wire_examples import EXAMPLES, GOLDEN, STORED, Example
 
+BEFORE = GOLDEN / "before"
+"""Messages as releases before some of their fields sent them."""
+
 WIRE_MD = Path(__file__).parents[2] / "docs" / "wire.md"
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 
@@ -97,6 +100,16 @@ def test_a_field_with_a_default_may_be_missing(example: Example) -> None:
         if key not in defaults or value != defaults[key]
     }
     assert example.codec.decode(encode_raw(example, raw)) == example.message
+
+
+@pytest.mark.parametrize("path", sorted(BEFORE.iterdir()), ids=lambda path: path.name)
+def test_messages_of_earlier_releases_are_still_read(path: Path) -> None:
+    """A message from before a field came means what it meant: the field has its default."""
+    (example,) = (one for one in EXAMPLES if one.path.name == path.name)
+    text = path.read_text().strip()
+    old = text.encode() if example.is_json else bytes.fromhex(text)
+    assert old != example.golden()
+    assert example.codec.decode(old) == example.message
 
 
 @each_example

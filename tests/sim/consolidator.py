@@ -12,6 +12,7 @@ from kvbm_common.wire.local import (
     Beat,
     Detach,
     Offered,
+    Refused,
     from_consolidator,
     to_consolidator,
 )
@@ -39,7 +40,7 @@ class Consolidator(Service):
     def boot(self) -> None:
         self.begin()
         self.core = ConsolidatorCore(HOST)
-        self.every(100, lambda: self.step(con.Tick()))
+        self.every(100, lambda: self.step(con.Tick(self.world.bus_up)))
 
     def step(self, event: con.Input) -> None:
         """One input."""
@@ -58,6 +59,9 @@ class Consolidator(Service):
                 self.step(con.EngineDetached(engine, incarnation))
             case Beat(engine=engine, incarnation=incarnation):
                 self.step(con.BeatReceived(engine, incarnation, connection))
+            case Offered() as offered if not self.world.bus_up:
+                refused = Refused(about="offered", code="", message="", offer=offered.offer)
+                self._carry_out(con.Reply(connection, refused))
             case Offered() as offered:
                 tier, received = self.peers.host_tier, host.OfferReceived(_offer_of(offered))
                 self.bus.publish(self, tier, lambda: tier.step(received))

@@ -18,10 +18,19 @@ from dataclasses import dataclass, field
 from kvbm_common.checksum import block_checksum
 from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.wire.engine_events import BlockRemoved, BlockStored, EngineBatch
-from kvbm_common.wire.local import Bye, Detach, Found, FromHostTier, Pulled, Welcome
+from kvbm_common.wire.local import Attached, Bye, Detach, Found, Pulled, Refused, Welcome
 from kvbm_connectors.consolidator.messages import StreamKey
 from kvbm_connectors.core import ConnectorCore, Limits
-from kvbm_connectors.messages import Effect, Hit, Load, LoadResult, OfferEnded, OfferRun, ToHost
+from kvbm_connectors.messages import (
+    Effect,
+    FromService,
+    Hit,
+    Load,
+    LoadResult,
+    OfferEnded,
+    OfferRun,
+    ToHost,
+)
 from kvbm_connectors.sim.event_stream import engine_hash
 from kvbm_connectors.sim.paged import BlockPool
 
@@ -92,7 +101,7 @@ class EngineNode(Node):
         self._events: list[BlockStored | BlockRemoved] = []
         self._seq = 0
         self._poked = False
-        self.sockets = Sockets(self, self._from_host_tier, self._host_down)
+        self.sockets = Sockets(self, self._take, self._host_down)
         self.every(100, self.step)
 
     def receive(self, connection: bytes, data: bytes) -> None:
@@ -111,7 +120,7 @@ class EngineNode(Node):
 
     # --- the connector ----------------------------------------------------------------------
 
-    def _from_host_tier(self, message: FromHostTier) -> None:
+    def _take(self, message: FromService) -> None:
         if self.world.traced:
             self.world.note(f"{self.name} < {message}")
         match message:
@@ -121,6 +130,10 @@ class EngineNode(Node):
                 self._carry_out(self.core.found(message))
             case Pulled():
                 self._carry_out(self.core.pulled(message))
+            case Attached():
+                self.core.events_attached = message.offers
+            case Refused(offer=int(offer)):
+                self._carry_out(self.core.revoke(offer, "refused"))
 
     def _host_down(self) -> None:
         self._carry_out(self.core.detached())

@@ -65,7 +65,7 @@ class Sockets:
         for rank in range(ranks):
             take_welcome = partial(self._worker_took, rank)
             self._to_host_tier(f"worker{rank}", rank, take_welcome, lambda: None)
-        self.consolidator = self._to_consolidator()
+        self.consolidator = self._to_consolidator(take)
 
     def receive(self, connection: bytes, data: bytes) -> bool:
         """A frame for one of the sockets; False: of a former life, and nobody's."""
@@ -125,7 +125,7 @@ class Sockets:
         if isinstance(message, Welcome):
             self.welcomed[rank] = message.epoch
 
-    def _to_consolidator(self) -> Link:
+    def _to_consolidator(self, take: Take) -> Link:
         target = self._engine.peers.consolidator
         attach = Attach(
             engine=self._engine.name,
@@ -141,7 +141,7 @@ class Sockets:
             decode=from_consolidator,
             hello=lambda: attach,
             beat=self._beat,
-            on_message=lambda _: None,
+            on_message=take,
         )
         return self._enter(link, target)
 

@@ -15,6 +15,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.wire.codec import SOCKET_BYTES_MAX
 from kvbm_common.wire.local import (
     FromConsolidator,
+    Offered,
     Refused,
     ToConsolidator,
     from_consolidator,
@@ -72,9 +73,11 @@ class ConnectorSocket:
         kind = getattr(error, "kind", error.code)
         self._dropped.add(reason=kind)
         self._log.warning(kind, f"{about} of a connector: {error}")
-        self.send(
-            peer, Refused(about=about, code=error.code, message=str(error), field=error.field)
+        offer = message.offer if isinstance(message, Offered) else None
+        refused = Refused(
+            about=about, code=error.code, message=str(error), field=error.field, offer=offer
         )
+        self.send(peer, refused)
 
     def send(self, peer: bytes, message: FromConsolidator) -> None:
         """Send without waiting; to a connector that is gone, or does not read, it is dropped."""

@@ -73,6 +73,7 @@ class ConsolidatorCore:
         self._effects: list[Effect] = []
         self._published: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
         self._now_ms = 0
+        self._offers_open = True
         self._batch_count = 0
         self._publish_count = 0
         self._replay_count = 0
@@ -103,8 +104,8 @@ class ConsolidatorCore:
                 self._on_replay_over(key, replay, failed=False)
             case ReplayFailed(key, replay):
                 self._on_replay_over(key, replay, failed=True)
-            case Tick():
-                self._on_tick()
+            case Tick(offers_open):
+                self._on_tick(offers_open)
             case _:
                 assert_never(event)
         effects, self._effects = self._effects, []
@@ -280,7 +281,12 @@ class ConsolidatorCore:
         self._effects.append(RevokeEpoch(engine.name))
         del self._engines[engine.name]
 
-    def _on_tick(self) -> None:
+    def _on_tick(self, offers_open: bool) -> None:
+        if offers_open != self._offers_open:
+            self._offers_open = offers_open
+            for engine in self._engines.values():
+                for rank in engine.ranks.values():
+                    self._answer(engine, rank)
         for engine in list(self._engines.values()):
             if self._now_ms - engine.seen_ms > self._limits.lost_after_ms:
                 self._end(engine, "lost")
@@ -372,7 +378,9 @@ class ConsolidatorCore:
 
     def _answer(self, engine: Engine, rank: Rank) -> None:
         """Epoch 0 says: known, and the registry has not answered yet."""
-        message = Attached(engine=engine.name, rank=rank.key.rank, epoch=engine.epoch)
+        message = Attached(
+            engine=engine.name, rank=rank.key.rank, epoch=engine.epoch, offers=self._offers_open
+        )
         self._effects.append(Reply(rank.peer, message))
 
     def _find(self, key: StreamKey) -> tuple[Engine, Rank] | None:

@@ -115,6 +115,9 @@ class ReplayFailed:
 class Tick:
     """Time passes."""
 
+    offers_open: bool = True
+    """Whether offers can be put on the bus now."""
+
 
 Input = (
     StreamAttached

@@ -85,6 +85,12 @@ class BadOffer(KvbmError):
     field = "runs"
 
 
+class OfferNotPassed(KvbmError):
+    """Nobody will hear of this offer."""
+
+    code = "offer_not_passed"
+
+
 class ConsolidatorShell:
     """Translates between ZMQ, NATS and the core. Lives inside its task group."""
 
@@ -100,7 +106,7 @@ class ConsolidatorShell:
         self._socket = socket
         self._publisher = context.bus.event_publisher(context.source)
         self.loop: CoreLoop[Input, Effect] = CoreLoop(
-            core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
+            core, self._carry_out, inbox_size=INBOX_MAX, tick=self._tick, tick_ms=TICK_MS
         )
         self.streams = Streams(tasks, context.counters, self._take)
         self._registrar = Registrar(
@@ -145,6 +151,9 @@ class ConsolidatorShell:
 
     # ---- inputs ------------------------------------------------------------------------------
 
+    def _tick(self) -> Tick:
+        return Tick(offers_open=self._context.bus.connected)
+
     async def _take(self, event: Input) -> None:
         await self.loop.offer(event, deadline_s=INBOX_DEADLINE_S)
 
@@ -167,13 +176,15 @@ class ConsolidatorShell:
                 assert_never(message)
 
     async def _pass_on(self, offered: Offered) -> None:
-        """Put an offer on the bus. While NATS is away it is dropped there: its deadline ends it."""
+        """Put an offer on the bus, or have it refused: then its blocks are free at once."""
         if not self._core.knows(offered.engine, offered.incarnation):
             raise UnknownEngine(f"{offered.engine} {offered.incarnation} is not attached")
         offer = offer_of(self._context.host, offered)
         subject = offers_subject(self._context.host)
         if await self._context.bus.publish(subject, offer_codec.encode(offer)):
             self._offers.add()
+        else:
+            raise OfferNotPassed("NATS is away")
 
     # ---- effects -----------------------------------------------------------------------------
 

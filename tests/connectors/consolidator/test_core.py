@@ -38,6 +38,7 @@ from kvbm_connectors.consolidator.messages import (
     RevokeEpoch,
     StreamAttached,
     Subscribe,
+    Tick,
     Unsubscribe,
 )
 from kvbm_connectors.consolidator.naming import extras_of
@@ -97,6 +98,20 @@ def test_an_attach_again_changes_nothing_and_is_answered(harness: Harness) -> No
     effects = harness.send(StreamAttached(attach(), b"other"))
     assert [type(effect).__name__ for effect in effects] == ["Reply"]
     assert harness.replies[-1] == (b"other", Attached(engine="sim-0", rank=0, epoch=1))
+
+
+def test_every_rank_hears_when_offers_cannot_be_passed_on(harness: Harness) -> None:
+    """1. NATS is away. 2. A rank that attaches meanwhile hears it too. 3. NATS is back."""
+    harness.replies.clear()
+    harness.send(Tick(offers_open=False))
+    harness.send(Tick(offers_open=False))
+    closed = Attached(engine="sim-0", rank=0, epoch=1, offers=False)
+    assert harness.replies == [(b"peer0", closed)]
+    harness.send(StreamAttached(attach(rank=1), b"peer1"))
+    assert harness.replies[-1] == (b"peer1", msgspec.structs.replace(closed, rank=1))
+    harness.send(Tick())
+    assert [message.offers for _, message in harness.replies[-2:]
+            if isinstance(message, Attached)] == [True, True]  # fmt: skip
 
 
 def test_what_is_held_before_the_epoch_is_announced_with_it() -> None:

@@ -355,6 +355,29 @@ async def test_offers_reach_the_host_tier(engine: Engine, bus: Bus) -> None:
     assert offer.runs[0].blocks == [7, 9]
 
 
+async def test_while_nats_is_away_offers_are_refused(
+    engine: Engine, nats_server: NatsServer, bus: Bus
+) -> None:
+    """1. The engine hears that NATS is away. 2. An offer made all the same is refused by number,
+    so that its blocks are free at once. 3. NATS is back, and says so."""
+    run = OfferedRun(parent=NAMESPACE.root, hashes=b"".join(chain((1, 2))), blocks=[7])
+    nats_server.kill()
+    answer = await engine.hear()
+    assert isinstance(answer, Attached)
+    assert not answer.offers
+    await engine.say(
+        Offered(engine="sim-0", incarnation=INCARNATION, offer=3, namespace=NAMESPACE.digest,
+                deadline_ms=500, runs=[run])
+    )  # fmt: skip
+    refused = await engine.hear()
+    assert isinstance(refused, Refused)
+    assert (refused.about, refused.code, refused.offer) == ("offered", "offer_not_passed", 3)
+    await nats_server.start()
+    answer = await engine.hear()
+    assert isinstance(answer, Attached)
+    assert answer.offers
+
+
 async def test_several_engines_and_ranks(settings: Settings, services: None, bus: Bus) -> None:
     """One engine of two ranks and another one: three streams, two sources, one epoch each."""
     engines = [Engine(settings), Engine(settings, rank=1), Engine(settings, "sim-1")]

@@ -84,6 +84,8 @@ class Refused(_Message, frozen=True, kw_only=True):
     code: str
     message: str
     field: str = ""
+    offer: Natural | None = None
+    """The offer that nobody will pull: its blocks need not be held."""
 
 
 class Beat(_Message, frozen=True, kw_only=True):
@@ -203,6 +205,8 @@ class Attached(_Message, frozen=True, kw_only=True):
     engine: Token
     rank: Natural
     epoch: Natural
+    offers: bool = True
+    """Whether offers can be passed on now. Said again when that changes."""
 
 
 class Detach(_Message, frozen=True, kw_only=True):
