@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
     "kv_connector_extra_config": {"num_threads": 0},
 }
 """By default vLLM's agent has four threads that spin: more than a small machine has to give."""

@@ -55,6 +55,7 @@ def engine(stack: LiveStack, model: str, log_dir: Path) -> Iterator[EngineProces
             "lease_ms": settings.lease_ms,
             "offer_deadline_ms": settings.offer_deadline_ms,
             "onboard_mover": "nixl",
+            "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": 2,
         },
     ).wait_started()
     yield process
@@ -92,6 +93,8 @@ def test_without_any_service_the_engine_serves(engine: EngineProcess) -> None:
     assert alike(again, cold)
     assert engine.count("lookups_passed_through") >= 2
     assert engine.count("offers_passed_through") >= 9
+    wait_for(lambda: engine.count("init_timeouts") == 1, "nobody says that ranks are missing")
+    assert re.search("1 ranks and the host tier at .* have not met within 2 s", engine.log_text())
 
 
 def test_caching_begins_when_the_stack_comes(stack: LiveStack, engine: EngineProcess) -> None:

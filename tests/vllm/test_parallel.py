@@ -14,6 +14,13 @@ from tests.vllm.server import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+BY_NAME = {
+    "kv_connector": "DynamoConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+"""KVBM's own name for it; our entry point has told vLLM where it is."""
+
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LiveStack]:
@@ -79,7 +86,7 @@ def test_data_parallel_ranks_and_adapters(
     arguments = ["--data-parallel-size", "2", "--enable-lora", "--lora-modules", f"adapter={lora}"]
     server = ServerProcess(
         model, stack.settings, log=log_dir / "dp.log",
-        arguments=[*arguments, "--kv-events-config", json.dumps(events)],
+        transfer=BY_NAME, arguments=[*arguments, "--kv-events-config", json.dumps(events)],
         environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ as it would without us.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,26 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             sync=self._options.load == "sync",
         )
         self._scheduler_half.start()
+        self._barrier = threading.Timer(
+            settings.leader_worker_init_timeout_s, self._warn_if_ranks_are_missing
+        )
+        self._barrier.daemon = True
+        self._barrier.start()
         log.info("%s, namespace %s", self._life.engine, self._namespace)
+
+    def _warn_if_ranks_are_missing(self) -> None:
+        """The host tier welcomes a scheduler half when all its ranks have come. Nobody waits for
+        that: until then the engine computes everything, and operators should know."""
+        half, side = self._scheduler_half, self._scheduler
+        if half is not None and side is not None and not half.attached:
+            side.counts["init_timeouts"] += 1
+            log.error(
+                "%d ranks and the host tier at %s have not met within %d s "
+                "(DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS): passing through until they do",
+                self._world_size,
+                self._options.settings.host_tier_endpoint,
+                self._options.settings.leader_worker_init_timeout_s,
+            )
 
     # --- both -------------------------------------------------------------------------------
 
@@ -117,6 +137,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End all threads and say good-bye."""
         if self._scheduler_half is not None:
+            self._barrier.cancel()
             self._scheduler_half.close()
             self._scheduler_half = None
         if self._worker is not None:
