@@ -42,7 +42,7 @@ class Consolidator(Service):
         self.core = ConsolidatorCore(HOST)
         self.every(100, lambda: self.step(con.Tick(self.world.bus_up)))
 
-    def step(self, event: con.Input) -> None:
+    def step(self, event: con.EngineInput) -> None:
         """One input."""
         self.heard(event)
         for effect in self.core.step(event, self.world.now_ms):
@@ -79,7 +79,7 @@ class Consolidator(Service):
     def snapshot(self, source: str) -> SnapshotReply | None:
         return self.core.snapshot(source)
 
-    def _carry_out(self, effect: con.Effect) -> None:
+    def _carry_out(self, effect: con.EngineEffect) -> None:
         match effect:
             case con.Publish(event):
                 self.publish(event)
@@ -95,7 +95,7 @@ class Consolidator(Service):
             case con.RevokeEpoch(engine):
                 registry = self.bus.registry
                 registry.leave(engine, registry.entries.get(engine, 0))
-            case con.Describe():
+            case con.Describe() | con.Learn():
                 pass
             case con.Reply(peer, message):
                 receiver = self.peers.engines[peer.decode().split(":")[0]]
@@ -133,7 +133,7 @@ class Consolidator(Service):
                 self._replayed(con.EngineBatchReceived(key, seq, batch, number))
         self._replayed(con.ReplayDone(key, number))
 
-    def _replayed(self, event: con.Input) -> None:
+    def _replayed(self, event: con.EngineInput) -> None:
         self.later(self.world.queue("replay", self.name), partial(self.step, event))
 
 

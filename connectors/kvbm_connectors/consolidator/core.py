@@ -31,14 +31,15 @@ from kvbm_connectors.consolidator.messages import (
     AskEpoch,
     BeatReceived,
     Describe,
-    Effect,
     EngineBatchesReceived,
     EngineBatchReceived,
     EngineDetached,
+    EngineEffect,
+    EngineInput,
     EngineLost,
     EpochFailed,
     EpochGranted,
-    Input,
+    Learn,
     Limits,
     Publish,
     ReplayDone,
@@ -70,7 +71,7 @@ class ConsolidatorCore:
         self._limits = limits or Limits()
         self._engines: dict[str, Engine] = {}
         self._drops: Counter[str] = Counter()
-        self._effects: list[Effect] = []
+        self._effects: list[EngineEffect] = []
         self._published: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
         self._now_ms = 0
         self._offers_open = True
@@ -80,7 +81,7 @@ class ConsolidatorCore:
 
     # ---- the only door -----------------------------------------------------------------------
 
-    def step(self, event: Input, now_ms: int) -> list[Effect]:
+    def step(self, event: EngineInput, now_ms: int) -> list[EngineEffect]:
         """Take one input; returns what is to be done about it, in order."""
         self._now_ms = now_ms
         match event:
@@ -341,6 +342,7 @@ class ConsolidatorCore:
 
     def _announce(self, engine: Engine, rank: Rank, ts: float) -> None:
         """Say what has changed, and ask for what is missing."""
+        self._effects += [Learn(named) for named in rank.take_named()]
         for draft in rank.take_drafts():
             self._number(engine, rank, draft, int(ts * 1000))
         self._poll(rank)

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvbm_common.wire.engine_events import EngineBatch
-from kvbm_common.wire.events import Event
+from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.verbs import SnapshotReply
+
+from kvbm_connectors.consolidator.names import NamedBlocks
+from kvbm_connectors.consolidator.router_stream import Frame
 
 
 class StreamKey(NamedTuple):
@@ -119,7 +123,61 @@ class Tick:
     """Whether offers can be put on the bus now."""
 
 
-Input = (
+@dataclass(frozen=True, slots=True)
+class TierSeen:
+    """The registry names a tier of this host."""
+
+    source: str
+    tier: Tier
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierLost:
+    """A tier's place in the registry is gone."""
+
+    source: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvents:
+    """Events of tiers of this host, as the bus brought them."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """All that a tier holds."""
+
+    reply: SnapshotReply
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshotFailed:
+    """A tier has not said what it holds."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierStreamLost:
+    """The bus has lost events of a tier."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAsked:
+    """A router asks the port of a rank for everything from a number on."""
+
+    rank: int
+    from_seq: int
+    peer: bytes
+
+
+EngineInput = (
     StreamAttached
     | EngineDetached
     | EngineLost
@@ -132,6 +190,9 @@ Input = (
     | ReplayFailed
     | Tick
 )
+"""What the engines' side takes."""
+TierInput = TierSeen | TierLost | TierEvents | TierSnapshot | TierSnapshotFailed | TierStreamLost
+Input = EngineInput | TierInput | RouterAsked
 
 # ---- effects ---------------------------------------------------------------------------------
 
@@ -204,9 +265,56 @@ class Reply:
     message: Attached | Refused
 
 
-Effect = (
-    Publish | Subscribe | Unsubscribe | RequestReplay | AskEpoch | Describe | RevokeEpoch | Reply
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """An engine has said what is in some blocks."""
+
+    named: NamedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class PublishConsolidated:
+    """Put an event on the consolidated stream. A `ts_ms` of 0 is the shell's to fill."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send a batch to whoever listens on the port of its rank."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRouter:
+    """Send a router what it has missed, then the end."""
+
+    rank: int
+    peer: bytes
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Ask a tier what it holds. Ends in TierSnapshot or TierSnapshotFailed."""
+
+    source: str
+
+
+EngineEffect = (
+    Publish
+    | Subscribe
+    | Unsubscribe
+    | RequestReplay
+    | AskEpoch
+    | Describe
+    | RevokeEpoch
+    | Reply
+    | Learn
 )
+"""What the engines' side wants done; `Learn` stays inside."""
+Effect = EngineEffect | PublishConsolidated | Broadcast | AnswerRouter | AskSnapshot
 
 # ---- limits and figures ----------------------------------------------------------------------
 
@@ -230,6 +338,8 @@ class Limits:
     """A stream that falls silent is asked whether we missed its last batch, then less and less
     often. It costs one small message each way."""
     probe_every_max_ms: int = 16_000
+    naming: bool = False
+    """Whether to keep what engines say of their blocks, for routers."""
     replay_attempts_max: int = 3
     replay_retry_ms: int = 500
 

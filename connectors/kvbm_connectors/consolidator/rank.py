@@ -26,6 +26,7 @@ from kvbm_common.wire.verbs import SnapshotPart
 
 from kvbm_connectors.consolidator.merge import Draft, Merger
 from kvbm_connectors.consolidator.messages import Limits, StreamKey
+from kvbm_connectors.consolidator.names import NamedBlocks, names_of
 from kvbm_connectors.consolidator.naming import extras_of
 from kvbm_connectors.consolidator.order import Order, Ready, Sign
 from kvbm_connectors.consolidator.orphans import Orphans
@@ -55,6 +56,7 @@ class Rank:
         self._drops = drops
         self._views: dict[int, View] = {}
         self._merger = Merger()
+        self._named: list[NamedBlocks] = []
         self.orphans = Orphans(limits.orphan_blocks_max)
         self.order = self._new_order(now_ms)
 
@@ -88,6 +90,11 @@ class Rank:
     def take_drafts(self) -> list[Draft]:
         """What is to be said about all that was applied since the last time."""
         return self._merger.take()
+
+    def take_named(self) -> list[NamedBlocks]:
+        """What was said of blocks since the last time."""
+        named, self._named = self._named, []
+        return named
 
     def age(self, now_ms: int) -> None:
         """Ask for a replay on behalf of blocks that have waited too long for their parent."""
@@ -169,6 +176,8 @@ class Rank:
             if chain is None:
                 self._drops["name_conflict"] += len(hashes)
                 continue
+            if self._limits.naming:
+                self._named.append(NamedBlocks(chain, names_of(event)))
             self._merger.stored(group, view.namespace_hex, view.store(hashes, chain, parent))
             for orphan in self.orphans.adopt(group, hashes):
                 assert orphan.event.parent is not None, "an orphan has a parent"

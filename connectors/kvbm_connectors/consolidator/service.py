@@ -9,13 +9,15 @@ from collections.abc import Awaitable
 from typing import assert_never
 
 import msgspec
-from kvbm_common.counters import Family, Sample, families_of_counts
+from kvbm_common.counters import Counters
 from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.event_publisher import EventPublisher
 from kvbm_common.identity import check_hash, unpack_hashes
+from kvbm_common.jetstream import CONSOLIDATED
 from kvbm_common.loop import CoreLoop
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.events import Event, event_codec, event_subject
+from kvbm_common.wire.events import Event, consolidated_subject, event_codec, event_subject
 from kvbm_common.wire.local import Attach, Beat, Detach, Offered, OfferedRun, ToConsolidator
 from kvbm_common.wire.verbs import (
     OFFER_BLOCKS_MAX,
@@ -28,28 +30,40 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_connectors.consolidator.connector_socket import ConnectorSocket
-from kvbm_connectors.consolidator.core import ConsolidatorCore
+from kvbm_connectors.consolidator.figures import (
+    drops_of,
+    families_of,
+    families_of_second,
+    figures_of,
+)
 from kvbm_connectors.consolidator.messages import (
+    AnswerRouter,
     AskEpoch,
+    AskSnapshot,
     BeatReceived,
+    Broadcast,
     Describe,
     Effect,
     EngineDetached,
     EngineLost,
     Input,
+    Learn,
     Limits,
     Publish,
+    PublishConsolidated,
     Reply,
     RequestReplay,
     RevokeEpoch,
-    Statistics,
     StreamAttached,
     Subscribe,
     Tick,
     Unsubscribe,
 )
 from kvbm_connectors.consolidator.registrar import Registrar
+from kvbm_connectors.consolidator.router_sockets import OFF, RouterSockets
 from kvbm_connectors.consolidator.streams import Streams, check_endpoint
+from kvbm_connectors.consolidator.tier_feed import TierFeed
+from kvbm_connectors.consolidator.whole import Whole
 
 INBOX_MAX = 1_000
 """Inputs that wait for the core; beyond it the sockets fill up."""
@@ -97,7 +111,7 @@ class ConsolidatorShell:
     def __init__(
         self,
         context: ServiceContext,
-        core: ConsolidatorCore,
+        core: Whole,
         socket: ConnectorSocket,
         tasks: asyncio.TaskGroup,
     ) -> None:
@@ -105,6 +119,13 @@ class ConsolidatorShell:
         self._core = core
         self._socket = socket
         self._publisher = context.bus.event_publisher(context.source)
+        own = Counters()
+        self._consolidated = EventPublisher(
+            context.bus, CONSOLIDATED, source=context.source, counters=own
+        )
+        context.counters.include(lambda: families_of_second(own))
+        settings = context.settings
+        self._enabled = settings.consolidator_enabled
         self.loop: CoreLoop[Input, Effect] = CoreLoop(
             core, self._carry_out, inbox_size=INBOX_MAX, tick=self._tick, tick_ms=TICK_MS
         )
@@ -113,8 +134,16 @@ class ConsolidatorShell:
             context.registry,
             context.host,
             tasks=tasks,
-            knows=core.knows,
+            knows=core.engines.knows,
             lost=self.loop.complete,
+        )
+        self._feed = TierFeed(context, tasks=tasks, take=self._take, complete=self.loop.complete)
+        self.routers = RouterSockets(
+            settings.router_endpoint if self._enabled else OFF,
+            settings.router_replay_endpoint,
+            tasks=tasks,
+            counters=context.counters,
+            asked=self._take,
         )
         self._offers = context.counters.counter(
             "kvbm_consolidator_offers_total", "Offers passed on to the host tier."
@@ -124,27 +153,35 @@ class ConsolidatorShell:
         """Serve until the context is stopping; then all engines are said to hold nothing."""
         context = self._context
         context.set_stats(self._stats)
-        context.counters.include(lambda: _families(self._core.statistics()))
+        context.counters.include(lambda: families_of(self._core.statistics()))
         running = [
             tasks.create_task(self.loop.run(), name="core"),
             tasks.create_task(self._publisher.run(), name="publisher"),
+            tasks.create_task(self._consolidated.run(), name="consolidated"),
             tasks.create_task(self._socket.run(self._on_message), name="connectors"),
         ]
+        if self.routers.on:
+            self.routers.open(0)
+        if self._enabled:
+            self._feed.start()
         await context.add_verbs({"snapshot": self._snapshot})
         context.ready(self._socket.endpoint)
         await context.stopping.wait()
         running.pop().cancel()
         await self._say_goodbye()
+        self._feed.close()
+        self.routers.close()
         self.streams.close()
         for task in running:
             task.cancel()
 
     async def _say_goodbye(self) -> None:
-        for engine, (epoch, _) in self._core.positions().items():
+        for engine, (epoch, _) in self._core.engines.positions().items():
             self.loop.complete(EngineLost(engine, epoch, "stopped"))
         try:
             await self.loop.wait_idle(deadline_s=FLUSH_DEADLINE_S)
             await self._publisher.flush(deadline_s=FLUSH_DEADLINE_S)
+            await self._consolidated.flush(deadline_s=FLUSH_DEADLINE_S)
         except DeadlineExceeded as error:
             log.warning("stopping with work undone: %s", error)
         await self._registrar.leave_all()
@@ -165,6 +202,8 @@ class ConsolidatorShell:
                     check_endpoint(message.endpoint, "endpoint")
                 if message.replay_endpoint:
                     check_endpoint(message.replay_endpoint, "replay_endpoint")
+                if not self._enabled:
+                    message = msgspec.structs.replace(message, endpoint="", replay_endpoint="")
                 await self._take(StreamAttached(message, peer))
             case Detach(engine=engine, incarnation=incarnation):
                 await self._take(EngineDetached(engine, incarnation))
@@ -177,7 +216,7 @@ class ConsolidatorShell:
 
     async def _pass_on(self, offered: Offered) -> None:
         """Put an offer on the bus, or have it refused: then its blocks are free at once."""
-        if not self._core.knows(offered.engine, offered.incarnation):
+        if not self._core.engines.knows(offered.engine, offered.incarnation):
             raise UnknownEngine(f"{offered.engine} {offered.incarnation} is not attached")
         offer = offer_of(self._context.host, offered)
         subject = offers_subject(self._context.host)
@@ -206,22 +245,38 @@ class ConsolidatorShell:
                 return self._registrar.describe(effect)
             case RevokeEpoch():
                 return self._registrar.leave(effect)
+            case PublishConsolidated(event):
+                self._publish_consolidated(event)
+            case Broadcast(frame):
+                if self.routers.on:
+                    self.routers.broadcast(frame)
+            case AnswerRouter():
+                self.routers.answer(effect)
+            case AskSnapshot(source):
+                return self._feed.ask(source)
+            case Learn():
+                raise AssertionError("it stays inside the core")
             case _:
                 assert_never(effect)
         return None
 
     def _publish(self, event: Event) -> None:
-        if not event.ts_ms:
-            event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
-        payload = event_codec.encode(event)
-        subject = event_subject(event)
+        event = _stamped(event)
+        payload, subject = event_codec.encode(event), event_subject(event)
         self._publisher.publish(subject, payload, epoch=event.epoch, seq=event.seq)
+
+    def _publish_consolidated(self, event: Event) -> None:
+        if self._enabled:
+            event = _stamped(event)
+            payload, subject = event_codec.encode(event), consolidated_subject(event)
+            self._consolidated.publish(subject, payload, epoch=event.epoch, seq=event.seq)
 
     # ---- verbs -------------------------------------------------------------------------------
 
     async def _snapshot(self, payload: bytes) -> bytes:
         request = _snapshot_request.decode(payload)
-        snapshot = self._core.snapshot(request.source)
+        half = self._core.consolidated if request.consolidated else self._core.engines
+        snapshot = half.snapshot(request.source)
         if snapshot is None:
             raise UnknownSource(f"{request.source} is not attached here")
         return msgspec.json.encode(snapshot)
@@ -229,9 +284,9 @@ class ConsolidatorShell:
     def _stats(self) -> StatsReply:
         context = self._context
         statistics = self._core.statistics()
-        positions = self._core.positions()
+        positions = self._core.engines.positions()
         waiting = [engine for engine, (epoch, _) in positions.items() if not epoch]
-        figures = {name: float(value) for name, value in _figures(statistics).items()}
+        figures = {name: float(value) for name, value in figures_of(statistics).items()}
         return StatsReply(
             kind=context.kind,
             host=context.host,
@@ -239,9 +294,14 @@ class ConsolidatorShell:
             epoch=context.epoch,
             ready=not waiting,
             reasons=[f"{engine} has no epoch yet" for engine in waiting],
-            figures=figures | {"dropped": float(sum(statistics.drops.values()))},
+            figures=figures | {"dropped": float(sum(drops_of(statistics).values()))},
             positions={engine: list(position) for engine, position in positions.items()},
         )
+
+
+def _stamped(event: Event) -> Event:
+    now_ms = time.time_ns() // 1_000_000
+    return event if event.ts_ms else msgspec.structs.replace(event, ts_ms=now_ms)
 
 
 def offer_of(host: str, offered: Offered) -> Offer:
@@ -274,50 +334,23 @@ def _offer_run(run: OfferedRun) -> OfferRun:
     )
 
 
-def _figures(statistics: Statistics) -> dict[str, int]:
-    return {
-        "engines": statistics.engines,
-        "streams": statistics.streams,
-        "blocks": statistics.blocks,
-        "pending_batches": statistics.pending_batches,
-        "orphan_blocks": statistics.orphan_blocks,
-        "batches": statistics.batches,
-        "published": statistics.published,
-        "replays": statistics.replays,
-    }
-
-
-def _families(statistics: Statistics) -> list[Family]:
-    prefix = "consolidator_dropped_total"
-    counts = {f"{prefix}.{reason}": value for reason, value in statistics.drops.items()}
-    for name in ("batches", "published", "replays"):
-        counts[f"consolidator_{name}_total"] = _figures(statistics)[name]
-    gauges = ("engines", "streams", "blocks", "pending_batches", "orphan_blocks")
-    return families_of_counts(counts) + [
-        Family(
-            f"kvbm_consolidator_{name}",
-            "gauge",
-            f"Now: {name.replace('_', ' ')}.",
-            [Sample({}, float(_figures(statistics)[name]))],
-        )
-        for name in gauges
-    ]
-
-
 async def serve_consolidator(context: ServiceContext) -> None:
     """The life of the service."""
     lost_after_s = max(context.settings.registry_ttl_s, BEATS_LOST_S)
-    core = ConsolidatorCore(context.host, Limits(lost_after_ms=int(lost_after_s * 1000)))
-    async with ConnectorSocket(context.settings.consolidator_endpoint, context.counters) as socket:
-        streams: Streams | None = None
+    settings = context.settings
+    routers = settings.consolidator_enabled and settings.router_endpoint != OFF
+    limits = Limits(lost_after_ms=int(lost_after_s * 1000), naming=routers)
+    core = Whole(context.host, limits, dedup=settings.consolidator_mode == "dedup")
+    async with ConnectorSocket(settings.consolidator_endpoint, context.counters) as socket:
+        shell: ConsolidatorShell | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 shell = ConsolidatorShell(context, core, socket, tasks)
-                streams = shell.streams
                 await shell.run(tasks)
         finally:
-            if streams is not None:
-                streams.term()
+            if shell is not None:
+                shell.streams.term()
+                shell.routers.term()
 
 
 def main() -> None:

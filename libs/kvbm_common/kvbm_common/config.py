@@ -140,6 +140,15 @@ class Settings:
         default_text="ipc://RUNTIME_DIR/consolidator.sock",
         help="Where the consolidator listens for engines.")
 
+    router_endpoint: str = setting(
+        "KVBM_ROUTER_ENDPOINT", "tcp://0.0.0.0:57001", schema.PORT_OR_OFF,
+        section="consolidator", help="Where the consolidator publishes in vLLM's format for "
+        "routers: data-parallel rank r on the port plus r. `off` publishes on NATS only.")
+    router_replay_endpoint: str = setting(
+        "KVBM_ROUTER_REPLAY_ENDPOINT", "tcp://0.0.0.0:58001", schema.PORT_OR_OFF,
+        section="consolidator", help="Where routers ask for what they have missed, rank by rank "
+        "like the publisher.")
+
     # -- this machine and the bus --
     nats_url: str = setting(
         "KVBM_NATS_URL", "nats://127.0.0.1:4222", schema.NATS_URL, section="bus",

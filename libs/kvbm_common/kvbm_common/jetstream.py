@@ -132,6 +132,15 @@ EVENTS = StreamSpec(
 comes later than that, or than 6 hours, asks the sources for snapshots."""
 
 
+CONSOLIDATED = StreamSpec(
+    name="KVBM_CONSOLIDATED",
+    subjects=("kvbm.v1.consolidated.>",),
+    bytes_max=128 * 1024 * 1024,
+    age_max_s=6 * 3600,
+)
+"""The same blocks once more, de-duplicated over the tiers of a host; written by consolidators."""
+
+
 class StreamState(msgspec.Struct, frozen=True):
     """The part of a stream's state that we read."""
 

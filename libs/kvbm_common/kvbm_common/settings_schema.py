@@ -106,6 +106,12 @@ def _endpoint(text: str) -> str:
     return text
 
 
+def _port_or_off(text: str) -> str:
+    if text != "off" and not re.fullmatch(r"ipc://\S+|tcp://\S+:[1-9]\d*", text):
+        raise ValueError(text)
+    return text
+
+
 def _token(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
         raise ValueError(text)
@@ -153,6 +159,7 @@ BOOLEAN = Parser("true or false (also 1/0, yes/no, on/off)", _boolean)
 PATH = Parser("an absolute path", _path)
 NATS_URL = Parser("a URL such as nats://127.0.0.1:4222", _nats_url)
 ENDPOINT = Parser("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _endpoint)
+PORT_OR_OFF = Parser("`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _port_or_off)
 TOKEN = Parser("1 to 64 letters, digits, '-' or '_'", _token)
 TEXT = Parser("text", str)
 PORT = integer(1, 65535)

@@ -225,6 +225,8 @@ class Stack:
             "disk_cache_dir": directory / "disk",
             "nats_url": f"nats://127.0.0.1:{free_port()}",
             "metrics_port": free_port(),
+            "router_endpoint": "off",
+            "router_replay_endpoint": "off",
         }
         stack = cls(
             own | dict(overrides or {}),

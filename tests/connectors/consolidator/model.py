@@ -7,27 +7,30 @@ model and the core compute names on different paths.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvbm_common.identity import Hasher, Namespace, SequenceHash, request_extras
+from kvbm_common.identity import Hasher, Namespace, SequenceHash, hash_from_hex, request_extras
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EngineBatch,
     EngineEvent,
+    EngineHash,
+    decode_batch,
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
 from kvbm_common.wire.local import Attach, Attached, Refused
-from kvbm_connectors.consolidator.core import ConsolidatorCore
 from kvbm_connectors.consolidator.messages import (
     AskEpoch,
+    Broadcast,
     Effect,
     EngineBatchReceived,
     EpochGranted,
     Input,
     Limits,
     Publish,
+    PublishConsolidated,
     ReplayDone,
     ReplayFailed,
     Reply,
@@ -36,6 +39,8 @@ from kvbm_connectors.consolidator.messages import (
     StreamKey,
     Tick,
 )
+from kvbm_connectors.consolidator.router_stream import Frame, short_hash
+from kvbm_connectors.consolidator.whole import Whole
 
 NAMESPACE = Namespace(model="model", block_tokens=2)
 INCARNATION = "00000000000000aa"
@@ -130,36 +135,135 @@ class Device:
         return {chain(prefix)[-1] for prefix in +self.copies}
 
 
+class Reader:
+    """A reader of events, strict about their order: positions grow, stored and removed alternate.
+
+    It reads one stream: of the engine's own events, or of the consolidated ones.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.live: dict[int, set[tuple[str, SequenceHash]]] = {}
+        """What it believes, per rank: tiers and blocks."""
+        self._position = (0, 0)
+
+    def blocks(self, rank: int = 0) -> set[SequenceHash]:
+        """What it believes, wherever it lies."""
+        return {block for _, block in self.live.get(rank, ())}
+
+    def read(self, event: Event) -> None:
+        """One event."""
+        epoch, seq = self._position
+        assert (event.epoch, event.seq) == ((epoch, seq + 1) if event.epoch == epoch
+                                            else (max(event.epoch, epoch + 1), 1))  # fmt: skip
+        assert event.seq > 1 or isinstance(event, Cleared), "an epoch begins with cleared"
+        self._position = (event.epoch, event.seq)
+        self.events.append(event)
+        live = self.live.setdefault(event.rank, set())
+        match event:
+            case Stored():
+                for run in event.runs:
+                    blocks = {
+                        (event.tier, SequenceHash(bytes.fromhex(text))) for text in run.hashes
+                    }
+                    assert len(blocks) == len(run.hashes)
+                    assert live.isdisjoint(blocks), "stored twice"
+                    live |= blocks
+            case Removed():
+                blocks = {(event.tier, hash_from_hex(text)) for text in event.hashes}
+                assert blocks <= live, "removed what is not there"
+                live -= blocks
+            case Cleared():
+                live.clear()
+                if not event.rank_only:
+                    self.live.clear()
+
+
+class Router:
+    """A reader of vLLM's wire: blocks by medium, from numbered batches."""
+
+    def __init__(self) -> None:
+        self.held: set[tuple[str | None, EngineHash]] = set()
+        self.next_seq = 0
+
+    def read(self, frame: Frame) -> None:
+        """One batch; a hole in the numbers must begin with `AllBlocksCleared`."""
+        events = decode_batch(frame.payload).events
+        cleared = bool(events) and isinstance(events[0], AllBlocksCleared)
+        assert cleared or frame.seq == self.next_seq, (frame.seq, self.next_seq)
+        self.next_seq = frame.seq + 1
+        for event in events:
+            match event:
+                case BlockStored():
+                    blocks = {(event.medium, block) for block in event.block_hashes}
+                    assert self.held.isdisjoint(blocks), "stored twice"
+                    assert len(event.token_ids) == len(blocks) * event.block_size
+                    self.held |= blocks
+                case BlockRemoved():
+                    blocks = {(event.medium, block) for block in event.block_hashes}
+                    assert blocks <= self.held, "removed what is not there"
+                    self.held -= blocks
+                case AllBlocksCleared():
+                    self.held.clear()
+
+
 class Harness:
     """The core, and what it did: published events, checked for order as they come."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.core = ConsolidatorCore("h", limits)
+    def __init__(self, limits: Limits | None = None, *, dedup: bool = True) -> None:
+        self.whole = Whole("h", replace(limits or Limits(), naming=True), dedup=dedup)
+        self.core = self.whole.engines
         self.now_ms = 0
-        self.events: list[Event] = []
+        self.truth, self.consolidated = Reader(), Reader()
+        self.routers: dict[int, Router] = {}
         self.replies: list[tuple[bytes, Attached | Refused]] = []
         self.replays: list[RequestReplay] = []
         self.other: list[Effect] = []
-        self.live: dict[int, set[SequenceHash]] = {}
-        """What a reader of the events believes, per rank."""
         self.epoch = 0
-        self._position = (0, 0)
+
+    @property
+    def events(self) -> list[Event]:
+        """What was published of the engine itself."""
+        return self.truth.events
+
+    @property
+    def live(self) -> dict[int, set[SequenceHash]]:
+        """What a reader of the engine's own events believes, per rank."""
+        return {rank: self.truth.blocks(rank) for rank in self.truth.live}
 
     def send(self, event: Input) -> list[Effect]:
-        """One step, checked."""
-        effects = self.core.step(event, self.now_ms)
-        self.core.check()
+        """One step, checked; returns what was done about the engine."""
+        effects = self.whole.step(event, self.now_ms)
+        self.whole.check()
+        about_engine: list[Effect] = []
         for effect in effects:
             match effect:
+                case PublishConsolidated(published):
+                    self.consolidated.read(published)
+                    continue
+                case Broadcast(frame):
+                    self.routers.setdefault(frame.stream.rank, Router()).read(frame)
+                    continue
                 case Publish(published):
-                    self._read(published)
+                    self.truth.read(published)
                 case Reply(peer, message):
                     self.replies.append((peer, message))
                 case RequestReplay():
                     self.replays.append(effect)
                 case _:
                     self.other.append(effect)
-        return effects
+            about_engine.append(effect)
+        self._compare()
+        return about_engine
+
+    def _compare(self) -> None:
+        """Both outputs say the same; without tiers it is what the engine says."""
+        for rank, router in self.routers.items():
+            said = {short_hash(block) for block in self.consolidated.blocks(rank)}
+            assert {block for _, block in router.held} <= said
+        if not self.whole.consolidated.tiers.block_count:
+            for rank, live in self.live.items():
+                assert self.consolidated.blocks(rank) == live
 
     def attach(self, *, rank: int = 0, replay: bool = True, epoch: bool = True) -> None:
         """Attach a rank; grant the epoch and answer the first replay with nothing."""
@@ -199,28 +303,3 @@ class Harness:
         """Let time pass."""
         self.now_ms += after_ms
         self.send(Tick())
-
-    def _read(self, event: Event) -> None:
-        """Every reader's rules: positions grow without holes; stored and removed alternate."""
-        epoch, seq = self._position
-        assert (event.epoch, event.seq) == ((epoch, seq + 1) if event.epoch == epoch
-                                            else (max(event.epoch, epoch + 1), 1))  # fmt: skip
-        assert event.seq > 1 or isinstance(event, Cleared), "an epoch begins with cleared"
-        self._position = (event.epoch, event.seq)
-        self.events.append(event)
-        live = self.live.setdefault(event.rank, set())
-        match event:
-            case Stored():
-                for run in event.runs:
-                    blocks = {SequenceHash(bytes.fromhex(text)) for text in run.hashes}
-                    assert len(blocks) == len(run.hashes)
-                    assert live.isdisjoint(blocks), "stored twice"
-                    live |= blocks
-            case Removed():
-                blocks = {SequenceHash(bytes.fromhex(text)) for text in event.hashes}
-                assert blocks <= live, "removed what is not there"
-                live -= blocks
-            case Cleared():
-                live.clear()
-                if not event.rank_only:
-                    self.live.clear()

@@ -69,6 +69,8 @@ def settings_of(server: NatsServer, directory: Path) -> Settings:
         "host": "h",
         "registry_ttl_s": TTL_S,
         "runtime_dir": str(directory),
+        "router_endpoint": f"ipc://{directory}/router.sock",
+        "router_replay_endpoint": f"ipc://{directory}/router-replay.sock",
     }
     return Settings.load({}, overrides)
 

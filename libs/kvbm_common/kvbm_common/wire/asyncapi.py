@@ -51,6 +51,11 @@ PUBLISHED = (
         subject=f"{events.SUBJECT_PREFIX}.{{host}}.{{source}}.{{kind}}",
         types=(events.Stored, events.Removed, events.Cleared),
     ),
+    Published(
+        name="consolidated",
+        subject=f"{events.CONSOLIDATED_PREFIX}.{{host}}.{{source}}.{{kind}}",
+        types=(events.Stored, events.Removed, events.Cleared),
+    ),
     Published(name="offers", subject=verbs.offers_subject("{host}"), types=(verbs.Offer,)),
     Published(name="hits", subject=verbs.hits_subject("{host}"), types=(verbs.Hits,)),
 )

@@ -27,6 +27,7 @@ Tier = Literal["device", "host", "disk", "object"]
 
 STREAM = "KVBM_EVENTS"
 SUBJECT_PREFIX = "kvbm.v1.events"
+CONSOLIDATED_PREFIX = "kvbm.v1.consolidated"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,3 +89,9 @@ def event_subject(event: Event) -> str:
     """The subject an event is published on."""
     kind = event.__struct_config__.tag
     return f"{SUBJECT_PREFIX}.{event.host}.{event.source}.{kind}"
+
+
+def consolidated_subject(event: Event) -> str:
+    """The subject of the same message as part of an engine's consolidated stream."""
+    kind = event.__struct_config__.tag
+    return f"{CONSOLIDATED_PREFIX}.{event.host}.{event.source}.{kind}"

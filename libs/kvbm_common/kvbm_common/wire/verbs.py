@@ -239,6 +239,8 @@ class SnapshotRequest(_Message, frozen=True, kw_only=True):
     """What does this source hold right now? (`source` matters to a consolidator only.)"""
 
     source: Token
+    consolidated: bool = False
+    """Of a consolidator: the engine's consolidated stream instead of its device blocks."""
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,300 @@
+"""The router stream: consolidated events as batches of vLLM's wire, numbered, kept for replay.
+
+One stream per engine and rank: the topic is the engine's name, the port is the rank's, as with
+vLLM's own publishers. Blocks are named by the low 64 bits of our hash, which is the same for every
+engine, tier and life. A block whose tokens nobody has said yet waits silently until somebody does.
+
+A replay that reaches back further than the buffer is answered with `AllBlocksCleared` and
+everything that is held, under the last numbers given: exact, whoever asks, however late.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvbm_common.identity import HASH_BYTES, SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.wire.engine_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineBatch,
+    EngineEvent,
+    encode_batch,
+)
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
+
+from kvbm_connectors.consolidator.names import Name, NamedBlocks, Names
+
+BATCHES_MAX = 10_000
+"""Batches kept for replay, per stream; vLLM keeps as many."""
+BUFFER_BYTES_MAX = 64 * 1024 * 1024
+"""Bytes kept for replay, per stream."""
+BATCH_BLOCKS_MAX = 4_096
+"""Blocks in one batch of a rebuild: about a megabyte."""
+MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE", "object": "STORAGE"}
+"""vLLM's names; routers that know tiers know these."""
+
+
+class StreamId(NamedTuple):
+    """Whose stream it is."""
+
+    rank: int
+    engine: str
+
+
+class Frame(NamedTuple):
+    """One message of a stream, ready for a socket."""
+
+    stream: StreamId
+    seq: int
+    payload: bytes
+
+
+class Said(NamedTuple):
+    """A block that a stream holds: of which tier, behind which parent, in which group."""
+
+    tier: Tier
+    parent: SequenceHash | None
+    group: int
+
+
+Key = tuple[SequenceHash, Tier]
+
+
+@dataclass(slots=True)
+class Stream:
+    """One stream: what its readers hold, and its last batches."""
+
+    said: dict[Key, Said] = field(default_factory=dict)
+    unnamed: dict[SequenceHash, list[Said]] = field(default_factory=dict)
+    """Held, and not said for want of a name."""
+    next_seq: int = 0
+    buffer: deque[Frame] = field(default_factory=deque)
+    buffer_bytes: int = 0
+
+
+class RouterStreams:
+    """The streams of all engines and ranks."""
+
+    def __init__(self, names: Names, *, batches_max: int = BATCHES_MAX) -> None:
+        self._names = names
+        self._batches_max = batches_max
+        self._streams: dict[StreamId, Stream] = {}
+        self._out: list[Frame] = []
+        self.batch_count = 0
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    def engine_known(self, engine: str, ranks: Iterable[int]) -> None:
+        """Each of these ranks has a stream."""
+        for rank in ranks:
+            self._streams.setdefault(StreamId(rank, engine), Stream())
+
+    def take_event(self, event: Event) -> None:
+        """One consolidated event."""
+        match event:
+            case Stored():
+                stream_id = StreamId(event.rank, event.source)
+                self._publish(stream_id, self._store(stream_id, event), event.ts_ms)
+            case Removed():
+                stream_id = StreamId(event.rank, event.source)
+                self._publish(stream_id, self._remove(stream_id, event), event.ts_ms)
+            case Cleared():
+                for stream_id in list(self._streams):
+                    if stream_id.engine == event.source and (
+                        not event.rank_only or stream_id.rank == event.rank
+                    ):
+                        self._clear(stream_id, event.ts_ms)
+
+    def learn(self, named: NamedBlocks) -> None:
+        """An engine has said what is in some blocks: those that waited for it are said now."""
+        new = self._names.learn(named)
+        for stream_id, stream in self._streams.items():
+            if stream.unnamed:
+                waiting = [(block, said) for block in new for said in stream.unnamed.pop(block, ())]
+                self._publish(stream_id, self._events_of(stream, waiting), 0)
+
+    def take(self) -> list[Frame]:
+        """What is to be published, in order."""
+        out, self._out = self._out, []
+        return out
+
+    # ---- replay ------------------------------------------------------------------------------
+
+    def replay(self, rank: int, from_seq: int) -> list[Frame]:
+        """What a reader of a port has missed, per topic: batches, or all that is held."""
+        frames: list[Frame] = []
+        for stream_id, stream in self._streams.items():
+            if stream_id.rank != rank or from_seq >= stream.next_seq:
+                continue
+            if stream.buffer and stream.buffer[0].seq <= from_seq:
+                skipped = from_seq - stream.buffer[0].seq
+                frames += [frame for index, frame in enumerate(stream.buffer) if index >= skipped]
+            else:
+                frames += self._everything(stream_id, stream)
+        return frames
+
+    def _everything(self, stream_id: StreamId, stream: Stream) -> list[Frame]:
+        """All that is held, as batches that end with the last number given."""
+        held = [(block, said) for (block, _), said in stream.said.items()]
+        # Each batch needs a number that was given; the last one is as large as it must be.
+        count = min(stream.next_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
+        starts = [index * BATCH_BLOCKS_MAX for index in range(count)]
+        batches = [
+            self._encode(held[start:end])
+            for start, end in zip(starts, [*starts[1:], len(held)], strict=True)
+        ]
+        batches[0] = [AllBlocksCleared(), *batches[0]]
+        first = stream.next_seq - len(batches)
+        return [
+            Frame(stream_id, first + index, self._payload(stream_id, events, 0))
+            for index, events in enumerate(batches)
+        ]
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def held(self, engine: str, rank: int = 0) -> set[SequenceHash]:
+        """What a reader of a stream holds."""
+        stream = self._streams.get(StreamId(rank, engine), Stream())
+        return {block for block, _ in stream.said}
+
+    @property
+    def ranks(self) -> set[int]:
+        """Every rank that has a stream."""
+        return {stream_id.rank for stream_id in self._streams}
+
+    @property
+    def unnamed_count(self) -> int:
+        """Blocks that cannot be said for want of a name."""
+        return sum(len(stream.unnamed) for stream in self._streams.values())
+
+    def check(self) -> None:
+        """Every invariant, O(n)."""
+        self._names.check()
+        for stream in self._streams.values():
+            assert len(stream.buffer) <= self._batches_max
+            assert stream.buffer_bytes == sum(len(frame.payload) for frame in stream.buffer)
+            assert all(self._names.get(block) for block, _ in stream.said), "said by name"
+            assert not any(self._names.get(block) for block in stream.unnamed)
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _store(self, stream_id: StreamId, event: Stored) -> list[EngineEvent]:
+        stream = self._streams.setdefault(stream_id, Stream())
+        root = event.namespace[: 2 * HASH_BYTES]
+        found: list[tuple[SequenceHash, Said]] = []
+        for run in event.runs:
+            parent = None if run.parent == root else hash_from_hex(run.parent)
+            for block in hashes_from_hex(run.hashes):
+                found.append((block, Said(event.tier, parent, event.group)))
+                parent = block
+        return self._events_of(stream, found)
+
+    def _events_of(
+        self, stream: Stream, blocks: list[tuple[SequenceHash, Said]]
+    ) -> list[EngineEvent]:
+        """Hold these blocks; the events that say those of them that have a name."""
+        known: list[tuple[SequenceHash, Said]] = []
+        for block, said in blocks:
+            if self._names.get(block) is None:
+                stream.unnamed.setdefault(block, []).append(said)
+            else:
+                self._names.keep(block)
+                stream.said[block, said.tier] = said
+                known.append((block, said))
+        return self._encode(known)
+
+    def _encode(self, blocks: list[tuple[SequenceHash, Said]]) -> list[EngineEvent]:
+        """Blocks as events, one per run of the same kind."""
+        events: list[EngineEvent] = []
+        run: list[SequenceHash] = []
+        names: list[Name] = []
+        first: Said | None = None
+        for block, said in blocks:
+            name = self._names.get(block)
+            assert name is not None, block.hex()
+            follows = (
+                first is not None
+                and (said.parent, said.tier, said.group) == (run[-1], first.tier, first.group)
+                and name.lora_name == names[0].lora_name
+            )
+            if not follows:
+                events += _stored(run, names, first)
+                run, names, first = [], [], said
+            run.append(block)
+            names.append(name)
+        return events + _stored(run, names, first)
+
+    def _remove(self, stream_id: StreamId, event: Removed) -> list[EngineEvent]:
+        stream = self._streams.setdefault(stream_id, Stream())
+        gone: list[SequenceHash] = []
+        for block in hashes_from_hex(event.hashes):
+            if stream.said.pop((block, event.tier), None) is not None:
+                gone.append(block)
+                self._retire(block)
+                continue
+            waiting = [said for said in stream.unnamed.pop(block, ()) if said.tier != event.tier]
+            if waiting:
+                stream.unnamed[block] = waiting
+        if not gone:
+            return []
+        hashes = tuple(map(short_hash, gone))
+        group = event.group or None
+        return [BlockRemoved(block_hashes=hashes, medium=MEDIA[event.tier], group_idx=group)]
+
+    def _retire(self, block: SequenceHash) -> None:
+        held = any((block, tier) in s.said for s in self._streams.values() for tier in MEDIA)
+        if not held:
+            self._names.retire(block)
+
+    def _clear(self, stream_id: StreamId, ts_ms: int) -> None:
+        stream = self._streams[stream_id]
+        blocks, stream.said = stream.said, {}
+        stream.unnamed.clear()
+        for block, _ in blocks:
+            self._retire(block)
+        self._publish(stream_id, [AllBlocksCleared()], ts_ms)
+
+    def _publish(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> None:
+        if not events:
+            return
+        stream = self._streams[stream_id]
+        frame = Frame(stream_id, stream.next_seq, self._payload(stream_id, events, ts_ms))
+        stream.next_seq += 1
+        self.batch_count += 1
+        self._out.append(frame)
+        stream.buffer.append(frame)
+        stream.buffer_bytes += len(frame.payload)
+        while len(stream.buffer) > self._batches_max or stream.buffer_bytes > BUFFER_BYTES_MAX:
+            stream.buffer_bytes -= len(stream.buffer.popleft().payload)
+
+    def _payload(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> bytes:
+        return encode_batch(EngineBatch(ts_ms / 1000, tuple(events), stream_id.rank))
+
+
+def short_hash(block: SequenceHash) -> int:
+    """What routers call a block: the low 64 bits of its hash."""
+    return int.from_bytes(block[-8:], "big")
+
+
+def _stored(run: list[SequenceHash], names: list[Name], first: Said | None) -> list[EngineEvent]:
+    if not run or first is None:
+        return []
+    tokens = array("I", b"".join(name.tokens for name in names))
+    keys: list[tuple[Any, ...] | None] = [name.extra_keys for name in names]
+    return [
+        BlockStored(
+            block_hashes=tuple(map(short_hash, run)),
+            parent=None if first.parent is None else short_hash(first.parent),
+            token_ids=tuple(tokens),
+            block_size=len(tokens) // len(run),
+            medium=MEDIA[first.tier],
+            lora_name=names[0].lora_name,
+            extra_keys=tuple(keys) if any(keys) else None,
+            group_idx=first.group or None,
+        )
+    ]

@@ -1,0 +1,125 @@
+"""The tier feed: what the tiers of this host say on NATS, and their snapshots when asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from kvbm_common.errors import KvbmError
+from kvbm_common.event_subscription import EventMessage
+from kvbm_common.logs import OncePerKind
+from kvbm_common.registry import Left, RegistryEvent
+from kvbm_common.service import ServiceContext
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
+from kvbm_common.wire.verbs import SnapshotReply, SnapshotRequest, verb_subject
+
+from kvbm_connectors.consolidator.messages import (
+    Input,
+    TierEvents,
+    TierLost,
+    TierSeen,
+    TierSnapshot,
+    TierSnapshotFailed,
+    TierStreamLost,
+)
+
+TIERS: dict[str, Tier] = {"host-tier": "host", "disk-tier": "disk"}
+"""The kinds of services that are tiers."""
+SNAPSHOT_DEADLINE_S = 5.0
+"""A million blocks take about a second to say."""
+
+_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
+Take = Callable[[Input], Awaitable[None]]
+
+
+class TierFeed:
+    """One subscription per tier of this host; the registry says which there are."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        *,
+        tasks: asyncio.TaskGroup,
+        take: Take,
+        complete: Callable[[Input], None],
+    ) -> None:
+        self._context = context
+        self._tasks = tasks
+        self._take = take
+        self._complete = complete
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._forget: Callable[[], None] = lambda: None
+        self._log = OncePerKind(logging.getLogger(__name__))
+        self._dropped = context.counters.counter(
+            "kvbm_consolidator_messages_dropped_total",
+            "Messages of tiers that could not be read.",
+            labels=("reason",),
+        )
+
+    def start(self) -> None:
+        """Follow the tiers that are there, and those that come."""
+        self._forget = self._context.registry.watch(self._changed)
+
+    def close(self) -> None:
+        """Stop following."""
+        self._forget()
+        for task in self._followed.values():
+            task.cancel()
+
+    async def ask(self, source: str) -> Input:
+        """Ask a tier what it holds."""
+        kind, _, instance = source.rpartition("-")
+        subject = verb_subject(kind, "snapshot", host=self._context.host, instance=instance)
+        request = msgspec.json.encode(SnapshotRequest(source=source))
+        try:
+            payload = await self._context.bus.request(
+                subject, request, deadline_s=SNAPSHOT_DEADLINE_S
+            )
+            reply = _snapshot_reply.decode(payload)
+        except KvbmError as error:
+            self._log.warning(f"snapshot_{error.code}", f"{source}: {error}")
+            return TierSnapshotFailed(source)
+        if (reply.host, reply.source) != (self._context.host, source):
+            return TierSnapshotFailed(source)
+        return TierSnapshot(reply)
+
+    def _changed(self, event: RegistryEvent) -> None:
+        record = event.record
+        if record.host != self._context.host or record.kind not in TIERS:
+            return
+        source = f"{record.kind}-{record.instance}"
+        if isinstance(event, Left):
+            self._complete(TierLost(source, record.epoch))
+            return
+        if source not in self._followed:
+            self._followed[source] = self._tasks.create_task(
+                self._follow(source), name=f"events of {source}"
+            )
+        self._complete(TierSeen(source, TIERS[record.kind], record.epoch))
+
+    async def _follow(self, source: str) -> None:
+        """From its last events on: what they lack, the snapshot has."""
+        subscription = self._context.bus.event_subscription(
+            start="last_per_subject",
+            subject=f"{SUBJECT_PREFIX}.{self._context.host}.{source}.*",
+            on_stream_lost=lambda: self._complete(TierStreamLost(source)),
+        )
+        async with subscription:
+            async for batch in subscription:
+                events = tuple(event for message in batch if (event := self._event_of(message)))
+                if events:
+                    await self._take(TierEvents(events))
+
+    def _event_of(self, message: EventMessage) -> Event | None:
+        try:
+            event = event_codec.decode(message.payload)
+            if message.subject != event_subject(event):
+                raise WireError(f"{event_subject(event)} on another subject", kind="wrong_subject")
+        except WireError as error:
+            self._dropped.add(reason=error.kind)
+            self._log.warning(error.kind, f"{message.subject}: {error}")
+            return None
+        return event
