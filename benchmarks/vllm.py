@@ -17,7 +17,7 @@ from benchmarks.vllm_arms import Arms, arms
 from tests.vllm.conversation import Ask, Command
 from tests.vllm.harness import EngineProcess, prompt, wait_for
 
-ROUNDS = 7
+ROUNDS = 5
 PROMPT_TOKENS = 2_000
 BATCH, BATCH_TOKENS, BATCH_ANSWER = 8, 250, 8
 """The workload without reuse."""

@@ -20,7 +20,7 @@ from tests.vllm.conversation import Answer
 from tests.vllm.harness import BLOCK_TOKENS, ENVIRON, ROOT, VLLM_PYTHON, wait_for
 
 START_DEADLINE_S = 180.0
-REQUEST_DEADLINE_S = 60.0
+REQUEST_DEADLINE_S = 100.0
 STOP_DEADLINE_S = 20.0
 
 TRANSFER = {

@@ -45,7 +45,12 @@ def test_prefill_from_the_cache_decode_elsewhere(
     2. The prefill worker's device is emptied; it loads the prompt from the host tier, and the
        decode worker, emptied too, gives the same answer.
     """
-    common = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,self,sm"}
+    common = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "UCX_TLS": "tcp,self,sm",
+        # vLLM compiles a function on the first NIXL transfer: a minute here, beyond its own lease.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     servers = [
         ServerProcess(
             model, stack.settings, log=log_dir / f"{name}.log", transfer=transfer,

@@ -239,9 +239,10 @@ def test_a_corrupt_disk_block_is_recomputed(stack: LiveStack, engine: EngineProc
     2. The answer is right, though nothing could be loaded.
     """
     tokens = prompt(2000, 600)
+    engine.reset()
     cold = engine.run(Ask(name="to disk", tokens=tokens))
-    wait_for(lambda: stack.held("host-tier") <= stack.held("disk-tier"), "not on disk")
     mine = engine.blocks()
+    wait_for(lambda: mine <= stack.held("disk-tier"), "not on disk")
     for seed in range(2001, 2060):
         engine.run(Ask(name=f"push {seed}", tokens=prompt(seed, 600)))
         if not mine & stack.held("host-tier"):
