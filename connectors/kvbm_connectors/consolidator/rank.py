@@ -32,7 +32,7 @@ from kvbm_connectors.consolidator.order import Order, Ready, Sign
 from kvbm_connectors.consolidator.orphans import Orphans
 from kvbm_connectors.consolidator.view import View
 
-DEVICE_MEDIA = (None, "GPU", "DEVICE")
+DEVICE_MEDIA = (None, "", "GPU", "DEVICE")
 """Media names that mean device memory; an engine's own lower tiers are not ours to announce."""
 GROUPS_MAX = 64
 """KV cache groups of one model: a handful."""
@@ -212,7 +212,8 @@ class Rank:
     # ---- helpers -----------------------------------------------------------------------------
 
     def _is_device(self, event: BlockStored | BlockRemoved) -> bool:
-        if event.medium in DEVICE_MEDIA and event.locality != "REMOTE":
+        medium = event.medium and event.medium.upper()
+        if medium in DEVICE_MEDIA and event.locality != "REMOTE":
             return True
         self._drops["other_medium"] += len(event.block_hashes)
         return False

@@ -1,4 +1,4 @@
-"""Engine events: the KV event stream of vLLM and SGLang on ZMQ, in and out.
+"""Engine events: the KV event stream of vLLM, SGLang and TensorRT-LLM on ZMQ, in and out.
 
 An engine's PUB sends three frames per batch, and its ROUTER sends the same again on request:
 
@@ -13,7 +13,8 @@ An engine's PUB sends three frames per batch, and its ROUTER sends the same agai
 
 Engine hashes are integers (vLLM's unsigned, SGLang's signed; here always unsigned 64 bit) or raw
 bytes. They mean something only beside the engine that said them: identity.py has our own.
-Source: vllm/distributed/kv_events.py; frames captured from vLLM 0.32 are in tests/golden.
+Source: vllm/distributed/kv_events.py; frames captured from vLLM 0.32, and frames of every engine's
+layout, are in tests/golden.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class BlockStored(_Event, frozen=True, kw_only=True, gc=False):
     """`REMOTE`: not this engine's memory."""
     cache_salt: str | None = None
     """SGLang says the salt here."""
+    mm_keys: Any = None
+    """TensorRT-LLM says multimodal keys here; decoding moves them to `extra_keys`."""
 
 
 class BlockRemoved(_Event, frozen=True, kw_only=True, gc=False):
@@ -269,12 +272,42 @@ def _normalised(event: EngineEvent) -> EngineEvent:
     """The event with unsigned hashes."""
     if not isinstance(event, BlockStored | BlockRemoved):
         return event
+    if isinstance(event, BlockStored) and event.mm_keys:
+        keys = _multimodal(event)
+        if keys is None:
+            # Content that we cannot tell from other content must not get a name.
+            return OtherEvent(type="BlockStored", reason="mm_keys")
+        event = msgspec.structs.replace(event, extra_keys=keys, mm_keys=None)
     changes: dict[str, Any] = {}
     if _any_negative(event.block_hashes):
         changes["block_hashes"] = tuple(map(unsigned, event.block_hashes))
     if isinstance(event, BlockStored) and isinstance(event.parent, int) and event.parent < 0:
         changes["parent"] = unsigned(event.parent)
     return msgspec.structs.replace(event, **changes) if changes else event
+
+
+def _multimodal(event: BlockStored) -> tuple[tuple[Any, ...] | None, ...] | None:
+    """`mm_keys` as extra keys: per block, pairs of content hash and offset. None: some other shape.
+
+    A pair is an array or a map of `hash` and `start_offset`.
+    """
+    count = len(event.block_hashes)
+    if not isinstance(event.mm_keys, list) or len(event.mm_keys) != count:
+        return None
+    extras: list[tuple[Any, ...] | None] = []
+    for index, keys in enumerate(event.mm_keys):
+        pairs: list[tuple[str, int]] = []
+        for key in keys or ():
+            match key:
+                case [str(content), int(offset)]:
+                    pairs.append((content, offset))
+                case {"hash": str(content), "start_offset": int(offset)}:
+                    pairs.append((content, offset))
+                case _:
+                    return None
+        before = (event.extra_keys or ())[index : index + 1]
+        extras.append((*(before[0] or () if before else ()), *pairs) or None)
+    return tuple(extras)
 
 
 def _any_negative(hashes: tuple[EngineHash, ...]) -> bool:

@@ -1,0 +1,1 @@
+"""TensorRT-LLM: what of it speaks another language than vLLM."""
