@@ -13,8 +13,8 @@ from rich.console import Console
 from benchmarks.report import report
 
 NAMES = ("identity", "host_path", "disk_path", "latency")
-ON_DEMAND = ("vllm",)
-"""Needs environments of its own: `make bench-vllm`."""
+ON_DEMAND = ("vllm", "index")
+"""Need environments of their own: `make bench-vllm`, `make bench-index`."""
 
 
 def main() -> int:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NewType, cast
 
 import msgspec
@@ -209,7 +209,7 @@ def hashes_from_hex(texts: Sequence[str]) -> list[SequenceHash]:
     """Many hashes from hex; raises IdentityError when one is malformed."""
     packed = _fromhex("".join(texts))
     # `fromhex` skips blanks, so the sum is checked as well: no hash may shift into the next.
-    if len(packed) != HASH_BYTES * len(texts) or any(len(text) != 2 * HASH_BYTES for text in texts):
+    if len(packed) != HASH_BYTES * len(texts) or not {*map(len, texts)} <= {2 * HASH_BYTES}:
         raise IdentityError("a sequence hash has 32 hex digits")
     return unpack_hashes(packed)
 
@@ -230,7 +230,10 @@ def unpack_hashes(packed: bytes) -> list[SequenceHash]:
     """The inverse of `pack_hashes`; raises IdentityError on a partial hash."""
     if len(packed) % HASH_BYTES:
         raise IdentityError(f"packed hashes must be a multiple of 16 bytes, got {len(packed)}")
-    return [
-        SequenceHash(packed[offset : offset + HASH_BYTES])
-        for offset in range(0, len(packed), HASH_BYTES)
-    ]
+    # Half the time of slices; this is most of what an event costs the index.
+    return cast("list[SequenceHash]", list(_unpacker(len(packed) // HASH_BYTES)(packed)))
+
+
+@lru_cache(maxsize=1024)
+def _unpacker(count: int) -> Callable[[bytes], tuple[bytes, ...]]:
+    return struct.Struct(f"{HASH_BYTES}s" * count).unpack

@@ -12,12 +12,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import assert_never
 
-from kvbm_common.identity import IdentityError, SequenceHash, hashes_from_hex
-from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+from kvbm_common.identity import HASH_BYTES, IdentityError, SequenceHash, hashes_from_hex
+from kvbm_common.wire.events import Cleared, Removed, Stored
 from kvbm_common.wire.verbs import HolderDump, HolderMatch, SnapshotReply
 
-from kvbm_index.holdings import Holdings
+from kvbm_index.holdings import HolderTuple, Holdings
+from kvbm_index.lean import LeanCleared, LeanRemoved, LeanStored
 from kvbm_index.messages import (
+    AnyEvent,
     Effect,
     EventsReceived,
     Holder,
@@ -36,8 +38,10 @@ from kvbm_index.messages import (
 )
 from kvbm_index.source import Source, State
 
-STORY_EVENTS_MAX = 2_000
-"""Applied events that are remembered for stories."""
+STORY_EVENTS_MAX = 512
+"""Applied events that are remembered for stories. More of them would push each other, and the
+holdings, out of the processor's caches."""
+CLEARED = (Cleared, LeanCleared)
 
 
 class IndexCore:
@@ -48,7 +52,7 @@ class IndexCore:
         self._sources: dict[SourceKey, Source] = {}
         self._holdings = Holdings()
         self._drops: Counter[str] = Counter()
-        self._applied: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._applied: deque[tuple[int, AnyEvent]] = deque(maxlen=STORY_EVENTS_MAX)
         self._registry_read = False
         self._snapshots_flying = 0
         self._asking = False
@@ -62,8 +66,7 @@ class IndexCore:
         """Take one input; returns what is to be done about it."""
         match event:
             case EventsReceived(events):
-                for each in events:
-                    self._on_event(each, now_ms)
+                self._on_events(events, now_ms)
             case SnapshotReceived(snapshot):
                 self._on_snapshot(snapshot, now_ms)
             case SnapshotFailed(key):
@@ -166,7 +169,23 @@ class IndexCore:
 
     # ---- events ------------------------------------------------------------------------------
 
-    def _on_event(self, event: Event, now_ms: int) -> None:
+    def _on_events(self, events: Sequence[AnyEvent], now_ms: int) -> None:
+        """The usual event, the next one of a source that is current, takes the short way."""
+        sources = self._sources
+        for event in events:
+            # A plain tuple is as good a key as a SourceKey, and a third of the time to make.
+            source = sources.get((event.host, event.source))  # type: ignore[call-overload]
+            if (
+                source is not None
+                and event.seq == source.seq + 1
+                and event.epoch == source.epoch
+                and source.state is State.CURRENT
+            ):
+                self._apply(source, event, now_ms)
+            else:
+                self._on_event(event, now_ms)
+
+    def _on_event(self, event: AnyEvent, now_ms: int) -> None:
         source = self._source_of(SourceKey(event.host, event.source), now_ms)
         if source is None:
             self._drops["sources_full"] += 1
@@ -177,7 +196,7 @@ class IndexCore:
             self._drops["old_epoch"] += 1
         elif event.seq <= source.seq:
             self._drops["duplicate"] += 1
-        elif isinstance(event, Cleared) and not event.rank_only:
+        elif isinstance(event, CLEARED) and not event.rank_only:
             self._apply_clear(source, event, now_ms)
         elif event.seq == source.seq + 1 and not source.hollow:
             self._apply(source, event, now_ms)
@@ -185,13 +204,13 @@ class IndexCore:
         else:
             self._wait(source, event, now_ms)
 
-    def _apply_clear(self, source: Source, event: Event, now_ms: int) -> None:
+    def _apply_clear(self, source: Source, event: AnyEvent, now_ms: int) -> None:
         """Whatever we missed before, the source holds nothing now."""
         self._apply(source, event, now_ms)
         if source.state is not State.GONE:
             self._apply_waiting(source, now_ms)
 
-    def _wait(self, source: Source, event: Event, now_ms: int) -> None:
+    def _wait(self, source: Source, event: AnyEvent, now_ms: int) -> None:
         """The event is behind a hole, or its source was taken for dead."""
         self._fall_behind(source, now_ms)
         if event.seq in source.waiting:
@@ -213,7 +232,7 @@ class IndexCore:
         if not source.hollow:
             source.catch_up()
 
-    def _apply(self, source: Source, event: Event, now_ms: int) -> None:
+    def _apply(self, source: Source, event: AnyEvent, now_ms: int) -> None:
         try:
             self._change(source.key, event)
         except IdentityError:
@@ -226,14 +245,21 @@ class IndexCore:
         self._event_count += 1
         self._applied.append((now_ms, event))
 
-    def _change(self, key: SourceKey, event: Event) -> None:
+    def _change(self, key: SourceKey, event: AnyEvent) -> None:
         match event:
-            case Stored():
-                hashes = [block for run in event.runs for block in hashes_from_hex(run.hashes)]
-                self._holdings.add(_holder_of(event), hashes)
-            case Removed():
+            case Stored() | LeanStored():
+                holder = _holder_of(event)
+                root = event.namespace[: 2 * HASH_BYTES]
+                # All of an event is read before any of it is applied.
+                runs = [
+                    (hashes_from_hex([run.parent, *run.hashes]), run.parent == root)
+                    for run in event.runs
+                ]
+                for run, rooted in runs:
+                    self._holdings.add(holder, run, rooted=rooted)
+            case Removed() | LeanRemoved():
                 self._holdings.discard(_holder_of(event), hashes_from_hex(event.hashes))
-            case Cleared():
+            case Cleared() | LeanCleared():
                 self._holdings.drop(key, event.rank if event.rank_only else None)
 
     # ---- snapshots ---------------------------------------------------------------------------
@@ -259,7 +285,7 @@ class IndexCore:
             source.retry_later(now_ms, self._limits)
             return
         try:
-            blocks = _blocks_of(snapshot)
+            runs = _runs_of(snapshot)
         except IdentityError:
             self._drops["malformed"] += 1
             source.retry_later(now_ms, self._limits)
@@ -267,8 +293,8 @@ class IndexCore:
         if snapshot.epoch > source.epoch:
             self._begin(source, snapshot.epoch)
         self._holdings.drop(source.key)
-        for holder, hashes in blocks:
-            self._holdings.add(holder, hashes)
+        for holder, run, rooted in runs:
+            self._holdings.add(holder, run, rooted=rooted)
         self._snapshot_count += 1
         source.jump(snapshot.seq)
         self._apply_waiting(source, now_ms)
@@ -369,25 +395,29 @@ class IndexCore:
         return False
 
 
-def _holder_of(event: Stored | Removed) -> Holder:
-    return Holder(event.host, event.source, event.tier, event.rank, event.group)
+def _holder_of(event: Stored | Removed | LeanStored | LeanRemoved) -> HolderTuple:
+    return (event.host, event.source, event.tier, event.rank, event.group)
 
 
-def _blocks_of(snapshot: SnapshotReply) -> list[tuple[Holder, list[SequenceHash]]]:
-    """The blocks of a snapshot by holder; raises IdentityError."""
+def _runs_of(snapshot: SnapshotReply) -> list[tuple[Holder, list[SequenceHash], bool]]:
+    """The runs of a snapshot by holder, each behind its parent; raises IdentityError."""
     host, source, tier = snapshot.host, snapshot.source, snapshot.tier
     return [
-        (Holder(host, source, tier, part.rank, part.group), hashes_from_hex(run.hashes))
+        (
+            Holder(host, source, tier, part.rank, part.group),
+            hashes_from_hex([run.parent, *run.hashes]),
+            run.parent == part.namespace[: 2 * HASH_BYTES],
+        )
         for part in snapshot.parts
         for run in part.runs
     ]
 
 
-def _mentions(event: Event, text: str) -> bool:
+def _mentions(event: AnyEvent, text: str) -> bool:
     match event:
-        case Stored():
+        case Stored() | LeanStored():
             return any(text in run.hashes for run in event.runs)
-        case Removed():
+        case Removed() | LeanRemoved():
             return text in event.hashes
-        case Cleared():
+        case Cleared() | LeanCleared():
             return True

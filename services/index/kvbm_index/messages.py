@@ -9,6 +9,8 @@ from typing import NamedTuple
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
+from kvbm_index.lean import LeanEvent
+
 
 class SourceKey(NamedTuple):
     """One source of events: a tier instance, or an engine."""
@@ -27,6 +29,9 @@ class Holder(NamedTuple):
     group: int
 
 
+AnyEvent = Event | LeanEvent
+"""The service reads lean events; the wire's own do as well."""
+
 # ---- inputs ----------------------------------------------------------------------------------
 
 
@@ -34,7 +39,9 @@ class Holder(NamedTuple):
 class EventsReceived:
     """Events in the order of the stream."""
 
-    events: tuple[Event, ...]
+    events: tuple[AnyEvent, ...]
+    position: int = 0
+    """Where the stream is behind them; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from kvbm_common.loop import CoreLoop
 from kvbm_common.registry import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.events import Event, event_codec, event_subject
 from kvbm_common.wire.holders import HoldersReply, HolderSummary
 from kvbm_common.wire.verbs import (
     DumpReply,
@@ -29,7 +28,9 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 
+from kvbm_index import lean
 from kvbm_index.core import IndexCore
+from kvbm_index.lean import LeanEvent
 from kvbm_index.messages import (
     Effect,
     EventsReceived,
@@ -137,18 +138,15 @@ class IndexShell:
     def _stream_lost(self) -> None:
         self._loop.complete(StreamLost())
 
-    def _event_of(self, message: EventMessage) -> Event | None:
+    def _event_of(self, message: EventMessage) -> LeanEvent | None:
         try:
-            event = event_codec.decode(message.payload)
-            if message.subject != event_subject(event):
-                raise WireError(f"{event_subject(event)} on another subject", kind="wrong_subject")
+            return lean.read(message.subject, message.payload)
         except WireError as error:
             self._dropped.add(reason=error.kind)
             self._log.warning(error.kind, f"{message.subject}: {error}")
             return None
-        return event
 
-    def _observe_lag(self, event: Event) -> None:
+    def _observe_lag(self, event: LeanEvent) -> None:
         lag_s = time.time() - event.ts_ms / 1000
         if event.ts_ms and 0 <= lag_s < INBOX_DEADLINE_S:
             self._lag.observe(lag_s)

@@ -22,9 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvbm_common.wire.events import Event
-
-from kvbm_index.messages import Limits, SourceKey
+from kvbm_index.messages import AnyEvent, Limits, SourceKey
 
 
 class State(Enum):
@@ -43,7 +41,7 @@ class Source:
     epoch: int = 0
     seq: int = 0
     state: State = State.CURRENT
-    waiting: dict[int, Event] = field(default_factory=dict)
+    waiting: dict[int, AnyEvent] = field(default_factory=dict)
     """Events of the present epoch behind a hole, by seq."""
     hollow: bool = False
     """What we hold is less than the position says: no event may be applied on top."""
@@ -89,8 +87,9 @@ class Source:
         """What is held is now the truth as of `seq`; older events need not wait any more."""
         assert seq >= self.seq, (self.key, self.seq, seq)
         self.seq, self.hollow = seq, False
-        for late in [number for number in self.waiting if number <= seq]:
-            del self.waiting[late]
+        if self.waiting:
+            for late in [number for number in self.waiting if number <= seq]:
+                del self.waiting[late]
 
     def leave(self) -> None:
         """The registry says that this life is over."""

@@ -1,0 +1,93 @@
+"""Our side of the index benchmark: the core, fed with the bytes of NATS messages."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+from kvbm_common.event_subscription import BATCH_MAX
+from kvbm_common.service import GC_ALLOCATIONS
+from kvbm_common.wire.events import SUBJECT_PREFIX
+from kvbm_index import lean
+from kvbm_index.core import IndexCore
+from kvbm_index.messages import EventsReceived
+
+from benchmarks import index_workload as workload
+
+NAMESPACE = "0" * 64
+
+
+class Encoder:
+    """Numbers the events of each source, and writes them as they are on the wire."""
+
+    def __init__(self) -> None:
+        self._sequences: Counter[int] = Counter()
+
+    def stored(self, source: int, parent: bytes, blocks: list[bytes]) -> tuple[str, bytes]:
+        """Subject and payload."""
+        runs = [{"parent": parent.hex(), "hashes": [one.hex() for one in blocks]}]
+        return self._event(source, "stored", {"runs": runs})
+
+    def removed(self, source: int, _: bytes, blocks: list[bytes]) -> tuple[str, bytes]:
+        """Subject and payload."""
+        return self._event(source, "removed", {"hashes": [one.hex() for one in blocks]})
+
+    def _event(self, source: int, kind: str, data: dict[str, Any]) -> tuple[str, bytes]:
+        self._sequences[source] += 1
+        event = {
+            "kind": kind, "v": 1, "host": "gpu-a", "source": f"engine-{source}", "tier": "device",
+            "epoch": 1_760_000_000_000_017, "seq": self._sequences[source],
+            "ts_ms": 1_760_000_000_123, "rank": 0, "group": 0, "namespace": NAMESPACE,
+        }  # fmt: skip
+        subject = f"{SUBJECT_PREFIX}.gpu-a.engine-{source}.{kind}"
+        return subject, json.dumps(event | data, separators=(",", ":")).encode()
+
+
+def main() -> None:
+    """One round at one batch size; `shared` as the batch: 64 sources hold the same chains."""
+    workload.pin()
+    gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS)
+    if sys.argv[1] == "shared":
+        workload.say({"match_s": shared()})
+        return
+    batch = int(sys.argv[1])
+    core, encoder = IndexCore(), Encoder()
+
+    def apply(chunk: list[Any]) -> None:
+        for at in range(0, len(chunk), BATCH_MAX):
+            events = tuple(lean.read(*message) for message in chunk[at : at + BATCH_MAX])
+            core.step(EventsReceived(events), 0)
+
+    before = workload.resident_bytes()
+    stored_s = workload.feed(workload.chunks(batch, encoder.stored, leaves_first=False), apply)
+    held = workload.resident_bytes() - before
+    assert core.statistics().blocks >= workload.BLOCKS
+    match_s = workload.match_seconds(core.match, _again, workload.long_chains())  # type: ignore[arg-type]
+    removed_s = workload.feed(workload.chunks(batch, encoder.removed, leaves_first=True), apply)
+    assert core.statistics().blocks == 0, core.statistics()
+    workload.say({"stored_s": stored_s, "removed_s": removed_s, "match_s": match_s, "bytes": held})
+
+
+def shared() -> list[float]:
+    """CPU seconds of matches of chains that every source holds."""
+    core, encoder = IndexCore(), Encoder()
+    asked = workload.long_chains()[:200]
+    for source, names in itertools.product(range(workload.SOURCES), asked):
+        event = lean.read(*encoder.stored(source, workload.NO_PARENT, names))
+        core.step(EventsReceived((event,)), 0)
+    assert [found.blocks for found in core.match(asked[0])] == [512] * workload.SOURCES  # type: ignore[arg-type]
+    return workload.match_seconds(core.match, _again, asked)  # type: ignore[arg-type]
+
+
+def _again(name: bytes) -> bytes:
+    """Equal, and another object: its hash is not known yet."""
+    return bytes(bytearray(name))
+
+
+if __name__ == "__main__":
+    main()
