@@ -36,7 +36,11 @@ CORES = [
         for path in PACKAGES["kvbm_disk_tier"].glob("*.py")
         if path.stem not in ("service", "mover", "store")
     ),
-    *(path for path in PACKAGES["kvbm_index"].glob("*.py") if path.stem != "service"),
+    *(
+        path
+        for path in PACKAGES["kvbm_index"].glob("*.py")
+        if path.stem not in ("service", "keeper", "command")
+    ),
     *(PACKAGES["kvbm_connectors"] / f"{name}.py" for name in ("core", "messages")),
     *(
         path

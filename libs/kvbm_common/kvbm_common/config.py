@@ -153,6 +153,10 @@ class Settings:
     nats_url: str = setting(
         "KVBM_NATS_URL", "nats://127.0.0.1:4222", schema.NATS_URL, section="bus",
         help="Where NATS is.")
+    index_image_s: float = setting(
+        "KVBM_INDEX_IMAGE_S", 30.0, schema.number(0.05), section="bus", unit="s",
+        help="How often the index stores an image of what it knows. A replica that starts takes "
+        "the newest, and reads the event stream from there on.")
     registry_ttl_s: float = setting(
         "KVBM_REGISTRY_TTL_S", 5.0, schema.number(0.1), section="bus", unit="s",
         help="A service that is silent for so long is taken for dead.")

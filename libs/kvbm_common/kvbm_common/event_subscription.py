@@ -34,9 +34,17 @@ from kvbm_common.jetstream import (
     ensure_stream,
 )
 
-Start = Literal["all", "new", "last_per_subject"] | int | datetime
+
+class Resume(NamedTuple):
+    """Behind a position of a stream that was made at this time."""
+
+    created: datetime
+    position: int
+
+
+Start = Literal["all", "new", "last_per_subject"] | int | datetime | Resume
 """Where to begin: everything kept, what comes from now on, the last message of each subject, a
-stream sequence, or a time."""
+stream sequence, a time, or where somebody has stopped."""
 
 HEARTBEAT_S = 0.5
 """An idle server says so this often."""
@@ -102,6 +110,11 @@ class EventSubscription:
     def live(self) -> bool:
         """Whether a consumer is in place, so that silence means that nothing happens."""
         return self._unsubscribe is not None and self._generation == self._link.generation
+
+    @property
+    def created(self) -> datetime | None:
+        """When the stream was made that the last batch came from."""
+        return self._stream.created if self._stream is not None else None
 
     async def wait_caught_up(self, *, deadline_s: float) -> None:
         """Wait until everything that was kept at the start was delivered; needs a reader.
@@ -223,19 +236,25 @@ class EventSubscription:
 
     def _place_start(self, stream: StreamInfo) -> None:
         """Decide where to continue, now that the stream's life and end are known."""
-        before, self._stream = self._stream, stream
-        if before is None:
+        created = self._stream.created if self._stream is not None else None
+        self._stream = stream
+        if created is None:
             if self._start == "new":
                 # By number, so that a second consumer misses nothing that came meanwhile.
                 self._position = stream.state.last_seq
-            return
-        another = stream.created != before.created or stream.state.last_seq < self._position
+            if not isinstance(self._start, Resume):
+                return
+            created, self._position = self._start
+        another = stream.created != created or stream.state.last_seq < self._position
         if another:
             _log.warning("%s is another stream than before; reading it all", self._spec.name)
             self._position = 0
             self._on_stream_lost()
             if self._start != "last_per_subject":
                 self._start = "all"
+        elif 0 < self._position < stream.state.first_seq - 1:
+            _log.warning("%s has dropped messages that were not read", self._spec.name)
+            self._on_stream_lost()
 
     def _consumer_config(self, name: str, inbox: str) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -264,8 +283,10 @@ class EventSubscription:
                 "deliver_policy": "by_start_time",
                 "opt_start_time": self._start.isoformat(),
             }
+        if self._start == "last_per_subject":
+            return {"deliver_policy": "last_per_subject"}
         # An empty stream read from "new" has position 0, and then everything is new.
-        return {"deliver_policy": "all" if self._start == "new" else self._start}
+        return {"deliver_policy": "all"}
 
     async def _drop_consumer(self) -> None:
         unsubscribe, self._unsubscribe = self._unsubscribe, None

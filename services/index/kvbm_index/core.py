@@ -17,6 +17,7 @@ from kvbm_common.wire.events import Cleared, Removed, Stored
 from kvbm_common.wire.verbs import HolderDump, HolderMatch, SnapshotReply
 
 from kvbm_index.holdings import HolderTuple, Holdings
+from kvbm_index.image import Image, SourceImage
 from kvbm_index.lean import LeanCleared, LeanRemoved, LeanStored
 from kvbm_index.messages import (
     AnyEvent,
@@ -27,6 +28,7 @@ from kvbm_index.messages import (
     Limits,
     RegistryRead,
     RequestSnapshot,
+    Restored,
     SnapshotFailed,
     SnapshotReceived,
     SourceKey,
@@ -57,6 +59,8 @@ class IndexCore:
         self._snapshots_flying = 0
         self._asking = False
         """Some source may be due for a snapshot: look at all of them at the end of the step."""
+        self._position = 0
+        self._stream = ""
         self._event_count = 0
         self._snapshot_count = 0
 
@@ -65,8 +69,11 @@ class IndexCore:
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it."""
         match event:
-            case EventsReceived(events):
+            case EventsReceived(events, position, stream):
                 self._on_events(events, now_ms)
+                self._position, self._stream = position, stream
+            case Restored(image):
+                self._on_restored(image, now_ms)
             case SnapshotReceived(snapshot):
                 self._on_snapshot(snapshot, now_ms)
             case SnapshotFailed(key):
@@ -116,6 +123,21 @@ class IndexCore:
             if source in (None, key.source)
             for holder, blocks in sorted(self._holdings.of(key).items())
         ]
+
+    def image(self) -> Image:
+        """Everything known now; copies of lists only, 20 ms for a million blocks."""
+        sources = [
+            SourceImage(host=key.host, source=key.source, epoch=source.epoch, seq=source.seq,
+                        state=source.state.name, hollow=source.hollow)
+            for key, source in self._sources.items()
+        ]  # fmt: skip
+        return Image(stream=self._stream, position=self._position, sources=sources,
+                     holders=self._holdings.images())  # fmt: skip
+
+    @property
+    def position(self) -> int:
+        """Where the stream is behind the last events; 0 when that is not known."""
+        return self._position
 
     def positions(self) -> dict[SourceKey, tuple[int, int]]:
         """Source → (epoch, seq) applied, of all sources that are not gone."""
@@ -343,8 +365,23 @@ class IndexCore:
         for source in self._sources.values():
             source.unregistered_since_ms = now_ms
 
+    def _on_restored(self, image: Image, now_ms: int) -> None:
+        """Nobody is registered yet; who was behind is asked, for what waited is not in an image."""
+        assert not self._sources, "a restored index begins with its image"
+        self._stream, self._position = image.stream, image.position
+        for one in image.sources:
+            key = SourceKey(one.host, one.source)
+            self._sources[key] = Source(
+                key, epoch=one.epoch, seq=one.seq, state=State[one.state], hollow=one.hollow,
+                ask_at_ms=now_ms + self._limits.settle_ms, unregistered_since_ms=now_ms,
+            )  # fmt: skip
+        for holder in image.holders:
+            self._holdings.load(holder)
+        self._asking = True
+
     def _on_stream_lost(self, now_ms: int) -> None:
         """Who was current is so again with its next event, or with a snapshot."""
+        self._position, self._stream = 0, ""
         for source in self._sources.values():
             if source.state is State.CURRENT:
                 self._fall_behind(source, now_ms + self._limits.settle_ms)

@@ -8,6 +8,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Tier
 
 from kvbm_index.chains import Chains
+from kvbm_index.image import HolderImage
 from kvbm_index.messages import Holder, SourceKey
 
 HolderTuple = tuple[str, str, Tier, int, int]
@@ -53,21 +54,25 @@ class Holdings:
             self._note_start(run[1], holder)
         chains.add(run)
 
-    def load(
-        self,
-        holder: Holder,
-        hashes: Sequence[SequenceHash],
-        parents: Sequence[SequenceHash],
-        roots: frozenset[SequenceHash],
-    ) -> None:
-        """A holder has these blocks with these parents, of which some are roots."""
-        if not hashes:
-            return
-        chains = self._chains.get(holder) or self._new(holder)
-        chains.load(hashes, parents, roots)
-        for block, parent in zip(hashes, parents, strict=True):
+    def load(self, image: HolderImage) -> None:
+        """What a holder had."""
+        holder = (image.host, image.source, image.tier, image.rank, image.group)
+        roots = frozenset(image.roots)
+        self._new(holder).load(image.hashes, image.parents, roots)
+        for block, parent in zip(image.hashes, image.parents, strict=True):
             if parent in roots:
                 self._note_start(block, holder)
+
+    def images(self) -> list[HolderImage]:
+        """What every holder has."""
+        found = []
+        for (host, source, tier, rank, group), chains in self._chains.items():
+            hashes, parents = chains.items()
+            found.append(
+                HolderImage(host=host, source=source, tier=tier, rank=rank, group=group,
+                            roots=list(chains.roots), hashes=hashes, parents=parents)
+            )  # fmt: skip
+        return found
 
     def discard(self, holder: HolderTuple, hashes: list[SequenceHash]) -> None:
         """A holder has these no more."""

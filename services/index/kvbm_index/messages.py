@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
+from kvbm_index.image import Image
 from kvbm_index.lean import LeanEvent
 
 
@@ -42,6 +43,15 @@ class EventsReceived:
     events: tuple[AnyEvent, ...]
     position: int = 0
     """Where the stream is behind them; 0: not said."""
+    stream: str = ""
+    """Which stream that is: when it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a replica knew once: the first input, or none."""
+
+    image: Image
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,7 @@ class Tick:
 
 Input = (
     EventsReceived
+    | Restored
     | SnapshotReceived
     | SnapshotFailed
     | SourceSeen

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+from datetime import datetime
 
 import msgspec
 from kvbm_common.counters import Family, Sample, families_of_counts
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
-from kvbm_common.event_subscription import EventMessage, EventSubscription
+from kvbm_common.event_subscription import EventMessage, EventSubscription, Resume, Start
 from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop
 from kvbm_common.registry import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
@@ -30,6 +31,7 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_index import lean
 from kvbm_index.core import IndexCore
+from kvbm_index.keeper import Keeper
 from kvbm_index.lean import LeanEvent
 from kvbm_index.messages import (
     Effect,
@@ -37,6 +39,7 @@ from kvbm_index.messages import (
     Input,
     Limits,
     RegistryRead,
+    Restored,
     SnapshotFailed,
     SnapshotReceived,
     SourceKey,
@@ -76,6 +79,9 @@ class IndexShell:
         )
         self._consolidators: dict[str, set[str]] = {}
         """The instances on each host."""
+        self._keeper = Keeper(
+            context.bus, context.counters, interval_s=context.settings.index_image_s
+        )
         self._caught_up = False
         self._registry_read = False
         self._log = OncePerKind(log)
@@ -98,8 +104,9 @@ class IndexShell:
         context = self._context
         context.set_stats(self._stats)
         context.counters.include(lambda: _families(self._core.statistics()))
+        start = await self._restore()
         async with (
-            context.bus.event_subscription(start="all", on_stream_lost=self._stream_lost) as events,
+            context.bus.event_subscription(start=start, on_stream_lost=self._stream_lost) as events,
             asyncio.TaskGroup() as tasks,
         ):
             running = [
@@ -107,6 +114,9 @@ class IndexShell:
                 tasks.create_task(self._follow(events), name="events"),
                 tasks.create_task(self._wait_caught_up(events), name="catch up"),
                 tasks.create_task(self._read_registry(), name="registry"),
+                tasks.create_task(
+                    self._keeper.run(self._core.image, lambda: self._core.position), name="images"
+                ),
             ]
             forget = context.registry.watch(self._registry_changed)
             await self._wait_ready()
@@ -128,12 +138,24 @@ class IndexShell:
 
     # ---- inputs ------------------------------------------------------------------------------
 
+    async def _restore(self) -> Start:
+        """Take the newest image, if there is one; returns where the stream goes on."""
+        image = await self._keeper.load()
+        if image is None:
+            return "all"
+        self._loop.complete(Restored(image))
+        return Resume(datetime.fromisoformat(image.stream), image.position)
+
     async def _follow(self, subscription: EventSubscription) -> None:
         async for batch in subscription:
             events = tuple(event for message in batch if (event := self._event_of(message)))
             if events:
                 self._observe_lag(events[-1])
-                await self._loop.offer(EventsReceived(events), deadline_s=INBOX_DEADLINE_S)
+                stream = subscription.created
+                received = EventsReceived(
+                    events, batch[-1].sequence, stream.isoformat() if stream else ""
+                )
+                await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
 
     def _stream_lost(self) -> None:
         self._loop.complete(StreamLost())
