@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from kvbm_common.identity import Hasher, Namespace, hash_to_hex, pack_hashes
-from kvbm_common.wire import events, local, verbs
+from kvbm_common.wire import events, local, scores, verbs
 from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wire"
@@ -109,6 +109,24 @@ VERBS: Mapping[str, msgspec.Struct] = {
     ),
     "match_request": verbs.MatchRequest(hashes=HEX),
     "match_reply": verbs.MatchReply(asked=3, matches=[verbs.HolderMatch(**HOLDER, blocks=2)]),
+    "match_batch_request": scores.MatchBatchRequest(
+        questions=[verbs.MatchRequest(hashes=HEX), verbs.MatchRequest(hashes=HEX[:1])]
+    ),
+    "match_batch_reply": scores.MatchBatchReply(
+        replies=[
+            verbs.MatchReply(asked=3, matches=[verbs.HolderMatch(**HOLDER, blocks=2)]),
+            verbs.MatchReply(asked=1, matches=[]),
+        ]
+    ),
+    "score_request": scores.ScoreRequest(hashes=HEX, weights={"device": 1.0, "disk": 0.25}),
+    "score_reply": scores.ScoreReply(
+        asked=3,
+        scores=[scores.PlaceScore(host="gpu-a", source="vllm-0", rank=1, blocks=3, score=2.25)],
+    ),
+    "where_request": scores.WhereRequest(hashes=HEX[:1]),
+    "where_reply": scores.WhereReply(
+        blocks=[scores.BlockHolders(hash=HEX[0], holders=[scores.BlockHolder(**HOLDER)])]
+    ),
     "dump_request": verbs.DumpRequest(source="disk-tier-0"),
     "dump_reply": verbs.DumpReply(
         holders=[verbs.HolderDump(**HOLDER, epoch=EPOCH, seq=9, hashes=HEX[:2])]

@@ -146,6 +146,10 @@ class Chains:
             return length
         return next(at for at, block in enumerate(asked) if block not in parents)
 
+    def among(self, blocks: set[SequenceHash]) -> set[SequenceHash]:
+        """Those of some blocks that are held."""
+        return blocks & self._parents.keys()
+
     def check(self) -> None:
         """Every invariant, O(n)."""
         children = Counter(self._parents.values())

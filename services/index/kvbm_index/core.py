@@ -9,11 +9,12 @@ gone. Queries are plain methods between steps.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from kvbm_common.identity import HASH_BYTES, IdentityError, SequenceHash, hashes_from_hex
-from kvbm_common.wire.events import Cleared, Removed, Stored
+from kvbm_common.wire.events import Cleared, Removed, Stored, Tier
+from kvbm_common.wire.scores import PlaceScore
 from kvbm_common.wire.verbs import HolderDump, HolderMatch, SnapshotReply
 
 from kvbm_index.holdings import HolderTuple, Holdings
@@ -38,6 +39,7 @@ from kvbm_index.messages import (
     StreamLost,
     Tick,
 )
+from kvbm_index.scores import scores
 from kvbm_index.source import Source, State
 
 STORY_EVENTS_MAX = 512
@@ -100,6 +102,16 @@ class IndexCore:
             HolderMatch(**holder._asdict(), blocks=blocks)
             for holder, blocks in self._holdings.match(hashes)
         ]
+
+    def scores(
+        self, hashes: Sequence[SequenceHash], weights: Mapping[Tier, float]
+    ) -> list[PlaceScore]:
+        """What `hashes` are worth on every rank of every engine; the best first."""
+        return scores(self._holdings, hashes, weights)
+
+    def holders_of(self, hashes: Sequence[SequenceHash]) -> list[list[Holder]]:
+        """Who has each of some blocks."""
+        return [self._holdings.holders_of(block) for block in hashes]
 
     def dump(self, source: str | None = None) -> list[HolderDump]:
         """The blocks of every holder (of one source), sorted, and the position they stand for."""

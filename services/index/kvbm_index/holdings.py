@@ -96,6 +96,14 @@ class Holdings:
         """Who has a block, in order."""
         return sorted(Holder(*holder) for holder, has in self._chains.items() if block in has)
 
+    def on(self, host: str) -> list[tuple[Holder, Chains]]:
+        """All holders of a host, in order."""
+        return sorted(
+            (Holder(*holder), chains)
+            for holder, chains in self._chains.items()
+            if holder[0] == host
+        )
+
     def match(self, asked: Sequence[SequenceHash]) -> list[tuple[Holder, int]]:
         """How many of `asked` each holder has without a hole, from the first on; longest first."""
         if not asked:

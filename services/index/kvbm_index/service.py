@@ -18,6 +18,17 @@ from kvbm_common.registry import ENGINE, Changed, Joined, Left, RegistryEvent, S
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.holders import HoldersReply, HolderSummary
+from kvbm_common.wire.scores import (
+    DEFAULT_WEIGHTS,
+    BlockHolder,
+    BlockHolders,
+    MatchBatchReply,
+    MatchBatchRequest,
+    ScoreReply,
+    ScoreRequest,
+    WhereReply,
+    WhereRequest,
+)
 from kvbm_common.wire.verbs import (
     DumpReply,
     DumpRequest,
@@ -65,6 +76,9 @@ TIER_KINDS = ("host-tier", "disk-tier")
 log = logging.getLogger(__name__)
 _match_request: JsonCodec[MatchRequest] = JsonCodec(MatchRequest)
 _dump_request: JsonCodec[DumpRequest] = JsonCodec(DumpRequest)
+_batch_request: JsonCodec[MatchBatchRequest] = JsonCodec(MatchBatchRequest)
+_score_request: JsonCodec[ScoreRequest] = JsonCodec(ScoreRequest)
+_where_request: JsonCodec[WhereRequest] = JsonCodec(WhereRequest)
 _snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 
 
@@ -131,6 +145,9 @@ class IndexShell:
         verbs = {
             "match": self._match,
             "match_tokens": self._match,
+            "match_batch": self._match_batch,
+            "score": self._score,
+            "where": self._where,
             "dump": self._dump,
             "holders": self._holders,
         }
@@ -248,11 +265,36 @@ class IndexShell:
 
     async def _match(self, payload: bytes) -> bytes:
         start_s = time.perf_counter()
-        hashes = hashes_of(decoded(_match_request, payload))
-        reply = MatchReply(asked=len(hashes), matches=self._core.match(hashes))
-        answer = msgspec.json.encode(reply)
+        answer = msgspec.json.encode(self._answer(decoded(_match_request, payload)))
         self._match_time.observe(time.perf_counter() - start_s)
         return answer
+
+    async def _match_batch(self, payload: bytes) -> bytes:
+        """Every question has its turn between other work: a batch may be long."""
+        replies = []
+        for question in decoded(_batch_request, payload).questions:
+            replies.append(self._answer(question))
+            await asyncio.sleep(0)
+        return encoded(MatchBatchReply(replies=replies))
+
+    def _answer(self, request: MatchRequest) -> MatchReply:
+        hashes = hashes_of(request)
+        return MatchReply(asked=len(hashes), matches=self._core.match(hashes))
+
+    async def _score(self, payload: bytes) -> bytes:
+        request = decoded(_score_request, payload)
+        hashes = hashes_of(request)
+        scores = self._core.scores(hashes, DEFAULT_WEIGHTS | request.weights)
+        return encoded(ScoreReply(asked=len(hashes), scores=scores))
+
+    async def _where(self, payload: bytes) -> bytes:
+        request = decoded(_where_request, payload)
+        hashes = hashes_of(MatchRequest(hashes=request.hashes))
+        blocks = [
+            BlockHolders(hash=name, holders=[BlockHolder(**one._asdict()) for one in holders])
+            for name, holders in zip(request.hashes, self._core.holders_of(hashes), strict=True)
+        ]
+        return encoded(WhereReply(blocks=blocks))
 
     async def _dump(self, payload: bytes) -> bytes:
         request = decoded(_dump_request, payload)

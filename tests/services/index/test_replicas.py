@@ -154,7 +154,10 @@ async def test_each_replica_is_complete(nats_server: NatsServer, bus: Bus, tmp_p
             assert stats.figures["blocks"] == len(CHAIN)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(4), pytest.param(KILLS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(4), pytest.param(KILLS, marks=[pytest.mark.slow, pytest.mark.timeout(7_200)])],
+)
 async def test_replicas_are_killed_over_a_running_stream(
     nats_server: NatsServer, bus: Bus, tmp_path: Path, kills: int
 ) -> None:

@@ -24,6 +24,7 @@ from kvbm_common.service import serve
 from kvbm_common.stack import ServiceProcess
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, event_subject
 from kvbm_common.wire.holders import HoldersReply
+from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply
 from kvbm_common.wire.verbs import (
     DumpReply,
     MatchReply,
@@ -192,6 +193,15 @@ async def test_events_are_answered(bus: Bus) -> None:
             assert [(found.source, found.tier, found.blocks) for found in reply.matches] == [
                 ("host-tier-0", "host", 5)
             ]
+        batch = await ask(bus, "match_batch", {"questions": [by_hashes, by_tokens]})
+        replies = msgspec.json.decode(batch, type=MatchBatchReply).replies
+        assert [[found.blocks for found in reply.matches] for reply in replies] == [[5], [5]]
+        payload = await ask(bus, "score", by_tokens | {"weights": {"host": 0.5}})
+        (place,) = msgspec.json.decode(payload, type=ScoreReply).scores
+        assert (place.host, place.source, place.blocks, place.score) == ("h", "", 5, 2.5)
+        payload = await ask(bus, "where", {"hashes": [CHAIN[5].hex(), CHAIN[7].hex()]})
+        gone, there = msgspec.json.decode(payload, type=WhereReply).blocks
+        assert (gone.holders, [one.source for one in there.holders]) == ([], ["host-tier-0"])
         (holder,) = msgspec.json.decode(await ask(bus, "holders", b""), type=HoldersReply).holders
         assert (holder.blocks, holder.epoch, holder.seq) == (7, source.registration.epoch, 3)
         stats = msgspec.json.decode(await ask(bus, "stats", b"", instance=True), type=StatsReply)
@@ -221,6 +231,10 @@ async def test_a_salted_prompt_is_another(bus: Bus) -> None:
         ("match", {"hashes": ["ab"]}, "hashes"),
         ("match", {"hashes": ["00" * 16] * 65_537}, "hashes"),
         ("match", {"hashes": [], "tokens": []}, "tokens"),
+        ("match_batch", {"questions": [{"hashes": ["ab"]}]}, "hashes"),
+        ("match_batch", {"questions": [{"hashes": []}] * 257}, "questions"),
+        ("score", {"hashes": [], "weights": {"device": -1}}, "weights"),
+        ("where", {"hashes": ["x" * 32]}, "hashes"),
         ("match_tokens", {"tokens": [1, 2]}, "namespace"),
         ("match_tokens", {"tokens": [-1]}, "tokens"),
         ("match_tokens", {"tokens": [1], "namespace": {"model": "m"}}, "block_tokens"),

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvbm_common.counters import MetricsSnapshot
-from kvbm_common.wire import VERSION, events, verbs
+from kvbm_common.wire import VERSION, events, holders, scores, verbs
 
 Json = dict[str, Any]
 
@@ -69,6 +69,34 @@ VERBS = (
     ),
     Verb(
         service="index", verb="dump", request=verbs.DumpRequest, reply=verbs.DumpReply, shared=True
+    ),
+    Verb(
+        service="index",
+        verb="holders",
+        request=verbs.DumpRequest,
+        reply=holders.HoldersReply,
+        shared=True,
+    ),
+    Verb(
+        service="index",
+        verb="match_batch",
+        request=scores.MatchBatchRequest,
+        reply=scores.MatchBatchReply,
+        shared=True,
+    ),
+    Verb(
+        service="index",
+        verb="score",
+        request=scores.ScoreRequest,
+        reply=scores.ScoreReply,
+        shared=True,
+    ),
+    Verb(
+        service="index",
+        verb="where",
+        request=scores.WhereRequest,
+        reply=scores.WhereReply,
+        shared=True,
     ),
     Verb(service="host-tier", verb="arena", request=verbs.ArenaRequest, reply=verbs.ArenaReply),
     Verb(service="host-tier", verb="lease", request=verbs.LeaseRequest, reply=verbs.LeaseReply),
