@@ -7,8 +7,12 @@ from http import HTTPStatus
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from kvbm_common.counters import Counters
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.holders import HoldersReply
+from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply, WhereRequest
+from kvbm_common.wire.verbs import DumpRequest, MatchReply
 from starlette.exceptions import HTTPException
 
 from kvbm_metrics import collector, exposition, problems
@@ -17,12 +21,19 @@ from kvbm_metrics.door import Door
 from kvbm_metrics.fleet import Fleet
 from kvbm_metrics.models import (
     HealthView,
+    HoldersView,
+    MatchBatchQuery,
+    MatchBatchView,
     MatchQuery,
     MatchView,
     ReadyView,
+    ScoreQuery,
+    ScoreView,
     ServiceView,
     StatusView,
     TierView,
+    WhereQuery,
+    WhereView,
     WorkerView,
 )
 from kvbm_metrics.problems import BadQuery
@@ -73,6 +84,12 @@ async def _view(api: ApiOf) -> FleetView:
 View = Annotated[FleetView, Depends(_view)]
 
 router = APIRouter()
+
+_match_reply: JsonCodec[MatchReply] = JsonCodec(MatchReply)
+_batch_reply: JsonCodec[MatchBatchReply] = JsonCodec(MatchBatchReply)
+_score_reply: JsonCodec[ScoreReply] = JsonCodec(ScoreReply)
+_where_reply: JsonCodec[WhereReply] = JsonCodec(WhereReply)
+_holders_reply: JsonCodec[HoldersReply] = JsonCodec(HoldersReply)
 
 
 @router.get("/healthz", tags=["health"])
@@ -133,23 +150,56 @@ async def workers(view: View) -> list[WorkerView]:
     return collector.worker_views(view)
 
 
-@router.post(
-    "/v1/match",
-    tags=["blocks"],
-    responses=problems.described(
-        HTTPStatus.BAD_REQUEST,
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        HTTPStatus.UNPROCESSABLE_ENTITY,
-        HTTPStatus.BAD_GATEWAY,
-        UNAVAILABLE,
-        HTTPStatus.GATEWAY_TIMEOUT,
-    ),
+ASKS_INDEX = problems.described(
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+    HTTPStatus.BAD_GATEWAY,
+    UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
 )
+"""What can go wrong on the way to the index."""
+
+
+@router.post("/v1/match", tags=["blocks"], responses=ASKS_INDEX)
 async def match(api: ApiOf, query: MatchQuery) -> MatchView:
     """The longest prefix that each holder has without a hole."""
     _check(query)
-    reply = await api.fleet.match(query.to_request())
+    reply = await api.fleet.ask_index("match", query.to_request(), _match_reply)
     return MatchView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.post("/v1/match_batch", tags=["blocks"], responses=ASKS_INDEX)
+async def match_batch(api: ApiOf, query: MatchBatchQuery) -> MatchBatchView:
+    """Several matches in one request."""
+    for question in query.questions:
+        _check(question)
+    reply = await api.fleet.ask_index("match_batch", query.to_request(), _batch_reply)
+    return MatchBatchView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.post("/v1/score", tags=["blocks"], responses=ASKS_INDEX)
+async def score(api: ApiOf, query: ScoreQuery) -> ScoreView:
+    """What a prompt is worth on every rank of every engine, over all tiers that it can reach."""
+    _check(query)
+    reply = await api.fleet.ask_index("score", query.to_score_request(), _score_reply)
+    return ScoreView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.post("/v1/where", tags=["blocks"], responses=ASKS_INDEX)
+async def where(api: ApiOf, query: WhereQuery) -> WhereView:
+    """Who has each of some blocks."""
+    reply = await api.fleet.ask_index("where", WhereRequest(hashes=query.hashes), _where_reply)
+    return WhereView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.get("/v1/holders", tags=["blocks"], responses=ASKS_INDEX)
+async def holders(
+    api: ApiOf, source: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{1,64}$")] = None
+) -> HoldersView:
+    """How many blocks every holder has (of one source), and up to which position that is true."""
+    reply = await api.fleet.ask_index("holders", DumpRequest(source=source), _holders_reply)
+    return HoldersView.model_validate(msgspec.to_builtins(reply))
 
 
 def _check(query: MatchQuery) -> None:

@@ -14,8 +14,6 @@ from kvbm_common.errors import KvbmError, RegistryUnavailable, RequestFailed
 from kvbm_common.registry import ENGINE, ServiceRecord
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.verbs import (
-    MatchReply,
-    MatchRequest,
     StatsReply,
     StatsRequest,
     verb_subject,
@@ -76,7 +74,6 @@ class Fleet:
         self._room = asyncio.Semaphore(CONCURRENT_MAX)
         self._stats_codec: JsonCodec[StatsReply] = JsonCodec(StatsReply)
         self._metrics_codec: JsonCodec[MetricsSnapshot] = JsonCodec(MetricsSnapshot)
-        self._match_codec: JsonCodec[MatchReply] = JsonCodec(MatchReply)
         self._failures = counters.counter(
             "kvbm_fleet_failures",
             "Questions to an instance that ended without figures.",
@@ -95,17 +92,17 @@ class Fleet:
                 )
             return self._cached
 
-    async def match(self, request: MatchRequest) -> MatchReply:
+    async def ask_index(self, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]) -> Reply:
         """Ask any index.
 
         Raises RequestFailed (the index's refusal), BusUnavailable, DeadlineExceeded, WireError.
         """
         payload = await self._bus.request(
-            verb_subject("index", "match"),
+            verb_subject("index", verb),
             msgspec.json.encode(request),
             deadline_s=MATCH_DEADLINE_S,
         )
-        return self._match_codec.decode(payload)
+        return codec.decode(payload)
 
     async def _collect(self) -> FleetView:
         registry_error = await self._refresh_records()

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from kvbm_common.identity import BLOCK_TOKENS_MAX, Namespace
 from kvbm_common.wire.events import Tier
+from kvbm_common.wire.scores import (
+    BATCH_QUESTIONS_MAX,
+    WHERE_BLOCKS_MAX,
+    MatchBatchRequest,
+    ScoreRequest,
+)
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, MatchRequest
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -75,6 +82,36 @@ class MatchQuery(_Query):
             salt=self.salt,
             lora=self.lora,
         )
+
+
+class MatchBatchQuery(_Query):
+    """Several questions at once; each is answered as `/v1/match` answers it."""
+
+    questions: Annotated[list[MatchQuery], _up_to(BATCH_QUESTIONS_MAX)]
+
+    def to_request(self) -> MatchBatchRequest:
+        """The same in the wire's type."""
+        return MatchBatchRequest(questions=[one.to_request() for one in self.questions])
+
+
+class ScoreQuery(MatchQuery):
+    """What is a prompt worth where? A block counts with the weight of the best tier that has it."""
+
+    weights: Annotated[
+        dict[Tier, Annotated[float, Field(ge=0, le=1_000)]],
+        Field(description="A tier that is not named: device 1, host 0.8, disk 0.5, object 0.2."),
+    ] = {}
+
+    def to_score_request(self) -> ScoreRequest:
+        """The same in the wire's type."""
+        match = msgspec.structs.asdict(self.to_request())
+        return ScoreRequest(**match, weights=dict(self.weights))
+
+
+class WhereQuery(_Query):
+    """Who has each of these blocks, whatever is before them?"""
+
+    hashes: Annotated[list[Hash], _up_to(WHERE_BLOCKS_MAX)]
 
 
 # --- answers --------------------------------------------------------------------------------
@@ -211,6 +248,66 @@ class MatchView(_View):
 
     asked: int
     matches: list[HolderView]
+
+
+class MatchBatchView(_View):
+    """One answer per question, in order."""
+
+    replies: list[MatchView]
+
+
+class PlaceView(_View):
+    """One rank of an engine, with its own blocks and those of its host's tiers together."""
+
+    host: str
+    source: Annotated[str, Field(description="Empty: any other engine of that host.")]
+    rank: int
+    blocks: Annotated[int, Field(description="The longest usable run, over all these tiers.")]
+    score: float
+
+
+class ScoreView(_View):
+    """Places with at least one block, the highest score first."""
+
+    asked: int
+    scores: list[PlaceView]
+
+
+class BlockHolderView(_View):
+    """One holder of one block."""
+
+    host: str
+    source: str
+    tier: Tier
+    rank: int
+    group: int
+
+
+class BlockView(_View):
+    """A block and all who have it."""
+
+    hash: str
+    holders: list[BlockHolderView]
+
+
+class WhereView(_View):
+    """One entry per asked block, in order."""
+
+    blocks: list[BlockView]
+
+
+class HolderSummaryView(BlockHolderView):
+    """One holder, how many blocks it has, and the position up to which that is true."""
+
+    epoch: int
+    seq: int
+    blocks: int
+
+
+class HoldersView(_View):
+    """Every holder that the index knows."""
+
+    holders: list[HolderSummaryView]
 
 
 class Problem(_View):

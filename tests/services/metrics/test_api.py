@@ -283,6 +283,50 @@ async def test_metrics_can_be_hidden(world: World) -> None:
 # --- match ------------------------------------------------------------------------------------
 
 
+async def test_the_other_questions_reach_the_index(world: World) -> None:
+    """Batch, score, where and holders: what is asked arrives, what is answered comes back."""
+    asked: dict[str, dict[str, Any]] = {}
+    place = {"host": "a", "source": "e", "rank": 0, "blocks": 2, "score": 1.5}
+    holder = {"host": "a", "source": "e", "tier": "device", "rank": 0, "group": 0}
+    answers: dict[str, dict[str, Any]] = {
+        "match_batch": {"replies": [{"asked": 2, "matches": [{**holder, "blocks": 1}]}]},
+        "score": {"asked": 2, "scores": [place]},
+        "where": {"blocks": [{"hash": HASHES[0], "holders": [holder]}]},
+        "holders": {"holders": [{**holder, "epoch": 1, "seq": 2, "blocks": 3}]},
+    }
+
+    def answering(verb: str) -> VerbHandler:
+        async def answer(payload: bytes) -> bytes:
+            asked[verb] = msgspec.json.decode(payload)
+            return msgspec.json.encode(answers[verb])
+
+        return answer
+
+    verbs = {verb: answering(verb) for verb in answers}
+    await world.add(stats("index"), None, **verbs)
+    bodies: dict[str, dict[str, Any]] = {
+        "match_batch": {"questions": [{"hashes": HASHES}]},
+        "score": {"hashes": HASHES, "weights": {"disk": 0.25}},
+        "where": {"hashes": HASHES[:1]},
+    }
+    async with world.client() as client:
+        for verb, body in bodies.items():
+            assert (await client.post(f"/v1/{verb}", json=body)).json() == answers[verb]
+        found = await client.get("/v1/holders", params={"source": "e"})
+        assert found.json() == answers["holders"]
+        for verb, body in (
+            ("match_batch", {"questions": [{}]}),
+            ("score", {"hashes": HASHES, "weights": {"device": -1}}),
+            ("where", {}),
+        ):
+            problem_of(await client.post(f"/v1/{verb}", json=body), 422)
+        problem_of(await client.get("/v1/holders", params={"source": "no dots."}), 422)
+    assert asked["match_batch"]["questions"][0]["hashes"] == HASHES
+    assert asked["score"]["weights"] == {"disk": 0.25}
+    assert asked["where"]["hashes"] == HASHES[:1]
+    assert asked["holders"]["source"] == "e"
+
+
 async def test_match_asks_the_index(world: World) -> None:
     """The question arrives as the wire says, the answer goes back as it came."""
     asked: list[MatchRequest] = []
@@ -441,6 +485,7 @@ async def test_openapi_is_complete(world: World) -> None:
     assert set(document["paths"]) == {
         "/healthz", "/readyz", "/metrics",
         "/v1/status", "/v1/services", "/v1/tiers", "/v1/workers", "/v1/match",
+        "/v1/match_batch", "/v1/score", "/v1/where", "/v1/holders",
     }  # fmt: skip
     for path, methods in document["paths"].items():
         for method in methods.values():
