@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from pathlib import Path
 
 import msgspec
 from kvbm_common.bus import Bus
@@ -18,8 +19,8 @@ from benchmarks.harness import Row, rate_row
 from benchmarks.probe import Probe
 
 MIB = 1 << 20
-BLOCKS = 256
-ROUNDS = 5
+BLOCKS = 512
+ROUNDS = 6
 DEPTH = 64
 """Blocks in flight: four batches of sixteen, on all three sides."""
 TARGET = 0.8
@@ -29,7 +30,7 @@ WARM_UP = 3
 
 
 def run() -> list[Row]:
-    """1 MiB blocks, 256 MiB a round, path and references in turn; medians."""
+    """1 MiB blocks, 512 MiB a round, path and references in turn; medians."""
     return asyncio.run(_run())
 
 
@@ -56,21 +57,28 @@ async def _measure(stack: Stack, bus: Bus) -> list[Row]:
     try:
         await asyncio.to_thread(probe.start)
         for number in range(WARM_UP + ROUNDS):
+            # In turn, each side first in every other round: what went before leaves its mark.
+            if number % 2:
+                await asyncio.to_thread(_references, directory, rates)
             rates["write"].append(await _write_round(stack, bus, probe, number))
             if number:
                 # Round 0's blocks have been evicted from the arena by now, and so on.
                 rates["read"].append(await asyncio.to_thread(_read_round, probe, number - 1))
-            plain = await asyncio.to_thread(posix_plain, directory, MIB, BLOCKS, DEPTH, 1)
-            rates["plain write"].append(plain["write"])
-            rates["plain read"].append(plain["read"])
-            other = await asyncio.to_thread(fio, directory, MIB, DEPTH, 2)
-            if other is not None:
-                rates["fio write"].append(other["write"])
-                rates["fio read"].append(other["read"])
+            if not number % 2:
+                await asyncio.to_thread(_references, directory, rates)
     finally:
         probe.close()
     steady = {key: values[WARM_UP:] or [0.0] for key, values in rates.items()}
     return _rows({key: statistics.median(values) for key, values in steady.items()})
+
+
+def _references(directory: Path, rates: dict[str, list[float]]) -> None:
+    for name, found in (
+        ("plain", posix_plain(directory, MIB, BLOCKS, DEPTH, 1)),
+        ("fio", fio(directory, MIB, DEPTH, 1)),
+    ):
+        for verb, rate in (found or {}).items():
+            rates[f"{name} {verb}"].append(rate)
 
 
 def _rows(median: dict[str, float]) -> list[Row]:

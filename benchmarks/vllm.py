@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmarks.harness import Row, info_row
-from benchmarks.vllm_arms import Arms, arms
+from benchmarks.vllm_arms import BLOCK_TOKENS, Arms, arms
 from tests.vllm.conversation import Ask, Command
 from tests.vllm.harness import EngineProcess, prompt, wait_for
 
@@ -52,6 +52,7 @@ def _first_tokens(engines: Arms, samples: Samples) -> None:
         ("host", engines.host),
         ("lmcache", engines.lmcache),
     ):
+        _warm(engine)
         tokens = _prompt(PROMPT_TOKENS)
         samples[f"{name} cold"].append(_ttft_ms(engine, tokens, cached=False))
         if name == "lmcache":
@@ -62,10 +63,19 @@ def _first_tokens(engines: Arms, samples: Samples) -> None:
     _from_disk(engines, samples)
 
 
+def _warm(engine: EngineProcess) -> None:
+    """All paths once: code and weights of who was idle have left the caches, or even memory."""
+    ask = _ask(_prompt(8 * BLOCK_TOKENS), 1)
+    engine.run(ask)
+    engine.reset()
+    engine.run(_ask(ask.tokens, 1))
+
+
 def _from_disk(engines: Arms, samples: Samples) -> None:
     """A prompt is pushed out of the arena by another one, then asked for again."""
     mine, other = _prompt(PROMPT_TOKENS), _prompt(PROMPT_TOKENS)
     engine, stack = engines.disk, engines.disk_stack
+    _warm(engine)
     for tokens in (mine, other):
         _ttft_ms(engine, tokens, cached=False)
         wait_for(lambda: stack.held("host-tier") <= stack.held("disk-tier"), "not on disk")
@@ -79,6 +89,7 @@ def _from_disk(engines: Arms, samples: Samples) -> None:
 def _no_reuse(engines: Arms, samples: Samples) -> None:
     """Requests that share nothing: what does the connector cost?"""
     for name, engine in (("plain", engines.plain), ("host", engines.host)):
+        _warm(engine)
         asks = [_ask(_prompt(BATCH_TOKENS), BATCH_ANSWER) for _ in range(BATCH)]
         started_s = time.perf_counter()
         engine.run(*asks, settle=False)
