@@ -6,8 +6,10 @@ It uses vLLM in one process, so that its scheduler and connector can be looked a
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -180,7 +182,8 @@ class Engine:
         half = self._half()
         if half is None:
             return []
-        welcome = worker_of_this_process()._worker._half._welcome
+        lent = worker_of_this_process()._worker._half
+        welcome = lent._welcome if lent is not None else None
         return [half.epoch, 0 if welcome is None else welcome.epoch]
 
     def _dump(self) -> list[str]:
@@ -233,6 +236,7 @@ def _answer(ask: Ask, output: Any, seconds: float) -> Answer:
 
 def main() -> None:
     """Serve until told to stop. vLLM writes to stdout too: our lines go to a copy of it."""
+    faulthandler.register(signal.SIGUSR1)  # Where is it, when it does not answer?
     ours = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     engine = Engine(sys.argv[1], json.loads(sys.argv[2]))

@@ -8,6 +8,8 @@ import json
 import os
 import queue
 import random
+import re
+import signal
 import subprocess
 import threading
 import time
@@ -26,7 +28,8 @@ from kvbm_connectors.sim.check import StackView
 from tests.vllm.conversation import Answer, Ask, Command, Reply
 
 START_DEADLINE_S = 120.0
-REPLY_DEADLINE_S = 60.0
+REPLY_DEADLINE_S = 120.0
+"""The first forward pass of an engine takes seconds, on a starved machine a minute."""
 STACK_DEADLINE_S = 40.0
 BLOCK_TOKENS = 32
 VOCABULARY = 1024
@@ -196,6 +199,7 @@ class EngineProcess:
         try:
             return self._lines.get(timeout=deadline_s)
         except queue.Empty:
+            self._process.send_signal(signal.SIGUSR1)  # Its stacks, into the log.
             raise AssertionError(f"no answer after {deadline_s} s{self.tail()}") from None
 
     def tail(self) -> str:
@@ -255,7 +259,11 @@ class EngineProcess:
             state = self.state()
             return state.streams_attached and set(state.epochs) == {epoch}
 
-        wait_for(attached, f"not attached to {epoch}", details=lambda: f"{self.state()}")
+        wait_for(
+            attached,
+            f"not attached to {epoch}",
+            details=lambda: f"{self.state()} {re.findall('KVBM passes.*', self.log_text())}",
+        )
 
     def stop(self) -> None:
         """End it in order; returns when the process is gone."""
