@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TextIO
 
 import zmq
 import zmq.asyncio
@@ -26,6 +29,42 @@ SOCKET_HWM = 10_000
 """Messages per connector that wait in a socket; one that does not read loses the rest."""
 
 
+class EndpointTaken(KvbmError):
+    """Another consolidator serves these engines."""
+
+    code = "endpoint_taken"
+
+
+def path_of(endpoint: str) -> Path:
+    """The file of an ipc endpoint."""
+    return Path(endpoint.removeprefix("ipc://"))
+
+
+def lock_of(endpoint: str) -> TextIO | None:
+    """Be the only one on this endpoint, as long as the file is open; raises EndpointTaken.
+
+    ZMQ would take an ipc path away from whoever serves it, and with it all its engines. With tcp
+    the operating system minds that there is one.
+    """
+    if not endpoint.startswith("ipc://"):
+        return None
+    lock = Path(f"{path_of(endpoint)}.lock").open("a+")  # noqa: SIM115 - it is held, not read.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "?"
+        lock.close()
+        raise EndpointTaken(
+            f"process {holder} serves {endpoint} already: a second consolidator would take its "
+            "engines away; set KVBM_CONSOLIDATOR_ENDPOINT if you want another"
+        ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
 class ConnectorSocket:
     """Listens for connectors. Use it in `async with`; `run` feeds `on_message`."""
 
@@ -37,6 +76,7 @@ class ConnectorSocket:
         self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
+        self._lock: TextIO | None = None
         self._log = OncePerKind(logging.getLogger(__name__))
         self._dropped = counters.counter(
             "kvbm_consolidator_local_dropped_total",
@@ -45,17 +85,27 @@ class ConnectorSocket:
         )
 
     async def __aenter__(self) -> ConnectorSocket:
-        self._socket.bind(self.endpoint)
+        try:
+            self._lock = lock_of(self.endpoint)
+            self._socket.bind(self.endpoint)
+        except (EndpointTaken, zmq.ZMQError) as error:
+            self._socket.close(linger=0)
+            self._context.term()
+            if isinstance(error, zmq.ZMQError):
+                raise EndpointTaken(f"cannot listen on {self.endpoint}: {error}") from error
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._socket.close()
         self._context.term()
-        self._unlink()
+        if self._lock is not None:
+            self._unlink(self._lock)
 
-    def _unlink(self) -> None:
-        if self.endpoint.startswith("ipc://"):
-            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+    def _unlink(self, lock: TextIO) -> None:
+        path_of(self.endpoint).unlink(missing_ok=True)
+        Path(lock.name).unlink(missing_ok=True)
+        lock.close()
 
     async def run(self, on_message: Callable[[bytes, ToConsolidator], Awaitable[None]]) -> None:
         """Hand over every message until cancelled. A KvbmError is the sender's: Refused."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from typing import assert_never
 
 import msgspec
+from kvbm_common.config import Settings
 from kvbm_common.counters import Counters
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.event_publisher import EventPublisher
@@ -29,7 +30,7 @@ from kvbm_common.wire.verbs import (
     offers_subject,
 )
 
-from kvbm_connectors.consolidator.connector_socket import ConnectorSocket
+from kvbm_connectors.consolidator.connector_socket import ConnectorSocket, lock_of
 from kvbm_connectors.consolidator.figures import (
     drops_of,
     families_of,
@@ -354,5 +355,14 @@ async def serve_consolidator(context: ServiceContext) -> None:
 
 
 def main() -> None:
-    """The entry point of `kvbm serve consolidator`."""
-    run("consolidator", serve_consolidator)
+    """The entry point of `kvbm serve consolidator`.
+
+    A second one ends before it has entered itself in the registry in the first one's place.
+    """
+    run("consolidator", serve_consolidator, check=_check_alone)
+
+
+def _check_alone(settings: Settings) -> None:
+    lock = lock_of(settings.consolidator_endpoint)
+    if lock is not None:
+        lock.close()

@@ -12,16 +12,10 @@ import zmq.asyncio
 from kvbm_common.counters import Counters
 from kvbm_common.errors import KvbmError
 from kvbm_common.logs import OncePerKind
-from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
-from kvbm_common.wire.engine_events import (
-    EngineBatch,
-    EngineFrame,
-    decode_batch,
-    replay_request,
-    split_published,
-    split_replayed,
-)
+from kvbm_common.wire.codec import MESSAGE_BYTES_MAX
+from kvbm_common.wire.engine_events import replay_request
 
+from kvbm_connectors.consolidator.frames import FrameReader
 from kvbm_connectors.consolidator.messages import (
     EngineBatchesReceived,
     Input,
@@ -106,7 +100,8 @@ class Streams:
             async with asyncio.timeout(REPLAY_DEADLINE_S):
                 socket.connect(effect.endpoint)
                 await socket.send_multipart(replay_request(effect.from_seq))
-                while not await self._take_replayed(socket, key, number):
+                reader = FrameReader(str(key), b"", self._drop)
+                while not await self._take_replayed(socket, reader, key, number):
                     pass
             await self._take(ReplayDone(key, number))
         except TimeoutError:
@@ -116,62 +111,33 @@ class Streams:
         finally:
             socket.close()
 
-    async def _take_replayed(self, socket: zmq.asyncio.Socket, key: StreamKey, number: int) -> bool:
+    async def _take_replayed(
+        self, socket: zmq.asyncio.Socket, reader: FrameReader, key: StreamKey, number: int
+    ) -> bool:
         """Hand over what has come of a replay; returns whether that was the end of it."""
         async with asyncio.timeout(REPLAY_SILENCE_S):
             first = await socket.recv_multipart()
-        frames = [self._split(split_replayed, raw) for raw in await _burst(socket, first)]
-        batches = [frame for frame in frames if frame is None or not frame.is_end]
-        await self._hand_over(key, batches, number)
-        return len(batches) < len(frames)
+        batches, ended = reader.replayed(await _burst(socket, first))
+        if batches:
+            await self._take(EngineBatchesReceived(key, batches, number))
+        return ended
 
     async def _read(self, key: StreamKey, endpoint: str, topic: bytes) -> None:
         socket = self._socket(zmq.SUB)
+        reader = FrameReader(str(key), topic, self._drop)
         try:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
             socket.connect(endpoint)
             while True:
                 first = await socket.recv_multipart()
-                frames = [self._split(split_published, raw) for raw in await _burst(socket, first)]
-                await self._hand_over(key, self._of_topic(frames, topic), 0)
+                batches = reader.published(await _burst(socket, first))
+                if batches:
+                    await self._take(EngineBatchesReceived(key, batches))
                 await asyncio.sleep(0)
         except zmq.ZMQError as error:
             self._drop("socket", f"{key}: {endpoint}: {error}")
         finally:
             socket.close()
-
-    def _split(
-        self, split: Callable[[list[bytes]], EngineFrame], frames: list[bytes]
-    ) -> EngineFrame | None:
-        try:
-            return split(frames)
-        except WireError as error:
-            self._drop(error.kind, str(error))
-            return None
-
-    def _of_topic(self, frames: list[EngineFrame | None], topic: bytes) -> list[EngineFrame | None]:
-        """A subscription is to a prefix: leave longer topics out."""
-        ours = [frame for frame in frames if frame is None or not topic or frame.topic == topic]
-        if len(ours) < len(frames):
-            self._dropped.add(len(frames) - len(ours), reason="other_topic")
-        return ours
-
-    async def _hand_over(
-        self, key: StreamKey, frames: list[EngineFrame | None], replay: int
-    ) -> None:
-        """Decode and hand over; what cannot be decoded leaves a gap, which the core repairs."""
-        batches: list[tuple[int, EngineBatch]] = []
-        for frame in frames:
-            if frame is None:
-                continue
-            try:
-                if frame.is_end:
-                    raise WireError("the end of a replay outside of one", kind="malformed")
-                batches.append((frame.seq, decode_batch(frame.payload)))
-            except WireError as error:
-                self._drop(error.kind, f"{key} seq {frame.seq}: {error}")
-        if batches:
-            await self._take(EngineBatchesReceived(key, tuple(batches), replay))
 
     def _drop(self, kind: str, text: str) -> None:
         self._dropped.add(reason=kind)

@@ -123,6 +123,7 @@ class EventPublisher:
             self._log.warning("outbox_full", "the oldest events are dropped")
         message_id = f"{self._source}:{epoch}:{seq}"
         self._append(subject, payload, message_id)
+        self._depth.set(len(self._outbox))
         self._empty.clear()
         self._work.set()
 

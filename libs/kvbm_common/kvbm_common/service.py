@@ -118,14 +118,20 @@ class ServiceContext:
 Main = Callable[[ServiceContext], Awaitable[None]]
 
 
-def run(kind: str, main: Main) -> None:
-    """The entry point of a service process; exits with 0 when stopped, 2 for bad settings."""
+def run(
+    kind: str, main: Main, *, check: Callable[[Settings], None] = lambda settings: None
+) -> None:
+    """The entry point of a service process; exits with 0 when stopped, 2 for bad settings.
+
+    `check` raises a KvbmError when this process must not even enter itself in the registry.
+    """
     try:
         settings = Settings.load()
         make_runtime_dir(settings)
-    except ConfigError as error:
+        check(settings)
+    except KvbmError as error:
         print(f"kvbm: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     # What start-up has made stays: the collector need not look at it again, and looks less often.
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS)

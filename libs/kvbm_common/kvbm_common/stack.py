@@ -352,7 +352,8 @@ class Stack:
             leftovers += self.settings.shm_dir.glob(f"kvbm-{self.settings.host}-*")
             leftovers.append(Path(self.settings.host_tier_endpoint.removeprefix("ipc://")))
         if "consolidator" in self.services:
-            leftovers.append(Path(self.settings.consolidator_endpoint.removeprefix("ipc://")))
+            socket = self.settings.consolidator_endpoint.removeprefix("ipc://")
+            leftovers += [Path(socket), Path(f"{socket}.lock")]
         for path in leftovers:
             with contextlib.suppress(OSError):
                 path.unlink()

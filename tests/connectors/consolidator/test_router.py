@@ -57,6 +57,7 @@ class Subscriber:
     def __init__(self, settings: Settings, topic: bytes = b"", rank: int = 0) -> None:
         self.held: set[int | bytes] = set()
         self.next_seq = 0
+        self._topic = topic
         self._context = zmq.asyncio.Context()
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.SUBSCRIBE, topic)
@@ -81,7 +82,8 @@ class Subscriber:
             frame = split_replayed(await self._dealer.recv_multipart())
             if frame.is_end:
                 return
-            self._apply(frame.seq, frame.payload)
+            if self._topic in (b"", frame.topic):
+                self._apply(frame.seq, frame.payload)
 
     def _apply(self, seq: int, payload: bytes) -> None:
         self.next_seq = seq + 1
@@ -98,10 +100,18 @@ class Subscriber:
         """Any request."""
         await self._dealer.send_multipart(list(frames))
 
-    async def close(self) -> None:
-        """End."""
+    async def stop_reading(self) -> None:
+        """Read nothing from now on."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    def read_on(self) -> None:
+        """Read again."""
+        self._task = asyncio.create_task(self._read())
+
+    async def close(self) -> None:
+        """End."""
+        await self.stop_reading()
         self._sub.close(linger=0)
         self._dealer.close(linger=0)
         self._context.term()

@@ -1,0 +1,188 @@
+"""What the consolidator must survive: a double, a lost or full store, slow readers, odd clocks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from kvbm_common import nats_server as embedded
+from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
+from kvbm_common.jetstream import CONSOLIDATED, EVENTS, call_api
+from kvbm_common.nats_server import NatsServer
+from kvbm_common.service import serve
+from kvbm_common.wire.engine_events import AllBlocksCleared
+from kvbm_common.wire.local import Attached, Beat
+from kvbm_common.wire.verbs import verb_subject
+from kvbm_connectors.consolidator.messages import EngineBatchReceived
+from kvbm_connectors.consolidator.service import serve_consolidator
+from kvbm_index.service import serve_index
+
+from tests.connectors.consolidator.model import (
+    INCARNATION,
+    Device,
+    Harness,
+    chain,
+    engine_hash,
+    key,
+    removed,
+    stored,
+)
+from tests.connectors.consolidator.test_router import Subscriber, consolidated_blocks, short
+from tests.connectors.consolidator.test_service import (
+    DEADLINE_S,
+    Engine,
+    running,
+    settings_of,
+    wait_agreed,
+    wait_for,
+)
+from tests.waiting import wait_until
+
+KVBM = Path(sys.executable).parent / "kvbm"
+
+
+@pytest.fixture
+def settings(nats_server: NatsServer, tmp_path: Path) -> Settings:
+    return settings_of(nats_server, tmp_path)
+
+
+@pytest.fixture
+async def engine(settings: Settings) -> AsyncIterator[Engine]:
+    """An engine attached to a consolidator, whose events an index reads."""
+    stopping = asyncio.Event()
+    async with running(
+        serve("consolidator", serve_consolidator, settings, stopping),
+        serve("index", serve_index, settings, stopping),
+        stopping=stopping,
+    ):
+        engine = Engine(settings)
+        await engine.attach()
+        yield engine
+        await engine.close()
+
+
+async def test_a_second_consolidator_refuses_and_the_first_does_not_notice(
+    settings: Settings, engine: Engine, bus: Bus
+) -> None:
+    """It ends with 1 before it has touched socket or registry, and names who is there."""
+    await engine.publish(engine.device.store((1, 2), 0))
+    await wait_agreed(bus, engine)
+    second = await asyncio.create_subprocess_exec(
+        KVBM, "serve", "consolidator", env=os.environ | settings.as_environ(),
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(DEADLINE_S):
+        _, error = await second.communicate()
+    assert second.returncode == 1
+    assert f"process {os.getpid()} serves {settings.consolidator_endpoint}" in error.decode()
+    await engine.say(Beat(engine="sim-0", incarnation=INCARNATION))
+    assert isinstance(await engine.hear(), Attached)
+    await engine.publish(engine.device.store((3, 4), 0))
+    await wait_agreed(bus, engine)
+
+
+async def test_streams_that_are_deleted_under_us(engine: Engine, bus: Bus) -> None:
+    """Both streams go while the engine works: the index and the consolidated stream converge."""
+    device = engine.device
+    await engine.publish(device.store((1, 2, 3, 4), 0))
+    await wait_agreed(bus, engine)
+    for spec in (EVENTS, CONSOLIDATED):
+        await call_api(bus, f"STREAM.DELETE.{spec.name}")
+    await engine.publish(device.evict(0))
+    await engine.publish(device.store((5, 6), 0))
+    await wait_agreed(bus, engine)
+    await wait_for(lambda: consolidated_blocks(bus), device.truth())
+    await wait_for(lambda: outbox(bus), 0.0)
+
+
+async def outbox(bus: Bus) -> float:
+    """Consolidated events that wait for their stream."""
+    subject = verb_subject("consolidator", "metrics", host="h", instance="0")
+    families = msgspec.json.decode(await bus.request(subject, b"", deadline_s=2.0))["families"]
+    name = "kvbm_consolidated_events_outbox"
+    samples = next(family["samples"] for family in families if family["name"] == name)
+    return float(sum(sample["value"] for sample in samples))
+
+
+async def test_a_full_store_costs_one_stream_and_no_truth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NATS has room for the events and not for the consolidated stream: the index is right, the
+    consolidated events wait in their outbox, and routers on ZMQ hear them all the same."""
+    monkeypatch.setattr(embedded, "STORE_BYTES_MAX", EVENTS.bytes_max + 80 * 1024 * 1024)
+    async with NatsServer(tmp_path / "small") as server:
+        settings, stopping = settings_of(server, tmp_path), asyncio.Event()
+        bus = await Bus.connect(server.url, "test")
+        async with running(
+            serve("index", serve_index, settings, stopping),
+            serve("consolidator", serve_consolidator, settings, stopping),
+            stopping=stopping,
+        ):
+            engine, reader = Engine(settings), Subscriber(settings)
+            await engine.attach()
+            await engine.publish(engine.device.store((1, 2, 3, 4), 0))
+            await wait_agreed(bus, engine)
+            await wait_until(lambda: reader.held == short(engine.device.truth()))
+            await wait_for(lambda: outbox(bus), 2.0)
+            await reader.close()
+            await engine.close()
+        await bus.close()
+
+
+async def test_a_router_that_does_not_read_harms_nobody(
+    settings: Settings, engine: Engine, bus: Bus
+) -> None:
+    """1. One router never reads, another does: that one is right. 2. The first reads at last, and
+    asks for what it lacks."""
+    slow, fast = Subscriber(settings), Subscriber(settings)
+    await slow.stop_reading()
+    for number in range(600):
+        await engine.publish(stored((number, number)))
+        if number > 10:
+            await engine.publish(removed(engine_hash((number - 10, number - 10))))
+    last = {chain((number, number))[0] for number in (0, *range(590, 600))}
+    await wait_until(lambda: fast.held == short(last), deadline_s=20.0)
+    slow.read_on()
+    await wait_until(lambda: slow.held == short(last), deadline_s=20.0)
+    await slow.close()
+    await fast.close()
+
+
+# ---- clocks ----------------------------------------------------------------------------------
+
+
+def test_an_engine_s_wall_clock_may_jump() -> None:
+    """Time stamps decide only whether an old number is a duplicate; order is by number."""
+    harness = Harness()
+    harness.attach()
+    device = Device()
+    for seq, ts in enumerate([1e9, 5.0, 9e10, 0.0, 5.0]):
+        device.publish(device.store((seq, seq), 0))
+        harness.batch(seq, *device.batches[seq].events, ts=ts)
+        harness.batch(seq, *device.batches[seq].events, ts=ts)
+    assert harness.live[0] == device.truth()
+    assert harness.core.statistics().drops["duplicate"] == 5
+    assert "restarted" not in harness.core.statistics().drops
+
+
+def test_a_machine_that_slept_finds_its_engines_again() -> None:
+    """Our own clock leaps a day ahead: the engine is lost, attaches again, and is replayed."""
+    harness = Harness()
+    harness.attach()
+    device = Device()
+    seq = device.publish(device.store((1, 2, 3, 4), 0))
+    harness.send(EngineBatchReceived(key(), seq, device.batches[seq]))
+    harness.tick(24 * 3_600_000)
+    assert harness.consolidated.blocks() == set()
+    harness.attach(epoch=False)
+    harness.grant()
+    harness.answer(device)
+    assert harness.live[0] == harness.consolidated.blocks() == device.truth()
+    harness.batch(1, AllBlocksCleared(), ts=0.0)
+    assert harness.live.get(0, set()) == set()
