@@ -7,6 +7,7 @@ failed is forgotten when the disk tier does not have it, and left alone for a wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import assert_never
 
 from kvbm_common.identity import SequenceHash, hashes_from_hex
@@ -32,6 +33,11 @@ class DiskView:
 
     def __contains__(self, name: SequenceHash) -> bool:
         return name in self._instance
+
+    def missing(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
+        """Those that no disk tier has."""
+        known = self._instance
+        return [name for name in names if name not in known]
 
     def __len__(self) -> int:
         return len(self._instance)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
 from kvbm_common.wire.local import Found, Lookup
 from kvbm_common.wire.verbs import FILL_GRACE_MS, FilledSlot, FillRequest, FillSlot, Hits
@@ -95,12 +95,12 @@ class Onboard:
             block_tokens=block_tokens,
         )
         here = self._pin_prefix(state)
-        self._tell_hits(lookup, state.hashes[:here])
         fills = self._walk_rest(state, now_ms)
         if not fills and None not in state.slots:
             self._answer(state)
-            return
-        self._wait(state, fills, now_ms)
+        else:
+            self._wait(state, fills, now_ms)
+        self._tell_hits(lookup, state.hashes[:here])  # The engine waits, the disk tier does not.
 
     def _pin_prefix(self, state: OnboardState) -> int:
         """Pin the leading blocks that are here: the common case, kept short."""
@@ -324,7 +324,7 @@ class Onboard:
 
     def _tell_hits(self, lookup: Lookup, names: Iterable[SequenceHash]) -> None:
         """The disk tier gives space to what is asked for again."""
-        news = [name.hex() for name in names if name not in self._tier.on_disk][:HITS_MAX]
+        news = hashes_to_hex(self._tier.on_disk.missing(names)[:HITS_MAX])
         if news:
             self._tier.emit(TellHits(Hits(namespace=lookup.namespace.hex(), hashes=news)))
 
