@@ -166,6 +166,8 @@ class Subscription:
         if self._stream_life != stream.life:
             self._stream_life, self._position = stream.life, 0
             self.lost()
+        elif 0 < self._position < stream.first:
+            self.lost()  # Dropped before it was read, by a stream that is too small.
         start = max(self._position, stream.first) - stream.first
         batch = stream.log[start : start + stream.world.rng.randint(1, 16)]
         self._position = stream.first + start + len(batch)
