@@ -18,7 +18,7 @@ def dynamo_python() -> Path:
     python, stamp = DIRECTORY / "bin" / "python", DIRECTORY / ".setup-stamp"
     if not stamp.exists() or stamp.read_text() != REQUIREMENT:
         subprocess.run([sys.executable, "-m", "venv", DIRECTORY], check=True)
-        pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, REQUIREMENT], check=True)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--quiet", REQUIREMENT], check=True)
         stamp.write_text(REQUIREMENT)
     return python
