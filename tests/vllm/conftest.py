@@ -11,6 +11,12 @@ import pytest
 from tests.vllm.harness import VLLM_PYTHON
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Stacks are killed here, and the NATS client leaves the sockets of lost connections open."""
+    ignored = "ignore::pytest.PytestUnraisableExceptionWarning"
+    item.add_marker(pytest.mark.filterwarnings(ignored))
+
+
 def make_model(directory: Path, kind: str) -> str:
     """A random model; see make_model.py."""
     assert VLLM_PYTHON.exists(), "`make test-vllm` makes the environment"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import urllib.error
@@ -91,6 +92,16 @@ class ServerProcess:
         except (OSError, urllib.error.URLError):
             return False
         return True
+
+    def wait_attached(self, *, engines: int = 1) -> None:
+        """Wait until host tier and consolidator have welcomed each of its engines: it logs that."""
+        lines = (": host tier: attached", r": consolidator, rank \d+: attached")
+        wait_for(
+            lambda: all(len(re.findall(line, self.log_text())) >= engines for line in lines),
+            "the connector does not attach",
+            deadline_s=30,
+            details=self.tail,
+        )
 
     def complete(
         self,

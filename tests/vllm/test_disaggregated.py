@@ -62,6 +62,7 @@ def test_prefill_from_the_cache_decode_elsewhere(
     try:
         for server in servers:
             server.wait_started()
+        prefill.wait_attached()
         tokens = prompt(1, 500)
         answers = []
         for expected in (0, 480):

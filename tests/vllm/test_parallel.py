@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,8 @@ def test_two_ranks_store_and_load_their_parts(stack: LiveStack, model: str, log_
     )
     try:
         server.wait_started()
-        wait_for(lambda: stack.workers() == {0, 1}, "the ranks do not attach")
+        server.wait_attached()
+        assert stack.workers() == {0, 1}
         tokens = prompt(1, 500)
         cold, _ = server.complete(tokens)
         wait_for(lambda: len(stack.held("host-tier")) == 15, "nothing is stored")
@@ -58,13 +60,18 @@ def test_two_ranks_store_and_load_their_parts(stack: LiveStack, model: str, log_
         stack.kill("host-tier")
         stack.start("host-tier")
         wait_for(lambda: stack.workers() == {0, 1}, "the ranks do not come back")
-        again = prompt(2, 500)
-        cold, _ = server.complete(again)
-        wait_for(lambda: len(stack.held("host-tier")) == 15, "nothing is stored")
-        server.reset()
-        loaded, _ = server.complete(again)
-        assert loaded.cached == 480
-        assert alike([loaded], [cold])
+        seeds = itertools.count(2)
+
+        def caches_again() -> bool:
+            before = server.counted("loaded_blocks")
+            again = prompt(next(seeds), 500)
+            cold, _ = server.complete(again)
+            server.reset()
+            loaded, _ = server.complete(again)
+            assert alike([loaded], [cold])
+            return server.counted("loaded_blocks") == before + 15
+
+        wait_for(caches_again, "caching does not resume", deadline_s=30)
     finally:
         server.stop()
 
@@ -99,6 +106,7 @@ def test_data_parallel_ranks_and_adapters(
 
     try:
         server.wait_started()
+        server.wait_attached(engines=2)
         mine, theirs = prompt(20, 500), prompt(21, 500)
         first, _ = server.complete(mine, rank=0)
         second, _ = server.complete(theirs, rank=1)
