@@ -60,7 +60,7 @@ async def test_a_killed_engine_leaves_nothing_behind() -> None:
     1. Two engines work; one is killed with SIGKILL in the middle.
     2. Its leases are taken back, the index forgets its blocks, the other one goes on.
     """
-    async with running(TIERS | {"registry_ttl_s": 2}) as run:
+    async with running(TIERS | {"registry_ttl_s": 5}) as run:
         await run.run(requests=40)
         dead = run.engines.pop()
         await dead.kill()

@@ -21,6 +21,7 @@ from kvbm_common.wire.local import Attached, Beat
 from kvbm_common.wire.verbs import verb_subject
 from kvbm_connectors.consolidator.messages import EngineBatchReceived
 from kvbm_connectors.consolidator.service import serve_consolidator
+from kvbm_index import keeper
 from kvbm_index.service import serve_index
 
 from tests.connectors.consolidator.model import (
@@ -77,12 +78,15 @@ async def test_a_second_consolidator_refuses_and_the_first_does_not_notice(
         KVBM, "serve", "consolidator", env=os.environ | settings.as_environ(),
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
+    ended = asyncio.create_task(second.communicate())
     async with asyncio.timeout(DEADLINE_S):
-        _, error = await second.communicate()
+        while not ended.done():
+            await engine.say(Beat(engine="sim-0", incarnation=INCARNATION))
+            assert isinstance(await engine.hear(), Attached)
+            await asyncio.wait({ended}, timeout=0.5)
+    _, error = ended.result()
     assert second.returncode == 1
     assert f"process {os.getpid()} serves {settings.consolidator_endpoint}" in error.decode()
-    await engine.say(Beat(engine="sim-0", incarnation=INCARNATION))
-    assert isinstance(await engine.hear(), Attached)
     await engine.publish(engine.device.store((3, 4), 0))
     await wait_agreed(bus, engine)
 
@@ -116,6 +120,7 @@ async def test_a_full_store_costs_one_stream_and_no_truth(
     """NATS has room for the events and not for the consolidated stream: the index is right, the
     consolidated events wait in their outbox, and routers on ZMQ hear them all the same."""
     monkeypatch.setattr(embedded, "STORE_BYTES_MAX", EVENTS.bytes_max + 80 * 1024 * 1024)
+    monkeypatch.setattr(keeper, "BUCKET_BYTES_MAX", 1024 * 1024)  # The index's images fit.
     async with NatsServer(tmp_path / "small") as server:
         settings, stopping = settings_of(server, tmp_path), asyncio.Event()
         bus = await Bus.connect(server.url, "test")
