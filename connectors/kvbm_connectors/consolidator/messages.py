@@ -177,6 +177,14 @@ class RouterAsked:
     peer: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RouterJoined:
+    """A router has begun to listen on the port of a rank, to topics that begin like this."""
+
+    rank: int
+    topic: bytes
+
+
 EngineInput = (
     StreamAttached
     | EngineDetached
@@ -192,7 +200,7 @@ EngineInput = (
 )
 """What the engines' side takes."""
 TierInput = TierSeen | TierLost | TierEvents | TierSnapshot | TierSnapshotFailed | TierStreamLost
-Input = EngineInput | TierInput | RouterAsked
+Input = EngineInput | TierInput | RouterAsked | RouterJoined
 
 # ---- effects ---------------------------------------------------------------------------------
 

@@ -1,12 +1,16 @@
-"""The router sockets: per data-parallel rank a PUB and a replay ROUTER, as vLLM's engines have."""
+"""The router sockets: per data-parallel rank a PUB and a replay ROUTER, as vLLM's engines have.
+
+The PUB is an XPUB, which is the same for readers, and tells us when one comes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -21,7 +25,7 @@ from kvbm_common.wire.engine_events import (
     split_replay_request,
 )
 
-from kvbm_connectors.consolidator.messages import AnswerRouter, RouterAsked
+from kvbm_connectors.consolidator.messages import AnswerRouter, RouterAsked, RouterJoined
 from kvbm_connectors.consolidator.router_stream import Frame
 
 SOCKET_HWM = 100_000
@@ -30,8 +34,10 @@ REQUEST_BYTES_MAX = 1_024
 RANKS_MAX = 64
 """Ports that are opened, at most."""
 OFF = "off"
+_SUBSCRIBES = b"\x01"
+"""How an XPUB begins its word of a new reader; the topic follows."""
 
-Asked = Callable[[RouterAsked], Awaitable[None]]
+Asked = Callable[[RouterAsked | RouterJoined], Awaitable[None]]
 
 
 class EndpointTaken(KvbmError):
@@ -44,7 +50,7 @@ class EndpointTaken(KvbmError):
 class _Port:
     pub: zmq.asyncio.Socket
     router: zmq.asyncio.Socket | None
-    task: asyncio.Task[None] | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class RouterSockets:
@@ -79,16 +85,16 @@ class RouterSockets:
     def open(self, rank: int) -> None:
         """Listen for readers of a rank; raises EndpointTaken."""
         assert self.on
-        pub = self._bound(zmq.PUB, endpoint_of(self._endpoint, rank), "KVBM_ROUTER_ENDPOINT")
+        pub = self._bound(zmq.XPUB, endpoint_of(self._endpoint, rank), "KVBM_ROUTER_ENDPOINT")
         port = self._ports[rank] = _Port(pub, None)
+        self._start(port, self._welcome(rank, pub), f"router readers {rank}")
         if self._replay_endpoint != OFF:
             port.router = self._bound(
                 zmq.ROUTER,
                 endpoint_of(self._replay_endpoint, rank),
                 "KVBM_ROUTER_REPLAY_ENDPOINT",
             )
-            serving = self._serve(rank, port.router)
-            port.task = self._tasks.create_task(serving, name=f"router replay {rank}")
+            self._start(port, self._serve(rank, port.router), f"router replay {rank}")
 
     def broadcast(self, frame: Frame) -> None:
         """Publish a batch; never waits. Without readers it goes nowhere."""
@@ -114,8 +120,8 @@ class RouterSockets:
     def close(self) -> None:
         """Stop listening."""
         for port in filter(None, self._ports.values()):
-            if port.task is not None:
-                port.task.cancel()
+            for task in port.tasks:
+                task.cancel()
             for socket in filter(None, (port.pub, port.router)):
                 socket.close(linger=200)
         self._ports.clear()
@@ -140,8 +146,9 @@ class RouterSockets:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
-        if kind == zmq.ROUTER:
-            socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # Each reader is told of, not the first alone.
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -151,6 +158,15 @@ class RouterSockets:
                 f"running? Set {variable} to another port, or to off"
             ) from error
         return socket
+
+    def _start(self, port: _Port, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        port.tasks.append(self._tasks.create_task(coroutine, name=name))
+
+    async def _welcome(self, rank: int, pub: zmq.asyncio.Socket) -> None:
+        while True:
+            said = await pub.recv()
+            if said[:1] == _SUBSCRIBES:
+                await self._asked(RouterJoined(rank, said[1:]))
 
     async def _serve(self, rank: int, router: zmq.asyncio.Socket) -> None:
         while True:

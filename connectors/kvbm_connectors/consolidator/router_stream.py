@@ -118,6 +118,17 @@ class RouterStreams:
                 waiting = [(block, said) for block in new for said in stream.unnamed.pop(block, ())]
                 self._publish(stream_id, self._events_of(stream, waiting), 0)
 
+    def greet(self, rank: int, topic: bytes) -> None:
+        """Somebody has begun to listen: an empty batch tells him by its number what he missed.
+
+        ZMQ connects when it pleases: between a reader's replay and his subscription a batch may
+        have gone by, and without this he would not know until the next one.
+        """
+        for stream_id, stream in self._streams.items():
+            meant = stream_id.rank == rank and stream_id.engine.encode().startswith(topic)
+            if meant and stream.next_seq:
+                self._send(stream_id, [], 0)
+
     def take(self) -> list[Frame]:
         """What is to be published, in order."""
         out, self._out = self._out, []
@@ -260,8 +271,10 @@ class RouterStreams:
         self._publish(stream_id, [AllBlocksCleared()], ts_ms)
 
     def _publish(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> None:
-        if not events:
-            return
+        if events:
+            self._send(stream_id, events, ts_ms)
+
+    def _send(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> None:
         stream = self._streams[stream_id]
         frame = Frame(stream_id, stream.next_seq, self._payload(stream_id, events, ts_ms))
         stream.next_seq += 1

@@ -6,7 +6,9 @@ twice; here the block is held from the first to the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 from kvbm_common.announcer import runs_of
 from kvbm_common.identity import Extras, Hasher, SequenceHash
@@ -16,6 +18,8 @@ from kvbm_common.wire.events import Run
 RETIRED_MAX = 65_536
 """Names of removed blocks that are kept: a new block may follow one that has just left (sliding
 windows do that). An engine's hash stands for the same content during a whole life."""
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 BlockRun = tuple[SequenceHash, list[SequenceHash]]
 """A parent, and blocks that follow it one after the other."""
@@ -33,6 +37,8 @@ class View:
         """Exactly the blocks held, with their parents, parents first."""
         self._copies: dict[SequenceHash, int] = {}
         """How often a block is held, where that is more than once."""
+        self._name_copies: dict[EngineHash, int] = {}
+        """How often it is held under one name, where that is more than once."""
         self._retired: dict[EngineHash, None] = {}
 
     def __len__(self) -> int:
@@ -75,14 +81,22 @@ class View:
     ) -> list[BlockRun]:
         """Hold these blocks once more; returns those that were not held before."""
         first_parent = self.hasher.root if parent is None else parent
+        new = self._parents.keys().isdisjoint(chain)
+        if not new:
+            self._count_names(engine_hashes)
         self._names.update(zip(engine_hashes, chain, strict=True))
         for engine_hash in self._retired.keys() & engine_hashes:
             del self._retired[engine_hash]
         parents = [first_parent, *chain[:-1]]
-        if self._parents.keys().isdisjoint(chain):
+        if new:
             self._parents.update(zip(chain, parents, strict=True))
             return [(first_parent, chain)]
         return self._store_some(chain, parents)
+
+    def _count_names(self, engine_hashes: tuple[EngineHash, ...]) -> None:
+        """Some of these stand for blocks held already: perhaps under the same names."""
+        for engine_hash in (self._names.keys() & engine_hashes) - self._retired.keys():
+            self._name_copies[engine_hash] = self._name_copies.get(engine_hash, 1) + 1
 
     def _store_some(self, chain: list[SequenceHash], parents: list[SequenceHash]) -> list[BlockRun]:
         """The slow way: some are held already. Copies are counted, holes split the run."""
@@ -101,13 +115,11 @@ class View:
     def remove(self, engine_hash: EngineHash) -> tuple[SequenceHash | None, bool]:
         """Let go of one copy: our name of it if that was the last one, and whether it was held."""
         block = self._names.get(engine_hash)
-        if block is None or block not in self._parents:
+        if block is None or engine_hash in self._retired:
             return None, False
-        self._retire(engine_hash)
-        copies = self._copies.pop(block, 1)
-        if copies > 1:
-            if copies > 2:
-                self._copies[block] = copies - 1
+        if _one_less(self._name_copies, engine_hash) == 0:
+            self._retire(engine_hash)
+        if _one_less(self._copies, block):
             return None, True
         del self._parents[block]
         return block, True
@@ -116,6 +128,7 @@ class View:
         """Hold nothing; the names stay good."""
         self._parents.clear()
         self._copies.clear()
+        self._name_copies.clear()
         self._retired = dict.fromkeys(self._names)
         self._shorten_retired()
 
@@ -133,14 +146,17 @@ class View:
 
     def check(self) -> None:
         """Every invariant, O(n)."""
-        assert self._parents.keys() <= set(self._names.values()), "a held block has a name"
-        assert self._copies.keys() <= self._parents.keys(), "copies are of held blocks"
-        assert all(count > 1 for count in self._copies.values()), "one copy is no entry"
+        counts = [*self._copies.values(), *self._name_copies.values()]
+        assert all(count > 1 for count in counts), "one copy is no entry"
         assert self._retired.keys() <= self._names.keys(), "only names retire"
-        for engine_hash, block in self._names.items():
-            retired = engine_hash in self._retired
-            assert retired or block in self._parents, "a name that is not held has retired"
-        assert len(self._retired) <= self._retired_max + len(self._parents), "it is bounded"
+        assert self._name_copies.keys().isdisjoint(self._retired), "copies are under live names"
+        held: Counter[SequenceHash] = Counter()
+        for engine_hash in self._names.keys() - self._retired.keys():
+            held[self._names[engine_hash]] += self._name_copies.get(engine_hash, 1)
+        copies = {block: self._copies.get(block, 1) for block in self._parents}
+        assert held == copies, "what is held is held under live names"
+        assert self._copies.keys() <= copies.keys(), "copies are of held blocks"
+        assert len(self._retired) <= self._retired_max, "it is bounded"
 
     def _retire(self, engine_hash: EngineHash) -> None:
         self._retired.pop(engine_hash, None)
@@ -148,11 +164,15 @@ class View:
         self._shorten_retired()
 
     def _shorten_retired(self) -> None:
-        """Forget the oldest names. One that still has a copy held goes to the back instead."""
+        """Forget the oldest names."""
         for _ in range(len(self._retired) - self._retired_max):
             oldest = next(iter(self._retired))
-            del self._retired[oldest]
-            if self._names[oldest] in self._parents:
-                self._retired[oldest] = None
-            else:
-                del self._names[oldest]
+            del self._retired[oldest], self._names[oldest]
+
+
+def _one_less(copies: dict[_Key, int], key: _Key) -> int:
+    """Take one off a count of which only more than one is kept; returns what is left."""
+    left = copies.pop(key, 1) - 1
+    if left > 1:
+        copies[key] = left
+    return left

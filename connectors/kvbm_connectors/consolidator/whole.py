@@ -38,6 +38,7 @@ from kvbm_connectors.consolidator.messages import (
     PublishConsolidated,
     RevokeEpoch,
     RouterAsked,
+    RouterJoined,
     Statistics,
     Tick,
     TierEvents,
@@ -98,6 +99,8 @@ class Whole:
             case RouterAsked(rank, from_seq, peer):
                 frames = self.router.replay(rank, from_seq)
                 effects.append(AnswerRouter(rank, peer, tuple(frames)))
+            case RouterJoined(rank, topic):
+                self.router.greet(rank, topic)
             case _:
                 for effect in self.engines.step(event, now_ms):
                     self._overhear(effect)

@@ -20,11 +20,13 @@ from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.messages import (
     AnswerRouter,
     AskSnapshot,
+    Broadcast,
     EngineBatchReceived,
     EngineDetached,
     EpochGranted,
     Limits,
     RouterAsked,
+    RouterJoined,
     StreamAttached,
     Tick,
     TierEvents,
@@ -373,6 +375,18 @@ def test_a_router_s_replay_is_answered_from_the_buffer(harness: Harness) -> None
     (nothing,) = harness.whole.step(RouterAsked(0, 4, b"router"), 0)
     assert nothing == AnswerRouter(0, b"router", ())
     assert harness.whole.step(RouterAsked(7, 0, b"router"), 0) == [AnswerRouter(7, b"router", ())]
+
+
+def test_a_router_that_begins_to_listen_hears_the_last_number(harness: Harness) -> None:
+    """A batch may go by between its replay and its subscription: it must see that gap."""
+    harness.batch(0, stored(PROMPT[:2]))
+    (effect,) = harness.whole.step(RouterJoined(0, b"sim"), 0)
+    assert isinstance(effect, Broadcast)
+    assert effect.frame.seq == harness.routers[0].next_seq
+    assert decode_batch(effect.frame.payload).events == ()
+    for other in (RouterJoined(0, b"vllm"), RouterJoined(1, b"")):
+        assert harness.whole.step(other, 0) == []
+    harness.whole.check()
 
 
 def test_a_router_that_comes_too_late_gets_everything() -> None:

@@ -1,0 +1,76 @@
+"""What one KV group of a rank holds, in the engine's names and in ours."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvbm_common.identity import Hasher
+from kvbm_connectors.consolidator.view import View
+
+from tests.connectors.consolidator.model import NAMESPACE
+
+TOKENS = {1: (1, 1), 2: (1, 1), 3: (3, 3)}
+"""Engine hashes and what is in them: 1 and 2 are the same content."""
+
+
+def a_view() -> View:
+    return View(Hasher(NAMESPACE), retired_max=2)
+
+
+def store(view: View, engine_hash: int) -> bool:
+    """Store one block behind the root: whether it was new."""
+    chain = view.names_for((engine_hash,), TOKENS[engine_hash], parent=None, extras={})
+    assert chain is not None
+    return bool(view.store((engine_hash,), chain, None))
+
+
+def test_two_names_of_a_block_are_counted_each() -> None:
+    view = a_view()
+    assert store(view, 1)
+    assert not store(view, 2)
+    assert view.remove(1) == (None, True)
+    assert view.remove(1) == (None, False), "that name holds nothing any more"
+    assert len(view) == 1
+    block, held = view.remove(2)
+    assert (block is not None, held, len(view)) == (True, True, 0)
+    view.check()
+
+
+def test_a_name_holds_as_often_as_it_was_stored() -> None:
+    view = a_view()
+    assert [store(view, 1), store(view, 1), store(view, 1)] == [True, False, False]
+    assert view.remove(1) == (None, True)
+    assert store(view, 2) is False
+    assert view.remove(2) == (None, True)
+    assert view.remove(2) == (None, False)
+    assert view.remove(1) == (None, True)
+    block, held = view.remove(1)
+    assert (block is not None, held) == (True, True)
+    view.check()
+
+
+Step = tuple[str, int]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), st.sampled_from([1, 2, 3])))
+)
+def test_any_order_keeps_the_counts(steps: list[Step]) -> None:
+    view = a_view()
+    copies = dict.fromkeys(TOKENS, 0)
+    for what, engine_hash in steps:
+        alike = {1, 2} if engine_hash < 3 else {3}
+        held = sum(copies[other] for other in alike)
+        match what:
+            case "store":
+                assert store(view, engine_hash) == (held == 0)
+                copies[engine_hash] += 1
+            case "remove":
+                block, was_held = view.remove(engine_hash)
+                assert was_held == (copies[engine_hash] > 0)
+                assert (block is not None) == (was_held and held == 1)
+                copies[engine_hash] -= was_held
+            case _:
+                view.clear()
+                copies = dict.fromkeys(TOKENS, 0)
+        view.check()
