@@ -37,6 +37,9 @@ class EvictionPolicy(Protocol):
     def free(self, block: SequenceHash) -> None:
         """A held block is no longer in use. Chains are freed leaves first."""
 
+    def touch(self, block: SequenceHash) -> None:
+        """A lookup or read found the block, free or held: whoever asked wants it again."""
+
     def forget(self, block: SequenceHash) -> None:
         """A free block has left the tier."""
 
@@ -67,6 +70,9 @@ class Lru:
         assert block not in self._free
         self._free[block] = None
 
+    def touch(self, block: SequenceHash) -> None:
+        pass  # `free` follows, and moves it.
+
     def forget(self, block: SequenceHash) -> None:
         del self._free[block]
 
@@ -77,13 +83,17 @@ class Lru:
         return len(self._free)
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": lambda _slot_count: Lru()}
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """The policy of that name; raises UnknownPolicy that lists the names there are."""
+def make_policy(name: str, slot_count: int = 0) -> EvictionPolicy:
+    """The policy of that name for a tier of so many slots.
+
+    Raises UnknownPolicy that lists the names there are.
+    """
     try:
-        return POLICIES[name]()
+        make = POLICIES[name]
     except KeyError:
         known = ", ".join(sorted(POLICIES))
         raise UnknownPolicy(f"no eviction policy {name!r}; there are: {known}") from None
+    return make(slot_count)

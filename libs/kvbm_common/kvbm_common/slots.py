@@ -202,9 +202,11 @@ class SlotTable:
             assert staged == slot
             self.register(slot, blocks[slot])
 
-    def pin(self, slot: int) -> None:
-        """Keep a committed block from eviction; counts."""
+    def pin(self, slot: int, *, used: bool = False) -> None:
+        """Keep a committed block from eviction; counts. `used`: somebody asked for it by name."""
         assert slot not in self._discarded, f"slot {slot} is discarded"
+        if used:
+            self.policy.touch(self.block(slot).hash)
         if self._pins[slot] == 0:
             self._move(slot, "pin")
             self.policy.hold(self.block(slot).hash)
@@ -213,11 +215,12 @@ class SlotTable:
     def pin_prefix(self, names: Iterable[SequenceHash]) -> list[int]:
         """Pin the leading blocks of a chain that are here, each once; returns their slots."""
         slots: list[int] = []
-        pins, hold = self._pins, self.policy.hold
+        pins, hold, touch = self._pins, self.policy.hold, self.policy.touch
         for name in names:
             slot = self._slot.get(name)
             if slot is None:
                 break
+            touch(name)
             if pins[slot] == 0:
                 self._move(slot, "pin")
                 hold(name)

@@ -95,7 +95,7 @@ class Reads:
             if slot is None:
                 self._tier.counts["dropped.fill_gone"] += 1
                 continue
-            table.pin(slot)
+            table.pin(slot, used=True)
             slots[name] = slot
             targets.append(asked.slot)
         read = Read(event.reply_to, event.request.slots, slots)

@@ -122,7 +122,8 @@ class Tier:
         self._opening = False
         self.problem = ""
         self.slot_bytes = event.slot_bytes
-        self.table = SlotTable(event.slot_count, make_policy(self._policy_name))
+        policy = make_policy(self._policy_name, event.slot_count)
+        self.table = SlotTable(event.slot_count, policy)
         self._order = event.replay.next_order
         self._journal_records = event.replay.records
         self.counts["journal_damaged_records"] += event.replay.damaged

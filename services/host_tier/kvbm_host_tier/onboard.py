@@ -115,7 +115,7 @@ class Onboard:
         for name in state.hashes[state.run :]:
             slot = table.find(name)
             if slot is not None:
-                table.pin(slot)
+                table.pin(slot, used=True)
             elif on_disk.usable(name, now_ms) and not table.is_staging(name):
                 fills.append(name)
                 state.from_disk.add(len(state.slots))
