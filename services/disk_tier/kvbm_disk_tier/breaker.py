@@ -1,0 +1,74 @@
+"""The circuit breaker of one disk: a disk that fails or dawdles is bypassed, and tried again.
+
+    CLOSED --FAILURES_MAX troubles in a row--> OPEN --after the pause--> PROBING
+       ^                                         ^                          |
+       +--------------- a good one -------------- | <------ a trouble ------+
+
+CLOSED   everything goes to the disk
+OPEN     nothing does: fills are refused at once, nothing is written
+PROBING  one read or write may go, and what becomes of it decides
+
+The pause doubles with every failed probe, up to PAUSE_MAX_MS.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+FAILURES_MAX = 3
+PAUSE_MS = 2_000
+PAUSE_MAX_MS = 60_000
+
+
+class BreakerState(Enum):
+    """The states of the drawing above."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class Breaker:
+    """Pure: time comes in with every call."""
+
+    def __init__(self) -> None:
+        self.state = BreakerState.CLOSED
+        self.opened_count = 0
+        self._troubles = 0
+        self._pause_ms = PAUSE_MS
+        self._probe_from_ms = 0
+        self._probing = False
+
+    def allows(self, now_ms: int) -> bool:
+        """May something go to the disk now? In PROBING only one thing may: call `start` then."""
+        if self.state is BreakerState.OPEN and now_ms >= self._probe_from_ms:
+            self.state = BreakerState.PROBING
+            self._probing = False
+        return self.state is BreakerState.CLOSED or (
+            self.state is BreakerState.PROBING and not self._probing
+        )
+
+    def start(self) -> None:
+        """Something goes to the disk."""
+        self._probing = self.state is BreakerState.PROBING
+
+    def good(self) -> None:
+        """It came back as it should."""
+        self._troubles = 0
+        if self.state is BreakerState.PROBING:
+            self.state = BreakerState.CLOSED
+            self._pause_ms = PAUSE_MS
+
+    def trouble(self, now_ms: int) -> bool:
+        """It failed, or took too long; True: from now on the disk is bypassed."""
+        self._troubles += 1
+        probe_failed = self.state is BreakerState.PROBING
+        if self.state is BreakerState.OPEN or not (probe_failed or self._troubles >= FAILURES_MAX):
+            return False
+        if probe_failed:
+            self._pause_ms = min(2 * self._pause_ms, PAUSE_MAX_MS)
+        self.state = BreakerState.OPEN
+        self.opened_count += 1
+        self._troubles = 0
+        self._probe_from_ms = now_ms + self._pause_ms
+        return True
