@@ -3,6 +3,9 @@
 Offload needs nothing from a worker but its registered memory: the host tier pulls. Onboard is a
 pull by the worker, since it owns the destination. What it has pulled it verifies, and a pull that
 ends after its lease has failed, however good the bytes look.
+
+A load names the life of the host tier that it is from. The scheduler half may have been welcomed by
+that life before this worker: such a load is parked until the worker has its arena too.
 """
 
 from __future__ import annotations
@@ -33,12 +36,9 @@ from kvbm_common.wire.local import (
     to_host_tier,
 )
 
-from kvbm_connectors.arena_reader import ArenaReader, fastest, readers_of
+from kvbm_connectors.arena_access import CALL_DEADLINE_S, Access, ArenaAccess, Attached
 from kvbm_connectors.link import Link, LinkThread
 from kvbm_connectors.messages import Load, LoadResult
-
-CALL_DEADLINE_S = 10.0
-"""Registrations and metadata take milliseconds; a machine in trouble gets some more."""
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class WorkerHalf:
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         """`read_block` turns verification on, for one load in `verify_every`; it needs a block
-        whole, so `world_size` 1."""
+        whole, so `world_size` 1. Raises KvbmError or TimeoutError when the memory cannot be lent.
+        """
         assert read_block is None or world_size == 1
         assert verify_every > 0
         self.counts: Counter[str] = Counter()
@@ -88,21 +89,28 @@ class WorkerHalf:
         self._part_offset = rank * part_bytes(regions)
         self._read_block = read_block
         self._verify_every = verify_every
-        self._onboard_mover = onboard_mover
         self._verify_next = 0
         self._on_news = on_news
         self._limiter = OncePerKind(log)
         self._mover = MoverThread(f"{engine}-{incarnation}-{rank}")
-        for region in regions:
-            # Not beyond the last piece: regions may be interleaved up to the end of a storage.
-            length = region.stride * (region.blocks - 1) + region.piece_bytes
-            self._mover.register_memory(region.address, length).result(CALL_DEADLINE_S)
+        try:
+            agent = self._lend(regions)
+        except BaseException:
+            self._mover.close()
+            raise
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix=f"verify-{engine}-{rank}")
-        self._welcome: Welcome | None = None
-        self._reader: ArenaReader | None = None
-        self._readers: list[ArenaReader] = []
+        self._arena = ArenaAccess(
+            self._mover,
+            wanted=onboard_mover,
+            name=f"{engine}-{rank}",
+            counts=self.counts,
+            on_change=self._look_at_parked,
+        )
         self._lock = threading.Lock()
         self._ended: deque[LoadResult] = deque()
+        self._parked: list[Load] = []
+        self._given_up = 0
+        """The life whose arena some load has awaited in vain: no other one waits for it."""
         self._loading = 0
         self._closed = False
         hello = Hello(
@@ -112,7 +120,7 @@ class WorkerHalf:
             namespace=namespace,
             rank=rank,
             world_size=world_size,
-            agent=self._mover.metadata().result(CALL_DEADLINE_S),
+            agent=agent,
             regions=list(regions),
         )
         self._link = Link(
@@ -124,7 +132,17 @@ class WorkerHalf:
             Beat(engine=engine, incarnation=incarnation),
             self._from_host_tier,
         )
-        self._thread = LinkThread([self._link], name=f"kvbm-{engine}-worker-{rank}")
+        self._thread = LinkThread(
+            [self._link], name=f"kvbm-{engine}-worker-{rank}", on_tick=self._tick
+        )
+
+    def _lend(self, regions: Sequence[Region]) -> bytes:
+        """Register the device memory; returns what others need to read it."""
+        for region in regions:
+            # Not beyond the last piece: regions may be interleaved up to the end of a storage.
+            length = region.stride * (region.blocks - 1) + region.piece_bytes
+            self._mover.register_memory(region.address, length).result(CALL_DEADLINE_S)
+        return self._mover.metadata().result(CALL_DEADLINE_S)
 
     def start(self) -> None:
         """Begin to attach."""
@@ -134,10 +152,13 @@ class WorkerHalf:
         """End both threads; loads in flight end first, or fail."""
         with self._lock:
             self._closed = True
+            parked, self._parked = self._parked, []
+        for load in parked:
+            self._end(_failed(load, "closed"))
         self._thread.close()
-        for reader in self._readers:
-            reader.close()
+        self._arena.close()
         self._mover.close()  # Ends every load's future, so that nothing is submitted after it.
+        self._arena.wait_closed()
         self._verifier.shutdown(wait=True)
 
     @property
@@ -145,23 +166,54 @@ class WorkerHalf:
         """Loads in flight."""
         return self._loading
 
+    @property
+    def epoch(self) -> int:
+        """The life of the host tier whose arena is read now; 0 for none."""
+        attached = self._arena.attached()
+        return 0 if attached is None else attached.welcome.epoch
+
     def start_load(self, load: Load) -> None:
         """Pull the blocks of a load. Its result comes once, by `drain_ended`, whatever happens."""
         with self._lock:
-            welcome, reader = self._welcome, self._reader
-            is_closed = self._closed
             self._loading += 1
-        left_s = (load.deadline_ms - _now_ms()) / 1000
+        self._begin(load)
+
+    def _begin(self, load: Load) -> None:
+        """Pull, park, or say why neither."""
+        now_ms = _now_ms()
+        with self._lock:
+            is_closed = self._closed
+            access = self._arena.access(load.epoch)
+            is_coming = access is Access.COMING and load.epoch > self._given_up
+            if is_coming and now_ms < load.deadline_ms and not is_closed:
+                self._parked.append(load)
+                return
+            if access is Access.COMING:
+                self._given_up = max(self._given_up, load.epoch)
+        attached = self._arena.attached()
         if is_closed:
             self._end(_failed(load, "closed"))
-        elif welcome is None or reader is None or welcome.epoch != load.epoch:
+        elif access is Access.GONE:
             self._end(_failed(load, "arena_changed"))
-        elif left_s <= 0:
+        elif access is not Access.READY or attached is None:
+            self._end(_failed(load, "no_arena"))
+        elif now_ms >= load.deadline_ms:
             self._end(_failed(load, "lease_ended"))
         else:
-            self._pull(load, welcome, reader, left_s)
+            self._pull(load, attached, (load.deadline_ms - now_ms) / 1000)
 
-    def _pull(self, load: Load, welcome: Welcome, reader: ArenaReader, left_s: float) -> None:
+    def _look_at_parked(self) -> None:
+        """Something may have changed for the loads that wait for their arena."""
+        with self._lock:
+            parked, self._parked = self._parked, []
+        for load in parked:
+            self._begin(load)
+
+    def _tick(self, now_ms: int) -> None:
+        self._arena.tick(now_ms)
+        self._look_at_parked()
+
+    def _pull(self, load: Load, attached: Attached, left_s: float) -> None:
         """Read chunk by chunk: each is verified while it is in the cache and the next one flies."""
         chunks = chunks_of(len(load.blocks), load.block_bytes)
         pulling = _Pulling(load, [False] * len(load.blocks), chunks_left=len(chunks))
@@ -170,11 +222,11 @@ class WorkerHalf:
             source = slot_pieces(
                 self._regions,
                 load.slots[chunk],
-                arena_address=welcome.arena_address,
-                slot_bytes=welcome.slot_bytes,
+                arena_address=attached.welcome.arena_address,
+                slot_bytes=attached.welcome.slot_bytes,
                 part_offset=self._part_offset,
             )
-            future = reader.read(
+            future = attached.reader.read(
                 Spans.of_pieces(target), Spans.of_pieces(source), deadline_s=left_s
             )
             future.add_done_callback(partial(self._hand_over, pulling, chunk))
@@ -249,30 +301,8 @@ class WorkerHalf:
         return ended
 
     def _from_host_tier(self, message: FromHostTier) -> None:
-        if not isinstance(message, Welcome):
-            return
-        known = self._welcome
-        if known is not None and known.epoch == message.epoch:
-            return
-        try:
-            peer = self._mover.add_peer(message.agent).result(CALL_DEADLINE_S)
-        except (KvbmError, TimeoutError) as error:
-            log.error("the host tier's memory cannot be reached: %s", error)
-            return
-        readers = readers_of(message, self._mover, peer, wanted=self._onboard_mover)
-        with self._lock:
-            previous, self._readers = self._readers, readers
-            self._reader, self._welcome = readers[0], message
-        for reader in previous:
-            reader.close()
-        if len(readers) > 1:
-            self._verifier.submit(self._choose, readers, message)
-
-    def _choose(self, readers: list[ArenaReader], welcome: Welcome) -> None:
-        chosen = fastest(readers, self._mover, welcome)
-        with self._lock:
-            if self._welcome is welcome:
-                self._reader = chosen
+        if isinstance(message, Welcome):
+            self._arena.welcomed(message)
 
 
 def _checksum(parts: memoryview | np.ndarray | Sequence[np.ndarray]) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kvbm_common.checksum import block_checksum
 from kvbm_common.wire.local import FromHostTier, Hello, Region, ToHostTier
+from kvbm_connectors.arena_reader import ArenaReader
 from kvbm_connectors.messages import Load, LoadResult
 from kvbm_connectors.worker import ReadBlock, WorkerHalf
 
@@ -63,7 +65,13 @@ class Rank(WorkerHalf):
         assert host.hear(Hello).agent
         host.say(welcome(EPOCH, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT, **changes))
         epoch = changes.get("epoch", EPOCH)
-        wait_for(lambda: self._welcome is not None and self._welcome.epoch == epoch)
+        wait_for(lambda: self.epoch == epoch)
+
+    def read_by(self, reader: ArenaReader) -> None:
+        """From now on, another reader reads the arena that is attached."""
+        attached = self._arena.attached()
+        assert attached is not None
+        self._arena._attached = replace(attached, reader=reader)
 
     def result(self) -> LoadResult:
         """The one load that ends."""

@@ -72,7 +72,7 @@ def test_a_load_of_many_chunks_is_one_result(tmp_path: Path, owner: Owner) -> No
         host.hear(Hello)
         host.say(welcome(EPOCH, slot_bytes=size, slot_count=3, arena_path=str(arena.path),
                          arena_address=THEIRS, agent=owner.metadata))  # fmt: skip
-        wait_for(lambda: rank._reader)
+        wait_for(lambda: rank.epoch == EPOCH)
         blocks = bytes_there.reshape(3, size)
         whole = Load("r", EPOCH, 5, (2, 1, 0), (0, 1, 2), (name(1), name(2), name(3)),
                      tuple(block_checksum(blocks[i]) for i in (2, 1, 0)), size, 2**60)  # fmt: skip

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 from kvbm_common.arena import Arena
-from kvbm_common.nixl import Moved, PeerLost, Spans, TransferTimeout
+from kvbm_common.nixl import (
+    Moved,
+    MoverThread,
+    PeerLost,
+    Spans,
+    TransferFailed,
+    TransferTimeout,
+)
 from kvbm_common.wire.local import Found, Hello, Pulled
 
 from tests.connectors.endpoints import DEADLINE_S, host_tier, wait_for, welcome
@@ -48,7 +55,7 @@ class Held:
 
 def test_a_lease_that_runs_out_under_the_copy_fails_the_load(rank: Rank, host: Host) -> None:
     """The bytes may be another block's by then, however good they look."""
-    reader = rank._reader = Held()
+    rank.read_by(reader := Held())
     late = load([1, 2], in_ms=30)
     rank.start_load(late)
     wait_for(lambda: time.monotonic_ns() // 1_000_000 >= late.deadline_ms)
@@ -59,7 +66,7 @@ def test_a_lease_that_runs_out_under_the_copy_fails_the_load(rank: Rank, host: H
 
 
 def test_a_lease_that_has_run_out_is_not_even_read(rank: Rank, host: Host) -> None:
-    reader = rank._reader = Held()
+    rank.read_by(reader := Held())
     rank.start_load(load([1], in_ms=-1))
     assert rank.result().reason == "lease_ended"
     assert reader.reads == []
@@ -67,7 +74,7 @@ def test_a_lease_that_has_run_out_is_not_even_read(rank: Rank, host: Host) -> No
 
 def test_a_load_ends_when_no_late_byte_can_reach_its_blocks(rank: Rank, host: Host) -> None:
     """1. The read times out and drains: the engine may not reuse the blocks. 2. It has settled."""
-    reader = rank._reader = Held()
+    rank.read_by(reader := Held())
     settling: Future[None] = Future()
     rank.start_load(load([1]))
     reader.reads[0].set_exception(TransferTimeout("late", settling))
@@ -95,7 +102,7 @@ def test_a_peer_that_dies_fails_what_it_had_not_sent(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_was_lost_fails_the_blocks_of_its_chunk(rank: Rank, host: Host) -> None:
-    reader = rank._reader = Held()
+    rank.read_by(reader := Held())
     rank.start_load(load([1, 2]))
     reader.reads[0].set_exception(PeerLost("gone"))
     assert rank.result().reason == "peer_lost"
@@ -105,36 +112,62 @@ def test_a_peer_that_was_lost_fails_the_blocks_of_its_chunk(rank: Rank, host: Ho
 def test_a_load_of_another_arena_fails(
     rank: Rank, host: Host, arena: Arena, owner: Owner, tmp_path: Path
 ) -> None:
-    """1. Of a life that is to come, or has gone. 2. A new life: its arena is read, not the old."""
-    rank.start_load(load([1], epoch=EPOCH + 1))
-    assert rank.result().reason == "arena_changed"
+    """1. A load of a life that is to come is parked until the worker has its arena, which it reads.
+    2. A load of the life before fails.
+    """
     with Arena.create(tmp_path, "another", SIZE) as another:
         another.array[:] = 3
+        rank.start_load(load([1], epoch=EPOCH + 1, expected=another.array))
         host.say(welcome(EPOCH + 1, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT,
                          arena_path=str(another.path), arena_address=THEIRS,
                          agent=owner.metadata))  # fmt: skip
-        wait_for(lambda: rank._welcome is not None and rank._welcome.epoch == EPOCH + 1)
-        rank.start_load(load([1]))
-        assert rank.result().reason == "arena_changed"
-        rank.start_load(load([1], epoch=EPOCH + 1, expected=another.array))
         assert rank.result().intact == (True,)
         assert (rank.memory[0] == 3).all()
+        rank.start_load(load([1]))
+        assert rank.result().reason == "arena_changed"
 
 
-def test_before_the_welcome_and_after_the_end_every_load_fails(tmp_path: Path) -> None:
+def test_a_load_before_the_first_welcome_waits_for_it(
+    tmp_path: Path, arena: Arena, owner: Owner
+) -> None:
+    """The scheduler half was welcomed a moment earlier, and has been told of blocks."""
+    rank = Rank(tmp_path)
+    rank.start_load(load([1, 2]))
+    with host_tier(rank.endpoint) as host:
+        rank.meet(host, arena_path=str(arena.path), arena_address=THEIRS, agent=owner.metadata)
+        assert rank.result().intact == (True, True)
+        rank.close()
+
+
+def test_a_welcome_that_does_not_come_costs_one_deadline(tmp_path: Path) -> None:
+    """1. A load waits until its lease ends. 2. The next one of that life does not wait."""
+    rank = Rank(tmp_path)
+    rank.start()
+    rank.start_load(first := load([1], in_ms=300))
+    assert rank.result().reason == "no_arena"
+    assert time.monotonic_ns() // 1_000_000 >= first.deadline_ms
+    rank.start_load(load([2]))
+    [second] = rank.drain_ended()
+    assert second.reason == "no_arena"
+    assert rank.counts["loads_failed.no_arena"] == 2
+    rank.close()
+
+
+def test_before_the_start_and_after_the_end_no_load_is_forgotten(tmp_path: Path) -> None:
     """Nobody waits for ever, and nobody gets an exception."""
     rank = Rank(tmp_path)
     rank.start_load(load([1]))
-    assert rank.result().reason == "arena_changed"
     rank.close()  # It was never started.
+    assert rank.result().reason == "closed"
     rank.start_load(load([1]))
     assert rank.result().reason == "closed"
+    assert rank.loading == 0
 
 
 def test_a_load_in_flight_ends_with_the_worker(rank: Rank, host: Host) -> None:
     """Its copy waits for its turn when the engine stops: it ends first."""
     held = threading.Event()
-    reader = rank._readers[0]
+    reader = rank._arena._readers[0]
     reader._thread.submit(held.wait, DEADLINE_S)  # type: ignore[attr-defined]
     rank.start_load(load([1]))
     closing = threading.Thread(target=rank.close)
@@ -148,9 +181,9 @@ def test_a_load_in_flight_ends_with_the_worker(rank: Rank, host: Host) -> None:
 
 
 def test_metadata_that_is_none_leaves_the_worker_without_an_arena(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, arena: Arena, owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says so, and lives: the next life of the host tier is another chance."""
+    """It says so, and lives; loads do not wait. What it is told next is another chance."""
     rank = Rank(tmp_path)
     with host_tier(rank.endpoint) as host:
         rank.start()
@@ -158,7 +191,38 @@ def test_metadata_that_is_none_leaves_the_worker_without_an_arena(
         host.say(welcome(EPOCH, agent=b"garbage"))
         wait_for(lambda: "cannot be reached" in caplog.text)
         rank.start_load(load([1]))
-        assert rank.result().reason == "arena_changed"
+        assert rank.result().reason == "no_arena"
+        place = {"arena_path": str(arena.path), "arena_address": THEIRS}
+        host.say(welcome(EPOCH, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT,
+                         agent=owner.metadata, **place))  # fmt: skip
+        wait_for(lambda: rank.epoch == EPOCH)
+        rank.start_load(load([1]))
+        assert rank.result().intact == (True,)
+        rank.close()
+
+
+def test_an_arena_that_cannot_be_reached_is_tried_again(
+    tmp_path: Path, arena: Arena, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine in trouble: NIXL fails twice, or does not answer. Nobody says welcome again."""
+    failures: list[Exception] = [TransferFailed("busy"), TimeoutError()]
+    add_peer = MoverThread.add_peer
+
+    def fails_at_first(mover: MoverThread, metadata: bytes) -> Future[str]:
+        if not failures:
+            return add_peer(mover, metadata)
+        failed: Future[str] = Future()
+        failed.set_exception(failures.pop())
+        return failed
+
+    monkeypatch.setattr(MoverThread, "add_peer", fails_at_first)
+    monkeypatch.setattr("kvbm_connectors.arena_access.RETRY_MS", 20)
+    rank = Rank(tmp_path)
+    with host_tier(rank.endpoint) as host:
+        rank.meet(host, arena_path=str(arena.path), arena_address=THEIRS, agent=owner.metadata)
+        assert failures == []
+        rank.start_load(load([1]))
+        assert rank.result().intact == (True,)
         rank.close()
 
 

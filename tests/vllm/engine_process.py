@@ -183,8 +183,7 @@ class Engine:
         if half is None:
             return []
         lent = worker_of_this_process()._worker._half
-        welcome = lent._welcome if lent is not None else None
-        return [half.epoch, 0 if welcome is None else welcome.epoch]
+        return [half.epoch, 0 if lent is None else lent.epoch]
 
     def _dump(self) -> list[str]:
         """Our names of the blocks in vLLM's prefix cache, each once."""

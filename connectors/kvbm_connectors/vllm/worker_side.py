@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
+from kvbm_common.wire.local import Region
 
 from kvbm_connectors.messages import Load, LoadResult
 from kvbm_connectors.vllm.engine_types import Tensor
@@ -18,6 +22,9 @@ from kvbm_connectors.worker import WorkerHalf
 
 log = logging.getLogger(__name__)
 
+LEND_AGAIN_S = 1.0
+LEND_AGAIN_S_MAX = 60.0
+"""Between attempts to lend memory that NIXL has refused: doubled each time."""
 SYNC_WAIT_S = 0.05
 """How long a synchronous load waits for news at a time; the load itself has the deadline."""
 
@@ -37,6 +44,9 @@ class WorkerSide:
         self._life, self._namespace, self._options = life, namespace, options
         self._rank, self._world_size = rank, world_size
         self._half: WorkerHalf | None = None
+        self._counts: Counter[str] = Counter()
+        self._closing = threading.Event()
+        self._lender: threading.Thread | None = None
         self._refused: list[LoadResult] = []
         """Of loads that nobody could carry out."""
         self._sync: set[str] = set()
@@ -48,10 +58,40 @@ class WorkerSide:
         self._sent: set[str] = set()
 
     def register(self, tensors: Iterable[Tensor], block_count: int) -> None:
-        """Lend the memory of these layers and begin to attach. Raises UnknownLayout."""
+        """Lend the memory of these layers and begin to attach. Raises UnknownLayout.
+
+        NIXL may refuse memory for want of locked pages or descriptors, which may come: the engine
+        computes meanwhile.
+        """
         regions = regions_of(tensors, block_count)
+        if not self._lend(regions):
+            self._lender = threading.Thread(
+                target=self._lend_again, args=(regions,), name="kvbm-lend", daemon=True
+            )
+            self._lender.start()
+
+    def _lend_again(self, regions: Sequence[Region]) -> None:
+        pause_s = LEND_AGAIN_S
+        while not self._closing.wait(pause_s) and not self._lend(regions):
+            pause_s = min(2 * pause_s, LEND_AGAIN_S_MAX)
+
+    def _lend(self, regions: Sequence[Region]) -> bool:
+        try:
+            half = self._worker_half(regions)
+        except (KvbmError, TimeoutError) as error:
+            self._counts["lend_failures"] += 1
+            log.error("KVBM passes through until the KV tensors can be lent: %r", error)
+            return False
+        self._half = half
+        half.start()
+        size = sum(region.piece_bytes for region in regions)
+        log.info("%d blocks of %d bytes in %d pieces are lent", regions[0].blocks, size,
+                 len(regions))  # fmt: skip
+        return True
+
+    def _worker_half(self, regions: Sequence[Region]) -> WorkerHalf:
         every = self._options.verify_every if self._world_size == 1 else 0
-        self._half = WorkerHalf(
+        return WorkerHalf(
             engine=self._life.engine,
             incarnation=self._life.incarnation,
             namespace=self._namespace,
@@ -64,13 +104,11 @@ class WorkerSide:
             onboard_mover=self._options.settings.onboard_mover,
             on_news=NEWS.set,
         )
-        self._half.start()
-        size = sum(region.piece_bytes for region in regions)
-        log.info("%d blocks of %d bytes in %d pieces are lent", block_count, size, len(regions))
 
     def counts(self) -> dict[str, int]:
-        """What the half has counted."""
-        return dict(self._half.counts) if self._half is not None else {}
+        """What has been counted here and by the half."""
+        half = self._half
+        return dict(self._counts) | (dict(half.counts) if half is not None else {})
 
     def start(self, plan: StepPlan) -> None:
         """Begin the loads of a step; synchronous ones are over when this returns."""
@@ -132,6 +170,9 @@ class WorkerSide:
 
     def close(self) -> None:
         """Take the memory back. Loads in flight are given a moment to land."""
+        self._closing.set()
+        if self._lender is not None:
+            self._lender.join(LEND_AGAIN_S_MAX)
         half, self._half = self._half, None
         if half is not None:
             started_s = time.monotonic()

@@ -94,7 +94,7 @@ async def test_kill_9_and_another_life(settings: Settings, bus: Bus, tmp_path: P
     os.kill(dead, signal.SIGKILL)
     await wait_until(lambda: process.pid not in (0, dead) and process.is_ready)
     assert (await engine.refused(engine.lookup([name(1)]))).code == "unknown_engine"
-    await wait_until(lambda: engine.worker._welcome.epoch > before.epoch)  # type: ignore[union-attr]
+    await wait_until(lambda: engine.worker.epoch > before.epoch)
     after = await engine.greet()
     assert after.epoch > before.epoch
     assert (await engine.load(stale, 11, 12)).reason == "arena_changed"
