@@ -82,7 +82,7 @@ def arms() -> Iterator[Arms]:
                 {
                     "cpu_cache_gb": 40 * BLOCK_BYTES / 1e9,
                     "disk_cache_gb": 2.0,
-                    "disk_cache_dir": directory,
+                    "disk_cache_dirs": directory,
                     "disable_disk_offload_filter": True,
                 }
             )

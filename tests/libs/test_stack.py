@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
 from kvbm_common.counters import MetricsSnapshot
 from kvbm_common.errors import NoResponder, RequestFailed, ServiceFailed
 from kvbm_common.registry import NatsRegistry
-from kvbm_common.stack import Stack
+from kvbm_common.stack import Stack, processes_of
 from kvbm_common.wire.verbs import StatsReply
 
 from tests.libs.sample_services import install
@@ -168,3 +169,19 @@ def _remove(directory: Path) -> None:
     import shutil
 
     shutil.rmtree(directory)
+
+
+def test_each_directory_has_a_disk_tier() -> None:
+    settings = Settings.load(
+        {"DYN_KVBM_DISK_CACHE_DIR": "/d1, /d2", "DYN_KVBM_DISK_CACHE_GB": "3"}, {"instance": "a"}
+    )
+    processes = processes_of("disk-tier", settings)
+    found = {name: Settings.load(own) for name, own in processes.items()}
+    assert {
+        name: (own.instance, own.disk_cache_dirs, own.disk_cache_gb) for name, own in found.items()
+    } == {
+        "disk-tier": ("a", (Path("/d1"),), 1.5),
+        "disk-tier-1": ("a-1", (Path("/d2"),), 1.5),
+    }
+    assert processes_of("index", settings) == {"index": {}}
+    assert processes_of("disk-tier", Settings.load({})) == {"disk-tier": {}}

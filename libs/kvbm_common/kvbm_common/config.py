@@ -64,9 +64,10 @@ class Settings:
     disk_cache_override_num_blocks: int | None = setting(
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", None, schema.integer(0), section="disk_tier",
         unit="blocks", help="Size of the file in blocks; wins over the size in GB.")
-    disk_cache_dir: Path = setting(
-        "DYN_KVBM_DISK_CACHE_DIR", Path("/tmp/"), schema.PATH, section="disk_tier",
-        help="Directory of the disk tier's files.")
+    disk_cache_dirs: tuple[Path, ...] = setting(
+        "DYN_KVBM_DISK_CACHE_DIR", (Path("/tmp/"),), schema.PATHS, section="disk_tier",
+        help="Directory of the disk tier's files; of several, each gets a disk tier of its own and "
+        "an equal share of the size.")
     disk_allocator_type: str = setting(
         "DYN_KVBM_DISK_ALLOCATOR_TYPE", "default", schema.choice("default", "open-direct"),
         section="disk_tier",
@@ -80,6 +81,9 @@ class Settings:
     disable_disk_offload_filter: bool = setting(
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", False, schema.BOOLEAN, section="disk_tier",
         help="Write every block to disk, not only those that were used again.")
+    disk_write_budget_gb_per_day: float = setting(
+        "KVBM_DISK_WRITE_BUDGET_GB_PER_DAY", 0.0, schema.number(0), section="disk_tier", unit="GB",
+        help="Each disk tier writes no more than so much in any 24 hours; 0: no limit.")
     disk_sync: str = setting(
         "KVBM_DISK_SYNC", "commit", schema.choice("commit", "interval", "never"),
         section="disk_tier", help="When the journal is synchronised: before each commit, every "
@@ -243,6 +247,11 @@ class Settings:
     def disk_cache_bytes(self) -> int:
         """`disk_cache_gb` in bytes."""
         return int(self.disk_cache_gb * 1e9)
+
+    @property
+    def disk_cache_dir(self) -> Path:
+        """The only directory, or the first."""
+        return self.disk_cache_dirs[0]
 
     @property
     def staging_bytes(self) -> int:

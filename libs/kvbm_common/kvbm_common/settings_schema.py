@@ -71,6 +71,8 @@ def text_of(value: object) -> str:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value)
 
 
@@ -92,6 +94,13 @@ def _path(text: str) -> Path:
     if not path.is_absolute():
         raise ValueError(text)
     return path
+
+
+def _paths(text: str) -> tuple[Path, ...]:
+    paths = tuple(_path(part.strip()) for part in text.split(","))
+    if len(set(paths)) < len(paths):
+        raise ValueError(text)
+    return paths
 
 
 def _nats_url(text: str) -> str:
@@ -157,6 +166,7 @@ def choice(*words: str) -> Parser:
 
 BOOLEAN = Parser("true or false (also 1/0, yes/no, on/off)", _boolean)
 PATH = Parser("an absolute path", _path)
+PATHS = Parser("an absolute path, or several different ones with commas between", _paths)
 NATS_URL = Parser("a URL such as nats://127.0.0.1:4222", _nats_url)
 ENDPOINT = Parser("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _endpoint)
 PORT_OR_OFF = Parser("`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _port_or_off)

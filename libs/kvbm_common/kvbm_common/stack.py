@@ -168,6 +168,31 @@ class ServiceProcess:
         return ": …" + self._log_path.read_text(errors="replace")[-2000:]
 
 
+def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
+    """The processes of a kind, by name, and the variables in which each differs from the others.
+
+    One of each kind, and a disk tier per directory: a disk that hangs holds up nobody else.
+    """
+    if kind != "disk-tier":
+        return {kind: {}}
+    count = len(settings.disk_cache_dirs)
+    if count == 1:
+        return {kind: {}}
+    slots = settings.disk_cache_override_num_blocks
+    own = {
+        "DYN_KVBM_DISK_CACHE_GB": str(settings.disk_cache_gb / count),
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "" if slots is None else str(slots // count),
+    }
+    return {
+        f"{kind}-{number}" if number else kind: own
+        | {
+            "DYN_KVBM_DISK_CACHE_DIR": str(directory),
+            "KVBM_INSTANCE": f"{settings.instance}-{number}" if number else settings.instance,
+        }
+        for number, directory in enumerate(settings.disk_cache_dirs)
+    }
+
+
 class Stack:
     """NATS and services; use it in `async with`, which waits until all are ready.
 
@@ -197,13 +222,14 @@ class Stack:
         self._nats = None if nats_url is not None else self._make_nats()
         environ = os.environ | self.settings.as_environ()
         self.services = {
-            kind: ServiceProcess(
+            name: ServiceProcess(
                 kind,
-                environ=environ,
+                environ=environ | own,
                 restart=restart,
-                log_path=log_dir / f"{kind}.log" if log_dir else None,
+                log_path=log_dir / f"{name}.log" if log_dir else None,
             )
             for kind in services
+            for name, own in processes_of(kind, self.settings).items()
         }
         self._lock: TextIOWrapper | None = None
 
@@ -222,7 +248,7 @@ class Stack:
         own: dict[str, object] = {
             "host": f"private-{secrets.token_hex(4)}",
             "runtime_dir": directory / "run",
-            "disk_cache_dir": directory / "disk",
+            "disk_cache_dirs": directory / "disk",
             "nats_url": f"nats://127.0.0.1:{free_port()}",
             "metrics_port": free_port(),
             "router_endpoint": "off",

@@ -68,7 +68,7 @@ DISK_SLOTS = 8
 def settings_of(server: NatsServer, directory: Path, **changes: Any) -> Settings:
     """A small disk tier that writes everything at once."""
     values = {
-        "nats_url": server.url, "host": "h", "registry_ttl_s": TTL_S, "disk_cache_dir": directory,
+        "nats_url": server.url, "host": "h", "registry_ttl_s": TTL_S, "disk_cache_dirs": directory,
         "disk_cache_gb": DISK_SLOTS * SLOT_BYTES / 1e9, "disable_disk_offload_filter": True,
         "runtime_dir": directory / "run",
     }  # fmt: skip
