@@ -267,8 +267,9 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End it in order; returns when the process is gone."""
-        with contextlib.suppress(OSError):
-            self.begin(Command(what="stop"))
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                self.begin(Command(what="stop"))
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

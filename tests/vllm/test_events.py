@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.conversation import Ask
+from tests.vllm.conversation import Ask, Command
 from tests.vllm.harness import EngineProcess, LiveStack, live_stack, prompt, same, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -123,3 +123,38 @@ def test_two_engines_share_one_cache(
     survived = engine.run(Ask(name="inherited", tokens=other))
     assert survived[0].cached == 384
     assert same(survived, computed)
+
+
+def test_the_second_engine_survives_the_first(
+    stack: LiveStack, engine: EngineProcess, model: str, log_dir: Path
+) -> None:
+    """Goal: whoever came first is nobody special: no port, no tier and no event hangs on it.
+
+    1. The first engine computes something; a later one starts and computes something else.
+    2. The first one is killed while it computes; the index forgets its blocks.
+    3. The later one loads what either has computed, and stores more. (Last: it takes the engine.)
+    """
+    tokens = prompt(300, 400)
+    first = engine.run(Ask(name="legacy", tokens=tokens))
+    log = log_dir / "later.log"
+    later = EngineProcess(model, stack.settings, log=log).wait_started()
+    try:
+        later.wait_attached(stack)
+        own = prompt(301, 400)
+        computed = later.run(Ask(name="own", tokens=own))
+        wait_agreed(stack, engine, later)
+        engine.begin(Command(what="run", asks=[Ask(name="cut off", tokens=prompt(302, 1500))]))
+        engine.kill()
+        wait_agreed(stack, later)
+        later.reset()
+        inherited = later.run(Ask(name="inherited", tokens=tokens))
+        mine = later.run(Ask(name="mine", tokens=own))
+        assert inherited[0].cached == mine[0].cached == 384
+        assert same(inherited, first)
+        assert same(mine, computed)
+        before = later.count("offload_blocks")
+        later.run(Ask(name="goes on", tokens=prompt(303, 400)))
+        assert later.count("offload_blocks") > before
+        wait_agreed(stack, later)
+    finally:
+        later.stop()
