@@ -97,8 +97,10 @@ class MoverThread:
         *,
         backends: Sequence[str] = ("UCX",),
         posix_params: Mapping[str, str] | None = None,
+        object_params: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the thread and its agent. `posix_params` default to `posix_defaults()`.
+        """Start the thread and its agent. `posix_params` default to `posix_defaults()`;
+        `object_params` say where the bucket of the back end OBJ is.
 
         Raises `MoverUnavailable`. The agent's name, by which peers know it, is `name` and a random
         suffix: NIXL would take a restarted process for its former self and read stale memory.
@@ -110,7 +112,8 @@ class MoverThread:
         self._unfinished = 0
         self._close_by: float | None = None
         started: Future[Pump] = Future()
-        parameters = {"POSIX": dict(posix_params)} if posix_params is not None else {}
+        given = {"POSIX": posix_params, "OBJ": object_params}
+        parameters = {name: dict(value) for name, value in given.items() if value is not None}
         self._thread = threading.Thread(
             target=self._run, args=(tuple(backends), parameters, started), daemon=True
         )
@@ -183,6 +186,15 @@ class MoverThread:
         """Memory to file, as `read_file`. Nothing is synced to the medium."""
         return self._submit_file("WRITE", memory, file_spans.in_file(fd), _after(deadline_s))
 
+    def read_object(self, name: str, memory: Spans, *, deadline_s: float) -> Future[Moved]:
+        """The beginning of an object into one span of memory. A shorter object fills a part of it
+        without an error: compare a checksum."""
+        return self._submit_object("READ", name, memory, deadline_s)
+
+    def write_object(self, name: str, memory: Spans, *, deadline_s: float) -> Future[Moved]:
+        """One span of memory becomes an object, all of it or nothing."""
+        return self._submit_object("WRITE", name, memory, deadline_s)
+
     def statistics(self) -> MoverStatistics:
         """Read without a lock: each number is right, their moment may differ by one poll."""
         return self._statistics_of()
@@ -215,6 +227,16 @@ class MoverThread:
             )
             return transfer.future
         return self._submit(transfer)
+
+    def _submit_object(
+        self, operation: str, name: str, memory: Spans, deadline_s: float
+    ) -> Future[Moved]:
+        assert memory.count == 1, "an object is one span"
+        nowhere = Spans.of([0], memory.bytes, kind="OBJ")
+        deadline = _after(deadline_s)
+        return self._submit(
+            Transfer(operation, self.agent_name, memory, nowhere, deadline, name=name)
+        )
 
     def _submit(self, transfer: Transfer) -> Future[Moved]:
         self._enqueue(transfer)

@@ -47,6 +47,8 @@ IDLE_POLL_S = 0.001
 # faster than 1 ms for POSIX, but no silent peer is worth a core.
 SPIN_S = 0.02
 PAUSE_S = 0.00005
+# Object stores answer in milliseconds at best, and threads of their own move the bytes.
+OBJECT_PAUSE_S = 0.001
 
 
 def _import_nixl() -> tuple[ModuleType, ModuleType]:
@@ -85,6 +87,7 @@ class Transfer:
     remote: Spans
     deadline: float
     future: Future[Moved] = field(default_factory=Future)
+    name: str = ""  # Of an object: it is known to NIXL only while the transfer lasts.
     handle: Any = None
     posted: float = 0.0
     settling: Future[None] | None = None  # Set when the future has failed and NIXL has not ended.
@@ -113,9 +116,13 @@ class Pump:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(name, config)
         for backend in backends:
+            if backend == "OBJ":
+                _prepare_object_plugin(self._agent)
             defaults = posix_defaults() if backend == "POSIX" else {}
             self._agent.create_backend(backend, parameters.get(backend, defaults))
         self._serves = "UCX" in backends
+        self._spins = backends != ("OBJ",)
+        self._next_object = 1
         self._finished = finished
         self._waiting: deque[Transfer] = deque()
         self._flights: list[Transfer] = []  # In flight and draining.
@@ -135,6 +142,8 @@ class Pump:
     def pause_s(self) -> float | None:
         """How long to wait for a job before the next poll; None: there is nothing to poll."""
         if len(self._flights) > self._draining:
+            if not self._spins:
+                return OBJECT_PAUSE_S
             quiet = time.monotonic() - self._last_event > SPIN_S
             return PAUSE_S if quiet else 0.0
         return IDLE_POLL_S if self._serves or self._flights or self._waiting else None
@@ -255,9 +264,17 @@ class Pump:
             self._land(transfer, error)
 
     def _prepare(self, transfer: Transfer) -> Any:
+        if transfer.name:
+            self._register_object(transfer)
         local = self._agent.get_xfer_descs(transfer.local.rows, transfer.local.kind)
         remote = self._agent.get_xfer_descs(transfer.remote.rows, transfer.remote.kind)
         return self._agent.initialize_xfer(transfer.operation, local, remote, transfer.peer)
+
+    def _register_object(self, transfer: Transfer) -> None:
+        """NIXL knows an object by a number; one number for each transfer, never used again."""
+        transfer.remote = Spans.of([0], transfer.local.bytes, device=self._next_object, kind="OBJ")
+        self._next_object += 1
+        self._agent.register_memory(_object_rows(transfer), "OBJ")
 
     def _ask(self, transfer: Transfer) -> None:
         try:
@@ -299,6 +316,10 @@ class Pump:
             seconds = self._last_event - transfer.posted
             transfer.future.set_result(Moved(transfer.local.bytes, seconds))
         transfer.handle = None  # Its wrapper releases it.
+        if transfer.remote.kind == "OBJ":
+            with contextlib.suppress(*NIXL_ERRORS):
+                rows = self._agent.get_reg_descs(_object_rows(transfer), "OBJ")
+                self._agent.deregister_memory(rows)
         self._settle(settling, proven)
         self._forget_if_settled(transfer.peer)
 
@@ -313,7 +334,9 @@ class Pump:
     def _proves_end(self, transfer: Transfer, error: Exception) -> bool:
         """Whether nothing can be written any more: see the module's text."""
         never_posted = transfer.handle is None
-        return never_posted or transfer.remote.kind == "FILE" or self._is_lost(transfer.peer, error)
+        # A file's error comes after its last I/O, an object's after its only request.
+        local = transfer.remote.kind in ("FILE", "OBJ")
+        return never_posted or local or self._is_lost(transfer.peer, error)
 
     def _is_lost(self, peer: str, error: Exception) -> bool:
         if isinstance(error, _bindings.nixlRemoteDisconnectError):
@@ -327,7 +350,7 @@ class Pump:
         self, transfer: Transfer, error: Exception, settling: Future[None] | None
     ) -> TransferError:
         what = f"{transfer.operation} of {transfer.local.bytes} bytes, {transfer.local.count} spans"
-        if transfer.remote.kind != "FILE" and self._is_lost(transfer.peer, error):
+        if transfer.remote.kind not in ("FILE", "OBJ") and self._is_lost(transfer.peer, error):
             return PeerLost(f"{what}: {transfer.peer} is gone ({error})", settling)
         return TransferFailed(f"{what}: {error}", settling)
 
@@ -369,6 +392,14 @@ def posix_defaults() -> dict[str, str]:
     }
 
 
+def _prepare_object_plugin(agent: Any) -> None:
+    """One request for one transfer: the AWS SDK tries 10 times by itself, for 25 s where nobody
+    listens and for a minute where nobody answers. Like this it takes 0 s and 3 to 10 s."""
+    os.environ.setdefault("AWS_RETRY_MODE", "standard")
+    os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")
+    agent.get_plugin_params("OBJ")  # Loads the plug-in: else the back end is not found.
+
+
 @functools.cache
 def probe_posix() -> str:
     """`use_uring`, or `use_aio` where a container forbids io_uring. Raises `MoverUnavailable`.
@@ -384,6 +415,11 @@ def probe_posix() -> str:
             agent.create_backend("POSIX", {io_queue: "true", "ios_pool_size": "64"})
             return io_queue
     raise MoverUnavailable("neither io_uring nor Linux AIO is allowed here")
+
+
+def _object_rows(transfer: Transfer) -> list[tuple[int, int, int, str]]:
+    [(_, length, number)] = transfer.remote.rows.tolist()
+    return [(0, length, number, transfer.name)]
 
 
 def _row_of(registration: Registration) -> tuple[int, int, int, str]:

@@ -78,7 +78,8 @@ class MoverUnavailable(KvbmError):
 class Spans:
     """Ranges of memory or of a file: N×3 uint64, each row (address or offset, bytes, device).
 
-    `kind` is NIXL's memory type: DRAM, VRAM (the device is the GPU) or FILE (the descriptor).
+    `kind` is NIXL's memory type: DRAM, VRAM (the device is the GPU), FILE (the descriptor) or OBJ
+    (a number that NIXL knows the object by).
     """
 
     rows: NDArray[np.uint64]
