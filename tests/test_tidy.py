@@ -26,7 +26,8 @@ CONSOLIDATOR_SHELLS = (
     "service", "streams", "registrar", "connector_socket", "router_sockets", "tier_feed",
 )  # fmt: skip
 CORES = [
-    *(PACKAGES["kvbm_common"] / f"{n}.py" for n in ("slots", "leases", "eviction", "announcer")),
+    *(PACKAGES["kvbm_common"] / f"{n}.py" for n in ("slots", "leases", "announcer")),
+    *PACKAGES["kvbm_common"].glob("eviction/*.py"),
     *(
         PACKAGES["kvbm_host_tier"] / f"{name}.py"
         for name in ("core", "tier", "engines", "offload", "onboard", "disk_view", "messages")

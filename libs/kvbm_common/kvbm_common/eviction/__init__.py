@@ -6,12 +6,13 @@ block (pinned by a lease, or staged) is never a victim.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from itertools import islice
 from typing import Protocol
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.eviction.lfu import Lfu
+from kvbm_common.eviction.lru import Lru
+from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.identity import SequenceHash
 
 
@@ -50,40 +51,11 @@ class EvictionPolicy(Protocol):
         """How many blocks are free."""
 
 
-class Lru:
-    """Least recently used: the victim is the block that became free the longest ago.
-
-    Because chains are freed leaves first, a leaf goes before its parent.
-    """
-
-    def __init__(self) -> None:
-        self._free: OrderedDict[SequenceHash, None] = OrderedDict()
-
-    def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
-        assert block not in self._free
-        self._free[block] = None
-
-    def hold(self, block: SequenceHash) -> None:
-        del self._free[block]
-
-    def free(self, block: SequenceHash) -> None:
-        assert block not in self._free
-        self._free[block] = None
-
-    def touch(self, block: SequenceHash) -> None:
-        pass  # `free` follows, and moves it.
-
-    def forget(self, block: SequenceHash) -> None:
-        del self._free[block]
-
-    def victims(self, count: int) -> list[SequenceHash]:
-        return list(islice(self._free, count))
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": lambda _slot_count: Lru()}
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "lru": lambda _slot_count: Lru(),
+    "lfu": lambda _slot_count: Lfu(),
+    "prefix": PrefixPolicy,
+}
 
 
 def make_policy(name: str, slot_count: int = 0) -> EvictionPolicy:

@@ -1,0 +1,89 @@
+"""A duel with LRU: what LRU would have hit, and whether to go its way for a while.
+
+A ghost keeps the names that an LRU tier of the same size would hold, of a sample of all names (a
+tier of `r` times the slots, for the part `r` of the names: SHARDS, Waldspurger et al. 2015). Each
+use of a sampled block is a hit or a miss here, and a hit or a miss there: a paired comparison.
+
+`behind` is how many hits the ghost is ahead. Beyond `limit` the policy follows LRU, for twice as
+long each time that it failed again soon. Hits that the policy is ahead count only up to a bound, so
+that a good past does not buy a bad future.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvbm_common.identity import SequenceHash
+
+GHOSTS_MAX = 8192
+"""Names in the ghost: all of a tier up to that size, a sample of a larger one's."""
+SAMPLE_BITS = 16
+LIMIT_SHARE = 0.0015
+"""Of the uses in the window: how far behind is too far."""
+LIMIT_MIN = 24.0
+CREDIT_SHARE = 0.005
+WINDOW_PER_SLOT = 32
+
+
+class Duel:
+    """Follow LRU, or not."""
+
+    def __init__(self, slot_count: int) -> None:
+        self._ghosts_max = min(slot_count, GHOSTS_MAX)
+        rate = self._ghosts_max / max(1, slot_count)
+        self._sampled_below = int(rate * (1 << SAMPLE_BITS))
+        self._ghosts: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._fresh: set[SequenceHash] = set()
+        self._window = WINDOW_PER_SLOT * max(1, self._ghosts_max)
+        self._seen = 0
+        self.behind = 0.0
+        self.follows_lru = False
+        self._until = 0
+        self._patience = 2 * self._ghosts_max
+        self._since = 0
+        self.trips = 0
+        """How often LRU had to be followed."""
+
+    def samples(self, word: int) -> bool:
+        """Is this name in the sample? `word` is its `mix`."""
+        return word >> (64 - SAMPLE_BITS) < self._sampled_below
+
+    def used(self, name: SequenceHash, *, hit: bool) -> None:
+        """A sampled block was asked for; the tier had it, or not."""
+        if name in self._ghosts:
+            self.behind += 0.0 if hit else 1.0
+        else:
+            self._fresh.add(name)
+            if hit:
+                self.behind -= 1.0
+        self._seen += 1
+        self._decide()
+
+    def freed(self, name: SequenceHash) -> None:
+        """A sampled block is the latest to be freed."""
+        ghosts = self._ghosts
+        if name in ghosts:
+            ghosts.move_to_end(name)
+        elif name in self._fresh:
+            self._fresh.remove(name)
+            ghosts[name] = None
+            if len(ghosts) > self._ghosts_max:
+                ghosts.popitem(last=False)
+
+    def _decide(self) -> None:
+        seen = min(self._seen, self._window)
+        credit = -LIMIT_MIN - CREDIT_SHARE * seen
+        if self.behind < credit:
+            self.behind = credit
+        if self.follows_lru:
+            if self._seen >= self._until:
+                self.follows_lru, self.behind, self._since = False, 0.0, self._seen
+        elif self.behind > LIMIT_MIN + LIMIT_SHARE * seen:
+            soon = self._seen - self._since < 4 * self._patience
+            self._patience = 2 * self._patience if soon else 2 * self._ghosts_max
+            self.follows_lru, self._until = True, self._seen + self._patience
+            self.trips += 1
+
+    def __len__(self) -> int:
+        """How many names are remembered."""
+        return len(self._ghosts) + len(self._fresh)

@@ -1,0 +1,77 @@
+"""`lfu`: the least frequently used block leaves first, with aging.
+
+LFU with dynamic aging (Arlitt et al. 2000): a block's key is its uses while it was here, plus the
+key of the last victim at its last use. Old fame is outlived that way. Among equal keys it is LRU.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from itertools import chain, islice
+
+from kvbm_common.identity import SequenceHash
+
+
+class Lfu:
+    """Least frequently used, with aging. A parent is used as often as its child, and freed later,
+    so that a leaf goes before its parent.
+    """
+
+    def __init__(self) -> None:
+        self._uses: dict[SequenceHash, int] = {}
+        self._key: dict[SequenceHash, int] = {}
+        self._queues: dict[int, OrderedDict[SequenceHash, None]] = {}
+        self._keys: list[int] = []
+        """Of the queues, sorted."""
+        self._age = 0
+        self._free_count = 0
+
+    def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
+        assert block not in self._uses
+        self._uses[block] = 0
+        self.touch(block)
+        self.free(block)
+
+    def touch(self, block: SequenceHash) -> None:
+        uses = self._uses[block] = self._uses[block] + 1
+        old = self._key.get(block)
+        new = self._key[block] = uses + self._age
+        if old is not None and block in self._queues.get(old, ()):
+            del self._queues[old][block]
+            self._drop_if_empty(old)
+            self._queue(new)[block] = None
+
+    def hold(self, block: SequenceHash) -> None:
+        key = self._key[block]
+        del self._queues[key][block]
+        self._drop_if_empty(key)
+        self._free_count -= 1
+
+    def free(self, block: SequenceHash) -> None:
+        queue = self._queue(self._key[block])
+        assert block not in queue
+        queue[block] = None
+        self._free_count += 1
+
+    def forget(self, block: SequenceHash) -> None:
+        self.hold(block)
+        del self._uses[block]
+        self._age = max(self._age, self._key.pop(block))
+
+    def victims(self, count: int) -> list[SequenceHash]:
+        return list(islice(chain.from_iterable(self._queues[key] for key in self._keys), count))
+
+    def __len__(self) -> int:
+        return self._free_count
+
+    def _queue(self, key: int) -> OrderedDict[SequenceHash, None]:
+        if key not in self._queues:
+            self._queues[key] = OrderedDict()
+            insort(self._keys, key)
+        return self._queues[key]
+
+    def _drop_if_empty(self, key: int) -> None:
+        if not self._queues[key]:
+            del self._queues[key]
+            self._keys.remove(key)

@@ -1,0 +1,56 @@
+"""How often names were asked for lately, in a table that never grows.
+
+A count-min sketch with two places per name and conservative update, halved now and then so that
+what was popular long ago is forgotten (TinyLFU, Einziger et al. 2017). It counts names that the
+tier does not hold, too.
+"""
+
+from __future__ import annotations
+
+from kvbm_common.identity import SequenceHash
+
+COUNT_MAX = 255
+PLACES_MIN = 1 << 20
+PLACES_PER_SLOT = 16
+"""With the round up to a power of two, 16 to 32 bytes for every block of the tier."""
+HALVED = bytes(count >> 1 for count in range(256))
+SPREAD = 0x9E3779B97F4A7C15
+WORD = (1 << 64) - 1
+
+
+def mix(name: SequenceHash) -> int:
+    """64 well-spread bits of a name, the same in every process."""
+    word = int.from_bytes(name[-8:], "little") * SPREAD & WORD
+    return (word ^ (word >> 29)) * SPREAD & WORD
+
+
+class Sketch:
+    """Counts of names."""
+
+    def __init__(self, slot_count: int) -> None:
+        places = max(PLACES_MIN, PLACES_PER_SLOT * slot_count)
+        self._mask = (1 << (places - 1).bit_length()) - 1
+        self._table = bytearray(self._mask + 1)
+        self._added = 0
+
+    def add(self, word: int) -> int:
+        """Count a name, given its `mix`; returns its count, this time included."""
+        table = self._table
+        first, second = word & self._mask, (word >> 32) & self._mask
+        seen, other = table[first], table[second]
+        count = seen if seen < other else other
+        if count < COUNT_MAX:
+            if seen == count:
+                table[first] = count + 1
+            if other == count:
+                table[second] = count + 1
+            self._added += 1
+            if self._added > self._mask:
+                self._added = 0
+                self._table = bytearray(table.translate(HALVED))
+        return count + 1
+
+    def count(self, word: int) -> int:
+        """How often a name was counted, roughly; given its `mix`."""
+        seen, other = self._table[word & self._mask], self._table[(word >> 32) & self._mask]
+        return seen if seen < other else other
