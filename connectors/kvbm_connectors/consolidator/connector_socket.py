@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +13,7 @@ import zmq.asyncio
 from kvbm_common.counters import Counters
 from kvbm_common.errors import KvbmError
 from kvbm_common.logs import OncePerKind
+from kvbm_common.processes import LockTaken, take_lock
 from kvbm_common.wire.codec import SOCKET_BYTES_MAX
 from kvbm_common.wire.local import (
     FromConsolidator,
@@ -48,21 +47,13 @@ def lock_of(endpoint: str) -> TextIO | None:
     """
     if not endpoint.startswith("ipc://"):
         return None
-    lock = Path(f"{path_of(endpoint)}.lock").open("a+")  # noqa: SIM115 - it is held, not read.
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "?"
-        lock.close()
+        return take_lock(Path(f"{path_of(endpoint)}.lock"))
+    except LockTaken as error:
         raise EndpointTaken(
-            f"process {holder} serves {endpoint} already: a second consolidator would take its "
-            "engines away; set KVBM_CONSOLIDATOR_ENDPOINT if you want another"
+            f"process {error.holder} serves {endpoint} already: a second consolidator would take "
+            "its engines away; set KVBM_CONSOLIDATOR_ENDPOINT if you want another"
         ) from error
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
 
 
 class ConnectorSocket:

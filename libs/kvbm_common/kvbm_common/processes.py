@@ -1,12 +1,18 @@
-"""Child processes that never outlive their parent, and free ports for them."""
+"""Child processes that never outlive their parent, free ports for them, and locks among them."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from kvbm_common.errors import KvbmError
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -25,6 +31,33 @@ def dying_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None]
         libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
 
     return ask_kernel
+
+
+class LockTaken(KvbmError):
+    """Another process holds the lock."""
+
+    code = "lock_taken"
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"process {holder} holds {path}")
+        self.holder = holder
+        """Its process id, as far as it said."""
+
+
+def take_lock(path: Path) -> TextIO:
+    """Be the only one who holds this file, as long as it is open; raises LockTaken."""
+    lock = path.open("a+")  # It is held, not read.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "?"
+        lock.close()
+        raise LockTaken(path, holder) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -14,14 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO
 from urllib.parse import urlsplit
 
 from kvbm_common.config import Settings
 from kvbm_common.errors import ServiceFailed
 from kvbm_common.nats_server import NatsServer
-from kvbm_common.processes import dying_with_parent, free_port
+from kvbm_common.processes import LockTaken, dying_with_parent, free_port, take_lock
 from kvbm_common.service import make_runtime_dir
 
 NATS = "nats"
@@ -231,7 +230,7 @@ class Stack:
             for kind in services
             for name, own in processes_of(kind, self.settings).items()
         }
-        self._lock: TextIOWrapper | None = None
+        self._lock: TextIO | None = None
 
     @classmethod
     def private(
@@ -353,21 +352,13 @@ class Stack:
 
     def _take_lock(self) -> None:
         """One stack per runtime directory: a second one would take its sockets away."""
-        lock = (self.settings.runtime_dir / "stack.lock").open("a+")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            holder = lock.read().strip() or "?"
-            lock.close()
+            self._lock = take_lock(self.settings.runtime_dir / "stack.lock")
+        except LockTaken as error:
             raise ServiceFailed(
-                f"process {holder} runs a stack in {self.settings.runtime_dir}; "
+                f"process {error.holder} runs a stack in {self.settings.runtime_dir}; "
                 "set KVBM_RUNTIME_DIR to run another"
             ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        self._lock = lock
 
     def _release_runtime_dir(self) -> None:
         """Remove what killed services left behind, then let another stack in."""
