@@ -19,6 +19,7 @@ from kvbm_common.config import Settings
 from kvbm_common.counters import Counters, MetricsSnapshot
 from kvbm_common.errors import KvbmError
 from kvbm_common.stack import Stack
+from kvbm_common.traces import TRACE_BLOCK_TOKENS
 from kvbm_common.wire.verbs import verb_subject
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -27,7 +28,7 @@ from kvbm_connectors.sim.check import StackView, check_stack, wait_until
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.report import Report, Tally, make_report, print_report
-from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
+from kvbm_connectors.sim.workload import Turn, conversations, trace
 
 KIB = 1024
 DEVICE_BLOCKS = 512

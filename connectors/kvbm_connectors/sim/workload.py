@@ -6,28 +6,17 @@ message. Turns of one conversation run one after the other; conversations run si
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from kvbm_common.errors import KvbmError
+from kvbm_common.traces import TRACE_BLOCK_TOKENS, BadTrace, TraceLine, read_trace
 
 Tokens = npt.NDArray[np.uint32]
 VOCABULARY = 32_000
-TRACE_BLOCK_TOKENS = 512
-"""Mooncake's traces name 512 tokens by one hash id."""
-
-
-class BadTrace(KvbmError):
-    """The trace file is not in Mooncake's format."""
-
-    code = "bad_trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +26,6 @@ class Turn:
     conversation: int
     prompt: Tokens
     outputs: Tokens
-
-
-class TraceLine(msgspec.Struct, frozen=True):
-    """A line of a Mooncake trace (FAST'25 release)."""
-
-    timestamp: float
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
-    hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 
 
 def conversations(*, requests: int, seed: int) -> Iterator[Turn]:
@@ -82,26 +62,13 @@ def trace(path: Path, *, requests: int) -> Iterator[Turn]:
 
 
 def _read(path: Path, requests: int) -> list[TraceLine]:
-    decoder = msgspec.json.Decoder(TraceLine)
-    entries: list[TraceLine] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(itertools.islice(lines, requests), start=1):
-                entries.append(_decode(decoder, line, f"{path}, line {number}"))
-    except OSError as error:
-        raise BadTrace(f"the trace cannot be read: {error}") from error
+    entries = read_trace(path, TraceLine, requests=requests)
+    for number, entry in enumerate(entries, start=1):
+        named = len(entry.hash_ids) * TRACE_BLOCK_TOKENS
+        if entry.input_length > named:
+            said = f"input_length is {entry.input_length}, hash_ids name {named}"
+            raise BadTrace(f"{path}, line {number}: {said}")
     return entries
-
-
-def _decode(decoder: msgspec.json.Decoder[TraceLine], line: bytes, where: str) -> TraceLine:
-    try:
-        entry = decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadTrace(f"{where}: {error}") from error
-    named = len(entry.hash_ids) * TRACE_BLOCK_TOKENS
-    if entry.input_length > named:
-        raise BadTrace(f"{where}: input_length is {entry.input_length}, hash_ids name {named}")
-    return entry
 
 
 def _turn(number: int, entry: TraceLine) -> Turn:
