@@ -17,7 +17,14 @@ from typing import Any
 from kvbm_common.processes import dying_with_parent, free_port
 
 from benchmarks.lmcache_env import PYTHON as LMCACHE_PYTHON
-from tests.vllm.harness import ROOT, VLLM_PYTHON, EngineProcess, LiveStack, live_stack
+from tests.vllm.harness import (
+    ONE_THREAD,
+    ROOT,
+    VLLM_PYTHON,
+    EngineProcess,
+    LiveStack,
+    live_stack,
+)
 
 BLOCK_TOKENS = 64
 DEVICE_BLOCKS = 48
@@ -68,6 +75,7 @@ def arms() -> Iterator[Arms]:
             settings = tiers.settings if tiers is not None else None
             process = EngineProcess(
                 model, settings, log=directory / f"{name}.log", arguments=ENGINE | more,
+                environ=ONE_THREAD,
                 extra={"verify_host_reads": "sampled"}, **(LMCACHE if name == "lmcache" else {}),
             )  # fmt: skip
             stack.callback(process.stop)

@@ -81,6 +81,7 @@ class MappedReader:
         self._arena.populate()
         self._theirs = welcome.arena_address
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arena")
+        self._thread.submit(lambda: None)  # Here, not in the engine's thread, which may be bound.
 
     def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
         try:

@@ -112,6 +112,7 @@ class WorkerHalf:
         self._given_up = 0
         """The life whose arena some load has awaited in vain: no other one waits for it."""
         self._loading = 0
+        self._expects_reads = True
         self._closed = False
         hello = Hello(
             engine=engine,
@@ -171,6 +172,12 @@ class WorkerHalf:
         """The life of the host tier whose arena is read now; 0 for none."""
         attached = self._arena.attached()
         return 0 if attached is None else attached.welcome.epoch
+
+    def expect_reads(self, *, expected: bool) -> None:
+        """Is anything on offer? If not, no mover needs to stand ready for the host tier."""
+        if expected != self._expects_reads:
+            self._expects_reads = expected
+            self._mover.attend(expected=expected)
 
     def start_load(self, load: Load) -> None:
         """Pull the blocks of a load. Its result comes once, by `drain_ended`, whatever happens."""

@@ -28,6 +28,7 @@ from kvbm_common.nixl import (
     TransferTimeout,
     probe_posix,
 )
+from kvbm_common.nixl_pump import IDLE_POLL_S, QUIET_POLL_S
 from numpy.typing import NDArray
 
 from tests.libs.nixl_owner import Owner, content
@@ -394,6 +395,24 @@ def test_a_file_that_never_answers_times_out_and_drains(memory: Memory) -> None:
         assert memory.array[0] == ord("x")
     os.close(read_end)
     os.close(write_end)
+
+
+def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Memory) -> None:
+    """Its owner computes on the same core, and expects nobody; over TCP it must take part.
+
+    1. It polls as seldom as it says. 2. A peer that comes nevertheless gets its bytes.
+    """
+    memory.array[:BLOCK] = 7
+    with MoverThread("quiet") as quiet, MoverThread("peer") as peer:
+        quiet.register_memory(memory.address, SIZE).result(LIMIT_S)
+        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
+        quiet.attend(expected=False)
+        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == QUIET_POLL_S
+        target = Memory.of(BLOCK)
+        peer.register_memory(target.address, BLOCK).result(LIMIT_S)
+        name = peer.add_peer(quiet.metadata().result(LIMIT_S)).result(LIMIT_S)
+        peer.read(name, target.blocks([0]), memory.blocks([0]), deadline_s=LIMIT_S).result(LIMIT_S)
+        assert (target.array == 7).all()
 
 
 def test_a_missing_back_end_is_unavailable() -> None:

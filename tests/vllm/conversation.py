@@ -57,3 +57,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The lives of the host tier that the scheduler half and the worker half are attached to;
     0: to none."""
     streams_attached: bool = False
+    cpus: dict[str, int] = {}
+    """How many processors each of the connector's threads may use."""
+    expects_reads: bool = True
+    """Does the worker's mover stand ready for the host tier?"""

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -86,6 +87,8 @@ class Engine:
             engine=self.connector._life.engine if self._half() is not None else "",
             epochs=self._epochs(),
             streams_attached=self._half() is not None and self._half().streams_attached,
+            cpus=cpus_of_threads(),
+            expects_reads=self._half() is not None and lent_half()._expects_reads,
         )
 
     def _learn_names(self) -> None:
@@ -182,7 +185,7 @@ class Engine:
         half = self._half()
         if half is None:
             return []
-        lent = worker_of_this_process()._worker._half
+        lent = lent_half()
         return [half.epoch, 0 if lent is None else lent.epoch]
 
     def _dump(self) -> list[str]:
@@ -196,6 +199,20 @@ def worker_of_this_process() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
+
+
+def lent_half() -> Any:
+    """The worker half of this process; None if its memory is not lent."""
+    return worker_of_this_process()._worker._half
+
+
+def cpus_of_threads() -> dict[str, int]:
+    """How many processors the threads of this process may use, but for the main one."""
+    return {
+        thread.name: len(os.sched_getaffinity(thread.native_id))
+        for thread in threading.enumerate()
+        if thread.native_id is not None and thread is not threading.main_thread()
+    }
 
 
 def hold_loads(path: Path) -> None:

@@ -139,6 +139,7 @@ class EngineProcess:
         extra: Mapping[str, object] | None = None,
         events: bool = True,
         arguments: Mapping[str, object] | None = None,
+        environ: Mapping[str, str] | None = None,
         python: Path = VLLM_PYTHON,
         module: str = "tests.vllm.engine_process",
     ) -> None:
@@ -178,7 +179,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=os.environ | ENVIRON,
+            env=os.environ | ENVIRON | dict(environ or {}),
             cwd=ROOT,
         )
         self._lines: queue.Queue[bytes] = queue.Queue()
@@ -297,10 +298,17 @@ ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
+    # In one process vLLM does not bind them, and two that spin on a busy machine are ten times slower.
+    "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "PYTHONHASHSEED": "0",
     "UCX_MODULES": "^ib",  # As the Makefile does for the services.
 }
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_PLACES": "{0}", "OMP_PROC_BIND": "true"}
+"""What vLLM's own server tells OpenMP in its workers for `VLLM_CPU_OMP_THREADS_BIND=0`; in one
+process it does not."""
 
 
 def prompt(seed: int, length: int) -> list[int]:

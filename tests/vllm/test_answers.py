@@ -6,6 +6,7 @@ what was on the device; a cold run, whose chunks end elsewhere, within rounding.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tests.vllm.conversation import Ask, Command
 from tests.vllm.harness import (
     BLOCK_TOKENS,
+    ONE_THREAD,
     EngineProcess,
     LiveStack,
     alike,
@@ -40,7 +42,8 @@ def stack() -> Iterator[LiveStack]:
 
 @pytest.fixture(scope="module")
 def engine(stack: LiveStack, model: str, log_dir: Path) -> Iterator[EngineProcess]:
-    process = EngineProcess(model, stack.settings, log=log_dir / "answers.log").wait_started()
+    log = log_dir / "answers.log"
+    process = EngineProcess(model, stack.settings, log=log, environ=ONE_THREAD).wait_started()
     process.wait_attached(stack)
     yield process
     process.stop()
@@ -93,6 +96,21 @@ def test_concurrent_requests_share_what_they_load(engine: EngineProcess, load: s
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
     assert all(answer.cached >= 320 - BLOCK_TOKENS for answer in together)
     engine.say(Command(what="load async"))
+
+
+def test_it_keeps_off_the_processor_that_computes(engine: EngineProcess) -> None:
+    """Goal: an engine with nothing to load or store pays nothing for the connector.
+
+    The engine's OpenMP is bound to one processor, as vLLM's server does it. The connector's threads
+    are not, and its mover does not poll for a host tier that has nothing to read.
+    """
+    engine.run(Ask(name="busy", tokens=prompt(1500, 100)))
+    state = engine.state()
+    ours = {name: cpus for name, cpus in state.cpus.items() if re.match("kvbm|mover|arena", name)}
+    assert len(ours) >= 4
+    assert set(ours.values()) == {os.cpu_count()}
+    assert state.cpus.keys() - ours.keys()
+    assert not state.expects_reads
 
 
 def test_an_aborted_request_leaves_nothing_behind(engine: EngineProcess) -> None:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvbm_connectors.affinity import unbound
 from kvbm_connectors.scheduler import SchedulerHalf
 from kvbm_connectors.vllm.namespace import Life, namespace_of, refusal_of, stream_of
 from kvbm_connectors.vllm.options import Options
@@ -79,7 +80,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     'set it to "recompute"',
                     transfer.kv_load_failure_policy,
                 )
-            self._start_scheduler()
+            with unbound():
+                self._start_scheduler()
 
     def _start_scheduler(self) -> None:
         settings = self._options.settings
@@ -269,7 +271,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.error("KVBM passes through: KV tensors on %s, only CPU memory is lent", devices)
             return
         try:
-            worker.register(layers, self._kv_cache_config.num_blocks)
+            with unbound():
+                worker.register(layers, self._kv_cache_config.num_blocks)
         except KvbmError as error:
             log.error("KVBM passes through: %s (%s)", error, error.code)
 

@@ -19,6 +19,8 @@ class StepPlan:
     loads: tuple[Load, ...] = ()
     sync: bool = False
     """The loads must be in before this step computes."""
+    offering: bool = False
+    """The host tier may be reading device blocks."""
     sent: tuple[str, ...] = ()
     """Finished requests whose blocks may be freed: each is said exactly once."""
 

@@ -157,7 +157,9 @@ class SchedulerSide:
         if not output.num_scheduled_tokens and not loads and not sent and self._expects(waiting):
             NEWS.wait(IDLE_WAIT_S)
             NEWS.clear()
-        return StepPlan(loads, bool(loads) and self._sync, tuple(sent))
+        return StepPlan(
+            loads, bool(loads) and self._sync, offering=bool(self._by_offer), sent=tuple(sent)
+        )
 
     def _expects(self, waiting: int) -> bool:
         loading = any(tracked.lease is not None for tracked in self._requests.values())

@@ -113,6 +113,8 @@ class WorkerSide:
     def start(self, plan: StepPlan) -> None:
         """Begin the loads of a step; synchronous ones are over when this returns."""
         self._sent.update(plan.sent)
+        if self._half is not None:
+            self._half.expect_reads(expected=plan.offering)
         for load in plan.loads:
             if plan.sync:
                 self._sync.add(load.request)

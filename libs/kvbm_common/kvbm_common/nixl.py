@@ -149,6 +149,11 @@ class MoverThread:
         report such a transfer as done."""
         return self._call(lambda pump: pump.deregister(registration))
 
+    def attend(self, *, expected: bool) -> None:
+        """Are peers expected to read from here now? Until somebody says no, yes: an idle mover
+        polls for them. Who shares a core with something else says no when it can."""
+        self._call(lambda pump: pump.attend(expected=expected))
+
     def metadata(self) -> Future[bytes]:
         """What peers need to read from here. Registrations add to it: ask after the last one."""
         return self._call(lambda pump: pump.metadata())

@@ -43,6 +43,9 @@ POSIX_IO_COUNT_MAX = 16_384
 POSIX_KERNEL_QUEUE = 256
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
+# The same while nobody is expected to read from here (`attend`): 0.2 % of a core. Connections come
+# about at this pace too.
+QUIET_POLL_S = 0.02
 # Poll tightly until nothing has ended for so long, then pause between polls. Tight is 2.6 times
 # faster than 1 ms for POSIX, but no silent peer is worth a core.
 SPIN_S = 0.02
@@ -121,6 +124,7 @@ class Pump:
             defaults = posix_defaults() if backend == "POSIX" else {}
             self._agent.create_backend(backend, parameters.get(backend, defaults))
         self._serves = "UCX" in backends
+        self._attentive = True
         self._spins = backends != ("OBJ",)
         self._next_object = 1
         self._finished = finished
@@ -146,7 +150,11 @@ class Pump:
                 return OBJECT_PAUSE_S
             quiet = time.monotonic() - self._last_event > SPIN_S
             return PAUSE_S if quiet else 0.0
-        return IDLE_POLL_S if self._serves or self._flights or self._waiting else None
+        if self._flights or self._waiting:
+            return IDLE_POLL_S
+        if not self._serves:
+            return None
+        return IDLE_POLL_S if self._attentive else QUIET_POLL_S
 
     def accept(self, job: Call | Transfer) -> None:
         if isinstance(job, Transfer):
@@ -200,6 +208,9 @@ class Pump:
                 raise MoverBusy(f"a transfer still uses {registration}")
         descriptors = self._agent.get_reg_descs([_row_of(registration)], registration.kind)
         self._agent.deregister_memory(descriptors)
+
+    def attend(self, *, expected: bool) -> None:
+        self._attentive = expected
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
