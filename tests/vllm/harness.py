@@ -298,7 +298,7 @@ ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
-    # In one process vLLM does not bind them, and two that spin on a busy machine are ten times slower.
+    # In one process vLLM does not bind them; two that spin took ten times as long.
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "PYTHONHASHSEED": "0",
