@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
 
 import pytest
 from kvbm_connectors.sim.check import check_stack
 
-from tests.integration.running import running
+from tests.integration.running import Running, running
 
 TIERS = {"cpu_cache_gb": 0.1, "disk_cache_gb": 0.5, "disable_disk_offload_filter": True}
 REQUESTS_PER_FAULT = 80
@@ -51,6 +52,44 @@ async def test_every_service_may_be_killed_during_the_load() -> None:
         await run.run(requests=60, seed=1, prefix="again")
         assert sum(f.host_blocks + f.disk_blocks for f in run.finished) > 0
         assert run.mismatches() == 0
+
+
+@pytest.mark.timeout(120)
+async def test_of_two_disks_one_may_be_lost(tmp_path: Path) -> None:
+    """Goal: blocks are spread over the disks, and a lost disk loses only its own.
+
+    1. With two directories, each block is on exactly one disk, and both have many.
+    2. One disk tier is killed: its blocks are misses, the other one's are hits, no request fails,
+       and the other one takes all new blocks.
+    3. It returns, with every block that it had.
+    """
+    directories = f"{tmp_path / 'd1'},{tmp_path / 'd2'}"
+    async with running(TIERS | {"cpu_cache_gb": 0.03, "disk_cache_dirs": directories}) as run:
+        await run.run(requests=100)
+        assert (await check_stack(run.view, run.engines, with_disk=True)).differences == []
+        first, second = await disk_blocks(run, "0"), await disk_blocks(run, "0-1")
+        assert not first & second
+        assert min(len(first), len(second)) > 0.3 * len(first | second)
+
+        await run.stack.kill("disk-tier-1")
+        await run.run(requests=60, seed=2, prefix="one disk")
+        assert not run.errors()
+        assert run.mismatches() == 0
+        assert len(await disk_blocks(run, "0")) > len(first)
+
+        await run.stack.start("disk-tier-1")
+        await run.stack.wait_ready("disk-tier-1")
+        assert await disk_blocks(run, "0-1") >= second
+        await run.run(requests=30, seed=1, prefix="both")
+        assert sum(finished.disk_blocks for finished in run.finished) > 0
+        assert run.mismatches() == 0
+        assert (await check_stack(run.view, run.engines, with_disk=True)).differences == []
+
+
+async def disk_blocks(run: Running, instance: str) -> set[str]:
+    """What a disk tier holds by its own account."""
+    snapshot = await run.view.snapshot("disk-tier", instance)
+    return {name for part in snapshot.parts for group in part.runs for name in group.hashes}
 
 
 @pytest.mark.timeout(120)

@@ -136,6 +136,8 @@ class DiskTier(Service):
                     self._verbs.pop(reply_to)(reply)
                 case disk.Publish(event):
                     self.publish(event)
+                case disk.SayAccepting():
+                    pass  # There is no other.
                 case _:
                     assert_never(effect)
 

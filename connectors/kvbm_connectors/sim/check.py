@@ -11,6 +11,7 @@ import msgspec
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
 from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.stack import instances_of
 from kvbm_common.wire.verbs import (
     DumpReply,
     DumpRequest,
@@ -27,6 +28,9 @@ VERB_DEADLINE_S = 5.0
 QUIET_DEADLINE_S = 30.0
 POLL_S = 0.05
 """How often a condition is looked at that nobody announces."""
+
+Tiers = list[tuple[str, str]]
+"""Kind and instance of each."""
 
 
 @dataclass(slots=True)
@@ -49,15 +53,21 @@ class StackView:
         self._bus = bus
         self._settings = settings
 
-    async def stats(self, kind: str) -> StatsReply:
-        """The figures of the instance of this host."""
-        return msgspec.json.decode(await self._ask(kind, "stats", b"{}"), type=StatsReply)
+    async def stats(self, kind: str, instance: str = "") -> StatsReply:
+        """The figures of an instance of this host, of the first by default."""
+        reply = await self._ask(kind, instance, "stats", b"{}")
+        return msgspec.json.decode(reply, type=StatsReply)
 
-    async def snapshot(self, kind: str) -> SnapshotReply:
+    async def snapshot(self, kind: str, instance: str = "") -> SnapshotReply:
         """What a tier holds by its own account."""
-        source = f"{kind}-{self._settings.instance}"
+        source = f"{kind}-{instance or self._settings.instance}"
         request = msgspec.json.encode(SnapshotRequest(source=source))
-        return msgspec.json.decode(await self._ask(kind, "snapshot", request), type=SnapshotReply)
+        reply = await self._ask(kind, instance, "snapshot", request)
+        return msgspec.json.decode(reply, type=SnapshotReply)
+
+    def instances(self, *kinds: str) -> list[tuple[str, str]]:
+        """Kind and instance of every service of these kinds."""
+        return [(kind, name) for kind in kinds for name in instances_of(kind, self._settings)]
 
     async def dump(self) -> list[HolderDump]:
         """What the index holds, by holder."""
@@ -68,9 +78,10 @@ class StackView:
         )
         return msgspec.json.decode(payload, type=DumpReply).holders
 
-    async def _ask(self, kind: str, verb: str, payload: bytes) -> bytes:
+    async def _ask(self, kind: str, instance: str, verb: str, payload: bytes) -> bytes:
         settings = self._settings
-        subject = verb_subject(kind, verb, host=settings.host, instance=settings.instance)
+        instance = instance or settings.instance
+        subject = verb_subject(kind, verb, host=settings.host, instance=instance)
         return await self._bus.request(subject, payload, deadline_s=VERB_DEADLINE_S)
 
 
@@ -80,13 +91,13 @@ async def check_stack(
     """Wait for a quiet point, then compare every view with the index's."""
     verdict = Verdict()
     unrest: list[str] = []
-    tiers = ["host-tier", *(["disk-tier"] if with_disk else [])]
+    tiers = view.instances("host-tier", *(["disk-tier"] if with_disk else []))
     try:
         await wait_until(lambda: _is_quiet(view, engines, tiers), "the stack is not quiet")
     except DeadlineExceeded as error:
         unrest.append(str(error))
-    for kind in tiers:
-        stats = await view.stats(kind)
+    for kind, instance in tiers:
+        stats = await view.stats(kind, instance)
         verdict.leases_left += stats.leases
         verdict.staged_left += stats.slots.get("staged", 0)
     try:
@@ -98,12 +109,12 @@ async def check_stack(
     return verdict
 
 
-async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: list[str]) -> bool:
+async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: Tiers) -> bool:
     for engine in engines:
         if not (await engine.stats()).idle:
             return False
-    for kind in tiers:
-        stats = await view.stats(kind)
+    for kind, instance in tiers:
+        stats = await view.stats(kind, instance)
         names = ("offers", "lookups_waiting", "writes", "writes_pending", "reads")
         if any(stats.figures.get(name) for name in names) or stats.slots.get("staged"):
             return False
@@ -111,14 +122,14 @@ async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: lis
 
 
 async def _agree(
-    view: StackView, engines: Sequence[EngineHandle], tiers: list[str], verdict: Verdict
+    view: StackView, engines: Sequence[EngineHandle], tiers: Tiers, verdict: Verdict
 ) -> bool:
     held: dict[str, set[str]] = {}
     for holder in await view.dump():
         held.setdefault(holder.source, set()).update(holder.hashes)
     verdict.differences.clear()
-    for kind in tiers:
-        snapshot = await view.snapshot(kind)
+    for kind, instance in tiers:
+        snapshot = await view.snapshot(kind, instance)
         own = {name for part in snapshot.parts for run in part.runs for name in run.hashes}
         _compare(snapshot.source, own, held.pop(snapshot.source, set()), verdict)
     for engine in engines:

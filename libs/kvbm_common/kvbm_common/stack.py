@@ -24,7 +24,7 @@ from kvbm_common.processes import LockTaken, dying_with_parent, free_port, take_
 from kvbm_common.service import make_runtime_dir
 
 NATS = "nats"
-SERVICES = ("consolidator", "index", "host-tier", "disk-tier", "metrics")
+SERVICES = ("consolidator", "index", "host-tier", "disk-tier", "object-tier", "metrics")
 READY_DEADLINE_S = 15.0
 """Five interpreters on a loaded two-core machine; usually it takes one to two seconds."""
 STOP_DEADLINE_S = 3.7
@@ -170,8 +170,11 @@ class ServiceProcess:
 def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
     """The processes of a kind, by name, and the variables in which each differs from the others.
 
-    One of each kind, and a disk tier per directory: a disk that hangs holds up nobody else.
+    One of each kind, and a disk tier per directory: a disk that hangs holds up nobody else. An
+    object tier only where it is enabled.
     """
+    if kind == "object-tier" and not settings.object_enabled:
+        return {}
     if kind != "disk-tier":
         return {kind: {}}
     count = len(settings.disk_cache_dirs)
@@ -190,6 +193,12 @@ def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
         }
         for number, directory in enumerate(settings.disk_cache_dirs)
     }
+
+
+def instances_of(kind: str, settings: Settings) -> list[str]:
+    """The instances of a kind that a stack of these settings runs."""
+    own = processes_of(kind, settings).values()
+    return [variables.get("KVBM_INSTANCE", settings.instance) for variables in own]
 
 
 class Stack:

@@ -16,6 +16,7 @@ from kvbm_common.slots import SlotTable
 from kvbm_common.wire.events import Event, Stored
 from kvbm_common.wire.verbs import ArenaReply, ErrorBody, SnapshotReply, StatsReply
 
+from kvbm_disk_tier.breaker import BreakerState
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.messages import (
     Answer,
@@ -39,14 +40,20 @@ from kvbm_disk_tier.messages import (
     ReadDone,
     ReadFailed,
     Released,
+    SayAccepting,
+    StoreDown,
     StoreFailed,
     StoreOpened,
+    StoreUp,
     Tick,
     WriteFailed,
+    WritersKnown,
     Written,
 )
 from kvbm_disk_tier.reads import Reads
-from kvbm_disk_tier.tier import Limits, Tier
+from kvbm_disk_tier.shards import Shards
+from kvbm_disk_tier.tier import DISK, Limits, StoreKind, Tier
+from kvbm_disk_tier.write_budget import WriteBudget
 from kvbm_disk_tier.writes import Writes
 
 __all__ = ["DiskTierCore", "Limits"]
@@ -64,23 +71,28 @@ class DiskTierCore:
         frequency_filter: FrequencyFilter | None = None,
         limits: Limits | None = None,
         policy: str = "lru",
+        write_budget: int = 0,
+        kind: StoreKind = DISK,
     ) -> None:
+        """`write_budget`: bytes in 24 hours, 0 without a limit."""
         self.instance = instance
         self.tier = Tier(
             host=host,
-            source=f"disk-tier-{instance}",
+            instance=instance,
             epoch=epoch,
             limits=limits or Limits(),
             policy=policy,
+            kind=kind,
         )
         # Not `or`: a filter that has seen nothing is empty, and false.
         given = FrequencyFilter() if frequency_filter is None else frequency_filter
-        self.writes = Writes(self.tier, given)
+        self.writes = Writes(self.tier, given, WriteBudget(write_budget), Shards(instance))
         self.reads = Reads(self.tier)
         self._host: str | None = None
         self._host_epoch = 0
         """The newest life of the host tier that we have heard of."""
         self._asking_arena = False
+        self._said_accepting = True
 
     @property
     def table(self) -> SlotTable:
@@ -112,6 +124,10 @@ class DiskTierCore:
                 self.tier.opened(event, now_ms)
             case StoreFailed():
                 self.tier.open_failed(event, now_ms)
+            case StoreDown(reason):
+                self.tier.went_down(reason)
+            case StoreUp():
+                self.tier.came_up()
             case HostSeen(instance):
                 self._host = instance
                 self._ask_arena(instance)
@@ -133,22 +149,24 @@ class DiskTierCore:
                 self.writes.leased(event)
             case LeaseFailed(write, reason):
                 self.writes.lease_failed(write, reason)
-            case Written(write):
-                self.writes.written(write)
+            case Written(write, lost):
+                self.writes.written(write, lost, now_ms)
             case WriteFailed(write, reason):
-                self.writes.write_failed(write, reason)
+                self.writes.write_failed(write, reason, now_ms)
             case Released(write, valid):
                 self.writes.released(write, valid=valid)
             case Journaled(write):
                 self.writes.journaled(write, now_ms)
             case JournalFailed(write, reason):
-                self.writes.journal_failed(write, reason)
+                self.writes.journal_failed(write, reason, now_ms)
             case FillAsked():
                 self.reads.asked(event, now_ms)
             case ReadDone():
                 self.reads.done(event, now_ms)
             case ReadFailed():
-                self.reads.failed(event)
+                self.reads.failed(event, now_ms)
+            case WritersKnown(instances):
+                self.writes.shards.set(instances)
             case Tick():
                 self._tick(now_ms)
             case _:
@@ -169,6 +187,9 @@ class DiskTierCore:
             self.writes.forget_pending()
         self.writes.advance(now_ms, beside_reads=len(self.reads) > 0)
         self.tier.rewrite_long_journal(self.writes.committing())
+        if self.tier.accepting != self._said_accepting:
+            self._said_accepting = self.tier.accepting
+            self.tier.emit(SayAccepting(self._said_accepting))
 
     # --- the host tier ----------------------------------------------------------------------
 
@@ -206,6 +227,9 @@ class DiskTierCore:
 
     def _tick(self, now_ms: int) -> None:
         self.writes.filter.decay_until(now_ms)
+        # A bypassed disk that nobody asks for would stay so: when its pause is over, it takes
+        # blocks again, and the first write is the probe.
+        self.tier.breaker.allows(now_ms)
         if self._host is not None and self._wants_arena():
             self._ask_arena(self._host)
 
@@ -224,15 +248,21 @@ class DiskTierCore:
         figures["writes_pending"] = float(self.writes.pending_count)
         figures["reads"] = float(len(self.reads) + self.reads.waiting_count)
         figures["filter_entries"] = float(len(self.writes.filter))
+        figures["write_budget_bytes"] = self.writes.budget.level
+        figures["writers"] = float(len(self.writes.shards.instances))
+        figures["disk_bypassed"] = float(tier.breaker.state is not BreakerState.CLOSED)
+        payload = tier.counts["bytes.payload"]
+        on_disk = tier.counts["bytes.written"] + tier.counts["bytes.journal"]
+        figures["write_amplification"] = on_disk / payload if payload else 1.0
         return StatsReply(
-            kind="disk-tier",
+            kind=tier.kind.service,
             host=tier.announcer.host,
             instance=self.instance,
             epoch=tier.announcer.epoch,
             ready=not tier.problem,
             reasons=[tier.problem] if tier.problem else [],
             seq=tier.announcer.seq,
-            tier="disk",
+            tier=tier.kind.tier,
             slots=tier.table.counts(),
             slot_bytes=tier.slot_bytes,
             figures=figures,

@@ -19,6 +19,10 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_disk_tier.journal import Record, Replay
 
+STALE_ARENA = "stale_arena"
+"""Another life's arena was mapped between the core's decision and its execution: these slots are
+somebody else's by now."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
@@ -90,9 +94,10 @@ class LeaseFailed:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The bytes of a batch are in the file."""
+    """The bytes of a batch are in the store, but for entries `lost` of it."""
 
     write: int
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +141,15 @@ class FillAsked:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """A read has ended; `intact[i]` says whether block i had the right checksum."""
+    """A read has ended; `intact[i]` says whether block i is there and has the right checksum.
+
+    `reasons[i]` says what is wrong with it otherwise: without it `corrupt`. A block that is
+    `corrupt` or `gone` is lost; for any other reason it may be read again.
+    """
 
     read: int
     intact: tuple[bool, ...]
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +177,25 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WritersKnown:
+    """These instances of this host, this one included or not, take blocks now."""
+
+    instances: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDown:
+    """The store does not work for now. `reason` is for the operator."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUp:
+    """It works again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -174,6 +203,8 @@ class Tick:
 Input = (
     StoreOpened
     | StoreFailed
+    | StoreDown
+    | StoreUp
     | HostSeen
     | HostLost
     | HostEvent
@@ -191,6 +222,7 @@ Input = (
     | FillAsked
     | ReadDone
     | ReadFailed
+    | WritersKnown
     | Tick
 )
 
@@ -217,7 +249,7 @@ class ReleaseHost:
 class WriteSlots:
     """Write arena slot `sources[i]` to file slot `targets[i]`; ends in Written or WriteFailed.
 
-    `epoch`: the arena that the slots are of.
+    `epoch`: the arena that the slots are of. `blocks`: what they hold.
     """
 
     write: int
@@ -225,6 +257,7 @@ class WriteSlots:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     slot_bytes: int
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +331,13 @@ class AskHostSnapshot:
     instance: str
 
 
+@dataclass(frozen=True, slots=True)
+class SayAccepting:
+    """Tell the other instances whether this one takes blocks; ends in their WritersKnown."""
+
+    accepting: bool
+
+
 Effect = (
     OpenStore
     | RewriteJournal
@@ -310,4 +350,5 @@ Effect = (
     | AppendJournal
     | Answer
     | Publish
+    | SayAccepting
 )

@@ -16,6 +16,7 @@ from kvbm_common.nixl import Moved, MoverThread, Registration, Spans, TransferEr
 from kvbm_common.wire.verbs import FILL_GRACE_MS
 
 from kvbm_disk_tier.messages import (
+    STALE_ARENA,
     ReadDone,
     ReadFailed,
     ReadSlots,
@@ -31,10 +32,6 @@ SETTLE_DEADLINE_S = 0.8 * FILL_GRACE_MS / 1000
 """Soon the host tier will reuse the slots of a late fill: end this process before."""
 WRITE_DEADLINE_S = 30.0
 """A disk that takes longer for one batch is as good as broken."""
-
-STALE_ARENA = "stale_arena"
-"""Another life's arena was mapped between the core's decision and its execution: these slots are
-somebody else's by now."""
 
 
 class NotSettled(KvbmError):

@@ -12,10 +12,21 @@ from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.slots import Block
+from kvbm_common.transfers import TransferTimeout
 from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, FillRequest, FillSlot
 
-from kvbm_disk_tier.messages import Answer, FillAsked, ReadDone, ReadFailed, ReadSlots
-from kvbm_disk_tier.tier import Tier
+from kvbm_disk_tier.messages import (
+    STALE_ARENA,
+    Answer,
+    FillAsked,
+    ReadDone,
+    ReadFailed,
+    ReadSlots,
+)
+from kvbm_disk_tier.tier import SLOW_MS, Tier
+
+NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
+"""Reasons of failed reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,7 @@ class Read:
     reply_to: int
     asked: list[FillSlot]
     slots: dict[SequenceHash, int]
+    started_ms: int
 
 
 class Reads:
@@ -64,6 +76,8 @@ class Reads:
             return ErrorBody(code="stale_arena", message="another arena is mapped", field="epoch")
         if now_ms >= request.until_ms:
             return ErrorBody(code="too_late", message="the deadline has passed", field="until_ms")
+        if not self._tier.breaker.allows(now_ms):
+            return ErrorBody(code="disk_bypassed", message="the disk fails or is too slow")
         if any(slot.slot >= arena.slot_count for slot in request.slots):
             return ErrorBody(code="bad_slot", message="no such arena slot", field="slots")
         for field_name in ("slot", "hash"):
@@ -83,9 +97,9 @@ class Reads:
             if refusal is not None:
                 self._refuse(event, refusal)
             else:
-                self._start(event)
+                self._start(event, now_ms)
 
-    def _start(self, event: FillAsked) -> None:
+    def _start(self, event: FillAsked, now_ms: int) -> None:
         table = self._tier.table
         slots: dict[SequenceHash, int] = {}
         targets: list[int] = []
@@ -98,12 +112,13 @@ class Reads:
             table.pin(slot, used=True)
             slots[name] = slot
             targets.append(asked.slot)
-        read = Read(event.reply_to, event.request.slots, slots)
+        read = Read(event.reply_to, event.request.slots, slots, now_ms)
         if not slots:
-            self._tier.emit(Answer(read.reply_to, _reply(read, {})))
+            self._tier.emit(Answer(read.reply_to, _reply(read, {}, {})))
             return
         read_id = self._tier.take_id()
         self._reads[read_id] = read
+        self._tier.breaker.start()
         self._tier.emit(
             ReadSlots(
                 read_id,
@@ -120,29 +135,38 @@ class Reads:
         """The bytes are there and summed up: answer, and quarantine what is wrong."""
         tier = self._tier
         read = self._reads.pop(event.read)
+        tier.disk_ended(read.started_ms, now_ms, failed=False)
         intact: dict[SequenceHash, Block] = {}
-        corrupt: list[tuple[int, Block]] = []
-        for (name, slot), ok in zip(read.slots.items(), event.intact, strict=True):
+        lost: dict[str, list[tuple[int, Block]]] = {"corrupt": [], "gone": []}
+        reasons = event.reasons or ("corrupt",) * len(event.intact)
+        told: dict[SequenceHash, str] = {}
+        for (name, slot), ok, reason in zip(read.slots.items(), event.intact, reasons, strict=True):
             if ok:
                 intact[name] = tier.table.block(slot)
                 continue
-            tier.diary.note(now_ms, "was corrupt", name)
+            told[name] = reason
+            tier.counts[f"dropped.fill_{reason}"] += 1
+            tier.diary.note(now_ms, f"was read: {reason}", name)
             # Another read may have found it so, and it may have been written anew since.
-            if tier.table.find(name) == slot:
-                corrupt.append((slot, tier.table.block(slot)))
+            if reason in lost and tier.table.find(name) == slot:
+                lost[reason].append((slot, tier.table.block(slot)))
         tier.table.unpin(read.slots.values())
         tier.counts["fill_blocks"] += len(intact)
-        tier.counts["dropped.fill_corrupt"] += len(read.slots) - len(intact)
         tier.counts["bytes.read"] += len(read.slots) * tier.slot_bytes
-        tier.quarantine(corrupt)
-        tier.emit(Answer(read.reply_to, _reply(read, intact)))
+        tier.quarantine(lost["corrupt"])
+        tier.lose(lost["gone"], "gone")
+        tier.emit(Answer(read.reply_to, _reply(read, intact, told)))
 
-    def failed(self, event: ReadFailed) -> None:
+    def failed(self, event: ReadFailed, now_ms: int) -> None:
         """Nothing of it can be believed."""
         read = self._reads.pop(event.read)
+        # A short deadline that has passed says nothing of the disk, an old arena neither.
+        if event.reason not in NOT_THE_DISK or now_ms - read.started_ms >= SLOW_MS:
+            self._tier.disk_ended(read.started_ms, now_ms, failed=True)
         self._tier.counts[f"dropped.fill_{event.reason}"] += len(read.slots)
         self._tier.table.unpin(read.slots.values())
-        self._tier.emit(Answer(read.reply_to, _reply(read, {}, reason=event.reason)))
+        told = dict.fromkeys(read.slots, event.reason)
+        self._tier.emit(Answer(read.reply_to, _reply(read, {}, told)))
 
     def pins(self) -> Counter[int]:
         """Every pin that a read holds, for `check`."""
@@ -154,14 +178,16 @@ class Reads:
         assert len(self._waiting) <= self._tier.limits.reads_waiting_max
 
 
-def _reply(read: Read, intact: Mapping[SequenceHash, Block], *, reason: str = "") -> FillReply:
-    """One entry per asked slot, in the asked order."""
+def _reply(
+    read: Read, intact: Mapping[SequenceHash, Block], told: Mapping[SequenceHash, str]
+) -> FillReply:
+    """One entry per asked slot, in the asked order; `told`: why a block that was read is not ok."""
     slots: list[FilledSlot] = []
     for asked in read.asked:
         name = hash_from_hex(asked.hash)
         block = intact.get(name)
         if block is None:
-            why = "gone" if name not in read.slots else reason or "corrupt"
+            why = told.get(name, "gone")
             slots.append(FilledSlot(hash=asked.hash, slot=asked.slot, ok=False, reason=why))
             continue
         slots.append(

@@ -1,10 +1,9 @@
-"""The disk tier's shell: NATS, the store's files and NIXL around the core."""
+"""The shell of a tier below the host tier: NATS around a core and its medium; the disk tier."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import time
@@ -13,13 +12,12 @@ from typing import assert_never
 
 import msgspec
 from kvbm_common.counters import families_of_counts
-from kvbm_common.errors import DeadlineExceeded, KvbmError, RequestFailed
+from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable, RequestFailed
 from kvbm_common.event_publisher import EventPublisher
 from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
-from kvbm_common.transfers import TransferError
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
 from kvbm_common.wire.verbs import (
@@ -38,7 +36,9 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_disk_tier.core import DiskTierCore, Limits
+from kvbm_disk_tier.disk_medium import DiskMedium
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.medium import Medium
 from kvbm_disk_tier.messages import (
     Answer,
     AppendJournal,
@@ -54,8 +54,6 @@ from kvbm_disk_tier.messages import (
     HostSeen,
     HostSnapshot,
     Input,
-    Journaled,
-    JournalFailed,
     Leased,
     LeaseFailed,
     LeaseHost,
@@ -65,18 +63,18 @@ from kvbm_disk_tier.messages import (
     Released,
     ReleaseHost,
     RewriteJournal,
-    StoreFailed,
+    SayAccepting,
     StoreOpened,
     Tick,
+    WritersKnown,
     WriteSlots,
 )
 from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.shards import writers_of
 from kvbm_disk_tier.store import (
     Store,
     StoreBusy,
-    StoreError,
     StoreOptions,
-    StoreThread,
 )
 
 INBOX_MAX = 10_000
@@ -90,6 +88,8 @@ GOODBYE_S = 1.0
 LOCK_DEADLINE_S = 4.5
 """A predecessor whose place we have taken is gone by then (kvbm_common.service.EXIT_DEADLINE_S)."""
 LOCK_TRY_S = 0.1
+ACCEPTING = "accepting"
+"""The key in a disk tier's registry entry that says whether it takes blocks."""
 
 log = logging.getLogger(__name__)
 _arena_reply: JsonCodec[ArenaReply] = JsonCodec(ArenaReply)
@@ -99,17 +99,13 @@ _snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _fill_request: JsonCodec[FillRequest] = JsonCodec(FillRequest)
 
 
-class DiskTierShell:
-    """Translates between the outside and the core."""
+class TierShell:
+    """Translates between the outside, a core and its medium."""
 
-    def __init__(
-        self, context: ServiceContext, core: DiskTierCore, store: Store, mover: DiskMover
-    ) -> None:
+    def __init__(self, context: ServiceContext, core: DiskTierCore, medium: Medium) -> None:
         self._context = context
         self._core = core
-        self._store = store
-        self._mover = mover
-        self._store_thread = StoreThread(store)
+        self._medium = medium
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
         self._answers: dict[int, asyncio.Future[FillReply]] = {}
         self._reply_ids = itertools.count(1)
@@ -119,6 +115,8 @@ class DiskTierShell:
             labels=("reason",),
         )
         self._log = OncePerKind(log)
+        self._accepting: dict[str, bool] = {}
+        """The instances of our kind on this host, and whether they take blocks."""
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
             core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
         )
@@ -126,35 +124,27 @@ class DiskTierShell:
     async def run(self) -> None:
         """Serve until the context is stopping."""
         context = self._context
-        recovered = await self._wait_recovered()
+        recovered = await self._medium.recover()
         context.set_stats(self._core.statistics)
         context.counters.include(
             lambda: families_of_counts(self._core.tier.counts, label_names={"bytes": "direction"})
         )
         await context.bus.subscribe(hits_subject(context.host), self._hits)
         await context.add_verbs({"fill": self._fill, "snapshot": self._snapshot})
-        try:
-            await self._serve(recovered)
-        finally:
-            self._store_thread.close()
-
-    async def _serve(self, recovered: StoreOpened | StoreFailed | None) -> None:
-        context = self._context
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._loop.run(), name="core"),
                 tasks.create_task(self._publisher.run(), name="publisher"),
                 tasks.create_task(self._follow_hosts(), name="host events"),
+                tasks.create_task(self._medium.run(self._loop), name="medium"),
             ]
-            if self._store.options.sync == "interval":
-                running.append(tasks.create_task(self._synchronise(), name="synchronise"))
             for effect in self._core.start():
                 self._carry_out(effect)
             if recovered is not None:
                 self._loop.complete(recovered)
             forget = context.registry.watch(self._registry_changed)
             blocks = len(recovered.replay.blocks) if isinstance(recovered, StoreOpened) else 0
-            context.ready(f"{self._store.options.directory} with {blocks} blocks")
+            context.ready(f"{self._medium.where} with {blocks} blocks")
             await context.stopping.wait()
             forget()
             await self._say_goodbye()
@@ -171,21 +161,6 @@ class DiskTierShell:
             await self._publisher.flush(deadline_s=GOODBYE_S)
         except DeadlineExceeded as error:
             log.warning("stopping with events unpublished: %s", error)
-
-    async def _wait_recovered(self) -> StoreOpened | StoreFailed | None:
-        try:
-            return await asyncio.wrap_future(self._store_thread.call(self._recover))
-        except StoreError as error:
-            self._log.warning(error.code, str(error))
-            return StoreFailed(str(error))
-
-    def _recover(self) -> StoreOpened | None:
-        found = self._store.recover()
-        header = self._store.header
-        if found is None or header is None:
-            return None
-        self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
-        return StoreOpened(header.slot_count, header.slot_bytes, found)
 
     # --- inputs -----------------------------------------------------------------------------
 
@@ -220,6 +195,12 @@ class DiskTierShell:
 
     def _registry_changed(self, event: RegistryEvent) -> None:
         record = event.record
+        if record.kind == self._context.kind and record.host == self._context.host:
+            if isinstance(event, Left):
+                self._accepting.pop(record.instance, None)
+            else:
+                self._accepting[record.instance] = record.info.get(ACCEPTING) is not False
+            self._loop.complete(WritersKnown(writers_of(self._accepting)))
         if record.kind == "host-tier" and record.host == self._context.host:
             gone = isinstance(event, Left)
             self._loop.complete(HostLost(record.instance) if gone else HostSeen(record.instance))
@@ -249,9 +230,9 @@ class DiskTierShell:
     def _carry_out(self, effect: Effect) -> Input | Awaitable[Input | None] | None:
         match effect:
             case OpenStore(slot_bytes):
-                return self._open_store(slot_bytes)
+                return self._medium.open(slot_bytes)
             case RewriteJournal():
-                return self._rewrite(effect)
+                return self._medium.rewrite(effect)
             case AskArena(instance):
                 return self._ask_arena(instance)
             case AskHostSnapshot(instance):
@@ -261,62 +242,33 @@ class DiskTierShell:
             case ReleaseHost():
                 return self._release(effect)
             case WriteSlots():
-                return self._mover.write(effect)
+                return self._medium.write(effect)
             case ReadSlots():
-                return self._mover.read(effect)
+                return self._medium.read(effect)
             case AppendJournal():
-                return self._append(effect)
+                return self._medium.append(effect)
             case Answer(reply_to, reply):
                 self._answer(reply_to, reply)
             case Publish(event):
                 self._publish(event)
+            case SayAccepting(accepting):
+                return self._say_accepting(accepting)
             case _:
                 assert_never(effect)
         return None
 
-    async def _open_store(self, slot_bytes: int) -> StoreOpened | StoreFailed:
-        def create() -> StoreOpened:
-            self._mover.drop_file()
-            opened = self._store.create(slot_bytes)
-            header = self._store.header
-            assert header is not None
-            self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
-            return StoreOpened(header.slot_count, header.slot_bytes, opened)
-
+    async def _say_accepting(self, accepting: bool) -> None:
+        """Whoever does not hear of it goes on as before: a block is written twice, or not."""
         try:
-            opened = await asyncio.wrap_future(self._store_thread.call(create))
-        except (StoreError, TransferError) as error:
-            self._log.warning(error.code, str(error))
-            return StoreFailed(str(error))
-        log.info("a new store of %d-byte slots in %s", slot_bytes, self._store.options.directory)
-        return opened
-
-    async def _append(self, effect: AppendJournal) -> Journaled | JournalFailed | None:
-        commit = effect.write is not None
-        try:
-            await asyncio.wrap_future(self._store_thread.append(effect.records, commit=commit))
-        except OSError as error:
-            self._log.warning("journal", f"the journal cannot be written: {error}")
-            return None if effect.write is None else JournalFailed(effect.write, "journal")
-        return None if effect.write is None else Journaled(effect.write)
-
-    async def _rewrite(self, effect: RewriteJournal) -> None:
-        rewrite = functools.partial(self._store.rewrite, effect.records)
-        try:
-            await asyncio.wrap_future(self._store_thread.call(rewrite))
-        except OSError as error:
-            self._log.warning("journal", f"the journal cannot be rewritten: {error}")
-
-    async def _synchronise(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            await asyncio.wrap_future(self._store_thread.call(self._store.synchronise))
+            await self._context.registration.update({ACCEPTING: accepting})
+        except RegistryUnavailable as error:
+            self._log.warning(error.code, f"the other disk tiers do not hear of us: {error}")
 
     async def _ask_arena(self, instance: str) -> ArenaKnown | ArenaFailed:
         try:
             reply = _arena_reply.decode(await self._ask_host(instance, "arena", b"{}"))
             if reply.slot_bytes:
-                self._mover.use_arena(reply.path, reply.epoch)
+                self._medium.use_arena(reply)
         except (KvbmError, OSError) as error:
             log.warning("no arena of host tier %s: %s", instance, error)
             return ArenaFailed(instance)
@@ -391,22 +343,23 @@ async def serve(context: ServiceContext) -> None:
             lease_ms=settings.lease_ms,
         ),
         policy=settings.eviction_policy,
+        write_budget=int(settings.disk_write_budget_gb_per_day * 1e9),
     )
     if options.capacity_bytes == 0 and options.slot_count is None:
-        await _serve_nothing(context, core)
+        await serve_nothing(context, core, "DYN_KVBM_DISK_CACHE_GB is 0")
         return
     store = await _wait_store(options, context.stopping)
     if store is None:
         return
     mover = DiskMover(name=f"{context.source}-{context.epoch}", counters=context.counters)
+    medium = DiskMedium(store, mover)
     try:
-        await DiskTierShell(context, core, store, mover).run()
+        await TierShell(context, core, medium).run()
     finally:
-        mover.close()
-        store.close()
+        medium.close()
 
 
-async def _serve_nothing(context: ServiceContext, core: DiskTierCore) -> None:
+async def serve_nothing(context: ServiceContext, core: DiskTierCore, why: str) -> None:
     """Answer those who ask every source, so that they do not ask for ever."""
 
     async def snapshot(_payload: bytes) -> bytes:
@@ -414,7 +367,8 @@ async def _serve_nothing(context: ServiceContext, core: DiskTierCore) -> None:
 
     context.set_stats(core.statistics)
     await context.add_verbs({"snapshot": snapshot})
-    context.ready("off: DYN_KVBM_DISK_CACHE_GB is 0")
+    await context.registration.update({ACCEPTING: False})
+    context.ready(f"off: {why}")
     await context.stopping.wait()
 
 

@@ -7,10 +7,16 @@ already stays readable where it is, whoever would write it today.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-import xxhash
+from kvbm_common.checksum import block_checksum
 from kvbm_common.identity import SequenceHash
+
+
+def writers_of(accepting: Mapping[str, bool]) -> frozenset[str]:
+    """Who writes, of instances of which some take no blocks now. If none does, each keeps its own
+    until it can."""
+    return frozenset(name for name, accepts in accepting.items() if accepts) or frozenset(accepting)
 
 
 class Shards:
@@ -18,35 +24,28 @@ class Shards:
 
     def __init__(self, own: str) -> None:
         self._own = own
-        self._seeds: dict[str, int] = {own: _seed(own)}
+        self._names: dict[str, bytes] = {own: own.encode()}
 
     @property
     def instances(self) -> frozenset[str]:
         """Who writes."""
-        return frozenset(self._seeds)
+        return frozenset(self._names)
 
     def set(self, instances: Iterable[str]) -> None:
         """Who writes from now on. Whoever is not among them writes nothing."""
-        self._seeds = {instance: _seed(instance) for instance in sorted(instances)}
+        self._names = {instance: instance.encode() for instance in sorted(instances)}
 
     def owner(self, block: SequenceHash) -> str | None:
         """Who writes this block; None when nobody writes."""
-        if not self._seeds:
+        if not self._names:
             return None
-        return max(self._seeds, key=lambda instance: _weight(block, self._seeds[instance]))
+        names = self._names
+        return max(names, key=lambda instance: block_checksum(block + names[instance]))
 
-    def owned(self, blocks: list[SequenceHash]) -> list[SequenceHash]:
+    def owned(self, blocks: Sequence[SequenceHash]) -> Sequence[SequenceHash]:
         """Those that we write, in the given order."""
-        if self._own not in self._seeds:
+        if self._own not in self._names:
             return []
-        if len(self._seeds) == 1:
+        if len(self._names) == 1:
             return blocks
         return [block for block in blocks if self.owner(block) == self._own]
-
-
-def _seed(instance: str) -> int:
-    return xxhash.xxh3_64_intdigest(instance.encode())
-
-
-def _weight(block: SequenceHash, seed: int) -> int:
-    return xxhash.xxh3_64_intdigest(block, seed=seed)

@@ -15,9 +15,11 @@ from kvbm_common.diary import Diary
 from kvbm_common.eviction import make_policy
 from kvbm_common.slots import Block, SlotTable
 from kvbm_common.wire.events import Event
+from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.journal import Operation, Record
+from kvbm_disk_tier.breaker import Breaker, BreakerState
+from kvbm_disk_tier.journal import RECORD_BYTES, Operation, Record
 from kvbm_disk_tier.messages import (
     AppendJournal,
     Effect,
@@ -28,10 +30,34 @@ from kvbm_disk_tier.messages import (
     StoreOpened,
 )
 
+SLOW_MS = 5_000
+"""A batch of sixteen blocks that takes so long is slower than computing them anew."""
 STORE_RETRY_MS = 5_000
 """A full disk is rarely emptied faster."""
 JOURNAL_RECORDS_MIN = 65_536
 """8 MiB: a journal shorter than that is not worth a rewrite."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKind:
+    """What a core needs to know of the medium below it."""
+
+    service: str
+    tier: WireTier
+    sized: bool
+    """Its slots are places as large as the arena's. Otherwise a slot is a name in the table, the
+    store is opened once, without an arena, and what it holds is listed later."""
+    verifies_writes: bool
+    """What is written is compared with its checksum first, so it is right whatever became of the
+    lease."""
+    offloaded: str = ""
+    """The counter of its blocks; empty: by the arena's mode."""
+
+
+DISK = StoreKind("disk-tier", "disk", sized=True, verifies_writes=False)
+OBJECT = StoreKind(
+    "object-tier", "object", sized=False, verifies_writes=True, offloaded="offload_blocks_d2o"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +85,20 @@ class Tier:
     """Slots of one store, and the only place that journals and announces."""
 
     def __init__(
-        self, *, host: str, source: str, epoch: int, limits: Limits, policy: str = "lru"
+        self,
+        *,
+        host: str,
+        instance: str,
+        epoch: int,
+        limits: Limits,
+        policy: str = "lru",
+        kind: StoreKind = DISK,
     ) -> None:
         self.limits = limits
-        self.announcer = Announcer(host=host, source=source, tier="disk", epoch=epoch)
+        self.kind = kind
+        self.announcer = Announcer(
+            host=host, source=f"{kind.service}-{instance}", tier=kind.tier, epoch=epoch
+        )
         self.table = SlotTable(0, make_policy(policy))
         self.slot_bytes = 0
         self.arena: ArenaReply | None = None
@@ -70,10 +106,14 @@ class Tier:
         """The last `cleared` is out: nothing more is announced or begun."""
         self.problem = ""
         """Why there is no store, for /readyz."""
+        self.is_down = False
+        """The store is there and does not work: nothing is begun."""
         self.counts: Counter[str] = Counter()
         self.diary = Diary()
         self.effects: list[Effect] = []
+        self.breaker = Breaker()
         self._policy_name = policy
+        self._is_open = False
         self._opening = False
         self._open_again_ms = 0
         self._order = 1
@@ -94,32 +134,53 @@ class Tier:
         """Disk-only mode: every block is for the disk."""
         return self.arena is not None and self.arena.staging
 
+    @property
+    def accepting(self) -> bool:
+        """Whether blocks are well placed here: otherwise other instances write ours, too."""
+        sound = not self.problem and self.breaker.state is not BreakerState.OPEN
+        return sound and not self.stopping
+
+    # --- the disk's health ------------------------------------------------------------------
+
+    def disk_ended(self, started_ms: int, now_ms: int, *, failed: bool) -> None:
+        """Something that went to the disk has come back, or has not."""
+        if not failed and now_ms - started_ms < SLOW_MS:
+            self.breaker.good()
+            return
+        self.counts["disk_troubles.failed" if failed else "disk_troubles.slow"] += 1
+        if self.breaker.trouble(now_ms):
+            self.counts["disk_bypasses"] += 1
+
     # --- the store --------------------------------------------------------------------------
 
     def fits(self) -> bool:
-        """There is an arena and a store, and their slots are of the same size."""
+        """There is an arena and a store that works, and their slots are of the same size."""
+        if not self.kind.sized and self.arena is not None:
+            self.slot_bytes = self.arena.slot_bytes
         fits = self.arena is not None and self.arena.slot_bytes == self.slot_bytes
-        return fits and self.slot_bytes > 0 and not self._opening
+        return fits and self.slot_bytes > 0 and self._is_open and not self.is_down
 
     def fit_store(self, now_ms: int) -> None:
         """Have a store whose slots are those of the arena. Only while nothing flies."""
-        arena = self.arena
-        if arena is None or arena.slot_bytes in (0, self.slot_bytes):
+        slot_bytes = self.arena.slot_bytes if self.arena is not None else 0
+        if self.kind.sized and slot_bytes in (0, self.slot_bytes):
+            return
+        if not self.kind.sized and self._is_open:
             return
         if self._opening or self.stopping or now_ms < self._open_again_ms:
             return
-        self._opening = True
+        self._is_open, self._opening = False, True
         blocks = self.table.blocks()
         self.counts["dropped.store_reformatted"] += len(blocks)
         self.table = SlotTable(0, make_policy(self._policy_name))
         self.slot_bytes = 0
         self.announce_removed(blocks, "reformatted")
-        self.emit(OpenStore(arena.slot_bytes))
+        self.emit(OpenStore(slot_bytes))
 
     def opened(self, event: StoreOpened, now_ms: int) -> None:
         """Take over what the journal says is there, and announce it."""
         assert len(self.table) == 0
-        self._opening = False
+        self._is_open, self._opening = True, False
         self.problem = ""
         self.slot_bytes = event.slot_bytes
         policy = make_policy(self._policy_name, event.slot_count)
@@ -141,6 +202,15 @@ class Tier:
         self.counts["store_failures"] += 1
         self._open_again_ms = now_ms + STORE_RETRY_MS
 
+    def went_down(self, reason: str) -> None:
+        """The store does not work for now: nothing is begun until it is up again."""
+        self.is_down, self.problem = True, reason
+        self.counts["store_failures"] += 1
+
+    def came_up(self) -> None:
+        """… and it is."""
+        self.is_down, self.problem = False, ""
+
     def make_room(self, count: int) -> int:
         """Evict for `count` slots; returns how many can be staged now."""
         victims = self.table.policy.victims(max(0, count - self.table.counts()["reset"]))
@@ -152,11 +222,16 @@ class Tier:
 
     def quarantine(self, corrupt: Iterable[tuple[int, Block]]) -> None:
         """Blocks whose bytes are wrong: nobody finds them again, now or after a restart."""
-        gone = [
-            (slot, block) for slot, block in corrupt if self.table.discard(block.hash) is not None
+        self.lose(corrupt, "corrupt")
+
+    def lose(self, lost: Iterable[tuple[int, Block]], reason: str) -> None:
+        """Blocks that cannot be had any more; `gone`: the store has lost them already."""
+        found = [
+            (slot, block) for slot, block in lost if self.table.discard(block.hash) is not None
         ]
-        self.journal_removed(gone)
-        self.announce_removed([block for _, block in gone], "corrupt")
+        if reason != "gone":
+            self.journal_removed(found)
+        self.announce_removed([block for _, block in found], reason)
 
     # --- announcements ----------------------------------------------------------------------
 
@@ -187,6 +262,8 @@ class Tier:
 
     def rewrite_long_journal(self, committing: Iterable[tuple[int, Block]]) -> None:
         """Keep only what is live: committed blocks, and those whose record is on its way."""
+        if not self.kind.sized:
+            return  # What is there is said by what is there.
         longest = max(
             JOURNAL_RECORDS_MIN, self.limits.journal_records_per_slot * self.table.slot_count
         )
@@ -195,6 +272,7 @@ class Tier:
         live = [(self.table.find(block.hash), block) for block in self.table.blocks()]
         records = self._records(Operation.COMMITTED, [*live, *committing])
         self._journal_records = len(records)
+        self.counts["bytes.journal"] += len(records) * RECORD_BYTES
         self.emit(RewriteJournal(records))
 
     def _records(
@@ -210,3 +288,4 @@ class Tier:
     def _append(self, write_id: int | None, records: tuple[Record, ...]) -> None:
         self.emit(AppendJournal(write_id, records))
         self._journal_records += len(records)
+        self.counts["bytes.journal"] += len(records) * RECORD_BYTES

@@ -20,9 +20,12 @@ from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
 from kvbm_common.wire.verbs import ArenaReply, LeasedSlot, LeaseRequest
 
+from kvbm_disk_tier.breaker import BreakerState
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
-from kvbm_disk_tier.messages import Leased, LeaseHost, ReleaseHost, WriteSlots
+from kvbm_disk_tier.messages import STALE_ARENA, Leased, LeaseHost, ReleaseHost, WriteSlots
+from kvbm_disk_tier.shards import Shards
 from kvbm_disk_tier.tier import Tier
+from kvbm_disk_tier.write_budget import WriteBudget
 
 CHECKSUM_MAX = 2**64 - 1
 
@@ -55,13 +58,20 @@ class Write:
     """Arena slots that the host tier has pinned for it."""
     slots: list[tuple[int, Block]] = field(default_factory=list)
     """Staged file slots and what is being written into them."""
+    charged: int = 0
+    """Bytes taken from the budget."""
+    started_ms: int = 0
 
 
 class Writes:
     """All blocks that wait for the disk, and all batches in flight."""
 
-    def __init__(self, tier: Tier, frequency_filter: FrequencyFilter) -> None:
+    def __init__(
+        self, tier: Tier, frequency_filter: FrequencyFilter, budget: WriteBudget, shards: Shards
+    ) -> None:
         self.filter = frequency_filter
+        self.budget = budget
+        self.shards = shards
         self._tier = tier
         self._pending: OrderedDict[SequenceHash, None] = OrderedDict()
         self._writes: dict[int, Write] = {}
@@ -79,7 +89,7 @@ class Writes:
 
     def seen(self, names: Sequence[SequenceHash]) -> None:
         """Blocks that are in the host tier: those that deserve it wait for their write."""
-        for name in names:
+        for name in self.shards.owned(names):
             if not self._passes(name) or self._is_known(name):
                 continue
             if len(self._pending) >= self._tier.limits.pending_max:
@@ -110,13 +120,16 @@ class Writes:
 
     def advance(self, now_ms: int, *, beside_reads: bool) -> None:
         """Write as many batches as may be written, and lease as many ahead."""
-        limits = self._tier.limits
+        limits, breaker = self._tier.limits, self._tier.breaker
         fly_max = limits.writes_beside_reads_max if beside_reads else limits.writes_max
         for write_id in [i for i, write in self._writes.items() if write.phase is Phase.LEASED]:
-            if self._count(Phase.WRITING) < fly_max:
+            if breaker.state is BreakerState.OPEN:
+                self._give_up(write_id)
+            elif self._count(Phase.WRITING) < fly_max and breaker.allows(now_ms):
                 self._begin(write_id, now_ms)
-        while self._pending and self._may_lease(fly_max):
-            self._lease()
+        while self._pending and breaker.allows(now_ms) and self._may_lease(fly_max):
+            if not self._lease(now_ms):
+                break
 
     def _count(self, *phases: Phase) -> int:
         return sum(write.phase in phases for write in self._writes.values())
@@ -126,13 +139,18 @@ class Writes:
         free = self._count(*AHEAD) < fly_max and committing < self._tier.limits.commits_max
         return free and self._tier.fits() and self._tier.table.room() > 0
 
-    def _lease(self) -> None:
+    def _lease(self, now_ms: int) -> bool:
+        """Lease the next batch; False: there is no budget for it now."""
         tier, arena = self._tier, self._tier.arena
         assert arena is not None
         count = min(tier.limits.batch_blocks_max, len(self._pending))
+        if not self.budget.take(count * tier.slot_bytes, now_ms):
+            return False
         names = [self._pending.popitem(last=False)[0] for _ in range(count)]
         write_id = tier.take_id()
-        self._writes[write_id] = Write(arena.instance, arena.epoch, names)
+        self._writes[write_id] = Write(
+            arena.instance, arena.epoch, names, charged=count * tier.slot_bytes
+        )
         self._writing.update(names)
         request = LeaseRequest(
             owner=tier.announcer.source,
@@ -141,6 +159,7 @@ class Writes:
             lease_ms=tier.limits.lease_ms,
         )
         tier.emit(LeaseHost(write_id, arena.instance, request))
+        return True
 
     def leased(self, event: Leased) -> None:
         """The host tier holds what it had of the batch: that waits for its turn."""
@@ -158,10 +177,13 @@ class Writes:
             assert target is not None
             write.slots.append((target, block))
             tier.diary.note(now_ms, f"being written from slot {source} to {target}", block.hash)
+        self._refund(write, len(write.slots))
         if not write.slots:
             self._release(write_id)
             return
         write.phase = Phase.WRITING
+        write.started_ms = now_ms
+        tier.breaker.start()
         tier.emit(
             WriteSlots(
                 write_id,
@@ -169,8 +191,16 @@ class Writes:
                 tuple(source for _, source in wanted[:room]),
                 tuple(target for target, _ in write.slots),
                 tier.slot_bytes,
+                tuple(block for _, block in write.slots),
             )
         )
+
+    def _give_up(self, write_id: int) -> None:
+        """The disk is bypassed: a lease would have ended before it is back."""
+        write = self._writes[write_id]
+        self._tier.counts["dropped.write_bypassed"] += len(write.leased)
+        self._refund(write, 0)
+        self._release(write_id)
 
     def _wanted(self, write: Write, slots: Sequence[LeasedSlot]) -> list[tuple[Block, int]]:
         """What was asked for and is there, with its arena slot, in the asked order."""
@@ -185,17 +215,31 @@ class Writes:
         self._tier.counts["dropped.write_gone"] += max(0, gone)
         return [(_block_of(slot), slot.slot) for slot in wanted]
 
+    def _refund(self, write: Write, blocks: int) -> None:
+        """Only so many blocks go to the disk: the rest of the budget is another's."""
+        kept = blocks * self._tier.slot_bytes
+        self.budget.give_back(write.charged - kept)
+        write.charged = kept
+
     def lease_failed(self, write_id: int, reason: str) -> None:
         """The host tier did not answer, or refused."""
+        self._refund(self._writes[write_id], 0)
         self._abort(write_id, reason)
 
-    def written(self, write_id: int) -> None:
-        """The bytes are in the file: had the lease held until now?"""
+    def written(self, write_id: int, lost: Sequence[int], now_ms: int) -> None:
+        """The bytes are in the store, but for some: had the lease held until now?"""
+        write, table = self._writes[write_id], self._tier.table
+        self._tier.counts["dropped.write_lost"] += len(lost)
+        for index in sorted(lost, reverse=True):
+            table.abort(write.slots.pop(index)[0])
+        self._tier.disk_ended(self._writes[write_id].started_ms, now_ms, failed=False)
         self._release(write_id)
 
-    def write_failed(self, write_id: int, reason: str) -> None:
+    def write_failed(self, write_id: int, reason: str, now_ms: int) -> None:
         """Nothing of a failed batch is kept: which part arrived is not known."""
         write = self._writes[write_id]
+        if reason != STALE_ARENA:
+            self._tier.disk_ended(write.started_ms, now_ms, failed=True)
         self._tier.counts[f"dropped.write_{reason}"] += len(write.slots)
         for slot, _ in write.slots:
             self._tier.table.abort(slot)
@@ -212,7 +256,7 @@ class Writes:
         write = self._writes[write_id]
         if not write.slots:
             self._end(write_id)
-        elif not valid:
+        elif not valid and not self._tier.kind.verifies_writes:
             self._abort(write_id, "lease_lost")
         else:
             write.phase = Phase.JOURNALING
@@ -229,13 +273,16 @@ class Writes:
             tier.table.pin(slot)
         tier.table.unpin(slot for slot, _ in write.slots)
         blocks = [block for _, block in write.slots]
-        tier.counts["offload_blocks_d2d" if tier.staging else "offload_blocks_h2d"] += len(blocks)
+        by_mode = "offload_blocks_d2d" if tier.staging else "offload_blocks_h2d"
+        tier.counts[tier.kind.offloaded or by_mode] += len(blocks)
         tier.counts["bytes.written"] += len(blocks) * tier.slot_bytes
+        tier.counts["bytes.payload"] += sum(block.bytes for block in blocks)
         tier.announce_stored(blocks)
         self._end(write_id)
 
-    def journal_failed(self, write_id: int, reason: str) -> None:
+    def journal_failed(self, write_id: int, reason: str, now_ms: int) -> None:
         """Whether the records are in the journal is not known: take them back."""
+        self._tier.disk_ended(now_ms, now_ms, failed=True)
         entries = list(self._writes[write_id].slots)
         self._abort(write_id, reason)
         self._tier.journal_removed(entries)

@@ -119,12 +119,13 @@ class Disk:
 
     def __init__(
         self, *, slots: int = 4, filtered: bool = False, staging: bool = False, ready: bool = True,
-        limits: Limits | None = None
+        limits: Limits | None = None, write_budget: int = 0
     ) -> None:  # fmt: skip
         self.filter = FrequencyFilter(enabled=filtered)
         self.core = DiskTierCore(
-            host="h", instance="0", epoch=EPOCH, frequency_filter=self.filter, limits=limits
-        )
+            host="h", instance="0", epoch=EPOCH, frequency_filter=self.filter, limits=limits,
+            write_budget=write_budget,
+        )  # fmt: skip
         self.slots = slots
         self.staging = staging
         self.now_ms = 1_000

@@ -28,6 +28,7 @@ from kvbm_disk_tier.messages import (
     ReadSlots,
     ReleaseHost,
     RewriteJournal,
+    SayAccepting,
     StoreFailed,
     WriteSlots,
 )
@@ -525,13 +526,15 @@ def test_a_store_that_cannot_be_made_is_said_and_tried_again() -> None:
     """A full disk: not ready, with the reason, alive; ready when there is room."""
     disk = Disk(ready=False)
     disk.step(ArenaKnown(arena()))
-    assert disk.step(StoreFailed("no room for 4 bytes")) == []
+    assert disk.step(StoreFailed("no room for 4 bytes")) == [SayAccepting(False)]
     stats = disk.core.statistics()
     assert (stats.ready, stats.reasons) == (False, ["no room for 4 bytes"])
     assert disk.host_stored(1) == []
     assert disk.wait(STORE_RETRY_MS - 1) == []
     assert len(of(disk.wait(1), OpenStore)) == 1
-    disk.finish(disk.step(opened(4)))
+    effects = disk.step(opened(4))
+    assert SayAccepting(True) in effects
+    disk.finish(effects)
     assert disk.core.statistics().ready
     assert disk.announced == {1}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.identity import SequenceHash
-from kvbm_disk_tier.shards import Shards
+from kvbm_disk_tier.shards import Shards, writers_of
 
 BLOCKS = [SequenceHash(number.to_bytes(16, "big")) for number in range(300)]
 NAMES = ["0", "1", "2", "0-d1", "host-x"]
@@ -45,3 +45,9 @@ def test_who_does_not_write_owns_nothing() -> None:
     assert shards_of("0", {"1"}).owned(BLOCKS) == []
     assert shards_of("0", set()).owned(BLOCKS) == []
     assert shards_of("0", set()).owner(BLOCKS[0]) is None
+
+
+def test_when_nobody_takes_blocks_each_keeps_its_own() -> None:
+    assert writers_of({"0": True, "1": False}) == {"0"}
+    assert writers_of({"0": False, "1": False}) == {"0", "1"}
+    assert writers_of({}) == frozenset()
