@@ -35,7 +35,11 @@ CORES = [
     *(
         path
         for path in PACKAGES["kvbm_disk_tier"].glob("*.py")
-        if path.stem not in ("service", "mover", "store")
+        if path.stem not in ("service", "mover", "store", "disk_medium")
+    ),
+    *(
+        PACKAGES["kvbm_disk_tier"] / f"objects/{name}.py"
+        for name in ("core", "listing", "messages", "names")
     ),
     *(
         path
@@ -55,6 +59,8 @@ IMPURE = {"asyncio", "time", "datetime", "random", "os", "threading", "socket", 
 ONE_PLACE = {
     "nixl_cu12": {"kvbm_common/nixl_pump.py"},
     "xxhash": {"kvbm_common/checksum.py"},
+    "boto3": {"objects/bucket.py"},
+    "botocore": {"objects/bucket.py"},
     "nats": {"kvbm_common/bus.py", "kvbm_common/verb_server.py"},
     "etcd3": {"kvbm_common/etcd_registry.py"},
 }

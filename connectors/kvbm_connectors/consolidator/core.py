@@ -59,7 +59,7 @@ from kvbm_connectors.consolidator.rank import Rank
 
 STORY_EVENTS_MAX = 2_000
 """Published events that are remembered for stories."""
-TIER_SOURCES = ("host-tier-", "disk-tier-")
+TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
 """What the tiers are called as sources; an engine may not be."""
 
 

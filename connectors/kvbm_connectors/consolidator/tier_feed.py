@@ -26,7 +26,7 @@ from kvbm_connectors.consolidator.messages import (
     TierStreamLost,
 )
 
-TIERS: dict[str, Tier] = {"host-tier": "host", "disk-tier": "disk"}
+TIERS: dict[str, Tier] = {"host-tier": "host", "disk-tier": "disk", "object-tier": "object"}
 """The kinds of services that are tiers."""
 SNAPSHOT_DEADLINE_S = 5.0
 """A million blocks take about a second to say."""
@@ -71,7 +71,8 @@ class TierFeed:
 
     async def ask(self, source: str) -> Input:
         """Ask a tier what it holds."""
-        kind, _, instance = source.rpartition("-")
+        kind = next(kind for kind in TIERS if source.startswith(f"{kind}-"))
+        instance = source.removeprefix(f"{kind}-")
         subject = verb_subject(kind, "snapshot", host=self._context.host, instance=instance)
         request = msgspec.json.encode(SnapshotRequest(source=source))
         try:

@@ -23,6 +23,7 @@ from kvbm_common.errors import ConfigError, KvbmError
 if TYPE_CHECKING:
     import typer
 
+    from kvbm_common.settings_schema import Setting
     from kvbm_common.stack import Stack
 
 Result = TypeVar("Result")
@@ -91,7 +92,6 @@ def print_configuration(*, as_json: bool) -> None:
     from rich.table import Table
 
     from kvbm_common.config import Settings, all_settings
-    from kvbm_common.settings_schema import text_of
 
     settings = _settings_or_exit(Settings.load)
     rows = [
@@ -99,7 +99,7 @@ def print_configuration(*, as_json: bool) -> None:
             "section": declared.section,
             "name": declared.name,
             "variable": declared.variable,
-            "value": text_of(getattr(settings, declared.name)),
+            "value": _shown(declared, getattr(settings, declared.name)),
             "from": settings.provenance(declared.name),
         }
         for declared in all_settings()
@@ -115,6 +115,12 @@ def print_configuration(*, as_json: bool) -> None:
     Console().print(table)
     for warning in settings.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+
+
+def _shown(declared: Setting, value: object) -> str:
+    from kvbm_common.settings_schema import text_of
+
+    return "(set)" if declared.secret and value else text_of(value)
 
 
 def _up_command() -> Callable[..., None]:
@@ -188,7 +194,9 @@ def _serve_command() -> Callable[..., None]:
     import typer
 
     def serve(
-        kind: str = typer.Argument(help="index, host-tier, disk-tier, metrics or consolidator"),
+        kind: str = typer.Argument(
+            help="index, host-tier, disk-tier, object-tier, metrics or consolidator"
+        ),
     ) -> None:
         serve_kind(kind)
 

@@ -89,6 +89,49 @@ class Settings:
         section="disk_tier", help="When the journal is synchronised: before each commit, every "
         "second, or by the operating system.")
 
+    # -- object tier (G4) --
+    object_enabled: bool = setting(
+        "DYN_KVBM_OBJECT_ENABLED", False, schema.BOOLEAN, section="object_tier",
+        help="Keep blocks in a bucket of an S3-compatible store, too.")
+    object_bucket: str = setting(
+        "DYN_KVBM_OBJECT_BUCKET", "", schema.TEXT, section="object_tier",
+        help="Name of the bucket. It must exist; several hosts may share it.")
+    object_endpoint: str = setting(
+        "DYN_KVBM_OBJECT_ENDPOINT", "", schema.HTTP_URL, section="object_tier",
+        default_text="AWS", help="Where the store is, unless it is AWS.")
+    object_region: str = setting(
+        "DYN_KVBM_OBJECT_REGION", "us-east-1", schema.TEXT, section="object_tier",
+        help="Region of the bucket.")
+    object_access_key: str = setting(
+        "DYN_KVBM_OBJECT_ACCESS_KEY", "", schema.TEXT, section="object_tier", secret=True,
+        default_text="AWS' own chain of credentials", help="Access key; never printed.")
+    object_secret_key: str = setting(
+        "DYN_KVBM_OBJECT_SECRET_KEY", "", schema.TEXT, section="object_tier", secret=True,
+        default_text="AWS' own chain of credentials", help="Secret key; never printed.")
+    object_num_blocks: int = setting(
+        "DYN_KVBM_OBJECT_NUM_BLOCKS", 100_000, schema.integer(1, 2**32 - 2),
+        section="object_tier", unit="blocks", help="How many blocks the bucket holds, all hosts "
+        "together: give all of them the same number. The oldest are deleted beyond it.")
+    object_prefix: str = setting(
+        "KVBM_OBJECT_PREFIX", "kvbm", schema.PREFIX, section="object_tier",
+        help="Names of objects begin with it. Whatever else is in the bucket is left alone.")
+    object_ttl_s: float = setting(
+        "KVBM_OBJECT_TTL_S", 0.0, schema.number(0), section="object_tier", unit="s",
+        help="Objects that were stored longer ago are deleted by the next listing; 0: none are.")
+    object_list_s: float = setting(
+        "KVBM_OBJECT_LIST_S", 300.0, schema.number(0.05), section="object_tier", unit="s",
+        help="How often the bucket is listed, to find what other hosts have stored and deleted. A "
+        "listing is one request for 1,000 objects.")
+    object_concurrency: int = setting(
+        "KVBM_OBJECT_CONCURRENCY", 16, schema.integer(1, 64), section="object_tier",
+        help="Blocks in flight to and from the store; each has memory of its own for one block.")
+    object_path_style: bool = setting(
+        "KVBM_OBJECT_PATH_STYLE", True, schema.BOOLEAN, section="object_tier",
+        help="Name the bucket in the path, not in the host name.")
+    disable_object_offload_filter: bool = setting(
+        "KVBM_DISABLE_OBJECT_OFFLOAD_FILTER", False, schema.BOOLEAN, section="object_tier",
+        help="Store every block, not only those that were used again.")
+
     # -- transfers and leases --
     max_concurrent_transfers: int = setting(
         "DYN_KVBM_MAX_CONCURRENT_TRANSFERS", 4, schema.integer(1, 1024), section="transfers",

@@ -10,6 +10,7 @@ from kvbm_common.settings_schema import NO_EFFECT, NO_EFFECT_PREFIXES, Setting
 _TITLES = {
     "host_tier": "Host tier (G2)",
     "disk_tier": "Disk tier (G3)",
+    "object_tier": "Object tier (G4)",
     "transfers": "Transfers and leases",
     "metrics": "Metrics and admin API",
     "consolidator": "Consolidator",

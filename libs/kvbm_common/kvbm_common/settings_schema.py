@@ -35,6 +35,8 @@ class Setting:
     default_text: str
     soon: bool
     """Accepted and checked, but the part that reads it comes with a later release."""
+    secret: bool
+    """Never printed."""
 
 
 def setting(
@@ -47,6 +49,7 @@ def setting(
     unit: str = "",
     default_text: str = "",
     soon: bool = False,
+    secret: bool = False,
 ) -> Any:
     """Declare a field of Settings. A callable default is a factory; then give `default_text`."""
     assert help.endswith("."), f"{variable}: the description is a sentence"
@@ -58,11 +61,12 @@ def setting(
         "help": help,
         "default_text": default_text or text_of(default),
         "soon": soon,
+        "secret": secret,
     }
     if callable(default):
         assert default_text, f"{variable}: a computed default needs a text"
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=default, metadata=metadata, repr=not secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 def text_of(value: object) -> str:
@@ -105,6 +109,18 @@ def _paths(text: str) -> tuple[Path, ...]:
 
 def _nats_url(text: str) -> str:
     if not re.fullmatch(r"(nats|tls)://\S+", text):
+        raise ValueError(text)
+    return text
+
+
+def _http_url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+/?", text):
+        raise ValueError(text)
+    return text.rstrip("/")
+
+
+def _prefix(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", text) or len(text) > 256:
         raise ValueError(text)
     return text
 
@@ -168,6 +184,8 @@ BOOLEAN = Parser("true or false (also 1/0, yes/no, on/off)", _boolean)
 PATH = Parser("an absolute path", _path)
 PATHS = Parser("an absolute path, or several different ones with commas between", _paths)
 NATS_URL = Parser("a URL such as nats://127.0.0.1:4222", _nats_url)
+HTTP_URL = Parser("a URL such as http://127.0.0.1:9000, without a path", _http_url)
+PREFIX = Parser("words of letters, digits, '.', '-' and '_' with slashes between", _prefix)
 ENDPOINT = Parser("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _endpoint)
 PORT_OR_OFF = Parser("`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _port_or_off)
 TOKEN = Parser("1 to 64 letters, digits, '-' or '_'", _token)
@@ -211,6 +229,5 @@ NO_EFFECT = {
 }
 """Names that KVBM knows and we accept with a warning that they change nothing."""
 NO_EFFECT_PREFIXES = {
-    "DYN_KVBM_OBJECT_": "reserved for the object tier",
     "DYN_KVBM_NIXL_BACKEND_": "the mover is chosen per pair of places",
 }

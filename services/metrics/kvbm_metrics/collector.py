@@ -29,11 +29,23 @@ KVBM_COUNTERS = (
     "kvbm_offload_blocks_d2h",
     "kvbm_offload_blocks_h2d",
     "kvbm_offload_blocks_d2d",
+    "kvbm_offload_blocks_d2o",
     "kvbm_onboard_blocks_h2d",
     "kvbm_onboard_blocks_d2d",
+    "kvbm_onboard_blocks_o2d",
+    "kvbm_object_read_failures",
+    "kvbm_object_write_failures",
 )
-KVBM_GAUGES = ("kvbm_host_cache_hit_rate", "kvbm_disk_cache_hit_rate")
-TIER_OF_KIND: Mapping[str, Tier] = {"host-tier": "host", "disk-tier": "disk"}
+KVBM_GAUGES = (
+    "kvbm_host_cache_hit_rate",
+    "kvbm_disk_cache_hit_rate",
+    "kvbm_object_cache_hit_rate",
+)
+TIER_OF_KIND: Mapping[str, Tier] = {
+    "host-tier": "host",
+    "disk-tier": "disk",
+    "object-tier": "object",
+}
 TIERS: tuple[Tier, ...] = ("device", "host", "disk", "object")
 USED_STATES = ("inactive", "active")
 """Slots with a committed block; a staged slot holds nothing that can be read yet."""
@@ -121,7 +133,7 @@ def kvbm_counters(snapshot: MetricsSnapshot) -> dict[str, float]:
 
 
 def kvbm_view(view: FleetView, totals: Totals) -> KvbmView:
-    """The eight metrics; 0 where nobody has said anything."""
+    """KVBM's metrics; 0 where nobody has said anything."""
     rates = {name: hit_rate(view, name.removeprefix("kvbm_")) for name in KVBM_GAUGES}
     return KvbmView.model_validate(totals.values() | rates)
 

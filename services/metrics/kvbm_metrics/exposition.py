@@ -1,6 +1,6 @@
 """Prometheus text (version 0.0.4) of everything that the instances have counted.
 
-Families of the services get the labels `service`, `host` and `instance`. KVBM's eight metrics come
+Families of the services get the labels `service`, `host` and `instance`. KVBM's own metrics come
 first, under exactly KVBM's names and without labels; prometheus_client would append `_total` to
 the counters among them, so those few lines are written here. The labelled series of the same
 counters do end in `_total` and are thus other families.
@@ -41,10 +41,15 @@ _HELP = {
     "kvbm_offload_blocks_d2h": "Blocks offloaded from device to host.",
     "kvbm_offload_blocks_h2d": "Blocks offloaded from host to disk.",
     "kvbm_offload_blocks_d2d": "Blocks offloaded from device to disk without a host cache.",
+    "kvbm_offload_blocks_d2o": "Blocks offloaded to the object store.",
     "kvbm_onboard_blocks_h2d": "Blocks onboarded from host to device.",
     "kvbm_onboard_blocks_d2d": "Blocks onboarded from disk to device.",
+    "kvbm_onboard_blocks_o2d": "Blocks onboarded from the object store to device.",
+    "kvbm_object_read_failures": "Blocks that could not be read from the object store.",
+    "kvbm_object_write_failures": "Blocks that could not be written to the object store.",
     "kvbm_host_cache_hit_rate": "Part of recent lookups that the host cache answered, 0 to 1.",
     "kvbm_disk_cache_hit_rate": "Part of recent lookups that the disk cache answered, 0 to 1.",
+    "kvbm_object_cache_hit_rate": "Part of recent lookups that the object store answered, 0 to 1.",
 }
 
 
@@ -62,7 +67,7 @@ def render(view: FleetView, totals: Totals, *, version: str) -> bytes:
 
 
 def kvbm_lines(view: FleetView, totals: Totals) -> str:
-    """KVBM's eight metrics."""
+    """KVBM's metrics."""
     values = kvbm_view(view, totals).model_dump()
     types = dict.fromkeys(KVBM_COUNTERS, "counter") | dict.fromkeys(KVBM_GAUGES, "gauge")
     return "".join(

@@ -207,16 +207,21 @@ class MediumView(_View):
 
 
 class KvbmView(_View):
-    """The eight metrics of KVBM. Counts grow as long as this service lives."""
+    """The metrics of KVBM. Counts grow as long as this service lives."""
 
     kvbm_matched_tokens: float
     kvbm_offload_blocks_d2h: float
     kvbm_offload_blocks_h2d: float
     kvbm_offload_blocks_d2d: float
+    kvbm_offload_blocks_d2o: float
     kvbm_onboard_blocks_h2d: float
     kvbm_onboard_blocks_d2d: float
+    kvbm_onboard_blocks_o2d: float
+    kvbm_object_read_failures: float
+    kvbm_object_write_failures: float
     kvbm_host_cache_hit_rate: float
     kvbm_disk_cache_hit_rate: float
+    kvbm_object_cache_hit_rate: float
 
 
 class StatusView(_View):

@@ -90,6 +90,8 @@ def open_socket(settings: Settings) -> socket.socket:
 def expected_kinds(settings: Settings) -> tuple[str, ...]:
     """The services without which the system is not ready."""
     kinds = ["index", "host-tier", "disk-tier", KIND]
+    if settings.object_enabled:
+        kinds.append("object-tier")
     if settings.consolidator_enabled:
         kinds.append("consolidator")
     return tuple(kinds)

@@ -19,7 +19,7 @@ from kvbm_common.wire import VERSION, events, holders, scores, verbs
 
 Json = dict[str, Any]
 
-SERVICES = ("index", "host-tier", "disk-tier", "metrics", "consolidator")
+SERVICES = ("index", "host-tier", "disk-tier", "object-tier", "metrics", "consolidator")
 """Every kind of service; each instance answers `stats` and `metrics`."""
 
 
@@ -103,7 +103,10 @@ VERBS = (
     Verb(
         service="host-tier", verb="release", request=verbs.ReleaseRequest, reply=verbs.ReleaseReply
     ),
-    Verb(service="disk-tier", verb="fill", request=verbs.FillRequest, reply=verbs.FillReply),
+    *(
+        Verb(service=source, verb="fill", request=verbs.FillRequest, reply=verbs.FillReply)
+        for source in ("disk-tier", "object-tier")
+    ),
     *(
         Verb(
             service=source,
@@ -111,14 +114,14 @@ VERBS = (
             request=verbs.SnapshotRequest,
             reply=verbs.SnapshotReply,
         )
-        for source in ("host-tier", "disk-tier", "consolidator")
+        for source in ("host-tier", "disk-tier", "object-tier", "consolidator")
     ),
     Verb(service="{service}", verb="stats", request=verbs.StatsRequest, reply=verbs.StatsReply),
     Verb(service="{service}", verb="metrics", request=verbs.StatsRequest, reply=MetricsSnapshot),
 )
 PARAMETERS: dict[str, Json] = {
     "host": {"description": "Name of a machine."},
-    "source": {"description": "`host-tier-0`, `disk-tier-0`, an engine's name."},
+    "source": {"description": "`host-tier-0`, `disk-tier-0`, `object-tier-0`, an engine's name."},
     "instance": {"description": "Tells services of one kind on one host apart."},
     "kind": {"description": "Kind of the event.", "enum": ["stored", "removed", "cleared"]},
     "service": {"description": "Kind of the service.", "enum": list(SERVICES)},

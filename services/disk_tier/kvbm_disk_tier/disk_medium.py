@@ -1,0 +1,124 @@
+"""The disk medium: a directory with its file of slots and its journal, and NIXL POSIX."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import Any
+
+from kvbm_common.logs import OncePerKind
+from kvbm_common.loop import CoreLoop
+from kvbm_common.transfers import TransferError
+from kvbm_common.wire.verbs import ArenaReply
+
+from kvbm_disk_tier.messages import (
+    AppendJournal,
+    Effect,
+    Journaled,
+    JournalFailed,
+    ReadDone,
+    ReadFailed,
+    ReadSlots,
+    RewriteJournal,
+    StoreFailed,
+    StoreOpened,
+    WriteFailed,
+    WriteSlots,
+    Written,
+)
+from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.store import Store, StoreError, StoreThread
+
+SYNCHRONISE_S = 1.0
+"""`KVBM_DISK_SYNC` = interval."""
+
+log = logging.getLogger(__name__)
+
+
+class DiskMedium:
+    """An open store and its mover, both of which it closes."""
+
+    def __init__(self, store: Store, mover: DiskMover) -> None:
+        self.where = str(store.options.directory)
+        self._store = store
+        self._mover = mover
+        self._thread = StoreThread(store)
+        self._log = OncePerKind(log)
+
+    def close(self) -> None:
+        """Finish what the store's thread was asked for, and let go."""
+        self._thread.close()
+        self._mover.close()
+        self._store.close()
+
+    async def recover(self) -> StoreOpened | StoreFailed | None:
+        """What the journal of a former life says."""
+        try:
+            return await asyncio.wrap_future(self._thread.call(self._recover))
+        except StoreError as error:
+            self._log.warning(error.code, str(error))
+            return StoreFailed(str(error))
+
+    def _recover(self) -> StoreOpened | None:
+        found = self._store.recover()
+        header = self._store.header
+        if found is None or header is None:
+            return None
+        self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
+        return StoreOpened(header.slot_count, header.slot_bytes, found)
+
+    async def open(self, slot_bytes: int) -> StoreOpened | StoreFailed:
+        """An empty store in place of whatever was there."""
+
+        def create() -> StoreOpened:
+            self._mover.drop_file()
+            opened = self._store.create(slot_bytes)
+            header = self._store.header
+            assert header is not None
+            self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
+            return StoreOpened(header.slot_count, header.slot_bytes, opened)
+
+        try:
+            opened = await asyncio.wrap_future(self._thread.call(create))
+        except (StoreError, TransferError) as error:
+            self._log.warning(error.code, str(error))
+            return StoreFailed(str(error))
+        log.info("a new store of %d-byte slots in %s", slot_bytes, self.where)
+        return opened
+
+    def use_arena(self, arena: ArenaReply) -> None:
+        """Map it; raises KvbmError or OSError."""
+        self._mover.use_arena(arena.path, arena.epoch)
+
+    async def write(self, effect: WriteSlots) -> Written | WriteFailed:
+        """Arena to file."""
+        return await self._mover.write(effect)
+
+    async def read(self, effect: ReadSlots) -> ReadDone | ReadFailed:
+        """File to arena."""
+        return await self._mover.read(effect)
+
+    async def append(self, effect: AppendJournal) -> Journaled | JournalFailed | None:
+        """Into the journal."""
+        commit = effect.write is not None
+        try:
+            await asyncio.wrap_future(self._thread.append(effect.records, commit=commit))
+        except OSError as error:
+            self._log.warning("journal", f"the journal cannot be written: {error}")
+            return None if effect.write is None else JournalFailed(effect.write, "journal")
+        return None if effect.write is None else Journaled(effect.write)
+
+    async def rewrite(self, effect: RewriteJournal) -> None:
+        """A shorter journal."""
+        rewrite = functools.partial(self._store.rewrite, effect.records)
+        try:
+            await asyncio.wrap_future(self._thread.call(rewrite))
+        except OSError as error:
+            self._log.warning("journal", f"the journal cannot be rewritten: {error}")
+
+    async def run(self, _loop: CoreLoop[Any, Effect]) -> None:
+        """Synchronise every second, if that was asked for."""
+        while self._store.options.sync == "interval":
+            await asyncio.sleep(SYNCHRONISE_S)
+            await asyncio.wrap_future(self._thread.call(self._store.synchronise))

@@ -1,0 +1,204 @@
+"""The object tier's mover: bytes between the mapped arena and objects, over NIXL OBJ and lanes.
+
+What is written is compared with its checksum in the lane before it leaves, so an object has the
+right bytes whatever became of the lease on its source. What is read is compared in the lane, and
+copied into the arena only before the fill's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from kvbm_common.arena import Arena
+from kvbm_common.checksum import block_checksum
+from kvbm_common.counters import BYTES_BUCKETS, Counters
+from kvbm_common.errors import DeadlineExceeded
+from kvbm_common.loop import monotonic_ms
+from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
+from kvbm_common.slots import Block
+from numpy.typing import NDArray
+
+from kvbm_disk_tier.messages import STALE_ARENA
+from kvbm_disk_tier.objects.bucket import BucketOptions
+from kvbm_disk_tier.objects.lanes import LaneMemory, Lanes
+
+COPY_THREADS = 2
+CALL_DEADLINE_S = 10.0
+"""Registrations take milliseconds; a machine in trouble gets some more."""
+CLOSE_S = 1.0
+"""A request that hangs ends by itself within ten seconds; the process does not wait for it."""
+
+OK = ""
+CORRUPT = "corrupt"
+"""The object has other bytes than its name says."""
+CHANGED = "source_changed"
+"""The arena's slot has other bytes than the lease said: it was reused."""
+TOO_LATE = "too_late"
+
+T = TypeVar("T")
+Bytes = NDArray[np.uint8]
+"""An arena as bytes: it stays mapped as long as somebody has this."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A lane, and whether late bytes may still come into it."""
+
+    lane: int
+    is_late: bool = False
+
+
+class ObjectMover:
+    """One NIXL agent between one bucket, the lanes, and the arena that is mapped now."""
+
+    def __init__(self, *, name: str, bucket: BucketOptions, lanes: int, counters: Counters) -> None:
+        """Raises MoverUnavailable. Makes no request."""
+        parameters = bucket.for_nixl(threads=lanes)
+        self._mover = MoverThread(name, backends=("OBJ",), object_params=parameters)
+        self._copier = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+        self.lanes = Lanes(lanes)
+        self._memory: list[LaneMemory] = []
+        """The newest is in use; older ones may still be flown over, and stay."""
+        self._arena: Arena | None = None
+        self._arena_epoch = 0
+        self._seconds = counters.histogram(
+            "kvbm_transfer_seconds", "How long transfers took, by path.", labels=("path",)
+        )
+        self._bytes = counters.histogram(
+            "kvbm_transfer_bytes",
+            "How large transfers were, by path.",
+            labels=("path",),
+            bounds=BYTES_BUCKETS,
+        )
+
+    def close(self) -> None:
+        """End the threads; the memory goes with the process."""
+        self._copier.shutdown(wait=True, cancel_futures=True)
+        self._mover.close(CLOSE_S)
+        if self._arena is not None:
+            self._arena.close()
+
+    def use_arena(self, path: str, epoch: int, slot_bytes: int) -> None:
+        """Map the arena of another life; a copy out of the old one ends in its own mapping."""
+        if self._arena is not None and epoch == self._arena_epoch:
+            return
+        arena = Arena.attach(path)
+        arena.populate()
+        if not self._memory or self._memory[-1].lane_bytes < slot_bytes:
+            memory = LaneMemory(self.lanes.count, slot_bytes)
+            self._mover.register_memory(memory.address, memory.bytes).result(CALL_DEADLINE_S)
+            self._memory.append(memory)
+        if self._arena is not None:
+            self._arena.close()
+        self._arena, self._arena_epoch = arena, epoch
+
+    async def put(
+        self, name: str, block: Block, *, epoch: int, offset: int, deadline_s: float
+    ) -> str:
+        """The arena's bytes at `offset` become an object; returns OK or what was wrong."""
+        until_s = asyncio.get_running_loop().time() + deadline_s
+
+        async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
+            if not await self._in_thread(
+                lambda: _copy_in(memory, taken.lane, arena, offset, block)
+            ):
+                return CHANGED
+            span = _span(memory, taken.lane, block)
+            left_s = until_s - asyncio.get_running_loop().time()
+            future = self._mover.write_object(name, span, deadline_s=max(left_s, 0.01))
+            return await self._wait(future, taken, path="h2object")
+
+        return await self._with_lane(fly, epoch, write=True, deadline_s=deadline_s)
+
+    async def get(self, name: str, block: Block, *, epoch: int, offset: int, until_ms: int) -> str:
+        """An object's bytes come into the arena at `offset`; returns OK or what was wrong."""
+
+        async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
+            span = _span(memory, taken.lane, block)
+            future = self._mover.read_object(name, span, deadline_s=_left_s(until_ms))
+            outcome = await self._wait(future, taken, path="object2h")
+            if outcome != OK:
+                return outcome
+            return await self._in_thread(
+                lambda: _copy_out(memory, taken.lane, arena, offset, block, until_ms)
+            )
+
+        return await self._with_lane(fly, epoch, write=False, deadline_s=_left_s(until_ms))
+
+    async def _with_lane(
+        self,
+        fly: Callable[[_Taken, LaneMemory, Bytes], Awaitable[str]],
+        epoch: int,
+        *,
+        write: bool,
+        deadline_s: float,
+    ) -> str:
+        try:
+            taken = _Taken(await self.lanes.take(write=write, deadline_s=deadline_s))
+        except DeadlineExceeded as error:
+            return error.code
+        try:
+            if self._arena is None or epoch != self._arena_epoch:
+                return STALE_ARENA
+            return await fly(taken, self._memory[-1], self._arena.array)
+        finally:
+            if not taken.is_late:
+                self.lanes.give(taken.lane)
+
+    async def _wait(self, future: Future[Moved], taken: _Taken, *, path: str) -> str:
+        taken.is_late = True  # Until we know better; a cancelled task leaves it so.
+        try:
+            moved = await asyncio.wrap_future(future)
+        except TransferError as error:
+            taken.is_late = not error.settled
+            if taken.is_late and error.settling is not None:
+                self._give_later(taken.lane, error.settling)
+            return error.code
+        taken.is_late = False
+        self._seconds.observe(moved.seconds, path=path)
+        self._bytes.observe(moved.bytes, path=path)
+        return OK
+
+    def _give_later(self, lane: int, settling: Future[None]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def settled(_: Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody wants lanes.
+                loop.call_soon_threadsafe(self.lanes.give, lane)
+
+        settling.add_done_callback(settled)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._copier, function)
+
+
+def _left_s(until_ms: int) -> float:
+    return max((until_ms - monotonic_ms()) / 1000, 0.01)
+
+
+def _span(memory: LaneMemory, lane: int, block: Block) -> Spans:
+    return Spans.of([memory.address + lane * memory.lane_bytes], block.bytes)
+
+
+def _copy_in(memory: LaneMemory, lane: int, arena: Bytes, offset: int, block: Block) -> bool:
+    target = memory.lane(lane, block.bytes)
+    np.copyto(target, arena[offset : offset + block.bytes])
+    return block_checksum(target) == block.checksum
+
+
+def _copy_out(
+    memory: LaneMemory, lane: int, arena: Bytes, offset: int, block: Block, until_ms: int
+) -> str:
+    source = memory.lane(lane, block.bytes)
+    if block_checksum(source) != block.checksum:
+        return CORRUPT
+    if monotonic_ms() >= until_ms:
+        return TOO_LATE  # The slot may be somebody else's by now.
+    np.copyto(arena[offset : offset + block.bytes], source)
+    return OK
