@@ -209,5 +209,15 @@ def families_of_counts(
     ]
 
 
+def families_of_gauges(figures: Mapping[str, float]) -> list[Family]:
+    """A core's figures of now as gauge families."""
+    return [
+        Family(
+            f"kvbm_{name}", "gauge", f"{_words(name)}; see docs/operating.md.", [Sample({}, value)]
+        )
+        for name, value in sorted(figures.items())
+    ]
+
+
 def _words(name: str) -> str:
     return name.removesuffix("_total").replace("_", " ").capitalize()

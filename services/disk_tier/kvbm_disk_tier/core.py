@@ -248,12 +248,7 @@ class DiskTierCore:
         figures["writes_pending"] = float(self.writes.pending_count)
         figures["reads"] = float(len(self.reads) + self.reads.waiting_count)
         figures["filter_entries"] = float(len(self.writes.filter))
-        figures["write_budget_bytes"] = self.writes.budget.level
-        figures["writers"] = float(len(self.writes.shards.instances))
-        figures["disk_bypassed"] = float(tier.breaker.state is not BreakerState.CLOSED)
-        payload = tier.counts["bytes.payload"]
-        on_disk = tier.counts["bytes.written"] + tier.counts["bytes.journal"]
-        figures["write_amplification"] = on_disk / payload if payload else 1.0
+        figures |= self.gauges()
         return StatsReply(
             kind=tier.kind.service,
             host=tier.announcer.host,
@@ -267,6 +262,18 @@ class DiskTierCore:
             slot_bytes=tier.slot_bytes,
             figures=figures,
         )
+
+    def gauges(self) -> dict[str, float]:
+        """Figures of now that are worth a curve."""
+        counts = self.tier.counts
+        payload = counts["bytes.payload"]
+        on_disk = counts["bytes.written"] + counts["bytes.journal"]
+        return {
+            "disk_bypassed": float(self.tier.breaker.state is not BreakerState.CLOSED),
+            "write_amplification": on_disk / payload if payload else 1.0,
+            "write_budget_bytes": self.writes.budget.level,
+            "writers": float(len(self.writes.shards.instances)),
+        }
 
     def idle(self) -> bool:
         """Nothing is being written, read or waiting: a quiet point."""

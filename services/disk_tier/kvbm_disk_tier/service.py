@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from typing import assert_never
 
 import msgspec
-from kvbm_common.counters import families_of_counts
+from kvbm_common.counters import families_of_counts, families_of_gauges
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable, RequestFailed
 from kvbm_common.event_publisher import EventPublisher
 from kvbm_common.logs import OncePerKind
@@ -126,6 +126,7 @@ class TierShell:
         context = self._context
         recovered = await self._medium.recover()
         context.set_stats(self._core.statistics)
+        context.counters.include(lambda: families_of_gauges(self._core.gauges()))
         context.counters.include(
             lambda: families_of_counts(self._core.tier.counts, label_names={"bytes": "direction"})
         )

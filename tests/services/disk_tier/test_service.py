@@ -279,6 +279,8 @@ async def counted(bus: Bus, metric: str) -> dict[str, float]:
     """The samples of a counter by their first label."""
     metrics = msgspec.json.decode(await ask(bus, "metrics", b""))
     families = {family["name"]: family for family in metrics["families"]}
+    assert families["kvbm_write_amplification"]["samples"][0]["value"] >= 1
+    assert families["kvbm_disk_bypassed"]["samples"][0]["value"] == 0
     samples = families[metric]["samples"] if metric in families else []
     return {next(iter(s["labels"].values()), ""): s["value"] for s in samples}
 
