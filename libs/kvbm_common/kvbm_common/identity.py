@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from binascii import unhexlify
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -34,6 +35,8 @@ SequenceHash = NewType("SequenceHash", bytes)
 """16 raw bytes in Python; 32 lower-case hex digits in JSON, HTTP and logs."""
 
 HASH_BYTES = 16
+JSON_HASH_BYTES = 2 * HASH_BYTES + len('"",')
+"""Of one hash in a JSON array."""
 TOKEN_BYTES = 4
 BLOCK_TOKENS_MAX = 1024
 """KVBM's and every engine's largest page."""
@@ -207,11 +210,50 @@ def hashes_to_hex(values: Iterable[SequenceHash]) -> list[str]:
 
 def hashes_from_hex(texts: Sequence[str]) -> list[SequenceHash]:
     """Many hashes from hex; raises IdentityError when one is malformed."""
+    return unpack_hashes(packed_from_hex(texts))
+
+
+def packed_from_hex(texts: Sequence[str]) -> bytes:
+    """Many hashes from hex, back to back; raises IdentityError when one is malformed."""
     packed = _fromhex("".join(texts))
     # `fromhex` skips blanks, so the sum is checked as well: no hash may shift into the next.
     if len(packed) != HASH_BYTES * len(texts) or not {*map(len, texts)} <= {2 * HASH_BYTES}:
         raise IdentityError("a sequence hash has 32 hex digits")
-    return unpack_hashes(packed)
+    return packed
+
+
+def packed_from_json(text: bytes) -> bytes | None:
+    """The same from a JSON array without blanks, in a quarter of the time. None: not this way.
+
+    `text` is valid JSON of some kind; what is none of ours is for a decoder, which says why.
+    """
+    count, rest = divmod(len(text), JSON_HASH_BYTES)
+    if count == 1:  # Half of what it takes to look at the layout of more.
+        return _unhex(text[2:-2], 1) if text[:2] == b'["' and text[-2:] == b'"]' else None
+    commas, quotes = _layout(count)
+    if (
+        rest != 1
+        or text[::JSON_HASH_BYTES] != commas
+        or text[1::JSON_HASH_BYTES] != quotes
+        or text[JSON_HASH_BYTES - 1 :: JSON_HASH_BYTES] != quotes
+    ):
+        return None
+    # If the sum is right, nothing but what stood in its place was deleted.
+    return _unhex(text.translate(None, b'[",]'), count)
+
+
+def _unhex(digits: bytes, count: int) -> bytes | None:
+    try:
+        packed = unhexlify(digits)
+    except ValueError:
+        return None
+    return packed if len(packed) == HASH_BYTES * count else None
+
+
+@lru_cache(maxsize=1024)
+def _layout(count: int) -> tuple[bytes, bytes]:
+    """What is at the ends of hashes in a JSON array: brackets with commas, and quotes."""
+    return b"[" + b"," * (count - 1) + b"]", b'"' * count
 
 
 def _fromhex(text: str) -> bytes:
@@ -226,7 +268,7 @@ def pack_hashes(values: Iterable[SequenceHash]) -> bytes:
     return b"".join(values)
 
 
-def unpack_hashes(packed: bytes) -> list[SequenceHash]:
+def unpack_hashes(packed: bytes | bytearray) -> list[SequenceHash]:
     """The inverse of `pack_hashes`; raises IdentityError on a partial hash."""
     if len(packed) % HASH_BYTES:
         raise IdentityError(f"packed hashes must be a multiple of 16 bytes, got {len(packed)}")
@@ -235,5 +277,5 @@ def unpack_hashes(packed: bytes) -> list[SequenceHash]:
 
 
 @lru_cache(maxsize=1024)
-def _unpacker(count: int) -> Callable[[bytes], tuple[bytes, ...]]:
+def _unpacker(count: int) -> Callable[[bytes | bytearray], tuple[bytes, ...]]:
     return struct.Struct(f"{HASH_BYTES}s" * count).unpack

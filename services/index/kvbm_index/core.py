@@ -8,23 +8,29 @@ gone. Queries are plain methods between steps.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import assert_never
 
-from kvbm_common.identity import HASH_BYTES, IdentityError, SequenceHash, hashes_from_hex
-from kvbm_common.wire.events import Cleared, Removed, Stored, Tier
-from kvbm_common.wire.scores import PlaceScore
-from kvbm_common.wire.verbs import HolderDump, HolderMatch, SnapshotReply
+from kvbm_common.identity import IdentityError
+from kvbm_common.wire.events import Cleared, Removed, Stored
+from kvbm_common.wire.verbs import SnapshotReply
 
-from kvbm_index.holdings import HolderTuple, Holdings
-from kvbm_index.image import Image, SourceImage
-from kvbm_index.lean import LeanCleared, LeanRemoved, LeanStored
+from kvbm_index.holdings import HolderTuple
+from kvbm_index.image import Image
+from kvbm_index.knowledge import Knowledge
+from kvbm_index.lean import (
+    LeanCleared,
+    LeanRemoved,
+    LeanStored,
+    NamedRun,
+    named_runs,
+    removed_of,
+    runs_of,
+)
 from kvbm_index.messages import (
     AnyEvent,
     Effect,
     EventsReceived,
-    Holder,
     Input,
     Limits,
     RegistryRead,
@@ -35,36 +41,22 @@ from kvbm_index.messages import (
     SourceKey,
     SourceLost,
     SourceSeen,
-    Statistics,
     StreamLost,
     Tick,
 )
-from kvbm_index.scores import scores
 from kvbm_index.source import Source, State
 
-STORY_EVENTS_MAX = 512
-"""Applied events that are remembered for stories. More of them would push each other, and the
-holdings, out of the processor's caches."""
 CLEARED = (Cleared, LeanCleared)
 
 
-class IndexCore:
+class IndexCore(Knowledge):
     """Pure: time comes in with each step, IO goes out as effects."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
-        self._sources: dict[SourceKey, Source] = {}
-        self._holdings = Holdings()
-        self._drops: Counter[str] = Counter()
-        self._applied: deque[tuple[int, AnyEvent]] = deque(maxlen=STORY_EVENTS_MAX)
+        super().__init__(limits)
         self._registry_read = False
-        self._snapshots_flying = 0
         self._asking = False
         """Some source may be due for a snapshot: look at all of them at the end of the step."""
-        self._position = 0
-        self._stream = ""
-        self._event_count = 0
-        self._snapshot_count = 0
 
     # ---- the only door -----------------------------------------------------------------------
 
@@ -94,118 +86,11 @@ class IndexCore:
                 assert_never(event)
         return self._ask_snapshots(now_ms) if self._asking else []
 
-    # ---- questions ---------------------------------------------------------------------------
-
-    def match(self, hashes: Sequence[SequenceHash]) -> list[HolderMatch]:
-        """How many of `hashes` each holder has without a hole, from the first on; longest first."""
-        return [
-            HolderMatch(**holder._asdict(), blocks=blocks)
-            for holder, blocks in self._holdings.match(hashes)
-        ]
-
-    def scores(
-        self, hashes: Sequence[SequenceHash], weights: Mapping[Tier, float]
-    ) -> list[PlaceScore]:
-        """What `hashes` are worth on every rank of every engine; the best first."""
-        return scores(self._holdings, hashes, weights)
-
-    def holders_of(self, hashes: Sequence[SequenceHash]) -> list[list[Holder]]:
-        """Who has each of some blocks."""
-        return [self._holdings.holders_of(block) for block in hashes]
-
-    def dump(self, source: str | None = None) -> list[HolderDump]:
-        """The blocks of every holder (of one source), sorted, and the position they stand for."""
-        return [
-            HolderDump(
-                **holder._asdict(),
-                epoch=found.epoch,
-                seq=found.seq,
-                hashes=sorted(block.hex() for block in blocks),
-            )
-            for key, found in sorted(self._sources.items())
-            if source in (None, key.source)
-            for holder, blocks in sorted(self._holdings.of(key).items())
-        ]
-
-    def holders(self, source: str | None = None) -> list[tuple[Holder, int, int, int]]:
-        """Every holder (of one source) with its epoch, seq and number of blocks."""
-        return [
-            (holder, found.epoch, found.seq, len(blocks))
-            for key, found in sorted(self._sources.items())
-            if source in (None, key.source)
-            for holder, blocks in sorted(self._holdings.of(key).items())
-        ]
-
-    def image(self) -> Image:
-        """Everything known now; copies of lists only, 20 ms for a million blocks."""
-        sources = [
-            SourceImage(host=key.host, source=key.source, epoch=source.epoch, seq=source.seq,
-                        state=source.state.name, hollow=source.hollow)
-            for key, source in self._sources.items()
-        ]  # fmt: skip
-        return Image(stream=self._stream, position=self._position, sources=sources,
-                     holders=self._holdings.images())  # fmt: skip
-
-    @property
-    def position(self) -> int:
-        """Where the stream is behind the last events; 0 when that is not known."""
-        return self._position
-
-    def positions(self) -> dict[SourceKey, tuple[int, int]]:
-        """Source → (epoch, seq) applied, of all sources that are not gone."""
-        return {
-            key: (source.epoch, source.seq)
-            for key, source in self._sources.items()
-            if source.state is not State.GONE
-        }
-
-    def behind(self) -> list[SourceKey]:
-        """Sources whose snapshot is missing."""
-        return [key for key, source in self._sources.items() if source.state is State.BEHIND]
-
-    def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """Which events about a block were lately applied, newest last."""
-        text = sequence_hash.hex()
-        return [
-            f"{now_ms} ms {event.__struct_config__.tag} {event.host}/{event.source} "
-            f"epoch {event.epoch} seq {event.seq}"
-            for now_ms, event in self._applied
-            if _mentions(event, text)
-        ]
-
-    def statistics(self) -> Statistics:
-        """Figures, for metrics."""
-        sources = self._sources.values()
-        return Statistics(
-            sources=sum(source.state is not State.GONE for source in sources),
-            sources_behind=len(self.behind()),
-            holders=self._holdings.holder_count,
-            blocks=self._holdings.block_count,
-            buffered_events=sum(len(source.waiting) for source in sources),
-            snapshots_in_flight=self._snapshots_flying,
-            events=self._event_count,
-            snapshots=self._snapshot_count,
-            drops=dict(self._drops),
-        )
-
-    def check(self) -> None:
-        """Every invariant, O(n)."""
-        self._holdings.check()
-        flying = 0
-        for key, source in self._sources.items():
-            assert key == source.key
-            source.check(self._limits)
-            flying += source.asked_at_ms is not None
-            if source.state is State.GONE:
-                assert not self._holdings.of(key), f"{key} is gone and holds something"
-        assert flying == self._snapshots_flying <= self._limits.snapshots_max
-        assert len(self._sources) <= self._limits.sources_max
-
     # ---- events ------------------------------------------------------------------------------
 
     def _on_events(self, events: Sequence[AnyEvent], now_ms: int) -> None:
         """The usual event, the next one of a source that is current, takes the short way."""
-        sources = self._sources
+        sources, change, remember = self._sources, self._change, self._applied.append
         for event in events:
             # A plain tuple is as good a key as a SourceKey, and a third of the time to make.
             source = sources.get((event.host, event.source))  # type: ignore[call-overload]
@@ -215,7 +100,15 @@ class IndexCore:
                 and event.epoch == source.epoch
                 and source.state is State.CURRENT
             ):
-                self._apply(source, event, now_ms)
+                try:
+                    change(source.key, event)
+                except IdentityError:
+                    self._refuse(source, now_ms)
+                    continue
+                # Nothing waits: it is `jump`, in short.
+                source.seq = event.seq
+                self._event_count += 1
+                remember((now_ms, event))
             else:
                 self._on_event(event, now_ms)
 
@@ -270,30 +163,28 @@ class IndexCore:
         try:
             self._change(source.key, event)
         except IdentityError:
-            # Only a snapshot can repair what it would have said.
-            self._drops["malformed"] += 1
-            source.hollow = True
-            self._fall_behind(source, now_ms)
+            self._refuse(source, now_ms)
             return
         source.jump(event.seq)
         self._event_count += 1
         self._applied.append((now_ms, event))
 
+    def _refuse(self, source: Source, now_ms: int) -> None:
+        """Only a snapshot can repair what a malformed event would have said."""
+        self._drops["malformed"] += 1
+        source.hollow = True
+        self._fall_behind(source, now_ms)
+
     def _change(self, key: SourceKey, event: AnyEvent) -> None:
         match event:
-            case Stored() | LeanStored():
+            case LeanStored() | Stored():
                 holder = _holder_of(event)
-                root = event.namespace[: 2 * HASH_BYTES]
                 # All of an event is read before any of it is applied.
-                runs = [
-                    (hashes_from_hex([run.parent, *run.hashes]), run.parent == root)
-                    for run in event.runs
-                ]
-                for run, rooted in runs:
-                    self._holdings.add(holder, run, rooted=rooted)
-            case Removed() | LeanRemoved():
-                self._holdings.discard(_holder_of(event), hashes_from_hex(event.hashes))
-            case Cleared() | LeanCleared():
+                for parent, run, rooted in runs_of(event):
+                    self._holdings.add(holder, parent, run, rooted=rooted)
+            case LeanRemoved() | Removed():
+                self._holdings.discard(_holder_of(event), removed_of(event))
+            case LeanCleared() | Cleared():
                 self._holdings.drop(key, event.rank if event.rank_only else None)
 
     # ---- snapshots ---------------------------------------------------------------------------
@@ -327,8 +218,9 @@ class IndexCore:
         if snapshot.epoch > source.epoch:
             self._begin(source, snapshot.epoch)
         self._holdings.drop(source.key)
-        for holder, run, rooted in runs:
-            self._holdings.add(holder, run, rooted=rooted)
+        for holder, named in runs:
+            for parent, run, rooted in named:
+                self._holdings.add(holder, parent, run, rooted=rooted)
         self._snapshot_count += 1
         source.jump(snapshot.seq)
         self._apply_waiting(source, now_ms)
@@ -448,25 +340,10 @@ def _holder_of(event: Stored | Removed | LeanStored | LeanRemoved) -> HolderTupl
     return (event.host, event.source, event.tier, event.rank, event.group)
 
 
-def _runs_of(snapshot: SnapshotReply) -> list[tuple[Holder, list[SequenceHash], bool]]:
-    """The runs of a snapshot by holder, each behind its parent; raises IdentityError."""
+def _runs_of(snapshot: SnapshotReply) -> list[tuple[HolderTuple, list[NamedRun]]]:
+    """The runs of a snapshot by holder; raises IdentityError."""
     host, source, tier = snapshot.host, snapshot.source, snapshot.tier
     return [
-        (
-            Holder(host, source, tier, part.rank, part.group),
-            hashes_from_hex([run.parent, *run.hashes]),
-            run.parent == part.namespace[: 2 * HASH_BYTES],
-        )
+        ((host, source, tier, part.rank, part.group), named_runs(part.runs, part.namespace))
         for part in snapshot.parts
-        for run in part.runs
     ]
-
-
-def _mentions(event: AnyEvent, text: str) -> bool:
-    match event:
-        case Stored() | LeanStored():
-            return any(text in run.hashes for run in event.runs)
-        case Removed() | LeanRemoved():
-            return text in event.hashes
-        case Cleared() | LeanCleared():
-            return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import HASH_BYTES, SequenceHash
 from kvbm_common.wire.events import Tier
 
 from kvbm_index.chains import Chains
@@ -25,7 +25,7 @@ class Holdings:
     def __init__(self) -> None:
         self._chains: dict[HolderTuple, Chains] = {}
         self._holders: dict[SourceKey, set[Holder]] = {}
-        self._starts: dict[SequenceHash, tuple[HolderTuple, ...]] = {}
+        self._starts: dict[bytes, tuple[HolderTuple, ...]] = {}
         """First blocks of chains, and who was ever told to have them (`_forget_starts`)."""
         self._starts_room = STARTS_MIN
 
@@ -39,46 +39,41 @@ class Holdings:
         """Blocks over all holders."""
         return sum(map(len, self._chains.values()))
 
-    def add(self, holder: HolderTuple, run: list[SequenceHash], *, rooted: bool) -> None:
-        """A holder has this run of blocks, too.
+    def add(self, holder: HolderTuple, parent: bytes, run: bytes, *, rooted: bool) -> None:
+        """A holder has this run of blocks, too: back to back behind their parent.
 
-        `run[0]` is the parent of the others; with `rooted` it is the root of their namespace.
+        With `rooted` that is the root of their namespace.
         """
         chains = self._chains.get(holder)
         if chains is None:
-            if len(run) < 2:
+            if not run:
                 return
             chains = self._new(holder)
-        if rooted and len(run) > 1:
-            chains.add_root(run[0])
-            self._note_start(run[1], holder)
-        chains.add(run)
+        if rooted and run:
+            self._note_start(run[:HASH_BYTES], holder)
+        chains.add(parent, run, rooted=rooted)
 
     def load(self, image: HolderImage) -> None:
         """What a holder had."""
         holder = (image.host, image.source, image.tier, image.rank, image.group)
-        roots = frozenset(image.roots)
-        self._new(holder).load(image.hashes, image.parents, roots)
-        for block, parent in zip(image.hashes, image.parents, strict=True):
-            if parent in roots:
-                self._note_start(block, holder)
+        self._new(holder).load(image.segments)
+        for segment in image.segments:
+            if segment.rooted:
+                self._note_start(segment.blocks[:HASH_BYTES], holder)
 
     def images(self) -> list[HolderImage]:
         """What every holder has."""
-        found = []
-        for (host, source, tier, rank, group), chains in self._chains.items():
-            hashes, parents = chains.items()
-            found.append(
-                HolderImage(host=host, source=source, tier=tier, rank=rank, group=group,
-                            roots=list(chains.roots), hashes=hashes, parents=parents)
-            )  # fmt: skip
-        return found
+        return [
+            HolderImage(host=host, source=source, tier=tier, rank=rank, group=group,
+                        segments=chains.images())
+            for (host, source, tier, rank, group), chains in self._chains.items()
+        ]  # fmt: skip
 
-    def discard(self, holder: HolderTuple, hashes: list[SequenceHash]) -> None:
+    def discard(self, holder: HolderTuple, blocks: bytes) -> None:
         """A holder has these no more."""
         chains = self._chains.get(holder)
         if chains is not None:
-            chains.discard(hashes)
+            chains.discard(blocks)
             if not chains:
                 self._forget(Holder(*holder))
 
@@ -108,13 +103,14 @@ class Holdings:
         """How many of `asked` each holder has without a hole, from the first on; longest first."""
         if not asked:
             return []
-        first = asked[0]
         # Who has a first block was told that its parent is the root, so all are listed; of a block
         # in the middle of a chain none is.
+        listed = self._starts.get(asked[0])
         found = [
-            (Holder(*holder), chains.run_length(asked))
-            for holder in self._starts.get(first) or self._chains
-            if (chains := self._chains.get(holder)) is not None and first in chains
+            (Holder(*holder), length)
+            for holder in (self._chains if listed is None else listed)
+            if (chains := self._chains.get(holder)) is not None
+            and (length := chains.run_length(asked))
         ]
         return sorted(found, key=lambda one: (-one[1], one[0])) if len(found) > 1 else found
 
@@ -123,16 +119,17 @@ class Holdings:
         assert all(self._chains.values()), "a holder holds something"
         for holder, chains in self._chains.items():
             chains.check()
-            for block, parent in zip(*chains.items(), strict=True):
-                if parent in chains.roots:
-                    assert holder in self._starts[block], "who has a first block is listed"
+            for segment in chains.images():
+                if segment.rooted:
+                    start = segment.blocks[:HASH_BYTES]
+                    assert holder in self._starts[start], "who has a first block is listed"
         listed = {holder for holders in self._holders.values() for holder in holders}
         assert listed == self._chains.keys(), "sources list their holders"
         for key, holders in self._holders.items():
             assert holders, f"{key} has no holder"
             assert all((holder.host, holder.source) == key for holder in holders)
 
-    def _note_start(self, block: SequenceHash, holder: HolderTuple) -> None:
+    def _note_start(self, block: bytes, holder: HolderTuple) -> None:
         listed = self._starts.get(block, ())
         if holder in listed:
             return
@@ -145,7 +142,7 @@ class Holdings:
         """Unlist who does not have a block any more. Doubling makes this cheap on the whole."""
         none = Chains()
         kept = {
-            block: tuple(one for one in holders if block in self._chains.get(one, none))
+            block: tuple(one for one in holders if self._chains.get(one, none).begins_with(block))
             for block, holders in self._starts.items()
         }
         self._starts = {block: holders for block, holders in kept.items() if holders}

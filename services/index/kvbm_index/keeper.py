@@ -56,7 +56,7 @@ class Keeper:
         except (KvbmError, TimeoutError) as error:
             self._fail("load", error)
             return None
-        blocks = sum(len(holder.hashes) for holder in image.holders)
+        blocks = sum(holder.block_count for holder in image.holders)
         seconds = time.perf_counter() - started_s
         _log.info("an image of %d blocks at %d in %.2f s", blocks, image.position, seconds)
         return image

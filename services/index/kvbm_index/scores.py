@@ -15,13 +15,13 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.scores import PlaceScore
 
-from kvbm_index.chains import Chains
 from kvbm_index.holdings import Holdings
 
-SHARED_SOURCES = ("host-tier-", "disk-tier-")
+SHARED_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
 """How the sources begin that every engine of a host can read from."""
 
-Held = list[tuple[Tier, Chains]]
+Held = tuple[Tier, list[tuple[int, int]]]
+"""Which parts of the question a holder has: first and behind the last."""
 
 
 def scores(
@@ -31,40 +31,43 @@ def scores(
     hosts = {holder.host for holder in holdings.holders_of(asked[0])} if asked else set()
     found: list[PlaceScore] = []
     for host in sorted(hosts):
-        shared: Held = []
-        engines: dict[tuple[str, int], Held] = defaultdict(list)
+        shared: list[Held] = []
+        engines: dict[tuple[str, int], list[Held]] = defaultdict(list)
         for holder, chains in holdings.on(host):
+            held = (holder.tier, chains.ranges(asked))
             if holder.source.startswith(SHARED_SOURCES):
-                shared.append((holder.tier, chains))
+                shared.append(held)
             else:
-                engines[holder.source, holder.rank].append((holder.tier, chains))
+                engines[holder.source, holder.rank].append(held)
         for (source, rank), own in {("", 0): [], **engines}.items():
-            blocks = _run_length([chains for _, chains in own + shared], asked)
-            run = set(asked[:blocks])
-            if run and (not source or any(chains.among(run) for _, chains in own)):
-                score = _score(own + shared, run, weights)
+            blocks = _run_length(own + shared)
+            if blocks and (not source or _begins_below(own, blocks)):
+                score = _score(own + shared, blocks, weights)
                 found.append(
                     PlaceScore(host=host, source=source, rank=rank, blocks=blocks, score=score)
                 )
     return sorted(found, key=lambda one: (-one.score, one.host, one.source, one.rank))
 
 
-def _run_length(places: Sequence[Chains], asked: Sequence[SequenceHash]) -> int:
-    """The longest run that some of them have together."""
+def _run_length(held: Sequence[Held]) -> int:
+    """The longest run that some holders have together."""
     length = 0
-    while length < len(asked):
-        step = max((chains.run_length(asked[length:]) for chains in places), default=0)
-        if step == 0:
+    for start, end in sorted(part for _, parts in held for part in parts):
+        if start > length:
             break
-        length += step
+        length = max(length, end)
     return length
 
 
-def _score(held: Held, rest: set[SequenceHash], weights: Mapping[Tier, float]) -> float:
-    total = 0.0
-    for tier, chains in sorted(held, key=lambda one: -weights.get(one[0], 0.0)):
-        found = chains.among(rest)
+def _begins_below(own: Sequence[Held], blocks: int) -> bool:
+    return any(start < blocks for _, parts in own for start, _ in parts)
+
+
+def _score(held: Sequence[Held], blocks: int, weights: Mapping[Tier, float]) -> float:
+    total, rest = 0.0, set(range(blocks))
+    for tier, parts in sorted(held, key=lambda one: -weights.get(one[0], 0.0)):
+        found = rest.intersection(at for part in parts for at in range(*part))
         total += weights.get(tier, 0.0) * len(found)
-        rest = rest - found
+        rest -= found
     assert not rest, "somebody holds every block of the run"
     return total

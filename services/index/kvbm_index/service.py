@@ -71,7 +71,7 @@ SNAPSHOT_DEADLINE_S = 5.0
 """A million blocks take about a second to say."""
 READY_DEADLINE_S = 3.0
 """How long the start waits for the history of the stream; a longer one is read while serving."""
-TIER_KINDS = ("host-tier", "disk-tier")
+TIER_KINDS = ("host-tier", "disk-tier", "object-tier")
 
 log = logging.getLogger(__name__)
 _match_request: JsonCodec[MatchRequest] = JsonCodec(MatchRequest)
