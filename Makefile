@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common services/index services/host_tier services/disk_tie
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm up bench bench-vllm bench-index lint lock
+.PHONY: help setup demo test test-vllm up bench bench-vllm bench-index bench-disk lint lock
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -49,6 +49,9 @@ bench-vllm: setup ## a real vLLM on one core, with KVBM, with LMCache and withou
 
 bench-index: setup ## the index against Dynamo's RadixTree, from the wheel on PyPI
 	$(PY) -m benchmarks index
+
+bench-disk: setup ## the disk tier in several block sizes, beside fio and plain NIXL
+	$(PY) -m benchmarks disk
 
 lock: setup ## renew requirements/lock.txt (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \

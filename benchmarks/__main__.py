@@ -13,8 +13,9 @@ from rich.console import Console
 from benchmarks.report import report
 
 NAMES = ("identity", "host_path", "disk_path", "latency")
-ON_DEMAND = ("vllm", "index")
-"""Need environments of their own: `make bench-vllm`, `make bench-index`."""
+ON_DEMAND = ("vllm", "index", "disk")
+"""Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
+bench-disk`."""
 
 
 def main() -> int:

@@ -38,9 +38,17 @@ def rate_row(
     )  # fmt: skip
 
 
-def time_row(name: str, value: float, *, unit: str, target: float) -> Row:
-    """A row where less is better: `target` is an upper bound of the value."""
-    return Row(name=name, unit=unit, value=round(value, 3), target=target, met=value <= target)
+def time_row(
+    name: str, value: float, *, unit: str, target: float, reference: float | None = None
+) -> Row:
+    """A row where less is better: `target` is an upper bound of the ratio (or of the value)."""
+    ratio = value / reference if reference else None
+    met = (ratio if ratio is not None else value) <= target
+    return Row(
+        name=name, unit=unit, value=round(value, 3),
+        reference=round(reference, 3) if reference else None,
+        ratio=round(ratio, 3) if ratio is not None else None, target=target, met=met,
+    )  # fmt: skip
 
 
 def info_row(name: str, value: float, *, unit: str) -> Row:
