@@ -7,6 +7,7 @@ with growing pauses where that may help. Errors say which variable to look at.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -222,10 +223,9 @@ def backoff(pause_s: float = PAUSE_S, max_s: float = PAUSE_MAX_S) -> Iterator[fl
 
 
 def _make_client(options: BucketOptions) -> Any:
-    import boto3
     from botocore.config import Config
 
-    return boto3.session.Session().client(
+    return _session().client(
         "s3",
         endpoint_url=options.endpoint or None,
         region_name=options.region,
@@ -240,6 +240,14 @@ def _make_client(options: BucketOptions) -> Any:
             response_checksum_validation="when_required",
         ),
     )
+
+
+@functools.cache
+def _session() -> Any:
+    """It reads megabytes of descriptions: once for a process."""
+    import boto3
+
+    return boto3.session.Session()
 
 
 def _listed(reply: Any) -> list[Listed]:

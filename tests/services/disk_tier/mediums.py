@@ -1,0 +1,103 @@
+"""A medium with an arena beside it: what the tests of files and of buckets share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvbm_common.arena import Arena
+from kvbm_common.checksum import block_checksum
+from kvbm_common.loop import monotonic_ms
+from kvbm_common.slots import Block
+from kvbm_common.wire.verbs import ArenaReply
+from kvbm_disk_tier.journal import Operation, Record
+from kvbm_disk_tier.medium import Medium
+from kvbm_disk_tier.messages import AppendJournal, ReadSlots, WriteSlots
+
+from tests.services.disk_tier.helpers import NAMESPACE, name
+
+SLOT_BYTES = 8192
+BLOCK_BYTES = 5000
+"""Smaller than its slot, and no multiple of anything."""
+SLOTS = 8
+_names = itertools.count()
+
+
+class Inbox:
+    """A core's loop that only writes down what it is given."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+
+    def complete(self, event: object) -> None:
+        """The outcome of something."""
+        self.inputs.append(event)
+
+    async def offer(self, event: object, *, deadline_s: float) -> None:
+        """Something else."""
+        assert deadline_s > 0
+        self.inputs.append(event)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Those of one type."""
+        return [event for event in self.inputs if isinstance(event, kind)]
+
+
+class Place:
+    """An arena that a medium has mapped."""
+
+    def __init__(self, arena: Arena, medium: Medium, *, epoch: int = 1) -> None:
+        self.arena = arena
+        self.medium = medium
+        self.epoch = epoch
+        self._ids = itertools.count(1)
+        medium.use_arena(ArenaReply(
+            path=str(arena.path), bytes=arena.bytes, slot_bytes=SLOT_BYTES, slot_count=SLOTS,
+            epoch=epoch, instance="0",
+        ))  # fmt: skip
+
+    def fill(self, slot: int, number: int, *, size: int = BLOCK_BYTES) -> Block:
+        """Put block `number` into a slot of the arena."""
+        data = bytes([number]) * size
+        self.arena.view(slot * SLOT_BYTES, size)[:] = data
+        return Block(name(number), name(number - 1), NAMESPACE, block_checksum(data), size)
+
+    def bytes_of(self, slot: int, *, size: int = BLOCK_BYTES) -> bytes:
+        """What a slot of the arena holds."""
+        return bytes(self.arena.view(slot * SLOT_BYTES, size))
+
+    def writing(self, blocks: dict[int, Block], *, target: int = 0) -> WriteSlots:
+        """Arena slots to store slots `target`…"""
+        return WriteSlots(
+            next(self._ids), self.epoch, tuple(blocks),
+            tuple(range(target, target + len(blocks))), SLOT_BYTES, tuple(blocks.values()),
+        )  # fmt: skip
+
+    def reading(
+        self, blocks: dict[int, Block], *, source: int = 0, within_ms: int = 5_000
+    ) -> ReadSlots:
+        """Store slots `source`… to arena slots."""
+        return ReadSlots(
+            next(self._ids), self.epoch, tuple(range(source, source + len(blocks))),
+            tuple(blocks), tuple(blocks.values()), SLOT_BYTES, monotonic_ms() + within_ms,
+        )  # fmt: skip
+
+    def removing(self, *blocks: Block) -> AppendJournal:
+        """These are not wanted any more."""
+        records = (Record(Operation.REMOVED, i, i, block) for i, block in enumerate(blocks))
+        return AppendJournal(None, tuple(records))
+
+
+@contextmanager
+def arena() -> Iterator[Arena]:
+    """An arena of a host tier."""
+    made = Arena.create(
+        "/dev/shm", f"kvbm-test-medium-{os.getpid()}-{next(_names)}", SLOTS * SLOT_BYTES
+    )
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,144 @@
+"""A real S3 server, and a proxy that misbehaves on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+from botocore.config import Config
+from kvbm_common.processes import dying_with_parent
+from kvbm_disk_tier.objects.bucket import BucketOptions
+
+START_S = 20.0
+
+
+class S3Server:
+    """moto's server in a process of its own."""
+
+    def __init__(self, port: int, log_path: Path) -> None:
+        self.port = port
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, empty, and wait until it answers."""
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+                stdout=log, stderr=log, preexec_fn=dying_with_parent(),
+                env=os.environ | {"MOTO_S3_DEFAULT_MAX_KEYS": "1000"},
+            )  # fmt: skip
+        give_up_s = time.monotonic() + START_S
+        while time.monotonic() < give_up_s:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.endpoint}/moto-api/data.json", trust_env=False).is_success:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"moto has not started: {self._log_path.read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """End it; its contents go with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+    @cached_property
+    def client(self) -> Any:
+        """A client of the tests' own."""
+        return boto3.session.Session().client(
+            "s3", endpoint_url=self.endpoint, region_name="us-east-1",
+            aws_access_key_id="key", aws_secret_access_key="secret",
+            config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}),
+        )  # fmt: skip
+
+    def make_bucket(self) -> str:
+        """An empty bucket."""
+        name = f"bucket-{uuid.uuid4().hex[:12]}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def names(self, bucket: str) -> list[str]:
+        """Every object."""
+        reply = self.client.list_objects_v2(Bucket=bucket)
+        return [entry["Key"] for entry in reply.get("Contents", [])]
+
+    def require_keys(self, *, required: bool) -> None:
+        """Whether only keys that the server knows (it knows none) are let in."""
+        count = "0" if required else "1000000000"
+        httpx.post(f"{self.endpoint}/moto-api/reset-auth", content=count, trust_env=False)
+
+    def options(self, bucket: str, *, endpoint: str = "") -> BucketOptions:
+        """How the product is told of it."""
+        return BucketOptions(
+            bucket=bucket, endpoint=endpoint or self.endpoint, access_key="key", secret_key="secret"
+        )
+
+
+class Proxy:
+    """Between the product and the server: passes on, swallows, or is slow."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self.delay_s = 0.0
+        """Before each piece of an answer."""
+        self.swallows = False
+        """Requests are taken, and never answered."""
+        self.refuses = False
+        """Connections are closed at once."""
+        self.endpoint = ""
+        self._streams: set[asyncio.StreamWriter] = set()
+
+    async def serve(self) -> asyncio.Server:
+        """Listen on a free port."""
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return server
+
+    def drop(self) -> None:
+        """Cut every connection."""
+        for stream in self._streams:
+            stream.transport.abort()
+
+    async def _connected(self, here: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        if self.refuses:
+            back.transport.abort()
+            return
+        there, forth = await asyncio.open_connection("127.0.0.1", self._target_port)
+        self._streams |= {back, forth}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_copy(here, forth, lambda: 0.0, lambda: self.swallows))
+                tasks.create_task(_copy(there, back, lambda: self.delay_s, lambda: self.swallows))
+        finally:
+            for stream in (back, forth):
+                self._streams.discard(stream)
+                stream.transport.abort()
+
+
+async def _copy(
+    source: asyncio.StreamReader,
+    target: asyncio.StreamWriter,
+    delay_s: Callable[[], float],
+    swallows: Callable[[], bool],
+) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await source.read(1 << 18):
+            if delay_s():
+                await asyncio.sleep(delay_s())
+            if not swallows():
+                target.write(data)
+                await target.drain()
+    target.transport.abort()

@@ -1,0 +1,118 @@
+"""What every medium promises: the same suite over a file and over a bucket, both real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from kvbm_common.counters import Counters
+from kvbm_disk_tier.disk_medium import DiskMedium
+from kvbm_disk_tier.medium import Medium
+from kvbm_disk_tier.messages import (
+    AppendJournal,
+    Journaled,
+    ReadDone,
+    ReadFailed,
+    StoreOpened,
+    WriteFailed,
+    Written,
+)
+from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.store import Store, StoreOptions
+
+from tests.services.disk_tier.mediums import SLOT_BYTES, SLOTS, Place, arena
+from tests.services.disk_tier.objects.making import make_medium
+from tests.services.disk_tier.s3_server import S3Server
+
+
+@pytest.fixture(params=["disk", "object"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+    """An open store and an arena."""
+    counters = Counters()
+    medium: Medium
+    if request.param == "disk":
+        store = Store(StoreOptions(directory=tmp_path / "store", capacity_bytes=SLOTS * SLOT_BYTES))
+        medium = DiskMedium(store, DiskMover(name="test", counters=counters))
+    else:
+        server: S3Server = request.getfixturevalue("s3")
+        medium = make_medium(server.options(request.getfixturevalue("bucket_name")), counters)
+    try:
+        with arena() as made:
+            assert isinstance(await medium.open(SLOT_BYTES), StoreOpened)
+            yield Place(made, medium)
+    finally:
+        medium.close()
+
+
+async def test_there_and_back(place: Place) -> None:
+    """A batch is written, and read into other slots in another order."""
+    blocks = {0: place.fill(0, 10), 1: place.fill(1, 11), 2: place.fill(2, 12)}
+    write = place.writing(blocks)
+    assert await place.medium.write(write) == Written(write.write)
+    assert await place.medium.append(AppendJournal(write.write, ())) == Journaled(write.write)
+    read = place.reading({5: blocks[0], 3: blocks[1], 4: blocks[2]})
+    done = await place.medium.read(read)
+    assert isinstance(done, ReadDone)
+    assert done.intact == (True, True, True)
+    assert [place.bytes_of(slot)[:1] for slot in (5, 3, 4)] == [b"\x0a", b"\x0b", b"\x0c"]
+
+
+async def test_wrong_bytes_are_never_intact(place: Place) -> None:
+    """The store has other bytes than the table says: the neighbours of the block are not hurt."""
+    blocks = {0: place.fill(0, 10), 1: place.fill(1, 11)}
+    await place.medium.write(place.writing(blocks))
+    wrong = place.fill(2, 99)
+    done = await place.medium.read(place.reading({3: wrong, 4: blocks[1]}))
+    assert isinstance(done, ReadDone)
+    assert done.intact == (False, True)
+
+
+async def test_a_decision_about_a_former_arena_touches_nothing(place: Place) -> None:
+    """The next life's arena was mapped meanwhile."""
+    blocks = {0: place.fill(0, 10)}
+    await place.medium.write(place.writing(blocks))
+    stale_write, stale_read = place.writing(blocks), place.reading({1: blocks[0]})
+    with arena() as other:
+        later = Place(other, place.medium, epoch=2)
+        later.fill(1, 77)
+        failed = await place.medium.write(stale_write)
+        assert failed == WriteFailed(stale_write.write, "stale_arena")
+        outcome = await place.medium.read(stale_read)
+        if isinstance(outcome, ReadDone):
+            assert outcome.intact == (False,)
+            assert outcome.reasons == ("stale_arena",)
+        else:
+            assert outcome == ReadFailed(stale_read.read, "stale_arena")
+        assert later.bytes_of(1)[:1] == b"\x4d"
+        assert isinstance(await place.medium.read(later.reading({2: blocks[0]})), ReadDone)
+        assert later.bytes_of(2)[:1] == b"\x0a"
+
+
+async def test_a_fill_whose_time_is_over_does_not_touch_the_arena(place: Place) -> None:
+    """Whatever the store does, afterwards the slot is the host tier's again."""
+    blocks = {0: place.fill(0, 10)}
+    await place.medium.write(place.writing(blocks))
+    place.fill(6, 66)
+    late = place.reading({6: blocks[0]}, within_ms=-1_000)
+    outcome = await place.medium.read(late)
+    before = place.bytes_of(6)
+    if isinstance(outcome, ReadDone) and outcome.intact == (True,):
+        return  # It was in time after all: a file may answer at once.
+    place.fill(6, 67)
+    again = await place.medium.read(place.reading({5: blocks[0]}))
+    assert isinstance(again, ReadDone)
+    assert again.intact == (True,)
+    assert before[:1] in (b"\x42", b"\x0a")
+    assert place.bytes_of(6)[:1] == b"\x43", "late bytes came into a slot that was given back"
+
+
+async def test_many_at_once(place: Place) -> None:
+    """Reads and writes side by side do not mix up."""
+    blocks = {slot: place.fill(slot, 20 + slot) for slot in range(4)}
+    await place.medium.write(place.writing(blocks))
+    reads = [place.medium.read(place.reading({4 + i: blocks[i]}, source=i)) for i in range(4)]
+    outcomes = await asyncio.gather(*reads, place.medium.write(place.writing(blocks)))
+    assert all(isinstance(outcome, ReadDone | Written) for outcome in outcomes)
+    assert [place.bytes_of(4 + i)[0] for i in range(4)] == [20, 21, 22, 23]
