@@ -4,6 +4,9 @@ A ghost keeps the names that an LRU tier of the same size would hold, of a sampl
 tier of `r` times the slots, for the part `r` of the names: SHARDS, Waldspurger et al. 2015). Each
 use of a sampled block is a hit or a miss here, and a hit or a miss there: a paired comparison.
 
+LRU is also followed while next to nothing is lost: when hardly a block is missed that was asked for
+before, no policy can do much better, and a cleverer one only worse.
+
 `behind` is how many hits the ghost is ahead. Beyond `limit` the policy follows LRU, for twice as
 long each time that it failed again soon. Hits that the policy is ahead count only up to a bound, so
 that a good past does not buy a bad future.
@@ -18,11 +21,16 @@ from kvbm_common.identity import SequenceHash
 GHOSTS_MAX = 8192
 """Names in the ghost: all of a tier up to that size, a sample of a larger one's."""
 SAMPLE_BITS = 16
-LIMIT_SHARE = 0.0015
+LIMIT_SHARE = 0.002
 """Of the uses in the window: how far behind is too far."""
 LIMIT_MIN = 24.0
-CREDIT_SHARE = 0.005
+CREDIT_SHARE = 0.004
 WINDOW_PER_SLOT = 32
+LOST_USES = 2048
+"""How many uses the share of lost blocks is a (fading) mean of."""
+LOST_LITTLE = 0.005
+LOST_MUCH = 0.01
+""""Next to nothing" begins below the one and ends above the other."""
 
 
 class Duel:
@@ -37,7 +45,10 @@ class Duel:
         self._window = WINDOW_PER_SLOT * max(1, self._ghosts_max)
         self._seen = 0
         self.behind = 0.0
-        self.follows_lru = False
+        self.follows_lru = True
+        self._beaten = False
+        self._lost = 0.0
+        self._little = True
         self._until = 0
         self._patience = 2 * self._ghosts_max
         self._since = 0
@@ -48,14 +59,15 @@ class Duel:
         """Is this name in the sample? `word` is its `mix`."""
         return word >> (64 - SAMPLE_BITS) < self._sampled_below
 
-    def used(self, name: SequenceHash, *, hit: bool) -> None:
-        """A sampled block was asked for; the tier had it, or not."""
+    def used(self, name: SequenceHash, *, hit: bool, again: bool) -> None:
+        """A sampled block was asked for, before too or not; the tier had it, or not."""
         if name in self._ghosts:
             self.behind += 0.0 if hit else 1.0
         else:
             self._fresh.add(name)
             if hit:
                 self.behind -= 1.0
+        self._lost += ((again and not hit) - self._lost) / LOST_USES
         self._seen += 1
         self._decide()
 
@@ -72,17 +84,17 @@ class Duel:
 
     def _decide(self) -> None:
         seen = min(self._seen, self._window)
-        credit = -LIMIT_MIN - CREDIT_SHARE * seen
-        if self.behind < credit:
-            self.behind = credit
-        if self.follows_lru:
+        self.behind = max(self.behind, -LIMIT_MIN - CREDIT_SHARE * seen)
+        self._little = self._lost < (LOST_MUCH if self._little else LOST_LITTLE)
+        if self._beaten:
             if self._seen >= self._until:
-                self.follows_lru, self.behind, self._since = False, 0.0, self._seen
+                self._beaten, self.behind, self._since = False, 0.0, self._seen
         elif self.behind > LIMIT_MIN + LIMIT_SHARE * seen:
             soon = self._seen - self._since < 4 * self._patience
             self._patience = 2 * self._patience if soon else 2 * self._ghosts_max
-            self.follows_lru, self._until = True, self._seen + self._patience
+            self._beaten, self._until = True, self._seen + self._patience
             self.trips += 1
+        self.follows_lru = self._beaten or self._little
 
     def __len__(self) -> int:
         """How many names are remembered."""

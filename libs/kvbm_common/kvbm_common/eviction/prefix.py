@@ -48,13 +48,15 @@ DEPTH_KIND = _kinds(DEPTH_ENDS)
 class Node:
     """What is known of a block that is here."""
 
-    __slots__ = ("depth", "kind", "parent", "place", "sampled", "turn", "used")
+    __slots__ = ("count", "depth", "kind", "parent", "place", "sampled", "turn", "used")
 
     def __init__(self, parent: SequenceHash, *, turn: int, depth: int, sampled: bool) -> None:
         self.parent = parent
         self.turn = turn
         self.depth = depth
         self.sampled = sampled
+        self.count = 0
+        """How often it was asked for lately, here or not."""
         self.used = 0
         self.kind = 0
         self.place = -1
@@ -87,8 +89,8 @@ class PrefixPolicy:
         above = self._nodes.get(parent)
         turn, depth = 1, 0
         if above is not None:
-            asked_more = self._sketch.count(mix(parent)) > count
-            turn, depth = min(above.turn + asked_more, TURN_MAX), above.depth + 1
+            turn = min(above.turn + (above.count > count), TURN_MAX)
+            depth = above.depth + 1
         node = Node(parent, turn=turn, depth=depth, sampled=self.duel.samples(word))
         self._nodes[block] = node
         self._children[parent] = self._children.get(parent, 0) + 1
@@ -99,14 +101,14 @@ class PrefixPolicy:
             self._uncover(block, node)
         self._used(block, node, word, count)
         if node.sampled:
-            self.duel.used(block, hit=False)
+            self.duel.used(block, hit=False, again=count > 1)
 
     def touch(self, block: SequenceHash) -> None:
         node = self._nodes[block]
         word = mix(block)
         self._used(block, node, word, self._sketch.add(word))
         if node.sampled:
-            self.duel.used(block, hit=True)
+            self.duel.used(block, hit=True, again=True)
 
     def hold(self, block: SequenceHash) -> None:
         del self._free[block]
@@ -140,6 +142,7 @@ class PrefixPolicy:
 
     def _used(self, block: SequenceHash, node: Node, word: int, count: int) -> None:
         self._now = node.used = self._now + 1
+        node.count = count
         turn = min(node.turn + count - 1, len(TURN_KIND) - 1)
         depth = min(node.depth, len(DEPTH_KIND) - 1)
         node.kind = TURN_KIND[turn] * DEPTH_KINDS + DEPTH_KIND[depth]

@@ -30,6 +30,9 @@ HORIZON_PER_SLOT = 8
 """What comes back later than after so many turnovers of the tier is as good as gone."""
 PRIOR_BLOCKS = 20.0
 """A kind of block counts as much as all kinds together after so many seen."""
+PERIOD_MIN = 512
+PERIOD_MAX = 2048
+"""Uses between two lessons: at first more often, when each still changes much."""
 REMEMBERED = 8 * WAITED_MAX
 """Halve what was learned beyond that: loads change."""
 SAMPLE_BITS = 16
@@ -70,7 +73,7 @@ class Returns:
         self._waited: OrderedDict[SequenceHash, tuple[int, int]] = OrderedDict()
         self._back = [[0.0] * BUCKETS for _ in range(kinds)]
         self._gone = [[0.0] * BUCKETS for _ in range(kinds)]
-        self._period = max(512, min(slot_count // 2, WAITED_MAX))
+        self._period = max(PERIOD_MIN, min(slot_count // 2, PERIOD_MAX))
         self._due = self._period
         lru = [1.0 / (1 + edge) for edge in EDGES[:-1]]
         self.worth: list[list[float]] = [lru] * kinds
@@ -79,6 +82,7 @@ class Returns:
     def used(self, name: SequenceHash, word: int, kind: int, now: int) -> None:
         """A block was used; `word` is the name's `mix`."""
         if now >= self._due:
+            self._period = min(self._period * 5 // 4, PERIOD_MAX)
             self._due = now + self._period
             self.learn(now)
         if word >> (64 - SAMPLE_BITS) >= self._sampled_below:
@@ -108,7 +112,10 @@ class Returns:
         all_back = [sum(column) for column in zip(*self._back, strict=True)]
         all_gone = [sum(column) for column in zip(*gone, strict=True)]
         common = _hazards(all_back, all_gone, [0.02] * BUCKETS, 1.0)
+        self.worth = [worth_of(common)] * self._kinds
         for kind in range(self._kinds):
+            if not any(self._back[kind]) and not any(gone[kind]):
+                continue
             hazards = _hazards(self._back[kind], gone[kind], common, PRIOR_BLOCKS)
             self.worth[kind] = worth_of(hazards)
         if sum(all_back) + sum(all_gone) > REMEMBERED:

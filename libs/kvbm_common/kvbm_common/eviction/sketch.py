@@ -10,9 +10,13 @@ from __future__ import annotations
 from kvbm_common.identity import SequenceHash
 
 COUNT_MAX = 255
-PLACES_MIN = 1 << 20
-PLACES_PER_SLOT = 16
-"""With the round up to a power of two, 16 to 32 bytes for every block of the tier."""
+PLACES_MIN = 1 << 22
+PLACES_MAX = 1 << 26
+"""64 MiB, for tiers of a million slots and more. To halve it takes some 50 ms, rarely."""
+PLACES_PER_SLOT = 64
+PLACES_PER_USE = 8
+"""Halve after so many uses that one place in eight was counted at. In a fuller table the places of
+two names meet too often, and a block that was never seen before seems to have come back."""
 HALVED = bytes(count >> 1 for count in range(256))
 SPREAD = 0x9E3779B97F4A7C15
 WORD = (1 << 64) - 1
@@ -28,7 +32,7 @@ class Sketch:
     """Counts of names."""
 
     def __init__(self, slot_count: int) -> None:
-        places = max(PLACES_MIN, PLACES_PER_SLOT * slot_count)
+        places = min(max(PLACES_MIN, PLACES_PER_SLOT * slot_count), PLACES_MAX)
         self._mask = (1 << (places - 1).bit_length()) - 1
         self._table = bytearray(self._mask + 1)
         self._added = 0
@@ -45,12 +49,7 @@ class Sketch:
             if other == count:
                 table[second] = count + 1
             self._added += 1
-            if self._added > self._mask:
+            if self._added * PLACES_PER_USE > self._mask:
                 self._added = 0
                 self._table = bytearray(table.translate(HALVED))
         return count + 1
-
-    def count(self, word: int) -> int:
-        """How often a name was counted, roughly; given its `mix`."""
-        seen, other = self._table[word & self._mask], self._table[(word >> 32) & self._mask]
-        return seen if seen < other else other
