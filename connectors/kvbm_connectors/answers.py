@@ -12,7 +12,7 @@ def is_sound(found: Found, asked: int) -> bool:
     count = len(found.slots)
     if not count == len(found.checksums) <= asked:
         return False
-    elsewhere = [*found.disk_blocks, *found.remote_blocks]
+    elsewhere = [*found.disk_blocks, *found.remote_blocks, *found.object_blocks]
     if len(set(elsewhere)) < len(elsewhere) or any(index >= count for index in elsewhere):
         return False
     return count == 0 or (found.block_bytes > 0 and found.lease > 0)
@@ -28,6 +28,7 @@ def nothing(found: Found, reason: str) -> Found:
 
 def hit_of(found: Found) -> Hit:
     """What the engine is told of an answer."""
-    disk, remote = len(found.disk_blocks), len(found.remote_blocks)
+    disk = len(found.disk_blocks) + len(found.object_blocks)
+    remote = len(found.remote_blocks)
     blocks = len(found.slots)
     return Hit(blocks, blocks - disk - remote, disk, remote, found.reason)

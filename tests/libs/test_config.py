@@ -116,13 +116,13 @@ def test_unknown_names_are_warned_about(tmp_path: Path) -> None:
         KVBM_CONFIG_FILE=str(file),
         DYN_KVBM_CPU_CACH_GB="1",
         KVBM_WHATEVER="1",
-        DYN_KVBM_OBJECT_BUCKET="b",
+        DYN_KVBM_NIXL_BACKEND_UCX="true",
         PATH="/bin",
     )
     text = "\n".join(settings.warnings)
     assert "DYN_KVBM_CPU_CACH_GB is not a setting; did you mean DYN_KVBM_CPU_CACHE_GB?" in text
     assert "KVBM_WHATEVER is not a setting" in text
-    assert "DYN_KVBM_OBJECT_BUCKET has no effect here" in text
+    assert "DYN_KVBM_NIXL_BACKEND_UCX has no effect here" in text
     assert "transfers.leas_ms is not a setting; did you mean transfers.lease_ms?" in text
     assert "surprise is not a setting" in text
     assert len(settings.warnings) == 5

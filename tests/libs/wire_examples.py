@@ -194,6 +194,7 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         block_bytes=2_097_152,
         disk_blocks=[1],
         reason="not stored",
+        object_blocks=[0],
     ),
     "pulled": local.Pulled(offer=3, pulled=2, skipped=1),
 }

@@ -112,6 +112,10 @@ class SlotTable:
         """How often the slot was staged."""
         return self._generation[slot]
 
+    def generations(self) -> dict[SequenceHash, int]:
+        """All blocks that can be found, with the generation of their slot."""
+        return {name: self._generation[slot] for name, slot in self._slot.items()}
+
     def blocks(self) -> list[Block]:
         """All blocks that can be found."""
         return [self.block(slot) for slot in self._slot.values()]

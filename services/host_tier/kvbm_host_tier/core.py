@@ -147,12 +147,12 @@ class HostTierCore:
                 self.offload.pull_settled(pull)
             case DiskEvent():
                 self._disk_event(event)
-            case DiskSeen(instance):
-                self.tier.emit(*self.tier.on_disk.seen(instance))
-            case DiskLost(instance):
-                self.tier.on_disk.lost(instance)
-            case DiskSnapshot(instance, reply):
-                self.tier.on_disk.snapshot(instance, reply)
+            case DiskSeen(instance, tier):
+                self.tier.emit(*self.tier.below.views[tier].seen(instance))
+            case DiskLost(instance, tier):
+                self.tier.below.views[tier].lost(instance)
+            case DiskSnapshot(instance, reply, tier):
+                self.tier.below.views[tier].snapshot(instance, reply)
             case FillDone():
                 self.onboard.fill_done(event, now_ms)
             case FillFailed():
@@ -250,14 +250,15 @@ class HostTierCore:
     # --- the disk tier ----------------------------------------------------------------------
 
     def _disk_event(self, disk: DiskEvent) -> None:
-        known = self.tier.on_disk.epoch(disk.instance)
-        new, questions = self.tier.on_disk.apply(disk.instance, disk.event)
+        view = self.tier.below.views[disk.tier]
+        known = view.epoch(disk.instance)
+        new, questions = view.apply(disk.instance, disk.event)
         self.tier.emit(*questions)
-        if self.tier.staging:
+        if self.tier.staging and disk.tier == "disk":
             self.tier.counts["offload_blocks_d2d"] += new
         # A `cleared` is not enough: a dying life sends one, too, while its reads still fly.
         if 0 < known < disk.event.epoch:
-            self.onboard.disk_restarted(disk.instance)
+            self.onboard.disk_restarted(disk.tier, disk.instance)
 
     def _lease(self, request: LeaseRequest, now_ms: int) -> LeaseReply | ErrorBody:
         if request.epoch != self.tier.announcer.epoch:
@@ -332,7 +333,8 @@ class HostTierCore:
         figures["slots_unsettled"] = float(self.offload.unsettled_count)
         figures["offers"] = float(len(self.offload))
         figures["lookups_waiting"] = float(len(self.onboard))
-        figures["known_on_disk"] = float(len(tier.on_disk))
+        for medium, view in tier.below.views.items():
+            figures[f"known_on_{medium}"] = float(len(view))
         return StatsReply(
             kind="host-tier",
             host=tier.announcer.host,
@@ -370,9 +372,13 @@ class HostTierCore:
 def _hit_rates(tier: Tier) -> dict[str, float]:
     asked = sum(entry[0] for entry in tier.hit_window)
     if not asked:
-        return {"host_cache_hit_rate": 0.0, "disk_cache_hit_rate": 0.0, "lookups_windowed": 0.0}
+        return dict.fromkeys(
+            ("host_cache_hit_rate", "disk_cache_hit_rate", "object_cache_hit_rate",
+             "lookups_windowed"), 0.0
+        )  # fmt: skip
     return {
         "host_cache_hit_rate": sum(entry[1] for entry in tier.hit_window) / asked,
         "disk_cache_hit_rate": sum(entry[2] for entry in tier.hit_window) / asked,
+        "object_cache_hit_rate": sum(entry[3] for entry in tier.hit_window) / asked,
         "lookups_windowed": float(len(tier.hit_window)),
     }

@@ -1,4 +1,4 @@
-"""The disk view: which blocks the disk tiers of this host have announced.
+"""The disk view: which blocks the disk tiers (or object tiers) of this host have announced.
 
 It is a hint. A block that is wrongly in it costs a failed fill, one that is missing a recompute, so
 events are applied as they come; a gap in them only makes us ask for a snapshot. A block whose fill
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from kvbm_common.identity import SequenceHash, hashes_from_hex
-from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_host_tier.messages import AskDiskSnapshot
@@ -22,9 +22,10 @@ AVOID_MAX = 65_536
 
 
 class DiskView:
-    """Block → the instance of the disk tier that has it."""
+    """Block → the instance of the disk tier that has it. One view for each medium."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier = "disk") -> None:
+        self._tier: Tier = tier
         self._instance: dict[SequenceHash, str] = {}
         self._position: dict[str, tuple[int, int]] = {}
         self._asking: set[str] = set()
@@ -41,6 +42,11 @@ class DiskView:
 
     def __len__(self) -> int:
         return len(self._instance)
+
+    @property
+    def is_followed(self) -> bool:
+        """Some instance has said something, or is being asked."""
+        return bool(self._position or self._asking)
 
     def instance(self, name: SequenceHash) -> str:
         """Who has a block that is in the view."""
@@ -70,7 +76,7 @@ class DiskView:
         if instance in self._asking:
             return []
         self._asking.add(instance)
-        return [AskDiskSnapshot(instance)]
+        return [AskDiskSnapshot(instance, self._tier)]
 
     def lost(self, instance: str) -> None:
         """A disk tier is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbm_common.wire.events import Event
+from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.local import FromHostTier, Region, ToHostTier
 from kvbm_common.wire.verbs import (
     ErrorBody,
@@ -107,10 +107,14 @@ class PullSettled:
 
 @dataclass(frozen=True, slots=True)
 class DiskEvent:
-    """A disk tier of this host announced something; `instance` answers fills for its blocks."""
+    """A disk tier of this host announced something; `instance` answers fills for its blocks.
+
+    `tier`, here and below: an object tier is to us as a disk tier is.
+    """
 
     instance: str
     event: Event
+    tier: Tier = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class DiskSeen:
     """A disk tier of this host has joined."""
 
     instance: str
+    tier: Tier = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,7 @@ class DiskLost:
     """… or has left, or died."""
 
     instance: str
+    tier: Tier = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,7 @@ class DiskSnapshot:
 
     instance: str
     reply: SnapshotReply | None
+    tier: Tier = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +281,7 @@ class AskFill:
     fill: int
     instance: str
     request: FillRequest
+    tier: Tier = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +289,7 @@ class AskDiskSnapshot:
     """Ask a disk tier what it holds; ends in DiskSnapshot."""
 
     instance: str
+    tier: Tier = "disk"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Onboard, G2 (and G3 through G2) → G1: answer lookups with leased slots.
+"""Onboard, G2 (and G3 and G4 through G2) → G1: answer lookups with leased slots.
 
-A lookup is walked from its first block on. Each block is either here (pin it), on disk (stage a
+A lookup is walked from its first block on. Each block is either here (pin it), below (stage a
 slot and have it filled), being filled already (wait with the others), or the end of the run. The
 answer goes out once: when all is here, or at its deadline with the prefix that is here by then.
 Blocks that arrive after the answer stay: they have been promoted.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
+from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.local import Found, Lookup
 from kvbm_common.wire.verbs import FILL_GRACE_MS, FilledSlot, FillRequest, FillSlot, Hits
 
@@ -40,7 +41,8 @@ class OnboardState:
     run: int
     """Blocks of the run that may still be had; shrinks when a fill fails."""
     block_tokens: int
-    from_disk: set[int] = field(default_factory=set)
+    came_from: dict[int, WireTier] = field(default_factory=dict)
+    """Where blocks of the run came from that were not here."""
     reason: str = ""
 
 
@@ -48,9 +50,12 @@ class OnboardState:
 class Fill:
     """A request to a disk tier: staged slots lent to it."""
 
+    tier: WireTier
     instance: str
     slots: dict[SequenceHash, int]
     until_ms: int
+    ahead: int = 0
+    """Blocks of the same run that were asked for before these."""
 
 
 class Onboard:
@@ -110,18 +115,15 @@ class Onboard:
 
     def _walk_rest(self, state: OnboardState, now_ms: int) -> list[SequenceHash]:
         """Go on where the host's own prefix ends; returns the blocks to be filled from disk."""
-        table, on_disk = self._tier.table, self._tier.on_disk
+        table, below = self._tier.table, self._tier.below
         fills: list[SequenceHash] = []
         for name in state.hashes[state.run :]:
             slot = table.find(name)
             if slot is not None:
                 table.pin(slot, used=True)
-            elif on_disk.usable(name, now_ms) and not table.is_staging(name):
+            elif below.usable(name, now_ms) and not table.is_staging(name):
                 fills.append(name)
-                state.from_disk.add(len(state.slots))
-            elif name in self._waiting:
-                state.from_disk.add(len(state.slots))
-            else:
+            elif name not in self._waiting:
                 break
             state.slots.append(slot)
         state.run = len(state.slots)
@@ -155,10 +157,10 @@ class Onboard:
     def _start_fills(self, state: OnboardState, names: Sequence[SequenceHash], now_ms: int) -> None:
         """Batches, prefix first, each to one disk tier; they are in flight side by side."""
         table, batch_max = self._tier.table, self._tier.limits.batch_blocks_max
-        by_instance: dict[str, list[SequenceHash]] = {}
+        by_source: dict[tuple[WireTier, str], list[SequenceHash]] = {}
         for name in names:
-            by_instance.setdefault(self._tier.on_disk.instance(name), []).append(name)
-        for instance, wanted in by_instance.items():
+            by_source.setdefault(self._tier.below.source(name, now_ms), []).append(name)
+        for (tier, instance), wanted in by_source.items():
             for start in range(0, len(wanted), batch_max):
                 slots: dict[SequenceHash, int] = {}
                 for name in wanted[start : start + batch_max]:
@@ -166,16 +168,17 @@ class Onboard:
                     assert slot is not None
                     slots[name] = slot
                     self._tier.diary.note(now_ms, f"staged in slot {slot} for a fill", name)
-                self._ask(Fill(instance, slots, state.answer_by_ms))
+                self._ask(Fill(tier, instance, slots, state.answer_by_ms, ahead=start))
 
     def _ask(self, fill: Fill) -> None:
         request = FillRequest(
             epoch=self._tier.announcer.epoch,
             until_ms=fill.until_ms,
             slots=[FillSlot(hash=name.hex(), slot=slot) for name, slot in fill.slots.items()],
+            ahead=fill.ahead,
         )
         self._fills[self._next_id] = fill
-        self._tier.emit(AskFill(self._next_id, fill.instance, request))
+        self._tier.emit(AskFill(self._next_id, fill.instance, request, fill.tier))
         self._next_id += 1
 
     def fill_done(self, event: FillDone, now_ms: int) -> None:
@@ -186,11 +189,11 @@ class Onboard:
         for name, slot in fill.slots.items():
             filled = answered.get(name)
             if filled is not None and filled.ok and filled.slot == slot:
-                blocks.append(self._arrived(name, slot, filled, now_ms))
+                blocks.append(self._arrived(fill, name, filled, now_ms))
             else:
                 self._tier.table.abort(slot)
                 reason = filled.reason if filled is not None else "no_answer"
-                self._missing(name, reason, now_ms)
+                self._missing(fill, name, reason, now_ms)
         self._tier.announce_stored(blocks)
 
     def fill_failed(self, event: FillFailed, now_ms: int) -> None:
@@ -203,24 +206,25 @@ class Onboard:
                 self._tier.table.abandon(slot)
             self._lent.append((max(now_ms, fill.until_ms) + FILL_GRACE_MS, fill))
         for name in fill.slots:
-            self._missing(name, event.reason, now_ms)
+            self._missing(fill, name, event.reason, now_ms)
 
-    def disk_restarted(self, instance: str) -> None:
+    def disk_restarted(self, tier: WireTier, instance: str) -> None:
         """A disk tier has begun a new life: its old one reads no more."""
-        for entry in [entry for entry in self._lent if entry[1].instance == instance]:
-            self._lent.remove(entry)
-            self._take_back(entry[1])
+        for entry in self._lent[:]:
+            if (entry[1].tier, entry[1].instance) == (tier, instance):
+                self._lent.remove(entry)
+                self._take_back(entry[1])
 
     def _take_back(self, fill: Fill) -> None:
         for slot in fill.slots.values():
             self._tier.table.abort(slot)
 
-    def _arrived(self, name: SequenceHash, slot: int, filled: FilledSlot, now_ms: int) -> Block:
-        table = self._tier.table
+    def _arrived(self, fill: Fill, name: SequenceHash, filled: FilledSlot, now_ms: int) -> Block:
+        table, slot = self._tier.table, fill.slots[name]
         parent = hash_from_hex(filled.parent)
         block = Block(name, parent, bytes.fromhex(filled.namespace), filled.checksum, filled.bytes)
         table.register(slot, block)
-        self._tier.diary.note(now_ms, f"filled from disk in slot {slot}", name)
+        self._tier.diary.note(now_ms, f"filled from {fill.tier} in slot {slot}", name)
         self._tier.counts["promoted_blocks"] += 1
         waiting = self._waiting.pop(name, [])
         for onboard_id, index in waiting:
@@ -228,16 +232,18 @@ class Onboard:
             if state is not None and index < state.run:
                 table.pin(slot)
                 state.slots[index] = slot
+                state.came_from[index] = fill.tier
         for onboard_id, _ in waiting:
             self._answer_if_complete(onboard_id)
         return block
 
-    def _missing(self, name: SequenceHash, reason: str, now_ms: int) -> None:
+    def _missing(self, fill: Fill, name: SequenceHash, reason: str, now_ms: int) -> None:
         """A block will not come: those who wait for it get what is before it."""
+        view = self._tier.below.views[fill.tier]
         if reason in NOT_ON_DISK:
-            self._tier.on_disk.forget(name)
+            view.forget(name)
         else:
-            self._tier.on_disk.avoid(name, now_ms)
+            view.avoid(name, now_ms)
         self._tier.counts[f"dropped.fill_{reason}"] += 1
         for onboard_id, index in self._waiting.pop(name, []):
             state = self._states.get(onboard_id)
@@ -289,8 +295,9 @@ class Onboard:
                 str(state.engine), "onboard", tuple(slots), deadline_ms=state.lease_until_ms
             )
             lease_id = lease.id
-        disk = sorted(index for index in state.from_disk if index < state.run)
-        self._count(len(state.hashes), state.run - len(disk), len(disk))
+        disk, objects = _came_from(state, "disk"), _came_from(state, "object")
+        here = state.run - len(disk) - len(objects)
+        self._count(len(state.hashes), here, len(disk), len(objects))
         tier.counts["matched_tokens"] += state.run * state.block_tokens
         blocks = [tier.table.block(slot) for slot in slots]
         found = Found(
@@ -301,6 +308,7 @@ class Onboard:
             checksums=[block.checksum for block in blocks],
             block_bytes=blocks[0].bytes if blocks else 0,
             disk_blocks=disk,
+            object_blocks=objects,
             reason=state.reason if state.run < len(state.hashes) else "",
         )
         tier.emit(ToEngine(state.connection, found))
@@ -312,19 +320,21 @@ class Onboard:
         )  # fmt: skip
         self._tier.emit(ToEngine(connection, found))
 
-    def _count(self, asked: int, host: int, disk: int) -> None:
+    def _count(self, asked: int, host: int, disk: int, objects: int) -> None:
         counts = self._tier.counts
         counts["lookups"] += 1
         counts["lookup_blocks.host"] += host
         counts["lookup_blocks.disk"] += disk
-        counts["lookup_blocks.miss"] += asked - host - disk
+        counts["lookup_blocks.object"] += objects
+        counts["lookup_blocks.miss"] += asked - host - disk - objects
         counts["onboard_blocks_h2d"] += host
         counts["onboard_blocks_d2d"] += disk
-        self._tier.hit_window.append((asked, host, disk))
+        counts["onboard_blocks_o2d"] += objects
+        self._tier.hit_window.append((asked, host, disk, objects))
 
     def _tell_hits(self, lookup: Lookup, names: Iterable[SequenceHash]) -> None:
         """The disk tier gives space to what is asked for again."""
-        news = hashes_to_hex(self._tier.on_disk.missing(names)[:HITS_MAX])
+        news = hashes_to_hex(self._tier.below.missing(names)[:HITS_MAX])
         if news:
             self._tier.emit(TellHits(Hits(namespace=lookup.namespace.hex(), hashes=news)))
 
@@ -346,3 +356,8 @@ class Onboard:
         for state in self._states.values():
             assert None in state.slots, "a complete lookup was not answered"
             assert len(state.slots) == state.run
+
+
+def _came_from(state: OnboardState, tier: WireTier) -> list[int]:
+    """Indices of the run."""
+    return sorted(i for i, source in state.came_from.items() if source == tier and i < state.run)

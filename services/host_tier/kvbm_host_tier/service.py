@@ -25,7 +25,7 @@ from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Joined, Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
 from kvbm_common.wire.local import ToHostTier
 from kvbm_common.wire.verbs import (
     ErrorBody,
@@ -44,6 +44,7 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_host_tier.core import HostTierCore
 from kvbm_host_tier.engine_socket import EngineSocket
+from kvbm_host_tier.lower_tiers import LOWER
 from kvbm_host_tier.messages import (
     NO_ARENA,
     Answer,
@@ -183,8 +184,10 @@ class HostTierShell:
 
     def _disk_event(self, subject: str, payload: bytes) -> None:
         source = subject.split(".")[-2]
-        if not source.startswith("disk-tier-"):
+        found = tier_of(source)
+        if found is None:
             return
+        tier, instance = found
         try:
             event: Event = event_codec.decode(payload)
             if event_subject(event) != subject:
@@ -194,18 +197,20 @@ class HostTierShell:
             self._dropped.add(reason=error.kind)
             self._limiter.warning(error.kind, f"an event on {subject} was dropped: {error}")
             return
-        if not self._loop.offer_nowait(DiskEvent(source.removeprefix("disk-tier-"), event)):
+        if not self._loop.offer_nowait(DiskEvent(instance, event, tier)):
             self._dropped.add(reason="inbox_full")
 
     def _registry_changed(self, event: RegistryEvent) -> None:
         record = event.record
-        if record.kind != "disk-tier" or record.host != self._context.host:
+        found = tier_of(f"{record.kind}-{record.instance}")
+        if found is None or record.host != self._context.host:
             return
+        tier, instance = found
         match event:
             case Joined():
-                self._loop.complete(DiskSeen(record.instance))
+                self._loop.complete(DiskSeen(instance, tier))
             case Left():
-                self._loop.complete(DiskLost(record.instance))
+                self._loop.complete(DiskLost(instance, tier))
             case _:
                 pass
 
@@ -254,8 +259,8 @@ class HostTierShell:
                 return self._puller.pull(effect, slot_bytes=self._core.tier.slot_bytes)
             case AskFill():
                 return self._fill(effect)
-            case AskDiskSnapshot(instance):
-                return self._disk_snapshot(instance)
+            case AskDiskSnapshot(instance, tier):
+                return self._disk_snapshot(instance, tier)
             case Answer(reply_to, reply):
                 self._answer(reply_to, reply)
             case Publish(event):
@@ -278,7 +283,7 @@ class HostTierShell:
         if not self._context.bus.connected:
             # It was never sent: the slots are not lent, and an outage does not use up the arena.
             return FillFailed(effect.fill, BusUnavailable.code, settled=True)
-        subject = self._disk_verb(effect.instance, "fill")
+        subject = self._disk_verb(effect.tier, effect.instance, "fill")
         left_s = (effect.request.until_ms - monotonic_ms()) / 1000 + FILL_MARGIN_S
         try:
             payload = await self._context.bus.request(
@@ -291,22 +296,22 @@ class HostTierShell:
             # The request may have left before the connection broke.
             return FillFailed(effect.fill, error.code, settled=False)
 
-    async def _disk_snapshot(self, instance: str) -> DiskSnapshot | None:
-        request = msgspec.json.encode({"source": f"disk-tier-{instance}"})
+    async def _disk_snapshot(self, instance: str, tier: Tier) -> DiskSnapshot | None:
+        request = msgspec.json.encode({"source": f"{tier}-tier-{instance}"})
         try:
             payload = await self._context.bus.request(
-                self._disk_verb(instance, "snapshot"), request, deadline_s=SNAPSHOT_DEADLINE_S
+                self._disk_verb(tier, instance, "snapshot"), request, deadline_s=SNAPSHOT_DEADLINE_S
             )
-            return DiskSnapshot(instance, _snapshot_reply.decode(payload))
+            return DiskSnapshot(instance, _snapshot_reply.decode(payload), tier)
         except KvbmError as error:
-            log.warning("no snapshot of disk tier %s: %s", instance, error)
-            return DiskSnapshot(instance, None)
+            log.warning("no snapshot of %s tier %s: %s", tier, instance, error)
+            return DiskSnapshot(instance, None, tier)
 
     async def _tell(self, subject: str, payload: bytes) -> None:
         await self._context.bus.publish(subject, payload)
 
-    def _disk_verb(self, instance: str, verb: str) -> str:
-        return verb_subject("disk-tier", verb, host=self._context.host, instance=instance)
+    def _disk_verb(self, tier: Tier, instance: str, verb: str) -> str:
+        return verb_subject(f"{tier}-tier", verb, host=self._context.host, instance=instance)
 
     def _answer(self, reply_to: int, reply: _VerbReply | ErrorBody) -> None:
         answer = self._answers.get(reply_to)
@@ -348,6 +353,14 @@ async def serve(context: ServiceContext) -> None:
             await HostTierShell(context, core, puller, engines).run()
     finally:
         puller.close()
+
+
+def tier_of(source: str) -> tuple[Tier, str] | None:
+    """The lower tier that a source is an instance of: ("disk", "0"); None: it is none."""
+    for tier in LOWER:
+        if source.startswith(f"{tier}-tier-"):
+            return tier, source.removeprefix(f"{tier}-tier-")
+    return None
 
 
 def _limits(context: ServiceContext) -> Limits:

@@ -14,7 +14,7 @@ from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import Block, SlotTable
 from kvbm_common.wire.verbs import Hits
 
-from kvbm_host_tier.disk_view import DiskView
+from kvbm_host_tier.lower_tiers import LowerTiers
 from kvbm_host_tier.messages import ArenaInfo, Effect, MakeArena, Publish, TellHits
 
 SLOT_ALIGNMENT = 4096
@@ -79,10 +79,10 @@ class Tier:
         self._making_arena = False
         self.counts: Counter[str] = Counter()
         self.diary = Diary()
-        self.on_disk = DiskView()
+        self.below = LowerTiers()
         self.effects: list[Effect] = []
-        self.hit_window: deque[tuple[int, int, int]] = deque(maxlen=limits.hit_window)
-        """(asked, host, disk) blocks of the last lookups."""
+        self.hit_window: deque[tuple[int, int, int, int]] = deque(maxlen=limits.hit_window)
+        """(asked, host, disk, object) blocks of the last lookups."""
         self._policy_name = policy
 
     def emit(self, *effects: Effect) -> None:
@@ -140,9 +140,9 @@ class Tier:
         if count <= 0:
             return []
         free = self.table.policy.victims(len(self.table.policy))
-        written = [name for name in free if name in self.on_disk][:count]
+        written = [name for name in free if name in self.below][:count]
         if len(written) < count:
-            self._ask_to_write([name for name in free if name not in self.on_disk])
+            self._ask_to_write([name for name in free if name not in self.below])
         return [self.table.evict(name) for name in written]
 
     def _ask_to_write(self, names: Sequence[SequenceHash]) -> None:

@@ -47,10 +47,10 @@ def value_of(text: str, name: str, **labels: str) -> float:
     return series_of(text)[name, frozenset(labels.items())]
 
 
-# --- KVBM's eight ----------------------------------------------------------------------------
+# --- KVBM's own ------------------------------------------------------------------------------
 
 
-def test_the_eight_are_there_before_any_traffic() -> None:
+def test_kvbms_own_are_there_before_any_traffic() -> None:
     """Exactly KVBM's names and types, no `_total`, no labels, 0, even with nobody there."""
     lines = text_of(FleetView(instances=[])).splitlines()
     for name in KVBM_COUNTERS:
@@ -59,10 +59,10 @@ def test_the_eight_are_there_before_any_traffic() -> None:
     for name in KVBM_GAUGES:
         assert f"# TYPE {name} gauge" in lines
         assert f"{name} 0.0" in lines
-    assert len(KVBM_COUNTERS + KVBM_GAUGES) == 8
+    assert len(KVBM_COUNTERS + KVBM_GAUGES) == 13
 
 
-def test_the_eight_are_summed_over_tiers_and_stay_labelled_per_instance() -> None:
+def test_kvbms_own_are_summed_over_tiers_and_stay_labelled_per_instance() -> None:
     """One series for KVBM's dashboard, one per instance for ours."""
     one = counted("kvbm_matched_tokens", 3)
     two = counted("kvbm_matched_tokens", 4, host="b")

@@ -129,8 +129,9 @@ class Lookup(_Message, frozen=True, kw_only=True):
 class Found(_Message, frozen=True, kw_only=True):
     """The longest usable run, leased: block i is in arena slot `slots[i]`.
 
-    `disk_blocks` of the run came from disk just now, `remote_blocks` from another host. `reason`
-    says why the run is not longer (`""` when all was found).
+    `disk_blocks` of the run came from disk just now, `remote_blocks` from another host,
+    `object_blocks` from the object store. `reason` says why the run is not longer (`""` when all
+    was found).
     """
 
     lookup: Natural
@@ -144,6 +145,7 @@ class Found(_Message, frozen=True, kw_only=True):
     """Indices in the run."""
     remote_blocks: list[Natural] = []
     reason: str = ""
+    object_blocks: list[Natural] = []
 
 
 class Release(_Message, frozen=True, kw_only=True):

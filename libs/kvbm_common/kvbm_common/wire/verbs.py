@@ -149,6 +149,9 @@ class FillRequest(_Message, frozen=True, kw_only=True):
     epoch: Natural
     until_ms: Natural
     slots: list[FillSlot]
+    ahead: Natural = 0
+    """Blocks of the same run that this disk tier was asked for before these: it serves the fronts
+    of all runs before their tails."""
 
 
 class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,11 +54,7 @@ class Listing:
         self._named = 0
         self._waiting.clear()
         self._stored_ms = array("q", [now_ms]) * table.slot_count
-        self._expected = {}
-        for block in table.blocks():
-            slot = table.find(block.hash)
-            assert slot is not None
-            self._expected[block.hash] = table.generation(slot)
+        self._expected = table.generations()
 
     def listed(self, objects: Sequence[ListedBlock], now_ms: int) -> None:
         """A page: take what is new and fits."""

@@ -1,0 +1,41 @@
+"""The lower tiers: what the disk tiers and object tiers of this host have, the nearest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.events import Tier
+
+from kvbm_host_tier.disk_view import DiskView
+
+LOWER: tuple[Tier, ...] = ("disk", "object")
+"""A block that several have comes from the first of them."""
+
+
+class LowerTiers:
+    """One view per medium."""
+
+    def __init__(self) -> None:
+        self.views: Mapping[Tier, DiskView] = {tier: DiskView(tier) for tier in LOWER}
+
+    def __contains__(self, name: SequenceHash) -> bool:
+        return any(name in view for view in self.views.values())
+
+    def missing(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
+        """Those that some tier that is there does not have, or all of them when none is."""
+        views = [view for view in self.views.values() if view.is_followed]
+        if len(views) == 1:
+            return views[0].missing(names)
+        return [name for name in names if not views or any(name not in view for view in views)]
+
+    def usable(self, name: SequenceHash, now_ms: int) -> bool:
+        """Is it worth while to ask for this block now?"""
+        return any(view.usable(name, now_ms) for view in self.views.values())
+
+    def source(self, name: SequenceHash, now_ms: int) -> tuple[Tier, str]:
+        """Whom to ask for a block that is usable: the tier, and its instance."""
+        for tier, view in self.views.items():
+            if view.usable(name, now_ms):
+                return tier, view.instance(name)
+        raise AssertionError("nobody has it")
