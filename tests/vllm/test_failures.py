@@ -242,7 +242,11 @@ def test_a_corrupt_disk_block_is_recomputed(stack: LiveStack, engine: EngineProc
     engine.reset()
     cold = engine.run(Ask(name="to disk", tokens=tokens))
     mine = engine.blocks()
-    wait_for(lambda: mine <= stack.held("disk-tier"), "not on disk")
+    wait_for(
+        lambda: mine <= stack.held("disk-tier"),
+        "not on disk",
+        details=lambda: f"{len(mine - stack.held('disk-tier'))} {stack.figures('disk-tier')}",
+    )
     for seed in range(2001, 2060):
         engine.run(Ask(name=f"push {seed}", tokens=prompt(seed, 600)))
         if not mine & stack.held("host-tier"):
