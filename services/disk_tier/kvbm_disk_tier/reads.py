@@ -6,7 +6,8 @@ that it was lent, and is answered once. A block whose bytes are wrong is quarant
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import heapq
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ from kvbm_disk_tier.messages import (
 )
 from kvbm_disk_tier.tier import SLOW_MS, Tier
 
+AHEAD_MS = 1
+"""A block that is asked for ahead costs a fill so much of its turn: the front of a short run
+overtakes the tail of a long one, and no tail waits for ever."""
 NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
 """Reasons of failed reads."""
 
@@ -45,7 +49,9 @@ class Reads:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._reads: dict[int, Read] = {}
-        self._waiting: deque[FillAsked] = deque()
+        self._waiting: list[tuple[int, int, FillAsked]] = []
+        """A heap of (turn, number of arrival, fill)."""
+        self._arrivals = 0
 
     def __len__(self) -> int:
         """Fills in flight."""
@@ -66,7 +72,9 @@ class Reads:
         if refusal is not None:
             self._refuse(event, refusal)
             return
-        self._waiting.append(event)
+        self._arrivals += 1
+        turn = now_ms + event.request.ahead * AHEAD_MS
+        heapq.heappush(self._waiting, (turn, self._arrivals, event))
 
     def _refusal(self, request: FillRequest, now_ms: int) -> ErrorBody | None:
         arena = self._tier.arena
@@ -92,7 +100,7 @@ class Reads:
     def advance(self, now_ms: int) -> None:
         """Start as many reads as may fly; what was right when it came may be stale by now."""
         while self._waiting and len(self._reads) < self._tier.limits.reads_max:
-            event = self._waiting.popleft()
+            _, _, event = heapq.heappop(self._waiting)
             refusal = self._refusal(event.request, now_ms)
             if refusal is not None:
                 self._refuse(event, refusal)

@@ -268,7 +268,7 @@ class Disk:
 
     def fill(
         self, *wanted: int, epoch: int = HOST_EPOCH, until_ms: int | None = None,
-        slots: Sequence[int] | None = None,
+        slots: Sequence[int] | None = None, ahead: int = 0,
     ) -> list[Effect]:  # fmt: skip
         """The host tier wants blocks; block n into arena slot n."""
         self._replies += 1
@@ -280,6 +280,7 @@ class Disk:
                 FillSlot(hash=name(number).hex(), slot=slot)
                 for number, slot in zip(wanted, targets, strict=True)
             ],
+            ahead=ahead,
         )
         return self.step(FillAsked(self._replies, request))
 

@@ -46,6 +46,7 @@ from tests.services.disk_tier.helpers import (
     filled,
     leased_slot,
     name,
+    numbers,
     of,
     one,
     opened,
@@ -429,6 +430,23 @@ def test_reads_have_limits_and_a_fill_that_waited_too_long_is_refused() -> None:
     assert len(answers) == 2
     assert refusal(answers[1:]) == "too_late"
     assert disk.core.idle()
+
+
+def test_the_front_of_a_short_run_overtakes_the_tail_of_a_long_one() -> None:
+    """One may fly. A run of three fills comes, then a short run: its front goes before the tails
+    of the long one, but nobody waits for ever."""
+    disk = Disk(slots=9, limits=Limits(reads_max=1))
+    disk.store(*range(1, 9))
+    served = [one(disk.fill(1, ahead=0), ReadSlots)]
+    for number, ahead in ((2, 16), (3, 32)):
+        assert disk.fill(number, ahead=ahead) == []
+    disk.now_ms += 1
+    assert disk.fill(7, ahead=0) == []
+    disk.now_ms += 20
+    assert disk.fill(8, ahead=0) == []
+    while len(served) < 5:
+        served.append(one(disk.read(served[-1]), ReadSlots))
+    assert [numbers(read.blocks) for read in served] == [[1], [7], [2], [8], [3]]
 
 
 # --- malformed ----------------------------------------------------------------------------------
