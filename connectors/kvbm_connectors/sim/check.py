@@ -91,7 +91,8 @@ async def check_stack(
     """Wait for a quiet point, then compare every view with the index's."""
     verdict = Verdict()
     unrest: list[str] = []
-    tiers = view.instances("host-tier", *(["disk-tier"] if with_disk else []))
+    kinds = ["host-tier", *(["disk-tier"] if with_disk else []), "object-tier"]
+    tiers = view.instances(*kinds)
     try:
         await wait_until(lambda: _is_quiet(view, engines, tiers), "the stack is not quiet")
     except DeadlineExceeded as error:

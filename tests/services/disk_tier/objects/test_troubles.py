@@ -284,6 +284,7 @@ async def test_a_slow_server_is_slow_and_no_more(far: Place, proxy: Proxy) -> No
     assert 0.3 <= time.monotonic() - started_s < 2.0, "one after the other it takes longer"
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_with_its_memory_and_comes_back_is_empty(
     mortal_s3: S3Server, counters: Counters
 ) -> None:

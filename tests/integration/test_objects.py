@@ -1,0 +1,102 @@
+"""The object tier end to end: hosts that share a bucket, and a bucket that comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvbm_common.processes import free_port
+from kvbm_connectors.sim.check import check_stack, wait_until
+
+from tests.integration.running import Running, running
+from tests.services.disk_tier.s3_server import S3Server
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3Server]:
+    """A server that a test may kill."""
+    server = S3Server(free_port(), tmp_path / "moto.log")
+    server.start()
+    yield server
+    server.kill()
+
+
+def settings(s3: S3Server, bucket: str, **changes: object) -> dict[str, object]:
+    """A host cache, no disk, and a bucket for everything."""
+    return {
+        "cpu_cache_gb": 0.2, "object_enabled": True, "object_bucket": bucket,
+        "object_endpoint": s3.endpoint, "object_access_key": "key", "object_secret_key": "secret",
+        "disable_object_offload_filter": True,
+    } | changes  # fmt: skip
+
+
+async def stored(run: Running) -> int:
+    """Blocks that the object tier would read."""
+    slots = (await run.view.stats("object-tier")).slots
+    return slots["inactive"] + slots["active"]
+
+
+async def quiet(run: Running) -> bool:
+    """Everything that was computed is in the bucket."""
+    stats = await run.view.stats("object-tier")
+    host = await run.view.stats("host-tier")
+    waits = stats.figures["writes"] + stats.figures["writes_pending"]
+    return not waits and await stored(run) >= host.slots["inactive"] > 0
+
+
+@pytest.mark.timeout(120)
+async def test_what_one_host_has_stored_another_onboards(s3: S3Server) -> None:
+    """Two hosts, one after the other, and nothing between them but the bucket."""
+    bucket = s3.make_bucket()
+    async with running(settings(s3, bucket), engines=1) as run:
+        await run.run(requests=8)
+        await wait_until(lambda: quiet(run), "not everything is stored")
+        count = await stored(run)
+        assert (await run.view.stats("object-tier")).figures["offload_blocks_d2o"] == count
+        assert run.mismatches() == 0
+    async with running(settings(s3, bucket), engines=1) as other:
+
+        async def listed() -> bool:
+            return await stored(other) == count
+
+        await wait_until(listed, "the bucket is not listed")
+        holders = [holder.source for holder in await other.view.dump()]
+        assert holders == ["object-tier-0"], "the index knows before anybody has asked"
+        await other.run(requests=8)
+        host = await other.view.stats("host-tier")
+        assert host.figures["onboard_blocks_o2d"] > 0
+        assert host.figures["object_cache_hit_rate"] > 0
+        assert other.mismatches() == 0
+        assert other.errors() == set()
+        verdict = await check_stack(other.view, other.engines, with_disk=False)
+        assert verdict.differences == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_bucket_that_dies_under_load_harms_nobody(s3: S3Server) -> None:
+    """The server is killed amid requests: engines go on, and the tier says why it is out."""
+    bucket = s3.make_bucket()
+    small = settings(s3, bucket, cpu_cache_gb=0.03, object_list_s=1.0)
+    async with running(small, engines=1) as run:
+        run.on_count[10] = s3.kill
+        await run.run(requests=40)
+        assert run.mismatches() == 0
+        assert run.errors() == set()
+
+        async def is_down() -> bool:
+            reasons = (await run.view.stats("object-tier")).reasons
+            return any("DYN_KVBM_OBJECT_ENDPOINT" in reason for reason in reasons)
+
+        await wait_until(is_down, "nobody says that the store is away")
+        s3.start()
+        s3.client.create_bucket(Bucket=bucket)
+
+        async def is_up() -> bool:
+            return (await run.view.stats("object-tier")).ready
+
+        await wait_until(is_up, "the store is not found again")
+        await run.run(requests=20, seed=2, prefix="after")
+        assert run.mismatches() == 0
+        assert run.errors() == set()
