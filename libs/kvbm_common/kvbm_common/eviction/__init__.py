@@ -15,6 +15,16 @@ from kvbm_common.eviction.lru import Lru
 from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.identity import SequenceHash
 
+__all__ = [
+    "POLICIES",
+    "EvictionPolicy",
+    "Lfu",
+    "Lru",
+    "PrefixPolicy",
+    "UnknownPolicy",
+    "make_policy",
+]
+
 
 class UnknownPolicy(KvbmError):
     """There is no eviction policy of that name."""
@@ -26,7 +36,8 @@ class EvictionPolicy(Protocol):
     """What a tier tells its policy, and the one question that it asks.
 
     Every block is `admit`ted once and `forget`ten once; in between `hold` and `free` alternate,
-    beginning with `free` being the state after `admit`.
+    beginning with `free` being the state after `admit`, and it may be `touch`ed at any time. Only
+    touches are uses: a block is also held to be copied to another tier.
     """
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:

@@ -82,6 +82,10 @@ class Duel:
             if len(ghosts) > self._ghosts_max:
                 ghosts.popitem(last=False)
 
+    def forgot(self, name: SequenceHash) -> None:
+        """A sampled block has left the tier, perhaps without ever having been held."""
+        self._fresh.discard(name)
+
     def _decide(self) -> None:
         seen = min(self._seen, self._window)
         self.behind = max(self.behind, -LIMIT_MIN - CREDIT_SHARE * seen)

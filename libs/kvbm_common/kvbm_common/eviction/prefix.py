@@ -130,6 +130,8 @@ class PrefixPolicy:
         node = self._nodes.pop(block)
         if node.place >= 0:
             self._cover(node)
+        if node.sampled:
+            self.duel.forgot(block)
         self._draw = self._draw * SPREAD + 1 & WORD
         left = self._children[node.parent] - 1
         if left:
@@ -188,7 +190,7 @@ class PrefixPolicy:
                 looked[leaves[(draw >> 32) * len(leaves) >> 32]] = None
             heap = [self._rank(name) for name in looked if name not in chosen.names] + uncovered
             heapify(heap)
-            uncovered = self._follow(heap, chosen, len(leaves) if few else CHOSEN_PER_LOOK)
+            uncovered = self._follow(heap, chosen, len(leaves) + 1 if few else CHOSEN_PER_LOOK)
             if few:
                 return
 
