@@ -49,6 +49,17 @@ async def test_config_table_is_for_people() -> None:
     assert "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS" in output
 
 
+async def test_config_never_prints_a_secret() -> None:
+    """Neither as a table nor as JSON; that it is set can be seen."""
+    for arguments in ((), ("--json",)):
+        code, output, errors = await call(
+            "config", *arguments, DYN_KVBM_OBJECT_SECRET_KEY="hush", DYN_KVBM_OBJECT_ACCESS_KEY="hu"
+        )
+        assert code == 0
+        assert "hush" not in output + errors
+        assert output.count("(set)") == 2
+
+
 async def test_bad_setting_ends_with_a_clear_line() -> None:
     code, _, errors = await call("config", DYN_KVBM_METRICS="maybe")
     assert code == 2

@@ -147,6 +147,7 @@ class Host:
         self.announced: set[int] = set()
         """What a reader of the events believes."""
         self.disk = Announcer(host="h", source="disk-tier-0", tier="disk", epoch=1)
+        self.objects = Announcer(host="h", source="object-tier-0", tier="object", epoch=1)
         self._ids = 0
         self._take(self.core.start())
         if attach:
@@ -318,6 +319,11 @@ class Host:
         """The disk tier announces a chain."""
         for event in self.disk.stored([on_disk(number) for number in wanted]):
             self.step(DiskEvent("0", event))
+
+    def object_stored(self, *wanted: int) -> None:
+        """The object tier announces a chain."""
+        for event in self.objects.stored([on_disk(number) for number in wanted]):
+            self.step(DiskEvent("0", event, "object"))
 
     def disk_removed(self, *wanted: int) -> None:
         """… or its loss."""

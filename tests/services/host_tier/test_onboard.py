@@ -222,6 +222,39 @@ def test_a_block_on_disk_is_staged_filled_committed_and_leased() -> None:
     assert host.core.tier.counts["promoted_blocks"] == 1
 
 
+def test_host_disk_object() -> None:
+    """1 here, 2 on disk, 3 in the bucket: one run; each tier is asked, told and counted apart."""
+    host = Host()
+    host.store(1)
+    host.disk_stored(2)
+    host.object_stored(2, 3)
+    effects = host.look_up(1, 2, 3)
+    disk, objects = of(effects, AskFill)
+    assert (disk.tier, asked(disk), objects.tier, asked(objects)) == ("disk", [2], "object", [3])
+    host.filled(objects)
+    found = host.found(host.filled(disk))
+    assert (found.disk_blocks, found.object_blocks) == ([1], [2])
+    counts = host.core.tier.counts
+    assert (counts["onboard_blocks_h2d"], counts["onboard_blocks_d2d"]) == (1, 1)
+    assert (counts["onboard_blocks_o2d"], counts["lookup_blocks.object"]) == (1, 1)
+    figures = host.core.statistics(host.now_ms).figures
+    assert round(figures["object_cache_hit_rate"], 3) == 0.333
+    assert (figures["known_on_disk"], figures["known_on_object"]) == (1, 2)
+
+
+def test_what_the_bucket_has_lost_is_forgotten_there_and_not_on_disk() -> None:
+    """A block that only the bucket lacks is still had from disk."""
+    host = Host()
+    host.object_stored(1)
+    fill = one_fill(host.look_up(1))
+    assert fill.tier == "object"
+    assert host.found(host.filled(fill, 1)).slots == []
+    no_fill = host.look_up(1)
+    assert not of(no_fill, AskFill)
+    host.disk_stored(1)
+    assert one_fill(host.look_up(1)).tier == "disk"
+
+
 def test_host_disk_host() -> None:
     """1 and 3 are in the host, 2 on disk: one run of three, the middle one from disk.
 
