@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -74,3 +76,9 @@ def wait_for(condition: Callable[[], bool], *, deadline_s: float, what: str) -> 
         if time.perf_counter() > give_up_s:
             raise TimeoutError(f"{what} took more than {deadline_s} s")
         time.sleep(0.0005)
+
+
+def processor_s(pid: int) -> float:
+    """Processor time of another process so far, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import index_nats
 from benchmarks.harness import Row, info_row, percentile, rate_row, time_row
 from benchmarks.index_workload import BATCHES, BLOCKS, MATCH_BLOCKS, SOURCES
 from tests.dynamo_env import dynamo_python
@@ -28,7 +29,7 @@ Figures = dict[str, Any]
 
 
 def run() -> list[Row]:
-    """All batch sizes; about five minutes."""
+    """All batch sizes, then services; about ten minutes."""
     theirs, ours = str(dynamo_python()), sys.executable
     taken: dict[tuple[str, int], list[Figures]] = defaultdict(list)
     for _ in range(ROUNDS):
@@ -43,7 +44,8 @@ def run() -> list[Row]:
     ]
     return [*rates, *_matches(taken), *_memory(taken),
             info_row(f"match, {MATCH_BLOCKS} blocks that all {SOURCES} sources hold, p50",
-                     percentile(shared, 0.5) * 1e6, unit="µs")]  # fmt: skip
+                     percentile(shared, 0.5) * 1e6, unit="µs"),
+            *index_nats.run()]  # fmt: skip
 
 
 def _measure(python: str, module: str, argument: str) -> Figures:

@@ -94,6 +94,10 @@ class EventStream:
         batch = EngineBatch(ts=time.time(), events=tuple(self._events), dp_rank=0)
         payload = encode_batch(batch)
         self._events.clear()
+        self.publish(payload)
+
+    def publish(self, payload: bytes) -> None:
+        """Publish a batch that is encoded already."""
         self._publisher.send_multipart(published_frames(b"", self._seq, payload))
         self._buffer.append((self._seq, payload))
         self._seq += 1

@@ -20,8 +20,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import sys
+from array import array
 from binascii import unhexlify
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import NewType, cast
@@ -38,6 +41,8 @@ HASH_BYTES = 16
 JSON_HASH_BYTES = 2 * HASH_BYTES + len('"",')
 """Of one hash in a JSON array."""
 TOKEN_BYTES = 4
+LITTLE_ENDIAN = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
+"""Whether `array("I")` has tokens as they are hashed."""
 BLOCK_TOKENS_MAX = 1024
 """KVBM's and every engine's largest page."""
 
@@ -170,12 +175,16 @@ def request_extras(*, lora: str | None = None, salt: str | None = None) -> dict[
 
 def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32. Raises IdentityError for ids outside 0..2**32-1."""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    if isinstance(tokens, list | tuple) and LITTLE_ENDIAN:
+        # A third of numpy's time; what it does not take is looked at below.
+        with suppress(TypeError, OverflowError):
+            return array("I", tokens).tobytes()
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise IdentityError("tokens must be a flat sequence of integers")
-    if array.size and (int(array.min()) < 0 or int(array.max()) > 0xFFFF_FFFF):
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFF_FFFF):
         raise IdentityError("token ids must be 0..4294967295")
-    return array.astype("<u4", copy=False).tobytes()
+    return ids.astype("<u4", copy=False).tobytes()
 
 
 def pack_extras(extras: Extras) -> bytes:

@@ -1,0 +1,223 @@
+"""The index as it runs: replicas on a real NATS, from the stream and from an image, and questions.
+
+And Dynamo's stand-alone indexer from the same wheel as RadixTree, fed over ZMQ as vLLM would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
+from kvbm_common.errors import KvbmError
+from kvbm_common.nats_server import NatsServer
+from kvbm_common.registry import NatsRegistry
+from kvbm_common.stack import ServiceProcess
+from kvbm_common.wire.events import Cleared, Run, Stored, event_codec, event_subject
+from kvbm_common.wire.verbs import MatchReply, MatchRequest, StatsReply, verb_subject
+
+from benchmarks import index_dynamo_zmq, index_path
+from benchmarks.harness import Row, info_row, percentile, processor_s, rate_row, time_row
+
+HOST, SOURCE, NAMESPACE = "gpu-a", "host-tier-0", "0" * 64
+EPOCH_TTL_S = 30.0
+CHAIN_BLOCKS = 512
+BLOCKS = 1_000_000
+WINDOW_EVENTS = 4_096
+"""Events that wait in the publisher's outbox: half of what it takes."""
+DEADLINE_S = 120.0
+QUERIES_PER_S = 2_000
+QUERIES = 10_000
+QUERY_BLOCKS = 64
+IMAGE_S = 1.0
+READY_S = 2.0
+BATCHES = {1: 100_000, 16: 500_000, 64: 1_000_000}
+"""Blocks per event, and how many are enough for seconds of work."""
+ROUNDS = 3
+REPLAYED_PER_S = 300_000
+
+
+class Replica:
+    """One index process."""
+
+    def __init__(self, server: NatsServer, instance: str, *, image_s: float = 3600.0) -> None:
+        settings = Settings.load(
+            {}, {"nats_url": server.url, "host": HOST, "instance": instance,
+                 "registry_ttl_s": EPOCH_TTL_S, "index_image_s": image_s},
+        )  # fmt: skip
+        self._instance = instance
+        self._process = ServiceProcess(
+            "index", environ=os.environ | settings.as_environ(), restart=False, log_path=None
+        )
+
+    async def start(self, bus: Bus, blocks: int) -> float:
+        """Seconds until it serves, and holds so many blocks."""
+        started_s = time.perf_counter()
+        self._process.start()
+        await self._process.wait_ready(deadline_s=DEADLINE_S)
+        await self.wait_blocks(bus, blocks, every_s=0.005)
+        return time.perf_counter() - started_s
+
+    async def wait_blocks(self, bus: Bus, blocks: int, *, every_s: float) -> None:
+        """Until it holds so many; nobody announces it."""
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.blocks(bus) != blocks:  # noqa: ASYNC110
+                await asyncio.sleep(every_s)
+
+    async def blocks(self, bus: Bus) -> int:
+        """What it holds."""
+        subject = verb_subject("index", "stats", host=HOST, instance=self._instance)
+        try:
+            reply = await bus.request(subject, b"", deadline_s=5)
+        except KvbmError:
+            return -1
+        return int(msgspec.json.decode(reply, type=StatsReply).figures["blocks"])
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of the process so far."""
+        return processor_s(self._process.pid)
+
+    async def kill(self) -> None:
+        """Without a word."""
+        await self._process.end(signal.SIGKILL, deadline_s=5)
+
+
+def chains(blocks: int) -> list[list[str]]:
+    """Names of the same length, in hex."""
+    rng = random.Random(2)
+    packed = [rng.randbytes(16 * CHAIN_BLOCKS).hex() for _ in range(-(-blocks // CHAIN_BLOCKS))]
+    return [[one[at : at + 32] for at in range(0, len(one), 32)] for one in packed]
+
+
+@asynccontextmanager
+async def living() -> AsyncIterator[tuple[NatsServer, Bus, int]]:
+    """A NATS, and the epoch of a source that is registered there."""
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-bench-"))
+        server = await stack.enter_async_context(NatsServer(Path(directory)))
+        bus = await Bus.connect(server.url, "bench", deadline_s=5)
+        stack.push_async_callback(bus.close)
+        registry = NatsRegistry(bus, ttl_s=EPOCH_TTL_S)
+        registration = await registry.register("host-tier", HOST, "0")
+        stack.push_async_callback(registry.close)
+        yield server, bus, registration.epoch
+
+
+async def _publish(bus: Bus, epoch: int, batch: int, held: list[list[str]]) -> None:
+    publisher = bus.event_publisher(SOURCE)
+    running = asyncio.create_task(publisher.run())
+    first = Cleared(host=HOST, source=SOURCE, tier="host", epoch=epoch, seq=1, ts_ms=0)
+    publisher.publish(event_subject(first), event_codec.encode(first), epoch=epoch, seq=1)
+    seq = 1
+    for names in held:
+        for at in range(0, len(names), batch):
+            seq += 1
+            run = Run(parent=names[at - 1] if at else "0" * 32, hashes=names[at : at + batch])
+            event = Stored(host=HOST, source=SOURCE, tier="host", epoch=epoch, seq=seq, ts_ms=0,
+                           namespace=NAMESPACE, runs=[run])  # fmt: skip
+            publisher.publish(event_subject(event), event_codec.encode(event), epoch=epoch, seq=seq)
+        while publisher.pending > WINDOW_EVENTS:  # noqa: ASYNC110 - the publisher never waits.
+            await asyncio.sleep(0.001)
+    await publisher.flush(deadline_s=DEADLINE_S)
+    running.cancel()
+
+
+async def _stored_cpu_s(batch: int, blocks: int) -> tuple[int, float]:
+    held = chains(blocks)
+    count = len(held) * CHAIN_BLOCKS
+    async with living() as (server, bus, epoch):
+        replica = Replica(server, "0")
+        await replica.start(bus, 0)
+        before_s = replica.cpu_s
+        await _publish(bus, epoch, batch, held)
+        await replica.wait_blocks(bus, count, every_s=0.1)
+        spent_s = replica.cpu_s - before_s
+        await replica.kill()
+    return count, spent_s
+
+
+def alone() -> list[Row]:
+    """Processor seconds of one process that hears of blocks: ours on NATS, Dynamo's on ZMQ."""
+    rows = []
+    for batch, blocks in BATCHES.items():
+        ours, theirs = [], []
+        for _ in range(ROUNDS):
+            count, spent_s = asyncio.run(_stored_cpu_s(batch, blocks))
+            ours.append(count / spent_s / 1e6)
+            count, spent_s = index_dynamo_zmq.stored_cpu_s(batch, blocks)
+            theirs.append(count / spent_s / 1e6)
+        rows.append(rate_row(f"stored over the network, {batch} blocks per event", median(ours),
+                             unit="M blocks/s", reference=median(theirs), target=1.0))  # fmt: skip
+    return rows
+
+
+async def restarts(batch: int = 16) -> list[Row]:
+    """Replay, image, and questions to two replicas."""
+    held = chains(BLOCKS)
+    blocks = len(held) * CHAIN_BLOCKS
+    async with living() as (server, bus, epoch):
+        await _publish(bus, epoch, batch, held)
+        first, second = Replica(server, "0"), Replica(server, "1", image_s=IMAGE_S)
+        replay_s = await first.start(bus, blocks)
+        await second.start(bus, blocks)
+        await _wait_image(bus)
+        await second.kill()
+        image_s = await second.start(bus, blocks)
+        queries_s = await _queries(bus, held)
+        for replica in (first, second):
+            await replica.kill()
+    return [
+        rate_row(f"replay, {batch} blocks per event, with the start of the process",
+                 blocks / replay_s / 1e6, unit="M blocks/s", target=REPLAYED_PER_S / 1e6),
+        time_row("start from an image of 1 M blocks", image_s, unit="s", target=READY_S),
+        time_row(f"match of {QUERY_BLOCKS} blocks over NATS, two replicas, p99 at 2,000 a second",
+                 percentile(queries_s, 0.99) * 1e3, unit="ms", target=3.0),
+        info_row("the same, p50", percentile(queries_s, 0.5) * 1e3, unit="ms"),
+    ]  # fmt: skip
+
+
+async def _wait_image(bus: Bus) -> None:
+    from kvbm_common.object_store import ObjectStore
+    from kvbm_index.keeper import BUCKET, BUCKET_BYTES_MAX, NAME
+
+    store = ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX)
+    async with asyncio.timeout(DEADLINE_S):
+        while await store.info(NAME) is None:  # noqa: ASYNC110 - nobody announces it.
+            await asyncio.sleep(0.05)
+
+
+async def _queries(bus: Bus, held: list[list[str]]) -> list[float]:
+    """Seconds of each question, asked at a steady rate, whether the one before is answered."""
+    asked = [msgspec.json.encode(MatchRequest(hashes=names[:QUERY_BLOCKS])) for names in held[:500]]
+    seconds: list[float] = []
+
+    async def ask(payload: bytes) -> None:
+        started_s = time.perf_counter()
+        reply = await bus.request(verb_subject("index", "match"), payload, deadline_s=5)
+        seconds.append(time.perf_counter() - started_s)
+        assert msgspec.json.decode(reply, type=MatchReply).matches[0].blocks == QUERY_BLOCKS
+
+    begun_s = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(QUERIES):
+            pause_s = begun_s + number / QUERIES_PER_S - time.perf_counter()
+            if pause_s > 0:
+                await asyncio.sleep(pause_s)
+            tasks.create_task(ask(asked[number % len(asked)]))
+    return seconds
+
+
+def run() -> list[Row]:
+    """About three minutes."""
+    return [*alone(), *asyncio.run(restarts()), *index_path.run()]

@@ -1,0 +1,122 @@
+"""The whole way of an event at speed: an engine's ZMQ socket, consolidator, JetStream, index."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from kvbm_common.bus import Bus
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import SequenceHash
+from kvbm_common.stack import Stack
+from kvbm_common.wire.engine_events import BlockStored, EngineBatch, encode_batch
+from kvbm_common.wire.verbs import MatchReply, MatchRequest, StatsReply, verb_subject
+from kvbm_connectors.sim.event_stream import engine_hash
+
+from benchmarks.harness import Row, info_row, percentile, rate_row, time_row
+from benchmarks.probe import Probe
+
+BLOCKS_PER_S = 200_000
+BLOCKS = 600_000
+CHAIN_BLOCKS = 400
+EVENT_BLOCKS = (4, 16)
+SAMPLE_EVENTS = 500
+"""One event of so many is looked for in the index until it is there."""
+DEADLINE_S = 120.0
+
+Sent = tuple[bytes, int, SequenceHash]
+"""An event's bytes, its number of blocks, and the first block of its chain."""
+
+
+def run() -> list[Row]:
+    """As fast as the target says, for some seconds."""
+    return asyncio.run(_run())
+
+
+async def _run() -> list[Row]:
+    services = ("consolidator", "index", "host-tier")
+    async with Stack.private({"cpu_cache_gb": 0.1}, services=services) as stack:
+        bus = await Bus.connect(stack.nats_url, "bench", deadline_s=5)
+        probe = Probe(stack.settings, "probe", block_bytes=4096, block_count=1)
+        try:
+            await asyncio.to_thread(probe.start)
+            return await _measure(bus, probe, list(_events(probe)), stack.settings.host)
+        finally:
+            probe.close()
+            await bus.close()
+
+
+def _events(probe: Probe) -> Iterator[Sent]:
+    rng, size = random.Random(5), probe.namespace.block_tokens
+    for number in range(BLOCKS // CHAIN_BLOCKS):
+        tokens = np.random.default_rng(number).integers(0, 32_000, CHAIN_BLOCKS * size).tolist()
+        names = probe.hasher.chain(tokens)
+        at = 0
+        while at < len(names):
+            run = names[at : at + rng.randint(*EVENT_BLOCKS)]
+            event = BlockStored(
+                block_hashes=tuple(map(engine_hash, run)),
+                parent=engine_hash(names[at - 1]) if at else None,
+                token_ids=tuple(tokens[at * size : (at + len(run)) * size]),
+                block_size=size, medium="GPU",
+            )  # fmt: skip
+            yield encode_batch(EngineBatch(ts=0.0, events=(event,), dp_rank=0)), len(run), names[0]
+            at += len(run)
+
+
+async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str) -> list[Row]:
+    delays: list[float] = []
+    sampling: list[asyncio.Task[None]] = []
+    begun_s, sent, chain = time.perf_counter(), 0, SequenceHash(b"")
+    for number, (payload, blocks, first) in enumerate(events):
+        pause_s = begun_s + sent / BLOCKS_PER_S - time.perf_counter()
+        if pause_s > 0 or number % 64 == 0:
+            await asyncio.sleep(max(0.0, pause_s))
+        probe.events.publish(payload)
+        sent += blocks
+        if first != chain and len(sampling) * SAMPLE_EVENTS < number:
+            sampling.append(asyncio.create_task(_wait_known(bus, first, delays)))
+        chain = first
+    sent_s = time.perf_counter() - begun_s
+    await asyncio.wait_for(asyncio.gather(*sampling), DEADLINE_S)
+    held = await _settled(bus, host, sent)
+    whole_s = time.perf_counter() - begun_s
+    return [
+        rate_row("engine's socket → index, 4 to 16 blocks per event", sent / whole_s / 1e6,
+                 unit="M blocks/s", target=0.95 * BLOCKS_PER_S / 1e6),
+        info_row("the same, as it was sent", sent / sent_s / 1e6, unit="M blocks/s"),
+        time_row("blocks that were lost on the way", sent - held, unit="blocks", target=0),
+        time_row("from the socket to an answer, p99", percentile(delays, 0.99) * 1e3, unit="ms",
+                 target=200.0),
+    ]  # fmt: skip
+
+
+async def _wait_known(bus: Bus, name: SequenceHash, delays: list[float]) -> None:
+    begun_s = time.perf_counter()
+    request = msgspec.json.encode(MatchRequest(hashes=[name.hex()]))
+    while True:
+        reply = await bus.request(verb_subject("index", "match"), request, deadline_s=DEADLINE_S)
+        if msgspec.json.decode(reply, type=MatchReply).matches:
+            delays.append(time.perf_counter() - begun_s)
+            return
+        await asyncio.sleep(0.01)
+
+
+async def _settled(bus: Bus, host: str, blocks: int) -> int:
+    """How many the index has when it has all, or when none has come for a second."""
+    subject = verb_subject("index", "stats", host=host, instance="0")
+    held, since_s = -1, time.perf_counter()
+    while held != blocks and time.perf_counter() - since_s < 1.0:
+        try:
+            reply = await bus.request(subject, b"", deadline_s=5)
+        except KvbmError:
+            continue
+        now = int(msgspec.json.decode(reply, type=StatsReply).figures["blocks"])
+        if now != held:
+            held, since_s = now, time.perf_counter()
+        await asyncio.sleep(0.02)
+    return held
