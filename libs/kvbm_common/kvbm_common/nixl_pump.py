@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import logging
@@ -384,14 +385,23 @@ class Pump:
     def _destroy(self) -> None:
         """End the agent, which settles UCX: its worker and connections are gone."""
         survivors, self._flights = self._flights, []
+        if any(transfer.remote.kind == "OBJ" for transfer in survivors):
+            _leak(self._agent, *(transfer.handle for transfer in survivors))
         for transfer in survivors:
             transfer.handle = None
         self._agent = None
         for transfer in survivors:
-            if transfer.settling is not None and transfer.remote.kind != "FILE":
+            if transfer.settling is not None and transfer.remote.kind not in ("FILE", "OBJ"):
                 transfer.settling.set_result(None)
         for settling in (*self._unsettled, *self._leaving.values()):
             settling.set_result(None)
+
+
+def _leak(*things: object) -> None:
+    """Never destroy these: the end of an agent whose request hangs waits for it, for up to ten
+    seconds, and holds Python's lock all the time, so that not even a watchdog could run."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def posix_defaults() -> dict[str, str]:

@@ -1,17 +1,20 @@
 """The bucket: what NIXL cannot ask of S3 (list, delete, head), and the only import of boto3.
 
-boto3 blocks, so its calls run in a few threads. Each has a deadline of ours, and is tried again
-with growing pauses where that may help. Errors say which variable to look at.
+boto3 blocks, so its calls run in a few threads: daemons, because one that hangs must not hold up
+the end of the process. Each call has a deadline of ours, and is tried again with growing pauses
+where that may help. Errors say which variable to look at.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -103,12 +106,8 @@ class Bucket:
         """`counted(kind, ok)` hears of every request that was made. Makes no request itself."""
         self.options = options
         self._counted = counted
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bucket")
+        self._turns = asyncio.Semaphore(THREADS)
         self._client: Any = None
-
-    def close(self) -> None:
-        """End, without waiting for calls that hang: they end by boto3's own limits."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def pages(self, prefix: str) -> AsyncIterator[list[Listed]]:
         """Every object below a prefix, a page at a time; raises BucketError."""
@@ -176,10 +175,24 @@ class Bucket:
         raise AssertionError("the last try returns or raises")
 
     async def _try(self, call: Callable[[Any], T]) -> T:
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(self._run(call))
+            except BaseException as error:  # Whatever it is, the caller gets it.
+                done.set_exception(error)
+            finally:
+                with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
+                    loop.call_soon_threadsafe(self._turns.release)
+
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CALL_DEADLINE_S):
-                return await loop.run_in_executor(self._threads, self._run, call)
+                await self._turns.acquire()
+                done.set_running_or_notify_cancel()
+                threading.Thread(target=run, name="bucket", daemon=True).start()
+                return await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise self._away("has not answered") from error
 

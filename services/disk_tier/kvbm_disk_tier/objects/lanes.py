@@ -10,6 +10,7 @@ Reads go first, and writes take no more than half of the lanes.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 from collections import deque
 
@@ -88,6 +89,10 @@ class LaneMemory:
         self._mapping = mmap.mmap(-1, self.bytes)
         self.array: NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
         self.address: int = self.array.ctypes.data
+
+    def keep(self) -> None:
+        """Leave it mapped to the last moment of the process: a request that hangs may still end."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapping))
 
     def lane(self, lane: int, length: int) -> NDArray[np.uint8]:
         """The first bytes of a lane."""

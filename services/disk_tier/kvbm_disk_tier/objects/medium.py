@@ -118,7 +118,6 @@ class ObjectMedium:
     def close(self) -> None:
         """End; requests that hang end by themselves."""
         self._mover.close()
-        self._bucket.close()
 
     # --- the store --------------------------------------------------------------------------
 

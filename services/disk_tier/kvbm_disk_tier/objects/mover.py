@@ -81,6 +81,8 @@ class ObjectMover:
         """End the threads; the memory goes with the process."""
         self._copier.shutdown(wait=True, cancel_futures=True)
         self._mover.close(CLOSE_S)
+        for memory in self._memory if self.lanes.taken_count else ():
+            memory.keep()
         if self._arena is not None:
             self._arena.close()
 
