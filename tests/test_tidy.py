@@ -25,8 +25,14 @@ MODULE_LINES_MAX = 520
 CONSOLIDATOR_SHELLS = (
     "service", "streams", "registrar", "connector_socket", "router_sockets", "tier_feed",
 )  # fmt: skip
+DISK_TIER_SHELLS = (
+    "service", "mover", "store", "disk_medium", "sealing", "sealed_mover", "bounce",
+)  # fmt: skip
 CORES = [
-    *(PACKAGES["kvbm_common"] / f"{n}.py" for n in ("slots", "leases", "announcer")),
+    *(
+        PACKAGES["kvbm_common"] / f"{n}.py"
+        for n in ("slots", "leases", "announcer", "registry_roster")
+    ),
     *PACKAGES["kvbm_common"].glob("eviction/*.py"),
     *(
         PACKAGES["kvbm_host_tier"] / f"{name}.py"
@@ -35,7 +41,7 @@ CORES = [
     *(
         path
         for path in PACKAGES["kvbm_disk_tier"].glob("*.py")
-        if path.stem not in ("service", "mover", "store", "disk_medium")
+        if path.stem not in DISK_TIER_SHELLS
     ),
     *(
         PACKAGES["kvbm_disk_tier"] / f"objects/{name}.py"
@@ -61,8 +67,10 @@ ONE_PLACE = {
     "xxhash": {"kvbm_common/checksum.py"},
     "boto3": {"objects/bucket.py"},
     "botocore": {"objects/bucket.py"},
+    "cryptography": {"kvbm_disk_tier/sealing.py"},
     "nats": {"kvbm_common/bus.py", "kvbm_common/verb_server.py"},
-    "etcd3": {"kvbm_common/etcd_registry.py"},
+    "etcd3": {"kvbm_common/etcd_client.py"},
+    "grpc": {"kvbm_common/etcd_client.py"},
 }
 """A dependency is imported in one place; the rest of the code sees our own type."""
 

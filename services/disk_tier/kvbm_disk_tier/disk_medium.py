@@ -65,7 +65,7 @@ class DiskMedium:
         header = self._store.header
         if found is None or header is None:
             return None
-        self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
+        self._mover.use_file(self._store.fd, header.slot_count, header.stride)
         return StoreOpened(header.slot_count, header.slot_bytes, found)
 
     async def open(self, slot_bytes: int) -> StoreOpened | StoreFailed:
@@ -76,7 +76,7 @@ class DiskMedium:
             opened = self._store.create(slot_bytes)
             header = self._store.header
             assert header is not None
-            self._mover.use_file(self._store.fd, header.slot_bytes * header.slot_count)
+            self._mover.use_file(self._store.fd, header.slot_count, header.stride)
             return StoreOpened(header.slot_count, header.slot_bytes, opened)
 
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from kvbm_common.arena import Arena
@@ -25,13 +26,17 @@ from kvbm_disk_tier.messages import (
     Written,
 )
 
-CHECKSUM_THREADS = 1
+WORKER_THREADS = 1
 CALL_DEADLINE_S = 10.0
 """Registrations take milliseconds; a machine in trouble gets some more."""
 SETTLE_DEADLINE_S = 0.8 * FILL_GRACE_MS / 1000
 """Soon the host tier will reuse the slots of a late fill: end this process before."""
 WRITE_DEADLINE_S = 30.0
 """A disk that takes longer for one batch is as good as broken."""
+
+
+E = TypeVar("E", WriteSlots, ReadSlots)
+T = TypeVar("T")
 
 
 class NotSettled(KvbmError):
@@ -45,7 +50,7 @@ class DiskMover:
 
     def __init__(self, *, name: str, counters: Counters) -> None:
         self._mover = MoverThread(name, backends=("POSIX",))
-        self._summer = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
+        self._worker = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="worker")
         self._arena: Arena | None = None
         self._arena_known: Registration | None = None
         self._arena_epoch = 0
@@ -65,7 +70,7 @@ class DiskMover:
 
     def close(self) -> None:
         """End both threads and unmap."""
-        self._summer.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown(wait=True, cancel_futures=True)
         self._mover.close()
         for arena, _ in self._retired:
             arena.close()
@@ -91,11 +96,11 @@ class DiskMover:
                 arena.close()
             self._retired.clear()
 
-    def use_file(self, fd: int, size: int) -> None:
-        """Read and write this file from now on; nothing may fly."""
+    def use_file(self, fd: int, slot_count: int, stride: int) -> None:
+        """Read and write this file of slots from now on; nothing may fly."""
         assert self._flying == 0
         self.drop_file()
-        self._file = self._mover.register_file(fd, size).result(CALL_DEADLINE_S)
+        self._file = self._mover.register_file(fd, slot_count * stride).result(CALL_DEADLINE_S)
         self._fd = fd
 
     def drop_file(self) -> None:
@@ -110,55 +115,70 @@ class DiskMover:
         arena = self._arena
         if arena is None or effect.epoch != self._arena_epoch:
             return WriteFailed(effect.write, STALE_ARENA)
-        memory = _memory(arena, effect.sources, effect.slot_bytes)
-        file = _file(effect.targets, effect.slot_bytes)
         self._flying += 1
         try:
-            future = self._mover.write_file(self._fd, memory, file, deadline_s=WRITE_DEADLINE_S)
-            moved = await asyncio.wrap_future(future)
+            moved, lost = await self._put(arena, effect)
         except TransferError as error:
             # A late write may meet its slot's next block; that block's checksum would tell.
-            await _wait_settled(error)
+            await wait_settled(error)
             return WriteFailed(effect.write, error.code)
         finally:
             self._flying -= 1
             self._unmap_retired()
         self._observe("h2disk", moved)
-        return Written(effect.write)
+        return Written(effect.write, lost)
+
+    async def _put(self, arena: Arena, effect: WriteSlots) -> tuple[Moved, tuple[int, ...]]:
+        """Write a batch; also which entries of it cannot be had again."""
+        memory = spans_of(arena.address, effect.sources, effect.slot_bytes)
+        return await self._to_file(memory, effect.targets, effect.slot_bytes), ()
+
+    async def _to_file(self, memory: Spans, slots: Sequence[int], slot_bytes: int) -> Moved:
+        file = spans_of(0, slots, slot_bytes)
+        future = self._mover.write_file(self._fd, memory, file, deadline_s=WRITE_DEADLINE_S)
+        return await asyncio.wrap_future(future)
 
     async def read(self, effect: ReadSlots) -> ReadDone | ReadFailed:
         """File to arena, and every checksum compared."""
         arena = self._arena
         if arena is None or effect.epoch != self._arena_epoch:
             return ReadFailed(effect.read, STALE_ARENA)
-        memory = _memory(arena, effect.targets, effect.slot_bytes)
-        file = _file(effect.sources, effect.slot_bytes)
-        left_s = (effect.until_ms - monotonic_ms()) / 1000
         self._flying += 1
         try:
-            future = self._mover.read_file(self._fd, memory, file, deadline_s=max(left_s, 0.01))
-            moved = await asyncio.wrap_future(future)
-            sums = await asyncio.get_running_loop().run_in_executor(
-                self._summer, _sums, arena, effect
-            )
+            moved, intact = await self._get(arena, effect)
         except TransferError as error:
-            await _wait_settled(error)
+            await wait_settled(error)
             return ReadFailed(effect.read, error.code)
         finally:
             self._flying -= 1
             self._unmap_retired()
         self._observe("disk2h", moved)
-        intact = tuple(
-            found == block.checksum for found, block in zip(sums, effect.blocks, strict=True)
-        )
         return ReadDone(effect.read, intact)
+
+    async def _get(self, arena: Arena, effect: ReadSlots) -> tuple[Moved, tuple[bool, ...]]:
+        """Read a batch; also which of its blocks are right."""
+        memory = spans_of(arena.address, effect.targets, effect.slot_bytes)
+        deadline_s = left_s(effect)
+        moved = await self._from_file(memory, effect.sources, effect.slot_bytes, deadline_s)
+        return moved, await self._in_thread(_intact, arena, effect)
+
+    async def _from_file(
+        self, memory: Spans, slots: Sequence[int], slot_bytes: int, deadline_s: float
+    ) -> Moved:
+        file = spans_of(0, slots, slot_bytes)
+        future = self._mover.read_file(self._fd, memory, file, deadline_s=deadline_s)
+        return await asyncio.wrap_future(future)
+
+    async def _in_thread(self, work: Callable[[Arena, E], T], arena: Arena, effect: E) -> T:
+        """What takes processor time: it keeps off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, arena, effect)
 
     def _observe(self, path: str, moved: Moved) -> None:
         self._seconds.observe(moved.seconds, path=path)
         self._bytes.observe(moved.bytes, path=path)
 
 
-async def _wait_settled(error: TransferError) -> None:
+async def wait_settled(error: TransferError) -> None:
     """Wait until nothing of a failed transfer can land any more; raises NotSettled."""
     if error.settled or error.settling is None:
         return
@@ -169,18 +189,22 @@ async def _wait_settled(error: TransferError) -> None:
         raise NotSettled(f"a transfer has not ended {SETTLE_DEADLINE_S} s late") from error
 
 
-def _memory(arena: Arena, slots: Sequence[int], slot_bytes: int) -> Spans:
+def spans_of(address: int, slots: Sequence[int], slot_bytes: int) -> Spans:
+    """Slots of a memory, or, with address 0, of a file."""
     starts = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
-    return Spans.of(np.uint64(arena.address) + starts, slot_bytes)
+    return Spans.of(np.uint64(address) + starts, slot_bytes)
 
 
-def _file(slots: Sequence[int], slot_bytes: int) -> Spans:
-    return Spans.of(np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes), slot_bytes)
+def left_s(effect: ReadSlots) -> float:
+    """Until a read's deadline, in seconds; a little where it has passed."""
+    return max((effect.until_ms - monotonic_ms()) / 1000, 0.01)
 
 
-def _sums(arena: Arena, effect: ReadSlots) -> list[int]:
-    sums: list[int] = []
+def _intact(arena: Arena, effect: ReadSlots) -> tuple[bool, ...]:
+    found: list[int] = []
     for slot, block in zip(effect.targets, effect.blocks, strict=True):
         offset = np.asarray([slot * effect.slot_bytes], dtype=np.uint64)
-        sums += checksums(arena.array, offset, block.bytes)
-    return sums
+        found += checksums(arena.array, offset, block.bytes)
+    return tuple(
+        checksum == block.checksum for checksum, block in zip(found, effect.blocks, strict=True)
+    )

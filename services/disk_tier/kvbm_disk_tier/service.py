@@ -8,9 +8,10 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
+from kvbm_common.config import Settings
 from kvbm_common.counters import families_of_counts, families_of_gauges
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable, RequestFailed
 from kvbm_common.event_publisher import EventPublisher
@@ -72,10 +73,14 @@ from kvbm_disk_tier.messages import (
 from kvbm_disk_tier.mover import DiskMover
 from kvbm_disk_tier.shards import writers_of
 from kvbm_disk_tier.store import (
+    CIPHER,
     Store,
     StoreBusy,
     StoreOptions,
 )
+
+if TYPE_CHECKING:
+    from kvbm_disk_tier.sealing import Keys
 
 INBOX_MAX = 10_000
 """Inputs that wait for the core: a second of a very busy host."""
@@ -88,6 +93,8 @@ GOODBYE_S = 1.0
 LOCK_DEADLINE_S = 4.5
 """A predecessor whose place we have taken is gone by then (kvbm_common.service.EXIT_DEADLINE_S)."""
 LOCK_TRY_S = 0.1
+SEALED_BATCHES = 6
+"""Batches that are sealed or opened at once: a sealed store takes so much more memory."""
 ACCEPTING = "accepting"
 """The key in a disk tier's registry entry that says whether it takes blocks."""
 
@@ -325,12 +332,14 @@ class TierShell:
 async def serve(context: ServiceContext) -> None:
     """Run a disk tier; without a disk cache it only says that it is there, and empty."""
     settings = context.settings
+    keys = _keys(settings)
     options = StoreOptions(
         directory=settings.disk_cache_dir / f"kvbm-{context.host}-{context.instance}",
         capacity_bytes=settings.disk_cache_bytes,
         slot_count=settings.disk_cache_override_num_blocks or None,
         direct=not settings.disk_disable_o_direct,
         zerofill_fallback=settings.disk_zerofill_fallback,
+        cipher=CIPHER if keys is not None else "",
         sync=settings.disk_sync,
     )
     core = DiskTierCore(
@@ -352,12 +361,34 @@ async def serve(context: ServiceContext) -> None:
     store = await _wait_store(options, context.stopping)
     if store is None:
         return
-    mover = DiskMover(name=f"{context.source}-{context.epoch}", counters=context.counters)
-    medium = DiskMedium(store, mover)
+    medium = DiskMedium(store, _mover(context, keys))
     try:
         await TierShell(context, core, medium).run()
     finally:
         medium.close()
+
+
+def _keys(settings: Settings) -> Keys | None:
+    """What blocks are sealed with, None: nothing; raises BadKeys."""
+    if settings.disk_keys and settings.disk_keys_file is not None:
+        raise KvbmError("KVBM_DISK_KEYS and KVBM_DISK_KEYS_FILE are both set: one is enough")
+    if not settings.disk_keys and settings.disk_keys_file is None:
+        return None
+    from kvbm_disk_tier.sealing import Keys  # Who does not seal needs no library for it.
+
+    if settings.disk_keys_file is not None:
+        return Keys.read(settings.disk_keys_file, "KVBM_DISK_KEYS_FILE")
+    return Keys.parse(settings.disk_keys, "KVBM_DISK_KEYS")
+
+
+def _mover(context: ServiceContext, keys: Keys | None) -> DiskMover:
+    name = f"{context.source}-{context.epoch}"
+    if keys is None:
+        return DiskMover(name=name, counters=context.counters)
+    from kvbm_disk_tier.sealed_mover import SealedMover
+
+    pool_slots = SEALED_BATCHES * context.settings.max_transfer_batch_size
+    return SealedMover(name=name, counters=context.counters, keys=keys, pool_slots=pool_slots)
 
 
 async def serve_nothing(context: ServiceContext, core: DiskTierCore, why: str) -> None:

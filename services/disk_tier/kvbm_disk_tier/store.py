@@ -2,8 +2,9 @@
 
     <DYN_KVBM_DISK_CACHE_DIR>/kvbm-<host>-<instance>/
         lock       held with flock by the one process that uses the store
-        header     what the file is: format, slot size and count (JSON)
-        slots      slot i is at [i · slot_bytes, (i + 1) · slot_bytes)
+        header     what the file is: format, slot size and count, cipher (JSON)
+        slots      slot i is at [i · stride, (i + 1) · stride); the stride is slot_bytes, or 4 KiB
+                   more in a sealed store
         journal    records of kvbm_disk_tier.journal
 
 Only this module touches these files, NIXL's reads and writes of `slots` excepted. `Store` blocks;
@@ -30,6 +31,9 @@ from kvbm_common.errors import KvbmError
 from kvbm_disk_tier.journal import RECORD_BYTES, Record, Replay, encode_records, replay
 
 FORMAT = 1
+CIPHER = "aes-256-gcm"
+EXTRA_BYTES = 4096
+"""How sealed stores are sealed, and what their slots are longer; see kvbm_disk_tier.sealing."""
 ZEROFILL_BYTES = 16 * 1024 * 1024
 
 T = TypeVar("T")
@@ -54,6 +58,13 @@ class Header(msgspec.Struct, frozen=True):
     format: int
     slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
     slot_count: Annotated[int, msgspec.Meta(ge=1)]
+    cipher: str = ""
+    """How blocks are sealed; empty: they are not."""
+
+    @property
+    def stride(self) -> int:
+        """Bytes from slot to slot in the file."""
+        return stride_of(self.slot_bytes, self.cipher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,8 @@ class StoreOptions:
     """Wins over the capacity."""
     direct: bool = True
     zerofill_fallback: bool = False
+    cipher: str = ""
+    """As in the header."""
     sync: str = "commit"
     """`commit`: data and journal are synchronised before a block is announced."""
 
@@ -144,13 +157,15 @@ class Store:
         """Why a store cannot be used as it is; empty: it can."""
         if header.format != FORMAT:
             return f"it has format {header.format}, and this is format {FORMAT}"
+        if header.cipher != self.options.cipher:
+            return f"its cipher is {header.cipher or 'none'}, not {self.options.cipher or 'none'}"
         try:
             slot_count = self._slot_count(header.slot_bytes)
         except StoreError as error:
             return str(error)
         if header.slot_count != slot_count:
             return f"it has {header.slot_count} slots, and {slot_count} are wanted"
-        if self._path("slots").stat().st_size < header.slot_bytes * header.slot_count:
+        if self._path("slots").stat().st_size < header.stride * header.slot_count:
             return "its file of slots is too short"
         return ""
 
@@ -161,11 +176,11 @@ class Store:
         """
         self._close_files()
         slot_count = self._slot_count(slot_bytes)
-        header = Header(FORMAT, slot_bytes, slot_count)
+        header = Header(FORMAT, slot_bytes, slot_count, self.options.cipher)
         try:
             for name in ("header", "journal"):
                 self._path(name).unlink(missing_ok=True)
-            self._preallocate(slot_count * slot_bytes)
+            self._preallocate(slot_count * header.stride)
             self._path("journal").touch(mode=0o600)
             self._path("header").write_bytes(msgspec.json.encode(header))
             self._open_files(header)
@@ -177,7 +192,7 @@ class Store:
     def _slot_count(self, slot_bytes: int) -> int:
         if self.options.slot_count is not None:
             return self.options.slot_count
-        count = self.options.capacity_bytes // slot_bytes
+        count = self.options.capacity_bytes // stride_of(slot_bytes, self.options.cipher)
         if count < 1:
             raise StoreError(
                 f"DYN_KVBM_DISK_CACHE_GB is {self.options.capacity_bytes / 1e9:g}: "
@@ -357,6 +372,11 @@ class StoreThread:
         else:
             for append in group:
                 append.done.set_result(None)
+
+
+def stride_of(slot_bytes: int, cipher: str) -> int:
+    """Bytes from slot to slot in a file of slots for blocks of so many bytes."""
+    return slot_bytes + (EXTRA_BYTES if cipher else 0)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -6,16 +6,22 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import block_checksum
+from kvbm_common.counters import Counters
 from kvbm_common.loop import monotonic_ms
 from kvbm_common.slots import Block
 from kvbm_common.wire.verbs import ArenaReply
+from kvbm_disk_tier.disk_medium import DiskMedium
 from kvbm_disk_tier.journal import Operation, Record
 from kvbm_disk_tier.medium import Medium
 from kvbm_disk_tier.messages import AppendJournal, ReadSlots, WriteSlots
+from kvbm_disk_tier.sealed_mover import SealedMover
+from kvbm_disk_tier.sealing import Keys
+from kvbm_disk_tier.store import CIPHER, Store, StoreOptions
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 
@@ -89,6 +95,16 @@ class Place:
         """These are not wanted any more."""
         records = (Record(Operation.REMOVED, i, i, block) for i, block in enumerate(blocks))
         return AppendJournal(None, tuple(records))
+
+
+def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> DiskMedium:
+    """A sealed store of `SLOTS` slots."""
+    store = Store(
+        StoreOptions(directory=directory, capacity_bytes=0, slot_count=SLOTS, cipher=CIPHER)
+    )
+    return DiskMedium(
+        store, SealedMover(name="test", counters=Counters(), keys=keys, pool_slots=pool_slots)
+    )
 
 
 @contextmanager

@@ -20,14 +20,15 @@ from kvbm_disk_tier.messages import (
     Written,
 )
 from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.sealing import Keys
 from kvbm_disk_tier.store import Store, StoreOptions
 
-from tests.services.disk_tier.mediums import SLOT_BYTES, SLOTS, Place, arena
+from tests.services.disk_tier.mediums import SLOT_BYTES, SLOTS, Place, arena, sealed_medium
 from tests.services.disk_tier.objects.making import make_medium
 from tests.services.disk_tier.s3_server import S3Server
 
 
-@pytest.fixture(params=["disk", "object"])
+@pytest.fixture(params=["disk", "sealed disk", "object"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
     """An open store and an arena."""
     counters = Counters()
@@ -35,6 +36,8 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "disk":
         store = Store(StoreOptions(directory=tmp_path / "store", capacity_bytes=SLOTS * SLOT_BYTES))
         medium = DiskMedium(store, DiskMover(name="test", counters=counters))
+    elif request.param == "sealed disk":
+        medium = sealed_medium(tmp_path / "store", Keys({"": bytes(32)}))
     else:
         server: S3Server = request.getfixturevalue("s3")
         medium = make_medium(server.options(request.getfixturevalue("bucket_name")), counters)

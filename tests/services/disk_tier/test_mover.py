@@ -46,7 +46,7 @@ def mover(tmp_path: Path) -> Iterator[DiskMover]:
     fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     os.posix_fallocate(fd, 0, SLOTS * SLOT_BYTES)
     mover = DiskMover(name="test", counters=Counters())
-    mover.use_file(fd, SLOTS * SLOT_BYTES)
+    mover.use_file(fd, SLOTS, SLOT_BYTES)
     yield mover
     mover.close()
     os.close(fd)

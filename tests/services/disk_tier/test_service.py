@@ -313,6 +313,33 @@ async def test_blocks_come_back_after_kill_9(
         await host.wait_announced(1, 2, 3, 4)
 
 
+async def test_sealed_blocks_come_back_as_well(
+    nats_server: NatsServer, host: Host, tmp_path: Path
+) -> None:
+    """With keys: there, read and verified after kill -9; nothing of it is readable in the file."""
+    settings = settings_of(nats_server, tmp_path, disk_keys="5a" * 32)
+    async with process(settings, tmp_path / "log") as service:
+        host.store(1, 2, 3)
+        await host.wait_announced(1, 2, 3)
+        data = (tmp_path / "kvbm-h-0/slots").read_bytes()
+        assert not any(content(number)[:64] in data for number in (1, 2, 3))
+        lives = epochs(host)
+        os.kill(service.pid, signal.SIGKILL)
+        await wait_until(lambda: epochs(host) > lives, deadline_s=DEADLINE_S)
+        await host.wait_announced(1, 2, 3)
+        await wait_until(lambda: service.is_ready)
+        await until(lambda: can_fill(host))
+
+
+async def test_keys_that_are_none_end_the_start_and_are_not_shown(
+    nats_server: NatsServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(nats_server, tmp_path, disk_keys="5a" * 31)
+    assert await serve_service("disk-tier", serve, settings, asyncio.Event()) == 1
+    assert "KVBM_DISK_KEYS: entry 1 is not 64 hex digits" in caplog.text
+    assert "5a5a" not in caplog.text
+
+
 def epochs(host: Host) -> int:
     """How many lives have announced something."""
     return len({event.epoch for event in host.events})

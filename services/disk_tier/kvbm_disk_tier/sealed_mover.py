@@ -1,0 +1,93 @@
+"""The mover of a sealed store: what is on disk is ciphertext, what is in the arena is not."""
+
+from __future__ import annotations
+
+from kvbm_common.arena import Arena
+from kvbm_common.checksum import block_checksum
+from kvbm_common.counters import Counters
+from kvbm_common.nixl import Moved, Registration, TransferError
+
+from kvbm_disk_tier.bounce import BouncePool
+from kvbm_disk_tier.messages import ReadSlots, WriteSlots
+from kvbm_disk_tier.mover import (
+    CALL_DEADLINE_S,
+    WRITE_DEADLINE_S,
+    DiskMover,
+    left_s,
+    spans_of,
+    wait_settled,
+)
+from kvbm_disk_tier.sealing import Keys, seal, unseal
+
+
+class SealedMover(DiskMover):
+    """Seals what it writes and opens what it reads, in a pool of slots of its own."""
+
+    def __init__(self, *, name: str, counters: Counters, keys: Keys, pool_slots: int) -> None:
+        super().__init__(name=name, counters=counters)
+        self._keys = keys
+        self._pool_slots = pool_slots
+        self._pool: BouncePool | None = None
+        self._pool_known: Registration | None = None
+
+    def use_file(self, fd: int, slot_count: int, stride: int) -> None:
+        super().use_file(fd, slot_count, stride)
+        if self._pool is not None and self._pool.slot_bytes == stride:
+            return
+        if self._pool_known is not None:
+            self._mover.deregister(self._pool_known).result(CALL_DEADLINE_S)
+        self._pool = pool = BouncePool(self._pool_slots, stride)
+        known = self._mover.register_memory(pool.address, pool.bytes)
+        self._pool_known = known.result(CALL_DEADLINE_S)
+
+    async def _put(self, arena: Arena, effect: WriteSlots) -> tuple[Moved, tuple[int, ...]]:
+        pool = self._pool
+        assert pool is not None
+        async with pool.lend(len(effect.targets), deadline_s=WRITE_DEADLINE_S) as slots:
+
+            def seal_all(arena: Arena, effect: WriteSlots) -> tuple[int, ...]:
+                entries = zip(effect.sources, effect.blocks, slots, strict=True)
+                done = [
+                    seal(
+                        self._keys, block, _slot(arena, source, effect.slot_bytes), pool.slot(slot)
+                    )
+                    for source, block, slot in entries
+                ]
+                return tuple(index for index, sealed in enumerate(done) if not sealed)
+
+            lost = await self._in_thread(seal_all, arena, effect)
+            memory = spans_of(pool.address, slots, pool.slot_bytes)
+            try:
+                return await self._to_file(memory, effect.targets, pool.slot_bytes), lost
+            except TransferError as error:
+                await wait_settled(error)  # The pool's slots are read until then.
+                raise
+
+    async def _get(self, arena: Arena, effect: ReadSlots) -> tuple[Moved, tuple[bool, ...]]:
+        pool = self._pool
+        assert pool is not None
+        async with pool.lend(len(effect.sources), deadline_s=left_s(effect)) as slots:
+
+            def open_all(arena: Arena, effect: ReadSlots) -> tuple[bool, ...]:
+                opened: list[bool] = []
+                entries = zip(slots, effect.targets, effect.blocks, strict=True)
+                for slot, target, block in entries:
+                    plain = _slot(arena, target, effect.slot_bytes)
+                    opens = unseal(self._keys, block, pool.slot(slot), plain)
+                    sound = opens and block_checksum(plain[: block.bytes]) == block.checksum
+                    opened.append(sound)
+                return tuple(opened)
+
+            memory = spans_of(pool.address, slots, pool.slot_bytes)
+            try:
+                moved = await self._from_file(
+                    memory, effect.sources, pool.slot_bytes, left_s(effect)
+                )
+            except TransferError as error:
+                await wait_settled(error)
+                raise
+            return moved, await self._in_thread(open_all, arena, effect)
+
+
+def _slot(arena: Arena, slot: int, slot_bytes: int) -> memoryview:
+    return arena.view(slot * slot_bytes, slot_bytes)
