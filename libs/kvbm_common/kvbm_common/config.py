@@ -84,6 +84,13 @@ class Settings:
     disk_write_budget_gb_per_day: float = setting(
         "KVBM_DISK_WRITE_BUDGET_GB_PER_DAY", 0.0, schema.number(0), section="disk_tier", unit="GB",
         help="Each disk tier writes no more than so much in any 24 hours; 0: no limit.")
+    disk_keys: str = setting(
+        "KVBM_DISK_KEYS", "", schema.TEXT, section="disk_tier", secret=True,
+        help="Keys that blocks are encrypted with on disk: 64 hex digits for all namespaces, or "
+        "NAMESPACE=64 hex digits, several with commas between; never printed.")
+    disk_keys_file: Path | None = setting(
+        "KVBM_DISK_KEYS_FILE", None, schema.PATH, section="disk_tier",
+        help="A file with such keys, one a line.")
     disk_sync: str = setting(
         "KVBM_DISK_SYNC", "commit", schema.choice("commit", "interval", "never"),
         section="disk_tier", help="When the journal is synchronised: before each commit, every "
@@ -204,9 +211,17 @@ class Settings:
         "KVBM_INDEX_IMAGE_S", 30.0, schema.number(0.05), section="bus", unit="s",
         help="How often the index stores an image of what it knows. A replica that starts takes "
         "the newest, and reads the event stream from there on.")
+    registry_url: str = setting(
+        "KVBM_REGISTRY_URL", "nats", schema.REGISTRY_URL, section="bus",
+        help="Where services enter themselves: in NATS KV, or in etcd, there or where "
+        "`ETCD_ENDPOINTS` says. The same for all services.")
+    etcd_endpoints: str = setting(
+        "ETCD_ENDPOINTS", "http://localhost:2379", schema.TEXT, section="bus",
+        help="Where etcd is, as for Dynamo; read when `KVBM_REGISTRY_URL` is `etcd`.")
     registry_ttl_s: float = setting(
         "KVBM_REGISTRY_TTL_S", 5.0, schema.number(0.1), section="bus", unit="s",
-        help="A service that is silent for so long is taken for dead.")
+        help="A service that is silent for so long is taken for dead. etcd takes whole seconds, "
+        "and no less than 2 as it comes.")
     host: str = setting(
         "KVBM_HOST", schema.default_host, schema.TOKEN, section="general",
         default_text="the host name", help="Name of this machine in subjects.")
@@ -239,6 +254,12 @@ class Settings:
         ):
             if not getattr(self, name):
                 object.__setattr__(self, name, f"ipc://{self.runtime_dir / socket_name}")
+        if self.registry_url == "etcd":
+            try:
+                schema.etcd_servers(self.etcd_endpoints)
+            except ValueError as error:
+                accepted = schema.ETCD_SERVERS
+                raise ConfigError("ETCD_ENDPOINTS", self.etcd_endpoints, accepted) from error
 
     @classmethod
     def load(
@@ -280,6 +301,14 @@ class Settings:
             for name in self.origins
             if getattr(self, name) is not None
         }
+
+    @property
+    def etcd_servers(self) -> tuple[str, ...]:
+        """Where the registry's etcd is, as `HOST:PORT`; empty when NATS is the registry."""
+        if self.registry_url == "nats":
+            return ()
+        in_url = self.registry_url != "etcd"
+        return schema.etcd_servers(self.registry_url if in_url else self.etcd_endpoints)
 
     @property
     def cpu_cache_bytes(self) -> int:

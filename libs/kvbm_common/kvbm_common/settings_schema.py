@@ -80,6 +80,8 @@ def text_of(value: object) -> str:
     return str(value)
 
 
+ETCD_PORT = ":2379"
+
 # ---- parsers ---------------------------------------------------------------------------------
 
 _TRUE = {"1", "true", "yes", "on"}
@@ -109,6 +111,25 @@ def _paths(text: str) -> tuple[Path, ...]:
 
 def _nats_url(text: str) -> str:
     if not re.fullmatch(r"(nats|tls)://\S+", text):
+        raise ValueError(text)
+    return text
+
+
+def etcd_servers(text: str) -> tuple[str, ...]:
+    """The servers of `[etcd://|http://]HOST[:PORT],…` as `HOST:PORT`; raises ValueError."""
+    servers = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(?:etcd://|http://)?([\w.-]+|\[[\da-fA-F:]+\])(:[1-9]\d*)?/?", part)
+        if found is None:
+            raise ValueError(text)
+        servers.append(f"{found[1]}{found[2] or ETCD_PORT}")
+    return tuple(servers)
+
+
+def _registry_url(text: str) -> str:
+    if text.startswith("etcd://"):
+        etcd_servers(text)
+    elif text not in ("nats", "etcd"):
         raise ValueError(text)
     return text
 
@@ -184,6 +205,8 @@ BOOLEAN = Parser("true or false (also 1/0, yes/no, on/off)", _boolean)
 PATH = Parser("an absolute path", _path)
 PATHS = Parser("an absolute path, or several different ones with commas between", _paths)
 NATS_URL = Parser("a URL such as nats://127.0.0.1:4222", _nats_url)
+REGISTRY_URL = Parser("nats, etcd, or etcd://HOST:PORT,HOST:PORT,…", _registry_url)
+ETCD_SERVERS = "servers such as http://127.0.0.1:2379, with commas between"
 HTTP_URL = Parser("a URL such as http://127.0.0.1:9000, without a path", _http_url)
 PREFIX = Parser("words of letters, digits, '.', '-' and '_' with slashes between", _prefix)
 ENDPOINT = Parser("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _endpoint)
