@@ -146,9 +146,9 @@ async def test_what_is_deleted_leaves_the_bucket_unless_it_is_written_again(
     await place.medium.write(place.writing({2: blocks[2]}))
     assert isinstance(place.medium, ObjectMedium)
     async with running(place.medium):
-        await wait_until(lambda: len(s3.names(bucket_name)) == 2)  # The probe is the other.
+        await wait_until(lambda: requests(counters, "delete") == 1)
+    assert len(s3.names(bucket_name)) == 2, "the block that came back, and the probe"
     assert NAMES.name_of(blocks[2]) in s3.names(bucket_name)
-    await wait_until(lambda: requests(counters, "delete") == 1)
 
 
 async def test_what_is_about_to_be_deleted_is_not_listed(place: Place) -> None:
