@@ -140,7 +140,36 @@ def test_child_process_gets_the_same_settings() -> None:
 def test_every_setting_is_told_apart() -> None:
     variables = [declared.variable for declared in all_settings()]
     assert len(set(variables)) == len(variables) > 30
-    assert all(variable.startswith(("DYN_KVBM_", "KVBM_")) for variable in variables)
+    foreign = {name for name in variables if not name.startswith(("DYN_KVBM_", "KVBM_"))}
+    assert foreign == {"ETCD_ENDPOINTS"}, "Dynamo's name"
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoints", "servers"),
+    [
+        ("", "", ()),
+        ("nats", "https://not.read", ()),
+        ("etcd", "", ("localhost:2379",)),
+        ("etcd", "http://a:1,http://b:2", ("a:1", "b:2")),
+        ("etcd://a:1,b", "http://c:3", ("a:1", "b:2379")),
+        ("etcd://[::1]:7", "", ("[::1]:7",)),
+    ],
+)
+def test_registry_is_nats_or_etcd(url: str, endpoints: str, servers: tuple[str, ...]) -> None:
+    """Goal: our variable decides; Dynamo's says where etcd is when ours does not."""
+    assert load(KVBM_REGISTRY_URL=url, ETCD_ENDPOINTS=endpoints).etcd_servers == servers
+
+
+@pytest.mark.parametrize("url", ["etcd://", "etcd://a:x", "http://a:1", "zookeeper"])
+def test_registry_must_be_known(url: str) -> None:
+    with pytest.raises(ConfigError, match="KVBM_REGISTRY_URL"):
+        load(KVBM_REGISTRY_URL=url)
+
+
+def test_etcd_endpoints_are_checked_when_they_are_read() -> None:
+    """Goal: a variable of somebody else's ends nothing of ours, unless we were told to use it."""
+    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
+        load(KVBM_REGISTRY_URL="etcd", ETCD_ENDPOINTS="https://a:1")
 
 
 def test_manual_is_current() -> None:

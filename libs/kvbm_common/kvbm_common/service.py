@@ -179,7 +179,7 @@ async def _live(kind: str, main: Main, settings: Settings, stopping: asyncio.Eve
                          stopping)  # fmt: skip
     if bus is None:
         return 0
-    registry = NatsRegistry(bus, ttl_s=settings.registry_ttl_s)
+    registry = make_registry(settings, bus)
     try:
         registration = await _register(kind, registry, settings, stopping)
         if registration is None:
@@ -214,6 +214,15 @@ async def _connect(
         except BusUnavailable as error:
             limiter.warning("connect", f"{error}; trying again")
     return None
+
+
+def make_registry(settings: Settings, bus: Bus) -> Registry:
+    """The registry that the settings name. It connects when it is used."""
+    if not settings.etcd_servers:
+        return NatsRegistry(bus, ttl_s=settings.registry_ttl_s)
+    from kvbm_common.registry_etcd import EtcdRegistry  # Brings grpc: only for who wants it.
+
+    return EtcdRegistry(settings.etcd_servers, ttl_s=settings.registry_ttl_s)
 
 
 async def _register(

@@ -1,0 +1,122 @@
+"""A real etcd of one member, as a child process on free ports."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from kvbm_common.processes import dying_with_parent, free_port
+
+START_DEADLINE_S = 20.0
+"""It answers after a few tenths of a second."""
+HEARTBEAT_MS = 10
+ELECTION_MS = 50
+"""A lease lasts at least one and a half elections, and whole seconds: 1 s, instead of 2."""
+
+
+class EtcdServer:
+    """One etcd. Its ports stay the same from start to start."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._client_port = free_port("127.0.0.1")
+        self._peer_port = free_port("127.0.0.1")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def server(self) -> str:
+        """Where it listens, as HOST:PORT."""
+        return f"127.0.0.1:{self._client_port}"
+
+    async def start(self) -> None:
+        """Start and wait until it serves; raises AssertionError with the end of its log."""
+        self._process = self._spawn()
+        end_s = time.monotonic() + START_DEADLINE_S
+        while not await self._answers():
+            tail = (self.directory / "log").read_text(errors="replace")[-500:]
+            assert self._process.poll() is None, tail
+            assert time.monotonic() < end_s, tail
+            await asyncio.sleep(0.01)
+
+    def kill(self) -> None:
+        """End it like a crash, and wait for its death."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        """From now on it keeps its connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """It goes on where it stood; its clock did not stand."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def empty(self) -> None:
+        """Lose all data. Only while it does not run."""
+        assert self._process is None
+        shutil.rmtree(self.directory / "data")
+
+    async def administer(self, call: str, body: Mapping[str, object]) -> dict[str, Any]:
+        """What an administrator does, by the JSON gateway; keys and values are base64."""
+        async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+            answer = await client.post(f"http://{self.server}/v3/{call}", json=body)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "log").open("ab") as log:
+            return subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=dying_with_parent(),
+            )
+
+    def _command(self) -> list[str]:
+        client = f"http://{self.server}"
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        return [
+            find_etcd(),
+            *("--name", "test", "--data-dir", str(self.directory / "data")),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"test={peer}"),
+            *("--heartbeat-interval", str(HEARTBEAT_MS), "--election-timeout", str(ELECTION_MS)),
+        ]
+
+    async def _answers(self) -> bool:
+        """Its page /health says whether it has a leader."""
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._client_port)
+        except OSError:
+            return False
+        try:
+            async with asyncio.timeout(1.0):
+                writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+                return b'"health":"true"' in await reader.read()
+        except (OSError, TimeoutError):
+            return False
+        finally:
+            writer.close()
+
+
+def find_etcd() -> str:
+    """The path of etcd; skips the test where it is not installed."""
+    found = shutil.which("etcd")
+    if found is None:
+        pytest.skip("etcd is not installed (Debian: etcd-server)")
+    return found

@@ -1,0 +1,262 @@
+"""The registry on etcd: the contract, and what happens when etcd goes away, or forgets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from kvbm_common import registry_etcd
+from kvbm_common.errors import RegistryUnavailable
+from kvbm_common.jetstream import BACKOFF_S
+from kvbm_common.registry import Left, Registry, RegistryEvent
+from kvbm_common.registry_etcd import CREATED, PREFIX, SERVICES, EtcdRegistry
+
+from tests.etcd_server import EtcdServer
+from tests.libs.registry_contract import TTL_S, MakeRegistry, RegistryContract
+from tests.waiting import wait_until
+
+LEASE_S = 1.0
+"""What the test's etcd makes of TTL_S."""
+GRACE_S = TTL_S + BACKOFF_S[-1]
+EXPIRES_S = 10.0
+"""A lease, etcd's look at it twice a second, the grace, and a busy machine."""
+
+
+def base64_of(text: str) -> str:
+    """A key or value for etcd's JSON gateway."""
+    return base64.b64encode(text.encode()).decode()
+
+
+@pytest.fixture
+async def etcd() -> AsyncIterator[EtcdServer]:
+    """A running etcd with an empty store; tests may kill, empty and start it.
+
+    In memory, where there is such a place: a busy disk makes etcd late, which is not the subject.
+    """
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="kvbm-etcd-", dir=memory) as directory:
+        server = EtcdServer(Path(directory))
+        await server.start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture
+async def make_etcd_registry(etcd: EtcdServer) -> AsyncIterator[MakeRegistry]:
+    """Connects one more process."""
+    opened: list[EtcdRegistry] = []
+
+    async def make() -> Registry:
+        opened.append(EtcdRegistry((etcd.server,), ttl_s=TTL_S))
+        return opened[-1]
+
+    yield make
+    for registry in opened:
+        await registry.close()
+
+
+class TestEtcdRegistry(RegistryContract):
+    """The contract on etcd."""
+
+    expires_within_s = EXPIRES_S
+
+    @pytest.fixture
+    async def make(self, make_etcd_registry: MakeRegistry) -> MakeRegistry:
+        """A function that connects one more process to the registry, with TTL_S."""
+        return make_etcd_registry
+
+
+async def test_nobody_dies_of_an_outage(make_etcd_registry: MakeRegistry, etcd: EtcdServer) -> None:
+    """Goal: an outage longer than the lease, or a restart, makes nobody leave."""
+    ours, theirs = await make_etcd_registry(), await make_etcd_registry()
+    events: list[RegistryEvent] = []
+    theirs.watch(events.append)
+    registration = await ours.register("index", "h", "0")
+    await wait_until(lambda: events)
+    etcd.kill()
+    with pytest.raises(TimeoutError):
+        await wait_until(lambda: len(events) > 1, deadline_s=1.5 * LEASE_S)
+    await etcd.start()
+    with pytest.raises(TimeoutError):
+        await wait_until(lambda: len(events) > 1, deadline_s=1.5 * LEASE_S)
+    assert [record.epoch for record in await theirs.list()] == [registration.epoch]
+    later = await theirs.register("index", "h", "1")
+    await wait_until(lambda: len(events) == 2)
+    assert events[1].record.epoch == later.epoch > registration.epoch
+
+
+async def test_nobody_dies_while_etcd_hangs(
+    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+) -> None:
+    """Goal: a server that takes everything and answers nothing is away; the event loop lives.
+
+    Method: freeze it for longer than a lease. Leases have ended when it goes on.
+    """
+    ours, theirs = await make_etcd_registry(), await make_etcd_registry()
+    events: list[RegistryEvent] = []
+    theirs.watch(events.append)
+    await ours.register("index", "h", "0")
+    await wait_until(lambda: events)
+    etcd.freeze()
+    pauses_s = []
+    end_s = time.monotonic() + 1.5 * LEASE_S
+    while (before_s := time.monotonic()) < end_s:
+        await asyncio.sleep(0.01)
+        pauses_s.append(time.monotonic() - before_s)
+    with pytest.raises(RegistryUnavailable):
+        await theirs.register("index", "h", "1")
+    etcd.thaw()
+    assert max(pauses_s) < 0.5
+    with pytest.raises(TimeoutError):
+        await wait_until(lambda: len(events) > 1, deadline_s=GRACE_S + 0.4)
+    assert len(await (await make_etcd_registry()).list()) == 1
+
+
+async def test_survivors_come_back_into_an_empty_store(
+    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+) -> None:
+    """Goal: no reader sees anybody leave but the dead, and later epochs are larger still."""
+    ours, dying, theirs = [await make_etcd_registry() for _ in range(3)]
+    events: list[RegistryEvent] = []
+    theirs.watch(events.append)
+    registration = await ours.register("index", "h", "0")
+    dead = await dying.register("index", "h", "1")
+    await wait_until(lambda: len(events) == 2)
+    etcd.kill()
+    etcd.empty()
+    await dying.close()
+    await etcd.start()
+    await wait_until(lambda: len(events) == 3, deadline_s=EXPIRES_S)
+    assert isinstance(events[2], Left)
+    assert events[2].record.instance == "1"
+    assert [record.epoch for record in await theirs.list()] == [registration.epoch]
+    assert not registration.lost.is_set()
+    again = await theirs.register("index", "h", "1")
+    assert again.epoch > max(dead.epoch, registration.epoch)
+    assert len(await (await make_etcd_registry()).list()) == 2
+
+
+async def test_slow_clock_of_who_finds_the_store_empty_is_made_up_for(
+    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+) -> None:
+    """Goal: a survivor raises the epochs of a store that somebody with a slow clock has stamped."""
+    ours, theirs = await make_etcd_registry(), await make_etcd_registry()
+    registration = await ours.register("index", "h", "0")
+    etcd.kill()
+    etcd.empty()
+    await etcd.start()
+    slow = {"key": base64_of(CREATED), "value": base64_of("1000")}
+    await etcd.administer("kv/put", slow)
+    await wait_until_entered(theirs, "0")
+    later = await theirs.register("index", "h", "1")
+    assert later.epoch > registration.epoch
+
+
+async def wait_until_entered(registry: Registry, instance: str) -> None:
+    """Wait until a listing has an instance."""
+    seen: set[str] = set()
+    forget = registry.watch(lambda event: seen.add(event.record.instance))
+    await wait_until(lambda: instance in seen)
+    forget()
+
+
+async def test_reader_lists_again_after_a_compaction(
+    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+) -> None:
+    """Goal: revisions that are gone are no gap. Method: others write, and it is compacted.
+
+    The reader's position is older than that: nothing under its prefix has changed.
+    """
+    ours, theirs = await make_etcd_registry(), await make_etcd_registry()
+    events: list[RegistryEvent] = []
+    theirs.watch(events.append)
+    await ours.register("index", "h", "0")
+    await wait_until(lambda: events)
+    other = {"key": base64_of("other"), "value": base64_of("x")}
+    for _ in range(5):
+        answer = await etcd.administer("kv/put", other)
+    await etcd.administer("kv/compaction", {"revision": answer["header"]["revision"]})
+    etcd.kill()
+    await etcd.start()
+    second = await ours.register("index", "h", "1")
+    await wait_until(lambda: len(events) == 2)
+    assert events[1].record == second.record
+
+
+async def test_deleted_entries_are_written_again(
+    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+) -> None:
+    """Goal: an administrator's mistake heals by itself, and epochs still grow."""
+    ours, theirs = await make_etcd_registry(), await make_etcd_registry()
+    first = await ours.register("index", "h", "0")
+    everything = {"key": base64_of(PREFIX), "range_end": base64_of("kvbm/registry0")}
+    await etcd.administer("kv/deleterange", everything)
+    await wait_until_entered(theirs, "0")
+    second = await theirs.register("index", "h", "0")
+    assert second.epoch > first.epoch
+
+
+async def test_rubbish_is_ignored(make_etcd_registry: MakeRegistry, etcd: EtcdServer) -> None:
+    """Goal: rubbish under a key neither crashes nor hides the others, nor stands in the way."""
+    registry = await make_etcd_registry()
+    rubbish = base64_of('{"kind": 7}')
+    for key in (CREATED, f"{SERVICES}index.h.1", f"{SERVICES}index.h.2"):
+        await etcd.administer("kv/put", {"key": base64_of(key), "value": rubbish})
+    await registry.register("index", "h", "0")
+    await registry.register("index", "h", "2")
+    assert {record.instance for record in await registry.list()} == {"0", "2"}
+
+
+async def test_without_etcd_it_is_unavailable(
+    make_etcd_registry: MakeRegistry, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a typed error for each verb; once etcd is there, everything works."""
+    monkeypatch.setattr(registry_etcd, "LIST_DEADLINE_S", 0.2)
+    etcd.kill()
+    registry = await make_etcd_registry()
+    events: list[RegistryEvent] = []
+    registry.watch(events.append)
+    with pytest.raises(RegistryUnavailable):
+        await registry.register("index", "h", "0")
+    with pytest.raises(RegistryUnavailable):
+        await registry.list()
+    await etcd.start()
+    registration = await registry.register("index", "h", "0")
+    await wait_until(lambda: events)
+    etcd.kill()
+    with pytest.raises(RegistryUnavailable):
+        await registration.update({"port": 1})
+    await registration.revoke()
+    await etcd.start()
+    assert len(events) == 1
+
+
+async def test_failed_update_is_made_up_for(
+    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+) -> None:
+    """Goal: what a service wanted to say while etcd was away is said by the next heartbeat."""
+    ours, theirs = await make_etcd_registry(), await make_etcd_registry()
+    events: list[RegistryEvent] = []
+    theirs.watch(events.append)
+    registration = await ours.register("index", "h", "0")
+    etcd.kill()
+    with pytest.raises(RegistryUnavailable):
+        await registration.update({"port": 2})
+    await etcd.start()
+    await wait_until(lambda: events and events[-1].record.info == {"port": 2})
+
+
+async def test_next_server_is_tried(etcd: EtcdServer) -> None:
+    """Goal: one lost member of a cluster is not the loss of etcd."""
+    registry = EtcdRegistry(("127.0.0.1:1", etcd.server), ttl_s=TTL_S)
+    with pytest.raises(RegistryUnavailable):
+        await registry.register("index", "h", "0")
+    registration = await registry.register("index", "h", "0")
+    assert await registry.list() == [registration.record]
+    await registry.close()
