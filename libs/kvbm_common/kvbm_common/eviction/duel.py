@@ -21,6 +21,7 @@ from kvbm_common.identity import SequenceHash
 GHOSTS_MAX = 8192
 """Names in the ghost: all of a tier up to that size, a sample of a larger one's."""
 SAMPLE_BITS = 16
+DECIDE_EVERY = 8
 LIMIT_SHARE = 0.002
 """Of the uses in the window: how far behind is too far."""
 LIMIT_MIN = 24.0
@@ -69,7 +70,8 @@ class Duel:
                 self.behind -= 1.0
         self._lost += ((again and not hit) - self._lost) / LOST_USES
         self._seen += 1
-        self._decide()
+        if self._seen % DECIDE_EVERY == 0:
+            self._decide()
 
     def freed(self, name: SequenceHash) -> None:
         """A sampled block is the latest to be freed."""

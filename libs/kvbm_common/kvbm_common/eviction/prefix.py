@@ -28,7 +28,7 @@ from kvbm_common.identity import SequenceHash
 
 LOOKED_AT = 32
 """Leaves that are looked at before one of them is chosen."""
-CHOSEN_PER_LOOK = 4
+CHOSEN_PER_LOOK = 2
 TURN_ENDS = (1, 2, 3, 5, 9)
 """Turns up to each are of one kind, and all beyond the last."""
 DEPTH_ENDS = (3, 15, 63)
@@ -180,12 +180,13 @@ class PrefixPolicy:
 
     def _take_worst(self, chosen: _Chosen) -> None:
         leaves = self._leaves
-        few = len(leaves) <= 2 * max(LOOKED_AT, chosen.count)
+        few = len(leaves) <= max(LOOKED_AT, 2 * chosen.count)
+        looked_at = min(LOOKED_AT, len(leaves) // 2)
         uncovered: list[Rank] = []
         draw = self._draw
         while not chosen.full:
             looked = dict.fromkeys(leaves) if few else {}
-            while not few and len(looked) < LOOKED_AT:
+            while not few and len(looked) < looked_at:
                 draw = draw * SPREAD + 1 & WORD
                 looked[leaves[(draw >> 32) * len(leaves) >> 32]] = None
             heap = [self._rank(name) for name in looked if name not in chosen.names] + uncovered

@@ -30,6 +30,8 @@ HORIZON_PER_SLOT = 8
 """What comes back later than after so many turnovers of the tier is as good as gone."""
 PRIOR_BLOCKS = 20.0
 """A kind of block counts as much as all kinds together after so many seen."""
+ALIVE_MIN = 1e-6
+"""Of a kind all of which come back there is still one left: time goes on."""
 PERIOD_MIN = 512
 PERIOD_MAX = 2048
 """Uses between two lessons: at first more often, when each still changes much."""
@@ -151,18 +153,20 @@ def worth_of(hazards: Sequence[float]) -> list[float]:
         back = alive * hazard
         hits.append(hits[-1] + back)
         time.append(time[-1] + width * (alive - back / 2))
-        alive = max(alive - back, 1e-9)
-    hull = [BUCKETS]
+        alive = max(alive - back, ALIVE_MIN)
+    hull = [(time[-1], hits[-1])]
     worth = [0.0] * BUCKETS
     for start in range(BUCKETS - 1, -1, -1):
-        while len(hull) > 1 and _slope(hits, time, start, hull[-1]) <= _slope(
-            hits, time, hull[-1], hull[-2]
-        ):
+        here, had = time[start], hits[start]
+        end, gets = hull[-1]
+        rate = (gets - had) / (end - here)
+        while len(hull) > 1:
+            later, more = hull[-2]
+            better = (more - had) / (later - here)
+            if better < rate:
+                break
             hull.pop()
-        worth[start] = _slope(hits, time, start, hull[-1])
-        hull.append(start)
+            rate = better
+        worth[start] = rate
+        hull.append((here, had))
     return worth
-
-
-def _slope(hits: Sequence[float], time: Sequence[float], start: int, end: int) -> float:
-    return (hits[end] - hits[start]) / max(time[end] - time[start], 1e-12)
