@@ -1,14 +1,17 @@
-"""Fixtures for tests on the real NATS. A server of its own for each test: it starts in 30 ms."""
+"""Fixtures for tests on the real NATS and etcd: servers of its own for each test."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from kvbm_common.bus import Bus
 from kvbm_common.nats_server import NatsServer
+
+from tests.etcd_server import EtcdServer
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +41,17 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
     connection = await Bus.connect(nats_url, "test")
     yield connection
     await connection.close()
+
+
+@pytest.fixture
+async def etcd_server() -> AsyncIterator[EtcdServer]:
+    """A running etcd with an empty store; tests may kill, empty and start it.
+
+    In memory, where there is such a place: a busy disk makes etcd late, which is not the subject.
+    """
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="kvbm-etcd-", dir=memory) as directory:
+        server = EtcdServer(Path(directory))
+        await server.start()
+        yield server
+        server.kill()

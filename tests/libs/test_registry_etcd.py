@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
-import tempfile
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from kvbm_common import registry_etcd
@@ -34,26 +31,12 @@ def base64_of(text: str) -> str:
 
 
 @pytest.fixture
-async def etcd() -> AsyncIterator[EtcdServer]:
-    """A running etcd with an empty store; tests may kill, empty and start it.
-
-    In memory, where there is such a place: a busy disk makes etcd late, which is not the subject.
-    """
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="kvbm-etcd-", dir=memory) as directory:
-        server = EtcdServer(Path(directory))
-        await server.start()
-        yield server
-        server.kill()
-
-
-@pytest.fixture
-async def make_etcd_registry(etcd: EtcdServer) -> AsyncIterator[MakeRegistry]:
+async def make_etcd_registry(etcd_server: EtcdServer) -> AsyncIterator[MakeRegistry]:
     """Connects one more process."""
     opened: list[EtcdRegistry] = []
 
     async def make() -> Registry:
-        opened.append(EtcdRegistry((etcd.server,), ttl_s=TTL_S))
+        opened.append(EtcdRegistry((etcd_server.server,), ttl_s=TTL_S))
         return opened[-1]
 
     yield make
@@ -72,17 +55,19 @@ class TestEtcdRegistry(RegistryContract):
         return make_etcd_registry
 
 
-async def test_nobody_dies_of_an_outage(make_etcd_registry: MakeRegistry, etcd: EtcdServer) -> None:
+async def test_nobody_dies_of_an_outage(
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
+) -> None:
     """Goal: an outage longer than the lease, or a restart, makes nobody leave."""
     ours, theirs = await make_etcd_registry(), await make_etcd_registry()
     events: list[RegistryEvent] = []
     theirs.watch(events.append)
     registration = await ours.register("index", "h", "0")
     await wait_until(lambda: events)
-    etcd.kill()
+    etcd_server.kill()
     with pytest.raises(TimeoutError):
         await wait_until(lambda: len(events) > 1, deadline_s=1.5 * LEASE_S)
-    await etcd.start()
+    await etcd_server.start()
     with pytest.raises(TimeoutError):
         await wait_until(lambda: len(events) > 1, deadline_s=1.5 * LEASE_S)
     assert [record.epoch for record in await theirs.list()] == [registration.epoch]
@@ -92,7 +77,7 @@ async def test_nobody_dies_of_an_outage(make_etcd_registry: MakeRegistry, etcd: 
 
 
 async def test_nobody_dies_while_etcd_hangs(
-    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
     """Goal: a server that takes everything and answers nothing is away; the event loop lives.
 
@@ -103,7 +88,7 @@ async def test_nobody_dies_while_etcd_hangs(
     theirs.watch(events.append)
     await ours.register("index", "h", "0")
     await wait_until(lambda: events)
-    etcd.freeze()
+    etcd_server.freeze()
     pauses_s = []
     end_s = time.monotonic() + 1.5 * LEASE_S
     while (before_s := time.monotonic()) < end_s:
@@ -111,7 +96,7 @@ async def test_nobody_dies_while_etcd_hangs(
         pauses_s.append(time.monotonic() - before_s)
     with pytest.raises(RegistryUnavailable):
         await theirs.register("index", "h", "1")
-    etcd.thaw()
+    etcd_server.thaw()
     assert max(pauses_s) < 0.5
     with pytest.raises(TimeoutError):
         await wait_until(lambda: len(events) > 1, deadline_s=GRACE_S + 0.4)
@@ -119,7 +104,7 @@ async def test_nobody_dies_while_etcd_hangs(
 
 
 async def test_survivors_come_back_into_an_empty_store(
-    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
     """Goal: no reader sees anybody leave but the dead, and later epochs are larger still."""
     ours, dying, theirs = [await make_etcd_registry() for _ in range(3)]
@@ -128,10 +113,10 @@ async def test_survivors_come_back_into_an_empty_store(
     registration = await ours.register("index", "h", "0")
     dead = await dying.register("index", "h", "1")
     await wait_until(lambda: len(events) == 2)
-    etcd.kill()
-    etcd.empty()
+    etcd_server.kill()
+    etcd_server.empty()
     await dying.close()
-    await etcd.start()
+    await etcd_server.start()
     await wait_until(lambda: len(events) == 3, deadline_s=EXPIRES_S)
     assert isinstance(events[2], Left)
     assert events[2].record.instance == "1"
@@ -143,16 +128,16 @@ async def test_survivors_come_back_into_an_empty_store(
 
 
 async def test_slow_clock_of_who_finds_the_store_empty_is_made_up_for(
-    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
     """Goal: a survivor raises the epochs of a store that somebody with a slow clock has stamped."""
     ours, theirs = await make_etcd_registry(), await make_etcd_registry()
     registration = await ours.register("index", "h", "0")
-    etcd.kill()
-    etcd.empty()
-    await etcd.start()
+    etcd_server.kill()
+    etcd_server.empty()
+    await etcd_server.start()
     slow = {"key": base64_of(CREATED), "value": base64_of("1000")}
-    await etcd.administer("kv/put", slow)
+    await etcd_server.administer("kv/put", slow)
     await wait_until_entered(theirs, "0")
     later = await theirs.register("index", "h", "1")
     assert later.epoch > registration.epoch
@@ -167,7 +152,7 @@ async def wait_until_entered(registry: Registry, instance: str) -> None:
 
 
 async def test_reader_lists_again_after_a_compaction(
-    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
     """Goal: revisions that are gone are no gap. Method: others write, and it is compacted.
 
@@ -180,45 +165,47 @@ async def test_reader_lists_again_after_a_compaction(
     await wait_until(lambda: events)
     other = {"key": base64_of("other"), "value": base64_of("x")}
     for _ in range(5):
-        answer = await etcd.administer("kv/put", other)
-    await etcd.administer("kv/compaction", {"revision": answer["header"]["revision"]})
-    etcd.kill()
-    await etcd.start()
+        answer = await etcd_server.administer("kv/put", other)
+    await etcd_server.administer("kv/compaction", {"revision": answer["header"]["revision"]})
+    etcd_server.kill()
+    await etcd_server.start()
     second = await ours.register("index", "h", "1")
     await wait_until(lambda: len(events) == 2)
     assert events[1].record == second.record
 
 
 async def test_deleted_entries_are_written_again(
-    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
     """Goal: an administrator's mistake heals by itself, and epochs still grow."""
     ours, theirs = await make_etcd_registry(), await make_etcd_registry()
     first = await ours.register("index", "h", "0")
     everything = {"key": base64_of(PREFIX), "range_end": base64_of("kvbm/registry0")}
-    await etcd.administer("kv/deleterange", everything)
+    await etcd_server.administer("kv/deleterange", everything)
     await wait_until_entered(theirs, "0")
     second = await theirs.register("index", "h", "0")
     assert second.epoch > first.epoch
 
 
-async def test_rubbish_is_ignored(make_etcd_registry: MakeRegistry, etcd: EtcdServer) -> None:
+async def test_rubbish_is_ignored(
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
+) -> None:
     """Goal: rubbish under a key neither crashes nor hides the others, nor stands in the way."""
     registry = await make_etcd_registry()
     rubbish = base64_of('{"kind": 7}')
     for key in (CREATED, f"{SERVICES}index.h.1", f"{SERVICES}index.h.2"):
-        await etcd.administer("kv/put", {"key": base64_of(key), "value": rubbish})
+        await etcd_server.administer("kv/put", {"key": base64_of(key), "value": rubbish})
     await registry.register("index", "h", "0")
     await registry.register("index", "h", "2")
     assert {record.instance for record in await registry.list()} == {"0", "2"}
 
 
 async def test_without_etcd_it_is_unavailable(
-    make_etcd_registry: MakeRegistry, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: a typed error for each verb; once etcd is there, everything works."""
     monkeypatch.setattr(registry_etcd, "LIST_DEADLINE_S", 0.2)
-    etcd.kill()
+    etcd_server.kill()
     registry = await make_etcd_registry()
     events: list[RegistryEvent] = []
     registry.watch(events.append)
@@ -226,35 +213,35 @@ async def test_without_etcd_it_is_unavailable(
         await registry.register("index", "h", "0")
     with pytest.raises(RegistryUnavailable):
         await registry.list()
-    await etcd.start()
+    await etcd_server.start()
     registration = await registry.register("index", "h", "0")
     await wait_until(lambda: events)
-    etcd.kill()
+    etcd_server.kill()
     with pytest.raises(RegistryUnavailable):
         await registration.update({"port": 1})
     await registration.revoke()
-    await etcd.start()
+    await etcd_server.start()
     assert len(events) == 1
 
 
 async def test_failed_update_is_made_up_for(
-    make_etcd_registry: MakeRegistry, etcd: EtcdServer
+    make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
     """Goal: what a service wanted to say while etcd was away is said by the next heartbeat."""
     ours, theirs = await make_etcd_registry(), await make_etcd_registry()
     events: list[RegistryEvent] = []
     theirs.watch(events.append)
     registration = await ours.register("index", "h", "0")
-    etcd.kill()
+    etcd_server.kill()
     with pytest.raises(RegistryUnavailable):
         await registration.update({"port": 2})
-    await etcd.start()
+    await etcd_server.start()
     await wait_until(lambda: events and events[-1].record.info == {"port": 2})
 
 
-async def test_next_server_is_tried(etcd: EtcdServer) -> None:
+async def test_next_server_is_tried(etcd_server: EtcdServer) -> None:
     """Goal: one lost member of a cluster is not the loss of etcd."""
-    registry = EtcdRegistry(("127.0.0.1:1", etcd.server), ttl_s=TTL_S)
+    registry = EtcdRegistry(("127.0.0.1:1", etcd_server.server), ttl_s=TTL_S)
     with pytest.raises(RegistryUnavailable):
         await registry.register("index", "h", "0")
     registration = await registry.register("index", "h", "0")

@@ -9,13 +9,18 @@ import pytest
 from kvbm_common.config import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats_server import NatsServer
-from kvbm_common.service import ServiceContext, make_runtime_dir, serve
+from kvbm_common.registry import Left, RegistryEvent
+from kvbm_common.registry_etcd import EtcdRegistry
+from kvbm_common.service import STOP_DEADLINE_S, ServiceContext, make_runtime_dir, serve
+
+from tests.etcd_server import EtcdServer
+from tests.waiting import wait_until
 
 DEADLINE_S = 10.0
 
 
-def settings(server: NatsServer) -> Settings:
-    return Settings.load({}, {"nats_url": server.url, "host": "h", "registry_ttl_s": 0.3})
+def settings(server: NatsServer, **more: str) -> Settings:
+    return Settings.load({}, {"nats_url": server.url, "host": "h", "registry_ttl_s": 0.3, **more})
 
 
 class Sample:
@@ -60,6 +65,41 @@ async def test_service_waits_for_nats(nats_server: NatsServer) -> None:
         await sample.started.wait()
         stopping.set()
         assert await life == 0
+
+
+async def test_service_on_etcd(nats_server: NatsServer, etcd_server: EtcdServer) -> None:
+    """Goal: it waits for etcd at start, is found, leaves, and stops at once while etcd is away."""
+    etcd_server.kill()
+    on_etcd = settings(nats_server, registry_url=f"etcd://{etcd_server.server}")
+    stops = [asyncio.Event(), asyncio.Event()]
+    samples = [Sample(), Sample()]
+    lives = [
+        asyncio.create_task(serve(kind, sample.main, on_etcd, stop))
+        for kind, sample, stop in zip(("one", "two"), samples, stops, strict=True)
+    ]
+    done, _ = await asyncio.wait(lives, timeout=0.3)
+    assert not done
+    await etcd_server.start()
+    reader = EtcdRegistry(on_etcd.etcd_servers, ttl_s=0.3)
+    left: list[str] = []
+
+    def note(event: RegistryEvent) -> None:
+        if isinstance(event, Left):
+            left.append(f"{event.record.kind} {event.reason}")
+
+    async with asyncio.timeout(DEADLINE_S):
+        for sample in samples:
+            await sample.started.wait()
+        assert {record.kind for record in await reader.list()} == {"one", "two"}
+        reader.watch(note)
+        stops[0].set()
+        assert await lives[0] == 0
+        await wait_until(lambda: left == ["one deleted"])
+    etcd_server.kill()
+    stops[1].set()
+    async with asyncio.timeout(STOP_DEADLINE_S):
+        assert await lives[1] == 0
+    await reader.close()
 
 
 async def test_service_stops_when_another_takes_its_place(nats_server: NatsServer) -> None:
