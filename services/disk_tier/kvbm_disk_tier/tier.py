@@ -108,6 +108,8 @@ class Tier:
         """Why there is no store, for /readyz."""
         self.is_down = False
         """The store is there and does not work: nothing is begun."""
+        self.may_write = kind.sized
+        """Otherwise only after a first look at what is there."""
         self.counts: Counter[str] = Counter()
         self.diary = Diary()
         self.effects: list[Effect] = []

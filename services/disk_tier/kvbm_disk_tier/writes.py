@@ -12,7 +12,7 @@ while host tier and journal confirm it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -111,6 +111,11 @@ class Writes:
         committed = self._tier.table.find(name) is not None
         return committed or name in self._writing or name in self._pending
 
+    def found(self, names: Iterable[SequenceHash]) -> None:
+        """Blocks that are in the store without us need no write."""
+        for name in names:
+            self._pending.pop(name, None)
+
     def forget_pending(self) -> None:
         """Nothing new is begun any more."""
         self._tier.counts["dropped.write_stopping"] += len(self._pending)
@@ -137,6 +142,7 @@ class Writes:
     def _may_lease(self, fly_max: int) -> bool:
         committing = self._count(*COMMITTING)
         free = self._count(*AHEAD) < fly_max and committing < self._tier.limits.commits_max
+        free = free and self._tier.may_write
         return free and self._tier.fits() and self._tier.table.room() > 0
 
     def _lease(self, now_ms: int) -> bool:
@@ -210,7 +216,8 @@ class Writes:
         sound = [slot for slot in slots if arena is not None and _is_sound(slot, arena)]
         self._tier.counts["dropped.write_bad_lease"] += len(slots) - len(sound)
         leased = {hash_from_hex(slot.hash): slot for slot in sound}
-        wanted = [leased[name] for name in write.names if name in leased]
+        table = self._tier.table  # A listing may have found one of them meanwhile.
+        wanted = [leased[n] for n in write.names if n in leased and table.find(n) is None]
         gone = len(write.names) - len(wanted) - (len(slots) - len(sound))
         self._tier.counts["dropped.write_gone"] += max(0, gone)
         return [(_block_of(slot), slot.slot) for slot in wanted]

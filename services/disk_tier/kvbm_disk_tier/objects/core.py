@@ -52,9 +52,12 @@ class ObjectTierCore(DiskTierCore):
             case ObjectsListed(objects):
                 if self.listing.is_running and not self.tier.stopping:
                     self.listing.listed(objects, now_ms)
+                    self.writes.found(found.block.hash for found in objects)
             case ListingEnded(complete):
                 if self.listing.is_running and not self.tier.stopping:
                     self.listing.ended(complete=complete, now_ms=now_ms)
+                    # What the bucket has is not put again; without a listing we do not wait longer.
+                    self.tier.may_write = True
             case _:
                 return super().step(event, now_ms)
         return super().step(Tick(), now_ms)  # Carries out what the listing has made possible.

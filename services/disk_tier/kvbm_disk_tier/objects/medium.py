@@ -57,6 +57,8 @@ TRIES = 3
 LISTING_DEADLINE_S = 600.0
 """A million objects are 1,000 pages: two minutes on AWS."""
 INBOX_DEADLINE_S = 10.0
+TOO_LARGE = "too_large"
+"""For a slot of the arena: the block is of an engine with larger blocks, on another host."""
 GONE = "gone"
 """There is no such object."""
 
@@ -200,13 +202,16 @@ class ObjectMedium:
         """Objects to arena, each by itself, in the order in which they were asked for."""
         outcomes = await asyncio.gather(
             *(
-                self._get(block, effect.epoch, target * effect.slot_bytes, effect.until_ms)
+                self._get(block, effect, target * effect.slot_bytes)
                 for block, target in zip(effect.blocks, effect.targets, strict=True)
             )
         )
         return ReadDone(effect.read, tuple(o == OK for o in outcomes), tuple(outcomes))
 
-    async def _get(self, block: Block, epoch: int, offset: int, until_ms: int) -> str:
+    async def _get(self, block: Block, effect: ReadSlots, offset: int) -> str:
+        if block.bytes > effect.slot_bytes:
+            return TOO_LARGE
+        epoch, until_ms = effect.epoch, effect.until_ms
         name = self._names.name_of(block)
         pauses = backoff()
         outcome = OK

@@ -57,7 +57,14 @@ from tests.services.disk_tier.helpers import (
 class Bucket:
     """A bucket with its ages, and one host's core that lists it."""
 
-    def __init__(self, *, slots: int = 4, ttl_ms: int = 0, objects: dict[Block, int] | None = None):
+    def __init__(
+        self,
+        *,
+        slots: int = 4,
+        ttl_ms: int = 0,
+        objects: dict[Block, int] | None = None,
+        listed: bool = True,
+    ):
         self.objects: dict[Block, int] = objects if objects is not None else {}
         """Object → age."""
         self.core = ObjectTierCore(
@@ -71,6 +78,8 @@ class Bucket:
         self.host = Announcer(host="h", source="host-tier-0", tier="host", epoch=HOST_EPOCH)
         assert one(self.step(Tick()), OpenStore) is not None, "opened without an arena"
         self.step(StoreOpened(slots, 0, Replay({}, 1, 0, 0)))
+        if listed:
+            self.list()
 
     def step(self, event: object) -> list[Effect]:
         """One input; deletes take effect at once."""
@@ -307,3 +316,28 @@ def fill(bucket: Bucket, *wanted: int) -> list[Effect]:
         slots=[FillSlot(hash=name(number).hex(), slot=number) for number in wanted],
     )  # fmt: skip
     return bucket.step(FillAsked(1, request))
+
+
+def test_a_block_that_is_listed_while_it_waits_for_its_write_is_not_written() -> None:
+    """1. a write is leased 2. the listing names one of its blocks 3. only the other is written."""
+    bucket = Bucket()
+    bucket.step(ArenaKnown(arena()))
+    lease = one(seen(bucket, 1, 2), LeaseHost)
+    bucket.put(1)
+    bucket.list()
+    slots = [leased_slot(number) for number in asked(lease)]
+    write = one(bucket.step(Leased(lease.write, LeaseReply(lease=1, slots=slots))), WriteSlots)
+    assert numbers(write.blocks) == [2]
+    assert bucket.here() == [1]
+
+
+def test_nothing_is_written_before_the_first_listing_has_ended() -> None:
+    """After a restart the host tier tells of blocks that the bucket has: they are not put again."""
+    bucket = Bucket(listed=False)
+    bucket.put(1)
+    bucket.step(ArenaKnown(arena()))
+    assert not [e for e in seen(bucket, 1, 2) if isinstance(e, LeaseHost)]
+    bucket.step(ListingBegun())
+    bucket.step(ObjectsListed((ListedBlock(block(1), 0),)))
+    lease = one(bucket.step(ListingEnded(False)), LeaseHost)
+    assert lease.request.hashes == [name(2).hex()]

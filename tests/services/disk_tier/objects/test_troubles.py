@@ -15,7 +15,7 @@ from kvbm_disk_tier.objects.medium import ObjectMedium
 from kvbm_disk_tier.objects.messages import ListedBlock, ListingEnded, ObjectsListed
 from kvbm_disk_tier.objects.names import Names
 
-from tests.services.disk_tier.mediums import BLOCK_BYTES, Inbox, Place, arena
+from tests.services.disk_tier.mediums import BLOCK_BYTES, SLOT_BYTES, Inbox, Place, arena
 from tests.services.disk_tier.objects.making import PREFIX, make_medium, running
 from tests.services.disk_tier.s3_server import Proxy, S3Server
 from tests.waiting import wait_until
@@ -311,3 +311,10 @@ async def test_a_server_that_dies_with_its_memory_and_comes_back_is_empty(
             await wait_until(lambda: inbox.of(StoreUp))
             assert (await read(place, {4: blocks[0]})).reasons == ("gone",)
         medium.close()
+
+
+async def test_a_block_that_is_too_large_for_the_arena_is_not_read(place: Place) -> None:
+    """Hosts with other engines may share the bucket; a name may also lie."""
+    small = place.fill(0, 10)
+    large = Block(small.hash, small.parent, small.namespace, small.checksum, SLOT_BYTES + 1)
+    assert (await read(place, {1: large})).reasons == ("too_large",)
