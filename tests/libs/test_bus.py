@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from kvbm_common.bus import Bus, EventMessage, EventPublisher, EventSubscription
@@ -292,6 +294,39 @@ async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
         put(publisher, 51, 53)
         assert await read(subscription, 53) == [51, 52, 53]
         assert lost == ["stream"]
+
+
+async def test_a_slow_reader_is_told_what_the_stream_has_dropped(bus: Bus) -> None:
+    """1. The reader pauses. 2. The stream drops what the server has not sent yet. 3. It reads on.
+
+    Told between the last message before the hole and the first one behind it.
+    """
+    small = replace(EVENTS, name="SMALL", subjects=("small.>",), bytes_max=4 * 1024 * 1024)
+    seen: list[int] = []
+    losses: list[int] = []
+    publisher = EventPublisher(bus, small, source="sim-0", counters=bus.counters)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        bus.event_subscription(
+            spec=small, subject="small.>", on_stream_lost=lambda: losses.append(len(seen))
+        ) as subscription,
+    ):
+        running = tasks.create_task(publisher.run())
+        padding = b" " * 64 * 1024
+        for seq in range(1, 401):
+            publisher.publish("small.stored", b"%d" % seq + padding, epoch=1, seq=seq)
+            if seq == 1:
+                seen += await read(subscription, 1)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            async for batch in subscription:
+                seen += [int(message.payload) for message in batch]
+                if 400 in seen:
+                    break
+        running.cancel()
+    holes = [at for at, (one, other) in enumerate(pairwise(seen), 1) if other != one + 1]
+    assert holes, "the stream has dropped nothing: the test is too small"
+    assert losses == holes
 
 
 async def test_same_event_is_stored_once(bus: Bus) -> None:

@@ -6,7 +6,9 @@ the way; silence (no message and no heartbeat) means that the consumer is gone. 
 after every reconnection, a new consumer continues after the last position delivered. If the stream
 itself is another one (deleted, or NATS lost its store), delivery restarts from its beginning:
 readers know their events by (source, epoch, seq) and drop what they have seen. What was lost with
-the old one need not show as a gap: `on_stream_lost` tells the reader.
+the old one need not show as a gap: `on_stream_lost` tells the reader. So it does when the stream
+has dropped messages before a slow reader took them, which shows as a hole in the positions of a
+subscription to all of it. It is called after everything before the loss was delivered.
 
 Flow control bounds what is in flight: the server pauses until we answer its request, and we answer
 only when the reader has taken everything before it.
@@ -88,6 +90,8 @@ class EventSubscription:
     ) -> None:
         assert batch_max > 0
         self._on_stream_lost = on_stream_lost
+        self._whole = subject in spec.subjects and start != "last_per_subject"
+        """Every message of the stream is wanted, so positions have no holes."""
         self._link = link
         self._spec = spec
         self._subject = subject
@@ -169,6 +173,9 @@ class EventSubscription:
             message = self._arrived.popleft()
             if message.headers.get("Status") == CONTROL:
                 intact = await self._take_control(message)
+            elif batch and self._is_behind_hole(message):
+                self._arrived.appendleft(message)
+                break
             else:
                 intact = self._take_message(message, batch)
             if not intact:
@@ -176,10 +183,16 @@ class EventSubscription:
                 await self._drop_consumer()
         return batch
 
+    def _is_behind_hole(self, message: RawMessage) -> bool:
+        return self._whole and 0 < self._position < positions_of(message.reply)[0] - 1
+
     def _take_message(self, message: RawMessage, batch: list[EventMessage]) -> bool:
         stream_position, consumer_position, pending = positions_of(message.reply)
         if consumer_position != self._consumer_position + 1:
             return False
+        if self._whole and 0 < self._position < stream_position - 1:
+            _log.warning("%s has dropped messages before they were read", self._spec.name)
+            self._on_stream_lost()
         self._consumer_position = consumer_position
         self._position = stream_position
         batch.append(EventMessage(message.subject, message.payload, stream_position))
@@ -254,6 +267,7 @@ class EventSubscription:
                 self._start = "all"
         elif 0 < self._position < stream.state.first_seq - 1:
             _log.warning("%s has dropped messages that were not read", self._spec.name)
+            self._position = stream.state.first_seq - 1
             self._on_stream_lost()
 
     def _consumer_config(self, name: str, inbox: str) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class IndexShell:
         self._keeper = Keeper(
             context.bus, context.counters, interval_s=context.settings.index_image_s
         )
+        self._running: list[asyncio.Task[None]] = []
         self._caught_up = False
         self._registry_read = False
         self._log = OncePerKind(log)
@@ -123,7 +124,7 @@ class IndexShell:
             context.bus.event_subscription(start=start, on_stream_lost=self._stream_lost) as events,
             asyncio.TaskGroup() as tasks,
         ):
-            running = [
+            self._running += [
                 tasks.create_task(self._loop.run(), name="core"),
                 tasks.create_task(self._follow(events), name="events"),
                 tasks.create_task(self._wait_caught_up(events), name="catch up"),
@@ -138,7 +139,7 @@ class IndexShell:
             context.ready(verb_subject("index", "*"))
             await context.stopping.wait()
             forget()
-            for task in running:
+            for task in self._running:
                 task.cancel()
 
     async def _add_verbs(self) -> None:
@@ -175,7 +176,11 @@ class IndexShell:
                 await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
 
     def _stream_lost(self) -> None:
-        self._loop.complete(StreamLost())
+        """Behind the events that wait: taken before them, they would pass for news after it."""
+        if not self._loop.offer_nowait(StreamLost()):
+            # Later is as good: some sources are asked that need not be.
+            offering = self._loop.offer(StreamLost(), deadline_s=INBOX_DEADLINE_S)
+            self._running.append(asyncio.create_task(offering, name="stream lost"))
 
     def _event_of(self, message: EventMessage) -> LeanEvent | None:
         try:

@@ -51,6 +51,11 @@ class Replica:
         self._process.start()
         await self._process.wait_ready(deadline_s=DEADLINE_S)
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
     async def kill(self) -> None:
         """Without a word."""
         await self._process.end(signal.SIGKILL, deadline_s=5)

@@ -116,6 +116,10 @@ class Source:
         payload = msgspec.json.encode(event)
         self._publisher.publish(event_subject(event), payload, epoch=event.epoch, seq=event.seq)
 
+    async def flush(self) -> None:
+        """Until the stream has everything."""
+        await self._publisher.flush(deadline_s=DEADLINE_S)
+
     def _envelope(self) -> dict[str, Any]:
         self.seq += 1
         epoch = self.registration.epoch
