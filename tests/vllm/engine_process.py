@@ -167,7 +167,10 @@ class Engine:
         return counts | {name: round(value) for name, value in self._timed.items()}
 
     def _time_calls(self) -> None:
-        """From now on, add up how long vLLM's scheduler is in our calls: `calls.ns`, of `steps`."""
+        """From now on, add up how long vLLM's scheduler is in our calls: `calls.ns`, of `steps`.
+
+        A step that computes nothing waits in `build_connector_meta` for news, and is not counted.
+        """
         for name in SCHEDULER_CALLS:
             setattr(self.connector, name, self._timing(getattr(self.connector, name)))
 
@@ -175,8 +178,10 @@ class Engine:
         def timed(*arguments: Any) -> Any:
             started_ns = time.perf_counter_ns()
             answer = call(*arguments)
-            self._timed["calls.ns"] += time.perf_counter_ns() - started_ns
-            self._timed["steps"] += call.__name__ == "build_connector_meta"
+            is_step = call.__name__ == "build_connector_meta"
+            if not is_step or arguments[0].num_scheduled_tokens:
+                self._timed["calls.ns"] += time.perf_counter_ns() - started_ns
+                self._timed["steps"] += is_step
             return answer
 
         return timed
