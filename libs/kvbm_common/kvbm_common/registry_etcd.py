@@ -177,13 +177,11 @@ class EtcdRegistry:
         self._position = change.revision
 
     async def _probe(self, watch: Watch) -> None:
-        """End a watch on a store that does not answer, or is another one."""
+        """End a watch on a server that does not answer."""
         with contextlib.suppress(RegistryUnavailable):
             while True:
                 await asyncio.sleep(self._ttl_s / BEATS_PER_TTL)
-                entry = (await self._client.get(CREATED)).entry
-                if entry is None or entry.value != self._created:
-                    break
+                await self._client.get(CREATED)
         watch.cancel()
 
     async def _sweep_often(self) -> None:
