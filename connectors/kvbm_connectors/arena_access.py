@@ -97,18 +97,22 @@ class ArenaAccess:
                 return Access.COMING
             if known.epoch > epoch:
                 return Access.GONE
-            if self._attached is not None and self._attached.welcome is known:
+            if self._has(epoch):
                 return Access.READY
             return Access.FAILED if self._failures else Access.COMING
 
     def welcomed(self, welcome: Welcome) -> None:
-        """The host tier says where its arena is. The same again is another chance to reach it."""
+        """The host tier says where its arena is, perhaps twice: every greeting is answered. After a
+        failure the same again is another chance to reach it."""
         with self._lock:
-            attached = self._attached
-            if attached is not None and attached.welcome.epoch == welcome.epoch:
+            known = self._welcome
+            if known is not None and known.epoch == welcome.epoch and not self._failures:
                 return
             self._welcome, self._failures = welcome, 0
         self._try(welcome)
+
+    def _has(self, epoch: int) -> bool:
+        return self._attached is not None and self._attached.welcome.epoch == epoch
 
     def tick(self, now_ms: int) -> None:
         """Try again what failed a while ago."""
@@ -142,7 +146,7 @@ class ArenaAccess:
     def _attach(self, welcome: Welcome) -> None:
         readers: list[ArenaReader] = []
         try:
-            if welcome is self._welcome:
+            if self._is_wanted(welcome):
                 peer = self._mover.add_peer(welcome.agent).result(CALL_DEADLINE_S)
                 readers = readers_of(welcome, self._mover, peer, wanted=self._wanted)
         except (KvbmError, TimeoutError) as error:
@@ -155,6 +159,10 @@ class ArenaAccess:
         if len(readers) > 1 and not self._closed:
             self._choose(readers, welcome)
 
+    def _is_wanted(self, welcome: Welcome) -> bool:
+        with self._lock:
+            return welcome is self._welcome and not self._has(welcome.epoch)
+
     def _ended(self, welcome: Welcome, readers: list[ArenaReader]) -> None:
         previous: list[ArenaReader] = []
         with self._lock:
@@ -164,7 +172,7 @@ class ArenaAccess:
             elif readers:
                 previous, self._readers = self._readers, readers
                 self._attached = Attached(welcome, readers[0])
-            elif welcome is self._welcome:
+            elif welcome is self._welcome and not self._has(welcome.epoch):
                 pause_ms = min(RETRY_MS << min(self._failures, 16), RETRY_MS_MAX)
                 self._failures += 1
                 self._retry_at_ms = _now_ms() + pause_ms

@@ -201,6 +201,36 @@ def test_metadata_that_is_none_leaves_the_worker_without_an_arena(
         rank.close()
 
 
+def test_a_second_welcome_does_not_take_away_what_the_first_has_given(
+    tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every greeting is answered, and the second answer may come while the first is attached."""
+    gate = threading.Event()
+    add_peer = MoverThread.add_peer
+
+    def slow(mover: MoverThread, metadata: bytes) -> Future[str]:
+        assert gate.wait(DEADLINE_S)
+        return add_peer(mover, metadata)
+
+    monkeypatch.setattr(MoverThread, "add_peer", slow)
+    rank = Rank(tmp_path, mover="nixl")
+    with host_tier(rank.endpoint) as host:
+        rank.start()
+        host.hear(Hello)
+        for _ in range(2):
+            host.say(welcome(EPOCH, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT,
+                             arena_address=owner.address, agent=owner.metadata))  # fmt: skip
+        host.send(b"garbage")
+        wait_for(lambda: rank._link.counts["dropped.malformed"])
+        gate.set()
+        rank.start_load(load([1]))
+        assert rank.result().intact == (True,)
+        rank._arena._attacher.submit(lambda: None).result(DEADLINE_S)
+        rank.start_load(load([2]))
+        assert rank.result().intact == (True,)
+        rank.close()
+
+
 def test_an_arena_that_cannot_be_reached_is_tried_again(
     tmp_path: Path, arena: Arena, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
