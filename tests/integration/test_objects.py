@@ -100,3 +100,44 @@ async def test_a_bucket_that_dies_under_load_harms_nobody(s3: S3Server) -> None:
         await run.run(requests=20, seed=2, prefix="after")
         assert run.mismatches() == 0
         assert run.errors() == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_bucket_alone_is_a_cache(s3: S3Server) -> None:
+    """Neither host cache nor disk: blocks pass through a small arena into the bucket and back."""
+    alone = settings(s3, s3.make_bucket(), cpu_cache_gb=0.0, staging_gb=0.01)
+    async with running(alone, engines=1) as run:
+        for seed in (1, 2):  # The second one drives the first out of the arena.
+            await run.run(requests=8, seed=seed, prefix=f"r{seed}")
+            await wait_until(run.engines[0].reset, "the engine is not idle")
+            await wait_until(lambda: quiet(run), "not everything is stored")
+        await run.run(requests=8, seed=1, prefix="again")
+        host = await run.view.stats("host-tier")
+        assert host.figures["onboard_blocks_o2d"] > 0
+        assert (await run.view.stats("object-tier")).figures["offload_blocks_d2o"] > 0
+        assert run.mismatches() == 0
+        assert run.errors() == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_an_object_tier_that_is_killed_comes_back_with_everything(s3: S3Server) -> None:
+    """kill -9 amid requests: the bucket is the table."""
+    async with running(settings(s3, s3.make_bucket()), engines=1) as run:
+        await run.run(requests=8)
+        await wait_until(lambda: quiet(run), "not everything is stored")
+        before = await stored(run)
+        await run.stack.kill("object-tier")
+        await run.run(requests=4, seed=2, prefix="meanwhile")
+        await run.stack.start("object-tier")
+        await run.stack.wait_ready("object-tier")
+
+        async def is_back() -> bool:
+            return await stored(run) >= before
+
+        await wait_until(is_back, "the bucket is not listed")
+        verdict = await check_stack(run.view, run.engines, with_disk=False)
+        assert verdict.differences == []
+        assert run.mismatches() == 0
+        assert run.errors() == set()
