@@ -158,9 +158,9 @@ class Reads:
             # Another read may have found it so, and it may have been written anew since.
             if reason in lost and tier.table.find(name) == slot:
                 lost[reason].append((slot, tier.table.block(slot)))
-        tier.table.unpin(read.slots.values())
         tier.counts["fill_blocks"] += len(intact)
-        tier.counts["bytes.read"] += len(read.slots) * tier.slot_bytes
+        tier.counts["bytes.read"] += tier.stored_bytes(map(tier.table.block, read.slots.values()))
+        tier.table.unpin(read.slots.values())
         tier.quarantine(lost["corrupt"])
         tier.lose(lost["gone"], "gone")
         tier.emit(Answer(read.reply_to, _reply(read, intact, told)))

@@ -213,6 +213,10 @@ class Tier:
         """… and it is."""
         self.is_down, self.problem = False, ""
 
+    def stored_bytes(self, blocks: Iterable[Block]) -> int:
+        """What blocks take up in the store: slots, or their own size."""
+        return sum(self.slot_bytes if self.kind.sized else block.bytes for block in blocks)
+
     def make_room(self, count: int) -> int:
         """Evict for `count` slots; returns how many can be staged now."""
         victims = self.table.policy.victims(max(0, count - self.table.counts()["reset"]))
@@ -289,5 +293,6 @@ class Tier:
 
     def _append(self, write_id: int | None, records: tuple[Record, ...]) -> None:
         self.emit(AppendJournal(write_id, records))
-        self._journal_records += len(records)
-        self.counts["bytes.journal"] += len(records) * RECORD_BYTES
+        if self.kind.sized:
+            self._journal_records += len(records)
+            self.counts["bytes.journal"] += len(records) * RECORD_BYTES

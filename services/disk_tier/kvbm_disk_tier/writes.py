@@ -282,7 +282,7 @@ class Writes:
         blocks = [block for _, block in write.slots]
         by_mode = "offload_blocks_d2d" if tier.staging else "offload_blocks_h2d"
         tier.counts[tier.kind.offloaded or by_mode] += len(blocks)
-        tier.counts["bytes.written"] += len(blocks) * tier.slot_bytes
+        tier.counts["bytes.written"] += tier.stored_bytes(blocks)
         tier.counts["bytes.payload"] += sum(block.bytes for block in blocks)
         tier.announce_stored(blocks)
         self._end(write_id)
