@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from typing import assert_never
 
 from kvbm_common.identity import hash_to_hex, unpack_hashes
 from kvbm_common.wire.engine_events import EngineBatch
+from kvbm_common.wire.events import Tier
 from kvbm_common.wire.local import (
     Attach,
     Beat,
@@ -19,36 +21,84 @@ from kvbm_common.wire.local import (
 from kvbm_common.wire.verbs import Offer, OfferRun, SnapshotReply
 from kvbm_connectors.consolidator import messages as con
 from kvbm_connectors.consolidator.core import ConsolidatorCore
+from kvbm_connectors.consolidator.whole import Whole
 from kvbm_host_tier import messages as host
 
-from tests.sim.bus import Bus
+from tests.connectors.consolidator.model import Reader, Router
+from tests.sim.bus import Bus, Done
 from tests.sim.engine import EngineNode
 from tests.sim.peers import Peers
-from tests.sim.service import HOST, Service
+from tests.sim.service import DISK_TIER, HOST, HOST_TIER, SNAPSHOT_MS, Service
 from tests.sim.world import World
+
+TIERS: dict[str, Tier] = {HOST_TIER: "host", DISK_TIER: "disk"}
+"""Whose events it hears on the bus."""
 
 
 class Consolidator(Service):
     """The consolidator of the host: engines' streams in, events out; it passes offers on."""
 
-    core: ConsolidatorCore
+    whole: Whole
 
     def __init__(self, world: World, bus: Bus, peers: Peers) -> None:
         super().__init__(world, bus, peers, "consolidator")
+        self.readers: dict[str, Reader] = defaultdict(Reader)
+        """Of the consolidated stream of each engine, over all our lives."""
+        self.routers: dict[tuple[str, int], Router] = {}
+        """Those that listen in this life of ours, by engine and rank."""
         peers.consolidator = self
+
+    @property
+    def core(self) -> ConsolidatorCore:
+        """The half that hears the engines."""
+        return self.whole.engines
 
     def boot(self) -> None:
         self.begin()
-        self.core = ConsolidatorCore(HOST)
+        dedup = self.world.seed % 2 == 0
+        self.whole = Whole(HOST, con.Limits(naming=True), dedup=dedup)
+        self.routers.clear()
         self.every(100, lambda: self.step(con.Tick(self.world.bus_up)))
+        for source in TIERS:
+            self._follow(source)
+        self.bus.registry.watch(self, self._registry)
 
-    def step(self, event: con.EngineInput) -> None:
+    def step(self, event: con.Input) -> None:
         """One input."""
         self.heard(event)
-        for effect in self.core.step(event, self.world.now_ms):
+        for effect in self.whole.step(event, self.world.now_ms):
             self._carry_out(effect)
         if self.due_check():
-            self.core.check()
+            self.whole.check()
+
+    def _follow(self, source: str) -> None:
+        self.bus.stream.follow(
+            self,
+            lambda event: event.source == source,
+            lambda events: self.step(con.TierEvents(tuple(events))),
+            new=True,
+            lost=lambda: self.step(con.TierStreamLost(source)),
+        )
+
+    def _registry(self, source: str, epoch: int, there: bool) -> None:
+        if source in TIERS:
+            seen = con.TierSeen(source, TIERS[source], epoch)
+            self.step(seen if there else con.TierLost(source, epoch))
+
+    def _ask(self, source: str) -> None:
+        self.world.marks["consolidator asked a tier"] += 1
+        tier = self.peers.source(source)
+
+        def serve(reply: Done) -> None:
+            reply(tier.snapshot(source))
+
+        def done(reply: object) -> None:
+            if isinstance(reply, SnapshotReply):
+                self.step(con.TierSnapshot(reply))
+            else:
+                self.step(con.TierSnapshotFailed(source))
+
+        self.bus.request(self, tier, serve, done, limit_ms=SNAPSHOT_MS)
 
     def from_engine(self, connection: bytes, data: bytes) -> None:
         """A frame on the ROUTER."""
@@ -79,10 +129,19 @@ class Consolidator(Service):
     def snapshot(self, source: str) -> SnapshotReply | None:
         return self.core.snapshot(source)
 
-    def _carry_out(self, effect: con.EngineEffect) -> None:
+    def _carry_out(self, effect: con.Effect) -> None:
         match effect:
             case con.Publish(event):
                 self.publish(event)
+            case con.PublishConsolidated(event):
+                self.readers[event.source].read(event)
+            case con.Broadcast(frame):
+                stream = frame.stream.engine, frame.stream.rank
+                self.routers.setdefault(stream, Router()).read(frame)
+            case con.AskSnapshot(source):
+                self._ask(source)
+            case con.AnswerRouter():
+                raise AssertionError("no router asks")
             case con.Subscribe(key):
                 self.later(self.world.delay(10), lambda: self._subscribe(key))
             case con.Unsubscribe(key):

@@ -11,14 +11,18 @@ import pytest
 from kvbm_common.announcer import Announcer
 from kvbm_common.leases import LeaseTable
 from kvbm_common.wire.local import Confirm, Pulled
+from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors import messages as connector
+from kvbm_connectors.consolidator.consolidated import Consolidated
 from kvbm_connectors.core import ConnectorCore
 from kvbm_disk_tier import messages as disk
 from kvbm_disk_tier.core import DiskTierCore
 from kvbm_host_tier import messages as host
 from kvbm_host_tier.core import HostTierCore
 from kvbm_host_tier.tier import Tier
+from kvbm_index.chains import Chains
 from kvbm_index.holdings import Holdings
+from kvbm_index.image import SegmentImage
 
 from tests.sim.disk_tier import DiskTier
 
@@ -164,6 +168,34 @@ def keep_removals_secret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Announcer, "removed", planted)
 
 
+def leave_blocks_out_of_images(patch: pytest.MonkeyPatch) -> None:
+    """The index comes back without one chain of each holder."""
+    images = Chains.images
+
+    def planted(chains: Chains) -> list[SegmentImage]:
+        return images(chains)[:1]
+
+    patch.setattr(Chains, "images", planted)
+
+
+def say_nothing_of_tiers(patch: pytest.MonkeyPatch) -> None:
+    """After a clear the consolidator does not say again what the tiers hold."""
+
+    def planted(_consolidated: Consolidated) -> None:
+        return None
+
+    patch.setattr(Consolidated, "rebuild", planted)
+
+
+def ignore_a_tiers_snapshot(patch: pytest.MonkeyPatch) -> None:
+    """The consolidator takes a snapshot of a tier for read, and changes nothing."""
+
+    def planted(_consolidated: Consolidated, reply: SnapshotReply) -> None:
+        _consolidated.tiers.snapshot(reply)
+
+    patch.setattr(Consolidated, "tier_snapshot", planted)
+
+
 ROTTEN = {"faults": ("rot disk",), "fault_every_ms": 500.0, "verified": False}
 LATE = {"late": {"pull": 0.0, "load": 0.4, "read": 0.0, "write": 0.4}, "lease_ms": 800}
 LATE_READS = {
@@ -171,6 +203,8 @@ LATE_READS = {
     "faults": ("outage",),
     "fault_every_ms": 700.0,
 }
+
+RESTARTS = {"faults": ("kill index",), "fault_every_ms": 700.0}
 
 PLANTS = (
     Plant("no checksum is compared", compare_no_checksum, WRONG_BYTES, ROTTEN),
@@ -183,5 +217,8 @@ PLANTS = (
     Plant("a lease never expires", never_end_a_lease_by_deadline, "leases left"),
     Plant("a slot stays pinned", never_unpin, "a pinned slot has no lease"),
     Plant("the index overlooks removals", overlook_removals, "index differs"),
-    Plant("a tier keeps removals secret", keep_removals_secret, "index differs"),
+    Plant("a tier keeps removals secret", keep_removals_secret, "(index|consolidated) differs"),
+    Plant("an image leaves blocks out", leave_blocks_out_of_images, "index differs", RESTARTS),
+    Plant("tiers are not said again", say_nothing_of_tiers, "consolidated differs"),
+    Plant("a tier's snapshot changes nothing", ignore_a_tiers_snapshot, "is told it is|differs"),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_connectors.consolidator.router_stream import short_hash
+
 from tests.sim.disk_tier import DiskTier
 from tests.sim.engine import EngineNode
 from tests.sim.host_tier import HostTier
@@ -33,6 +36,7 @@ def _check_engine(engine: EngineNode, peers: Peers) -> None:
     require(held == 0, f"{engine.name}: {held} blocks are still held")
     require(engine.core.epoch == peers.host_tier.epoch, f"{engine.name} is not attached")
     _check_consolidator(engine, peers)
+    _check_consolidated(engine, peers)
 
 
 def _check_consolidator(engine: EngineNode, peers: Peers) -> None:
@@ -45,6 +49,27 @@ def _check_consolidator(engine: EngineNode, peers: Peers) -> None:
     require(held <= names, f"{engine.name}: consolidator has {len(held - names)} blocks too many")
     missing = len(names - held)
     require(not (complete and missing), f"{engine.name}: consolidator misses {missing} blocks")
+
+
+def _check_consolidated(engine: EngineNode, peers: Peers) -> None:
+    """It is told of what its device has, and of what lies in the host's tiers."""
+    node = peers.consolidator
+    shared = set[SequenceHash]()
+    for tier in (peers.host_tier, peers.disk_tier):
+        truth = tier.snapshot(tier.name)
+        assert truth is not None, f"{tier.name} has no snapshot"
+        shared |= {
+            hash_from_hex(t) for part in truth.parts for run in part.runs for t in run.hashes
+        }
+    # Ranks of the simulation are those of one model, not of several: there is one stream.
+    wanted = shared | {name for _, _, name in node.core.held(engine.name)}
+    said = node.readers[engine.name].blocks()
+    differing = sorted(name.hex() for name in said ^ wanted)
+    require(not differing, f"{engine.name}: consolidated differs by {differing}")
+    router = node.routers.get((engine.name, 0))
+    told = {block for _, block in router.held} if router is not None else set()
+    stray = told - {short_hash(name) for name in said}
+    require(not stray, f"{engine.name}: routers are told {len(stray)} too many")
 
 
 def _check_host_tier(node: HostTier) -> None:

@@ -52,16 +52,21 @@ class Stream:
         *,
         new: bool,
         lost: Callable[[], None] = lambda: None,
-    ) -> None:
+        resume: tuple[int, int] | None = None,
+    ) -> Subscription:
         """Give a node's life every event that it wants, from now on (`new`) or from the first.
 
-        `lost` is called when the reader finds another stream.
+        `lost` is called when the reader finds another stream. `resume` is a life of the stream, and
+        how many of its events were read.
         """
         position = self.first + len(self.log) if new else 0
         subscription = Subscription(self, node, wanted, take, position)
         subscription.lost = lost
+        if resume is not None:
+            subscription.life, subscription.position = resume
         self._subscriptions = [s for s in self._subscriptions if s.alive] + [subscription]
         subscription.wake()
+        return subscription
 
     def store(self, event: Event) -> None:
         """JetStream has it."""
@@ -142,7 +147,8 @@ class Subscription:
     ) -> None:
         self._stream, self._node, self._life = stream, node, node.life
         self.wanted, self._take = wanted, take
-        self._position, self._stream_life = position, stream.life
+        self.position, self.life = position, stream.life
+        """How many events were read, of this life of the stream."""
         self._scheduled = False
         self.lost: Callable[[], None] = lambda: None
 
@@ -163,15 +169,15 @@ class Subscription:
         stream = self._stream
         if not stream.world.bus_up:
             return
-        if self._stream_life != stream.life:
-            self._stream_life, self._position = stream.life, 0
+        if self.life != stream.life:
+            self.life, self.position = stream.life, 0
             self.lost()
-        elif 0 < self._position < stream.first:
+        elif 0 < self.position < stream.first:
             self.lost()  # Dropped before it was read, by a stream that is too small.
-        start = max(self._position, stream.first) - stream.first
+        start = max(self.position, stream.first) - stream.first
         batch = stream.log[start : start + stream.world.rng.randint(1, 16)]
-        self._position = stream.first + start + len(batch)
-        if self._position < stream.first + len(stream.log):
+        self.position = stream.first + start + len(batch)
+        if self.position < stream.first + len(stream.log):
             self.wake()
         events = [event for event in batch if self.wanted(event)]
         if events:

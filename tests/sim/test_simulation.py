@@ -27,6 +27,7 @@ SEEN = (
     *("read late", "slots lent", "fill failed", "offer revoked", "request preempted"),
     *("request aborted", "message lost", "message duplicated", "event dropped"),
     *("event duplicated", "index asked for a snapshot"),
+    *("index restored", "consolidator asked a tier"),
     *(f"fault: {fault}" for fault in FAULTS),
 )
 """What the seeds must meet, or they prove little."""
