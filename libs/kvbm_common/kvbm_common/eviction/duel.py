@@ -7,9 +7,10 @@ use of a sampled block is a hit or a miss here, and a hit or a miss there: a pai
 LRU is also followed while next to nothing is lost: when hardly a block is missed that was asked for
 before, no policy can do much better, and a cleverer one only worse.
 
-`behind` is how many hits the ghost is ahead. Beyond `limit` the policy follows LRU, for twice as
-long each time that it failed again soon. Hits that the policy is ahead count only up to a bound, so
-that a good past does not buy a bad future.
+`behind` is how many hits the ghost is ahead. Beyond a limit the policy follows LRU for a while: for
+twice as long each time that it was beaten again soon, and much longer if on balance it has lost.
+Hits that the policy is ahead count only up to a bound, so that a good past does not buy a bad
+future.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ DECIDE_EVERY = 8
 LIMIT_SHARE = 0.002
 """Of the uses in the window: how far behind is too far."""
 LIMIT_MIN = 24.0
+REST_SHARE = 1.0
+"""Of the window: the rest after a defeat that leaves more lost than was ever won."""
 CREDIT_SHARE = 0.004
 WINDOW_PER_SLOT = 32
 LOST_USES = 2048
@@ -51,6 +54,8 @@ class Duel:
         self._lost = 0.0
         self._little = True
         self._until = 0
+        self._balance = 0.0
+        """Hits won less hits lost over the last window; fades."""
         self._patience = 2 * self._ghosts_max
         self._since = 0
         self.trips = 0
@@ -63,11 +68,14 @@ class Duel:
     def used(self, name: SequenceHash, *, hit: bool, again: bool) -> None:
         """A sampled block was asked for, before too or not; the tier had it, or not."""
         if name in self._ghosts:
-            self.behind += 0.0 if hit else 1.0
+            if not hit:
+                self.behind += 1.0
+                self._balance -= 1.0
         else:
             self._fresh.add(name)
             if hit:
                 self.behind -= 1.0
+                self._balance += 1.0
         self._lost += ((again and not hit) - self._lost) / LOST_USES
         self._seen += 1
         if self._seen % DECIDE_EVERY == 0:
@@ -90,6 +98,7 @@ class Duel:
 
     def _decide(self) -> None:
         seen = min(self._seen, self._window)
+        self._balance *= 1 - DECIDE_EVERY / self._window
         self.behind = max(self.behind, -LIMIT_MIN - CREDIT_SHARE * seen)
         self._little = self._lost < (LOST_MUCH if self._little else LOST_LITTLE)
         if self._beaten:
@@ -98,7 +107,10 @@ class Duel:
         elif self.behind > LIMIT_MIN + LIMIT_SHARE * seen:
             soon = self._seen - self._since < 4 * self._patience
             self._patience = 2 * self._patience if soon else 2 * self._ghosts_max
-            self._beaten, self._until = True, self._seen + self._patience
+            rest = self._patience
+            if self._balance < 0:
+                rest = max(rest, int(REST_SHARE * seen))
+            self._beaten, self._until = True, self._seen + rest
             self.trips += 1
         self.follows_lru = self._beaten or self._little
 
