@@ -17,7 +17,7 @@ from kvbm_connectors.sim.driver import EngineHandle
 
 from tests.connectors.helpers import name
 
-HELD = {"host-tier-0": {1, 2}, "disk-tier-0": {2}, "sim-0": {3}}
+HELD = {"host-tier-0": {1, 2}, "disk-tier-0": {2}, "disk-tier-0-1": {4}, "sim-0": {3}}
 
 
 class View:
@@ -30,14 +30,18 @@ class View:
         self.figures: dict[str, float] = {}
         self.index_is_away = False
 
-    async def stats(self, kind: str) -> StatsReply:
+    def instances(self, *kinds: str) -> list[tuple[str, str]]:
+        every = [("host-tier", "0"), ("disk-tier", "0"), ("disk-tier", "0-1")]
+        return [(kind, instance) for kind, instance in every if kind in kinds]
+
+    async def stats(self, kind: str, instance: str = "0") -> StatsReply:
         return StatsReply(
-            kind=kind, host="h", instance="0", epoch=1, ready=True, leases=self.leases.get(kind, 0),
+            kind=kind, host="h", instance=instance, epoch=1, ready=True, leases=self.leases.get(kind, 0),
             slots={"staged": self.staged.get(kind, 0)}, figures=self.figures,
         )  # fmt: skip
 
-    async def snapshot(self, kind: str) -> SnapshotReply:
-        source = f"{kind}-0"
+    async def snapshot(self, kind: str, instance: str) -> SnapshotReply:
+        source = f"{kind}-{instance}"
         run = Run(parent="0" * 32, hashes=[name(number).hex() for number in HELD[source]])
         tier = cast("Any", kind.split("-")[0])
         return SnapshotReply(
@@ -112,7 +116,7 @@ async def test_leases_and_staged_slots_are_counted(view: View) -> None:
     view.leases = {"host-tier": 2, "disk-tier": 1}
     view.staged = {"disk-tier": 3}
     verdict = await verdict_of(view)
-    assert (verdict.leases_left, verdict.staged_left) == (3, 3)
+    assert (verdict.leases_left, verdict.staged_left) == (2 + 2 * 1, 2 * 3), "of both disk tiers"
 
 
 @pytest.mark.parametrize("figure", ["offers", "lookups_waiting", "writes", "reads"])
