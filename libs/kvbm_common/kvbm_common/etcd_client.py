@@ -1,8 +1,9 @@
 """A connection to etcd: the few calls that the registry needs, in threads and with deadlines.
 
 etcd3 blocks. Its calls run in threads of this module, so none can hold up an event loop, and every
-failure is a RegistryUnavailable. What is broken is thrown away with its channel: the next call
-opens a new one, to the next server of the list.
+failure is a RegistryUnavailable. What is broken is thrown away with its channel, and the next
+server of the list is asked: at once if this one refused the connection or had cut it, with the next
+call if it did not answer in time.
 """
 
 from __future__ import annotations
@@ -46,12 +47,6 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is inside; a proxy for the outside would hide it.
     ("grpc.use_local_subchannel_pool", 1),  # A new channel does not inherit the old one's pauses.
 )
-_GONE = (
-    etcd3.exceptions.ConnectionFailedError,
-    etcd3.exceptions.ConnectionTimeoutError,
-    ValueError,  # What grpc raises on a channel that another thread has thrown away.
-)
-
 _Result = TypeVar("_Result")
 
 
@@ -59,6 +54,10 @@ class Compacted(RegistryUnavailable):
     """etcd has forgotten the revision from which a watch was to begin; read everything again."""
 
     code = "registry_compacted"
+
+
+class _ConnectionLost(RegistryUnavailable):
+    """There is no connection, or no longer; another try may find one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +240,21 @@ class EtcdClient:
             raise RegistryUnavailable("the connection to etcd is closed") from error
 
     def _run(self, function: Callable[[Any], _Result]) -> _Result:
+        # Every server once, and the one again whose restart this call is the first to notice.
+        for _ in self._servers:
+            with contextlib.suppress(_ConnectionLost):
+                return self._try(function)
+        return self._try(function)
+
+    def _try(self, function: Callable[[Any], _Result]) -> _Result:
         client, server = self._connected()
         try:
             return function(client)
-        except _GONE as error:
+        except (etcd3.exceptions.ConnectionFailedError, ValueError) as error:
+            # ValueError is what grpc raises on a channel that another thread has thrown away.
+            self._throw_away(client)
+            raise _ConnectionLost(f"etcd at {server}: {_text(error)}") from error
+        except etcd3.exceptions.ConnectionTimeoutError as error:
             self._throw_away(client)
             raise RegistryUnavailable(f"etcd at {server}: {_text(error)}") from error
         except (etcd3.Etcd3Exception, grpc.RpcError) as error:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvbm_common.errors import RegistryUnavailable
-from kvbm_common.etcd_client import Change, Compacted, Entry, EtcdClient, Watch
+from kvbm_common.etcd_client import CALL_DEADLINE_S, Change, Compacted, Entry, EtcdClient, Watch
 from kvbm_common.jetstream import BACKOFF_S
 from kvbm_common.logs import OncePerKind
 from kvbm_common.registry import (
@@ -54,9 +54,11 @@ _log = OncePerKind(logging.getLogger(__name__))
 class EtcdRegistry:
     """A registry on etcd. Use it in one event loop."""
 
-    def __init__(self, servers: tuple[str, ...], *, ttl_s: float) -> None:
+    def __init__(
+        self, servers: tuple[str, ...], *, ttl_s: float, deadline_s: float = CALL_DEADLINE_S
+    ) -> None:
         assert ttl_s > 0
-        self._client = EtcdClient(servers)
+        self._client = EtcdClient(servers, deadline_s=deadline_s)
         self._ttl_s = ttl_s
         self._roster = Roster(grace_s=BACKOFF_S[-1])
         self._callbacks: list[Callable[[RegistryEvent], None]] = []
