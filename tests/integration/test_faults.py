@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from kvbm_common.registry import ENGINE, Left, RegistryEvent
+from kvbm_common.registry_etcd import EtcdRegistry
 from kvbm_connectors.sim.check import check_stack
 
+from tests.etcd_server import EtcdServer
 from tests.integration.running import Running, running
+from tests.waiting import wait_until
 
 TIERS = {"cpu_cache_gb": 0.1, "disk_cache_gb": 0.5, "disable_disk_offload_filter": True}
 REQUESTS_PER_FAULT = 80
+TTL_S = 2.0
+"""Of the registry on etcd."""
 
 
 @pytest.mark.timeout(180)
@@ -52,6 +59,57 @@ async def test_every_service_may_be_killed_during_the_load() -> None:
         await run.run(requests=60, seed=1, prefix="again")
         assert sum(f.host_blocks + f.disk_blocks for f in run.finished) > 0
         assert run.mismatches() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_etcd_may_forget_everybody_during_the_load(etcd_server: EtcdServer) -> None:
+    """Goal: the registry's outage is nobody's death.
+
+    1. The whole stack is registered in etcd. etcd is killed, and the index too; engines work for
+       three times the time to live. Then etcd comes back, and knows nothing.
+    2. Every request has finished, none with an error, none with a wrong block.
+    3. A reader has seen nobody leave but the index. All are registered again, in the same lives;
+       the index lives a later one.
+    """
+    overrides = TIERS | {"registry_url": f"etcd://{etcd_server.server}", "registry_ttl_s": TTL_S}
+    reader = EtcdRegistry((etcd_server.server,), ttl_s=TTL_S)
+    epochs: dict[str, int] = {}
+    left: set[str] = set()
+
+    def note(event: RegistryEvent) -> None:
+        if isinstance(event, Left):
+            left.add(event.record.kind)
+        else:
+            epochs[event.record.key] = event.record.epoch
+
+    reader.watch(note)
+    async with running(overrides) as run:
+        await run.run(requests=40)
+        before = {record.key: record.epoch for record in await reader.list()}
+        assert {key.split(".")[0] for key in before} >= {"index", "host-tier", "disk-tier", ENGINE}
+        (index,) = (key for key in before if key.startswith("index."))
+
+        etcd_server.kill()
+        etcd_server.empty()
+        await run.stack.kill("index")
+        await run.stack.start("index")
+        end_s = time.monotonic() + 3 * TTL_S
+        while time.monotonic() < end_s:
+            await run.run(requests=20, prefix=f"away{time.monotonic()}")
+        await etcd_server.start()
+        await run.stack.wait_ready("index")
+        await run.run(requests=40, prefix="back")
+
+        assert not run.errors()
+        assert run.mismatches() == 0
+        verdict = await check_stack(run.view, run.engines, with_disk=True)
+        assert verdict.differences == []
+        await wait_until(lambda: epochs[index] > before[index])
+        assert epochs == before | {index: epochs[index]}
+        assert left <= {"index"}
+        assert {record.key for record in await reader.list()} == before.keys()
+    await reader.close()
 
 
 @pytest.mark.timeout(120)
