@@ -65,7 +65,6 @@ class EtcdRegistry:
         self._tasks: list[asyncio.Task[None]] = []
         self._registrations: list[EtcdRegistration] = []
         self._listed = asyncio.Event()
-        self._away = True
         self._created: bytes | None = None
         """Which store the position belongs to; None: list before the next watch."""
         self._position = 0
@@ -139,7 +138,7 @@ class EtcdRegistry:
                 self._created = None
             except RegistryUnavailable as error:
                 _log.warning("watch", f"{error}; trying again")
-            self._away = True
+            self._roster.outage()
             pause_s = BACKOFF_S[min(self._tries, len(BACKOFF_S) - 1)]
             self._tries += 1
             await asyncio.sleep(pause_s)
@@ -153,7 +152,6 @@ class EtcdRegistry:
             self._created = created.value
         watch = await self._client.watch(SERVICES, self._position + 1)
         probe = asyncio.create_task(self._probe(watch), name="registry probe")
-        self._away = False
         self._tries = 0
         try:
             while True:
@@ -189,8 +187,7 @@ class EtcdRegistry:
     async def _sweep_often(self) -> None:
         while True:
             await asyncio.sleep(self._ttl_s / SWEEPS_PER_TTL)
-            if not self._away:
-                self._tell(self._roster.sweep(time.monotonic()))
+            self._tell(self._roster.sweep(time.monotonic()))
 
     def _tell(self, events: Iterable[RegistryEvent]) -> None:
         for event in events:

@@ -11,6 +11,7 @@ Soon after contact an entry may be gone because nobody could renew it; its owner
 from __future__ import annotations
 
 import logging
+import math
 
 import msgspec
 
@@ -29,13 +30,18 @@ class Roster:
         self.records: dict[str, ServiceRecord] = {}
         self._missing: dict[str, float] = {}
         """When to believe it that an entry is gone."""
-        self._contact_s = float("-inf")
+        self._contact_s = math.inf
+        """Since when the registry answers; never, during an outage."""
 
     def contact(self, now_s: float) -> None:
         """The registry answers, for the first time or again."""
         self._contact_s = now_s
-        for key in self._missing:
-            self._missing[key] = self._believed_s(key)
+        self._give_time()
+
+    def outage(self) -> None:
+        """The registry does not answer: nobody leaves."""
+        self._contact_s = math.inf
+        self._give_time()
 
     def put(self, key: str, payload: bytes) -> list[RegistryEvent]:
         """An entry was written; an empty one says goodbye."""
@@ -69,9 +75,12 @@ class Roster:
         return events + [event for key in gone for event in self.remove(key, now_s)]
 
     def sweep(self, now_s: float) -> list[RegistryEvent]:
-        """Believe what has been missing for long enough. Not to be called during an outage."""
+        """Believe what has been missing for long enough."""
         due = [key for key, believed_s in self._missing.items() if now_s >= believed_s]
         return [event for key in due for event in self._leave(key, "expired")]
+
+    def _give_time(self) -> None:
+        self._missing = {key: self._believed_s(key) for key in self._missing}
 
     def _believed_s(self, key: str) -> float:
         return self._contact_s + self.records[key].ttl_s + self._grace_s
