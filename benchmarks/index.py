@@ -37,6 +37,7 @@ def run() -> list[Row]:
             taken["ours", batch].append(_measure(ours, "index_ours", str(batch)))
             taken["theirs", batch].append(_measure(theirs, "index_dynamo", str(batch)))
     shared = _measure(ours, "index_ours", "shared")["match_s"]
+    listed = _measure(ours, "index_ours", "listed")
     rates = [
         _rate(verb, batch, taken["ours", batch], taken["theirs", batch])
         for verb in ("stored", "removed")
@@ -45,6 +46,11 @@ def run() -> list[Row]:
     return [*rates, *_matches(taken), *_memory(taken),
             info_row(f"match, {MATCH_BLOCKS} blocks that all {SOURCES} sources hold, p50",
                      percentile(shared, 0.5) * 1e6, unit="µs"),
+            time_row("memory, when blocks in the middle of chains were sought",
+                     listed["bytes"] / BLOCKS, unit="bytes/block", target=BLOCK_BYTES_MAX),
+            info_row("the first question for a block that nobody has, after 1 M blocks",
+                     listed["first_s"] * 1e3, unit="ms"),
+            info_row("the next one", listed["next_s"] * 1e6, unit="µs"),
             *index_nats.run()]  # fmt: skip
 
 

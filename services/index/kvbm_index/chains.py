@@ -95,7 +95,9 @@ class Chains:
         return self._count // HASH_BYTES
 
     def __contains__(self, block: bytes) -> bool:
-        return block in self._heads or self._segment_of(block) is not None
+        if block in self._heads or block in self._listed:
+            return True
+        return bool(self._unlisted) and self._segment_of(block) is not None
 
     def begins_with(self, block: bytes) -> bool:
         """Whether a block is held and first in its segment, as the first of a namespace must be."""

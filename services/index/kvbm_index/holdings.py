@@ -105,12 +105,13 @@ class Holdings:
             return []
         # Who has a first block was told that its parent is the root, so all are listed; of a block
         # in the middle of a chain none is.
-        listed = self._starts.get(asked[0])
+        first = asked[0]
+        listed = self._starts.get(first)
+        has = Chains.begins_with if listed else Chains.__contains__
         found = [
-            (Holder(*holder), length)
-            for holder in (self._chains if listed is None else listed)
-            if (chains := self._chains.get(holder)) is not None
-            and (length := chains.run_length(asked))
+            (Holder(*holder), chains.run_length(asked))
+            for holder in listed or self._chains
+            if (chains := self._chains.get(holder)) is not None and has(chains, first)
         ]
         return sorted(found, key=lambda one: (-one[1], one[0])) if len(found) > 1 else found
 
