@@ -171,7 +171,7 @@ class ArenaAccess:
                 previous = readers
             elif readers:
                 previous, self._readers = self._readers, readers
-                self._attached = Attached(welcome, readers[0])
+                self._attached, self._failures = Attached(welcome, readers[0]), 0
             elif welcome is self._welcome and not self._has(welcome.epoch):
                 pause_ms = min(RETRY_MS << min(self._failures, 16), RETRY_MS_MAX)
                 self._failures += 1

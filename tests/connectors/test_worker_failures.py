@@ -251,6 +251,7 @@ def test_an_arena_that_cannot_be_reached_is_tried_again(
     with host_tier(rank.endpoint) as host:
         rank.meet(host, arena_path=str(arena.path), arena_address=THEIRS, agent=owner.metadata)
         assert failures == []
+        assert rank._arena._failures == 0
         rank.start_load(load([1]))
         assert rank.result().intact == (True,)
         rank.close()
