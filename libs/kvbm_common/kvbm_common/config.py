@@ -45,8 +45,9 @@ class Settings:
         section="host_tier", soon=True,
         help="Offload only blocks of at least this priority (TensorRT-LLM).")
     eviction_policy: str = setting(
-        "KVBM_EVICTION_POLICY", "lru", schema.choice("lru", "lfu", "prefix"), section="host_tier",
-        help="Which block leaves a full tier first.")
+        "KVBM_EVICTION_POLICY", "prefix", schema.choice("lru", "lfu", "prefix"),
+        section="host_tier",
+        help="Which block leaves a full tier first, host and disk; `kvbm simulate` compares them.")
     verify_host_reads: str = setting(
         "KVBM_VERIFY_HOST_READS", "sampled", schema.choice("never", "sampled", "always"),
         section="host_tier",

@@ -121,7 +121,9 @@ class Tier:
             if slot_count == 0:
                 return False
             self.slot_bytes = slot_bytes
-            self.table = SlotTable(slot_count, make_policy(self._policy_name, slot_count))
+            # A staging arena asks for all free blocks in order, and what is on disk may go anyway.
+            name = "lru" if self.staging else self._policy_name
+            self.table = SlotTable(slot_count, make_policy(name, slot_count))
         return block_bytes <= self.slot_bytes
 
     def make_room(self, count: int) -> int:
