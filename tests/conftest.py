@@ -7,11 +7,17 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from kvbm_common.bus import Bus
 from kvbm_common.nats_server import NatsServer
 
 from tests.etcd_server import EtcdServer
+
+
+# A busy machine makes an example late, which is nobody's mistake.
+hypothesis.settings.register_profile("kvbm", deadline=None)
+hypothesis.settings.load_profile("kvbm")
 
 
 @pytest.fixture(autouse=True)

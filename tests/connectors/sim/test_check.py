@@ -36,7 +36,8 @@ class View:
 
     async def stats(self, kind: str, instance: str = "0") -> StatsReply:
         return StatsReply(
-            kind=kind, host="h", instance=instance, epoch=1, ready=True, leases=self.leases.get(kind, 0),
+            kind=kind, host="h", instance=instance, epoch=1, ready=True,
+            leases=self.leases.get(kind, 0),
             slots={"staged": self.staged.get(kind, 0)}, figures=self.figures,
         )  # fmt: skip
 
