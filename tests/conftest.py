@@ -14,7 +14,6 @@ from kvbm_common.nats_server import NatsServer
 
 from tests.etcd_server import EtcdServer
 
-
 # A busy machine makes an example late, which is nobody's mistake.
 hypothesis.settings.register_profile("kvbm", deadline=None)
 hypothesis.settings.load_profile("kvbm")
