@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from kvbm_common.registry import Changed, Joined, Left, Registry, RegistryEvent
+from kvbm_common.registry import ENGINE, Changed, Joined, Left, Registry, RegistryEvent
 
 from tests.waiting import wait_until
 
@@ -102,6 +102,22 @@ class RegistryContract:
         assert isinstance(events[1], Left)
         assert events[1].reason == "expired"
         assert await theirs.list() == []
+
+    async def test_one_process_enters_engines_beside_itself(self, make: MakeRegistry) -> None:
+        """Goal: a consolidator speaks for its engines; one of them leaves, the rest stays."""
+        ours, theirs = await make(), await make()
+        events: list[RegistryEvent] = []
+        theirs.watch(events.append)
+        entries = [
+            await ours.register(kind, "h", instance, {"rank": 0})
+            for kind, instance in (("consolidator", "0"), (ENGINE, "a"), (ENGINE, "b"))
+        ]
+        assert len({entry.epoch for entry in entries}) == len(entries)
+        await wait_until(lambda: len(events) == 3)
+        await entries[1].revoke()
+        await wait_until(lambda: len(events) == 4)
+        assert events[3] == Left(entries[1].record, "deleted")
+        assert await theirs.list(ENGINE) == [entries[2].record]
 
     async def test_second_life_takes_over(self, make: MakeRegistry) -> None:
         """Goal: two processes of one name do not both believe in themselves."""
