@@ -6,9 +6,10 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import pytest
@@ -27,6 +28,18 @@ DEADLINE_S = 30.0
 KILLS = int(os.environ.get("KVBM_TEST_KILLS", "1000"))
 IMAGE_S = 0.1
 """So often that many a replica dies while it writes one."""
+
+
+class Holding(Protocol):
+    """A source that knows what it holds."""
+
+    @property
+    def name(self) -> str:
+        """As the index calls it."""
+
+    @property
+    def held(self) -> list[SequenceHash]:
+        """Its blocks."""
 
 
 class Replica:
@@ -73,7 +86,7 @@ class Replica:
             return {}
         return {holder.source: set(holder.hashes) for holder in reply.holders}
 
-    async def wait_equal(self, bus: Bus, sources: list[Source]) -> None:
+    async def wait_equal(self, bus: Bus, sources: Sequence[Holding]) -> None:
         """Until it believes what is true, of all sources."""
         truth = {
             source.name: {block.hex() for block in source.held} for source in sources if source.held
