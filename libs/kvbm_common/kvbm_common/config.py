@@ -45,9 +45,9 @@ class Settings:
         section="host_tier", soon=True,
         help="Offload only blocks of at least this priority (TensorRT-LLM).")
     eviction_policy: str = setting(
-        "KVBM_EVICTION_POLICY", "prefix", schema.choice("lru", "lfu", "prefix"),
+        "KVBM_EVICTION_POLICY", "lru", schema.choice("lru", "lfu", "prefix"),
         section="host_tier",
-        help="Which block leaves a full tier first, host and disk; `kvbm simulate` compares them.")
+        help="Which block leaves a full host tier first; `kvbm simulate` compares them.")
     verify_host_reads: str = setting(
         "KVBM_VERIFY_HOST_READS", "sampled", schema.choice("never", "sampled", "always"),
         section="host_tier",
@@ -85,6 +85,10 @@ class Settings:
     disk_write_budget_gb_per_day: float = setting(
         "KVBM_DISK_WRITE_BUDGET_GB_PER_DAY", 0.0, schema.number(0), section="disk_tier", unit="GB",
         help="Each disk tier writes no more than so much in any 24 hours; 0: no limit.")
+    disk_eviction_policy: str = setting(
+        "KVBM_DISK_EVICTION_POLICY", "prefix", schema.choice("lru", "lfu", "prefix"),
+        section="disk_tier",
+        help="Which block leaves a full disk or bucket first; `kvbm simulate` compares them.")
     disk_keys: str = setting(
         "KVBM_DISK_KEYS", "", schema.TEXT, section="disk_tier", secret=True,
         help="Keys that blocks are encrypted with on disk: 64 hex digits for all namespaces, or "

@@ -352,7 +352,7 @@ async def serve(context: ServiceContext) -> None:
             batch_blocks_max=settings.max_transfer_batch_size,
             lease_ms=settings.lease_ms,
         ),
-        policy=settings.eviction_policy,
+        policy=settings.disk_eviction_policy,
         write_budget=int(settings.disk_write_budget_gb_per_day * 1e9),
     )
     if options.capacity_bytes == 0 and options.slot_count is None:

@@ -30,7 +30,7 @@ async def serve(context: ServiceContext) -> None:
             batch_blocks_max=settings.max_transfer_batch_size,
             lease_ms=settings.lease_ms,
         ),
-        policy=settings.eviction_policy,
+        policy=settings.disk_eviction_policy,
         ttl_ms=round(1000 * settings.object_ttl_s),
     )
     if not settings.object_enabled:
