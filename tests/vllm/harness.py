@@ -31,6 +31,9 @@ START_DEADLINE_S = 120.0
 REPLY_DEADLINE_S = 120.0
 """The first forward pass of an engine takes seconds, on a starved machine a minute."""
 STACK_DEADLINE_S = 40.0
+PATIENCE_MS = 10_000
+"""For lookups and offers, unless time is the subject: on a machine with ten busy processes a
+service was not heard for 2.5 s."""
 BLOCK_TOKENS = 32
 VOCABULARY = 1024
 
@@ -160,6 +163,8 @@ class EngineProcess:
                 "kv_connector_extra_config": {
                     "runtime_dir": str(settings.runtime_dir),
                     "verify_host_reads": "always",
+                    "onboard_deadline_ms": PATIENCE_MS,
+                    "offer_deadline_ms": PATIENCE_MS,
                     **(extra or {}),
                 },
             }

@@ -18,7 +18,14 @@ from kvbm_common.config import Settings
 from kvbm_common.processes import dying_with_parent, free_port
 
 from tests.vllm.conversation import Answer
-from tests.vllm.harness import BLOCK_TOKENS, ENVIRON, ROOT, VLLM_PYTHON, wait_for
+from tests.vllm.harness import (
+    BLOCK_TOKENS,
+    ENVIRON,
+    PATIENCE_MS,
+    ROOT,
+    VLLM_PYTHON,
+    wait_for,
+)
 
 START_DEADLINE_S = 180.0
 REQUEST_DEADLINE_S = 100.0
@@ -65,6 +72,8 @@ class ServerProcess:
             "VLLM_SERVER_DEV_MODE": "1",
             "KVBM_RUNTIME_DIR": str(settings.runtime_dir),
             "KVBM_VERIFY_HOST_READS": "always",
+            "KVBM_ONBOARD_DEADLINE_MS": str(PATIENCE_MS),
+            "KVBM_OFFER_DEADLINE_MS": str(PATIENCE_MS),
         }
         self._process = subprocess.Popen(
             command,
