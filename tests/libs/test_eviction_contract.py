@@ -128,6 +128,16 @@ def test_a_policy_keeps_its_promises(policy: str) -> None:
     case("runTest").runTest()
 
 
+def test_of_free_blocks_before_a_held_one_the_deepest_goes_first() -> None:
+    """1 ← 2 ← 3, and 3 is in use: no leaf is free."""
+    policy = PrefixPolicy(4)
+    for number in (1, 2, 3):
+        policy.admit(name(number), name(number - 1))
+    policy.hold(name(3))
+    assert policy.victims(4) == [name(2), name(1)]
+    assert policy.victims(1) == [name(2)]
+
+
 class ThroughTable:
     """A policy that is replayed through a slot table, as the tiers use it."""
 

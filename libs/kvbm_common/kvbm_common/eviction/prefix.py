@@ -17,9 +17,8 @@ long as nothing looked at is worse. While LRU does better (see `duel`), its orde
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from heapq import heapify, heappop, heappush
-from itertools import islice
 
 from kvbm_common.eviction.duel import Duel
 from kvbm_common.eviction.returns import Returns, bucket_of
@@ -268,6 +267,15 @@ class _Chosen:
                 parent = self.take(parent)
 
     def take_rest(self) -> None:
-        """Whatever is free, the children of which are held."""
-        rest = (name for name in self._free if name not in self.names)
-        self.names.update(dict.fromkeys(islice(rest, self.count - len(self.names))))
+        """Whatever is free, and of which something behind it is held; still children first."""
+        rest = [name for name in self._free if name not in self.names]
+        before = Counter(self._nodes[name].parent for name in rest)
+        ready = [name for name in rest if not before[name]]
+        for name in ready:
+            if self.full:
+                return
+            self.names[name] = None
+            parent = self._nodes[name].parent
+            before[parent] -= 1
+            if not before[parent] and parent in self._free:
+                ready.append(parent)
