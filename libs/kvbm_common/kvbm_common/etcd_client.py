@@ -23,6 +23,8 @@ from kvbm_common.errors import RegistryUnavailable
 
 _IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 """etcd3's messages were generated for an old protobuf; newer ones read them in pure Python only."""
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+# Its handlers sometimes killed a child between fork and exec; nobody uses grpc in a fork.
 _before = os.environ.get(_IMPLEMENTATION)
 os.environ[_IMPLEMENTATION] = "python"
 try:
