@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,13 @@ from kvbm_common.errors import ConfigError
 from kvbm_common.nats_server import NatsServer
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.registry_etcd import EtcdRegistry
-from kvbm_common.service import STOP_DEADLINE_S, ServiceContext, make_runtime_dir, serve
+from kvbm_common.service import (
+    LEAVE_DEADLINE_S,
+    STOP_DEADLINE_S,
+    ServiceContext,
+    make_runtime_dir,
+    serve,
+)
 
 from tests.etcd_server import EtcdServer
 from tests.waiting import wait_until
@@ -140,3 +148,19 @@ def test_runtime_dir_is_private(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="KVBM_RUNTIME_DIR"):
         make_runtime_dir(Settings.load({}, {"runtime_dir": tmp_path / "link"}))
+
+
+async def test_a_registry_that_is_silent_does_not_hold_up_the_end(nats_server: NatsServer) -> None:
+    """Goal: with NATS frozen a service still ends in order; its entry expires."""
+    stopping = asyncio.Event()
+    sample = Sample()
+    life = asyncio.create_task(serve("sample", sample.main, settings(nats_server), stopping))
+    async with asyncio.timeout(DEADLINE_S):
+        await sample.started.wait()
+        os.kill(nats_server.pid, signal.SIGSTOP)
+        stopping.set()
+        try:
+            async with asyncio.timeout(LEAVE_DEADLINE_S + 0.7):
+                assert await life == 0
+        finally:
+            os.kill(nats_server.pid, signal.SIGCONT)

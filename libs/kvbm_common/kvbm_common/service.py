@@ -29,6 +29,8 @@ CONNECT_DEADLINE_S = 1.0
 """One try to reach NATS at start; tries go on until they succeed or the service is stopped."""
 STOP_DEADLINE_S = 2.5
 """How long `main` may finish or abandon its work after `stopping`; then it is cancelled."""
+LEAVE_DEADLINE_S = 1.0
+"""How long the registry may take to strike us off."""
 CANCEL_DEADLINE_S = 0.5
 """How long a cancelled `main` may clean up."""
 EXIT_DEADLINE_S = 4.0
@@ -196,7 +198,7 @@ async def _live(kind: str, main: Main, settings: Settings, stopping: asyncio.Eve
         try:
             return await _run_main(main, context)
         finally:
-            await registration.revoke()
+            await _leave(registration)
     finally:
         await registry.close()
         await bus.close()
@@ -236,6 +238,15 @@ async def _register(
             limiter.warning("register", f"{error}; trying again")
             await asyncio.sleep(CONNECT_DEADLINE_S / 4)
     return None
+
+
+async def _leave(registration: Registration) -> None:
+    """A registry that is slow to answer does not hold up our end: the entry expires."""
+    try:
+        async with asyncio.timeout(LEAVE_DEADLINE_S):
+            await registration.revoke()
+    except TimeoutError:
+        _log.warning("%s will expire: the registry does not answer", registration.record.key)
 
 
 async def _run_main(main: Main, context: ServiceContext) -> int:
