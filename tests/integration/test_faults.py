@@ -112,6 +112,7 @@ async def test_etcd_may_forget_everybody_during_the_load(etcd_server: EtcdServer
     await reader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_of_two_disks_one_may_be_lost(tmp_path: Path) -> None:
     """Goal: blocks are spread over the disks, and a lost disk loses only its own.

@@ -70,6 +70,7 @@ async def test_tensor_parallel_blocks_are_the_parts_of_all_ranks() -> None:
         assert verdict.differences == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_two_engines_share_one_cache() -> None:
     """Goal: what one engine computed, the other onboards."""
@@ -85,6 +86,7 @@ async def test_two_engines_share_one_cache() -> None:
         run.engines[:] = [first, second]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_an_arena_of_so_many_blocks() -> None:
     """Goal: DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS alone is a size, whatever a block's bytes."""

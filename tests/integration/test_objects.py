@@ -45,6 +45,7 @@ async def quiet(run: Running) -> bool:
     return not waits and await stored(run) >= host.slots["inactive"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_what_one_host_has_stored_another_onboards(s3: S3Server) -> None:
     """Two hosts, one after the other, and nothing between them but the bucket."""

@@ -59,6 +59,7 @@ class TestEtcdRegistry(RegistryContract):
         return make_etcd_registry
 
 
+@pytest.mark.slow
 async def test_nobody_dies_of_an_outage(
     make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
@@ -80,6 +81,7 @@ async def test_nobody_dies_of_an_outage(
     assert events[1].record.epoch == later.epoch > registration.epoch
 
 
+@pytest.mark.slow
 async def test_nobody_dies_while_etcd_hangs(
     make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:
@@ -112,6 +114,7 @@ async def test_nobody_dies_while_etcd_hangs(
     await third.close()
 
 
+@pytest.mark.slow
 async def test_survivors_come_back_into_an_empty_store(
     make_etcd_registry: MakeRegistry, etcd_server: EtcdServer
 ) -> None:

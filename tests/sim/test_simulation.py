@@ -16,7 +16,7 @@ from tests.sim.plants import PLANTS, Plant
 from tests.sim.simulation import Simulation
 
 SEEDS = range(200)
-FIRST_SEEDS = range(80)
+FIRST_SEEDS = range(50)
 """For the first suite; the others are for the slow ones."""
 SEEDS_PER_TEST = 10
 PLANT_SEEDS = range(1_000, 1_060)

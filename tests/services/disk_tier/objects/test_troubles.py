@@ -229,6 +229,7 @@ async def test_a_missing_bucket_does_not_empty_the_table(place: Place, s3: S3Ser
 # --- who does not answer ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_away_is_bypassed_probed_and_found_again(
     far: Place, proxy: Proxy
 ) -> None:
