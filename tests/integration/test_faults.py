@@ -151,6 +151,7 @@ async def disk_blocks(run: Running, instance: str) -> set[str]:
     return {name for part in snapshot.parts for group in part.runs for name in group.hashes}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_killed_engine_leaves_nothing_behind() -> None:
     """Goal: an engine's death ends its leases and its blocks leave the index.

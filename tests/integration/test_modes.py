@@ -45,6 +45,7 @@ def test_the_demo_uses_every_tier_and_verifies(
     shm_dir.rmdir()  # Only an empty directory can be removed.
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_disk_only(tmp_path: Path) -> None:
     """Goal: DYN_KVBM_DISK_CACHE_GB alone stages in a small arena, and counts d2d."""
@@ -57,6 +58,7 @@ def test_disk_only(tmp_path: Path) -> None:
     assert figures["mismatches"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_tensor_parallel_blocks_are_the_parts_of_all_ranks() -> None:
     """Goal: with two ranks a block is stored and loaded as two parts, and both are compared."""
