@@ -86,7 +86,7 @@ class Settings:
         "KVBM_DISK_WRITE_BUDGET_GB_PER_DAY", 0.0, schema.number(0), section="disk_tier", unit="GB",
         help="Each disk tier writes no more than so much in any 24 hours; 0: no limit.")
     disk_eviction_policy: str = setting(
-        "KVBM_DISK_EVICTION_POLICY", "prefix", schema.choice("lru", "lfu", "prefix"),
+        "KVBM_DISK_EVICTION_POLICY", "lru", schema.choice("lru", "lfu", "prefix"),
         section="disk_tier",
         help="Which block leaves a full disk or bucket first; `kvbm simulate` compares them.")
     disk_keys: str = setting(
