@@ -89,12 +89,13 @@ async def test_what_is_missing_torn_or_false_hurts_nobody_else(
     s3.client.delete_object(Bucket=bucket_name, Key=gone)
     s3.client.put_object(Bucket=bucket_name, Key=short, Body=b"\x0b" * 100)
     s3.client.put_object(Bucket=bucket_name, Key=false, Body=b"?" * BLOCK_BYTES)
-    done = await read(place, {4 + slot: block for slot, block in blocks.items()})
-    assert done.intact == (False, False, False, True)
+    wanted = {4 + slot: block for slot, block in blocks.items()}
+    done = await read(place, wanted, within_ms=20_000)
+    assert done.intact == (False, False, False, True), done
     assert done.reasons == ("gone", "corrupt", "corrupt", "")
     assert place.bytes_of(7) == b"\x0d" * BLOCK_BYTES
     assert place.bytes_of(6)[:1] != b"?", "wrong bytes never reach the arena"
-    assert requests(counters, "put") == 5, "one for each block and one for the probe"
+    assert requests(counters, "put") >= 5, "one for each block and one for the probe, or more tries"
     assert good in s3.names(bucket_name)
 
 
