@@ -3,7 +3,7 @@
     DOWN --hello--> GREETING --welcome--> UP --silence, "unknown engine"--> DOWN
 
 A link introduces itself again and again until it is welcomed, beats while it is up, and is down
-again when the other side has said nothing for `SILENCE_BEATS` beats. An engine thread only ever
+again when `SILENCE_BEATS` beats were not answered. An engine thread only ever
 puts a message into a bounded queue; what does not fit is dropped and counted.
 """
 
@@ -27,8 +27,9 @@ from kvbm_common.wire.local import Alive, Attached, Refused, Welcome
 log = logging.getLogger(__name__)
 
 BEAT_MS = 1_000
-SILENCE_BEATS = 4
-"""A service that is busy for a few seconds is not gone; one that is gone costs only misses."""
+SILENCE_BEATS = 3
+"""A service that is busy for a few seconds is not gone; one that is gone costs only misses. Beats
+are counted, not seconds: an engine whose own threads had to wait has not asked anybody."""
 GREET_EVERY_MS = 250
 REFUSED_GREET_EVERY_MS = 5_000
 """A refusal is the operator's to mend; asking faster does not help."""
@@ -66,6 +67,8 @@ class Link:
     socket: zmq.Socket[bytes] | None = None
     next_greet_ms: int = 0
     next_beat_ms: int = 0
+    unanswered: int = 0
+    """Beats since the other side was heard."""
     heard_ms: int = 0
     opened_ms: int = 0
 
@@ -98,15 +101,17 @@ class Link:
 
     def tick(self, now_ms: int) -> None:
         """Greet, beat, notice silence."""
-        if self.state is LinkState.UP and now_ms - self.heard_ms > SILENCE_BEATS * BEAT_MS:
+        beats = self.state is LinkState.UP and now_ms >= self.next_beat_ms
+        if beats and self.unanswered == SILENCE_BEATS:
             self._down("silence", now_ms)
         if self.state is not LinkState.UP:
             if now_ms >= self.next_greet_ms:
                 self.state = LinkState.GREETING
                 self.next_greet_ms = now_ms + GREET_EVERY_MS
                 self._send(self.hello())
-        elif now_ms >= self.next_beat_ms:
+        elif beats:
             self.next_beat_ms = now_ms + BEAT_MS
+            self.unanswered += 1
             self._send(self.beat)
         self._drain()
 
@@ -142,7 +147,7 @@ class Link:
             self._received(message, now_ms)
 
     def _received(self, message: Any, now_ms: int) -> None:
-        self.heard_ms = now_ms
+        self.heard_ms, self.unanswered = now_ms, 0
         if isinstance(message, Refused) and message.offer is not None:
             self.on_message(message)
         match message:

@@ -115,7 +115,9 @@ def test_a_silent_service_is_gone_and_greeted_again() -> None:
     for _ in range(SILENCE_BEATS):
         assert driven.wait(BEAT_MS) == [BEAT]
     driven.hear(Alive(epoch=7))
-    assert driven.wait(SILENCE_BEATS * BEAT_MS) == [BEAT]
+    for _ in range(SILENCE_BEATS):
+        assert driven.wait(BEAT_MS) == [BEAT]
+    assert driven.wait(BEAT_MS - 1) == []
     assert driven.downs == 0
     assert driven.wait(1) == [HELLO]
     assert (driven.downs, driven.link.counts["lost.silence"]) == (1, 1)
@@ -123,8 +125,19 @@ def test_a_silent_service_is_gone_and_greeted_again() -> None:
     assert driven.link.state is LinkState.UP
 
 
+def test_an_engine_that_had_to_wait_itself_asks_before_it_gives_up() -> None:
+    """A machine that stands still for an hour: nobody was asked, so nobody was silent."""
+    driven = Driven()
+    driven.wait()
+    driven.hear(welcome())
+    assert driven.wait(3_600_000) == [BEAT]
+    driven.hear(Alive(epoch=7))
+    assert driven.wait(BEAT_MS) == [BEAT]
+    assert driven.downs == 0
+
+
 def test_a_service_that_has_forgotten_us_is_greeted_at_once() -> None:
-    """It was restarted: nobody waits for four beats."""
+    """It was restarted: nobody waits for beats."""
     driven = Driven()
     driven.wait()
     driven.hear(welcome())
