@@ -82,7 +82,7 @@ class ServerProcess:
             stderr=self._log,
             env=os.environ | ENVIRON | own | dict(environ or {}),
             cwd=ROOT,
-            start_new_session=True,
+            process_group=0,
             preexec_fn=dying_with_parent(),
         )
 
@@ -103,10 +103,16 @@ class ServerProcess:
         return True
 
     def wait_attached(self, *, engines: int = 1) -> None:
-        """Wait until host tier and consolidator have welcomed each of its engines: it logs that."""
-        lines = (": host tier: attached", r": consolidator, rank \d+: attached")
+        """Wait until host tier and consolidator know each of its engines: it logs what they say."""
+        links = (": host tier: ", r": worker \d+: ", r": consolidator, rank \d+: ")
+
+        def attached(link: str) -> bool:
+            log = self.log_text()
+            lost = len(re.findall(f"{link}lost", log))
+            return len(re.findall(f"{link}attached", log)) - lost >= engines
+
         wait_for(
-            lambda: all(len(re.findall(line, self.log_text())) >= engines for line in lines),
+            lambda: all(map(attached, links)),
             "the connector does not attach",
             deadline_s=30,
             details=self.tail,
