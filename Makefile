@@ -27,8 +27,19 @@ demo: setup ## the whole stack, sim engines and a verified workload, on this mac
 up: setup ## start the stack in the foreground
 	$(VENV)/bin/kvbm up $(ARGS)
 
-test: setup lint ## lint, types and every test of the first suite
+# Half of the tests wait for something, and most machines have a second core: two halves at once.
+OTHER_HALF := tests/services tests/sim
+test: setup lint ## lint, types and every test of the first suite (with ARGS: in one process)
+ifdef ARGS
 	$(PY) -m pytest -m "not slow" $(ARGS)
+else
+	@log=$$(mktemp); \
+	$(PY) -m pytest -m "not slow" $(OTHER_HALF) >$$log 2>&1 & other=$$!; \
+	$(PY) -m pytest -m "not slow" $(OTHER_HALF:%=--ignore=%) tests; first=$$?; \
+	wait $$other; second=$$?; \
+	cat $$log; rm $$log; \
+	test $$first = 0 -a $$second = 0
+endif
 
 test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a random model
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
