@@ -82,6 +82,8 @@ class ServerProcess:
             stderr=self._log,
             env=os.environ | ENVIRON | own | dict(environ or {}),
             cwd=ROOT,
+            # Not a session: Linux schedules each as a group, and 6.18 let a spinning thread of one
+            # (vLLM's NIXL has such) starve the others for minutes.
             process_group=0,
             preexec_fn=dying_with_parent(),
         )
