@@ -221,3 +221,23 @@ def families_of_gauges(figures: Mapping[str, float]) -> list[Family]:
 
 def _words(name: str) -> str:
     return name.removesuffix("_total").replace("_", " ").capitalize()
+
+
+class TransferFigures:
+    """How long the transfers of a process took and how large they were, by path: `d2h`, `h2d` …"""
+
+    def __init__(self, counters: Counters) -> None:
+        self._seconds = counters.histogram(
+            "kvbm_transfer_seconds", "How long transfers took, by path.", labels=("path",)
+        )
+        self._bytes = counters.histogram(
+            "kvbm_transfer_bytes",
+            "How large transfers were, by path.",
+            labels=("path",),
+            bounds=BYTES_BUCKETS,
+        )
+
+    def observe(self, path: str, seconds: float, size: int) -> None:
+        """One transfer of `size` bytes has ended."""
+        self._seconds.observe(seconds, path=path)
+        self._bytes.observe(size, path=path)

@@ -282,16 +282,12 @@ class NatsRegistry:
             callback(event)
 
 
-class NatsRegistration:
-    """The entry of one living service, renewed by a task of its own."""
+class HeldEntry:
+    """The entry of one living service, renewed by a task of its own: what is alike everywhere."""
 
-    def __init__(self, link: Link, record: ServiceRecord) -> None:
-        self._link = link
+    def __init__(self, record: ServiceRecord) -> None:
         self._record = record
-        self._revision = 0
         self._lost = asyncio.Event()
-        self._reconnected = asyncio.Event()
-        self._forget_reconnect = link.on_reconnect(self._reconnected.set)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -315,10 +311,29 @@ class NatsRegistration:
 
     async def stop(self) -> None:
         """End the heartbeats without leaving."""
-        self._forget_reconnect()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Renew the entry until it is lost."""
+        raise NotImplementedError
+
+
+class NatsRegistration(HeldEntry):
+    """An entry in the bucket."""
+
+    def __init__(self, link: Link, record: ServiceRecord) -> None:
+        super().__init__(record)
+        self._link = link
+        self._revision = 0
+        self._reconnected = asyncio.Event()
+        self._forget_reconnect = link.on_reconnect(self._reconnected.set)
+
+    async def stop(self) -> None:
+        """End the heartbeats without leaving."""
+        self._forget_reconnect()
+        await super().stop()
 
     async def update(self, info: Info) -> None:
         """Say something else from now on; raises RegistryUnavailable."""

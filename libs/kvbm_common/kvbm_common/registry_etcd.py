@@ -31,6 +31,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.registry import (
     LIST_DEADLINE_S,
     SWEEPS_PER_TTL,
+    HeldEntry,
     Info,
     Joined,
     RegistryEvent,
@@ -195,43 +196,16 @@ class EtcdRegistry:
                 callback(event)
 
 
-class EtcdRegistration:
-    """The entry of one living service; a task of its own renews the lease."""
+class EtcdRegistration(HeldEntry):
+    """An entry under a lease."""
 
     def __init__(self, client: EtcdClient, record: ServiceRecord, lease: int) -> None:
+        super().__init__(record)
         self._client = client
-        self._record = record
         self._lease = lease
         self._revision = 0
         """Of our last write; 0 when what stands there is not what we say."""
-        self._lost = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def record(self) -> ServiceRecord:
-        """What is registered now."""
-        return self._record
-
-    @property
-    def epoch(self) -> int:
-        """This life; see the module's text."""
-        return self._record.epoch
-
-    @property
-    def lost(self) -> asyncio.Event:
-        """Set when another life of the same service has taken the entry over."""
-        return self._lost
-
-    def start(self) -> None:
-        """Begin the heartbeats."""
-        self._task = asyncio.create_task(self._beat(), name=f"heartbeat {self._record.key}")
-
-    async def stop(self) -> None:
-        """End the heartbeats without leaving."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def update(self, info: Info) -> None:
         """Say something else from now on; raises RegistryUnavailable."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import checksums
-from kvbm_common.counters import BYTES_BUCKETS, Counters
+from kvbm_common.counters import Counters, TransferFigures
 from kvbm_common.errors import KvbmError
 from kvbm_common.loop import monotonic_ms
 from kvbm_common.nixl import Moved, MoverThread, Registration, Spans, TransferError
@@ -58,15 +58,7 @@ class DiskMover:
         self._file: Registration | None = None
         self._fd = -1
         self._flying = 0
-        self._seconds = counters.histogram(
-            "kvbm_transfer_seconds", "How long transfers took, by path.", labels=("path",)
-        )
-        self._bytes = counters.histogram(
-            "kvbm_transfer_bytes",
-            "How large transfers were, by path.",
-            labels=("path",),
-            bounds=BYTES_BUCKETS,
-        )
+        self._figures = TransferFigures(counters)
 
     def close(self) -> None:
         """End both threads and unmap."""
@@ -174,8 +166,7 @@ class DiskMover:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, arena, effect)
 
     def _observe(self, path: str, moved: Moved) -> None:
-        self._seconds.observe(moved.seconds, path=path)
-        self._bytes.observe(moved.bytes, path=path)
+        self._figures.observe(path, moved.seconds, moved.bytes)
 
 
 async def wait_settled(error: TransferError) -> None:

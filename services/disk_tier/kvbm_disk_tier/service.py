@@ -36,7 +36,7 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 
-from kvbm_disk_tier.core import DiskTierCore, Limits
+from kvbm_disk_tier.core import DiskTierCore
 from kvbm_disk_tier.disk_medium import DiskMedium
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.medium import Medium
@@ -78,6 +78,7 @@ from kvbm_disk_tier.store import (
     StoreBusy,
     StoreOptions,
 )
+from kvbm_disk_tier.tier import limits_of
 
 if TYPE_CHECKING:
     from kvbm_disk_tier.sealing import Keys
@@ -347,11 +348,7 @@ async def serve(context: ServiceContext) -> None:
         instance=context.instance,
         epoch=context.epoch,
         frequency_filter=FrequencyFilter(enabled=not settings.disable_disk_offload_filter),
-        limits=Limits(
-            writes_max=settings.max_concurrent_transfers,
-            batch_blocks_max=settings.max_transfer_batch_size,
-            lease_ms=settings.lease_ms,
-        ),
+        limits=limits_of(settings),
         policy=settings.disk_eviction_policy,
         write_budget=int(settings.disk_write_budget_gb_per_day * 1e9),
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.announcer import Announcer
+from kvbm_common.config import Settings
 from kvbm_common.diary import Diary
 from kvbm_common.eviction import make_policy
 from kvbm_common.slots import Block, SlotTable
@@ -79,6 +80,15 @@ class Limits:
     lease_ms: int = 5_000
     journal_records_per_slot: int = 4
     """The journal is rewritten when it holds more than this per slot (and 65,536)."""
+
+
+def limits_of(settings: Settings) -> Limits:
+    """What the configuration bounds; the rest by default."""
+    return Limits(
+        writes_max=settings.max_concurrent_transfers,
+        batch_blocks_max=settings.max_transfer_batch_size,
+        lease_ms=settings.lease_ms,
+    )
 
 
 class Tier:
@@ -220,10 +230,9 @@ class Tier:
     def make_room(self, count: int) -> int:
         """Evict for `count` slots; returns how many can be staged now."""
         victims = self.table.policy.victims(max(0, count - self.table.counts()["reset"]))
-        slots = {name: self.table.find(name) for name in victims}
-        evicted = self.table.make_room(count)
-        self.journal_removed([(slots[block.hash], block) for block in evicted])
-        self.announce_removed(evicted, "evicted")
+        evicted = [(self.table.find(name), self.table.evict(name)) for name in victims]
+        self.journal_removed(evicted)
+        self.announce_removed([block for _, block in evicted], "evicted")
         return min(count, self.table.counts()["reset"])
 
     def quarantine(self, corrupt: Iterable[tuple[int, Block]]) -> None:

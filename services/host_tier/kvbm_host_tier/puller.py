@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import checksums
-from kvbm_common.counters import BYTES_BUCKETS, Counters
+from kvbm_common.counters import Counters, TransferFigures
 from kvbm_common.errors import KvbmError
 from kvbm_common.layout import chunks_of, device_pieces, slot_pieces
 from kvbm_common.nixl import Moved, MoverThread, Registration, Spans, TransferError
@@ -63,15 +63,7 @@ class Puller:
         self.on_settled: Callable[[PullSettled], None] = lambda _: None
         self.mover = MoverThread(name)
         self._summer = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
-        self._seconds = counters.histogram(
-            "kvbm_transfer_seconds", "How long transfers took, by path.", labels=("path",)
-        )
-        self._bytes = counters.histogram(
-            "kvbm_transfer_bytes",
-            "How large transfers were, by path.",
-            labels=("path",),
-            bounds=BYTES_BUCKETS,
-        )
+        self._figures = TransferFigures(counters)
 
     def make_arena(self, size_bytes: int) -> ArenaInfo:
         """Make the arena, in the place of one that nobody has seen yet.
@@ -130,8 +122,7 @@ class Puller:
                 read.add_done_callback(partial(self._hand_over, pulling, number, chunk))
         await asyncio.wrap_future(pulling.ended)
         for seconds, size in pulling.moved:
-            self._seconds.observe(seconds, path="d2h")
-            self._bytes.observe(size, path="d2h")
+            self._figures.observe("d2h", seconds, size)
         if pulling.failures:
             return self._failed(effect.pull, pulling.failures)
         return PullDone(effect.pull, tuple(pulling.sums[slot] for slot in effect.slots))

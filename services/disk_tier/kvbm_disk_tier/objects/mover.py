@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import block_checksum
-from kvbm_common.counters import BYTES_BUCKETS, Counters
+from kvbm_common.counters import Counters, TransferFigures
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.loop import monotonic_ms
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
@@ -67,15 +67,7 @@ class ObjectMover:
         """The newest is in use; older ones may still be flown over, and stay."""
         self._arena: Arena | None = None
         self._arena_epoch = 0
-        self._seconds = counters.histogram(
-            "kvbm_transfer_seconds", "How long transfers took, by path.", labels=("path",)
-        )
-        self._bytes = counters.histogram(
-            "kvbm_transfer_bytes",
-            "How large transfers were, by path.",
-            labels=("path",),
-            bounds=BYTES_BUCKETS,
-        )
+        self._figures = TransferFigures(counters)
 
     def close(self) -> None:
         """End the threads; the memory goes with the process."""
@@ -163,8 +155,7 @@ class ObjectMover:
                 self._give_later(taken.lane, error.settling)
             return error.code
         taken.is_late = False
-        self._seconds.observe(moved.seconds, path=path)
-        self._bytes.observe(moved.bytes, path=path)
+        self._figures.observe(path, moved.seconds, moved.bytes)
         return OK
 
     def _give_later(self, lane: int, settling: Future[None]) -> None:

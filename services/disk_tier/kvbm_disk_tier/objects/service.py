@@ -14,7 +14,7 @@ from kvbm_disk_tier.objects.core import ObjectTierCore
 from kvbm_disk_tier.objects.medium import ObjectMedium, ObjectOptions, requests_counter
 from kvbm_disk_tier.objects.mover import ObjectMover
 from kvbm_disk_tier.service import TierShell, serve_nothing
-from kvbm_disk_tier.tier import Limits
+from kvbm_disk_tier.tier import limits_of
 
 
 async def serve(context: ServiceContext) -> None:
@@ -25,11 +25,7 @@ async def serve(context: ServiceContext) -> None:
         instance=context.instance,
         epoch=context.epoch,
         frequency_filter=FrequencyFilter(enabled=not settings.disable_object_offload_filter),
-        limits=Limits(
-            writes_max=settings.max_concurrent_transfers,
-            batch_blocks_max=settings.max_transfer_batch_size,
-            lease_ms=settings.lease_ms,
-        ),
+        limits=limits_of(settings),
         policy=settings.disk_eviction_policy,
         ttl_ms=round(1000 * settings.object_ttl_s),
     )
