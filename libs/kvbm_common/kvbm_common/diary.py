@@ -28,8 +28,10 @@ class Diary:
         """Remember that `what` happened to `block`."""
         self._entries.append(_Entry(now_ms, what, block))
 
+    def entries(self, block: SequenceHash) -> list[tuple[int, str]]:
+        """All that is remembered of one block, (when in ms, what), oldest first."""
+        return [(entry.now_ms, entry.what) for entry in self._entries if entry.block == block]
+
     def story(self, block: SequenceHash) -> list[str]:
-        """All that is remembered of one block, oldest first."""
-        return [
-            f"{entry.now_ms} ms {entry.what}" for entry in self._entries if entry.block == block
-        ]
+        """The same as text."""
+        return [f"{now_ms} ms {what}" for now_ms, what in self.entries(block)]

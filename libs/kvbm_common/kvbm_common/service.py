@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbm_common import logs
+from kvbm_common import admin_verbs, logs
+from kvbm_common.audit import Audit
 from kvbm_common.bus import Bus, VerbHandler
 from kvbm_common.config import Settings
 from kvbm_common.counters import Counters, MetricsSnapshot
@@ -81,6 +82,13 @@ class ServiceContext:
     def epoch(self) -> int:
         """This life of the service; grows with every one."""
         return self.registration.epoch
+
+    @property
+    def audit(self) -> Audit:
+        """Writes what operators change here."""
+        return Audit(
+            self.bus, kind=self.kind, host=self.host, instance=self.instance, counters=self.counters
+        )
 
     async def add_verbs(self, verbs: Mapping[str, VerbHandler], *, shared: bool = False) -> None:
         """Serve verbs as this instance; with `shared` also as any replica of this kind."""
@@ -251,7 +259,12 @@ async def _leave(registration: Registration) -> None:
 
 async def _run_main(main: Main, context: ServiceContext) -> int:
     """Run `main` until it returns; a lost place in the registry or on the bus stops it too."""
-    verbs = {"stats": context.answer_stats, "metrics": context.answer_metrics}
+    log_level = context.audit.audited("log_level", admin_verbs.answer_log_level)
+    verbs = {
+        "stats": context.answer_stats,
+        "metrics": context.answer_metrics,
+        "log_level": log_level,
+    }
     await context.add_verbs(verbs)
     failures: list[str] = []
 

@@ -26,7 +26,7 @@ and `ref_cnt == 0`; ACTIVE is KVBM's Primary and `ref_cnt > 0`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -119,6 +119,14 @@ class SlotTable:
     def blocks(self) -> list[Block]:
         """All blocks that can be found."""
         return [self.block(slot) for slot in self._slot.values()]
+
+    def each_block(self) -> Iterator[Block]:
+        """The same one after the other; nothing may be moved meanwhile."""
+        return (self.block(slot) for slot in self._slot.values())
+
+    def pin_count(self, slot: int) -> int:
+        """How often a slot is pinned."""
+        return self._pins[slot]
 
     def __len__(self) -> int:
         """How many blocks can be found."""

@@ -8,17 +8,20 @@ has.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import assert_never
 
 from kvbm_common.identity import IdentityError, SequenceHash, hashes_from_hex
 from kvbm_common.slots import SlotTable
+from kvbm_common.tier_admin import TierAdmin
 from kvbm_common.wire.events import Event, Stored
 from kvbm_common.wire.verbs import ArenaReply, ErrorBody, SnapshotReply, StatsReply
 
 from kvbm_disk_tier.breaker import BreakerState
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.messages import (
+    AdminAsked,
     Answer,
     ArenaFailed,
     ArenaKnown,
@@ -88,6 +91,7 @@ class DiskTierCore:
         given = FrequencyFilter() if frequency_filter is None else frequency_filter
         self.writes = Writes(self.tier, given, WriteBudget(write_budget), Shards(instance))
         self.reads = Reads(self.tier)
+        self.admin = TierAdmin(self.tier)
         self._host: str | None = None
         self._host_epoch = 0
         """The newest life of the host tier that we have heard of."""
@@ -110,6 +114,7 @@ class DiskTierCore:
 
     def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
         """Take one input; returns the effects, in order."""
+        self.tier.now_ms = now_ms
         try:
             self._handle(event, now_ms)
         except IdentityError as error:
@@ -167,6 +172,8 @@ class DiskTierCore:
                 self.reads.failed(event, now_ms)
             case WritersKnown(instances):
                 self.writes.shards.set(instances)
+            case AdminAsked(reply_to, verb, request):
+                self.tier.emit(Answer(reply_to, self.admin.answer(verb, request, now_ms)))
             case Tick():
                 self._tick(now_ms)
             case _:
@@ -175,7 +182,7 @@ class DiskTierCore:
     def _reject(self, event: Input, error: IdentityError) -> None:
         """A peer's mistake that only a look inside the message could find."""
         self.tier.counts["dropped.malformed"] += 1
-        if isinstance(event, FillAsked):
+        if isinstance(event, FillAsked | AdminAsked):
             self.tier.emit(Answer(event.reply_to, ErrorBody(code=error.code, message=str(error))))
 
     def _advance(self, now_ms: int) -> None:
@@ -183,8 +190,8 @@ class DiskTierCore:
         self.reads.advance(now_ms)
         if not len(self.writes) and not len(self.reads):
             self.tier.fit_store(now_ms)
-        if self.tier.stopping:
-            self.writes.forget_pending()
+        if self.tier.stopping or self.tier.draining:
+            self.writes.forget_pending("stopping" if self.tier.stopping else "draining")
         self.writes.advance(now_ms, beside_reads=len(self.reads) > 0)
         self.tier.rewrite_long_journal(self.writes.committing())
         if self.tier.accepting != self._said_accepting:
@@ -227,6 +234,7 @@ class DiskTierCore:
 
     def _tick(self, now_ms: int) -> None:
         self.writes.filter.decay_until(now_ms)
+        self.tier.end_leases(self.tier.leases.expire(now_ms))
         # A bypassed disk that nobody asks for would stay so: when its pause is over, it takes
         # blocks again, and the first write is the probe.
         self.tier.breaker.allows(now_ms)
@@ -248,6 +256,7 @@ class DiskTierCore:
         figures["writes_pending"] = float(self.writes.pending_count)
         figures["reads"] = float(len(self.reads) + self.reads.waiting_count)
         figures["filter_entries"] = float(len(self.writes.filter))
+        figures["draining"] = float(tier.draining)
         figures |= self.gauges()
         return StatsReply(
             kind=tier.kind.service,
@@ -260,6 +269,7 @@ class DiskTierCore:
             tier=tier.kind.tier,
             slots=tier.table.counts(),
             slot_bytes=tier.slot_bytes,
+            leases=len(tier.leases),
             figures=figures,
         )
 
@@ -290,4 +300,7 @@ class DiskTierCore:
         self.writes.check()
         self.reads.check()
         assert self.writes.staged_slots() == self.tier.table.staged(), "a staged slot has no write"
-        assert self.reads.pins() == self.tier.table.pins(), "a pinned slot has no read"
+        self.tier.leases.check()
+        pins = Counter(slot for lease in self.tier.leases.all() for slot in lease.slots)
+        pins.update(self.reads.pins())
+        assert pins == self.tier.table.pins(), "a pinned slot has no read and no lease"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbm_common.slots import Block
+from kvbm_common.wire.admin import TierReply, TierRequest
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.verbs import (
     ArenaReply,
@@ -196,6 +197,15 @@ class StoreUp:
 
 
 @dataclass(frozen=True, slots=True)
+class AdminAsked:
+    """An operator wants to know or to change something."""
+
+    reply_to: int
+    verb: str
+    request: TierRequest
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -223,6 +233,7 @@ Input = (
     | ReadDone
     | ReadFailed
     | WritersKnown
+    | AdminAsked
     | Tick
 )
 
@@ -290,7 +301,7 @@ class Answer:
     """Answer a verb."""
 
     reply_to: int
-    reply: FillReply | ErrorBody
+    reply: FillReply | TierReply | ErrorBody
 
 
 @dataclass(frozen=True, slots=True)

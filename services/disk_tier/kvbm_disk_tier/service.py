@@ -7,10 +7,11 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
+from kvbm_common.admin_verbs import tier_verbs
 from kvbm_common.config import Settings
 from kvbm_common.counters import families_of_counts, families_of_gauges
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable, RequestFailed
@@ -19,6 +20,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.wire.admin import TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
 from kvbm_common.wire.verbs import (
@@ -41,6 +43,7 @@ from kvbm_disk_tier.disk_medium import DiskMedium
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.medium import Medium
 from kvbm_disk_tier.messages import (
+    AdminAsked,
     Answer,
     AppendJournal,
     ArenaFailed,
@@ -105,6 +108,7 @@ _lease_reply: JsonCodec[LeaseReply] = JsonCodec(LeaseReply)
 _release_reply: JsonCodec[ReleaseReply] = JsonCodec(ReleaseReply)
 _snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _fill_request: JsonCodec[FillRequest] = JsonCodec(FillRequest)
+_VerbReply = FillReply | TierReply
 
 
 class TierShell:
@@ -115,7 +119,7 @@ class TierShell:
         self._core = core
         self._medium = medium
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
-        self._answers: dict[int, asyncio.Future[FillReply]] = {}
+        self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
         self._reply_ids = itertools.count(1)
         self._dropped = context.counters.counter(
             "kvbm_bus_messages_dropped_total",
@@ -139,7 +143,8 @@ class TierShell:
             lambda: families_of_counts(self._core.tier.counts, label_names={"bytes": "direction"})
         )
         await context.bus.subscribe(hits_subject(context.host), self._hits)
-        await context.add_verbs({"fill": self._fill, "snapshot": self._snapshot})
+        own = {"fill": self._fill, "snapshot": self._snapshot}
+        await context.add_verbs(own | tier_verbs(self._admin, context.audit))
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._loop.run(), name="core"),
@@ -221,12 +226,18 @@ class TierShell:
 
     async def _fill(self, payload: bytes) -> bytes:
         request = _fill_request.decode(payload)
+        return await self._ask_core(lambda reply_to: FillAsked(reply_to, request))
+
+    async def _admin(self, verb: str, request: TierRequest) -> bytes:
+        return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))
+
+    async def _ask_core(self, make: Callable[[int], Input]) -> bytes:
         reply_to = next(self._reply_ids)
-        answer: asyncio.Future[FillReply] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[_VerbReply] = asyncio.get_running_loop().create_future()
         self._answers[reply_to] = answer
         try:
             # Onboarding goes ahead: a fill does not wait behind events in the inbox.
-            self._loop.complete(FillAsked(reply_to, request))
+            self._loop.complete(make(reply_to))
             async with asyncio.timeout(FILL_DEADLINE_S):
                 return msgspec.json.encode(await answer)
         except TimeoutError as error:
@@ -314,7 +325,7 @@ class TierShell:
         subject = verb_subject("host-tier", verb, host=self._context.host, instance=instance)
         return await self._context.bus.request(subject, payload, deadline_s=HOST_DEADLINE_S)
 
-    def _answer(self, reply_to: int, reply: FillReply | ErrorBody) -> None:
+    def _answer(self, reply_to: int, reply: _VerbReply | ErrorBody) -> None:
         answer = self._answers.get(reply_to)
         if answer is None or answer.done():
             self._dropped.add(reason="answer_too_late")

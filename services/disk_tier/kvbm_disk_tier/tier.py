@@ -14,6 +14,8 @@ from kvbm_common.announcer import Announcer
 from kvbm_common.config import Settings
 from kvbm_common.diary import Diary
 from kvbm_common.eviction import make_policy
+from kvbm_common.identity import SequenceHash
+from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import Block, SlotTable
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.events import Tier as WireTier
@@ -110,6 +112,12 @@ class Tier:
             host=host, source=f"{kind.service}-{instance}", tier=kind.tier, epoch=epoch
         )
         self.table = SlotTable(0, make_policy(policy))
+        self.leases = LeaseTable(first_id=(epoch % 2**31 << 32) + 1)
+        """The pins of operators; reads hold their slots themselves."""
+        self.draining = False
+        """An operator wants no new blocks here."""
+        self.now_ms = 0
+        """Of the step that is being taken, for the diary."""
         self.slot_bytes = 0
         self.arena: ArenaReply | None = None
         self.stopping = False
@@ -150,7 +158,7 @@ class Tier:
     def accepting(self) -> bool:
         """Whether blocks are well placed here: otherwise other instances write ours, too."""
         sound = not self.problem and self.breaker.state is not BreakerState.OPEN
-        return sound and not self.stopping
+        return sound and not self.stopping and not self.draining
 
     # --- the disk's health ------------------------------------------------------------------
 
@@ -185,6 +193,8 @@ class Tier:
         blocks = self.table.blocks()
         self.counts["dropped.store_reformatted"] += len(blocks)
         self.table = SlotTable(0, make_policy(self._policy_name))
+        for lease in self.leases.all():  # What they held is gone, and so are its slots.
+            self.leases.release(lease.id)
         self.slot_bytes = 0
         self.announce_removed(blocks, "reformatted")
         self.emit(OpenStore(slot_bytes))
@@ -248,6 +258,16 @@ class Tier:
             self.journal_removed(found)
         self.announce_removed([block for _, block in found], reason)
 
+    def remove(self, names: Iterable[SequenceHash], reason: str) -> None:
+        """Blocks that leave at once, pinned or not."""
+        slots = [slot for name in names if (slot := self.table.find(name)) is not None]
+        self.lose([(slot, self.table.block(slot)) for slot in slots], reason)
+
+    def end_leases(self, leases: Iterable[Lease]) -> None:
+        """Unpin what some leases held."""
+        for lease in leases:
+            self.table.unpin(lease.slots)
+
     # --- announcements ----------------------------------------------------------------------
 
     def announce_stored(self, blocks: Sequence[Block]) -> None:
@@ -257,6 +277,8 @@ class Tier:
     def announce_removed(self, blocks: Sequence[Block], reason: str) -> None:
         """Tell the world of lost blocks."""
         self.counts[f"evictions.{reason}"] += len(blocks)
+        for block in blocks:
+            self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
         self._publish(self.announcer.removed(blocks, reason) if not self.stopping else [])
 
     def _publish(self, events: Iterable[Event]) -> None:

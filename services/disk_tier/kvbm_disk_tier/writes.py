@@ -116,9 +116,9 @@ class Writes:
         for name in names:
             self._pending.pop(name, None)
 
-    def forget_pending(self) -> None:
+    def forget_pending(self, reason: str) -> None:
         """Nothing new is begun any more."""
-        self._tier.counts["dropped.write_stopping"] += len(self._pending)
+        self._tier.counts[f"dropped.write_{reason}"] += len(self._pending)
         self._pending.clear()
 
     # --- the way ----------------------------------------------------------------------------

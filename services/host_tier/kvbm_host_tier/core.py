@@ -18,6 +18,7 @@ from kvbm_common.identity import (
     hashes_from_hex,
     unpack_hashes,
 )
+from kvbm_common.tier_admin import TierAdmin
 from kvbm_common.wire.local import (
     Alive,
     Beat,
@@ -44,6 +45,7 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_host_tier.engines import Engine, Engines
 from kvbm_host_tier.messages import (
+    AdminAsked,
     Answer,
     ArenaInfo,
     ArenaMade,
@@ -107,6 +109,7 @@ class HostTierCore:
         self.engines = Engines(self.tier)
         self.offload = Offload(self.tier, self.engines)
         self.onboard = Onboard(self.tier)
+        self.admin = TierAdmin(self.tier)
 
     def start(self) -> list[Effect]:
         """The first effects of a life: announce that nothing of the life before is left."""
@@ -118,6 +121,7 @@ class HostTierCore:
 
     def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
         """Take one input; returns the effects, in order."""
+        self.tier.now_ms = now_ms
         try:
             self._handle(event, now_ms)
         except IdentityError as error:
@@ -161,6 +165,8 @@ class HostTierCore:
                 self.tier.emit(Answer(reply_to, self._lease(request, now_ms)))
             case ReleaseAsked(reply_to, request):
                 self.tier.emit(Answer(reply_to, self._release(request)))
+            case AdminAsked(reply_to, verb, request):
+                self.tier.emit(Answer(reply_to, self.admin.answer(verb, request, now_ms)))
             case Tick():
                 self._tick(now_ms)
             case _:
@@ -174,7 +180,7 @@ class HostTierCore:
                 about = type(message).__name__.lower()
                 refusal = Refused(about=about, code=error.code, message=str(error), field="hashes")
                 self.tier.emit(ToEngine(connection, refusal))
-            case LeaseAsked(reply_to) | ReleaseAsked(reply_to):
+            case LeaseAsked(reply_to) | ReleaseAsked(reply_to) | AdminAsked(reply_to):
                 self.tier.emit(Answer(reply_to, ErrorBody(code=error.code, message=str(error))))
             case _:
                 pass
@@ -236,7 +242,7 @@ class HostTierCore:
             if index < len(lease.slots)
         ]
         self.tier.end_leases([lease])
-        self.tier.discard(corrupt, "corrupt")
+        self.tier.remove(corrupt, "corrupt")
 
     def _end_engine(self, engine_id: EngineId) -> None:
         """Drop its offers and lookups. Its leases run on to their deadlines, unless it said Bye.
@@ -331,6 +337,7 @@ class HostTierCore:
         figures |= _hit_rates(tier)
         figures["leases_expired"] = float(tier.leases.expired_count)
         figures["slots_unsettled"] = float(self.offload.unsettled_count)
+        figures["draining"] = float(tier.draining)
         figures["offers"] = float(len(self.offload))
         figures["lookups_waiting"] = float(len(self.onboard))
         for medium, view in tier.below.views.items():

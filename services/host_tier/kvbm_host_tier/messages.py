@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbm_common.wire.admin import TierReply, TierRequest
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.local import FromHostTier, Region, ToHostTier
 from kvbm_common.wire.verbs import (
@@ -190,6 +191,15 @@ class ReleaseAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class AdminAsked:
+    """An operator wants to know or to change something."""
+
+    reply_to: int
+    verb: str
+    request: TierRequest
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -212,6 +222,7 @@ Input = (
     | FillFailed
     | LeaseAsked
     | ReleaseAsked
+    | AdminAsked
     | Tick
 )
 
@@ -297,7 +308,7 @@ class Answer:
     """Answer a verb."""
 
     reply_to: int
-    reply: LeaseReply | ReleaseReply | ErrorBody
+    reply: LeaseReply | ReleaseReply | TierReply | ErrorBody
 
 
 @dataclass(frozen=True, slots=True)

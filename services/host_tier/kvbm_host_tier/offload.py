@@ -141,6 +141,8 @@ class Offload:
             return "namespace"
         if len(self._offers) >= self._tier.limits.offers_max:
             return "busy"
+        if self._tier.draining:
+            return "draining"
         if count > OFFER_BLOCKS_MAX or any(len(r.hashes) != len(r.blocks) for r in offer.runs):
             return "malformed"
         if any(block >= engine.block_count for run in offer.runs for block in run.blocks):

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import assert_never
 
 import msgspec
+from kvbm_common.admin_verbs import tier_verbs
 from kvbm_common.arena import remove_stale
 from kvbm_common.counters import families_of_counts
 from kvbm_common.errors import (
@@ -24,6 +25,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Joined, Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.wire.admin import TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
 from kvbm_common.wire.local import ToHostTier
@@ -47,6 +49,7 @@ from kvbm_host_tier.engine_socket import EngineSocket
 from kvbm_host_tier.lower_tiers import LOWER
 from kvbm_host_tier.messages import (
     NO_ARENA,
+    AdminAsked,
     Answer,
     ArenaInfo,
     ArenaMade,
@@ -90,7 +93,7 @@ _fill_reply: JsonCodec[FillReply] = JsonCodec(FillReply)
 _snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _lease_request: JsonCodec[LeaseRequest] = JsonCodec(LeaseRequest)
 _release_request: JsonCodec[ReleaseRequest] = JsonCodec(ReleaseRequest)
-_VerbReply = LeaseReply | ReleaseReply
+_VerbReply = LeaseReply | ReleaseReply | TierReply
 
 
 class HostTierShell:
@@ -161,6 +164,7 @@ class HostTierShell:
                 "lease": self._lease,
                 "release": self._release,
                 "snapshot": self._snapshot,
+                **tier_verbs(self._admin, context.audit),
             }
         )
 
@@ -229,6 +233,9 @@ class HostTierShell:
     async def _release(self, payload: bytes) -> bytes:
         request = _release_request.decode(payload)
         return await self._ask_core(lambda reply_to: ReleaseAsked(reply_to, request))
+
+    async def _admin(self, verb: str, request: TierRequest) -> bytes:
+        return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))
 
     async def _ask_core(self, make: Callable[[int], Input]) -> bytes:
         reply_to = next(self._reply_ids)

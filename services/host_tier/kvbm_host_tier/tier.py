@@ -74,6 +74,10 @@ class Tier:
         self.leases = LeaseTable(first_id=(epoch % 2**31 << 32) + 1)
         self.table = SlotTable(0, make_policy(policy))
         self.slot_bytes = 0
+        self.draining = False
+        """An operator wants no new blocks here."""
+        self.now_ms = 0
+        """Of the step that is being taken, for the diary."""
         self.arena_failure = ""
         """Why the arena could not be made, the last time."""
         self._making_arena = False
@@ -166,11 +170,13 @@ class Tier:
     def announce_removed(self, blocks: Sequence[Block], reason: str) -> None:
         """Tell the world of lost blocks."""
         self.counts[f"evictions.{reason}"] += len(blocks)
+        for block in blocks:
+            self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
         for event in self.announcer.removed(blocks, reason):
             self.emit(Publish(event))
 
-    def discard(self, names: Iterable[SequenceHash], reason: str) -> None:
-        """Quarantine: nobody finds these blocks again."""
+    def remove(self, names: Iterable[SequenceHash], reason: str) -> None:
+        """Nobody finds these blocks again, from now on; who reads them reads to the end."""
         gone = [block for name in names if (block := self.table.discard(name)) is not None]
         self.announce_removed(gone, reason)
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvbm_common.counters import MetricsSnapshot
-from kvbm_common.wire import VERSION, events, holders, scores, verbs
+from kvbm_common.wire import VERSION, admin, events, holders, scores, verbs
 
 Json = dict[str, Any]
 
@@ -57,6 +57,11 @@ PUBLISHED = (
         types=(events.Stored, events.Removed, events.Cleared),
     ),
     Published(name="offers", subject=verbs.offers_subject("{host}"), types=(verbs.Offer,)),
+    Published(
+        name="audit",
+        subject=admin.audit_subject("{service}", "{host}", "{instance}"),
+        types=(admin.Audited,),
+    ),
     Published(name="hits", subject=verbs.hits_subject("{host}"), types=(verbs.Hits,)),
 )
 VERBS = (
@@ -115,6 +120,26 @@ VERBS = (
             reply=verbs.SnapshotReply,
         )
         for source in ("host-tier", "disk-tier", "object-tier", "consolidator")
+    ),
+    *(
+        Verb(service=tier, verb=verb, request=request, reply=reply)
+        for tier in ("host-tier", "disk-tier", "object-tier")
+        for verb, request, reply in (
+            ("block", admin.BlockRequest, admin.BlockReply),
+            ("evict", admin.RemoveRequest, admin.RemoveReply),
+            ("reset", admin.RemoveRequest, admin.RemoveReply),
+            ("pin", admin.PinRequest, admin.PinReply),
+            ("unpin", admin.UnpinRequest, admin.UnpinReply),
+            ("pins", admin.PinsRequest, admin.PinsReply),
+            ("drain", admin.DrainRequest, admin.DrainReply),
+            ("undrain", admin.DrainRequest, admin.DrainReply),
+        )
+    ),
+    Verb(
+        service="{service}",
+        verb="log_level",
+        request=admin.LogLevelRequest,
+        reply=admin.LogLevelReply,
     ),
     Verb(service="{service}", verb="stats", request=verbs.StatsRequest, reply=verbs.StatsReply),
     Verb(service="{service}", verb="metrics", request=verbs.StatsRequest, reply=MetricsSnapshot),

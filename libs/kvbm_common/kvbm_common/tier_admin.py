@@ -1,0 +1,210 @@
+"""What an operator may ask of a tier and do to it: the part that host and disk tiers share.
+
+Pure, as the cores that it is part of: a request and the time go in, a reply comes out, and the tier
+announces what has left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, assert_never
+
+from kvbm_common.diary import Diary
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.leases import Lease, LeaseTable
+from kvbm_common.slots import SlotTable
+from kvbm_common.wire.admin import (
+    STEP_BLOCKS_MAX,
+    BlockEntry,
+    BlockLease,
+    BlockReply,
+    BlockRequest,
+    DrainReply,
+    DrainRequest,
+    PinEntry,
+    PinReply,
+    PinRequest,
+    PinsReply,
+    PinsRequest,
+    RemoveReply,
+    RemoveRequest,
+    TierReply,
+    TierRequest,
+    UnpinReply,
+    UnpinRequest,
+)
+from kvbm_common.wire.verbs import ErrorBody
+
+PIN = "pin"
+"""The reason of the leases that pins are."""
+PINNED_PART_MAX = 0.5
+"""Of all slots: a tier that can evict nothing takes nothing."""
+REASON = "admin"
+"""Of the events that say what has left."""
+
+
+class AdministeredTier(Protocol):
+    """What the verbs need of a tier."""
+
+    leases: LeaseTable
+    diary: Diary
+    draining: bool
+
+    @property
+    def table(self) -> SlotTable:
+        """The slots."""
+
+    def remove(self, names: Sequence[SequenceHash], reason: str) -> None:
+        """Make committed blocks unfindable, and announce it."""
+
+    def end_leases(self, leases: Iterable[Lease]) -> None:
+        """Unpin what some leases held."""
+
+
+class TierAdmin:
+    """The verbs over one tier."""
+
+    def __init__(self, tier: AdministeredTier) -> None:
+        self._tier = tier
+
+    def answer(self, verb: str, request: TierRequest, now_ms: int) -> TierReply | ErrorBody:
+        """Carry out a verb; raises IdentityError for a hash that is none."""
+        match request:
+            case BlockRequest():
+                return self._block(hash_from_hex(request.hash), now_ms)
+            case RemoveRequest():
+                return self._remove(request, even_pinned=verb == "reset")
+            case PinRequest():
+                return self._pin(request, now_ms)
+            case UnpinRequest():
+                return self._unpin(request)
+            case PinsRequest():
+                return PinsReply(pins=[_pin_entry(lease, now_ms) for lease in self._pins()])
+            case DrainRequest():
+                was, self._tier.draining = self._tier.draining, verb == "drain"
+                return DrainReply(draining=self._tier.draining, was=was)
+            case _:
+                assert_never(request)
+
+    # --- one block --------------------------------------------------------------------------
+
+    def _block(self, name: SequenceHash, now_ms: int) -> BlockReply:
+        table = self._tier.table
+        story = [
+            BlockEntry(ago_ms=max(0, now_ms - at_ms), what=what)
+            for at_ms, what in self._tier.diary.entries(name)
+        ]
+        slot = table.find(name)
+        if slot is None:
+            return BlockReply(held=False, story=story)
+        block, pins = table.block(slot), table.pin_count(slot)
+        holding = [one for one in self._tier.leases.all() if slot in one.slots] if pins else []
+        return BlockReply(
+            held=True,
+            slot=slot,
+            bytes=block.bytes,
+            checksum=block.checksum,
+            parent=block.parent.hex(),
+            namespace=block.namespace.hex(),
+            pins=pins,
+            leases=[
+                BlockLease(
+                    id=one.id, owner=one.owner, reason=one.reason, left_ms=one.deadline_ms - now_ms
+                )
+                for one in holding
+            ],
+            story=story,
+        )
+
+    # --- evict and reset --------------------------------------------------------------------
+
+    def _remove(self, request: RemoveRequest, *, even_pinned: bool) -> RemoveReply | ErrorBody:
+        selections = (request.hashes, request.prefix, request.namespace, request.everything or None)
+        if sum(one is not None for one in selections) != 1:
+            text = "give exactly one of hashes, prefix, namespace and everything"
+            return ErrorBody(code="bad_selection", message=text, field="hashes")
+        table, removed, kept, more = self._tier.table, list[SequenceHash](), 0, False
+        for name in _selected(table, request):
+            slot = table.find(name)
+            if slot is None:
+                continue
+            if not even_pinned and table.pin_count(slot):
+                kept += 1
+            elif len(removed) == STEP_BLOCKS_MAX:
+                more = True
+                break
+            else:
+                removed.append(name)
+        asked = hashes_from_hex(request.hashes or [])
+        missing = [name.hex() for name in asked if table.find(name) is None]
+        self._tier.remove(removed, REASON)
+        return RemoveReply(removed=len(removed), kept=kept, missing=missing, more=more)
+
+    # --- pins -------------------------------------------------------------------------------
+
+    def _pins(self) -> list[Lease]:
+        return [lease for lease in self._tier.leases.all() if lease.reason == PIN]
+
+    def _pin(self, request: PinRequest, now_ms: int) -> PinReply | ErrorBody:
+        table = self._tier.table
+        found: dict[int, None] = {}
+        missing: list[str] = []
+        for name in hashes_from_hex(request.hashes):
+            slot = table.find(name)
+            if slot is None:
+                missing.append(name.hex())
+            else:
+                found[slot] = None
+        pinned = {slot for lease in self._pins() for slot in lease.slots}
+        if len(pinned | found.keys()) > PINNED_PART_MAX * table.slot_count:
+            text = f"{len(pinned)} of {table.slot_count} slots are pinned, at most half may be"
+            return ErrorBody(code="pin_limit", message=text, field="hashes")
+        if not found:
+            return PinReply(pin=0, pinned=0, missing=missing)
+        for slot in found:
+            table.pin(slot)
+        deadline_ms = now_ms + request.ttl_ms
+        lease = self._tier.leases.grant(
+            request.actor or "operator", PIN, tuple(found), deadline_ms=deadline_ms
+        )
+        return PinReply(pin=lease.id, pinned=len(found), missing=missing)
+
+    def _unpin(self, request: UnpinRequest) -> UnpinReply:
+        lease = self._tier.leases.find(request.pin)
+        if lease is None or lease.reason != PIN:
+            return UnpinReply(ended=False)
+        self._tier.leases.release(lease.id)
+        self._tier.end_leases([lease])
+        return UnpinReply(ended=True)
+
+
+def _pin_entry(lease: Lease, now_ms: int) -> PinEntry:
+    left_ms = lease.deadline_ms - now_ms
+    return PinEntry(pin=lease.id, owner=lease.owner, blocks=len(lease.slots), left_ms=left_ms)
+
+
+def _selected(table: SlotTable, request: RemoveRequest) -> Iterator[SequenceHash]:
+    """The blocks that a request means; those that are not here may be among them."""
+    if request.hashes is not None:
+        yield from dict.fromkeys(hashes_from_hex(request.hashes))
+    elif request.prefix is not None:
+        yield from _behind(table, hash_from_hex(request.prefix))
+    else:
+        namespace = bytes.fromhex(request.namespace) if request.namespace is not None else None
+        for block in table.each_block():
+            if namespace is None or block.namespace == namespace:
+                yield block.hash
+
+
+def _behind(table: SlotTable, root: SequenceHash) -> list[SequenceHash]:
+    """A block and all behind it, leaves first, so that what is left stays in one piece.
+
+    O(blocks of the tier): only an index would know a block's children.
+    """
+    children: dict[SequenceHash, list[SequenceHash]] = {}
+    for block in table.each_block():
+        children.setdefault(block.parent, []).append(block.hash)
+    found = [root]
+    for name in found:  # Grows while it is walked.
+        found += children.pop(name, [])
+    return found[::-1]

@@ -1,0 +1,199 @@
+"""Verbs of operators: what a tier knows of one block, and changes to what it holds.
+
+Every change names its `actor` and is written to the audit stream by the service that carries it
+out, with its outcome. A change of many blocks is made in steps: a reply with `more` wants to be
+asked again, so that no step of a core takes long and a client can stop between two.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvbm_common.wire import VERSION
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.events import Hex128, HexDigest, Natural, Token
+
+AUDIT_SUBJECT_PREFIX = "kvbm.v1.audit"
+STEP_BLOCKS_MAX = 4_096
+"""Blocks that one request may name, and that one step of a core removes: about 10 ms."""
+PIN_TTL_MS_MAX = 7 * 24 * 3600 * 1000
+"""A pin ends by itself within a week: who forgets one has not lost the slots for ever."""
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Hashes = Annotated[list[str], Meta(min_length=1, max_length=STEP_BLOCKS_MAX)]
+Actor = Annotated[str, Meta(max_length=128)]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    v: Literal[1] = VERSION  # type: ignore[assignment]
+
+
+class _Change(_Message, frozen=True, kw_only=True):
+    actor: Actor = ""
+    """Who wants it, for the audit stream; nothing is decided by it."""
+
+
+# --- one block ------------------------------------------------------------------------------
+
+
+class BlockRequest(_Message, frozen=True, kw_only=True):
+    """What do you know of this block?"""
+
+    hash: Hex128
+
+
+class BlockLease(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease that holds the block now."""
+
+    id: Natural
+    owner: str
+    reason: str
+    left_ms: int
+
+
+class BlockEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to the block."""
+
+    ago_ms: Natural
+    what: str
+
+
+class BlockReply(_Message, frozen=True, kw_only=True):
+    """A block in one tier. When `held` is false there is at most a story, oldest entry first."""
+
+    held: bool
+    slot: Natural = 0
+    bytes: Natural = 0
+    checksum: int = 0
+    parent: Hex128 = "0" * 32
+    namespace: HexDigest = "0" * 64
+    pins: Natural = 0
+    leases: list[BlockLease] = []
+    story: list[BlockEntry] = []
+
+
+# --- changes --------------------------------------------------------------------------------
+
+
+class RemoveRequest(_Change, frozen=True, kw_only=True):
+    """Remove committed blocks from this tier. Exactly one of the first four says which.
+
+    The verb `evict` leaves those that somebody is reading; `reset` makes these, too, unfindable at
+    once (who reads under a lease ends undisturbed). What is on its way in is not touched.
+    """
+
+    hashes: Hashes | None = None
+    prefix: Hex128 | None = None
+    """This block and all behind it, as far as this tier has the chain without a hole."""
+    namespace: HexDigest | None = None
+    everything: bool = False
+
+
+class RemoveReply(_Message, frozen=True, kw_only=True):
+    """`kept`: in use, so not evicted. With `more`, the same request goes on."""
+
+    removed: Natural
+    kept: Natural = 0
+    missing: list[str] = []
+    """Named blocks that are not here."""
+    more: bool = False
+
+
+class PinRequest(_Change, frozen=True, kw_only=True):
+    """Keep these blocks from eviction for `ttl_ms`, counted from the arrival of the request."""
+
+    hashes: Hashes
+    ttl_ms: Annotated[int, Meta(ge=1, le=PIN_TTL_MS_MAX)]
+
+
+class PinReply(_Message, frozen=True, kw_only=True):
+    """The pin's id in this life of the instance; 0 when nothing of it is here."""
+
+    pin: Natural
+    pinned: Natural
+    missing: list[str] = []
+
+
+class UnpinRequest(_Change, frozen=True, kw_only=True):
+    """End a pin."""
+
+    pin: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+
+class UnpinReply(_Message, frozen=True, kw_only=True):
+    """`ended` is false when there is no such pin (any more)."""
+
+    ended: bool
+
+
+class PinsRequest(_Message, frozen=True, kw_only=True):
+    """Which pins are there?"""
+
+
+class PinEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One pin."""
+
+    pin: Natural
+    owner: str
+    blocks: Natural
+    left_ms: int
+
+
+class PinsReply(_Message, frozen=True, kw_only=True):
+    """Oldest first."""
+
+    pins: list[PinEntry]
+
+
+class DrainRequest(_Change, frozen=True, kw_only=True):
+    """Take no new blocks (verb `drain`), or take them again (`undrain`). Reads go on."""
+
+
+class DrainReply(_Message, frozen=True, kw_only=True):
+    """What holds from now on, and what held before."""
+
+    draining: bool
+    was: bool
+
+
+class LogLevelRequest(_Change, frozen=True, kw_only=True):
+    """Write log lines from this level on, until the process ends."""
+
+    level: LogLevel
+
+
+class LogLevelReply(_Message, frozen=True, kw_only=True):
+    """What held before."""
+
+    was: str
+
+
+class Audited(_Message, frozen=True, kw_only=True):
+    """A change that somebody has asked for, on `kvbm.v1.audit.<kind>.<host>.<instance>`."""
+
+    ts_ms: Natural
+    kind: str
+    host: Token
+    instance: str
+    verb: str
+    actor: str
+    request: str
+    """The request as it came, cut after 4,096 characters."""
+    outcome: str
+    """`ok`, or the code of the error."""
+    reply: str = ""
+    """The reply, cut likewise; of an error its text."""
+
+
+TierRequest = BlockRequest | RemoveRequest | PinRequest | UnpinRequest | PinsRequest | DrainRequest
+TierReply = BlockReply | RemoveReply | PinReply | UnpinReply | PinsReply | DrainReply
+
+audit_codec: JsonCodec[Audited] = JsonCodec(Audited)
+
+
+def audit_subject(kind: str, host: str, instance: str) -> str:
+    """Where the changes of one instance are written."""
+    return f"{AUDIT_SUBJECT_PREFIX}.{kind}.{host}.{instance}"

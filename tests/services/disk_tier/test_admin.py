@@ -1,0 +1,146 @@
+"""What operators may do to a disk tier: evict, reset, pin, drain; in the core and with files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from kvbm_common.bus import Bus
+from kvbm_common.nats_server import NatsServer
+from kvbm_common.wire.admin import (
+    BlockReply,
+    BlockRequest,
+    DrainReply,
+    DrainRequest,
+    PinReply,
+    PinRequest,
+    RemoveReply,
+    RemoveRequest,
+    TierRequest,
+    UnpinReply,
+    UnpinRequest,
+)
+from kvbm_disk_tier.messages import AdminAsked, Answer, ArenaKnown, OpenStore, SayAccepting
+
+from tests.services.disk_tier.helpers import Disk, arena, filled, name, one
+from tests.services.disk_tier.test_service import (
+    Host,
+    ask,
+    living,
+    settings_of,
+)
+
+T = TypeVar("T")
+
+
+def admin(disk: Disk, verb: str, request: TierRequest, kind: type[T]) -> T:
+    """The answer to a verb, of this type."""
+    reply = one(disk.step(AdminAsked(1, verb, request)), Answer).reply
+    assert isinstance(reply, kind), reply
+    return reply
+
+
+def hexes(*numbers: int) -> list[str]:
+    """Names of blocks."""
+    return [name(number).hex() for number in numbers]
+
+
+def test_a_reset_is_journaled() -> None:
+    """What an operator has removed does not come back with the next start."""
+    disk = Disk()
+    disk.store(1, 2, 3)
+    reply = admin(disk, "reset", RemoveRequest(hashes=hexes(2)), RemoveReply)
+    assert (reply.removed, disk.announced) == (1, {1, 3})
+    assert disk.recovered() == disk.on_disk()
+    assert disk.counts["evictions.admin"] == 1
+
+
+def test_evict_leaves_what_is_being_read() -> None:
+    """1 is on its way to the arena; 2 goes. The read ends well, then 1 can go, too."""
+    disk = Disk()
+    disk.store(1, 2)
+    reading = disk.fill(1)
+    everything = RemoveRequest(everything=True)
+    assert admin(disk, "evict", everything, RemoveReply) == RemoveReply(removed=1, kept=1)
+    [read] = reading
+    assert filled(disk.read(read)) == {1: ""}  # type: ignore[arg-type]
+    assert admin(disk, "evict", everything, RemoveReply) == RemoveReply(removed=1)
+
+
+def test_a_reset_while_being_read_ends_the_name_at_once() -> None:
+    """The read that flies ends well: its bytes are still there. The next one is a miss."""
+    disk = Disk()
+    disk.store(1)
+    [read] = disk.fill(1)
+    admin(disk, "reset", RemoveRequest(hashes=hexes(1)), RemoveReply)
+    assert disk.announced == set()
+    disk.read(read)  # type: ignore[arg-type]
+    assert filled(disk.fill(1)) == {1: "gone"}
+    assert disk.core.table.counts()["reset"] == 4
+
+
+def test_a_pin_holds_against_newcomers() -> None:
+    """Four slots, 1 and 2 pinned: six newcomers evict each other. Unpinned, 1 and 2 go."""
+    disk = Disk()
+    disk.store(1, 2)
+    pin = admin(disk, "pin", PinRequest(hashes=hexes(1, 2), ttl_ms=60_000), PinReply).pin
+    for number in range(11, 17):
+        disk.store(number)
+    assert {1, 2} <= disk.announced
+    assert admin(disk, "unpin", UnpinRequest(pin=pin), UnpinReply).ended
+    for number in range(21, 25):
+        disk.store(number)
+    assert disk.announced == {21, 22, 23, 24}
+
+
+def test_a_pin_ends_by_itself() -> None:
+    """At its deadline."""
+    disk = Disk()
+    disk.store(1)
+    admin(disk, "pin", PinRequest(hashes=hexes(1), ttl_ms=100), PinReply)
+    assert disk.core.table.counts()["active"] == 1
+    disk.wait(100)
+    assert disk.core.table.counts()["active"] == 0
+
+
+def test_a_store_that_is_made_anew_has_no_pins() -> None:
+    """A model with other blocks came: the pinned blocks are gone, and nothing holds their slots."""
+    disk = Disk()
+    disk.store(1)
+    admin(disk, "pin", PinRequest(hashes=hexes(1), ttl_ms=60_000), PinReply)
+    assert one(disk.step(ArenaKnown(arena(epoch=9, slot_bytes=8192))), OpenStore)
+    assert disk.announced == set()
+    assert len(disk.core.tier.leases) == 0
+
+
+def test_a_drained_tier_reads_and_writes_nothing() -> None:
+    """1. It says so to the others. 2. What comes is not written, what is there is read. 3. Back."""
+    disk = Disk()
+    disk.store(1)
+    effects = disk.step(AdminAsked(1, "drain", DrainRequest()))
+    assert one(effects, SayAccepting) == SayAccepting(False)
+    assert one(effects, Answer).reply == DrainReply(draining=True, was=False)
+    disk.store(2)
+    assert (disk.announced, disk.counts["dropped.write_draining"]) == ({1}, 1)
+    assert len(disk.fill(1)) == 1
+    assert one(disk.step(AdminAsked(1, "undrain", DrainRequest())), SayAccepting).accepting
+
+
+async def test_over_nats_with_files(nats_server: NatsServer, bus: Bus, tmp_path: Path) -> None:
+    """1. Three blocks to disk. 2. Their story. 3. One is reset, and stays away after a restart."""
+    settings = settings_of(nats_server, tmp_path)
+    async with Host.living(bus) as host:
+        async with living(settings):
+            host.store(1, 2, 3)
+            await host.wait_announced(1, 2, 3)
+            payload = await ask(bus, "block", BlockRequest(hash=name(2).hex()))
+            block = msgspec.json.decode(payload, type=BlockReply)
+            assert (block.held, block.story[-1].what.split()[0]) == (True, "committed")
+            payload = await ask(bus, "reset", RemoveRequest(hashes=hexes(2), actor="ada"))
+            assert msgspec.json.decode(payload, type=RemoveReply).removed == 1
+            await host.wait_announced(1, 3)
+        async with living(settings):
+            await host.wait_announced(1, 3)
+            payload = await ask(bus, "block", BlockRequest(hash=name(2).hex()))
+            assert not msgspec.json.decode(payload, type=BlockReply).held

@@ -1,0 +1,271 @@
+"""What operators may do to a host tier: evict, reset, pin, drain; its core, and on a real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TypeVar
+
+import msgspec
+import pytest
+from kvbm_common.audit import AUDIT
+from kvbm_common.bus import Bus
+from kvbm_common.errors import RequestFailed
+from kvbm_common.wire.admin import (
+    Audited,
+    BlockReply,
+    BlockRequest,
+    DrainReply,
+    DrainRequest,
+    PinReply,
+    PinRequest,
+    PinsReply,
+    PinsRequest,
+    RemoveReply,
+    RemoveRequest,
+    TierRequest,
+    UnpinReply,
+    UnpinRequest,
+    audit_codec,
+)
+from kvbm_common.wire.events import Removed
+from kvbm_common.wire.local import Pulled
+from kvbm_common.wire.verbs import ErrorBody
+from kvbm_host_tier.messages import AdminAsked, Answer
+
+from tests.services.host_tier.engine import RealEngine
+from tests.services.host_tier.helpers import DIGEST, Host, name, of
+from tests.services.host_tier.running import ask, held
+
+T = TypeVar("T")
+
+
+def admin(host: Host, verb: str, request: TierRequest, kind: type[T]) -> T:
+    """The answer to a verb, of this type."""
+    [answer] = of(host.step(AdminAsked(1, verb, request)), Answer)
+    assert isinstance(answer.reply, kind), answer.reply
+    return answer.reply
+
+
+def hexes(*numbers: int) -> list[str]:
+    """Names of blocks."""
+    return [name(number).hex() for number in numbers]
+
+
+# --- evict and reset ----------------------------------------------------------------------------
+
+
+def test_evict_leaves_what_is_read_and_reset_does_not() -> None:
+    """1. Of 1, 2 and 9: 1 is leased, 2 goes, 9 was never here. 2. Reset takes 1 at once.
+
+    3. Its slot is free again when the reader is done, and not before.
+    """
+    host = Host()
+    host.store(1, 2)
+    lease = host.lease(1).lease
+    reply = admin(host, "evict", RemoveRequest(hashes=hexes(1, 2, 9)), RemoveReply)
+    assert reply == RemoveReply(removed=1, kept=1, missing=hexes(9))
+    assert host.announced == {1}
+    reply = admin(host, "reset", RemoveRequest(hashes=hexes(1)), RemoveReply)
+    assert (reply.removed, host.announced, host.slots["active"]) == (1, set(), 1)
+    assert host.copied(lease)
+    assert host.slots["reset"] == 4
+    removed = of(host.events, Removed)
+    assert [(event.reason, event.hashes) for event in removed] == [
+        ("admin", hexes(2)), ("admin", hexes(1)),
+    ]  # fmt: skip
+
+
+def test_a_prefix_takes_what_is_behind_it() -> None:
+    """1-2-3 and 11-12: the prefix 2 means 2 and 3."""
+    host = Host(slots=8)
+    host.store(1, 2, 3)
+    host.store(11, 12)
+    reply = admin(host, "evict", RemoveRequest(prefix=name(2).hex()), RemoveReply)
+    assert (reply.removed, host.announced) == (2, {1, 11, 12})
+
+
+@pytest.mark.parametrize(
+    ("request_", "left"),
+    [
+        (RemoveRequest(everything=True), set()),
+        (RemoveRequest(namespace=DIGEST), set()),
+        (RemoveRequest(namespace="0" * 64), {1, 2}),
+    ],
+    ids=["everything", "namespace", "another namespace"],
+)
+def test_a_whole_tier_or_namespace(request_: RemoveRequest, left: set[int]) -> None:
+    """What is asked for goes, and nothing else."""
+    host = Host()
+    host.store(1, 2)
+    admin(host, "reset", request_, RemoveReply)
+    assert host.announced == left
+
+
+def test_many_blocks_go_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of five goes leaves first, two at a time: what is left stays in one piece."""
+    monkeypatch.setattr("kvbm_common.tier_admin.STEP_BLOCKS_MAX", 2)
+    host = Host(slots=8)
+    host.store(1, 2, 3, 4, 5)
+    request = RemoveRequest(prefix=name(1).hex())
+    lefts = []
+    for more in (True, True, False):
+        assert admin(host, "evict", request, RemoveReply).more is more
+        lefts.append(set(host.announced))
+    assert lefts == [{1, 2, 3}, {1}, set()]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [RemoveRequest(), RemoveRequest(hashes=hexes(1), everything=True)],
+    ids=["nothing", "two things"],
+)
+def test_a_selection_is_one_thing(request_: RemoveRequest) -> None:
+    """Nobody resets a tier by leaving something out."""
+    host = Host()
+    host.store(1)
+    assert admin(host, "reset", request_, ErrorBody).code == "bad_selection"
+    assert host.announced == {1}
+
+
+def test_a_hash_that_is_none_is_refused() -> None:
+    """And nothing is removed."""
+    host = Host()
+    host.store(1)
+    bad = RemoveRequest(hashes=[*hexes(1), "?"])
+    assert admin(host, "reset", bad, ErrorBody).code == "bad_identity"
+    assert host.announced == {1}
+
+
+# --- pins ---------------------------------------------------------------------------------------
+
+
+def test_a_pinned_block_outlives_a_full_tier_until_its_time_is_over() -> None:
+    """1. Pin 1 of four slots. 2. 11 to 14 push everything else out. 3. After the TTL 1 goes too."""
+    host = Host()
+    host.store(1, 2)
+    pin = admin(host, "pin", PinRequest(hashes=hexes(1, 9), ttl_ms=1_000, actor="ada"), PinReply)
+    assert (pin.pinned, pin.missing) == (1, hexes(9))
+    host.store(11, 12, 13)
+    assert host.announced == {1, 11, 12, 13}
+    [entry] = admin(host, "pins", PinsRequest(), PinsReply).pins
+    assert (entry.pin, entry.owner, entry.blocks, entry.left_ms) == (pin.pin, "ada", 1, 1_000)
+    host.wait(1_000)
+    host.store(21, 22, 23, 24)
+    assert 1 not in host.announced
+    assert admin(host, "pins", PinsRequest(), PinsReply).pins == []
+
+
+def test_a_pin_is_taken_back_once_and_nothing_else_is() -> None:
+    """The lease of a disk tier is no pin."""
+    host = Host()
+    host.store(1, 2)
+    lease = host.lease(2).lease
+    pin = admin(host, "pin", PinRequest(hashes=hexes(1), ttl_ms=1_000), PinReply).pin
+    assert not host.copied(pin), "a disk tier ends no pin"
+    for number, ended in ((lease, False), (pin, True), (pin, False)):
+        assert admin(host, "unpin", UnpinRequest(pin=number), UnpinReply).ended is ended
+    assert host.slots["active"] == 1
+
+
+def test_half_of_a_tier_can_be_pinned() -> None:
+    """Otherwise it could evict nothing."""
+    host = Host()
+    host.store(1, 2, 3)
+    two = PinRequest(hashes=hexes(1, 2), ttl_ms=1_000)
+    admin(host, "pin", two, PinReply)
+    admin(host, "pin", two, PinReply)  # The same slots once more.
+    refused = admin(host, "pin", PinRequest(hashes=hexes(3), ttl_ms=1_000), ErrorBody)
+    assert refused.code == "pin_limit"
+
+
+# --- one block, drain ---------------------------------------------------------------------------
+
+
+def test_a_block_tells_its_story() -> None:
+    """Where it is, who holds it, what happened; and what happened also when it is gone."""
+    host = Host()
+    host.store(1)
+    lease = host.lease(1, lease_ms=500).lease
+    host.wait(100)
+    block = admin(host, "block", BlockRequest(hash=name(1).hex()), BlockReply)
+    assert (block.held, block.slot, block.pins) == (True, host.slot_of(1), 1)
+    [holder] = block.leases
+    assert (holder.id, holder.owner, holder.reason) == (lease, "disk-tier-0", "copy")
+    assert holder.left_ms == 400
+    assert [entry.what.split()[0] for entry in block.story] == ["staged", "committed"]
+    assert [entry.ago_ms for entry in block.story] == [100, 100]
+    admin(host, "reset", RemoveRequest(hashes=hexes(1)), RemoveReply)
+    gone = admin(host, "block", BlockRequest(hash=name(1).hex()), BlockReply)
+    assert (gone.held, gone.story[-1].what) == (False, "removed: admin")
+
+
+def test_a_drained_tier_serves_and_takes_nothing() -> None:
+    """1. Drain: an offer is refused, a lookup is answered. 2. Undrain: all is as before."""
+    host = Host()
+    host.store(1)
+    assert admin(host, "drain", DrainRequest(), DrainReply) == DrainReply(draining=True, was=False)
+    [pulled] = of(host.told(host.offer(2)), Pulled)
+    assert (pulled.reason, pulled.failed) == ("draining", 1)
+    assert len(host.found(host.look_up(1)).slots) == 1
+    assert host.core.statistics(host.now_ms).figures["draining"] == 1.0
+    admin(host, "undrain", DrainRequest(), DrainReply)
+    host.store(2)
+    assert host.announced == {1, 2}
+
+
+# --- on a real NATS -----------------------------------------------------------------------------
+
+
+async def audited(bus: Bus, count: int) -> list[Audited]:
+    """The first entries of the audit stream."""
+    found: list[Audited] = []
+    async with (
+        asyncio.timeout(5),
+        bus.event_subscription(spec=AUDIT, subject=AUDIT.subjects[0]) as entries,
+    ):
+        async for batch in entries:
+            found += [audit_codec.decode(message.payload) for message in batch]
+            if len(found) >= count:
+                break
+    return found
+
+
+async def test_changes_over_nats_are_audited(engine: RealEngine, bus: Bus) -> None:
+    """Pin, reset and a refusal: carried out, and written with who wanted it and how it ended."""
+    await engine.store(bus, 1, 2)
+    await engine.release(await engine.found(1, 2))
+    pin = PinRequest(hashes=hexes(1), ttl_ms=60_000, actor="ada")
+    assert msgspec.json.decode(await ask(bus, "pin", pin), type=PinReply).pinned == 1
+    everything = RemoveRequest(everything=True, actor="bob")
+    reply = msgspec.json.decode(await ask(bus, "evict", everything), type=RemoveReply)
+    assert (reply.removed, reply.kept, await held(bus)) == (1, 1, {1})
+    with pytest.raises(RequestFailed) as caught:
+        await ask(bus, "reset", RemoveRequest(actor="eve"))
+    assert caught.value.code == "bad_selection"
+    with pytest.raises(RequestFailed):
+        await ask(bus, "reset", b"{")
+    entries = await audited(bus, 4)
+    assert [(e.verb, e.actor, e.outcome) for e in entries] == [
+        ("pin", "ada", "ok"), ("evict", "bob", "ok"), ("reset", "eve", "bad_selection"),
+        ("reset", "", "bad_message"),
+    ]  # fmt: skip
+    assert {(e.kind, e.host, e.instance) for e in entries} == {("host-tier", "h", "0")}
+    assert '"removed":1' in entries[1].reply
+
+
+@pytest.mark.usefixtures("host")
+async def test_the_log_level_changes_at_once(bus: Bus) -> None:
+    """Every service has the verb; a level that is none changes nothing."""
+    root = logging.getLogger()
+    before = root.level
+    try:
+        await ask(bus, "log_level", b'{"level": "error"}')
+        assert root.level == logging.ERROR
+        reply = msgspec.json.decode(await ask(bus, "log_level", b'{"level": "debug"}'))
+        assert (reply["was"], root.level) == ("error", logging.DEBUG)
+        with pytest.raises(RequestFailed):
+            await ask(bus, "log_level", b'{"level": "loud"}')
+        assert root.level == logging.DEBUG
+    finally:
+        root.setLevel(before)
