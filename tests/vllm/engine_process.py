@@ -93,13 +93,13 @@ class Engine:
 
     def _learn_names(self) -> None:
         """What we call the blocks that vLLM has its own hashes for."""
-        from kvbm_connectors.vllm.tracked import Tracked
-
         side = getattr(self.connector, "_scheduler", None)
         hasher = side._hasher if side is not None else None
         while self._requests:
             _, request = self._requests.popitem()
             if hasher is not None:
+                from kvbm_connectors.vllm.tracked import Tracked  # Others' engines have none.
+
                 names = Tracked(request, "").first_names(hasher, len(request.block_hashes))
                 ours = (name.hex() for name in names)
                 self._names.update(zip(map(bytes, request.block_hashes), ours, strict=True))
