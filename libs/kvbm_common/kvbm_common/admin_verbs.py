@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,7 +19,6 @@ from kvbm_common.wire.admin import (
     PinRequest,
     PinsRequest,
     RemoveRequest,
-    TierRequest,
     UnpinRequest,
 )
 from kvbm_common.wire.codec import JsonCodec
@@ -39,9 +39,12 @@ _log_level: JsonCodec[LogLevelRequest] = JsonCodec(LogLevelRequest)
 
 
 def tier_verbs(
-    ask: Callable[[str, TierRequest], Awaitable[bytes]], audit: Audit
+    ask: Callable[[str, Any], Awaitable[bytes]],
+    audit: Audit,
+    *,
+    further: Mapping[str, JsonCodec[Any]] = MappingProxyType({}),
 ) -> dict[str, VerbHandler]:
-    """The verbs of a tier; `ask` has its core answer one."""
+    """The verbs of a tier and its `further` changes; `ask` has its core answer one."""
 
     def handler(verb: str, codec: JsonCodec[Any]) -> VerbHandler:
         async def handle(payload: bytes) -> bytes:
@@ -50,7 +53,10 @@ def tier_verbs(
         return handle
 
     asked = {verb: handler(verb, codec) for verb, codec in QUESTIONS.items()}
-    changed = {verb: audit.audited(verb, handler(verb, codec)) for verb, codec in CHANGES.items()}
+    changed = {
+        verb: audit.audited(verb, handler(verb, codec))
+        for verb, codec in (*CHANGES.items(), *further.items())
+    }
     return asked | changed
 
 

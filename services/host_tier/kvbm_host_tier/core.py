@@ -19,6 +19,7 @@ from kvbm_common.identity import (
     unpack_hashes,
 )
 from kvbm_common.tier_admin import TierAdmin
+from kvbm_common.wire.admin import PrefetchRequest
 from kvbm_common.wire.local import (
     Alive,
     Beat,
@@ -165,12 +166,22 @@ class HostTierCore:
                 self.tier.emit(Answer(reply_to, self._lease(request, now_ms)))
             case ReleaseAsked(reply_to, request):
                 self.tier.emit(Answer(reply_to, self._release(request)))
-            case AdminAsked(reply_to, verb, request):
-                self.tier.emit(Answer(reply_to, self.admin.answer(verb, request, now_ms)))
+            case AdminAsked():
+                self._admin(event, now_ms)
             case Tick():
                 self._tick(now_ms)
             case _:
                 assert_never(event)
+
+    def _admin(self, asked: AdminAsked, now_ms: int) -> None:
+        if not isinstance(asked.request, PrefetchRequest):
+            answer = self.admin.answer(asked.verb, asked.request, now_ms)
+            self.tier.emit(Answer(asked.reply_to, answer))
+            return
+        hashes = hashes_from_hex(asked.request.hashes)
+        if len(set(hashes)) != len(hashes):
+            raise IdentityError("a chain cannot hold the same block twice")
+        self.onboard.prefetch(asked.reply_to, hashes, now_ms, deadline_ms=asked.request.deadline_ms)
 
     def _reject(self, event: Input, error: KvbmError) -> None:
         """A peer's mistake that only a look inside the message could find."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbm_common.wire.admin import TierReply, TierRequest
+from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.local import FromHostTier, Region, ToHostTier
 from kvbm_common.wire.verbs import (
@@ -196,7 +196,7 @@ class AdminAsked:
 
     reply_to: int
     verb: str
-    request: TierRequest
+    request: TierRequest | PrefetchRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ class Answer:
     """Answer a verb."""
 
     reply_to: int
-    reply: LeaseReply | ReleaseReply | TierReply | ErrorBody
+    reply: LeaseReply | ReleaseReply | TierReply | PrefetchReply | ErrorBody
 
 
 @dataclass(frozen=True, slots=True)

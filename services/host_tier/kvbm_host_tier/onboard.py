@@ -13,15 +13,34 @@ from dataclasses import dataclass, field
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
+from kvbm_common.wire.admin import PrefetchReply
 from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.local import Found, Lookup
-from kvbm_common.wire.verbs import FILL_GRACE_MS, FilledSlot, FillRequest, FillSlot, Hits
+from kvbm_common.wire.verbs import (
+    FILL_GRACE_MS,
+    ErrorBody,
+    FilledSlot,
+    FillRequest,
+    FillSlot,
+    Hits,
+)
 
-from kvbm_host_tier.messages import AskFill, EngineId, FillDone, FillFailed, TellHits, ToEngine
+from kvbm_host_tier.messages import (
+    Answer,
+    AskFill,
+    EngineId,
+    FillDone,
+    FillFailed,
+    TellHits,
+    ToEngine,
+)
 from kvbm_host_tier.tier import Tier
 
 HITS_MAX = 1024
 """At most this many hits are told per lookup; the rest are told the next time."""
+
+OPERATOR = EngineId("operator", "")
+"""Whose prefetches are; no engine has an empty incarnation."""
 
 NOT_ON_DISK = ("gone", "corrupt")
 """The disk tier's own word that it does not have a block; any other failure may pass."""
@@ -44,6 +63,8 @@ class OnboardState:
     came_from: dict[int, WireTier] = field(default_factory=dict)
     """Where blocks of the run came from that were not here."""
     reason: str = ""
+    reply_to: int = 0
+    """An operator's prefetch: it is answered there, and nothing stays pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +120,43 @@ class Onboard:
             run=0,
             block_tokens=block_tokens,
         )
+        here = self._begin(state, now_ms)
+        self._tell_hits(lookup, state.hashes[:here])  # The engine waits, the disk tier does not.
+
+    def prefetch(
+        self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int
+    ) -> None:
+        """An operator wants the leading blocks of a run here."""
+        refusal = "busy" if len(self._states) >= self._tier.limits.lookups_max else ""
+        if self._tier.draining:
+            refusal = "draining"
+        if refusal:
+            text = "this host tier takes no prefetch now"
+            self._tier.emit(Answer(reply_to, ErrorBody(code=refusal, message=text)))
+            return
+        state = OnboardState(
+            engine=OPERATOR,
+            connection=b"",
+            lookup=0,
+            hashes=hashes,
+            slots=[],
+            answer_by_ms=now_ms + deadline_ms,
+            lease_until_ms=now_ms,
+            run=0,
+            block_tokens=0,
+            reply_to=reply_to,
+        )
+        self._begin(state, now_ms)
+
+    def _begin(self, state: OnboardState, now_ms: int) -> int:
+        """Pin what is here, have filled what is below; returns how many blocks were here."""
         here = self._pin_prefix(state)
         fills = self._walk_rest(state, now_ms)
         if not fills and None not in state.slots:
             self._answer(state)
         else:
             self._wait(state, fills, now_ms)
-        self._tell_hits(lookup, state.hashes[:here])  # The engine waits, the disk tier does not.
+        return here
 
     def _pin_prefix(self, state: OnboardState) -> int:
         """Pin the leading blocks that are here: the common case, kept short."""
@@ -289,6 +340,9 @@ class Onboard:
         slots = [slot for slot in state.slots if slot is not None]
         assert len(slots) == state.run
         tier = self._tier
+        if state.reply_to:
+            self._answer_prefetch(state, slots)
+            return
         lease_id = 0
         if slots:
             lease = tier.leases.grant(
@@ -312,6 +366,16 @@ class Onboard:
             reason=state.reason if state.run < len(state.hashes) else "",
         )
         tier.emit(ToEngine(state.connection, found))
+
+    def _answer_prefetch(self, state: OnboardState, slots: list[int]) -> None:
+        self._tier.table.unpin(slots)
+        reply = PrefetchReply(
+            blocks=state.run,
+            filled=len(state.came_from.keys() & set(range(state.run))),
+            reason=state.reason if state.run < len(state.hashes) else "",
+        )
+        self._tier.counts["prefetched_blocks"] += reply.filled
+        self._tier.emit(Answer(state.reply_to, reply))
 
     def _refuse(self, connection: bytes, lookup: Lookup, reason: str) -> None:
         found = Found(

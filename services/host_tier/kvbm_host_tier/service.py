@@ -25,7 +25,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Joined, Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
-from kvbm_common.wire.admin import TierReply, TierRequest
+from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
 from kvbm_common.wire.local import ToHostTier
@@ -93,7 +93,8 @@ _fill_reply: JsonCodec[FillReply] = JsonCodec(FillReply)
 _snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _lease_request: JsonCodec[LeaseRequest] = JsonCodec(LeaseRequest)
 _release_request: JsonCodec[ReleaseRequest] = JsonCodec(ReleaseRequest)
-_VerbReply = LeaseReply | ReleaseReply | TierReply
+_prefetch_request: JsonCodec[PrefetchRequest] = JsonCodec(PrefetchRequest)
+_VerbReply = LeaseReply | ReleaseReply | TierReply | PrefetchReply
 
 
 class HostTierShell:
@@ -164,7 +165,7 @@ class HostTierShell:
                 "lease": self._lease,
                 "release": self._release,
                 "snapshot": self._snapshot,
-                **tier_verbs(self._admin, context.audit),
+                **tier_verbs(self._admin, context.audit, further={"prefetch": _prefetch_request}),
             }
         )
 
@@ -234,7 +235,7 @@ class HostTierShell:
         request = _release_request.decode(payload)
         return await self._ask_core(lambda reply_to: ReleaseAsked(reply_to, request))
 
-    async def _admin(self, verb: str, request: TierRequest) -> bytes:
+    async def _admin(self, verb: str, request: TierRequest | PrefetchRequest) -> bytes:
         return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))
 
     async def _ask_core(self, make: Callable[[int], Input]) -> bytes:

@@ -21,6 +21,8 @@ from kvbm_common.wire.admin import (
     PinRequest,
     PinsReply,
     PinsRequest,
+    PrefetchReply,
+    PrefetchRequest,
     RemoveReply,
     RemoveRequest,
     TierRequest,
@@ -31,7 +33,7 @@ from kvbm_common.wire.admin import (
 from kvbm_common.wire.events import Removed
 from kvbm_common.wire.local import Pulled
 from kvbm_common.wire.verbs import ErrorBody
-from kvbm_host_tier.messages import AdminAsked, Answer
+from kvbm_host_tier.messages import AdminAsked, Answer, AskFill
 
 from tests.services.host_tier.engine import RealEngine
 from tests.services.host_tier.helpers import DIGEST, Host, name, of
@@ -40,7 +42,7 @@ from tests.services.host_tier.running import ask, held
 T = TypeVar("T")
 
 
-def admin(host: Host, verb: str, request: TierRequest, kind: type[T]) -> T:
+def admin(host: Host, verb: str, request: TierRequest | PrefetchRequest, kind: type[T]) -> T:
     """The answer to a verb, of this type."""
     [answer] = of(host.step(AdminAsked(1, verb, request)), Answer)
     assert isinstance(answer.reply, kind), answer.reply
@@ -212,6 +214,48 @@ def test_a_drained_tier_serves_and_takes_nothing() -> None:
     admin(host, "undrain", DrainRequest(), DrainReply)
     host.store(2)
     assert host.announced == {1, 2}
+
+
+# --- prefetch -----------------------------------------------------------------------------------
+
+
+def test_prefetch_brings_what_the_disk_has() -> None:
+    """1 is here, 2 and 3 are on disk, 4 nowhere: three blocks are here at the end, none pinned.
+
+    It is no lookup of an engine: the hit rate does not hear of it.
+    """
+    host = Host(slots=8)
+    host.store(1)
+    host.disk_stored(2, 3)
+    request = PrefetchRequest(hashes=hexes(1, 2, 3, 4), deadline_ms=100)
+    [fill] = of(host.step(AdminAsked(1, "prefetch", request)), AskFill)
+    [answer] = of(host.filled(fill), Answer)
+    assert answer.reply == PrefetchReply(blocks=3, filled=2, reason="not_stored")
+    assert (host.announced, host.slots["active"]) == ({1, 2, 3}, 0)
+    assert host.core.statistics(host.now_ms).figures.get("lookups", 0.0) == 0.0
+
+
+def test_prefetch_ends_at_its_deadline() -> None:
+    """What came by then counts; what comes later stays."""
+    host = Host(slots=8)
+    host.store(1)
+    host.disk_stored(2)
+    request = PrefetchRequest(hashes=hexes(1, 2), deadline_ms=100)
+    [fill] = of(host.step(AdminAsked(1, "prefetch", request)), AskFill)
+    [answer] = of(host.wait(100), Answer)
+    assert answer.reply == PrefetchReply(blocks=1, filled=0, reason="deadline")
+    host.filled(fill)
+    assert (host.announced, host.slots["active"]) == ({1, 2}, 0)
+
+
+def test_prefetch_is_refused() -> None:
+    """Into a drained tier, and of a block that is named twice."""
+    host = Host()
+    twice = PrefetchRequest(hashes=hexes(1, 1), deadline_ms=100)
+    assert admin(host, "prefetch", twice, ErrorBody).code == "bad_identity"
+    admin(host, "drain", DrainRequest(), DrainReply)
+    once = PrefetchRequest(hashes=hexes(1), deadline_ms=100)
+    assert admin(host, "prefetch", once, ErrorBody).code == "draining"
 
 
 # --- on a real NATS -----------------------------------------------------------------------------

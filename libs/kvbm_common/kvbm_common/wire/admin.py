@@ -22,6 +22,9 @@ STEP_BLOCKS_MAX = 4_096
 PIN_TTL_MS_MAX = 7 * 24 * 3600 * 1000
 """A pin ends by itself within a week: who forgets one has not lost the slots for ever."""
 
+PREFETCH_DEADLINE_MS_MAX = 4_000
+"""For one request, which is answered within the deadline of a verb; who wants more asks again."""
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 Hashes = Annotated[list[str], Meta(min_length=1, max_length=STEP_BLOCKS_MAX)]
 Actor = Annotated[str, Meta(max_length=128)]
@@ -157,6 +160,23 @@ class DrainReply(_Message, frozen=True, kw_only=True):
 
     draining: bool
     was: bool
+
+
+class PrefetchRequest(_Change, frozen=True, kw_only=True):
+    """Bring the leading blocks of a run into host memory, from wherever this host can read them."""
+
+    hashes: Hashes
+    """Prefix first, each once."""
+    deadline_ms: Annotated[int, Meta(ge=1, le=PREFETCH_DEADLINE_MS_MAX)]
+
+
+class PrefetchReply(_Message, frozen=True, kw_only=True):
+    """So many blocks from the first on are in host memory; `filled` of them were brought now."""
+
+    blocks: Natural
+    filled: Natural
+    reason: str = ""
+    """Why the run ends before its last block; empty when it does not."""
 
 
 class LogLevelRequest(_Change, frozen=True, kw_only=True):

@@ -136,6 +136,12 @@ VERBS = (
         )
     ),
     Verb(
+        service="host-tier",
+        verb="prefetch",
+        request=admin.PrefetchRequest,
+        reply=admin.PrefetchReply,
+    ),
+    Verb(
         service="{service}",
         verb="log_level",
         request=admin.LogLevelRequest,
