@@ -7,6 +7,7 @@ started has no tokens here, and routers that need them cannot be told of it unti
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kvbm_common.identity import SequenceHash
@@ -16,34 +17,38 @@ RETIRED_MAX = 65_536
 """Names of blocks that nobody has any more, kept because a tier's word of one may come late."""
 
 
-class Name(NamedTuple):
-    """What an engine said of a block when it stored it."""
+class Kind(NamedTuple):
+    """What an engine said of a block besides its tokens."""
 
-    tokens: bytes
-    """Token ids as native u32."""
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
+
+
+PLAIN = Kind()
 
 
 class NamedBlocks(NamedTuple):
     """A run of blocks and what an engine said of them."""
 
     hashes: list[SequenceHash]
-    names: list[Name]
+    tokens: list[bytes]
+    """Of each block, its token ids as native u32."""
+    kinds: list[Kind] | None = None
+    """None: all are plain."""
 
 
-def names_of(event: BlockStored) -> list[Name]:
-    """What an event says of each of its blocks."""
+def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:
+    """What an event says of its blocks, which are ours under these hashes."""
     size, keys = event.block_size * 4, event.extra_keys or ()
-    tokens = array("I", event.token_ids).tobytes()
-    return [
-        Name(
-            tokens[index * size : (index + 1) * size],
-            event.lora_name,
-            keys[index] if index < len(keys) else None,
-        )
-        for index in range(len(event.block_hashes))
+    packed = array("I", event.token_ids).tobytes()
+    tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
+    if event.lora_name is None and not any(keys):
+        return NamedBlocks(hashes, tokens)
+    kinds = [
+        Kind(event.lora_name, keys[index] if index < len(keys) else None)
+        for index in range(len(hashes))
     ]
+    return NamedBlocks(hashes, tokens, kinds)
 
 
 class Names:
@@ -51,38 +56,67 @@ class Names:
 
     def __init__(self, retired_max: int = RETIRED_MAX) -> None:
         self._retired_max = retired_max
-        self._names: dict[SequenceHash, Name] = {}
+        self._tokens: dict[SequenceHash, bytes] = {}
+        self._kinds: dict[SequenceHash, Kind] = {}
+        """Of those that are not plain."""
         self._retired: dict[SequenceHash, None] = {}
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._tokens)
 
-    def get(self, block: SequenceHash) -> Name | None:
-        """A block's name, if it has one."""
-        return self._names.get(block)
+    def __contains__(self, block: SequenceHash) -> bool:
+        return block in self._tokens
 
-    def learn(self, named: NamedBlocks) -> list[SequenceHash]:
+    def tokens(self, blocks: Iterable[SequenceHash]) -> bytes:
+        """The token ids of blocks that have names, as native u32."""
+        return b"".join(map(self._tokens.__getitem__, blocks))
+
+    def kind(self, block: SequenceHash) -> Kind:
+        """What else was said of a block."""
+        return self._kinds.get(block, PLAIN)
+
+    def extra_keys(self, blocks: list[SequenceHash]) -> tuple[tuple[Any, ...] | None, ...] | None:
+        """The extra keys of each block, None where no block has any."""
+        if self._kinds.keys().isdisjoint(blocks):
+            return None
+        keys = tuple(self.kind(block).extra_keys for block in blocks)
+        return keys if any(keys) else None
+
+    def are_plain(self, blocks: list[SequenceHash]) -> bool:
+        """Whether all have names, and nothing else was said of any."""
+        return self._tokens.keys() >= set(blocks) and self._kinds.keys().isdisjoint(blocks)
+
+    def learn(self, blocks: NamedBlocks) -> list[SequenceHash]:
         """An engine stores these blocks; returns those that had no name."""
-        new = [block for block in named.hashes if block not in self._names]
-        self._names.update(zip(named.hashes, named.names, strict=True))
-        for block in self._retired.keys() & named.hashes if self._retired else ():
-            del self._retired[block]
+        hashes = blocks.hashes
+        new = hashes
+        if not self._tokens.keys().isdisjoint(hashes):
+            new = [block for block in hashes if block not in self._tokens]
+            for block in self._kinds.keys() & hashes:
+                del self._kinds[block]
+        self._tokens.update(zip(hashes, blocks.tokens, strict=True))
+        if blocks.kinds is not None:
+            said = zip(hashes, blocks.kinds, strict=True)
+            self._kinds.update((block, kind) for block, kind in said if kind != PLAIN)
+        self.keep(hashes)
         return new
 
     def retire(self, block: SequenceHash) -> None:
         """Nobody has this block any more."""
-        if block in self._names:
+        if block in self._tokens:
             self._retired[block] = None
             if len(self._retired) > self._retired_max:
                 oldest = next(iter(self._retired))
-                del self._retired[oldest]
-                del self._names[oldest]
+                del self._retired[oldest], self._tokens[oldest]
+                self._kinds.pop(oldest, None)
 
-    def keep(self, block: SequenceHash) -> None:
-        """Somebody has it again."""
-        self._retired.pop(block, None)
+    def keep(self, blocks: Iterable[SequenceHash]) -> None:
+        """Somebody has them again."""
+        for block in self._retired.keys() & blocks if self._retired else ():
+            del self._retired[block]
 
     def check(self) -> None:
-        """What has retired has a name, and is bounded."""
-        assert self._retired.keys() <= self._names.keys()
+        """What has retired, or is not plain, has a name; the retired are bounded."""
+        assert self._retired.keys() <= self._tokens.keys()
+        assert self._kinds.keys() <= self._tokens.keys()
         assert len(self._retired) <= self._retired_max

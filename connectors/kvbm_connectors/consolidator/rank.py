@@ -26,7 +26,7 @@ from kvbm_common.wire.verbs import SnapshotPart
 
 from kvbm_connectors.consolidator.merge import Draft, Merger
 from kvbm_connectors.consolidator.messages import Limits, StreamKey
-from kvbm_connectors.consolidator.names import NamedBlocks, names_of
+from kvbm_connectors.consolidator.names import NamedBlocks, named
 from kvbm_connectors.consolidator.naming import extras_of
 from kvbm_connectors.consolidator.order import Order, Ready, Sign
 from kvbm_connectors.consolidator.orphans import Orphans
@@ -177,7 +177,7 @@ class Rank:
                 self._drops["name_conflict"] += len(hashes)
                 continue
             if self._limits.naming:
-                self._named.append(NamedBlocks(chain, names_of(event)))
+                self._named.append(named(chain, event))
             self._merger.stored(group, view.namespace_hex, view.store(hashes, chain, parent))
             for orphan in self.orphans.adopt(group, hashes):
                 assert orphan.event.parent is not None, "an orphan has a parent"

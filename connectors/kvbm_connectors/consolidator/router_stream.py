@@ -10,11 +10,13 @@ everything that is held, under the last numbers given: exact, whoever asks, howe
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import repeat, starmap
+from typing import NamedTuple
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.wire.engine_events import (
@@ -27,7 +29,7 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 
-from kvbm_connectors.consolidator.names import Name, NamedBlocks, Names
+from kvbm_connectors.consolidator.names import NamedBlocks, Names
 
 BATCHES_MAX = 10_000
 """Batches kept for replay, per stream; vLLM keeps as many."""
@@ -57,19 +59,22 @@ class Frame(NamedTuple):
 class Said(NamedTuple):
     """A block that a stream holds: of which tier, behind which parent, in which group."""
 
+    block: SequenceHash
     tier: Tier
     parent: SequenceHash | None
     group: int
 
 
 Key = tuple[SequenceHash, Tier]
+Place = tuple[SequenceHash | None, int]
+"""A block's parent and its group."""
 
 
 @dataclass(slots=True)
 class Stream:
     """One stream: what its readers hold, and its last batches."""
 
-    said: dict[Key, Said] = field(default_factory=dict)
+    said: dict[Key, Place] = field(default_factory=dict)
     unnamed: dict[SequenceHash, list[Said]] = field(default_factory=dict)
     """Held, and not said for want of a name."""
     next_seq: int = 0
@@ -115,7 +120,7 @@ class RouterStreams:
         new = self._names.learn(named)
         for stream_id, stream in self._streams.items():
             if stream.unnamed:
-                waiting = [(block, said) for block in new for said in stream.unnamed.pop(block, ())]
+                waiting = [said for block in new for said in stream.unnamed.pop(block, ())]
                 self._publish(stream_id, self._events_of(stream, waiting), 0)
 
     def greet(self, rank: int, topic: bytes) -> None:
@@ -151,7 +156,7 @@ class RouterStreams:
 
     def _everything(self, stream_id: StreamId, stream: Stream) -> list[Frame]:
         """All that is held, as batches that end with the last number given."""
-        held = [(block, said) for (block, _), said in stream.said.items()]
+        held = [Said(*key, *place) for key, place in stream.said.items()]
         # Each batch needs a number that was given; the last one is as large as it must be.
         count = min(stream.next_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
         starts = [index * BATCH_BLOCKS_MAX for index in range(count)]
@@ -189,56 +194,68 @@ class RouterStreams:
         for stream in self._streams.values():
             assert len(stream.buffer) <= self._batches_max
             assert stream.buffer_bytes == sum(len(frame.payload) for frame in stream.buffer)
-            assert all(self._names.get(block) for block, _ in stream.said), "said by name"
-            assert not any(self._names.get(block) for block in stream.unnamed)
+            assert all(block in self._names for block, _ in stream.said), "said by name"
+            assert not any(block in self._names for block in stream.unnamed)
 
     # ---- inside ------------------------------------------------------------------------------
 
     def _store(self, stream_id: StreamId, event: Stored) -> list[EngineEvent]:
         stream = self._streams.setdefault(stream_id, Stream())
         root = event.namespace[: 2 * HASH_BYTES]
-        found: list[tuple[SequenceHash, Said]] = []
+        events: list[EngineEvent] = []
         for run in event.runs:
             parent = None if run.parent == root else hash_from_hex(run.parent)
-            for block in hashes_from_hex(run.hashes):
-                found.append((block, Said(event.tier, parent, event.group)))
-                parent = block
-        return self._events_of(stream, found)
-
-    def _events_of(
-        self, stream: Stream, blocks: list[tuple[SequenceHash, Said]]
-    ) -> list[EngineEvent]:
-        """Hold these blocks; the events that say those of them that have a name."""
-        known: list[tuple[SequenceHash, Said]] = []
-        for block, said in blocks:
-            if self._names.get(block) is None:
-                stream.unnamed.setdefault(block, []).append(said)
+            blocks = hashes_from_hex(run.hashes)
+            parents = [parent, *blocks[:-1]]
+            if self._names.are_plain(blocks):
+                # As below, a run at a time: this is every event of a busy engine.
+                self._names.keep(blocks)
+                keys = zip(blocks, repeat(event.tier))
+                stream.said.update(zip(keys, zip(parents, repeat(event.group)), strict=False))
+                first = Said(blocks[0], event.tier, parent, event.group)
+                events.append(self._stored(blocks, first))
             else:
-                self._names.keep(block)
-                stream.said[block, said.tier] = said
-                known.append((block, said))
+                held = zip(blocks, repeat(event.tier), parents, repeat(event.group), strict=False)
+                events += self._events_of(stream, starmap(Said, held))
+        return events
+
+    def _events_of(self, stream: Stream, blocks: Iterable[Said]) -> list[EngineEvent]:
+        """Hold these blocks; the events that say those of them that have a name."""
+        known: list[Said] = []
+        for said in blocks:
+            if said.block not in self._names:
+                stream.unnamed.setdefault(said.block, []).append(said)
+            else:
+                stream.said[said.block, said.tier] = said.parent, said.group
+                known.append(said)
+        self._names.keep([said.block for said in known])
         return self._encode(known)
 
-    def _encode(self, blocks: list[tuple[SequenceHash, Said]]) -> list[EngineEvent]:
+    def _encode(self, blocks: Sequence[Said]) -> list[EngineEvent]:
         """Blocks as events, one per run of the same kind."""
-        events: list[EngineEvent] = []
-        run: list[SequenceHash] = []
-        names: list[Name] = []
-        first: Said | None = None
-        for block, said in blocks:
-            name = self._names.get(block)
-            assert name is not None, block.hex()
-            follows = (
-                first is not None
-                and (said.parent, said.tier, said.group) == (run[-1], first.tier, first.group)
-                and name.lora_name == names[0].lora_name
-            )
-            if not follows:
-                events += _stored(run, names, first)
-                run, names, first = [], [], said
-            run.append(block)
-            names.append(name)
-        return events + _stored(run, names, first)
+        runs: list[list[Said]] = []
+        last: tuple[object, ...] | None = None
+        for said in blocks:
+            lora_name = self._names.kind(said.block).lora_name
+            if (said.parent, said.tier, said.group, lora_name) == last:
+                runs[-1].append(said)
+            else:
+                runs.append([said])
+            last = (said.block, said.tier, said.group, lora_name)
+        return [self._stored([said.block for said in run], run[0]) for run in runs]
+
+    def _stored(self, run: list[SequenceHash], first: Said) -> BlockStored:
+        tokens = array("I", self._names.tokens(run))
+        return BlockStored(
+            block_hashes=short_hashes(run),
+            parent=None if first.parent is None else short_hash(first.parent),
+            token_ids=tuple(tokens),
+            block_size=len(tokens) // len(run),
+            medium=MEDIA[first.tier],
+            lora_name=self._names.kind(first.block).lora_name,
+            extra_keys=self._names.extra_keys(run),
+            group_idx=first.group or None,
+        )
 
     def _remove(self, stream_id: StreamId, event: Removed) -> list[EngineEvent]:
         stream = self._streams.setdefault(stream_id, Stream())
@@ -253,7 +270,7 @@ class RouterStreams:
                 stream.unnamed[block] = waiting
         if not gone:
             return []
-        hashes = tuple(map(short_hash, gone))
+        hashes = short_hashes(gone)
         group = event.group or None
         return [BlockRemoved(block_hashes=hashes, medium=MEDIA[event.tier], group_idx=group)]
 
@@ -294,20 +311,6 @@ def short_hash(block: SequenceHash) -> int:
     return int.from_bytes(block[-8:], "big")
 
 
-def _stored(run: list[SequenceHash], names: list[Name], first: Said | None) -> list[EngineEvent]:
-    if not run or first is None:
-        return []
-    tokens = array("I", b"".join(name.tokens for name in names))
-    keys: list[tuple[Any, ...] | None] = [name.extra_keys for name in names]
-    return [
-        BlockStored(
-            block_hashes=tuple(map(short_hash, run)),
-            parent=None if first.parent is None else short_hash(first.parent),
-            token_ids=tuple(tokens),
-            block_size=len(tokens) // len(run),
-            medium=MEDIA[first.tier],
-            lora_name=names[0].lora_name,
-            extra_keys=tuple(keys) if any(keys) else None,
-            group_idx=first.group or None,
-        )
-    ]
+def short_hashes(blocks: Sequence[SequenceHash]) -> tuple[int, ...]:
+    """What routers call each of these blocks."""
+    return struct.unpack(">" + f"{HASH_BYTES - 8}xQ" * len(blocks), b"".join(blocks))

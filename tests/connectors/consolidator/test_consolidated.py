@@ -36,7 +36,7 @@ from kvbm_connectors.consolidator.messages import (
     TierSnapshotFailed,
     TierStreamLost,
 )
-from kvbm_connectors.consolidator.names import Name, NamedBlocks, Names
+from kvbm_connectors.consolidator.names import NamedBlocks, Names
 from kvbm_connectors.consolidator.router_stream import RouterStreams, StreamId, short_hash
 from kvbm_connectors.consolidator.tiers import WAITING_MAX
 
@@ -396,7 +396,7 @@ def test_a_router_that_comes_too_late_gets_everything() -> None:
     late = Router()
     for number in range(9):
         (block,) = chain((number, number))
-        streams.learn(NamedBlocks([block], [Name(bytes(8))]))
+        streams.learn(NamedBlocks([block], [bytes(8)]))
         streams.take_event(stored_event(number + 1, [block]))
     streams.take_event(removed_event(10, [chain((0, 0))[0]]))
     for frame in streams.replay(0, 0):
@@ -423,11 +423,11 @@ def removed_event(seq: int, blocks: list[SequenceHash]) -> Removed:
 def test_names_of_blocks_that_nobody_has_are_forgotten_in_time() -> None:
     names = Names(retired_max=2)
     blocks = [chain((n, n))[0] for n in range(4)]
-    names.learn(NamedBlocks(blocks, [Name(bytes(8))] * 4))
+    names.learn(NamedBlocks(blocks, [bytes(8)] * 4))
     for block in blocks:
         names.retire(block)
-    assert [block for block in blocks if names.get(block)] == blocks[2:]
-    names.keep(blocks[2])
+    assert [block for block in blocks if block in names] == blocks[2:]
+    names.keep(blocks[2:3])
     names.retire(blocks[3])
     assert len(names) == 2
     names.check()
@@ -533,7 +533,7 @@ def test_the_stream_is_the_union_of_the_tiers(
         }
     names = harness.whole.names
     router = harness.routers[0].held
-    assert {block for _, block in router} == {short_hash(b) for b in everything if names.get(b)}
+    assert {block for _, block in router} == {short_hash(b) for b in everything if b in names}
     late = Router()
     for frame in harness.whole.router.replay(0, 0):
         late.read(frame)
