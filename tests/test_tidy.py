@@ -31,7 +31,7 @@ DISK_TIER_SHELLS = (
 CORES = [
     *(
         PACKAGES["kvbm_common"] / f"{n}.py"
-        for n in ("slots", "leases", "announcer", "registry_roster", "tier_admin")
+        for n in ("slots", "leases", "announcer", "registry_roster", "tier_admin", "breaker")
     ),
     *PACKAGES["kvbm_common"].glob("eviction/*.py"),
     *(

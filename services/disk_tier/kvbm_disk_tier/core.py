@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import assert_never
 
+from kvbm_common.breaker import BreakerState
 from kvbm_common.identity import IdentityError, SequenceHash, hashes_from_hex
 from kvbm_common.slots import SlotTable
 from kvbm_common.tier_admin import TierAdmin
 from kvbm_common.wire.events import Event, Stored
 from kvbm_common.wire.verbs import ArenaReply, ErrorBody, SnapshotReply, StatsReply
 
-from kvbm_disk_tier.breaker import BreakerState
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.messages import (
     AdminAsked,

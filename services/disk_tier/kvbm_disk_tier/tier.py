@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.announcer import Announcer
+from kvbm_common.breaker import Breaker, BreakerState
 from kvbm_common.config import Settings
 from kvbm_common.diary import Diary
 from kvbm_common.eviction import make_policy
@@ -21,7 +22,6 @@ from kvbm_common.wire.events import Event
 from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.breaker import Breaker, BreakerState
 from kvbm_disk_tier.journal import RECORD_BYTES, Operation, Record
 from kvbm_disk_tier.messages import (
     AppendJournal,

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvbm_common.breaker import BreakerState
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
 from kvbm_common.wire.verbs import ArenaReply, LeasedSlot, LeaseRequest
 
-from kvbm_disk_tier.breaker import BreakerState
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.messages import STALE_ARENA, Leased, LeaseHost, ReleaseHost, WriteSlots
 from kvbm_disk_tier.shards import Shards

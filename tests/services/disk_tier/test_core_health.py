@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm_disk_tier.breaker import FAILURES_MAX, PAUSE_MS
+from kvbm_common.breaker import FAILURES_MAX, PAUSE_MS
 from kvbm_disk_tier.core import Limits
 from kvbm_disk_tier.messages import (
     LeaseHost,

@@ -1,12 +1,12 @@
-"""The circuit breaker of one disk: a disk that fails or dawdles is bypassed, and tried again.
+"""A circuit breaker: what fails or dawdles (a disk, a peer) is bypassed, and tried again.
 
     CLOSED --FAILURES_MAX troubles in a row--> OPEN --after the pause--> PROBING
        ^                                         ^                          |
        +--------------- a good one -------------- | <------ a trouble ------+
 
-CLOSED   everything goes to the disk
-OPEN     nothing does: fills are refused at once, nothing is written
-PROBING  one read or write may go, and what becomes of it decides
+CLOSED   everything goes there
+OPEN     nothing does: it is refused at once
+PROBING  one thing may go, and what becomes of it decides
 
 The pause doubles with every failed probe, up to PAUSE_MAX_MS.
 """
@@ -40,7 +40,7 @@ class Breaker:
         self._probing = False
 
     def allows(self, now_ms: int) -> bool:
-        """May something go to the disk now? In PROBING only one thing may: call `start` then."""
+        """May something go there now? In PROBING only one thing may: call `start` then."""
         if self.state is BreakerState.OPEN and now_ms >= self._probe_from_ms:
             self.state = BreakerState.PROBING
             self._probing = False
@@ -49,7 +49,7 @@ class Breaker:
         )
 
     def start(self) -> None:
-        """Something goes to the disk."""
+        """Something goes there."""
         self._probing = self.state is BreakerState.PROBING
 
     def good(self) -> None:
@@ -60,7 +60,7 @@ class Breaker:
             self._pause_ms = PAUSE_MS
 
     def trouble(self, now_ms: int) -> bool:
-        """It failed, or took too long; True: from now on the disk is bypassed."""
+        """It failed, or took too long; True: it is bypassed from now on."""
         self._troubles += 1
         probe_failed = self.state is BreakerState.PROBING
         if self.state is BreakerState.OPEN or not (probe_failed or self._troubles >= FAILURES_MAX):

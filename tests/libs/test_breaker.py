@@ -1,10 +1,10 @@
-"""A disk that fails is bypassed, and tried again."""
+"""What fails is bypassed, and tried again."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_disk_tier.breaker import (
+from kvbm_common.breaker import (
     FAILURES_MAX,
     PAUSE_MAX_MS,
     PAUSE_MS,
