@@ -36,7 +36,8 @@ class BouncePool:
         try:
             async with asyncio.timeout(deadline_s), self._given_back:
                 await self._given_back.wait_for(lambda: len(self._free) >= count)
-                slots = [self._free.pop() for _ in range(count)]
+                self._free, taken = self._free[:-count], self._free[-count:]
+                slots = sorted(taken)  # Neighbours, where there are some, become one piece.
         except TimeoutError as error:
             raise TransferTimeout("other blocks are being sealed or opened") from error
         try:

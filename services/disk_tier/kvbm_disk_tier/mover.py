@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from kvbm_disk_tier.messages import (
     WriteSlots,
     Written,
 )
+from kvbm_disk_tier.pieces import pieces_of
 
 WORKER_THREADS = 1
 CALL_DEADLINE_S = 10.0
@@ -122,11 +123,10 @@ class DiskMover:
 
     async def _put(self, arena: Arena, effect: WriteSlots) -> tuple[Moved, tuple[int, ...]]:
         """Write a batch; also which entries of it cannot be had again."""
-        memory = spans_of(arena.address, effect.sources, effect.slot_bytes)
-        return await self._to_file(memory, effect.targets, effect.slot_bytes), ()
+        memory, file = pieces_of(arena.address, effect.sources, effect.targets, effect.slot_bytes)
+        return await self._to_file(memory, file), ()
 
-    async def _to_file(self, memory: Spans, slots: Sequence[int], slot_bytes: int) -> Moved:
-        file = spans_of(0, slots, slot_bytes)
+    async def _to_file(self, memory: Spans, file: Spans) -> Moved:
         future = self._mover.write_file(self._fd, memory, file, deadline_s=WRITE_DEADLINE_S)
         return await asyncio.wrap_future(future)
 
@@ -149,15 +149,11 @@ class DiskMover:
 
     async def _get(self, arena: Arena, effect: ReadSlots) -> tuple[Moved, tuple[bool, ...]]:
         """Read a batch; also which of its blocks are right."""
-        memory = spans_of(arena.address, effect.targets, effect.slot_bytes)
-        deadline_s = left_s(effect)
-        moved = await self._from_file(memory, effect.sources, effect.slot_bytes, deadline_s)
+        memory, file = pieces_of(arena.address, effect.targets, effect.sources, effect.slot_bytes)
+        moved = await self._from_file(memory, file, left_s(effect))
         return moved, await self._in_thread(_intact, arena, effect)
 
-    async def _from_file(
-        self, memory: Spans, slots: Sequence[int], slot_bytes: int, deadline_s: float
-    ) -> Moved:
-        file = spans_of(0, slots, slot_bytes)
+    async def _from_file(self, memory: Spans, file: Spans, deadline_s: float) -> Moved:
         future = self._mover.read_file(self._fd, memory, file, deadline_s=deadline_s)
         return await asyncio.wrap_future(future)
 
@@ -178,12 +174,6 @@ async def wait_settled(error: TransferError) -> None:
             await asyncio.wrap_future(error.settling)
     except TimeoutError:
         raise NotSettled(f"a transfer has not ended {SETTLE_DEADLINE_S} s late") from error
-
-
-def spans_of(address: int, slots: Sequence[int], slot_bytes: int) -> Spans:
-    """Slots of a memory, or, with address 0, of a file."""
-    starts = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
-    return Spans.of(np.uint64(address) + starts, slot_bytes)
 
 
 def left_s(effect: ReadSlots) -> float:

@@ -14,9 +14,9 @@ from kvbm_disk_tier.mover import (
     WRITE_DEADLINE_S,
     DiskMover,
     left_s,
-    spans_of,
     wait_settled,
 )
+from kvbm_disk_tier.pieces import pieces_of
 from kvbm_disk_tier.sealing import Keys, seal, unseal
 
 
@@ -56,9 +56,9 @@ class SealedMover(DiskMover):
                 return tuple(index for index, sealed in enumerate(done) if not sealed)
 
             lost = await self._in_thread(seal_all, arena, effect)
-            memory = spans_of(pool.address, slots, pool.slot_bytes)
+            memory, file = pieces_of(pool.address, slots, effect.targets, pool.slot_bytes)
             try:
-                return await self._to_file(memory, effect.targets, pool.slot_bytes), lost
+                return await self._to_file(memory, file), lost
             except TransferError as error:
                 await wait_settled(error)  # The pool's slots are read until then.
                 raise
@@ -78,11 +78,9 @@ class SealedMover(DiskMover):
                     opened.append(sound)
                 return tuple(opened)
 
-            memory = spans_of(pool.address, slots, pool.slot_bytes)
+            memory, file = pieces_of(pool.address, slots, effect.sources, pool.slot_bytes)
             try:
-                moved = await self._from_file(
-                    memory, effect.sources, pool.slot_bytes, left_s(effect)
-                )
+                moved = await self._from_file(memory, file, left_s(effect))
             except TransferError as error:
                 await wait_settled(error)
                 raise

@@ -75,6 +75,24 @@ async def test_there_and_back_and_a_wrong_checksum(mover: DiskMover, arenas: lis
     assert await mover.read(reading(1, 3, fill(arenas[0], 2, 8))) == ReadDone(1, (False,))
 
 
+async def test_neighbours_move_as_one_and_strangers_beside_them(
+    mover: DiskMover, arenas: list[Arena]
+) -> None:
+    """Each slot comes back with its own bytes, merged on its way or not, in any order."""
+    mover.use_arena(str(arenas[0].path), 1)
+    blocks = [fill(arenas[0], slot, 7 + slot) for slot in range(4)]
+    write = WriteSlots(1, 1, (2, 0, 1, 3), (1, 3, 0, 2), SLOT_BYTES)
+    assert await mover.write(write) == Written(1)
+    arenas[0].view(0, SLOTS * SLOT_BYTES)[:] = bytes(SLOTS * SLOT_BYTES)
+    until_ms = monotonic_ms() + 5_000
+    again = [blocks[slot] for slot in (1, 2, 3, 0)]
+    read = ReadSlots(1, 1, (0, 1, 2, 3), (1, 2, 3, 0), tuple(again), SLOT_BYTES, until_ms)
+    assert await mover.read(read) == ReadDone(1, (True,) * 4)
+    assert [bytes(arenas[0].view(slot * SLOT_BYTES, 1)) for slot in range(4)] == [
+        b"\7", b"\x08", b"\x09", b"\x0a"
+    ]  # fmt: skip
+
+
 async def test_a_decision_about_a_former_arena_touches_nothing(
     mover: DiskMover, arenas: list[Arena]
 ) -> None:
