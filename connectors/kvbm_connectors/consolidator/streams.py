@@ -32,7 +32,7 @@ STREAM_HWM = 100_000
 replay it must hold the engine's whole buffer, because a ROUTER drops what does not fit."""
 REPLAY_DEADLINE_S = 60.0
 """A buffer of 10,000 batches takes a second."""
-BURST_MAX = 64
+BURST_MAX = 256
 """Messages taken at one wake-up and announced together: under load, batches grow by themselves."""
 REPLAY_SILENCE_S = 2.0
 """vLLM answers a replay within 0.1 s; one that says nothing for so long has failed."""
