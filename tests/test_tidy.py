@@ -26,7 +26,7 @@ CONSOLIDATOR_SHELLS = (
     "service", "streams", "registrar", "connector_socket", "router_sockets", "tier_feed",
 )  # fmt: skip
 DISK_TIER_SHELLS = (
-    "service", "mover", "store", "disk_medium", "sealing", "sealed_mover", "bounce",
+    "service", "mover", "store", "disk_medium", "depth", "sealing", "sealed_mover", "bounce",
 )  # fmt: skip
 CORES = [
     *(
@@ -36,7 +36,18 @@ CORES = [
     *PACKAGES["kvbm_common"].glob("eviction/*.py"),
     *(
         PACKAGES["kvbm_host_tier"] / f"{name}.py"
-        for name in ("core", "tier", "engines", "offload", "onboard", "disk_view", "messages")
+        for name in (
+            "core",
+            "tier",
+            "engines",
+            "offload",
+            "onboard",
+            "answers",
+            "disk_view",
+            "messages",
+            "peers",
+            "peer_messages",
+        )
     ),
     *(
         path

@@ -89,6 +89,10 @@ class Settings:
         "KVBM_DISK_EVICTION_POLICY", "lru", schema.choice("lru", "lfu", "prefix"),
         section="disk_tier",
         help="Which block leaves a full disk or bucket first; `kvbm simulate` compares them.")
+    disk_queue_depth: int | None = setting(
+        "KVBM_DISK_QUEUE_DEPTH", None, schema.integer(1, 1024), section="disk_tier",
+        default_text="measured when the store is opened",
+        help="How many blocks are read from a disk, and written to it, at the same time.")
     disk_keys: str = setting(
         "KVBM_DISK_KEYS", "", schema.TEXT, section="disk_tier", secret=True,
         help="Keys that blocks are encrypted with on disk: 64 hex digits for all namespaces, or "

@@ -127,6 +127,7 @@ class DiskTierCore:
         match event:
             case StoreOpened():
                 self.tier.opened(event, now_ms)
+                self.writes.budget.spend(event.depth.written_bytes)
             case StoreFailed():
                 self.tier.open_failed(event, now_ms)
             case StoreDown(reason):
@@ -280,6 +281,8 @@ class DiskTierCore:
         on_disk = counts["bytes.written"] + counts["bytes.journal"]
         return {
             "disk_bypassed": float(self.tier.breaker.state is not BreakerState.CLOSED),
+            "disk_read_depth_blocks": float(self.tier.limits.read_blocks_max),
+            "disk_write_depth_blocks": float(self.tier.limits.write_blocks_max),
             "write_amplification": on_disk / payload if payload else 1.0,
             "write_budget_bytes": self.writes.budget.level,
             "writers": float(len(self.writes.shards.instances)),

@@ -12,6 +12,8 @@ from kvbm_common.loop import CoreLoop
 from kvbm_common.transfers import TransferError
 from kvbm_common.wire.verbs import ArenaReply
 
+from kvbm_disk_tier.depth import Tuning
+from kvbm_disk_tier.journal import Replay
 from kvbm_disk_tier.messages import (
     AppendJournal,
     Effect,
@@ -39,10 +41,11 @@ log = logging.getLogger(__name__)
 class DiskMedium:
     """An open store and its mover, both of which it closes."""
 
-    def __init__(self, store: Store, mover: DiskMover) -> None:
+    def __init__(self, store: Store, mover: DiskMover, tuning: Tuning | None = None) -> None:
         self.where = str(store.options.directory)
         self._store = store
         self._mover = mover
+        self._tuning = tuning or Tuning()
         self._thread = StoreThread(store)
         self._log = OncePerKind(log)
 
@@ -62,22 +65,21 @@ class DiskMedium:
 
     def _recover(self) -> StoreOpened | None:
         found = self._store.recover()
+        return None if found is None else self._opened(found)
+
+    def _opened(self, found: Replay) -> StoreOpened:
         header = self._store.header
-        if found is None or header is None:
-            return None
+        assert header is not None
         self._mover.use_file(self._store.fd, header.slot_count, header.stride)
-        return StoreOpened(header.slot_count, header.slot_bytes, found)
+        depth = self._mover.depth(self._tuning, header.slot_count, header.stride, found.blocks)
+        return StoreOpened(header.slot_count, header.slot_bytes, found, depth)
 
     async def open(self, slot_bytes: int) -> StoreOpened | StoreFailed:
         """An empty store in place of whatever was there."""
 
         def create() -> StoreOpened:
             self._mover.drop_file()
-            opened = self._store.create(slot_bytes)
-            header = self._store.header
-            assert header is not None
-            self._mover.use_file(self._store.fd, header.slot_count, header.stride)
-            return StoreOpened(header.slot_count, header.slot_bytes, opened)
+            return self._opened(self._store.create(slot_bytes))
 
         try:
             opened = await asyncio.wrap_future(self._thread.call(create))

@@ -162,12 +162,23 @@ class ReadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Depth:
+    """How many blocks in flight keep a store busy; None: that is not known."""
+
+    reads: int | None = None
+    writes: int | None = None
+    written_bytes: int = 0
+    """What it took to find out."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOpened:
     """The file is there, cut into slots; `replay` is what the journal says is in it."""
 
     slot_count: int
     slot_bytes: int
     replay: Replay
+    depth: Depth = Depth()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from kvbm_common.arena import Arena
@@ -14,10 +14,12 @@ from kvbm_common.counters import Counters, TransferFigures
 from kvbm_common.errors import KvbmError
 from kvbm_common.loop import monotonic_ms
 from kvbm_common.nixl import Moved, MoverThread, Registration, Spans, TransferError
+from kvbm_common.slots import Block
 from kvbm_common.wire.verbs import FILL_GRACE_MS
 
 from kvbm_disk_tier.messages import (
     STALE_ARENA,
+    Depth,
     ReadDone,
     ReadFailed,
     ReadSlots,
@@ -26,6 +28,9 @@ from kvbm_disk_tier.messages import (
     Written,
 )
 from kvbm_disk_tier.pieces import pieces_of
+
+if TYPE_CHECKING:
+    from kvbm_disk_tier.depth import Tuning
 
 WORKER_THREADS = 1
 CALL_DEADLINE_S = 10.0
@@ -95,6 +100,13 @@ class DiskMover:
         self.drop_file()
         self._file = self._mover.register_file(fd, slot_count * stride).result(CALL_DEADLINE_S)
         self._fd = fd
+
+    def depth(
+        self, tuning: Tuning, slot_count: int, stride: int, taken: Mapping[int, Block]
+    ) -> Depth:
+        """How much in flight keeps the file busy; nothing may fly. `taken`: slots with blocks."""
+        assert self._flying == 0
+        return tuning.depth(self._mover, self._fd, stride, slot_count, taken)
 
     def drop_file(self) -> None:
         """The file is about to be closed; nothing may fly."""

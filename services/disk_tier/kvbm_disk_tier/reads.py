@@ -99,13 +99,18 @@ class Reads:
 
     def advance(self, now_ms: int) -> None:
         """Start as many reads as may fly; what was right when it came may be stale by now."""
-        while self._waiting and len(self._reads) < self._tier.limits.reads_max:
+        while self._waiting and self._may_start():
             _, _, event = heapq.heappop(self._waiting)
             refusal = self._refusal(event.request, now_ms)
             if refusal is not None:
                 self._refuse(event, refusal)
             else:
                 self._start(event, now_ms)
+
+    def _may_start(self) -> bool:
+        limits = self._tier.limits
+        blocks = sum(len(read.slots) for read in self._reads.values())
+        return len(self._reads) < limits.reads_max and blocks < limits.read_blocks_max
 
     def _start(self, event: FillAsked, now_ms: int) -> None:
         table = self._tier.table

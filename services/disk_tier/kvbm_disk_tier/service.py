@@ -39,6 +39,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_disk_tier.core import DiskTierCore
+from kvbm_disk_tier.depth import Tuning
 from kvbm_disk_tier.disk_medium import DiskMedium
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.medium import Medium
@@ -369,7 +370,8 @@ async def serve(context: ServiceContext) -> None:
     store = await _wait_store(options, context.stopping)
     if store is None:
         return
-    medium = DiskMedium(store, _mover(context, keys))
+    tuning = Tuning(settings.disk_queue_depth, settings.max_transfer_batch_size)
+    medium = DiskMedium(store, _mover(context, keys), tuning)
     try:
         await TierShell(context, core, medium).run()
     finally:

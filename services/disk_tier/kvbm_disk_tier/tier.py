@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbm_common.announcer import Announcer
 from kvbm_common.breaker import Breaker, BreakerState
@@ -25,6 +25,7 @@ from kvbm_common.wire.verbs import ArenaReply
 from kvbm_disk_tier.journal import RECORD_BYTES, Operation, Record
 from kvbm_disk_tier.messages import (
     AppendJournal,
+    Depth,
     Effect,
     OpenStore,
     Publish,
@@ -74,8 +75,12 @@ class Limits:
     commits_max: int = 16
     """Batches that are written and not announced yet: they wait for the journal, not for the
     disk's bandwidth, and share its synchronisations."""
-    reads_max: int = 16
+    reads_max: int = 64
+    """Fills: as many as NIXL is given at a time."""
     reads_waiting_max: int = 4096
+    read_blocks_max: int = 256
+    write_blocks_max: int = 64
+    """Blocks in flight, as far as nothing was measured; one batch may always fly."""
     batch_blocks_max: int = 16
     pending_max: int = 65_536
     """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
@@ -213,9 +218,19 @@ class Tier:
         self.table.restore(event.replay.blocks)
         blocks = self.table.blocks()
         self.counts["recovered_blocks"] += len(blocks)
+        self.counts["bytes.measuring"] += event.depth.written_bytes
+        self._use_depth(event.depth)
         for block in blocks:
             self.diary.note(now_ms, "recovered from the journal", block.hash)
         self.announce_stored(blocks)
+
+    def _use_depth(self, depth: Depth) -> None:
+        reads, writes = self.limits.read_blocks_max, self.limits.write_blocks_max
+        self.limits = replace(
+            self.limits,
+            read_blocks_max=reads if depth.reads is None else depth.reads,
+            write_blocks_max=writes if depth.writes is None else depth.writes,
+        )
 
     def open_failed(self, event: StoreFailed, now_ms: int) -> None:
         """No store for now: the service lives on, says why, and tries again."""

@@ -40,6 +40,11 @@ class WriteBudget:
         self._level -= size
         return True
 
+    def spend(self, size: int) -> None:
+        """Bytes that were written without asking; later ones wait for it."""
+        if self.bytes_per_day:
+            self._level -= size
+
     def give_back(self, size: int) -> None:
         """Bytes that were not written after all."""
         if self.bytes_per_day:

@@ -130,7 +130,7 @@ class Writes:
         for write_id in [i for i, write in self._writes.items() if write.phase is Phase.LEASED]:
             if breaker.state is BreakerState.OPEN:
                 self._give_up(write_id)
-            elif self._count(Phase.WRITING) < fly_max and breaker.allows(now_ms):
+            elif self._may_write(fly_max) and breaker.allows(now_ms):
                 self._begin(write_id, now_ms)
         while self._pending and breaker.allows(now_ms) and self._may_lease(fly_max):
             if not self._lease(now_ms):
@@ -138,6 +138,11 @@ class Writes:
 
     def _count(self, *phases: Phase) -> int:
         return sum(write.phase in phases for write in self._writes.values())
+
+    def _may_write(self, fly_max: int) -> bool:
+        writing = [write for write in self._writes.values() if write.phase is Phase.WRITING]
+        blocks = sum(len(write.slots) for write in writing)
+        return len(writing) < fly_max and blocks < self._tier.limits.write_blocks_max
 
     def _may_lease(self, fly_max: int) -> bool:
         committing = self._count(*COMMITTING)

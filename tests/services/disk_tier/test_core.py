@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Removed, Stored
@@ -15,6 +17,7 @@ from kvbm_disk_tier.messages import (
     ArenaKnown,
     AskArena,
     AskHostSnapshot,
+    Depth,
     Effect,
     FillAsked,
     HitsTold,
@@ -430,6 +433,32 @@ def test_reads_have_limits_and_a_fill_that_waited_too_long_is_refused() -> None:
     assert len(answers) == 2
     assert refusal(answers[1:]) == "too_late"
     assert disk.core.idle()
+
+
+def test_what_the_disk_was_measured_to_take_is_in_flight() -> None:
+    """Two blocks read and one written keep it busy: a fill more than that is begun, no second."""
+    disk = Disk(slots=9, limits=Limits(batch_blocks_max=2), ready=False)
+    disk.step(ArenaKnown(arena()))
+    disk.step(replace(opened(9), depth=Depth(2, 1, 4096)))
+    assert disk.counts["bytes.measuring"] == 4096
+    leases = of(disk.host_stored(1, 2, 3, 4, 5), LeaseHost)
+    first = disk.leased(leases[0])
+    assert of(disk.leased(leases[1]), WriteSlots) == [], "one batch flies"
+    disk.finish(first)
+    assert disk.announced == {1, 2, 3, 4}
+    one(disk.fill(1), ReadSlots)
+    second = one(disk.fill(2, 3), ReadSlots)
+    assert disk.fill(4) == []
+    assert one(disk.read(second), ReadSlots).blocks == (block(4),)
+
+
+def test_what_was_written_to_measure_is_of_the_budget() -> None:
+    """A day of 48 slots: the burst is two slots, and the measurement took one of them."""
+    disk = Disk(write_budget=48 * SLOT_BYTES, ready=False)
+    disk.step(ArenaKnown(arena()))
+    disk.step(replace(opened(4), depth=Depth(None, None, SLOT_BYTES)))
+    disk.core.writes.budget.take(0, disk.now_ms)
+    assert disk.core.writes.budget.level == -SLOT_BYTES
 
 
 def test_the_front_of_a_short_run_overtakes_the_tail_of_a_long_one() -> None:

@@ -1,0 +1,211 @@
+"""The queue depth: how many blocks in flight keep this disk busy, measured when a store is opened.
+
+Free slots of the store's own file are written, and read again, with 1, 2, 4, 8… blocks in flight,
+until more in flight moves no more. Fewer than it takes leave the disk idle; more only make a short
+onboard wait behind a long one. The whole takes no longer than `BUDGET_S` on a disk that answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+import numpy as np
+from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
+
+from kvbm_disk_tier.messages import Depth
+from kvbm_disk_tier.mover import CALL_DEADLINE_S, SETTLE_DEADLINE_S, NotSettled
+
+BUDGET_S = 0.28
+WRITES_SHARE = 0.5
+STEP_S = 0.015
+STEP_BYTES = 32 * 1024 * 1024
+"""A step ends with the first of these two."""
+DEPTH_MAX = 256
+IN_FLIGHT_BYTES_MAX = 64 * 1024 * 1024
+"""At 10 GB/s a disk that answers in 6 ms has so much under way: none needs more."""
+TRANSFERS = 8
+"""What is in flight is cut into so many transfers: they end, and are followed, one by one."""
+SLOTS_MIN = 16
+"""A store with fewer free slots has nothing to measure."""
+GOOD_ENOUGH = 0.9
+"""Of the best speed: beyond it lies the noise."""
+RISES = 1.05
+"""What counts as faster; after two steps that are not, the measurement ends."""
+TRANSFER_DEADLINE_S = 5.0
+RANDOM_BYTES = 1024 * 1024
+"""Some disks are faster with zeros."""
+
+Move = Callable[[Spans, Spans], "Future[Moved]"]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How much is in flight, from the configuration."""
+
+    queue_depth: int | None = None
+    """Blocks; None: measured."""
+    batch_blocks: int = 16
+    """Two full batches always may fly: one is answered while the other moves."""
+
+    def depth(
+        self, mover: MoverThread, fd: int, stride: int, slot_count: int, taken: Mapping[int, object]
+    ) -> Depth:
+        """The depth for a store; `taken`: its slots that hold blocks. Nothing else may fly."""
+        if self.queue_depth is not None:
+            return Depth(self.queue_depth, self.queue_depth)
+        sample = range(0, slot_count, max(1, slot_count // (2 * DEPTH_MAX)))
+        free = [slot for slot in sample if slot not in taken][:DEPTH_MAX]
+        held = [slot for slot in sample if slot in taken][:DEPTH_MAX]
+        if max(len(free), len(held)) < SLOTS_MIN:
+            return Depth()
+        found = measure(mover, fd, stride, free, held)
+        return Depth(self._least(found.reads), self._least(found.writes), found.written_bytes)
+
+    def _least(self, depth: int | None) -> int | None:
+        return None if depth is None else max(2 * self.batch_blocks, depth)
+
+
+def measure(
+    mover: MoverThread, fd: int, stride: int, free: Sequence[int], held: Sequence[int]
+) -> Depth:
+    """Write `free` slots, if there are enough; read what was written, or else `held` ones."""
+    started_s = time.monotonic()
+    with _Memory(mover, stride) as memory:
+        run = _Run(memory, fd)
+        writes = run.rates(run.write, free, started_s + WRITES_SHARE * BUDGET_S)
+        written_bytes = run.moved_bytes
+        reads = run.rates(run.read, free if writes else held, started_s + BUDGET_S)
+    depth = Depth(_twice(knee(reads)), _twice(knee(writes)), written_bytes)
+    log.info(
+        "queue depth for reads %s, for writes %s (blocks in flight: GB/s; reads %s; writes %s)",
+        depth.reads, depth.writes, _shown(reads), _shown(writes),
+    )  # fmt: skip
+    return depth
+
+
+def knee(rates: Mapping[int, float]) -> int | None:
+    """The smallest depth that is as good as the best; None: nothing was measured."""
+    if not rates:
+        return None
+    enough = GOOD_ENOUGH * max(rates.values())
+    return min(depth for depth, rate in rates.items() if rate >= enough)
+
+
+def _twice(depth: int | None) -> int | None:
+    """As much again waits in the kernel while we answer for what has ended."""
+    return None if depth is None else 2 * depth
+
+
+def _shown(rates: Mapping[int, float]) -> str:
+    return " ".join(f"{depth}:{rate / 1e9:.2f}" for depth, rate in rates.items()) or "–"
+
+
+class _Memory:
+    """Registered memory for the blocks in flight."""
+
+    def __init__(self, mover: MoverThread, stride: int) -> None:
+        self.mover = mover
+        self.stride = stride
+        self.slots = max(4, min(DEPTH_MAX, IN_FLIGHT_BYTES_MAX // stride))
+        self._mapping = mmap.mmap(-1, self.slots * stride)
+        array = np.frombuffer(self._mapping, dtype=np.uint8)
+        array[:] = np.resize(np.frombuffer(os.urandom(RANDOM_BYTES), np.uint8), len(array))
+        self.address: int = array.ctypes.data
+
+    def __enter__(self) -> _Memory:
+        length = self.slots * self.stride
+        registering = self.mover.register_memory(self.address, length)
+        self._known = registering.result(CALL_DEADLINE_S)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not NotSettled:
+            self.mover.deregister(self._known).result(CALL_DEADLINE_S)
+
+
+class _Run:
+    """Transfers between the memory and slots of the file."""
+
+    def __init__(self, memory: _Memory, fd: int) -> None:
+        self._memory = memory
+        self._fd = fd
+        self.moved_bytes = 0
+
+    def write(self, memory: Spans, file: Spans) -> Future[Moved]:
+        mover = self._memory.mover
+        return mover.write_file(self._fd, memory, file, deadline_s=TRANSFER_DEADLINE_S)
+
+    def read(self, memory: Spans, file: Spans) -> Future[Moved]:
+        mover = self._memory.mover
+        return mover.read_file(self._fd, memory, file, deadline_s=TRANSFER_DEADLINE_S)
+
+    def rates(self, move: Move, slots: Sequence[int], end_s: float) -> dict[int, float]:
+        """Bytes a second by depth, as far as the time goes; what fails ends it."""
+        rates: dict[int, float] = {}
+        if len(slots) < SLOTS_MIN:
+            return rates
+        depth, flat, best = 1, 0, 0.0
+        while depth <= min(len(slots), self._memory.slots) and flat < 2:
+            needed_s = STEP_S + (depth * self._memory.stride / best if best else 0.0)
+            if time.monotonic() + needed_s > end_s:
+                break
+            try:
+                rates[depth] = self._rate(move, slots, depth)
+            except TransferError as error:
+                log.warning("the queue depth cannot be measured: %s", error)
+                return {}
+            flat = 0 if rates[depth] > RISES * best else flat + 1
+            best = max(best, rates[depth])
+            depth *= 2
+        return rates
+
+    def _rate(self, move: Move, slots: Sequence[int], depth: int) -> float:
+        """Keep `depth` blocks in flight for a step; slots are taken in turn."""
+        group = -(-depth // TRANSFERS)
+        turns = itertools.cycle(range(0, len(slots) - group + 1, group))
+        idle = list(range(depth // group))
+        flying: dict[Future[Moved], int] = {}
+        moved = 0
+        started_s = time.monotonic()
+        try:
+            while idle or flying:
+                while idle:
+                    turn = next(turns)
+                    lane = idle.pop()
+                    file = self._spans(0, slots[turn : turn + group])
+                    memory = range(lane * group, (lane + 1) * group)
+                    flying[move(self._spans(self._memory.address, memory), file)] = lane
+                done, _ = wait(flying, return_when=FIRST_COMPLETED)
+                goes_on = time.monotonic() - started_s < STEP_S and moved < STEP_BYTES
+                for future in done:
+                    moved += future.result().bytes
+                    lane = flying.pop(future)
+                    idle += [lane] if goes_on else []
+        except TransferError:
+            for future in flying:
+                _wait_end(future)
+            raise
+        self.moved_bytes += moved
+        return moved / (time.monotonic() - started_s)
+
+    def _spans(self, address: int, slots: Sequence[int]) -> Spans:
+        stride = self._memory.stride
+        return Spans.of([address + slot * stride for slot in slots], stride)
+
+
+def _wait_end(future: Future[Moved]) -> None:
+    """Wait until a transfer moves nothing any more; raises NotSettled."""
+    error = future.exception(2 * TRANSFER_DEADLINE_S)
+    if isinstance(error, TransferError) and error.settling is not None:
+        try:
+            error.settling.result(SETTLE_DEADLINE_S)
+        except TimeoutError:
+            raise NotSettled("a write to measure the disk has not ended") from error
