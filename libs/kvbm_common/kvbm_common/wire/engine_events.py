@@ -152,6 +152,7 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Order of the fields in the array layout; what comes behind them is ignored."""
 
+_WITH_HASHES = (BlockStored, BlockRemoved)
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises on bytes; the second for text that is none, the last for depth."""
 
@@ -270,7 +271,7 @@ def _event_of(raw: Any) -> EngineEvent:
 
 def _normalised(event: EngineEvent) -> EngineEvent:
     """The event with unsigned hashes."""
-    if not isinstance(event, BlockStored | BlockRemoved):
+    if not isinstance(event, _WITH_HASHES):
         return event
     if isinstance(event, BlockStored) and event.mm_keys:
         keys = _multimodal(event)
