@@ -1,0 +1,270 @@
+"""The runtime: the few CUDA calls that moving blocks takes, and cupy behind them.
+
+Streams, events and addresses are integers, as in CUDA. The tests have a second runtime that keeps
+CUDA's rules of order and nothing else; one suite of contracts is for both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm_common.cuda import kernels
+from kvbm_common.cuda.copies import Copies
+from kvbm_common.errors import KvbmError
+
+T = TypeVar("T")
+
+URGENT_PRIORITY = -1
+"""Of streams that a request waits for; CUDA cuts it to what the device has."""
+COPY_DEFAULT = 4
+"""cudaMemcpyDefault: CUDA knows from an address where it is."""
+REGISTER_PORTABLE = 1
+REGISTER_READ_ONLY = 8
+CAN_USE_HOST_POINTER = 91
+"""cudaDevAttrCanUseHostPointerForRegisteredMem: a kernel may use the host's own addresses."""
+EVENT_DISABLE_TIMING = 2
+STREAM_NON_BLOCKING = 1
+BATCH_ORDER_STREAM = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the stream's turn."""
+
+
+class CudaError(KvbmError):
+    """A CUDA call that did not succeed; the text is CUDA's."""
+
+    code = "cuda_error"
+
+
+class CudaUnavailable(KvbmError):
+    """There is no cupy, no driver, or no such device on this machine."""
+
+    code = "cuda_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Device memory that another process can open: `handle` is of CUDA IPC."""
+
+    address: int
+    size: int
+    handle: bytes
+
+
+class Runtime(Protocol):
+    """One device. Every method may be called from any thread that has called `use` before.
+
+    All but `is_done` and the host's memory raise CudaError.
+    """
+
+    device: int
+    kernels_reach_host: bool
+    """Whether a kernel may read and write pinned host memory by its own addresses."""
+
+    def use(self) -> None:
+        """Make this device the calling thread's."""
+
+    def stream(self, *, urgent: bool) -> int:
+        """A stream that waits for no other one by itself."""
+
+    def end_stream(self, stream: int) -> None: ...
+
+    def event(self) -> int: ...
+
+    def end_event(self, event: int) -> None: ...
+
+    def record(self, event: int, stream: int) -> None:
+        """The event is done when what is in the stream by now is."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """What is put into the stream from now on waits for the event as last recorded."""
+
+    def is_done(self, event: int) -> bool: ...
+
+    def copy(self, target: int, source: int, length: int, stream: int) -> None:
+        """One copy by a copy engine, between any two places."""
+
+    def copy_batch(self, copies: Copies, stream: int) -> None:
+        """Many copies in one call, in any order (CUDA 12.8)."""
+
+    def copy_rows(self, table: int, count: int, stream: int) -> None:
+        """Copy by the kernel: `count` rows (target, source, bytes) in device memory."""
+
+    def sum_blocks(
+        self, *, regions: int, region_count: int, blocks: int, block_count: int,
+        block_bytes: int, digests: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Sum up blocks where they lie. Tables and digests are in device memory."""
+
+    def register_host(self, address: int, length: int, *, read_only: bool) -> None:
+        """Pin a range of host memory for all devices."""
+
+    def unregister_host(self, address: int) -> None: ...
+
+    def pinned(self, length: int) -> NDArray[np.uint8]:
+        """Pinned host memory, which lives as long as the array."""
+
+    def allocate(self, length: int) -> int:
+        """Device memory."""
+
+    def free(self, address: int) -> None: ...
+
+    def export(self, address: int) -> Allocation:
+        """The allocation that an address is in, for another process."""
+
+    def open(self, allocation: Allocation) -> int:
+        """Where another process's allocation is here."""
+
+    def close(self, address: int) -> None:
+        """Undo `open`."""
+
+    def bus_id(self) -> str:
+        """Where the device is on the PCI bus, as in sysfs."""
+
+
+class _BatchAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: order of access, two hints of a location, flags."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_int)
+        for name in ("order", "source_type", "source_id", "target_type", "target_id", "flags")
+    ]
+
+
+class CupyRuntime:
+    """CUDA through cupy. Raises CudaUnavailable."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.device = device
+        try:
+            cupy = importlib.import_module("cupy")
+            self._cuda: Any = cupy.cuda.runtime
+            self._cupy: Any = cupy
+            count = self._cuda.getDeviceCount()
+        except Exception as error:  # ImportError, a missing library, a missing driver.
+            raise CudaUnavailable(f"CUDA cannot be used here: {error}") from error
+        if not 0 <= device < count:
+            raise CudaUnavailable(f"there is no device {device}: there are {count}")
+        self.use()
+        can = self._call(self._cuda.deviceGetAttribute, CAN_USE_HOST_POINTER, device)
+        self.kernels_reach_host = bool(can)
+        options = ("-std=c++14",)
+        self._copy_rows = cupy.RawKernel(kernels.SOURCE, kernels.COPY_ROWS, options)
+        self._sum_blocks = cupy.RawKernel(kernels.SOURCE, kernels.SUM_BLOCKS, options)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return function(*arguments)
+        except self._cuda.CUDARuntimeError as error:
+            raise CudaError(str(error)) from error
+
+    def use(self) -> None:
+        self._call(self._cuda.setDevice, self.device)
+
+    def stream(self, *, urgent: bool) -> int:
+        priority = URGENT_PRIORITY if urgent else 0
+        return int(self._call(self._cuda.streamCreateWithPriority, STREAM_NON_BLOCKING, priority))
+
+    def end_stream(self, stream: int) -> None:
+        self._call(self._cuda.streamDestroy, stream)
+
+    def event(self) -> int:
+        return int(self._call(self._cuda.eventCreateWithFlags, EVENT_DISABLE_TIMING))
+
+    def end_event(self, event: int) -> None:
+        self._call(self._cuda.eventDestroy, event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._call(self._cuda.eventRecord, event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._call(self._cuda.streamWaitEvent, stream, event)
+
+    def is_done(self, event: int) -> bool:
+        return bool(self._call(self._cuda.eventQuery, event) == 0)
+
+    def copy(self, target: int, source: int, length: int, stream: int) -> None:
+        self._call(self._cuda.memcpyAsync, target, source, length, COPY_DEFAULT, stream)
+
+    def copy_batch(self, copies: Copies, stream: int) -> None:
+        columns = [np.ascontiguousarray(column) for column in copies.rows.T]
+        attributes = _BatchAttributes(order=BATCH_ORDER_STREAM)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        addresses = [ctypes.c_void_p(column.ctypes.data) for column in columns]
+        arguments: list[Any] = [*addresses, ctypes.c_size_t(copies.count),
+                     ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)]  # fmt: skip
+        function = getattr(self._driver, "cuMemcpyBatchAsync_v2", None)  # CUDA 13.
+        if function is None:
+            function = getattr(self._driver, "cuMemcpyBatchAsync", None)
+            arguments.append(ctypes.byref(failed))
+        if function is None:
+            raise CudaError("the driver has no cuMemcpyBatchAsync: it is of CUDA 12.8")
+        self._check(function(*arguments, ctypes.c_void_p(stream)), "cuMemcpyBatchAsync")
+
+    def copy_rows(self, table: int, count: int, stream: int) -> None:
+        warps = kernels.COPY_THREADS // 32
+        grid = min(kernels.COPY_GRID_MAX, -(-count // warps))
+        arguments = (np.uint64(table), np.uint32(count))
+        self._launch(self._copy_rows, grid, kernels.COPY_THREADS, arguments, stream)
+
+    def sum_blocks(
+        self, *, regions: int, region_count: int, blocks: int, block_count: int,
+        block_bytes: int, digests: int, stream: int,
+    ) -> None:  # fmt: skip
+        arguments = (np.uint64(regions), np.uint32(region_count), np.uint64(blocks),
+                     np.uint64(block_bytes), np.uint64(digests))  # fmt: skip
+        self._launch(self._sum_blocks, block_count, kernels.SUM_THREADS, arguments, stream)
+
+    def _launch(
+        self, kernel: Any, grid: int, threads: int, arguments: Sequence[Any], stream: int
+    ) -> None:
+        external = self._cupy.cuda.ExternalStream(stream, self.device)
+        try:
+            with external:
+                kernel((grid,), (threads,), tuple(arguments))
+        except Exception as error:  # NVRTC's and the driver's errors have no base of their own.
+            raise CudaError(f"a kernel could not be launched: {error}") from error
+
+    def register_host(self, address: int, length: int, *, read_only: bool) -> None:
+        flags = REGISTER_PORTABLE | (REGISTER_READ_ONLY if read_only else 0)
+        self._call(self._cuda.hostRegister, address, length, flags)
+
+    def unregister_host(self, address: int) -> None:
+        self._call(self._cuda.hostUnregister, address)
+
+    def pinned(self, length: int) -> NDArray[np.uint8]:
+        memory = self._call(self._cupy.cuda.alloc_pinned_memory, length)
+        return np.frombuffer(memory, dtype=np.uint8, count=length)
+
+    def allocate(self, length: int) -> int:
+        return int(self._call(self._cuda.malloc, length))
+
+    def free(self, address: int) -> None:
+        self._call(self._cuda.free, address)
+
+    def export(self, address: int) -> Allocation:
+        base, size = ctypes.c_uint64(0), ctypes.c_size_t(0)
+        function = self._driver.cuMemGetAddressRange_v2
+        status = function(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        self._check(status, "cuMemGetAddressRange")
+        handle = self._call(self._cuda.ipcGetMemHandle, base.value)
+        return Allocation(base.value, size.value, bytes(handle))
+
+    def open(self, allocation: Allocation) -> int:
+        return int(self._call(self._cuda.ipcOpenMemHandle, allocation.handle))
+
+    def close(self, address: int) -> None:
+        self._call(self._cuda.ipcCloseMemHandle, address)
+
+    def bus_id(self) -> str:
+        return str(self._call(self._cuda.deviceGetPCIBusId, self.device)).lower()
+
+    def _check(self, status: int, name: str) -> None:
+        if status != 0:
+            raise CudaError(f"{name}: error {status}")

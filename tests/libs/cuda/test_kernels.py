@@ -1,0 +1,113 @@
+"""Kernels: what a thread does, compiled for this processor; and the whole, by CUDA's compilers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvbm_common.checksum import block_checksum
+from kvbm_common.cuda import kernels
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+NVCC = shutil.which("nvcc")
+COMPILE_S = 60
+
+ENTRIES = r"""
+extern "C" void copy(const u64* rows, u32 count, u32 lanes) {
+    for (u32 row = 0; row < count; ++row)
+        for (u32 lane = 0; lane < lanes; ++lane)
+            copy_row(rows[3 * row], rows[3 * row + 1], rows[3 * row + 2], lane, lanes);
+}
+extern "C" u64 digest(const u64* regions, u32 region_count, u64 block, u64 bytes) {
+    Pieces pieces = {regions, region_count, block};
+    u64 sums[8];
+    for (u32 lane = 0; lane < 8; ++lane) {
+        sums[lane] = first_sum(lane);
+        for (u64 kib = 0; kib < kibs_of(bytes); ++kib)
+            sums[lane] = scrambled(sums[lane] + kib_sum(pieces, kib, 16, lane), lane);
+        sums[lane] += rest_sum(pieces, bytes, lane);
+    }
+    return digest_of(sums, bytes);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The functions of the kernels, for this processor."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    directory = tmp_path_factory.mktemp("kernels")
+    source, library = directory / "host.cpp", directory / "host.so"
+    source.write_text(kernels.SOURCE + ENTRIES)
+    command = [COMPILER, "-O1", "-shared", "-fPIC", "-fsanitize=alignment",
+               "-fsanitize-undefined-trap-on-error", "-o", str(library), str(source)]  # fmt: skip
+    subprocess.run(command, check=True, timeout=COMPILE_S)
+    loaded = ctypes.CDLL(str(library))
+    loaded.digest.restype = ctypes.c_uint64
+    return loaded
+
+
+@pytest.mark.parametrize("source_shift", [0, 1, 4, 8])
+@pytest.mark.parametrize("target_shift", [0, 2, 4, 8])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 4096, 8191, 8192])
+def test_a_row_is_copied(
+    host: ctypes.CDLL, source_shift: int, target_shift: int, length: int
+) -> None:
+    """Any alignment, any length: these bytes, and none beside them."""
+    source = np.random.default_rng(0).integers(1, 255, 8300, dtype=np.uint8)
+    target = np.zeros(8300, dtype=np.uint8)
+    row = [target.ctypes.data + target_shift, source.ctypes.data + source_shift, length]
+    rows = np.array([row], dtype=np.uint64)
+    host.copy(ctypes.c_void_p(rows.ctypes.data), 1, 32)
+    moved = target[target_shift : target_shift + length]
+    assert np.array_equal(moved, source[source_shift : source_shift + length])
+    assert np.count_nonzero(target) == length
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 64])
+@pytest.mark.parametrize("piece_bytes", [256, 1024, 1088, 4096, 65_536])
+def test_a_digest_is_xxh3(host: ctypes.CDLL, pieces: int, piece_bytes: int) -> None:
+    """Of a block whose pieces lie apart, beside the library's digest of the same bytes."""
+    blocks = 2
+    memory = np.random.default_rng(1).integers(0, 255, (pieces, blocks, piece_bytes), np.uint8)
+    regions = np.array(
+        [[memory[i].ctypes.data, piece_bytes, piece_bytes, i * piece_bytes] for i in range(pieces)],
+        dtype=np.uint64,
+    )
+    block_bytes = pieces * piece_bytes
+    assert block_bytes >= kernels.SUM_BLOCK_BYTES_MIN
+    for block in range(blocks):
+        found = host.digest(
+            ctypes.c_void_p(regions.ctypes.data), pieces, ctypes.c_uint64(block),
+            ctypes.c_uint64(block_bytes),
+        )  # fmt: skip
+        assert found == block_checksum(memory[:, block].tobytes())
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize("architecture", ["compute_75", "compute_90"])
+def test_nvcc_compiles_the_kernels(tmp_path: Path, architecture: str) -> None:
+    """To PTX, which needs no GPU; every warning is an error."""
+    source, output = tmp_path / "kernels.cu", tmp_path / "kernels.ptx"
+    source.write_text(kernels.SOURCE)
+    command = [str(NVCC), "-ptx", f"-arch={architecture}", "-Werror", "all-warnings",
+               "-o", str(output), str(source)]  # fmt: skip
+    subprocess.run(command, check=True, timeout=COMPILE_S)
+    for name in (kernels.COPY_ROWS, kernels.SUM_BLOCKS):
+        assert f".entry {name}(" in output.read_text()
+
+
+@pytest.mark.parametrize("architecture", ["compute_75", "compute_90"])
+def test_nvrtc_compiles_the_kernels(architecture: str) -> None:
+    """By the library that cupy uses."""
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="no cupy")
+    program = nvrtc.createProgram(kernels.SOURCE, "kernels.cu", (), ())
+    nvrtc.compileProgram(program, (f"-arch={architecture}", "-std=c++14"))
+    compiled = nvrtc.getPTX(program)
+    for name in (kernels.COPY_ROWS, kernels.SUM_BLOCKS):
+        assert f".entry {name}(".encode() in compiled
