@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common services/index services/host_tier services/disk_tie
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm up bench bench-vllm bench-index bench-disk lint lock
+.PHONY: help setup demo test test-vllm test-compose up bench bench-vllm bench-index bench-disk lint lock
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -45,6 +45,9 @@ test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a r
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
 	$(PY) -m pytest tests/vllm $(ARGS)
 
+test-compose: setup ## the images and docker-compose.yml under a real engine: demo, kills, scaling
+	COMPOSE_TESTS=1 $(PY) -m pytest tests/compose $(ARGS)
+
 lint: setup ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -67,3 +70,5 @@ bench-disk: setup ## the disk tier in several block sizes, beside fio and plain 
 lock: setup ## renew requirements/lock.txt (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
 	  --override requirements/overrides.txt requirements/dev.in -o requirements/lock.txt
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
+	  --override requirements/overrides.txt -c requirements/lock.txt requirements/image.in -o requirements/image.txt

@@ -47,11 +47,21 @@ class Verdict:
 
 
 class StackView:
-    """Asks the services of one stack."""
+    """Asks the services of one stack.
 
-    def __init__(self, bus: Bus, settings: Settings) -> None:
+    With `tiers` it is one that others may use, too: these are its tiers, and engines beside ours
+    are nobody's mistake.
+    """
+
+    def __init__(self, bus: Bus, settings: Settings, *, tiers: Tiers | None = None) -> None:
         self._bus = bus
         self._settings = settings
+        self._tiers = tiers
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there may be engines that are not ours."""
+        return self._tiers is not None
 
     async def stats(self, kind: str, instance: str = "") -> StatsReply:
         """The figures of an instance of this host, of the first by default."""
@@ -67,20 +77,25 @@ class StackView:
 
     def instances(self, *kinds: str) -> list[tuple[str, str]]:
         """Kind and instance of every service of these kinds."""
+        if self._tiers is not None:
+            return [(kind, name) for kind, name in self._tiers if kind in kinds]
         return [(kind, name) for kind in kinds for name in instances_of(kind, self._settings)]
 
     async def dump(self) -> list[HolderDump]:
-        """What the index holds, by holder."""
+        """What the index holds, by holder of this host."""
         payload = await self._bus.request(
             verb_subject("index", "dump"),
             msgspec.json.encode(DumpRequest()),
             deadline_s=VERB_DEADLINE_S,
         )
-        return msgspec.json.decode(payload, type=DumpReply).holders
+        holders = msgspec.json.decode(payload, type=DumpReply).holders
+        return [holder for holder in holders if holder.host == self._settings.host]
 
     async def _ask(self, kind: str, instance: str, verb: str, payload: bytes) -> bytes:
         settings = self._settings
-        instance = instance or settings.instance
+        if not instance:
+            found = self.instances(kind)
+            instance = found[0][1] if found else settings.instance
         subject = verb_subject(kind, verb, host=settings.host, instance=instance)
         return await self._bus.request(subject, payload, deadline_s=VERB_DEADLINE_S)
 
@@ -137,7 +152,7 @@ async def _agree(
         own = {name.hex() for name in await engine.dump()}
         _compare(engine.config.name, own, held.pop(engine.config.name, set()), verdict)
     for source, names in held.items():
-        if names:
+        if names and not view.is_shared:
             verdict.differences.append(f"{source} is in the index with {len(names)} blocks")
     return verdict.views_consistent
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from kvbm_common.counters import Counters, MetricsSnapshot
 from kvbm_common.errors import KvbmError
 from kvbm_common.stack import Stack
 from kvbm_common.traces import TRACE_BLOCK_TOKENS
-from kvbm_common.wire.verbs import verb_subject
+from kvbm_common.wire.verbs import StatsReply, verb_subject
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from kvbm_connectors.sim.attached import AttachedStack
 from kvbm_connectors.sim.check import StackView, check_stack, wait_until
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
@@ -54,6 +56,8 @@ class DemoOptions:
     block_kib: int = 128
     seed: int = 0
     tensor_parallel: int = 1
+    attach: bool = False
+    """Join the stack that runs here, instead of starting one."""
 
     def turns(self) -> Iterator[Turn]:
         """The workload."""
@@ -61,11 +65,11 @@ class DemoOptions:
             return trace(self.trace, requests=self.requests)
         return conversations(requests=self.requests, seed=self.seed)
 
-    def engine_config(self, number: int, settings: Settings) -> EngineConfig:
+    def engine_config(self, number: int, settings: Settings, *, name: str = "sim") -> EngineConfig:
         """The configuration of engine `number`."""
         is_trace = self.trace is not None
         return EngineConfig(
-            name=f"sim-{number}",
+            name=f"{name}-{number}",
             directory=str(settings.runtime_dir),
             host_tier_endpoint=settings.host_tier_endpoint,
             consolidator_endpoint=settings.consolidator_endpoint,
@@ -96,6 +100,9 @@ def demo(
     block_kib: Annotated[int, typer.Option(min=4, max=16_384, help="Size of a block.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     tensor_parallel: Annotated[int, typer.Option(min=1, max=8, help="Ranks per engine.")] = 1,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Use the services that run here (KVBM_* says where).")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
 ) -> None:
     """Run the whole stack with sim engines, and verify every block that comes back."""
@@ -112,6 +119,7 @@ def demo(
         block_kib=block_kib,
         seed=seed,
         tensor_parallel=tensor_parallel,
+        attach=attach,
     )
     console = Console()
     try:
@@ -128,13 +136,8 @@ def demo(
 async def run_demo(options: DemoOptions, console: Console) -> Report:
     """Start everything, run the workload, check, stop."""
     options.turns()  # A trace that cannot be read is told before anything starts.
-    overrides: dict[str, object] = {
-        "cpu_cache_gb": options.host_gb,
-        "disk_cache_gb": options.disk_gb,
-        "verify_host_reads": "always",
-    }
     async with AsyncExitStack() as cleanup:
-        stack = await cleanup.enter_async_context(Stack.private(overrides))
+        stack = await _enter_stack(options, cleanup)
         console.print(f"the stack is up: NATS {stack.nats_url}, API on port "
                       f"{stack.settings.metrics_port}")  # fmt: skip
         bus = await Bus.connect(
@@ -147,8 +150,10 @@ async def run_demo(options: DemoOptions, console: Console) -> Report:
         await _run_workload(options, engines, tally, console)
         seconds = time.perf_counter() - started
         await _run_pairs(options, engines, tally)
-        view = StackView(bus, stack.settings)
-        verdict = await check_stack(view, engines, with_disk=options.disk_gb > 0)
+        tiers = await stack.tiers() if isinstance(stack, AttachedStack) else None
+        view = StackView(bus, stack.settings, tiers=tiers)
+        with_disk = options.disk_gb > 0 and bool(view.instances("disk-tier"))
+        verdict = await check_stack(view, engines, with_disk=with_disk)
         return make_report(
             tally,
             verdict,
@@ -156,17 +161,29 @@ async def run_demo(options: DemoOptions, console: Console) -> Report:
             block_bytes=options.block_kib * KIB,
             engines=[await engine.stats() for engine in engines],
             host=await view.stats("host-tier"),
-            disk=await view.stats("disk-tier") if options.disk_gb else None,
-            metrics=await _metrics(bus, stack.settings),
+            disk=await _disks(view) if with_disk else None,
+            metrics=await _metrics(bus, stack.settings, view),
         )
 
 
+async def _enter_stack(options: DemoOptions, cleanup: AsyncExitStack) -> Stack | AttachedStack:
+    if options.attach:
+        return await cleanup.enter_async_context(AttachedStack())
+    overrides: dict[str, object] = {
+        "cpu_cache_gb": options.host_gb,
+        "disk_cache_gb": options.disk_gb,
+        "verify_host_reads": "always",
+    }
+    return await cleanup.enter_async_context(Stack.private(overrides))
+
+
 async def _start_engines(
-    options: DemoOptions, stack: Stack, cleanup: AsyncExitStack
+    options: DemoOptions, stack: Stack | AttachedStack, cleanup: AsyncExitStack
 ) -> list[EngineHandle]:
     engines: list[EngineHandle] = []
     for number in range(options.engines):
-        config = options.engine_config(number, stack.settings)
+        name = stack.name if isinstance(stack, AttachedStack) else "sim"
+        config = options.engine_config(number, stack.settings, name=name)
         log_path = stack.log_dir / f"{config.name}.log" if stack.log_dir else None
         engine = EngineHandle(config, log_path=log_path)
         cleanup.push_async_callback(engine.stop)
@@ -220,10 +237,19 @@ async def _wait_reset(engine: EngineHandle) -> None:
     await wait_until(engine.reset, f"{engine.config.name} is not idle")
 
 
-async def _metrics(bus: Bus, settings: Settings) -> list[MetricsSnapshot]:
+async def _disks(view: StackView) -> StatsReply:
+    """The figures of all disk tiers, as if they were one."""
+    disks = [await view.stats(kind, instance) for kind, instance in view.instances("disk-tier")]
+    figures: Counter[str] = Counter()
+    for disk in disks:
+        figures.update(disk.figures)
+    return msgspec.structs.replace(disks[0], figures=dict(figures))
+
+
+async def _metrics(bus: Bus, settings: Settings, view: StackView) -> list[MetricsSnapshot]:
     snapshots: list[MetricsSnapshot] = []
-    for kind in ("host-tier", "disk-tier"):
-        subject = verb_subject(kind, "metrics", host=settings.host, instance=settings.instance)
+    for kind, instance in view.instances("host-tier", "disk-tier"):
+        subject = verb_subject(kind, "metrics", host=settings.host, instance=instance)
         payload = await bus.request(subject, b"{}", deadline_s=CONNECT_DEADLINE_S)
         snapshots.append(msgspec.json.decode(payload, type=MetricsSnapshot))
     return snapshots

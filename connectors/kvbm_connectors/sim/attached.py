@@ -1,0 +1,70 @@
+"""A stack that runs already, seen by sim engines that join it."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from pathlib import Path
+from typing import Self
+
+from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
+from kvbm_common.counters import Counters
+from kvbm_common.registry import Registry
+from kvbm_common.service import make_registry
+
+from kvbm_connectors.sim.check import Tiers, wait_until
+
+CONNECT_DEADLINE_S = 30.0
+"""Containers that start together: NATS may be the last."""
+READY_DEADLINE_S = 60.0
+NEEDED = ("consolidator", "index", "host-tier")
+"""Without these there is nothing to show."""
+TIERS = ("host-tier", "disk-tier", "object-tier")
+
+
+class AttachedStack:
+    """The services of this host, as the registry knows them. Use it in `async with`."""
+
+    log_dir: Path | None = None
+    """Engines write to our standard error."""
+
+    def __init__(self) -> None:
+        self.settings = dataclasses.replace(Settings.load(), verify_host_reads="always")
+        self.name = f"sim-{secrets.token_hex(3)}"
+        """Begins the engines' names: several demos may run at once."""
+        self._bus: Bus | None = None
+        self._registry: Registry | None = None
+
+    @property
+    def nats_url(self) -> str:
+        """Where NATS is."""
+        return self.settings.nats_url
+
+    async def __aenter__(self) -> Self:
+        self._bus = await Bus.connect(
+            self.nats_url, "kvbm-demo", counters=Counters(), deadline_s=CONNECT_DEADLINE_S
+        )
+        self._registry = make_registry(self.settings, self._bus)
+        await wait_until(
+            self._is_there, f"no {', '.join(NEEDED)} on this host", deadline_s=READY_DEADLINE_S
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._registry is not None:
+            await self._registry.close()
+        if self._bus is not None:
+            await self._bus.close()
+
+    async def tiers(self) -> Tiers:
+        """Kind and instance of every tier of this host."""
+        return [found for found in await self._services() if found[0] in TIERS]
+
+    async def _is_there(self) -> bool:
+        return set(NEEDED) <= {kind for kind, _ in await self._services()}
+
+    async def _services(self) -> Tiers:
+        assert self._registry is not None
+        records = await self._registry.list()
+        return sorted((r.kind, r.instance) for r in records if r.host == self.settings.host)

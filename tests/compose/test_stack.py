@@ -1,0 +1,113 @@
+"""The compose file under a real engine: it comes up, verifies, scales, and survives kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.compose.engine import docker
+from tests.compose.project import SERVICES, Demo, Project, wait_until
+
+REQUESTS = 300
+"""Some ten seconds of traffic: enough to be hit in the middle."""
+
+
+def test_every_container_is_healthy_and_nobody_is_root(stack: Project) -> None:
+    """Goal: the health checks say what /readyz says; no service runs as root."""
+    for service in SERVICES:
+        [container] = stack.containers(service)
+        wait_until(lambda name=container: stack.health(name) == "healthy", service)  # type: ignore[misc]
+        assert docker("exec", container, "id", "-u") == "10001", service
+
+
+def test_demo_verifies_every_block(stack: Project) -> None:
+    """Goal: blocks go device, host, disk and back between containers, and are what they must be."""
+    demo = Demo(stack, requests=REQUESTS)
+    output = demo.wait_passed()
+    assert "host → disk" in output
+    assert stack.figure("kvbm_onboard_blocks_h2d") > 0
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_killed_service_costs_nobody_a_wrong_block(stack: Project, service: str) -> None:
+    """Goal: `docker kill` in the middle of traffic, and a start; engines go on, all is consistent.
+
+    Method: 1. traffic; 2. kill one service and start it again; 3. the demo passes: no mismatch, no
+    failed request, no lease left, the index says what tiers and engines hold; 4. all is ready.
+    """
+    demo = Demo(stack, requests=REQUESTS)
+    demo.wait_traffic()
+    assert demo.runs, "it ended before anything was killed"
+    [container] = stack.containers(service)
+    docker("kill", container)
+    docker("start", container)
+    demo.wait_passed()
+    stack.wait_ready()
+
+
+def test_a_crash_is_mended_by_the_engine(stack: Project) -> None:
+    """Goal: a process that dies by itself is started again without an operator."""
+    if os.getuid() != 0 or os.environ.get("DOCKER_HOST", "unix:").startswith("tcp"):
+        pytest.skip("only root on the engine's own machine can make a crash")
+    [container] = stack.containers("index")
+    os.kill(int(docker("inspect", "-f", "{{.State.Pid}}", container)), signal.SIGKILL)
+    wait_until(lambda: docker("inspect", "-f", "{{.RestartCount}}", container) != "0", "a restart")
+    stack.wait_ready()
+
+
+def test_scales_up_and_down_under_traffic(stack: Project) -> None:
+    """Goal: replicas join, share the work and leave, and only cached blocks are lost.
+
+    Method: 1. traffic; 2. three indexes, two disk tiers, a standby of the host tier; 3. both disk
+    tiers write; 4. back to one of each; 5. the demo passes.
+    """
+    demo = Demo(stack, requests=2 * REQUESTS)
+    demo.wait_traffic()
+    scale = ["--scale", "index=3", "--scale", "disk-tier=2", "--scale", "host-tier=2"]
+    stack.compose("up", "-d", "--no-recreate", *scale)
+    wait_until(lambda: stack.instances("index") == 3, "three indexes")
+    wait_until(lambda: stack.instances("disk-tier") == 2, "two disk tiers")
+    assert stack.instances("host-tier") == 1
+    demo.wait_passed()
+    again = Demo(stack, requests=REQUESTS)
+
+    def second_writes() -> bool:
+        return stack.figure("kvbm_tier_slots", tier="disk", instance="1", state="inactive") > 0
+
+    wait_until(second_writes, "the second disk tier has blocks")
+    again.wait_traffic()
+    stack.compose("up", "-d", "--no-recreate")
+    wait_until(lambda: stack.instances("index") == 1, "one index")
+    wait_until(lambda: stack.instances("disk-tier") == 1, "one disk tier")
+    again.wait_passed()
+    stack.wait_ready()
+
+
+def test_a_standby_takes_over(stack: Project) -> None:
+    """Goal: of two host tiers one serves; when it is killed the other does, and engines attach."""
+    stack.compose("up", "-d", "--no-recreate", "--scale", "host-tier=2")
+    try:
+        active, standby = _host_tiers(stack)
+        demo = Demo(stack, requests=REQUESTS)
+        demo.wait_traffic()
+        docker("kill", active)
+        demo.wait_passed()
+        assert "ready host-tier" in docker("logs", standby)
+    finally:
+        stack.compose("up", "-d", "--no-recreate", "--scale", "host-tier=1")
+    stack.wait_ready()
+
+
+def _host_tiers(stack: Project) -> tuple[str, str]:
+    """The one that serves, and the one that waits."""
+
+    def waiting() -> list[str]:
+        names = stack.containers("host-tier")
+        return [name for name in names if "standing by" in docker("logs", name)]
+
+    wait_until(lambda: len(waiting()) == 1, "one host tier waits")
+    [standby] = waiting()
+    [active] = set(stack.containers("host-tier")) - {standby}
+    return active, standby
