@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 COMMANDS = "kvbm.commands"
 SERVICES = "kvbm.services"
-OWN_COMMANDS = ("up", "serve", "config")
+OWN_COMMANDS = ("up", "serve", "config", "doctor")
 
 
 def main() -> None:
@@ -67,6 +67,7 @@ def make_app(arguments: list[str]) -> typer.Typer:
     app.command("up")(_up_command())
     app.command("serve", help="Start one service against an existing NATS.")(_serve_command())
     app.command("config")(_config_command())
+    app.command("doctor")(_doctor_command())
     wanted = arguments[0] if arguments else ""
     for entry in entry_points(group=COMMANDS):
         if wanted == entry.name or wanted not in OWN_COMMANDS:
@@ -121,6 +122,46 @@ def _shown(declared: Setting, value: object) -> str:
     from kvbm_common.settings_schema import text_of
 
     return "(set)" if declared.secret and value else text_of(value)
+
+
+def _doctor_command() -> Callable[..., None]:
+    import typer
+
+    def doctor(
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    ) -> None:
+        """Check this host, and say what to change; exits with 1 if something is wrong."""
+        print_examination(as_json=as_json)
+
+    return doctor
+
+
+def print_examination(*, as_json: bool) -> None:
+    """Print every finding; exits with 1 if one is wrong, with 2 for bad settings."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvbm_common.config import Settings
+    from kvbm_common.doctor import examine
+    from kvbm_common.doctor_facts import gather
+
+    settings = _settings_or_exit(Settings.load)
+    findings = examine(gather(settings), settings)
+    code = 1 if any(finding.level == "wrong" for finding in findings) else 0
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        sys.exit(code)
+    table = Table("", "check", "found, and what to change", box=None)
+    styles = {"ok": "green", "better": "yellow", "wrong": "bold red"}
+    for finding in findings:
+        level = f"[{styles[finding.level]}]{finding.level}[/]"
+        table.add_row(level, finding.check, finding.found)
+        if finding.advice:
+            table.add_row("", "", f"→ {finding.advice}", style="dim")
+    Console().print(table)
+    sys.exit(code)
 
 
 def _up_command() -> Callable[..., None]:

@@ -42,6 +42,11 @@ IN_FLIGHT_COUNT_MAX = 64
 POSIX_IO_COUNT_MAX = 16_384
 # 16 to 1,024 measured alike (1 MiB and 64 KiB, O_DIRECT); NIXL's default.
 POSIX_KERNEL_QUEUE = 256
+# A transfer takes one batch of GDS at least, and one too many is an error: as many as may fly,
+# and as many draining.
+GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
+# GDS reports a batch that failed while others of the same transfer may still be moving.
+UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
 # The same while nobody is expected to read from here (`attend`): 0.2 % of a core. Connections come
@@ -122,8 +127,8 @@ class Pump:
         for backend in backends:
             if backend == "OBJ":
                 _prepare_object_plugin(self._agent)
-            defaults = posix_defaults() if backend == "POSIX" else {}
-            self._agent.create_backend(backend, parameters.get(backend, defaults))
+            self._agent.create_backend(backend, parameters.get(backend) or _defaults_of(backend))
+        self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
         self._serves = "UCX" in backends
         self._attentive = True
         self._spins = backends != ("OBJ",)
@@ -347,7 +352,8 @@ class Pump:
         """Whether nothing can be written any more: see the module's text."""
         never_posted = transfer.handle is None
         # A file's error comes after its last I/O, an object's after its only request.
-        local = transfer.remote.kind in ("FILE", "OBJ")
+        kind = transfer.remote.kind
+        local = kind == "OBJ" or (kind == "FILE" and self._file_errors_prove)
         return never_posted or local or self._is_lost(transfer.peer, error)
 
     def _is_lost(self, peer: str, error: Exception) -> bool:
@@ -404,6 +410,12 @@ def _leak(*things: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
+def _defaults_of(backend: str) -> dict[str, str]:
+    if backend == "GDS":
+        return {"batch_pool_size": str(GDS_BATCHES)}
+    return posix_defaults() if backend == "POSIX" else {}
+
+
 def posix_defaults() -> dict[str, str]:
     """Parameters of NIXL's POSIX back end, chosen for this machine."""
     return {
@@ -436,6 +448,12 @@ def probe_posix() -> str:
             agent.create_backend("POSIX", {io_queue: "true", "ios_pool_size": "64"})
             return io_queue
     raise MoverUnavailable("neither io_uring nor Linux AIO is allowed here")
+
+
+def plugin_names() -> tuple[str, ...]:
+    """The back ends that NIXL finds."""
+    config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+    return tuple(sorted(api.nixl_agent("probe", config).get_plugin_list()))
 
 
 def _object_rows(transfer: Transfer) -> list[tuple[int, int, int, str]]:
