@@ -26,7 +26,8 @@ CONSOLIDATOR_SHELLS = (
     "service", "streams", "registrar", "connector_socket", "router_sockets", "tier_feed",
 )  # fmt: skip
 DISK_TIER_SHELLS = (
-    "service", "mover", "store", "disk_medium", "depth", "sealing", "sealed_mover", "bounce",
+    "service", "mover", "store", "disk_medium", "depth", "file_backend", "sealing", "sealed_mover",
+    "bounce",
 )  # fmt: skip
 CORES = [
     *(

@@ -397,6 +397,25 @@ def test_a_file_that_never_answers_times_out_and_drains(memory: Memory) -> None:
     os.close(write_end)
 
 
+def test_where_an_error_proves_nothing_the_memory_is_not_settled(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GDS reports one batch while another may still move. POSIX stands for it: a short read."""
+    monkeypatch.setattr("kvbm_common.nixl_pump.UNPROVEN_FILE_ERRORS", {"POSIX"})
+    path = tmp_path / "short"
+    path.write_bytes(b"x")
+    with path.open("rb") as file, MoverThread("gds", backends=("POSIX",)) as files:
+        files.register_memory(memory.address, SIZE).result(LIMIT_S)
+        files.register_file(file.fileno(), SIZE).result(LIMIT_S)
+        reading = files.read_file(
+            file.fileno(), memory.blocks([0], 4096), Spans.of([0], 4096), deadline_s=LIMIT_S
+        )
+        with pytest.raises(TransferFailed) as short:
+            reading.result(LIMIT_S)
+        assert not short.value.settled
+    assert short.value.settled, "the agent has ended"
+
+
 def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Memory) -> None:
     """Its owner computes on the same core, and expects nobody; over TCP it must take part.
 

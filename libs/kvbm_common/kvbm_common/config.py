@@ -89,6 +89,10 @@ class Settings:
         "KVBM_DISK_EVICTION_POLICY", "lru", schema.choice("lru", "lfu", "prefix"),
         section="disk_tier",
         help="Which block leaves a full disk or bucket first; `kvbm simulate` compares them.")
+    disk_nixl_backend: str = setting(
+        "KVBM_DISK_NIXL_BACKEND", "auto", schema.choice("auto", "gds", "gds_mt"),
+        section="disk_tier", help="What moves blocks to and from disk: NIXL POSIX over io_uring, "
+        "or AIO where that is forbidden (`auto`); GDS or GDS_MT, where they work.")
     disk_queue_depth: int | None = setting(
         "KVBM_DISK_QUEUE_DEPTH", None, schema.integer(1, 1024), section="disk_tier",
         default_text="measured when the store is opened",

@@ -13,8 +13,9 @@ Why *draining*: NIXL 1.5.1 cannot abort. After releasing the handle of a UCX rea
 after removing its peer, all 64 MiB still arrived; releasing a POSIX handle corrupts the queue that
 it shares with others. So a transfer that misses its deadline fails at once for its caller, and its
 handle stays here until NIXL reports an end. Until then the error's `settled` is False: the local
-memory may still be written. What settles: DONE; any error of a POSIX transfer (it comes after the
-last I/O); a lost peer (UCX has failed the endpoint); and, for UCX, the end of the agent in `close`.
+memory may still be written. What settles: DONE; any error of a POSIX or GDS_MT transfer (it comes
+after the last I/O), but none of GDS; a lost peer (UCX has failed the endpoint); and, for UCX, the
+end of the agent in `close`.
 
 What owners of memory must know: over CMA or RDMA nobody asks the owner, so a stopped process is
 read like a running one. Over TCP UCX emulates READ and the owner takes part: an idle mover polls

@@ -1,4 +1,4 @@
-"""The disk tier's mover: bytes between the mapped arena and the file, over NIXL POSIX."""
+"""The disk tier's mover: bytes between the mapped arena and the file, over NIXL."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class NotSettled(KvbmError):
 class DiskMover:
     """One NIXL agent between one file and the arena that is mapped now."""
 
-    def __init__(self, *, name: str, counters: Counters) -> None:
-        self._mover = MoverThread(name, backends=("POSIX",))
+    def __init__(self, *, mover: MoverThread, counters: Counters) -> None:
+        """`mover` can move files; it is closed with this."""
+        self._mover = mover
         self._worker = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="worker")
         self._arena: Arena | None = None
         self._arena_known: Registration | None = None

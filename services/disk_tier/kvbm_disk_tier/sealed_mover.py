@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import block_checksum
 from kvbm_common.counters import Counters
-from kvbm_common.nixl import Moved, Registration, TransferError
+from kvbm_common.nixl import Moved, MoverThread, Registration, TransferError
 
 from kvbm_disk_tier.bounce import BouncePool
 from kvbm_disk_tier.messages import ReadSlots, WriteSlots
@@ -23,8 +23,10 @@ from kvbm_disk_tier.sealing import Keys, seal, unseal
 class SealedMover(DiskMover):
     """Seals what it writes and opens what it reads, in a pool of slots of its own."""
 
-    def __init__(self, *, name: str, counters: Counters, keys: Keys, pool_slots: int) -> None:
-        super().__init__(name=name, counters=counters)
+    def __init__(
+        self, *, mover: MoverThread, counters: Counters, keys: Keys, pool_slots: int
+    ) -> None:
+        super().__init__(mover=mover, counters=counters)
         self._keys = keys
         self._pool_slots = pool_slots
         self._pool: BouncePool | None = None

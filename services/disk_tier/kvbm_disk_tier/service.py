@@ -41,6 +41,7 @@ from kvbm_common.wire.verbs import (
 from kvbm_disk_tier.core import DiskTierCore
 from kvbm_disk_tier.depth import Tuning
 from kvbm_disk_tier.disk_medium import DiskMedium
+from kvbm_disk_tier.file_backend import file_mover
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.medium import Medium
 from kvbm_disk_tier.messages import (
@@ -371,7 +372,7 @@ async def serve(context: ServiceContext) -> None:
     if store is None:
         return
     tuning = Tuning(settings.disk_queue_depth, settings.max_transfer_batch_size)
-    medium = DiskMedium(store, _mover(context, keys), tuning)
+    medium = DiskMedium(store, _mover(context, keys, options), tuning)
     try:
         await TierShell(context, core, medium).run()
     finally:
@@ -391,14 +392,19 @@ def _keys(settings: Settings) -> Keys | None:
     return Keys.parse(settings.disk_keys, "KVBM_DISK_KEYS")
 
 
-def _mover(context: ServiceContext, keys: Keys | None) -> DiskMover:
-    name = f"{context.source}-{context.epoch}"
+def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) -> DiskMover:
+    mover = file_mover(
+        f"{context.source}-{context.epoch}",
+        context.settings.disk_nixl_backend,
+        options.directory,
+        direct=options.direct,
+    )
     if keys is None:
-        return DiskMover(name=name, counters=context.counters)
+        return DiskMover(mover=mover, counters=context.counters)
     from kvbm_disk_tier.sealed_mover import SealedMover
 
     pool_slots = SEALED_BATCHES * context.settings.max_transfer_batch_size
-    return SealedMover(name=name, counters=context.counters, keys=keys, pool_slots=pool_slots)
+    return SealedMover(mover=mover, counters=context.counters, keys=keys, pool_slots=pool_slots)
 
 
 async def serve_nothing(context: ServiceContext, core: DiskTierCore, why: str) -> None:

@@ -13,6 +13,7 @@ from kvbm_common.arena import Arena
 from kvbm_common.checksum import block_checksum
 from kvbm_common.counters import Counters
 from kvbm_common.loop import monotonic_ms
+from kvbm_common.nixl import MoverThread
 from kvbm_common.slots import Block
 from kvbm_common.wire.verbs import ArenaReply
 from kvbm_disk_tier.disk_medium import DiskMedium
@@ -102,8 +103,9 @@ def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> Di
     store = Store(
         StoreOptions(directory=directory, capacity_bytes=0, slot_count=SLOTS, cipher=CIPHER)
     )
+    mover = MoverThread("test", backends=("POSIX",))
     return DiskMedium(
-        store, SealedMover(name="test", counters=Counters(), keys=keys, pool_slots=pool_slots)
+        store, SealedMover(mover=mover, counters=Counters(), keys=keys, pool_slots=pool_slots)
     )
 
 

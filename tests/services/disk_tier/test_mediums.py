@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kvbm_common.counters import Counters
+from kvbm_common.nixl import MoverThread
 from kvbm_disk_tier.disk_medium import DiskMedium
 from kvbm_disk_tier.medium import Medium
 from kvbm_disk_tier.messages import (
@@ -35,7 +36,9 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     medium: Medium
     if request.param == "disk":
         store = Store(StoreOptions(directory=tmp_path / "store", capacity_bytes=SLOTS * SLOT_BYTES))
-        medium = DiskMedium(store, DiskMover(name="test", counters=counters))
+        medium = DiskMedium(
+            store, DiskMover(mover=MoverThread("test", backends=("POSIX",)), counters=counters)
+        )
     elif request.param == "sealed disk":
         medium = sealed_medium(tmp_path / "store", Keys({"": bytes(32)}))
     else:

@@ -11,6 +11,7 @@ from kvbm_common.arena import Arena
 from kvbm_common.checksum import block_checksum
 from kvbm_common.counters import Counters
 from kvbm_common.loop import monotonic_ms
+from kvbm_common.nixl import MoverThread
 from kvbm_common.slots import Block
 from kvbm_disk_tier.messages import (
     ReadDone,
@@ -45,7 +46,7 @@ def mover(tmp_path: Path) -> Iterator[DiskMover]:
     """A mover with a file."""
     fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     os.posix_fallocate(fd, 0, SLOTS * SLOT_BYTES)
-    mover = DiskMover(name="test", counters=Counters())
+    mover = DiskMover(mover=MoverThread("test", backends=("POSIX",)), counters=Counters())
     mover.use_file(fd, SLOTS, SLOT_BYTES)
     yield mover
     mover.close()
