@@ -186,7 +186,17 @@ class Settings:
         help="HTTP port of `/metrics` and the admin API.")
     metrics_bind: str = setting(
         "KVBM_METRICS_BIND", "127.0.0.1", schema.TEXT, section="metrics",
-        help="Address that the HTTP port is opened on; the admin API has no password.")
+        help="Address that the HTTP port is opened on.")
+    admin_token: str = setting(
+        "KVBM_ADMIN_TOKEN", "", schema.SECRET_TOKEN, section="metrics", secret=True,
+        help="Bearer token that may ask and change everything over HTTP.")
+    admin_read_token: str = setting(
+        "KVBM_ADMIN_READ_TOKEN", "", schema.SECRET_TOKEN, section="metrics", secret=True,
+        help="Bearer token that may ask.")
+    admin_open: str = setting(
+        "KVBM_ADMIN_OPEN", "", schema.choice("none", "read", "admin"), section="metrics",
+        default_text="`admin` on loopback without tokens, else `none`",
+        help="What needs no token. `/healthz`, `/readyz` and `/metrics` never need one.")
     cache_stats_max_requests: int = setting(
         "DYN_KVBM_CACHE_STATS_MAX_REQUESTS", 1000, schema.integer(1), section="metrics",
         unit="requests", help="The hit rates cover so many recent requests.")
@@ -360,11 +370,12 @@ def settings_by_name() -> Mapping[str, Setting]:
 def _parse(declared: Setting, text: str, origin: str) -> object:
     try:
         return declared.parser.parse(text)
-    except ValueError as error:
+    except ValueError:
         where = declared.variable
         if origin.startswith("file"):
             where = f"{declared.section}.{declared.name} in {origin} ({declared.variable})"
-        raise ConfigError(where, text, declared.parser.accepts) from error
+        shown = "(a secret)" if declared.secret else text
+        raise ConfigError(where, shown, declared.parser.accepts) from None
 
 
 def _texts_of_file(path: str) -> tuple[dict[str, str], dict[str, str], list[str]]:

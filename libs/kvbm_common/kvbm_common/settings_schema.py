@@ -164,6 +164,12 @@ def _token(text: str) -> str:
     return text
 
 
+def _secret_token(text: str) -> str:
+    if not re.fullmatch(r"[!-~]{8,256}", text):
+        raise ValueError
+    return text
+
+
 def integer(minimum: int, maximum: int | None = None) -> Parser:
     """A whole number in a closed range."""
 
@@ -213,6 +219,7 @@ ENDPOINT = Parser("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _endpoint)
 PORT_OR_OFF = Parser("`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _port_or_off)
 TOKEN = Parser("1 to 64 letters, digits, '-' or '_'", _token)
 TEXT = Parser("text", str)
+SECRET_TOKEN = Parser("8 to 256 printable ASCII characters without blanks", _secret_token)
 PORT = integer(1, 65535)
 
 

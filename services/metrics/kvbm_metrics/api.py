@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Response
 from kvbm_common.counters import Counters
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.holders import HoldersReply
@@ -15,10 +14,10 @@ from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply, Whe
 from kvbm_common.wire.verbs import DumpRequest, MatchReply
 from starlette.exceptions import HTTPException
 
-from kvbm_metrics import collector, exposition, problems
+from kvbm_metrics import admin_api, collector, exposition, pages, problems
+from kvbm_metrics.access import may_read
 from kvbm_metrics.collector import FleetView
 from kvbm_metrics.door import Door
-from kvbm_metrics.fleet import Fleet
 from kvbm_metrics.models import (
     HealthView,
     HoldersView,
@@ -37,20 +36,9 @@ from kvbm_metrics.models import (
     WorkerView,
 )
 from kvbm_metrics.problems import BadQuery
+from kvbm_metrics.state import Api, ApiOf
 
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Api:
-    """What the routes need."""
-
-    fleet: Fleet
-    expected: tuple[str, ...]
-    """Kinds of services without which the system is not ready."""
-    version: str
-    expose_metrics: bool = True
-    """DYN_KVBM_METRICS."""
 
 
 def create_app(api: Api, counters: Counters) -> FastAPI:
@@ -59,22 +47,15 @@ def create_app(api: Api, counters: Counters) -> FastAPI:
         title="KVBM",
         version=api.version,
         summary="Admin API and metrics of the KV-cache block manager.",
+        docs_url=None,  # FastAPI's own page loads its scripts from elsewhere.
         redoc_url=None,
     )
     app.state.api = api
-    app.include_router(router)
+    for part in (health, router, admin_api.questions, admin_api.changes, pages.router):
+        app.include_router(part)
     app.add_middleware(Door, counters=counters)
     problems.install(app)
     return app
-
-
-def _api(request: Request) -> Api:
-    api = request.app.state.api
-    assert isinstance(api, Api)
-    return api
-
-
-ApiOf = Annotated[Api, Depends(_api)]
 
 
 async def _view(api: ApiOf) -> FleetView:
@@ -83,7 +64,11 @@ async def _view(api: ApiOf) -> FleetView:
 
 View = Annotated[FleetView, Depends(_view)]
 
-router = APIRouter()
+health = APIRouter()
+"""What probes and Prometheus ask; without a token, also from afar."""
+router = APIRouter(
+    dependencies=[Depends(may_read)], responses=problems.described(HTTPStatus.UNAUTHORIZED)
+)
 
 _match_reply: JsonCodec[MatchReply] = JsonCodec(MatchReply)
 _batch_reply: JsonCodec[MatchBatchReply] = JsonCodec(MatchBatchReply)
@@ -92,13 +77,13 @@ _where_reply: JsonCodec[WhereReply] = JsonCodec(WhereReply)
 _holders_reply: JsonCodec[HoldersReply] = JsonCodec(HoldersReply)
 
 
-@router.get("/healthz", tags=["health"])
+@health.get("/healthz", tags=["health"])
 async def healthz() -> HealthView:
     """The process lives."""
     return HealthView()
 
 
-@router.get(
+@health.get(
     "/readyz", tags=["health"], responses={UNAVAILABLE: {"model": ReadyView, "description": "No."}}
 )
 async def readyz(api: ApiOf, view: View, response: Response) -> ReadyView:
@@ -109,7 +94,7 @@ async def readyz(api: ApiOf, view: View, response: Response) -> ReadyView:
     return ReadyView(ready=not reasons, reasons=reasons)
 
 
-@router.get(
+@health.get(
     "/metrics",
     tags=["metrics"],
     response_class=Response,

@@ -25,6 +25,8 @@ ASK_DEADLINE_S = 0.5
 """An instance that takes longer to say how it is counts as down. Usually it takes 1 ms."""
 MATCH_DEADLINE_S = 2.0
 """The largest question has a million tokens, which the index hashes first."""
+OPERATOR_DEADLINE_S = 10.0
+"""Longer than a service lets its core take for a verb, so that its own error arrives."""
 CACHE_S = 0.25
 """An answer of the fleet serves all requests of so long. Prometheus asks once a second at most, a
 page twice; a storm of requests does not become one on NATS."""
@@ -101,6 +103,23 @@ class Fleet:
             verb_subject("index", verb),
             msgspec.json.encode(request),
             deadline_s=MATCH_DEADLINE_S,
+        )
+        return codec.decode(payload)
+
+    async def records(self) -> Sequence[ServiceRecord]:
+        """Everybody who is registered; raises RegistryUnavailable when nothing is known."""
+        error = await self._refresh_records()
+        if error and not self._records:
+            raise RegistryUnavailable(error)
+        return self._records
+
+    async def ask_instance(
+        self, record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Ask one instance for something that an operator wants; raises as `ask_index`."""
+        subject = verb_subject(record.kind, verb, host=record.host, instance=record.instance)
+        payload = await self._bus.request(
+            subject, msgspec.json.encode(request), deadline_s=OPERATOR_DEADLINE_S
         )
         return codec.decode(payload)
 

@@ -26,6 +26,12 @@ _STATUS_BY_CODE: Mapping[str, HTTPStatus] = {
     "not_ready": HTTPStatus.SERVICE_UNAVAILABLE,
     "busy": HTTPStatus.SERVICE_UNAVAILABLE,
     "deadline_exceeded": HTTPStatus.GATEWAY_TIMEOUT,
+    "unauthorized": HTTPStatus.UNAUTHORIZED,
+    "forbidden": HTTPStatus.FORBIDDEN,
+    "unknown_block": HTTPStatus.NOT_FOUND,
+    "unknown_instance": HTTPStatus.NOT_FOUND,
+    "unknown_job": HTTPStatus.NOT_FOUND,
+    "too_many_jobs": HTTPStatus.TOO_MANY_REQUESTS,
     "message_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     # A peer's answer does not follow the wire. (Its refusal of *our* message is a RequestFailed.)
     "bad_message": HTTPStatus.BAD_GATEWAY,
@@ -111,7 +117,10 @@ async def _on_kvbm(_request: Request, error: Exception) -> Response:
         status < HTTPStatus.INTERNAL_SERVER_ERROR
     )  # A service's bad reply is no field of theirs.
     errors = {error.field: str(error)} if error.field and theirs else None
-    return problem_response(status, error.code, str(error), errors=errors)
+    response = problem_response(status, error.code, str(error), errors=errors)
+    if status is HTTPStatus.UNAUTHORIZED:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
 
 
 async def _on_mistake(_request: Request, error: Exception) -> Response:

@@ -8,6 +8,7 @@ import errno
 import socket
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import cast
 
 import uvicorn
 from kvbm_common import service
@@ -16,8 +17,12 @@ from kvbm_common.errors import ConfigError
 from kvbm_common.service import ServiceContext
 from kvbm_common.wire.verbs import StatsReply
 
-from kvbm_metrics.api import Api, create_app
+from kvbm_metrics.access import Role, access_of
+from kvbm_metrics.api import create_app
+from kvbm_metrics.audit_log import AuditLog
 from kvbm_metrics.fleet import Fleet
+from kvbm_metrics.jobs import Jobs
+from kvbm_metrics.state import Api
 
 KIND = "metrics"
 CONNECTIONS_MAX = 256
@@ -55,20 +60,32 @@ async def serve(context: ServiceContext) -> None:
     settings = context.settings
     with open_socket(settings) as listener:
         fleet = Fleet(context.bus, context.registry, context.counters)
+        jobs, audit = Jobs(), AuditLog()
         api = Api(
             fleet=fleet,
             expected=expected_kinds(settings),
             version=version("kvbm-metrics"),
             expose_metrics=settings.metrics,
+            access=access_of(
+                bind=settings.metrics_bind,
+                read_token=settings.admin_read_token,
+                admin_token=settings.admin_token,
+                open_role=cast(Role, settings.admin_open) if settings.admin_open else None,
+            ),
+            jobs=jobs,
+            audit=audit,
         )
         server = HttpServer(_http_config(create_app(api, context.counters)))
         context.set_stats(lambda: _stats(context, server))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
+            following = tasks.create_task(audit.run(context.bus), name="audit")
             serving.add_done_callback(lambda _: context.stopping.set())
             await server.is_up.wait()
             context.ready(f"http://{_shown(settings.metrics_bind)}:{settings.metrics_port}")
             await context.stopping.wait()
+            await jobs.close()
+            following.cancel()
             server.should_exit = True
 
 

@@ -1,0 +1,249 @@
+"""What the admin routes do: ask many instances at once, or one step after the other in a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import Hasher, request_extras
+from kvbm_common.registry import ServiceRecord
+from kvbm_common.wire.admin import (
+    PREFETCH_DEADLINE_MS_MAX,
+    STEP_BLOCKS_MAX,
+    BlockReply,
+    BlockRequest,
+    PinsReply,
+    PinsRequest,
+    PrefetchReply,
+    PrefetchRequest,
+    RemoveReply,
+    RemoveRequest,
+)
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.scores import BlockHolder
+
+from kvbm_metrics.admin_models import (
+    BlockStoryView,
+    OutcomeView,
+    PinsView,
+    PinView,
+    PlacedBlockView,
+    PrefetchQuery,
+    RemoveQuery,
+)
+from kvbm_metrics.collector import TIER_OF_KIND
+from kvbm_metrics.fleet import Fleet
+from kvbm_metrics.jobs import Job, Progress
+from kvbm_metrics.models import BlockHolderView
+
+PREFETCH_STEP_BLOCKS = 256
+"""At 2 MiB a block half a GiB: a disk brings it within the deadline of one request."""
+
+_any: JsonCodec[dict[str, Any]] = JsonCodec(dict[str, Any])
+_block: JsonCodec[BlockReply] = JsonCodec(BlockReply)
+_pins: JsonCodec[PinsReply] = JsonCodec(PinsReply)
+_remove: JsonCodec[RemoveReply] = JsonCodec(RemoveReply)
+_prefetch: JsonCodec[PrefetchReply] = JsonCodec(PrefetchReply)
+
+
+class UnknownInstance(KvbmError):
+    """No registered service is meant by that."""
+
+    code = "unknown_instance"
+
+
+def targets(
+    records: Sequence[ServiceRecord],
+    *,
+    kinds: Sequence[str],
+    host: str | None,
+    instance: str | None,
+) -> list[ServiceRecord]:
+    """The instances that are meant; raises UnknownInstance when there are none."""
+    found = [
+        record
+        for record in records
+        if record.kind in kinds
+        and host in (None, record.host)
+        and instance in (None, record.instance)
+    ]
+    if not found:
+        where = f" {instance or '*'} on {host or '*'}" if host or instance else ""
+        raise UnknownInstance(f"no {' or '.join(kinds)}{where} is registered")
+    return found
+
+
+def kinds_of(tier: str) -> list[str]:
+    """The services of a medium, or of `all`."""
+    return [kind for kind, one in TIER_OF_KIND.items() if tier in (one, "all")]
+
+
+async def change(
+    fleet: Fleet, records: Sequence[ServiceRecord], verb: str, request: msgspec.Struct
+) -> list[OutcomeView]:
+    """Ask all of them at once; what each has answered."""
+
+    async def one(record: ServiceRecord) -> OutcomeView:
+        named: Mapping[str, Any] = _named(record)
+        try:
+            reply = await fleet.ask_instance(record, verb, request, _any)
+        except KvbmError as error:
+            return OutcomeView(**named, ok=False, code=error.code, message=str(error))
+        reply.pop("v", None)
+        return OutcomeView(**named, ok=True, reply=reply)
+
+    return list(await asyncio.gather(*map(one, records)))
+
+
+# --- jobs -----------------------------------------------------------------------------------
+
+
+def removing(
+    fleet: Fleet, records: Sequence[ServiceRecord], verb: str, query: RemoveQuery, actor: str
+) -> Callable[[Job], AsyncGenerator[Progress, None]]:
+    """The work of `evict` and `reset`: each instance in steps until nothing is left to remove."""
+    hashes = query.hashes
+    parts = [None] if hashes is None else _parts(list(dict.fromkeys(hashes)), STEP_BLOCKS_MAX)
+
+    async def work(job: Job) -> AsyncGenerator[Progress, None]:
+        counts: Counter[str] = Counter(removed=0, kept=0, missing=0)
+        for record in records:
+            for part in parts:
+                request = RemoveRequest(
+                    hashes=part,
+                    prefix=query.prefix,
+                    namespace=query.namespace,
+                    everything=query.everything,
+                    actor=actor,
+                )
+                more = True
+                while more:
+                    try:
+                        reply = await fleet.ask_instance(record, verb, request, _remove)
+                    except KvbmError as error:
+                        job.errors[record.key] = f"{error.code}: {error}"
+                        break
+                    # Without progress the same would be asked for ever.
+                    more = reply.more and reply.removed > 0
+                    counts["removed"] += reply.removed
+                    if not more:
+                        counts["kept"] += reply.kept
+                        counts["missing"] += len(reply.missing)
+                    yield counts
+
+    return work
+
+
+def prefetching(
+    fleet: Fleet, records: Sequence[ServiceRecord], query: PrefetchQuery, actor: str
+) -> Callable[[Job], AsyncGenerator[Progress, None]]:
+    """The work of `prefetch`: each host tier in steps, until a step finds the end of the run."""
+    parts = _parts(_names_of(query), PREFETCH_STEP_BLOCKS)
+
+    async def work(job: Job) -> AsyncGenerator[Progress, None]:
+        counts: Counter[str] = Counter(blocks=0, filled=0)
+        for record in records:
+            for part in parts:
+                request = PrefetchRequest(
+                    hashes=part, deadline_ms=PREFETCH_DEADLINE_MS_MAX, actor=actor
+                )
+                try:
+                    reply = await fleet.ask_instance(record, "prefetch", request, _prefetch)
+                except KvbmError as error:
+                    job.errors[record.key] = f"{error.code}: {error}"
+                    break
+                counts["blocks"] += reply.blocks
+                counts["filled"] += reply.filled
+                yield counts
+                if reply.blocks < len(part):
+                    break
+
+    return work
+
+
+def _parts(hashes: list[str], size: int) -> list[list[str]]:
+    return [hashes[start : start + size] for start in range(0, len(hashes), size)]
+
+
+def _names_of(query: PrefetchQuery) -> list[str]:
+    """The run as hashes, each once; raises IdentityError."""
+    if query.hashes is not None:
+        return list(dict.fromkeys(query.hashes))
+    assert query.tokens is not None
+    assert query.namespace is not None
+    namespace = query.namespace.to_namespace()
+    whole = len(query.tokens) // namespace.block_tokens * namespace.block_tokens
+    extras = request_extras(lora=query.lora, salt=query.salt)
+    return [name.hex() for name in Hasher(namespace).chain(query.tokens[:whole], extras=extras)]
+
+
+# --- questions to all tiers -----------------------------------------------------------------
+
+
+async def block_story(
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    holders: Sequence[BlockHolder],
+    name: str,
+) -> BlockStoryView | None:
+    """What the index and every tier know of a block; None: nobody has ever heard of it."""
+    answers, silent = await _ask_all(fleet, records, "block", BlockRequest(hash=name), _block)
+    tiers = [_placed(record, reply) for record, reply in answers if reply.held or reply.story]
+    if not holders and not tiers and not silent:
+        return None
+    return BlockStoryView(
+        hash=name,
+        holders=[BlockHolderView(**msgspec.structs.asdict(one)) for one in holders],
+        tiers=tiers,
+        silent=silent,
+    )
+
+
+async def all_pins(fleet: Fleet, records: Sequence[ServiceRecord]) -> PinsView:
+    """The pins of all tiers."""
+    answers, silent = await _ask_all(fleet, records, "pins", PinsRequest(), _pins)
+    pins = [
+        PinView(**_named(record), tier=TIER_OF_KIND[record.kind], **msgspec.structs.asdict(pin))
+        for record, reply in answers
+        for pin in reply.pins
+    ]
+    return PinsView(pins=pins, silent=silent)
+
+
+async def _ask_all(
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    verb: str,
+    request: msgspec.Struct,
+    codec: JsonCodec[Any],
+) -> tuple[list[tuple[ServiceRecord, Any]], list[str]]:
+    """Who has answered what, and who has not and why."""
+    silent: list[str] = []
+
+    async def one(record: ServiceRecord) -> Any:
+        try:
+            return await fleet.ask_instance(record, verb, request, codec)
+        except KvbmError as error:
+            silent.append(f"{record.key}: {error.code}")
+            return None
+
+    replies = await asyncio.gather(*map(one, records))
+    pairs = zip(records, replies, strict=True)
+    return [(record, reply) for record, reply in pairs if reply is not None], sorted(silent)
+
+
+def _placed(record: ServiceRecord, reply: BlockReply) -> PlacedBlockView:
+    told = msgspec.to_builtins(reply)
+    del told["v"]
+    told["checksum"] = f"{reply.checksum:016x}" if reply.held else ""
+    if not reply.held:
+        told["parent"] = told["namespace"] = ""
+    return PlacedBlockView(**_named(record), tier=TIER_OF_KIND[record.kind], **told)
+
+
+def _named(record: ServiceRecord) -> dict[str, Any]:
+    return {"kind": record.kind, "host": record.host, "instance": record.instance}
