@@ -157,11 +157,17 @@ class ConnectorCore:
     # --- lookups ----------------------------------------------------------------------------
 
     def lookup(
-        self, request: str, hashes: Sequence[SequenceHash], now_ms: int
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        now_ms: int,
+        *,
+        deadline_ms: int | None = None,
     ) -> tuple[Hit | None, list[Effect]]:
         """Which run of these blocks can be onboarded? None: ask again, the answer is on its way.
 
         Idempotent: asking again with the same hashes changes nothing. Other hashes start anew.
+        `deadline_ms` goes before the limit of that name, for an engine that waits for the answer.
         """
         state = self._requests.get(request)
         over = state is not None and state.stage in (Stage.LOST, Stage.LOADING)
@@ -169,7 +175,8 @@ class ConnectorCore:
             self._forget(request)  # A load in flight goes on; whoever asks under it starts anew.
             state = None
         if state is None:
-            return self._ask(request, hashes, now_ms), self._take_effects()
+            onboard_ms = deadline_ms or self.limits.onboard_deadline_ms
+            return self._ask(request, hashes, now_ms, onboard_ms), self._take_effects()
         if state.stage is Stage.ASKED:
             if now_ms < state.deadline_ms:
                 return None, []
@@ -183,7 +190,9 @@ class ConnectorCore:
         assert state.found is not None
         return hit_of(state.found), []
 
-    def _ask(self, request: str, hashes: Sequence[SequenceHash], now_ms: int) -> Hit | None:
+    def _ask(
+        self, request: str, hashes: Sequence[SequenceHash], now_ms: int, onboard_ms: int
+    ) -> Hit | None:
         if not self.epoch:
             self.counts["lookups_passed_through"] += 1
             return Hit(0, reason="no_host_tier")
@@ -198,8 +207,8 @@ class ConnectorCore:
             lookup,
             tuple(hashes),
             len(wanted),
-            deadline_ms=now_ms + limits.onboard_deadline_ms + limits.answer_margin_ms,
-            lease_until_ms=now_ms + limits.onboard_deadline_ms + limits.lease_ms,
+            deadline_ms=now_ms + onboard_ms + limits.answer_margin_ms,
+            lease_until_ms=now_ms + onboard_ms + limits.lease_ms,
         )
         message = Lookup(
             engine=self.engine,
@@ -207,8 +216,8 @@ class ConnectorCore:
             lookup=lookup,
             namespace=self.namespace,
             hashes=pack_hashes(wanted),
-            lease_ms=limits.onboard_deadline_ms + limits.lease_ms,
-            deadline_ms=limits.onboard_deadline_ms,
+            lease_ms=onboard_ms + limits.lease_ms,
+            deadline_ms=onboard_ms,
         )
         self._effects.append(ToHost(message))
         self.counts["lookups"] += 1

@@ -74,6 +74,8 @@ class SchedulerHalf:
         self._lock = threading.Lock()
         self._ended: deque[OfferEnded] = deque()
         self._on_news = on_news
+        self.welcome: Welcome | None = None
+        """The last one: where the arena is, whether the host tier answers now or not."""
         self._bye = Bye(engine=engine, incarnation=incarnation)
         self._detach = Detach(engine=engine, incarnation=incarnation)
         hello = Hello(
@@ -144,10 +146,12 @@ class SchedulerHalf:
 
     # --- what the engine calls --------------------------------------------------------------
 
-    def lookup(self, request: str, hashes: Sequence[SequenceHash]) -> Hit | None:
+    def lookup(
+        self, request: str, hashes: Sequence[SequenceHash], *, deadline_ms: int | None = None
+    ) -> Hit | None:
         """See ConnectorCore.lookup."""
         with self._lock:
-            hit, effects = self._core.lookup(request, hashes, _now_ms())
+            hit, effects = self._core.lookup(request, hashes, _now_ms(), deadline_ms=deadline_ms)
         self._carry_out(effects)
         return hit
 
@@ -208,6 +212,7 @@ class SchedulerHalf:
         with self._lock:
             match message:
                 case Welcome():
+                    self.welcome = message
                     effects = self._core.attached(message.epoch)
                 case Found():
                     effects = self._core.found(message)

@@ -1,31 +1,22 @@
-"""The engine's event stream: a ZMQ PUB with a replay ROUTER, byte for byte as vLLM's."""
+"""The sim engine's event stream: what it has stored and removed, published as vLLM does."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
 import zmq
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EngineBatch,
     encode_batch,
-    published_frames,
-    replay_end_frames,
-    replayed_frames,
-    split_replay_request,
 )
 
-BUFFER_BATCHES = 10_000
-"""vLLM's `buffer_steps`."""
-HWM = 100_000
-"""vLLM's `hwm`."""
+from kvbm_connectors.event_publisher import EventPublisher
 
 EngineEvent = TypeVar("EngineEvent", BlockStored, BlockRemoved, AllBlocksCleared)
 
@@ -35,21 +26,15 @@ def engine_hash(name: SequenceHash) -> int:
     return int.from_bytes(name[:8], "big")
 
 
-class EventStream:
-    """Publishes batches of events. One thread only."""
+class EventStream(EventPublisher):
+    """Collects events, and publishes them in batches. One thread only."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, directory: str, name: str):
-        self.endpoint = f"ipc://{directory}/{name}-events.sock"
-        self.replay_endpoint = f"ipc://{directory}/{name}-replay.sock"
-        self._publisher = context.socket(zmq.PUB)
-        self._publisher.setsockopt(zmq.SNDHWM, HWM)
-        self._publisher.setsockopt(zmq.LINGER, 200)
-        self._publisher.bind(self.endpoint)
-        self.replay = context.socket(zmq.ROUTER)
-        self.replay.setsockopt(zmq.LINGER, 0)
-        self.replay.bind(self.replay_endpoint)
-        self._seq = 0
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=BUFFER_BATCHES)
+        super().__init__(
+            context,
+            endpoint=f"ipc://{directory}/{name}-events.sock",
+            replay_endpoint=f"ipc://{directory}/{name}-replay.sock",
+        )
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
 
     def stored(
@@ -95,30 +80,3 @@ class EventStream:
         payload = encode_batch(batch)
         self._events.clear()
         self.publish(payload)
-
-    def publish(self, payload: bytes) -> None:
-        """Publish a batch that is encoded already."""
-        self._publisher.send_multipart(published_frames(b"", self._seq, payload))
-        self._buffer.append((self._seq, payload))
-        self._seq += 1
-
-    def answer_replays(self) -> None:
-        """Answer every replay request that has arrived."""
-        while True:
-            try:
-                client, *frames = self.replay.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                first = split_replay_request(frames)
-            except WireError:
-                continue
-            for seq, payload in self._buffer:
-                if seq >= first:
-                    self.replay.send_multipart([client, *replayed_frames(b"", seq, payload)])
-            self.replay.send_multipart([client, *replay_end_frames()])
-
-    def close(self) -> None:
-        """Close both sockets."""
-        self._publisher.close()
-        self.replay.close()

@@ -42,8 +42,8 @@ class Settings:
         unit="GB", help="Size of the arena when only the disk cache has a size.")
     host_offload_prefix_min_priority: int = setting(
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", 0, schema.integer(0, 100),
-        section="host_tier", soon=True,
-        help="Offload only blocks of at least this priority (TensorRT-LLM).")
+        section="host_tier",
+        help="Offload a request's blocks up to the first one below this priority (TensorRT-LLM).")
     eviction_policy: str = setting(
         "KVBM_EVICTION_POLICY", "lru", schema.choice("lru", "lfu", "prefix"),
         section="host_tier",
@@ -172,6 +172,10 @@ class Settings:
     offer_deadline_ms: int = setting(
         "KVBM_OFFER_DEADLINE_MS", 5000, schema.integer(10, 600_000), section="transfers",
         unit="ms", help="How long an engine holds offered blocks for the pull.")
+    promise_gb: float = setting(
+        "KVBM_PROMISE_GB", 1.0, schema.number(0, inclusive=False), section="transfers", unit="GB",
+        help="Shared memory of a TensorRT-LLM engine for blocks that it was promised and has not "
+        "loaded yet, taken when used: what one step can load.")
     leader_worker_init_timeout_s: int = setting(
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", 1800, schema.integer(1), section="transfers",
         unit="s", help="How long the ranks of one engine wait for each other.")
@@ -217,6 +221,10 @@ class Settings:
         default_text="ipc://RUNTIME_DIR/consolidator.sock",
         help="Where the consolidator listens for engines.")
 
+    trtllm_zmq_port: int | None = setting(
+        "DYN_KVBM_TRTLLM_ZMQ_PORT", None, schema.integer(1, 64_535), section="consolidator",
+        help="Port of this host on which the KV events of a TensorRT-LLM engine are published, by "
+        "Dynamo or by `kvbm_connectors.trtllm.event_pump`; 1000 above it replays are asked for.")
     router_endpoint: str = setting(
         "KVBM_ROUTER_ENDPOINT", "tcp://0.0.0.0:57001", schema.PORT_OR_OFF,
         section="consolidator", help="Where the consolidator publishes in vLLM's format for "

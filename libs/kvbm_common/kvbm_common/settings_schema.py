@@ -254,7 +254,6 @@ NO_EFFECT = {
     "DYN_KVBM_ENABLE_RECORD": "decisions are not recorded",
     "DYN_KVBM_NCCL_MLA_MODE": "there is no NCCL here",
     "DYN_KVBM_NCCL_MAX_CTAS": "there is no NCCL here",
-    "DYN_KVBM_TRTLLM_ZMQ_PORT": "engines connect to KVBM_CONSOLIDATOR_ENDPOINT",
     "DYN_KVBM_ENABLE": "the connector is enabled in the engine",
 }
 """Names that KVBM knows and we accept with a warning that they change nothing."""

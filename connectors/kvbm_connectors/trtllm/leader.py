@@ -1,0 +1,379 @@
+"""The leader: what TensorRT-LLM's scheduler asks and tells, in our connector's words.
+
+    get_num_new_matched_tokens ──► lookup, waited for; copy, compare: a promise
+    build_connector_meta ────────► promises become loads, as soon as their device blocks are known
+    cancel_load, request_reset ──► what was promised is given up
+    request_finished ────────────► offer what it has computed; True: the engine holds the blocks
+    (worker of rank 0) saved ────► the offers are over: the engine may free them
+
+Three habits of the engine shape it (kv_cache_connector.py and py_executor.py of release 1.2):
+
+- A match is asked for once and answered at once. So the answer is waited for here, and all lookups
+  of one step together wait no longer than `onboard_deadline_ms`.
+- A promised load cannot fail: see promises.py.
+- A cancelled request is freed without a word to the connector. So nothing is offered while a
+  request runs, when a pull could meet its blocks in somebody else's hands; only at its end, when
+  the engine keeps them until every rank's worker has called the request saved. And what is
+  followed of a request is bounded: the oldest make room.
+
+It knows the engine by `protocols` only, and is called by one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvbm_common.arena import Arena, ArenaUnavailable
+from kvbm_common.identity import Hasher, SequenceHash
+from kvbm_common.logs import OncePerKind
+from kvbm_common.wire.local import Welcome
+
+from kvbm_connectors.messages import Hit, Load, LoadResult, OfferRun
+from kvbm_connectors.scheduler import SchedulerHalf
+from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
+from kvbm_connectors.trtllm.promises import Kept, PromiseKeeper
+from kvbm_connectors.trtllm.protocols import Request, RequestData, SchedulerOutput
+from kvbm_connectors.trtllm.tracked import Tracked, refusal_of_request
+
+log = logging.getLogger(__name__)
+
+OFFER_BLOCKS_MAX = 256
+"""Blocks of one offer; a long prompt makes several, so that the host tier can share its time."""
+KNOWN_MAX = 65_536
+"""Names that the host tier has been offered in its present life: 6 MB."""
+TRACKED_MAX = 8_192
+"""Requests that are followed; engines run some thousands at a time. Who was cancelled in silence is
+among them until younger ones push it out."""
+WAIT_MS_MIN = 10
+"""Less is not worth a question: the host tier could answer with nothing else."""
+NEWS_WAIT_S = 0.05
+"""Between looks while nobody rings: the core ends a lookup that has no answer."""
+
+
+class LeaderSide:
+    """All requests of one engine."""
+
+    def __init__(
+        self,
+        half: SchedulerHalf,
+        hasher: Hasher,
+        keeper: PromiseKeeper,
+        *,
+        news: threading.Event,
+        step_wait_ms: int,
+        min_priority: int = 0,
+    ) -> None:
+        """`news` is set by the half's thread. All lookups of a step wait `step_wait_ms` at most."""
+        self.counts: Counter[str] = Counter()
+        self._half, self._hasher, self._keeper = half, hasher, keeper
+        self._block_tokens = hasher.namespace.block_tokens
+        self._news = news
+        self._step_wait_ms = step_wait_ms
+        self._step_until_ms: int | None = None
+        """When the lookups of this step have waited long enough; None: nobody has asked yet."""
+        self._min_priority = min_priority
+        self._limiter = OncePerKind(log)
+        self._requests: dict[int, Tracked] = {}
+        """In the order in which they were heard of last."""
+        self._by_offer: dict[int, int] = {}
+        self._saved: set[int] = set()
+        """Finished requests whose offers are over, and that no worker has been told of yet."""
+        self._handed_out: list[int] = []
+        """Promised slots that the last plan's workers read."""
+        self._plan_number = 0
+        self._known: dict[SequenceHash, None] = {}
+        self._known_epoch = 0
+        self._arena: Arena | None = None
+        self._arena_epoch = 0
+
+    # --- admission --------------------------------------------------------------------------
+
+    def matched(self, request: Request, computed_tokens: int) -> int:
+        """Tokens that are promised beyond the device's own `computed_tokens`.
+
+        One token is always left to compute: the engine insists on it.
+        """
+        tracked = self._track(request)
+        if tracked is None or tracked.refused:
+            return 0
+        self._give_up(tracked)  # It has been asked for before, and begins anew.
+        if computed_tokens % self._block_tokens:
+            self.counts["partial_matches"] += 1
+            return 0
+        tokens = request.get_tokens(0)
+        tracked.local = local = computed_tokens // self._block_tokens
+        usable = (len(tokens) - 1) // self._block_tokens
+        if local >= usable:
+            return 0
+        names = tracked.first_names(self._hasher, request, tokens, usable)[local:]
+        tracked.promised = self._found(str(request.request_id), names)
+        return len(tracked.promised) * self._block_tokens
+
+    def _found(self, request: str, names: Sequence[SequenceHash]) -> tuple[int, ...]:
+        """Ask the host tier; the slots in which what it has is kept."""
+        hit = self._wait_found(request, names)
+        if hit is None or not hit.blocks:
+            self._half.forget(request)
+            return ()
+        arena = self._mapped_arena()
+        if arena is None:
+            self.counts["promises_lost.no_arena"] += hit.blocks
+            self._half.forget(request)
+            return ()
+        return self._promise(self._half.take(request, range(hit.blocks)), *arena)
+
+    def _wait_found(self, request: str, names: Sequence[SequenceHash]) -> Hit | None:
+        """Ask, and wait as long as this step still may. None: too late, or no answer."""
+        now_ms = _now_ms()
+        if self._step_until_ms is None:
+            self._step_until_ms = now_ms + self._step_wait_ms
+        left_ms = self._step_until_ms - now_ms
+        if left_ms < WAIT_MS_MIN:
+            self.counts["lookups_not_asked"] += 1
+            return None
+        while True:
+            self._news.clear()
+            hit = self._half.lookup(request, names, deadline_ms=left_ms)
+            if hit is not None:
+                return hit
+            self._news.wait(NEWS_WAIT_S)
+
+    def _promise(self, load: Load, arena: Arena, welcome: Welcome) -> tuple[int, ...]:
+        """Copy what was found into memory of our own, and give the lease back."""
+        found, room = len(load.slots), self._keeper.room(load.block_bytes)
+        if room < found:
+            self.counts["promises_cut_blocks"] += found - room
+            self._limiter.warning("cut", "promised blocks fill KVBM_PROMISE_GB: a hit was cut")
+        if load.epoch != welcome.epoch:
+            kept = Kept(())  # The next life's arena; the lease has ended with the last one's.
+            self.counts["promises_lost.arena_changed"] += found
+        else:
+            kept = self._keeper.keep(load, min(found, room), arena, welcome.slot_bytes)
+        in_time = _now_ms() < load.deadline_ms
+        corrupt = () if kept.corrupt is None else (kept.corrupt,)
+        intact = tuple(index not in corrupt for index in range(found))
+        self._half.load_ended(LoadResult(load, intact, corrupt, "corrupt" if corrupt else ""))
+        self.counts["promises_lost.corrupt"] += len(corrupt)
+        if not in_time:
+            # The checksums say that nobody had written there yet. But a read that ends after its
+            # lease has failed, here as everywhere.
+            self.counts["promises_lost.lease_ended"] += len(kept.slots)
+            self._keeper.give_up(kept.slots)
+            return ()
+        self.counts["promised_blocks"] += len(kept.slots)
+        return kept.slots
+
+    def _mapped_arena(self) -> tuple[Arena, Welcome] | None:
+        """The arena of the host tier's present life, mapped once per life."""
+        welcome = self._half.welcome
+        if welcome is None:
+            return None
+        if self._arena is None or self._arena_epoch != welcome.epoch:
+            self._close_arena()
+            try:
+                self._arena = Arena.attach(welcome.arena_path, writable=False)
+            except (ArenaUnavailable, OSError) as error:  # OSError: no room in our address space.
+                self._limiter.warning("arena", f"the arena cannot be mapped: {error}")
+                return None
+            self._arena_epoch = welcome.epoch
+        return self._arena, welcome
+
+    def cut(self, request: Request, start: int) -> None:
+        """What was promised from token `start` on will not be used."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            used = max(0, -(-start // self._block_tokens) - tracked.local)
+            self._keeper.give_up(tracked.promised[used:])
+            tracked.promised = tracked.promised[:used]
+
+    def reset(self, request: Request) -> None:
+        """The request begins anew, with other blocks."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and not tracked.offers:
+            self._give_up(tracked)
+            del self._requests[request.request_id]
+
+    def _give_up(self, tracked: Tracked) -> None:
+        self._keeper.give_up(tracked.promised)
+        tracked.promised = ()
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def plan(self, output: SchedulerOutput | None) -> StepPlan:
+        """What the workers shall do in this step. Those of the last step have done it: since then
+        all ranks have met in the engine's `get_finished`."""
+        self._step_until_ms = None
+        self._keeper.give_up(self._handed_out)
+        self._handed_out = []
+        self._drain()
+        loads: list[PromisedLoad] = []
+        if output is not None:
+            for data in output.new_requests:
+                self._scheduled(data, loads, is_new=True)
+            for data in output.cached_requests:
+                self._scheduled(data, loads, is_new=False)
+        self._plan_number += 1
+        offering = bool(self._by_offer)
+        return StepPlan(self._plan_number, self._keeper.slot_bytes, tuple(loads), offering)
+
+    def _scheduled(self, data: RequestData, loads: list[PromisedLoad], *, is_new: bool) -> None:
+        tracked = self._requests.get(data.request_id)
+        if tracked is None or tracked.refused:
+            return
+        self._requests[data.request_id] = self._requests.pop(data.request_id)
+        if is_new:
+            tracked.table, tracked.priorities = [], []
+        blocks = list(data.new_block_ids)
+        tracked.table += blocks
+        tracked.priorities += getattr(data, "priorities", None) or [None] * len(blocks)
+        if tracked.promised:
+            loads += self._hand_out(data.request_id, tracked)
+
+    def _hand_out(self, request: int, tracked: Tracked) -> list[PromisedLoad]:
+        """A promise is kept in the request's first step. Where the engine has taken less than it
+        was promised, it has no blocks for the rest, and computes that."""
+        blocks = tuple(tracked.table[tracked.local : tracked.local + len(tracked.promised)])
+        slots, tracked.promised = tracked.promised, ()
+        self._handed_out += slots
+        tracked.loaded = len(blocks)
+        self.counts["kept_blocks"] += len(blocks)
+        first = tracked.local
+        self._remember(tracked.names[first : first + len(blocks)])
+        return [PromisedLoad(request, slots[: len(blocks)], blocks)] if blocks else []
+
+    # --- the end of a request ---------------------------------------------------------------
+
+    def finished(self, request: Request, blocks: Sequence[int]) -> bool:
+        """A request is over; True: keep its blocks until `saved` names it."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.finished:
+            return False  # Refused, forgotten, or said for the second time.
+        self._give_up(tracked)
+        if not tracked.refused:
+            self._offer(request, tracked, blocks)
+        tracked.finished = True
+        if not tracked.offers:
+            del self._requests[request.request_id]
+        return bool(tracked.offers)
+
+    def _offer(self, request: Request, tracked: Tracked, blocks: Sequence[int]) -> None:
+        tokens = request.get_tokens(0)
+        if len(tokens) <= request.prompt_len:
+            # It has not generated anything: cancelled or failed in the middle of its prompt, and
+            # nobody says how much of it has been computed.
+            self.counts["unfinished_prompts"] += 1
+            return
+        # The last token was sampled, and not computed.
+        full = min((len(tokens) - 1) // self._block_tokens, len(blocks))
+        end = min(full, tracked.deserving(self._min_priority)) if self._min_priority else full
+        self.counts["priority_skipped_blocks"] += full - end
+        names = tracked.first_names(self._hasher, request, tokens, end)
+        first = self._first_to_offer(tracked, names)
+        run = tracked.run_to_offer(self._hasher, blocks, first, end)
+        for part in _parts(run):
+            offer = self._half.offer([part])
+            if offer is None:
+                continue  # Nobody is there, or too much is on offer: the core has counted it.
+            tracked.offers.add(offer)
+            self._by_offer[offer] = request.request_id
+            self._remember(part.hashes)
+
+    def _first_to_offer(self, tracked: Tracked, names: Sequence[SequenceHash]) -> int:
+        """Blocks before this one came from the host tier, or have been offered before."""
+        if self._half.epoch != self._known_epoch:
+            self._known_epoch = self._half.epoch
+            self._known.clear()
+        before = tracked.local + tracked.loaded
+        unknown = (index for index in range(min(before, len(names)))
+                   if names[index] not in self._known)  # fmt: skip
+        return next(unknown, min(before, len(names)))
+
+    def saved(self, requests: Iterable[int]) -> list[int]:
+        """Those of these finished requests whose blocks nobody needs any more; each once."""
+        self._drain()
+        saved = [request for request in requests if request in self._saved]
+        self._saved.difference_update(saved)
+        return saved
+
+    def _drain(self) -> None:
+        for ended in self._half.drain_ended():
+            request = self._by_offer.pop(ended.offer)
+            tracked = self._requests[request]
+            tracked.offers.discard(ended.offer)
+            if tracked.finished and not tracked.offers:
+                del self._requests[request]
+                self._saved.add(request)
+
+    # --- what is followed -------------------------------------------------------------------
+
+    def _track(self, request: Request) -> Tracked | None:
+        """None: there are too many that must not be forgotten."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None and self._has_room():
+            refused = refusal_of_request(request)
+            if refused:
+                self.counts[f"requests_refused.{refused}"] += 1
+            tracked = self._requests[request.request_id] = Tracked(refused)
+        return tracked
+
+    def _has_room(self) -> bool:
+        """Forget the one that was heard of longest ago. What was promised must be kept, and who is
+        on offer is heard of again."""
+        if len(self._requests) < TRACKED_MAX:
+            return True
+        for request, tracked in self._requests.items():
+            if not tracked.offers and not tracked.promised:
+                del self._requests[request]
+                self.counts["requests_forgotten"] += 1
+                return True
+        self.counts["requests_refused.busy"] += 1
+        return False
+
+    def _remember(self, names: Iterable[SequenceHash]) -> None:
+        for name in names:
+            self._known.pop(name, None)
+            self._known[name] = None
+        while len(self._known) > KNOWN_MAX:
+            del self._known[next(iter(self._known))]
+
+    @property
+    def idle(self) -> bool:
+        """No request is followed and nothing is on offer."""
+        return not self._requests and not self._by_offer
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        self._keeper.check()
+        promised = [slot for tracked in self._requests.values() for slot in tracked.promised]
+        assert len(set(promised)) == len(promised)
+        assert len(promised) + len(self._handed_out) == self._keeper.promised
+        on_offer = {offer for tracked in self._requests.values() for offer in tracked.offers}
+        assert on_offer == self._by_offer.keys()
+        assert not self._saved & self._requests.keys()
+
+    def close(self) -> None:
+        """Unmap the arena and unlink the promises."""
+        self._close_arena()
+        self._keeper.close()
+
+    def _close_arena(self) -> None:
+        arena, self._arena, self._arena_epoch = self._arena, None, 0
+        if arena is not None:
+            arena.close()
+
+
+def _parts(run: OfferRun) -> Iterable[OfferRun]:
+    """The same run, cut into parts of at most OFFER_BLOCKS_MAX blocks, prefix first."""
+    parent = run.parent
+    for start in range(0, len(run.hashes), OFFER_BLOCKS_MAX):
+        end = min(start + OFFER_BLOCKS_MAX, len(run.hashes))
+        yield OfferRun(parent, run.hashes[start:end], run.blocks[start:end])
+        parent = run.hashes[end - 1]
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

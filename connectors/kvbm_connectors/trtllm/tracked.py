@@ -1,0 +1,88 @@
+"""One request of the engine, as the leader follows it: names, priorities, what it was promised."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash, request_extras
+
+from kvbm_connectors.messages import OfferRun
+from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, Request
+
+
+def refusal_of_request(request: Request) -> str:
+    """Why the blocks of a request have no names; `""` if they have: something gives its tokens
+    another meaning."""
+    if getattr(request, "is_dummy_request", False):
+        return "dummy"
+    if getattr(request, "lora_task_id", None) is not None:
+        return "lora"  # A number, which means another adapter in the next engine.
+    if getattr(request, "multimodal_positions", None) or getattr(
+        request, "multimodal_hashes", None
+    ):
+        return "multimodal"
+    return "prompt_tuning" if getattr(request, "prompt_vocab_size", None) else ""
+
+
+def extras_of(request: Request) -> dict[int, Extras]:
+    """The salt, in the first block. Up to 1.2 a request shows only a 64-bit digest of it."""
+    salt = getattr(request, "cache_salt", None)
+    if salt:
+        return request_extras(salt=salt)
+    number = getattr(request, "cache_salt_id", None)
+    if number is None:
+        return {}
+    return {0: [(ExtraTag.OTHER, b"cache_salt_id" + struct.pack("<Q", number))]}
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request and what is known of its blocks. Indices count blocks from its first token."""
+
+    refused: str = ""
+    names: list[SequenceHash] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+    """Its device blocks, as far as the engine has reported them."""
+    priorities: list[int | None] = field(default_factory=list)
+    """Of the same blocks; None: the engine has said nothing."""
+    local: int = 0
+    """Blocks that the device's own cache had."""
+    promised: tuple[int, ...] = ()
+    """Slots of the blocks behind them, until a plan hands them out."""
+    loaded: int = 0
+    """How many blocks were handed out."""
+    offers: set[int] = field(default_factory=set)
+    finished: bool = False
+
+    def first_names(
+        self, hasher: Hasher, request: Request, tokens: Sequence[int], count: int
+    ) -> list[SequenceHash]:
+        """The names of the first `count` blocks. They must be full."""
+        known, size = len(self.names), hasher.namespace.block_tokens
+        if count > known:
+            self.names += hasher.chain(
+                list(tokens[known * size : count * size]),
+                parent=self.names[-1] if self.names else None,
+                extras=extras_of(request) if known == 0 else None,
+            )
+        return self.names[:count]
+
+    def deserving(self, min_priority: int) -> int:
+        """How many blocks come before the first one below this priority: the prefix counts."""
+        if not min_priority:
+            return len(self.table)
+        below = (
+            index
+            for index, priority in enumerate(self.priorities)
+            if (DEFAULT_PRIORITY if priority is None else priority) < min_priority
+        )
+        return next(below, len(self.priorities))
+
+    def run_to_offer(self, hasher: Hasher, blocks: Sequence[int], first: int, end: int) -> OfferRun:
+        """The blocks from `first` to `end`, or to the first of them that has no page."""
+        bad = (index for index in range(first, end) if blocks[index] == BAD_PAGE)
+        end = next(bad, end)
+        parent = self.names[first - 1] if first else hasher.root
+        return OfferRun(parent, tuple(self.names[first:end]), tuple(blocks[first:end]))

@@ -1,0 +1,134 @@
+"""The worker: lends one rank's KV pool to the host tier, and carries out promised loads.
+
+A load is a copy out of memory that this process has mapped, done when `start_load_kv` returns, in
+the engine's own thread: before the step's computation, and before anybody can free the blocks.
+What cannot be copied was promised all the same, so that it raises: computing on whatever is in
+those blocks would be worse than a failed step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvbm_common.config import Settings
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import Namespace
+from kvbm_common.layout import device_pieces, part_bytes, slot_pieces
+from kvbm_common.wire.local import Region
+
+from kvbm_connectors.trtllm.identity import Life
+from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
+from kvbm_connectors.trtllm.promises import PromiseReader
+from kvbm_connectors.worker import WorkerHalf
+
+log = logging.getLogger(__name__)
+
+
+class PromiseBroken(KvbmError):
+    """A promised load could not be carried out: the step must not go on."""
+
+    code = "promise_broken"
+
+
+class WorkerSide:
+    """One rank. Until memory has been lent, nothing is promised."""
+
+    def __init__(
+        self,
+        life: Life,
+        namespace: Namespace,
+        settings: Settings,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._life, self._namespace, self._settings = life, namespace, settings
+        self._rank, self._world_size = rank, world_size
+        self._half: WorkerHalf | None = None
+        self._promises: PromiseReader | None = None
+        self._regions: Sequence[Region] = ()
+        self._plan_number = 0
+        self._saving: dict[int, None] = {}
+        """Finished requests that the engine keeps until we call them saved."""
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Lend this memory, in place of any other. Raises KvbmError or TimeoutError.
+
+        The promises are mapped first: the host tier, and so the leader, hears of a worker only when
+        it can read what it may be promised.
+        """
+        self.close()
+        self._promises = PromiseReader(self._settings.shm_dir, self._life.incarnation)
+        half = WorkerHalf(
+            engine=self._life.engine,
+            incarnation=self._life.incarnation,
+            namespace=self._namespace,
+            regions=regions,
+            host_tier_endpoint=self._settings.host_tier_endpoint,
+            rank=self._rank,
+            world_size=self._world_size,
+            onboard_mover="nixl",  # It never reads the arena: no need to map it.
+        )
+        self._half, self._regions = half, regions
+        half.start()
+        size = part_bytes(regions)
+        log.info("%d blocks of %d bytes are lent", regions[0].blocks, size)
+
+    def start(self, plan: StepPlan) -> None:
+        """Carry a plan out, once. Raises PromiseBroken."""
+        if plan.number <= self._plan_number:
+            return
+        self._plan_number = plan.number
+        if self._half is not None:
+            self._half.expect_reads(expected=plan.offering)
+        for load in plan.loads:
+            self._copy(load, plan.slot_bytes)
+
+    def _copy(self, load: PromisedLoad, slot_bytes: int) -> None:
+        promises, regions = self._promises, self._regions
+        if promises is None or not regions:
+            raise PromiseBroken(f"request {load.request}: no memory was lent")
+        if not all(0 <= block < regions[0].blocks for block in load.blocks):
+            raise PromiseBroken(f"request {load.request}: blocks {load.blocks} are not in the pool")
+        targets = device_pieces(regions, load.blocks)
+        sources = slot_pieces(
+            regions, load.slots, arena_address=promises.address, slot_bytes=slot_bytes,
+            part_offset=self._rank * part_bytes(regions),
+        )  # fmt: skip
+        for (target, length), (source, _) in zip(targets, sources, strict=True):
+            for to, out_of in zip(target.tolist(), source.tolist(), strict=True):
+                ctypes.memmove(to, out_of, length)  # Without the GIL.
+        self.counts["copied_blocks"] += len(load.blocks)
+        self.counts["bytes.h2d"] += len(load.blocks) * part_bytes(regions)
+
+    def finished(self, finished: Iterable[int]) -> list[int]:
+        """Of the requests that are finished, now or before: those whose blocks may be freed.
+
+        The engine waits for all ranks. Rank 0 is where the leader is and asks it, so that the other
+        ranks need not know, and blocks come free in a step without a plan, too: in one that has no
+        room for any request until they do.
+        """
+        self._saving.update(dict.fromkeys(finished))
+        leader = self._life.leader if self._rank == 0 else None
+        saved = list(self._saving) if leader is None else leader.saved(list(self._saving))
+        for request in saved:
+            del self._saving[request]
+        return saved
+
+    def all_counts(self) -> dict[str, int]:
+        """What has been counted here and by the half."""
+        half = self._half
+        return dict(self.counts) | (dict(half.counts) if half is not None else {})
+
+    def close(self) -> None:
+        """Take the memory back."""
+        half, self._half = self._half, None
+        promises, self._promises = self._promises, None
+        if half is not None:
+            half.close()
+        if promises is not None:
+            promises.close()

@@ -1,0 +1,345 @@
+"""The parts that need no engine: identity, refusals, promises, memory, plans; the import paths."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvbm_common.arena import Arena
+from kvbm_common.checksum import block_checksum
+from kvbm_common.config import Settings
+from kvbm_common.identity import Hasher
+from kvbm_connectors.messages import Load
+from kvbm_connectors.trtllm import __all__ as names
+from kvbm_connectors.trtllm.identity import (
+    Life,
+    Lives,
+    agree,
+    namespace_of,
+    refusal_of,
+    stream_of,
+)
+from kvbm_connectors.trtllm.memory import CannotLend, regions_of_layout, regions_of_tensor
+from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
+from kvbm_connectors.trtllm.promises import PromiseKeeper, PromiseReader
+from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, SOURCES
+from kvbm_connectors.trtllm.tracked import Tracked, refusal_of_request
+from kvbm_connectors.trtllm.worker import PromiseBroken, WorkerSide
+
+from tests.connectors.helpers import NAMESPACE, name
+from tests.connectors.trtllm.engine import PART_BYTES, LlmRequest, Tensor
+from tests.connectors.trtllm.package import LlmArgs, Mapping, ParallelConfig, args_of, installed
+
+# ---- the classes and where they come from ----------------------------------------------------
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_engine_is_found_where_its_release_has_it(source: str) -> None:
+    """KVBM's own names are the same classes."""
+    with installed(source=source):
+        module = importlib.import_module("kvbm_connectors.trtllm")
+        classes = [getattr(module, name) for name in names]
+        assert classes[:2] == classes[2:]
+        assert [len(found.__abstractmethods__) for found in classes] == [0] * 4
+
+
+def test_without_the_engine_it_is_said_what_is_missing() -> None:
+    with pytest.raises(ModuleNotFoundError, match="TensorRT-LLM has none of"):
+        importlib.import_module("kvbm_connectors.trtllm.connector")
+
+
+def test_a_broken_engine_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is there, and something that it imports is not."""
+    missing = ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    def broken(path: str) -> Any:
+        if path.startswith("tensorrt_llm"):
+            raise missing
+        return importlib.import_module(path)
+
+    with installed():
+        connector = importlib.import_module("kvbm_connectors.trtllm.connector")
+        monkeypatch.setattr(connector, "importlib", SimpleNamespace(import_module=broken))
+        with pytest.raises(ModuleNotFoundError, match="torch"):
+            connector._interface()
+
+
+# ---- identity --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"enable_block_reuse": False}, "enable_block_reuse to true"),
+        ({"enable_partial_reuse": True}, "enable_partial_reuse to false"),
+        ({"host_cache_size": 1 << 30}, "host_cache_size"),
+        ({"max_attention_window": [4096]}, "sliding windows"),
+    ],
+)
+def test_what_cannot_be_cached_is_said(
+    change: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine then computes: every question has the answer that it would have without us."""
+    args = args_of(**change)
+    assert text in refusal_of(args)
+    with installed():
+        module = importlib.import_module("kvbm_connectors.trtllm")
+        leader, worker = module.KvbmConnectorLeader(args), module.KvbmConnectorWorker(args)
+        assert text in caplog.text
+        worker.register_kv_caches(Tensor(4))
+        request = LlmRequest(1, list(range(10)), [1])
+        assert leader.get_num_new_matched_tokens(request, 0) == (0, False)
+        worker.bind_connector_meta(leader.build_connector_meta(None))
+        worker.start_load_kv(None)
+        assert leader.request_finished(request, [0]) is False
+        assert worker.get_finished([], []) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (LlmArgs(parallel_config=ParallelConfig(Mapping(pp_size=2))), "pipeline"),
+        (LlmArgs(parallel_config=ParallelConfig(Mapping(cp_size=2))), "context"),
+        (LlmArgs(enable_attention_dp=True), "attention data"),
+        (LlmArgs(max_beam_width=2), "beam"),
+    ],
+)
+def test_other_shapes_are_refused(args: LlmArgs, text: str) -> None:
+    assert text in refusal_of(args)
+    assert refusal_of(args_of()) == ""
+
+
+def test_what_makes_bytes_differ_is_in_the_namespace(tmp_path: Path) -> None:
+    """The engine's release, the cache's precision, the quantisation, the ranks, the weights."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    quant = SimpleNamespace(quant_algo=SimpleNamespace(value="FP8"), kv_cache_quant_algo=None)
+    args = replace(args_of(), model=tmp_path)
+    kinds = [
+        namespace_of(args, "1.2.1"),
+        namespace_of(args, "1.2.2"),
+        namespace_of(replace(args_of(dtype="fp8"), model=tmp_path), "1.2.1"),
+        namespace_of(replace(args, quant_config=quant), "1.2.1"),
+        namespace_of(replace(args_of(world_size=2), model=tmp_path), "1.2.1"),
+        namespace_of(replace(args, model="hub/name"), "1.2.1"),
+        namespace_of(replace(args, model="hub/name", revision="main"), "1.2.1"),
+    ]
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    kinds.append(namespace_of(args, "1.2.1"))
+    assert len({kind.digest for kind in kinds}) == len(kinds)
+    assert kinds[3].quantisation == "FP8"
+
+
+def test_all_ranks_of_an_engine_have_one_life() -> None:
+    """Two halves of one process share it by their arguments; other ranks hear it from rank 0."""
+    args, lives = args_of(), Lives()
+    ours = lives.of(args)
+    assert lives.of(args) is ours
+    assert lives.of(args_of()) is not ours  # Equal arguments of another engine.
+    theirs = Life("0" * 16, args_of(1, 2))
+    agree(theirs, 2, lambda value, root: ours.incarnation)
+    assert theirs.incarnation == ours.incarnation
+    agree(theirs, 1, lambda value, root: pytest.fail("nobody else is there"))
+
+
+def test_events_are_followed_where_they_are_published() -> None:
+    """By the engine itself (1.3), on KVBM's port, or not at all."""
+    life = Life("0" * 16, args_of())
+    config = SimpleNamespace(publisher="zmq", endpoint="tcp://*:5557",
+                             replay_endpoint="tcp://0.0.0.0:5657", topic="kv")  # fmt: skip
+    pushed = stream_of(args_of(kv_events_config=config), life, NAMESPACE, 20081)
+    assert (pushed.endpoint, pushed.replay_endpoint, pushed.topic) == (
+        "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657", "kv",
+    )  # fmt: skip
+    pulled = stream_of(args_of(), life, NAMESPACE, 20081)
+    assert (pulled.endpoint, pulled.replay_endpoint) == (
+        "tcp://127.0.0.1:20081", "tcp://127.0.0.1:21081",
+    )  # fmt: skip
+    assert stream_of(args_of(), life, NAMESPACE, None).endpoint == ""
+
+
+# ---- requests --------------------------------------------------------------------------------
+
+
+def test_requests_whose_tokens_mean_something_else_are_refused() -> None:
+    for field, reason in (
+        ("lora_task_id", "lora"),
+        ("multimodal_positions", "multimodal"),
+        ("multimodal_hashes", "multimodal"),
+        ("prompt_vocab_size", "prompt_tuning"),
+        ("is_dummy_request", "dummy"),
+    ):
+        request: Any = SimpleNamespace(**{field: [1]})
+        assert refusal_of_request(request) == reason
+    assert refusal_of_request(LlmRequest(1, [1], [])) == ""
+
+
+@given(st.lists(st.none() | st.integers(0, 100)), st.integers(0, 100))
+def test_the_prefix_of_high_priority(priorities: list[int | None], least: int) -> None:
+    """The longest run from the first block on in which no block is below."""
+    tracked = Tracked(priorities=list(priorities), table=list(range(len(priorities))))
+    count = tracked.deserving(least)
+    values = [DEFAULT_PRIORITY if priority is None else priority for priority in priorities]
+    assert all(value >= least for value in values[:count])
+    assert count == len(values) or values[count] < least
+
+
+def test_a_block_without_a_page_ends_what_is_offered() -> None:
+    hasher = Hasher(NAMESPACE)
+    tracked = Tracked(names=[name(n) for n in (1, 2, 3)])
+    run = tracked.run_to_offer(hasher, [5, 6, BAD_PAGE], 1, 3)
+    assert (run.parent, run.hashes, run.blocks) == (name(1), (name(2),), (6,))
+    assert tracked.run_to_offer(hasher, [BAD_PAGE, 6, 7], 0, 3).blocks == ()
+
+
+# ---- promises --------------------------------------------------------------------------------
+
+BLOCK_BYTES = 100
+
+
+def load_of(arena: Arena, slots: list[int], *, rotten: int | None = None) -> Load:
+    """Of these slots of an arena, whose slots are as large as blocks."""
+    sums = [block_checksum(arena.view(slot * BLOCK_BYTES, BLOCK_BYTES)) for slot in slots]
+    if rotten is not None:
+        sums[rotten] ^= 1
+    return Load(
+        request="r", epoch=1, lease=1, slots=tuple(slots), blocks=tuple(range(len(slots))),
+        hashes=tuple(name(n) for n in slots), checksums=tuple(sums), block_bytes=BLOCK_BYTES,
+        deadline_ms=1 << 60,
+    )  # fmt: skip
+
+
+def test_what_is_promised_is_a_copy(tmp_path: Path) -> None:
+    """1. Two of three blocks are kept, the last is not what it should be. 2. The arena changes: a
+    worker still reads what was promised. 3. What is given up is used again; nothing is left."""
+    with Arena.create(tmp_path, "arena", 10 * BLOCK_BYTES) as arena:
+        arena.array[:] = np.arange(10 * BLOCK_BYTES, dtype=np.uint8)
+        keeper = PromiseKeeper(tmp_path, "1", 4 * 128)
+        assert keeper.room(BLOCK_BYTES) == 4
+        kept = keeper.keep(load_of(arena, [7, 2, 5], rotten=2), 3, arena, BLOCK_BYTES)
+        assert (len(kept.slots), kept.corrupt, keeper.promised) == (2, 2, 2)
+        expected = bytes(arena.view(2 * BLOCK_BYTES, BLOCK_BYTES))
+        arena.array[:] = 0
+        reader = PromiseReader(tmp_path, "1")
+        offset = kept.slots[1] * keeper.slot_bytes
+        assert bytes(reader._memory.view(offset, BLOCK_BYTES)) == expected
+        keeper.give_up(kept.slots)
+        keeper.check()
+        assert keeper.keep(load_of(arena, [1, 1, 1, 1]), 4, arena, BLOCK_BYTES).corrupt is None
+        assert keeper.room(BLOCK_BYTES) == 0
+        assert keeper.room(2 * BLOCK_BYTES) == 0
+        reader.close()
+        keeper.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_promises_of_a_dead_engine_are_removed(tmp_path: Path) -> None:
+    """Its file is there and nobody holds it; that of a living one stays."""
+    (tmp_path / "kvbm-promises-dead").write_bytes(b"x")
+    alive = PromiseKeeper(tmp_path, "alive", 4096)
+    other = PromiseKeeper(tmp_path, "other", 4096)
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["kvbm-promises-alive", "kvbm-promises-other"]
+    alive.close()
+    other.close()
+
+
+# ---- memory and plans ------------------------------------------------------------------------
+
+
+class PoolRegion:
+    """A region as the V2 manager describes it, in memory of ours."""
+
+    def __init__(self, tensor: Tensor, offset: int, size: int) -> None:
+        self.base, self.size = tensor.data_ptr() + offset, size
+        self.stride, self.num_slots = PART_BYTES, tensor.shape[0]
+        self._tensor = tensor
+
+    def as_tensor(self) -> Tensor:
+        return self._tensor
+
+
+def group(*regions: PoolRegion, replicated: tuple[PoolRegion, ...] = (), **fields: Any) -> Any:
+    return SimpleNamespace(
+        regions=regions, replicated_regions=replicated, window_size=fields.get("window_size")
+    )
+
+
+def test_one_tensor_is_one_region() -> None:
+    """V1's pool has its blocks outermost."""
+    tensor = Tensor(5)
+    [region] = regions_of_tensor(tensor)
+    assert (region.address, region.stride, region.piece_bytes, region.blocks) == (
+        tensor.data_ptr(), PART_BYTES, PART_BYTES, 5,
+    )  # fmt: skip
+
+
+def test_a_layout_s_regions_are_ours() -> None:
+    """V2's pools, those that all ranks have alike among them."""
+    tensor = Tensor(5)
+    own, shared = PoolRegion(tensor, 0, 64), PoolRegion(tensor, 64, 32)
+    layout = SimpleNamespace(groups=[group(own, replicated=(shared,))])
+    regions = regions_of_layout(layout)
+    assert [(region.address - tensor.data_ptr(), region.piece_bytes) for region in regions] == [
+        (0, 64), (64, 32),
+    ]  # fmt: skip
+    assert {region.stride for region in regions} == {PART_BYTES}
+
+
+def test_memory_that_cannot_be_lent_is_said() -> None:
+    tensor, gpu = Tensor(2), Tensor(2, device="cuda")
+    region = PoolRegion(tensor, 0, 64)
+    with pytest.raises(CannotLend, match="on cuda"):
+        regions_of_tensor(gpu)
+    with pytest.raises(CannotLend, match="on cuda"):
+        regions_of_layout(SimpleNamespace(groups=[group(PoolRegion(gpu, 0, 64))]))
+    with pytest.raises(CannotLend, match="2 layer groups"):
+        regions_of_layout(SimpleNamespace(groups=[group(region), group(region)]))
+    with pytest.raises(CannotLend, match="windows"):
+        regions_of_layout(SimpleNamespace(groups=[group(region, window_size=8)]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int) -> None:
+    """1. Each rank takes its part of the promised blocks. 2. The engine leaves a plan bound: the
+    second time it is offered nothing happens. 3. A plan that cannot be carried out raises."""
+    settings = Settings.load({}, {"shm_dir": tmp_path, "runtime_dir": tmp_path})
+    with Arena.create(tmp_path, "arena", 4 * ranks * PART_BYTES) as arena:
+        arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.bytes, np.uint8)
+        life = Life("0" * 16, args_of())
+        keeper = PromiseKeeper(tmp_path, life.incarnation, 1 << 16)
+        source = arena.array.reshape(4, ranks * PART_BYTES).copy()
+        size = ranks * PART_BYTES
+        load = Load(
+            request="r", epoch=1, lease=1, slots=(2, 1), blocks=(0, 1), hashes=(name(2), name(1)),
+            checksums=tuple(block_checksum(source[slot]) for slot in (2, 1)), block_bytes=size,
+            deadline_ms=1 << 60,
+        )  # fmt: skip
+        assert keeper.room(size)
+        kept = keeper.keep(load, 2, arena, size)
+        plan = StepPlan(1, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 0)),))
+        for rank in range(ranks):
+            tensor = Tensor(5)
+            side = WorkerSide(life, NAMESPACE, settings, rank=rank, world_size=ranks)
+            with pytest.raises(PromiseBroken, match="no memory"):
+                side.start(plan)
+            side._plan_number = 0
+            side.register(regions_of_tensor(tensor))
+            side.start(plan)
+            blocks = tensor.memory.reshape(5, -1).view(np.uint8)
+            part = slice(rank * PART_BYTES, (rank + 1) * PART_BYTES)
+            assert np.array_equal(blocks[3], source[2][part])
+            assert np.array_equal(blocks[0], source[1][part])
+            tensor.memory[:] = 0
+            side.start(plan)
+            assert not tensor.memory.any()
+            with pytest.raises(PromiseBroken, match="not in the pool"):
+                side.start(StepPlan(2, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 5)),)))
+            side.close()
+        keeper.close()
