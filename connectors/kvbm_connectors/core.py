@@ -363,7 +363,8 @@ class ConnectorCore:
                 )
             )
         if held:
-            self._end_offer(pulled.offer, pulled.pulled, pulled.reason or "pulled")
+            reason = pulled.reason or "pulled"
+            self._end_offer(pulled.offer, pulled.pulled, reason, complete=not pulled.failed)
         return self._take_effects()
 
     def revoke(self, offer: int, reason: str = "revoked") -> list[Effect]:
@@ -372,11 +373,11 @@ class ConnectorCore:
             self._end_offer(offer, 0, reason)
         return self._take_effects()
 
-    def _end_offer(self, offer: int, stored: int, reason: str) -> None:
+    def _end_offer(self, offer: int, stored: int, reason: str, *, complete: bool = False) -> None:
         del self._offers[offer]
         self.counts[f"offers_ended.{reason}"] += 1
         self.counts["offload_blocks"] += stored
-        self._effects.append(OfferEnded(offer, stored))
+        self._effects.append(OfferEnded(offer, stored, complete))
 
     # --- time -------------------------------------------------------------------------------
 

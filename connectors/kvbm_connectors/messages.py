@@ -94,6 +94,8 @@ class OfferEnded:
 
     offer: int
     stored: int
+    complete: bool = False
+    """All of it is in the host tier now: stored, or there before."""
 
 
 Effect = ToHost | ToEvents | OfferEnded

@@ -178,10 +178,18 @@ class Engine:
         return offer
 
     def pulled(
-        self, offer: int, count: int = 1, *, confirm: bool = True, reason: str = ""
+        self,
+        offer: int,
+        count: int = 1,
+        *,
+        failed: int = 0,
+        confirm: bool = True,
+        reason: str = "",
     ) -> list[Effect]:
         """The host tier has what it wanted."""
-        message = Pulled(offer=offer, pulled=count, skipped=0, reason=reason, confirm=confirm)
+        message = Pulled(
+            offer=offer, pulled=count, skipped=0, failed=failed, reason=reason, confirm=confirm
+        )
         return self.hear(message)
 
     def revoke(self, offer: int) -> None:

@@ -29,7 +29,7 @@ def test_an_offer_from_the_engine_to_the_confirm() -> None:
     assert engine.held == {offer}
     engine.pulled(offer, 2)
     assert engine.confirms == [(offer, True)]
-    assert engine.ended == [OfferEnded(offer, 2)]
+    assert engine.ended == [OfferEnded(offer, 2, complete=True)]
     assert engine.core.idle()
     assert engine.core.counts["offload_blocks"] == 2
     assert engine.core.counts["offers_ended.pulled"] == 1
@@ -42,8 +42,16 @@ def test_an_offer_that_nobody_wants_ends_without_a_confirm() -> None:
     assert offer is not None
     engine.pulled(offer, 0, confirm=False, reason="busy")
     assert engine.confirms == []
-    assert engine.ended == [OfferEnded(offer, 0)]
+    assert engine.ended == [OfferEnded(offer, 0, complete=True)]
     assert engine.core.counts["offers_ended.busy"] == 1
+
+
+def test_an_offer_of_which_something_failed_is_not_complete() -> None:
+    engine = Engine()
+    offer = engine.offer(1, 2)
+    assert offer is not None
+    engine.pulled(offer, 1, failed=1, reason="no_room")
+    assert engine.ended == [OfferEnded(offer, 1, complete=False)]
 
 
 def test_an_offer_that_nobody_answers_ends_by_its_deadline() -> None:

@@ -135,7 +135,7 @@ def test_an_offer_is_pulled_confirmed_and_ended(
     host.say(Pulled(offer=offer, pulled=2, skipped=0))
     confirm = host.hear(Confirm)
     assert (confirm.offer, confirm.held) == (offer, True)
-    assert half.drain_ended() == [OfferEnded(offer, 2)]
+    assert half.drain_ended() == [OfferEnded(offer, 2, complete=True)]
     assert half.drain_ended() == []
 
 

@@ -50,11 +50,14 @@ VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 class LiveStack:
     """A private stack whose event loop runs in a thread of its own."""
 
-    def __init__(self, overrides: Mapping[str, object]) -> None:
+    def __init__(
+        self, overrides: Mapping[str, object], services: Sequence[str] | None = None
+    ) -> None:
+        """`services` are all of them unless named."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
         self._thread.start()
-        self.stack = Stack.private(overrides)
+        self.stack = Stack.private(overrides, **({"services": services} if services else {}))
         self._bus: Bus | None = None
 
     def open(self) -> None:
@@ -119,9 +122,11 @@ class LiveStack:
 
 
 @contextlib.contextmanager
-def live_stack(overrides: Mapping[str, object]) -> Iterator[LiveStack]:
+def live_stack(
+    overrides: Mapping[str, object], services: Sequence[str] | None = None
+) -> Iterator[LiveStack]:
     """A stack for the length of a block."""
-    stack = LiveStack(overrides)
+    stack = LiveStack(overrides, services)
     try:
         stack.open()
         yield stack

@@ -1,0 +1,21 @@
+"""KVBM for SGLang: a HiCache storage back end, `class_name` KvbmHiCacheStorage in this module.
+
+Light on purpose: SGLang, and with it torch, is imported when somebody asks for the class.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbm_connectors.sglang.backend import KvbmHiCacheStorage
+
+__all__ = ["KvbmHiCacheStorage"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KvbmHiCacheStorage":
+        from kvbm_connectors.sglang.backend import KvbmHiCacheStorage
+
+        return KvbmHiCacheStorage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,149 @@
+"""The back end as SGLang knows it: `HiCacheStorage`, translated to `Storage`.
+
+`--hicache-storage-backend dynamic` makes one of these in each rank, and another one whenever a
+storage is attached while it serves.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+
+from kvbm_connectors.sglang.events import Stream, stream_of
+from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.pages import KV
+from kvbm_connectors.sglang.storage import Storage
+from kvbm_connectors.vllm.namespace import fingerprint
+
+log = logging.getLogger(__name__)
+
+
+class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
+    """One rank's storage. Pages are read and written where they are: zero copy, `interface_v1`."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        options = Options.read(storage_config.extra_config or {})
+        arguments = _server_args()
+        if not options.revision:
+            options = options.of_revision(_revision(arguments))
+        self.storage = Storage(storage_config, options, _stream(arguments, storage_config.dp_rank))
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self.storage.register(mem_pool_host, KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self.storage.register(host_pool, str(host_pool_name))
+
+    def on_host_pools_registered(self) -> None:
+        self.storage.start()
+
+    def exists(self, key: str) -> bool:
+        return self.storage.exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return self.storage.exists(keys)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        return self.storage.get(keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        return self.storage.set(keys, host_indices, extra_info)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any:
+        hits = self.storage.exists_in_all(keys, pool_transfers or [])
+        return PoolTransferResult(hits.pages, dict(hits.by_pool), list(hits.restorable))
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {
+            transfer.name: self.storage.get(
+                transfer.keys or [], transfer.host_indices, str(transfer.name)
+            )
+            for transfer in transfers
+        }
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {
+            transfer.name: self.storage.set(
+                transfer.keys or [], transfer.host_indices, extra_info, str(transfer.name)
+            )
+            for transfer in transfers
+        }
+
+    def clear(self) -> None:
+        self.storage.clear()
+
+    def get_stats(self) -> Any:
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        found = self.storage.statistics()
+        return StorageMetrics(
+            prefetch_pgs=found.read_pages,
+            backup_pgs=found.written_pages,
+            prefetch_bandwidth=found.read_gb_per_s,
+            backup_bandwidth=found.written_gb_per_s,
+        )
+
+    def close(self) -> None:
+        """Detach; SGLang calls it when the storage is detached or could not be attached."""
+        self.storage.close()
+
+    # --- the copying interface, which is not served: attaching without `interface_v1` fails -----
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        self.storage.refuse("get")
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        self.storage.refuse("batch_get")
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        self.storage.refuse("set")
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        self.storage.refuse("batch_set")
+        return False
+
+
+def _server_args() -> Any:
+    """SGLang's arguments; None outside a server."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except Exception as error:  # Another SGLang may keep them elsewhere, and say so in any way.
+        log.info("the server's arguments are not known: %r", error)
+        return None
+
+
+def _revision(arguments: Any) -> str:
+    """The weights: a revision of a hub model, or a fingerprint of a directory."""
+    path = Path(str(getattr(arguments, "model_path", "") or ""))
+    if path != Path() and path.is_dir():
+        return fingerprint(path)
+    return str(getattr(arguments, "revision", "") or "")
+
+
+def _stream(arguments: Any, rank: int) -> Stream:
+    return stream_of(getattr(arguments, "kv_events_config", None), rank)

@@ -1,0 +1,49 @@
+"""Generations: how `clear` makes all that was stored so far unreachable, on this host.
+
+A generation is a few random bytes in a file of the state directory, and part of every page's
+name. Another one, and nothing that was stored before is found again; eviction takes it. That is as
+fast for a terabyte as for nothing, and a page that is on its way in cannot come back.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from pathlib import Path
+
+GENERATION_BYTES = 8
+DIRECTORY = "sglang"
+
+
+class Generation:
+    """The generation of one namespace. Every engine of the host sees it change."""
+
+    def __init__(self, state_dir: Path, namespace: bytes) -> None:
+        self._path = state_dir / DIRECTORY / f"{namespace.hex()[:32]}.generation"
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int] | None = None
+        self._value = b""
+
+    def read(self) -> bytes:
+        """The present one; the file is read again when it is another. Empty before any `clear`.
+
+        Raises OSError when it is there and cannot be read: what was cleared must not come back.
+        """
+        with self._lock:
+            try:
+                found = os.stat(self._path)
+            except FileNotFoundError:
+                self._stamp, self._value = None, b""
+                return b""
+            stamp = (found.st_ino, found.st_mtime_ns)
+            if stamp != self._stamp:
+                self._value, self._stamp = self._path.read_bytes(), stamp
+            return self._value
+
+    def renew(self) -> None:
+        """Begin another one. Raises OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(f".{secrets.token_hex(4)}")
+        draft.write_bytes(secrets.token_bytes(GENERATION_BYTES))
+        os.replace(draft, self._path)

@@ -1,0 +1,132 @@
+"""Pages: what SGLang's page keys and host pools are in our terms. Pure.
+
+A page key is a hash over the tokens up to the page's end. It says nothing of model, layout or rank,
+so it becomes a name only under the namespace of the pool:
+
+    name = BLAKE2b-128(key = namespace digest, person = "kvbm-page", generation ‖ page key)
+
+`generation` is what `clear` changes. A page is a block; page p of a pool holds the token slots
+from p × page size on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import HASH_BYTES, Namespace, SequenceHash
+from kvbm_common.wire.local import Region
+
+from kvbm_connectors.sglang.engine_types import HostPool, Indices, StorageConfig
+
+PERSON = b"kvbm-page"
+PIECES_MAX = 4_096
+"""Pieces of one page: two for each of a thousand layers are half of it."""
+KV = "kv"
+SHARDED = frozenset({"mamba"})
+"""Pools that differ from rank to rank even where the KV pool does not."""
+
+
+class UnknownPool(KvbmError):
+    """A host pool whose pages are not where we understand them to be."""
+
+    code = "unknown_pool"
+
+
+def names_of(namespace: bytes, generation: bytes, keys: Sequence[str]) -> list[SequenceHash]:
+    """The names of some pages; `namespace` is the digest."""
+    base = hashlib.blake2b(generation, key=namespace, digest_size=HASH_BYTES, person=PERSON)
+    names: list[SequenceHash] = []
+    for key in keys:
+        page = base.copy()
+        page.update(key.encode())
+        names.append(SequenceHash(page.digest()))
+    return names
+
+
+def pages_of(pool: HostPool, indices: Indices, count: int) -> list[int]:
+    """The pages that `count` keys' token slots are in; raises UnknownPool if they are none."""
+    size = pool.page_size
+    slots = indices.tolist()
+    if len(slots) != count * size:
+        raise UnknownPool(f"{len(slots)} token slots for {count} pages of {size}")
+    starts = slots[::size]
+    if any(start % size for start in starts):
+        raise UnknownPool("a page that does not begin at a multiple of the page size")
+    return [start // size for start in starts]
+
+
+def regions_of(pool: HostPool) -> list[Region]:
+    """Where the pieces of all pages are, by the pool's own account; raises UnknownPool.
+
+    The first two pages tell, the last one is asked to agree: layouts need not be known.
+    """
+    size, count = pool.page_size, pool.size // pool.page_size
+    if count < 1:
+        raise UnknownPool("a pool without pages")
+    first, second, last = (_pieces(pool, page) for page in (0, min(1, count - 1), count - 1))
+    regions = [
+        Region(
+            address=address,
+            stride=(following - address) or length,
+            piece_bytes=length,
+            blocks=count,
+        )
+        for (address, length), (following, _) in zip(first, second, strict=True)
+    ]
+    found = [(r.address + (count - 1) * r.stride, r.piece_bytes) for r in regions]
+    if found != last or any(region.stride < region.piece_bytes for region in regions):
+        raise UnknownPool(f"the pages of layout {pool.layout!r}, of {size} slots, do not follow")
+    return regions
+
+
+def _pieces(pool: HostPool, page: int) -> list[tuple[int, int]]:
+    indices = np.arange(page * pool.page_size, (page + 1) * pool.page_size)
+    found = pool.get_page_buffer_meta(indices)
+    addresses, lengths = found if found else ([], [])
+    if not 0 < len(addresses) <= PIECES_MAX or len(addresses) != len(lengths):
+        raise UnknownPool(f"a page of layout {pool.layout!r} in {len(addresses)} pieces")
+    return list(zip(map(int, addresses), map(int, lengths), strict=True))
+
+
+def is_shared(config: StorageConfig, pool_name: str, pool: HostPool) -> bool:
+    """Do all tensor-parallel ranks hold the same bytes in this pool? Then one of them writes."""
+    by_head = pool_name in SHARDED or hasattr(pool, "head_num")
+    return config.is_mla_model and not by_head
+
+
+def namespace_of(
+    config: StorageConfig,
+    pool_name: str,
+    pool: HostPool,
+    regions: Sequence[Region],
+    *,
+    revision: str = "",
+) -> Namespace:
+    """All that makes the bytes of two pages incompatible.
+
+    What is no field of its own is in `layout`: the pool, where a page's pieces begin, which rank.
+    """
+    shared = is_shared(config, pool_name, pool)
+    sizes = ",".join(str(region.piece_bytes) for region in regions).encode()
+    pieces = hashlib.blake2b(sizes, digest_size=4).hexdigest()
+    ranks = [
+        ("tp", 0, 1) if shared else ("tp", config.tp_rank, config.tp_size),
+        ("pp", config.pp_rank, config.pp_size),
+        ("cp", config.attn_cp_rank, config.attn_cp_size),
+    ]
+    rank = "".join(f"/{kind}{of}.{size}" for kind, of, size in ranks if size > 1)
+    return Namespace(
+        model=config.model_name or "unnamed",
+        revision=revision,
+        block_tokens=pool.page_size,
+        dtype=str(pool.dtype).removeprefix("torch."),
+        layout=f"sglang/{pool_name}/{pool.layout}/{len(regions)}x{pieces}{rank}",
+        layers=int(getattr(pool, "layer_num", 0)),
+        heads=int(getattr(pool, "head_num", 0)),
+        head_dim=int(getattr(pool, "head_dim", 0)),
+        tensor_parallel=1 if shared else config.tp_size,
+        pipeline_parallel=config.pp_size,
+    )

@@ -1,0 +1,301 @@
+"""The storage of one rank: its pools' stores, under SGLang's calls, without SGLang.
+
+Every call is safe to make from any thread, at any time after `register`. What goes wrong here is a
+miss for SGLang, which swallows exceptions: so each is logged and counted here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.logs import OncePerKind
+from kvbm_common.wire.local import Attach
+
+from kvbm_connectors.affinity import unbound
+from kvbm_connectors.scheduler import new_incarnation
+from kvbm_connectors.sglang.engine_types import (
+    ExtraInfo,
+    HostPool,
+    Indices,
+    PoolTransfer,
+    StorageConfig,
+)
+from kvbm_connectors.sglang.events import Stream
+from kvbm_connectors.sglang.generation import Generation
+from kvbm_connectors.sglang.hits import (
+    ALL_PAGES,
+    TRAILING_PAGES,
+    Hits,
+    combine,
+    trailing_lengths,
+)
+from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.pages import (
+    KV,
+    UnknownPool,
+    is_shared,
+    names_of,
+    namespace_of,
+    pages_of,
+    regions_of,
+)
+from kvbm_connectors.sglang.store import Store
+
+log = logging.getLogger(__name__)
+
+STATISTICS_MAX = 1_024
+"""Batches that are remembered until SGLang asks for them, which it does several times a second."""
+FIRST_ATTACH_S = 5.0
+"""Of several pools the one with the largest pages comes first: it may have to cut the arena."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Batches since the last question: pages, and GB/s."""
+
+    read_pages: list[int] = field(default_factory=list)
+    read_gb_per_s: list[float] = field(default_factory=list)
+    written_pages: list[int] = field(default_factory=list)
+    written_gb_per_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A registered pool."""
+
+    pool: HostPool
+    store: Store
+    namespace: bytes
+    """The digest."""
+    generation: Generation
+    is_writer: bool
+
+    def names(self, keys: Sequence[str]) -> list[SequenceHash]:
+        return names_of(self.namespace, self.generation.read(), keys)
+
+
+class Storage:
+    """All pools of one rank."""
+
+    def __init__(self, config: StorageConfig, options: Options, stream: Stream) -> None:
+        self.counts: Counter[str] = Counter()
+        self._config, self._options = config, options
+        self._stream = stream
+        self._incarnation = new_incarnation()
+        self._limiter = OncePerKind(log)
+        self._lock = threading.Lock()
+        self._pools: dict[str, _Pool] = {}
+        self._waiting: list[Store] = []
+        """Stores that start together, when SGLang has named all pools."""
+        self._batches: deque[tuple[str, int, float]] = deque(maxlen=STATISTICS_MAX)
+        self._started = False
+
+    # --- attach and detach ------------------------------------------------------------------
+
+    def register(self, pool: HostPool, name: str) -> None:
+        """Take a pool in. Raises UnknownPool, or KvbmError when its memory cannot be lent."""
+        known = self._pools.get(name)
+        if known is not None:
+            if known.pool is not pool:
+                raise UnknownPool(f"a second pool of the name {name!r}")
+            return
+        with unbound():
+            made = self._make(pool, name)
+        with self._lock:
+            self._pools[name] = made
+            if not self._started:
+                self._waiting.append(made.store)
+        if self._started:
+            made.store.start()
+
+    def _make(self, pool: HostPool, name: str) -> _Pool:
+        config = self._config
+        regions = regions_of(pool)
+        revision = self._options.revision
+        namespace = namespace_of(config, name, pool, regions, revision=revision)
+        engine = f"sglang-{self._incarnation[:8]}-{name}"
+        followed = self._stream if name == KV and config.tp_rank == 0 else Stream()
+        stream = Attach(
+            engine=engine,
+            incarnation=self._incarnation,
+            endpoint=followed.endpoint,
+            replay_endpoint=followed.replay_endpoint,
+            topic=followed.topic,
+            rank=config.dp_rank,
+            namespace=namespace,
+        )
+        store = Store(
+            engine=engine,
+            incarnation=self._incarnation,
+            namespace=namespace,
+            regions=regions,
+            options=self._options,
+            stream=stream,
+        )
+        log.info(
+            "pool %s: %d pages of %d bytes in %d pieces are lent as %s",
+            name, regions[0].blocks, store.block_bytes, len(regions), namespace.layout,
+        )  # fmt: skip
+        writer = config.is_storage_writer or not is_shared(config, name, pool)
+        digest = namespace.digest
+        generation = Generation(self._options.settings.state_dir, digest)
+        return _Pool(pool, store, digest, generation, writer)
+
+    def start(self) -> None:
+        """All pools of the beginning are named: attach, the one with the largest pages first."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            self._started = True
+        waiting.sort(key=lambda store: -store.block_bytes)
+        with unbound():
+            for number, store in enumerate(waiting):
+                store.start()
+                if number == 0 and len(waiting) > 1:
+                    store.wait_attached(FIRST_ATTACH_S)
+
+    def close(self) -> None:
+        """Detach. SGLang's threads have ended by then, or are told that nothing is found."""
+        with self._lock:
+            pools, self._pools = self._pools, {}
+            self._waiting = []
+        for entry in pools.values():
+            entry.store.close()
+        if pools:
+            log.info("detached: %s", self.all_counts(pools))
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """Wait until all pools are attached; for tests and for those who must know."""
+        give_up_s = time.monotonic() + timeout_s
+        return all(
+            entry.store.wait_attached(max(0.0, give_up_s - time.monotonic()))
+            for entry in self._pools.values()
+        )
+
+    # --- the calls --------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], name: str = KV) -> int:
+        """Consecutive hits from the first key on."""
+        return self._guarded("exists", 0, lambda: self._exists(keys, name))
+
+    def _exists(self, keys: Sequence[str], name: str) -> int:
+        entry = self._pools[name]
+        return entry.store.find(entry.names(keys))
+
+    def get(self, keys: Sequence[str], indices: Indices, name: str = KV) -> list[bool]:
+        """Fill the pages of these token slots."""
+        return self._guarded("get", [False] * len(keys), lambda: self._get(keys, indices, name))
+
+    def _get(self, keys: Sequence[str], indices: Indices, name: str) -> list[bool]:
+        entry = self._pools[name]
+        blocks = pages_of(entry.pool, indices, len(keys))
+        started_s = time.perf_counter()
+        flags = entry.store.load(entry.names(keys), blocks)
+        self._took("read", sum(flags), entry.store.block_bytes, started_s)
+        return flags
+
+    def set(
+        self, keys: Sequence[str], indices: Indices, extra: ExtraInfo | None, name: str = KV
+    ) -> list[bool]:
+        """Store the pages of these token slots: all, or SGLang hears that none was."""
+        stored = self._guarded("set", False, lambda: self._set(keys, indices, extra, name))
+        return [stored] * len(keys)
+
+    def _set(
+        self, keys: Sequence[str], indices: Indices, extra: ExtraInfo | None, name: str
+    ) -> bool:
+        entry = self._pools[name]
+        if not entry.is_writer:
+            return True  # Another rank stores the same bytes under the same name.
+        blocks = pages_of(entry.pool, indices, len(keys))
+        started_s = time.perf_counter()
+        before = extra.prefix_keys if extra is not None and name == KV else None
+        parents = entry.names(before[-1:]) if before else [entry.store.namespace.root]
+        stored = entry.store.store(parents[0], entry.names(keys), blocks)
+        self._took("written", len(keys) if stored else 0, entry.store.block_bytes, started_s)
+        return stored
+
+    def exists_in_all(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> Hits:
+        """How far a prefix can be restored with its part in every pool."""
+        nothing = Hits(0, {}, [])
+        return self._guarded("exists", nothing, lambda: self._exists_in_all(keys, transfers))
+
+    def _exists_in_all(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> Hits:
+        pages = self._exists(keys, KV)
+        pools = [
+            (_text(transfer.name), self._lengths(keys[:pages], transfer))
+            for transfer in transfers
+            if pages
+        ]
+        return combine(KV, pages, pools)
+
+    def _lengths(self, keys: Sequence[str], transfer: PoolTransfer) -> Sequence[int]:
+        """The prefix lengths that a pool has its part of."""
+        name, policy = _text(transfer.name), _text(transfer.hit_policy)
+        if policy == ALL_PAGES:
+            return range(1, self._exists(keys, name) + 1)
+        if policy == TRAILING_PAGES:
+            entry = self._pools[name]
+            present = entry.store.present(entry.names(keys))
+            return trailing_lengths(present, max(1, len(transfer.keys or ())))
+        raise UnknownPool(f"pool {name!r} has the hit policy {policy!r}")
+
+    def _took(self, what: str, pages: int, block_bytes: int, started_s: float) -> None:
+        if pages:
+            seconds = time.perf_counter() - started_s
+            self._batches.append((what, pages, pages * block_bytes / seconds / 1e9))
+
+    def _guarded(self, what: str, instead: T, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:  # SGLang would swallow it, and nobody would know.
+            self.counts[f"failed.{what}.{type(error).__name__}"] += 1
+            self._limiter.warning(what, f"a call failed and counts as a miss: {error!r}")
+            return instead
+
+    def refuse(self, what: str) -> None:
+        """A call that we do not serve: counted, and a miss."""
+        self.counts[f"unsupported.{what}"] += 1
+        self._limiter.warning("unsupported", f"{what} is not served: set interface_v1 to 1")
+
+    def clear(self) -> None:
+        """Nothing that was stored so far is found again, by any engine of this host."""
+        self._guarded("clear", None, self._clear)
+
+    def _clear(self) -> None:
+        for entry in self._pools.values():
+            entry.generation.renew()
+
+    # --- figures ----------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """The batches since the last question."""
+        found = Statistics()
+        while self._batches:
+            what, pages, rate = self._batches.popleft()
+            if what == "read":
+                found.read_pages.append(pages)
+                found.read_gb_per_s.append(rate)
+            else:
+                found.written_pages.append(pages)
+                found.written_gb_per_s.append(rate)
+        return found
+
+    def all_counts(self, pools: Mapping[str, _Pool] | None = None) -> dict[str, int]:
+        """What was counted, by pool."""
+        found = dict(self.counts)
+        for name, entry in (self._pools if pools is None else pools).items():
+            found |= {f"{name}.{what}": n for what, n in entry.store.all_counts().items()}
+        return found
+
+
+def _text(value: str) -> str:
+    """SGLang's names are enums that are strings."""
+    return str(getattr(value, "value", value))

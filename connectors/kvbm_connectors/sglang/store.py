@@ -1,0 +1,335 @@
+"""A store: one host pool's pages in our tiers, by calls that return when it is over.
+
+    find    one lookup, whose answer is awaited unless all pages are known to have been there a
+            moment ago; what it found stays leased for the load that usually follows
+    load    lookup (or the one that `find` has left), take, copy into the pool's pages, verify
+    store   offer, wait until the host tier has pulled; it asks whether the pages were held
+
+Any thread may call. Waiting has the deadlines of the core; only a copy into a page is waited for
+until it has ended, because the engine would reuse a page that is still written to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvbm_common.identity import Namespace, SequenceHash
+from kvbm_common.logs import OncePerKind
+from kvbm_common.wire.local import Attach, Region
+
+from kvbm_connectors.messages import Hit, LoadResult, OfferEnded, OfferRun
+from kvbm_connectors.scheduler import SchedulerHalf
+from kvbm_connectors.sglang.known import Known
+from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.vllm.layout import block_reader
+from kvbm_connectors.worker import WorkerHalf
+
+log = logging.getLogger(__name__)
+
+HELD_MAX = 8
+"""Lookups whose leases wait for a load: more than SGLang has batches on their way."""
+PRESENT_MAX = 64
+"""Lookups of single pages that are asked at once."""
+KNOWN_MS = 5_000
+"""As long as SGLang's own `file` back end believes its cache of what exists."""
+KNOWN_MAX = 65_536
+POLL_S = 0.1
+"""How long a thread sleeps at most before it looks at the core's deadlines again."""
+SLOW_LOAD_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A lookup that `find` has made, with its lease."""
+
+    request: str
+    names: tuple[SequenceHash, ...]
+
+
+class Store:
+    """The halves of an engine that is one pool of one rank."""
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        incarnation: str,
+        namespace: Namespace,
+        regions: Sequence[Region],
+        options: Options,
+        stream: Attach,
+    ) -> None:
+        """Raises KvbmError or TimeoutError when the memory cannot be lent."""
+        self.namespace = namespace
+        self.block_bytes = sum(region.piece_bytes for region in regions)
+        self.counts: Counter[str] = Counter()
+        self._limiter = OncePerKind(log)
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._offers: dict[int, OfferEnded | None] = {}
+        """Offers that a thread waits for, and how they ended."""
+        self._results: dict[str, LoadResult] = {}
+        self._held: OrderedDict[SequenceHash, Held] = OrderedDict()
+        """By the first name. The oldest is given back when there are too many."""
+        self._known = Known(known_ms=KNOWN_MS, name_count_max=KNOWN_MAX)
+        self._closed = False
+        settings = options.settings
+        every = options.verify_every
+        self._worker = WorkerHalf(
+            engine=engine,
+            incarnation=incarnation,
+            namespace=namespace,
+            regions=regions,
+            host_tier_endpoint=settings.host_tier_endpoint,
+            read_block=block_reader(regions) if every else None,
+            verify_every=max(1, every),
+            onboard_mover=settings.onboard_mover,
+            on_news=self._news,
+        )
+        self._worker.expect_reads(expected=False)
+        self._scheduler = SchedulerHalf(
+            engine=engine,
+            incarnation=incarnation,
+            namespace=namespace,
+            host_tier_endpoint=settings.host_tier_endpoint,
+            consolidator_endpoint=settings.consolidator_endpoint,
+            streams=[stream],
+            limits=options.limits,
+            on_news=self._news,
+        )
+
+    def start(self) -> None:
+        """Begin to attach. Until then, and whenever a service is away: nothing is found."""
+        self._worker.start()
+        self._scheduler.start()
+
+    def close(self) -> None:
+        """Detach; threads that wait are told so."""
+        with self._changed:
+            self._closed = True
+            for held in list(self._held):
+                self._give_back(self._held.pop(held))
+            self._changed.notify_all()
+        self._scheduler.close()
+        self._worker.close()
+        self._news()
+
+    @property
+    def attached(self) -> bool:
+        """Are both services there?"""
+        return self._scheduler.attached and self._scheduler.streams_attached
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """Wait until both services have answered."""
+        with self._changed:
+            return self._wait(lambda: self.attached, timeout_s)
+
+    def all_counts(self) -> dict[str, int]:
+        """What was counted here and in both halves."""
+        return self._scheduler.counts() | dict(self._worker.counts) | dict(self.counts)
+
+    # --- news, from the link's and the worker's threads -------------------------------------
+
+    def _news(self) -> None:
+        with self._changed:
+            for ended in self._scheduler.drain_ended():
+                if ended.offer in self._offers:
+                    self._offers[ended.offer] = ended
+            for result in self._worker.drain_ended():
+                self._results[result.load.request] = result
+            self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait under the lock. Deadlines of the core pass without news: look now and then."""
+        give_up_s = time.monotonic() + timeout_s
+        while not condition():
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0 or self._closed:
+                return False
+            self._changed.wait(min(left_s, POLL_S))
+        return True
+
+    # --- lookups ----------------------------------------------------------------------------
+
+    def find(self, names: Sequence[SequenceHash]) -> int:
+        """How many of these pages, from the first on, can be had now. They stay leased."""
+        if not names:
+            return 0
+        asked = tuple(names)
+        with self._changed:
+            held = self._take_held(asked)
+            if held is None:
+                held = Held(self._new_request(), asked)
+            if self._is_known(held):
+                self.counts["known_pages"] += len(asked)
+                self._hold(held)
+                return len(asked)
+            found = min(self._answer(held).blocks, len(asked))
+            if found:
+                self._hold(held)
+            self._seen(asked[:found])
+            return found
+
+    def _is_known(self, held: Held) -> bool:
+        """Ask, and look whether the answer may be left for later."""
+        hit = self._scheduler.lookup(held.request, held.names)
+        epoch = self._scheduler.epoch
+        return hit is None and self._known.covers(held.names, _now_ms(), epoch=epoch)
+
+    def _seen(self, names: Sequence[SequenceHash]) -> None:
+        self._known.add(names, _now_ms(), epoch=self._scheduler.epoch)
+
+    def present(self, names: Sequence[SequenceHash]) -> list[bool]:
+        """Which of these pages, each for itself, can be had now."""
+        found: list[bool] = []
+        for start in range(0, len(names), PRESENT_MAX):
+            part = [
+                Held(self._new_request(), (name,)) for name in names[start : start + PRESENT_MAX]
+            ]
+            with self._changed:
+                for held in part:
+                    self._scheduler.lookup(held.request, held.names)
+                found += [self._answer(held).blocks > 0 for held in part]
+                for held in part:
+                    self._give_back(held)
+        return found
+
+    def _new_request(self) -> str:
+        return f"{next(self._numbers)}"
+
+    def _answer(self, held: Held) -> Hit:
+        """Ask until there is an answer: the core says no when its deadline has passed."""
+        while (hit := self._scheduler.lookup(held.request, held.names)) is None:
+            if self._closed:
+                return Hit(0, reason="closed")
+            self._changed.wait(POLL_S)
+        return hit
+
+    def _hold(self, held: Held) -> None:
+        older = self._held.pop(held.names[0], None)
+        if older is not None and older.request != held.request:
+            self._give_back(older)
+        self._held[held.names[0]] = held
+        while len(self._held) > HELD_MAX:
+            _, oldest = self._held.popitem(last=False)
+            self._give_back(oldest)
+
+    def _take_held(self, names: tuple[SequenceHash, ...]) -> Held | None:
+        """The lookup that covers these names, if `find` has left one."""
+        held = self._held.get(names[0])
+        if held is None or held.names[: len(names)] != names:
+            return None
+        return self._held.pop(names[0])
+
+    def _give_back(self, held: Held) -> None:
+        self._scheduler.forget(held.request)
+
+    def _give_all_back(self) -> None:
+        while self._held:
+            _, held = self._held.popitem()
+            self._give_back(held)
+
+    # --- loads ------------------------------------------------------------------------------
+
+    def load(self, names: Sequence[SequenceHash], blocks: Sequence[int]) -> list[bool]:
+        """Fill these blocks of the pool; true for each that holds its page now."""
+        assert len(names) == len(blocks)
+        if not names:
+            return []
+        result = self._load(tuple(names), blocks)
+        flags = [False] * len(names)
+        if result is not None:
+            self._scheduler.load_ended(result)
+            flags[: len(result.intact)] = result.intact
+        usable = flags.index(False) if False in flags else len(flags)
+        with self._changed:
+            self._seen(names[:usable])
+            self._known.drop(names[usable:])
+        self.counts["loaded_pages"] += sum(flags)
+        self.counts["missed_pages"] += len(flags) - sum(flags)
+        return flags
+
+    def _load(self, names: tuple[SequenceHash, ...], blocks: Sequence[int]) -> LoadResult | None:
+        with self._changed:
+            held = self._leased(names)
+            if held is None:
+                return None
+            count = min(self._answer(held).blocks, len(names))
+            load = self._scheduler.take(held.request, blocks[:count]) if count else None
+        if load is None:
+            return None
+        self._worker.start_load(load)
+        return self._wait_load(load.request)
+
+    def _leased(self, names: tuple[SequenceHash, ...]) -> Held | None:
+        """A lookup with a hit for these names: that of `find`, or a new one."""
+        held = self._take_held(names)
+        if held is not None and self._answer(held).blocks:
+            return held
+        fresh = Held(self._new_request(), names)
+        return fresh if self._answer(fresh).blocks else None
+
+    def _wait_load(self, request: str) -> LoadResult:
+        started_s = time.monotonic()
+        with self._changed:
+            while request not in self._results:
+                self._changed.wait(POLL_S)
+                if time.monotonic() - started_s > SLOW_LOAD_S:
+                    self._limiter.warning("slow_load", "a page is still being written to")
+            return self._results.pop(request)
+
+    # --- offers -----------------------------------------------------------------------------
+
+    def store(
+        self, parent: SequenceHash, names: Sequence[SequenceHash], blocks: Sequence[int]
+    ) -> bool:
+        """Have these pages pulled; true when all of them are in the host tier."""
+        assert len(names) == len(blocks)
+        if not names:
+            return True
+        with self._offering():
+            ended = self._offer(OfferRun(parent, tuple(names), tuple(blocks)))
+        complete = ended is not None and ended.complete
+        self.counts["stored_pages" if complete else "store_failed_pages"] += len(names)
+        with self._changed:
+            if complete:
+                self._seen(names)
+            else:
+                self._give_all_back()  # Perhaps there was no room for all that is leased.
+        return complete
+
+    @contextmanager
+    def _offering(self) -> Iterator[None]:
+        """The host tier is about to read: our mover stands ready."""
+        self._worker.expect_reads(expected=True)
+        try:
+            yield
+        finally:
+            with self._changed:
+                if not self._offers:
+                    self._worker.expect_reads(expected=False)
+
+    def _offer(self, run: OfferRun) -> OfferEnded | None:
+        with self._changed:
+            # The end is told by another thread, under this lock: it cannot be missed.
+            offer = self._scheduler.offer([run])
+            if offer is None:
+                return None
+            self._offers[offer] = None
+            try:
+                while self._offers[offer] is None and not self._closed:
+                    self._changed.wait(POLL_S)
+                return self._offers[offer]
+            finally:
+                del self._offers[offer]
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,250 @@
+"""The storage against a real host tier, over NIXL and a mapped arena; SGLang is not needed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from kvbm_connectors.sglang.pages import UnknownPool
+from kvbm_connectors.sglang.storage import Storage
+
+from tests.connectors.endpoints import wait_for
+from tests.connectors.sglang.conftest import Attach
+from tests.connectors.sglang.pool import Config, Extra, Pool, Transfer, keys_of
+from tests.vllm.harness import LiveStack
+
+COUNT = 5
+
+
+def put(storage: Storage, pool: Pool, keys: list[str], first: int = 0, name: str = "kv") -> None:
+    """Store pages with a content of their own each."""
+    for number in range(len(keys)):
+        pool.fill(first + number, number)
+    indices = pool.indices(range(first, first + len(keys)))
+    assert storage.set(keys, indices, None, name) == [True] * len(keys)
+
+
+def taken(
+    storage: Storage, pool: Pool, keys: list[str], first: int, name: str = "kv"
+) -> list[bool]:
+    """Load pages; true where a page was said to be there, and is, byte by byte."""
+    flags = storage.get(keys, pool.indices(range(first, first + len(keys))), name)
+    return [flag and pool.holds(first + n, n) for n, flag in enumerate(flags)]
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
+def test_pages_come_back_as_they_were(attach: Attach, layout: str, mla: bool) -> None:
+    """1. Nothing is there. 2. Pages are stored and found. 3. Another engine loads them."""
+    pool, other = Pool(layout, mla=mla), Pool(layout, mla=mla)
+    ours, theirs = attach(pool), attach(other)
+    keys = keys_of(layout, COUNT)
+    assert ours.exists(keys) == 0
+    put(ours, pool, keys)
+    assert theirs.exists(keys) == COUNT
+    assert taken(theirs, other, keys, 6) == [True] * COUNT
+    assert theirs.all_counts()["kv.verified_blocks"] == COUNT
+
+
+def test_hits_are_consecutive(attach: Attach) -> None:
+    """What comes behind a gap does not count, and is not loaded."""
+    pool = Pool()
+    storage = attach(pool)
+    keys = keys_of("gap", COUNT)
+    put(storage, pool, keys[:2])
+    pool.fill(9, 4)
+    assert storage.set(keys[4:], pool.indices([9]), None) == [True]
+    assert storage.exists(keys) == 2
+    assert storage.exists(keys[4:]) == 1
+    assert taken(storage, pool, keys, 4) == [True, True, False, False, False]
+
+
+def test_a_load_takes_over_the_lookup_of_the_question(attach: Attach) -> None:
+    """Also where SGLang, after its ranks have compared, wants fewer pages than were found."""
+    pool, other = Pool(), Pool()
+    put(attach(pool), pool, keys := keys_of("over", COUNT))
+    storage = attach(other)
+    assert storage.exists(keys) == COUNT
+    lookups = storage.all_counts()["kv.lookups"]
+    assert taken(storage, other, keys[:3], 0) == [True] * 3
+    assert storage.all_counts()["kv.lookups"] == lookups
+    assert taken(storage, other, keys, 6) == [True] * COUNT
+
+
+def test_a_question_for_known_pages_does_not_wait(attach: Attach) -> None:
+    """What was stored a moment ago is there; the lookup that leases it is on its way."""
+    pool = Pool()
+    storage = attach(pool)
+    put(storage, pool, keys := keys_of("known", COUNT))
+    assert storage.exists(keys) == COUNT
+    assert storage.all_counts()["kv.known_pages"] == COUNT
+    assert taken(storage, pool, keys, 6) == [True] * COUNT
+    assert storage.exists([*keys, "unknown"]) == COUNT
+    assert storage.all_counts()["kv.known_pages"] == COUNT
+
+
+def test_parents_are_named_where_sglang_says_them(attach: Attach, stack: LiveStack) -> None:
+    """With `hicache_storage_pass_prefix_keys` the chain goes on; else a batch is one of its own."""
+    pool = Pool()
+    storage = attach(pool)
+    keys = keys_of("chain", 4)
+    put(storage, pool, keys[:2])
+    assert storage.set(keys[2:], pool.indices([2, 3]), Extra(prefix_keys=keys[:2])) == [True] * 2
+    snapshot = stack.call(stack.view.snapshot("host-tier"))
+    runs = [run for part in snapshot.parts for run in part.runs]
+    parents = {name: run.parent for run in runs for name in run.hashes[:1]}
+    names = [name.hex() for name in storage._pools["kv"].names(keys)]
+    assert parents.get(names[2], names[1]) == names[1]
+
+
+def test_ranks_do_not_mix(attach: Attach) -> None:
+    """A page key holds no rank: two ranks' pages under the same key are two blocks."""
+    pools = [Pool(), Pool()]
+    ranks = [attach(pool, Config(tp_rank=n, tp_size=2)) for n, pool in enumerate(pools)]
+    keys = keys_of("ranks", 1)
+    for number, (rank, pool) in enumerate(zip(ranks, pools, strict=True)):
+        assert rank.exists(keys) == 0
+        pool.fill(0, number)
+        assert rank.set(keys, pool.indices([0]), None) == [True]
+    for number, (rank, pool) in enumerate(zip(ranks, pools, strict=True)):
+        assert rank.get(keys, pool.indices([5])) == [True]
+        assert pool.holds(5, number)
+
+
+def test_latent_attention_has_one_writer(attach: Attach) -> None:
+    """1. A rank that is no writer says it is stored, and stores nothing. 2. What the writer has
+    stored, every rank reads."""
+    pools = [Pool(mla=True), Pool(mla=True)]
+    writer, reader = (
+        attach(pool, Config(is_mla_model=True, tp_rank=n, tp_size=2))
+        for n, pool in enumerate(pools)
+    )
+    keys = keys_of("latent", COUNT)
+    put(reader, pools[1], keys)
+    assert writer.exists(keys) == 0
+    put(writer, pools[0], keys)
+    assert taken(reader, pools[1], keys, 6) == [True] * COUNT
+
+
+def test_a_state_pool_restores_at_its_boundaries(attach: Attach) -> None:
+    """1. Every KV page is stored, states only behind pages 2 and 4. 2. A prefix can be restored
+    up to there, and nowhere else. 3. The state comes back."""
+    pool, states = Pool(), Pool(page_size=1)
+    storage = attach(pool, mamba=states)
+    keys = keys_of("states", COUNT)
+    put(storage, pool, keys)
+    for page in (1, 3):
+        put(storage, states, keys[page : page + 1], page, "mamba")
+    hits = storage.exists_in_all(keys, [Transfer("mamba", keys[-1:], hit_policy="trailing_pages")])
+    assert (hits.pages, hits.restorable, hits.by_pool) == (4, [2, 4], {"kv": 5, "mamba": 4})
+    assert taken(storage, states, keys[3:4], 7, "mamba") == [True]
+    hits = storage.exists_in_all(keys, [Transfer("mamba", hit_policy="all_pages")])
+    assert hits.pages == 0
+
+
+def test_cleared_pages_are_not_found_by_anybody(attach: Attach) -> None:
+    """Not by an engine that has just found them either; what is stored afterwards is."""
+    pool, other = Pool(), Pool()
+    ours, theirs = attach(pool), attach(other)
+    keys = keys_of("clear", COUNT)
+    put(ours, pool, keys)
+    assert theirs.exists(keys) == COUNT
+    ours.clear()
+    assert (ours.exists(keys), theirs.exists(keys)) == (0, 0)
+    assert taken(theirs, other, keys, 0) == [False] * COUNT
+    put(ours, pool, keys)
+    assert taken(theirs, other, keys, 6) == [True] * COUNT
+
+
+def test_errors_are_misses_that_are_counted(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang swallows what a back end raises: here it is logged, counted and answered."""
+    pool = Pool()
+    storage = attach(pool)
+    keys = keys_of("wrong", 2)
+    odd = pool.indices([0, 1]) + 1
+    assert storage.set(keys, odd, None) == [False, False]
+    assert storage.get(keys, odd) == [False, False]
+    assert storage.exists(keys, "nobody") == 0
+    assert storage.exists_in_all(keys, []).pages == 0
+    storage.refuse("batch_get")
+    counts = storage.all_counts()
+    assert counts["failed.set.UnknownPool"] == counts["failed.get.UnknownPool"] == 1
+    assert counts["failed.exists.KeyError"] == counts["unsupported.batch_get"] == 1
+    assert "counts as a miss" in caplog.text
+    with pytest.raises(UnknownPool):
+        storage.register(Pool(), "kv")
+
+
+def test_threads_query_read_and_write_at_once(attach: Attach) -> None:
+    """Eight threads, each with keys and pages of its own, in one storage."""
+    pool = Pool(pages=64)
+    storage = attach(pool)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        first = number * 8
+        for turn in range(10):
+            keys = keys_of(f"{number}/{turn}", 4)
+            for page in range(4):
+                pool.fill(first + page, 100 * number + page)
+            here = pool.indices(range(first, first + 4))
+            if not all(storage.set(keys, here, None)) or storage.exists(keys) != 4:
+                wrong.append(f"{number}/{turn}: not stored")
+            flags = storage.get(keys, pool.indices(range(first + 4, first + 8)))
+            right = [pool.holds(first + 4 + page, 100 * number + page) for page in range(4)]
+            if not all(flags) or not all(right):
+                wrong.append(f"{number}/{turn}: {flags} {right}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_attached_again_and_again(attach: Attach) -> None:
+    """A pool outlives its storages, and no thread outlives a storage."""
+    pool = Pool()
+    keys = keys_of("again", COUNT)
+    put(attach(pool), pool, keys)
+    before = threading.active_count()
+    for _ in range(3):
+        storage = attach(pool)
+        assert taken(storage, pool, keys, 6) == [True] * COUNT
+        storage.close()
+        assert storage.exists(keys) == 0
+        storage.close()
+    wait_for(lambda: threading.active_count() <= before)
+
+
+def test_batches_are_told_once(attach: Attach) -> None:
+    pool = Pool()
+    storage = attach(pool)
+    put(storage, pool, keys := keys_of("figures", COUNT))
+    taken(storage, pool, keys, 6)
+    found = storage.statistics()
+    assert (found.read_pages, found.written_pages) == ([COUNT], [COUNT])
+    assert found.read_gb_per_s[0] > 0
+    assert found.written_gb_per_s[0] > 0
+    assert storage.statistics().read_pages == []
+
+
+def test_a_host_tier_that_is_killed(attach: Attach, stack: LiveStack) -> None:
+    """1. It dies: known pages may be promised for a moment, nothing wrong is ever loaded, nothing
+    raises, and nobody waits longer than a deadline. 2. It is back: stored and found again."""
+    pool = Pool()
+    storage = attach(pool, extra={"onboard_deadline_ms": 500, "offer_deadline_ms": 500})
+    put(storage, pool, keys := keys_of("killed", COUNT))
+    stack.kill("host-tier")
+    assert taken(storage, pool, keys, 6) in ([False] * COUNT, [True] * COUNT)
+    assert storage.set(keys_of("dead", 1), pool.indices([0]), None) == [False]
+    wait_for(lambda: storage.exists(keys) == 0)
+    assert taken(storage, pool, keys, 6) == [False] * COUNT
+    stack.start("host-tier")
+    wait_for(lambda: storage.wait_attached(5))
+    assert storage.exists(keys) == 0
+    put(storage, pool, keys)
+    assert taken(storage, pool, keys, 6) == [True] * COUNT
