@@ -1,0 +1,106 @@
+"""Measure: from which size of a piece on is the copy engine faster than the kernel? Both ways.
+
+Taken once at the start, with some megabytes of memory of its own, and shown by `kvbm doctor`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbm_common.cuda.copies import KERNEL_ROW_BYTES, Copies
+from kvbm_common.cuda.runtime import CudaError, Runtime
+
+PIECES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+MOVED_BYTES = 16 << 20
+"""As much as one chunk of a transfer."""
+ROUNDS = 3
+DEADLINE_S = 5.0
+"""For one copy of 16 MiB: a device that takes longer is not measured, but broken."""
+POLL_S = 0.00002
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """GB/s of pieces of one size; `direction` is `d2h` or `h2d`."""
+
+    direction: str
+    piece_bytes: int
+    engine: float
+    kernel: float
+
+
+def choose(rates: Sequence[Rate], direction: str) -> int:
+    """The smallest size from which on the engine is at least as fast, whatever the noise below;
+    one byte more than the largest that was measured, if it never is."""
+    ours = sorted((r for r in rates if r.direction == direction), key=lambda r: r.piece_bytes)
+    threshold = ours[-1].piece_bytes + 1 if ours else 0
+    for rate in reversed(ours):
+        if rate.kernel > rate.engine:
+            break
+        threshold = rate.piece_bytes
+    return threshold
+
+
+def measure(runtime: Runtime, *, moved_bytes: int = MOVED_BYTES) -> list[Rate]:
+    """Every size, both directions, both methods. Raises CudaError."""
+    host = runtime.pinned(moved_bytes)
+    device, table = runtime.allocate(moved_bytes), runtime.allocate(_table_bytes(moved_bytes))
+    stream = runtime.stream(urgent=False)
+    rates: list[Rate] = []
+    try:
+        for direction in ("d2h", "h2d"):
+            for piece_bytes in PIECES_BYTES:
+                copies = _copies(host.ctypes.data, device, moved_bytes, piece_bytes, direction)
+                engine = _rate(runtime, copies, stream, table=None)
+                kernel = 0.0
+                if runtime.kernels_reach_host:
+                    kernel = _rate(runtime, copies, stream, table=table)
+                rates.append(Rate(direction, piece_bytes, engine, kernel))
+    finally:
+        runtime.end_stream(stream)
+        runtime.free(table)
+        runtime.free(device)
+    return rates
+
+
+def _copies(host: int, device: int, moved_bytes: int, piece_bytes: int, direction: str) -> Copies:
+    """Pieces in a mixed order, as blocks of a cache are."""
+    order = np.random.default_rng(0).permutation(moved_bytes // piece_bytes)
+    ours = host + np.arange(len(order)) * piece_bytes
+    theirs = device + order * piece_bytes
+    pair = (ours, theirs) if direction == "d2h" else (theirs, ours)
+    return Copies.of(*pair, piece_bytes)
+
+
+def _table_bytes(moved_bytes: int) -> int:
+    return moved_bytes // min(*PIECES_BYTES, KERNEL_ROW_BYTES) * 24
+
+
+def _rate(runtime: Runtime, copies: Copies, stream: int, *, table: int | None) -> float:
+    seconds = min(_seconds(runtime, copies, stream, table) for _ in range(ROUNDS))
+    return round(copies.bytes / seconds / 1e9, 2)
+
+
+def _seconds(runtime: Runtime, copies: Copies, stream: int, table: int | None) -> float:
+    event = runtime.event()
+    started = time.perf_counter()
+    if table is None:
+        for target, source, length in copies.rows.tolist():
+            runtime.copy(target, source, length, stream)
+    else:
+        rows = copies.cut_to(KERNEL_ROW_BYTES).rows
+        staging = runtime.pinned(rows.nbytes)
+        staging.view(np.uint64).reshape(-1, 3)[:] = rows
+        runtime.copy(table, staging.ctypes.data, rows.nbytes, stream)
+        runtime.copy_rows(table, len(rows), stream)
+    runtime.record(event, stream)
+    while not runtime.is_done(event):
+        if time.perf_counter() - started > DEADLINE_S:
+            raise CudaError(f"{copies.bytes} bytes were not copied in {DEADLINE_S} s")
+        time.sleep(POLL_S)
+    runtime.end_event(event)
+    return time.perf_counter() - started

@@ -1,0 +1,291 @@
+"""The device mover: copies between one GPU and host memory, on a stream of its own, in a thread.
+
+    move ──► waiting ──► in flight (a few waves, each with an event) ──► Moved
+                             └─ deadline ─► the future fails; `settling` ends with the event
+
+A job is one or more waves: what fits into a table of rows. The thread puts a wave into the stream
+in one go: what it must wait for, the copies of the engine, the kernel's table and launch, an event.
+Nobody's compute stream is ever made to wait for ours; ours waits for events that are given.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbm_common.cuda.copies import Copies, Plan, plan
+from kvbm_common.cuda.pinning import Pinning
+from kvbm_common.cuda.runtime import CudaError, Runtime
+from kvbm_common.errors import KvbmError
+from kvbm_common.transfers import (
+    Moved,
+    MoverBusy,
+    MoverClosed,
+    TransferFailed,
+    TransferTimeout,
+)
+
+log = logging.getLogger(__name__)
+
+JOBS_MAX = 1024
+"""Accepted and not yet ended, as of the NIXL mover; above it callers get MoverBusy."""
+WAVES_IN_FLIGHT = 4
+"""The next wave is in the stream before this one ends; more would only delay urgent ones."""
+TABLE_ROWS = 65_536
+"""Rows of one wave: 1.5 MiB of table, 512 MiB of 8 KiB rows."""
+POLL_S = 0.00005
+"""Between two looks at the events in flight."""
+CLOSE_DEADLINE_S = 5.0
+ROW_BYTES = 24
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    bytes: int
+    deadline: float
+    after: tuple[int, ...]
+    future: Future[Moved]
+    waves_left: int = 0
+    failed: bool = False
+    settling: Future[None] = field(default_factory=Future)
+    started: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Wave:
+    job: _Job
+    plan: Plan
+    is_first: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A table in pinned memory, the same on the device, and the event of the wave that uses it."""
+
+    staging: np.ndarray
+    table: int
+    event: int
+    wave: _Wave | None = None
+
+
+class DeviceMover:
+    """One stream of one device. `urgent`: a request waits for these copies.
+
+    `pinning` says which host memory a kernel may touch; without one, all of it. `kernel_below`
+    is the size of a piece from which on the copy engine is faster.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        name: str,
+        urgent: bool,
+        pinning: Pinning | None,
+        host_side: int,
+        kernel_below: int,
+    ) -> None:
+        """`host_side`: 0 where the host is the target, 1 where it is the source."""
+        self._runtime, self._pinning, self._host_side = runtime, pinning, host_side
+        self._kernel_below = kernel_below if runtime.kernels_reach_host else 0
+        self._urgent = urgent
+        self._waiting: deque[_Wave] = deque()
+        self._jobs = 0
+        self._work = threading.Condition()
+        self._closing = False
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name=f"device-{name}", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    def move(
+        self, copies: Copies, *, deadline_s: float, after: Sequence[int] = ()
+    ) -> Future[Moved]:
+        """Copy, once the events of `after` are done. The future fails with a TransferError; unless
+        it says `settled`, late bytes may still be written. The events end with the job."""
+        deadline = time.monotonic() + deadline_s
+        job = _Job(copies.bytes, deadline, tuple(after), Future())
+        waves = self._waves(job, copies)
+        job.waves_left = len(waves)
+        with self._work:
+            if self._closing:
+                job.future.set_exception(MoverClosed("the mover is closed"))
+            elif self._jobs >= JOBS_MAX:
+                job.future.set_exception(MoverBusy(f"{self._jobs} jobs are under way"))
+            else:
+                self._jobs += 1
+                self._waiting.extend(waves)
+                self._work.notify()
+        return job.future
+
+    def _waves(self, job: _Job, copies: Copies) -> list[_Wave]:
+        joined, pinned = copies.joined(), None
+        if self._pinning is not None:
+            base, step = self._pinning.address, self._pinning.slice_bytes
+            joined = joined.cut_at(self._host_side, base, step)
+            pinned = self._pinning.covers(joined.rows[:, self._host_side])
+        divided = plan(joined, kernel_below_bytes=self._kernel_below, pinned=pinned)
+        count = max(1, -(-divided.kernel.count // TABLE_ROWS))
+        return [
+            _Wave(
+                job,
+                Plan(
+                    divided.engine if number == 0 else Copies(divided.engine.rows[:0]),
+                    Copies(divided.kernel.rows[number * TABLE_ROWS : (number + 1) * TABLE_ROWS]),
+                ),
+                is_first=number == 0,
+            )
+            for number in range(count)
+        ]
+
+    def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
+        """Fail what waits, let what is in flight land, and end the thread. A copy that outlives
+        the deadline is not settled: keep its memory."""
+        with self._work:
+            self._closing = True
+            self._close_by = time.monotonic() + timeout_s
+            self._work.notify()
+        self._thread.join(timeout_s + 1.0)
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            self._runtime.use()
+            self._stream = self._runtime.stream(urgent=self._urgent)
+            self._slots = [self._slot() for _ in range(WAVES_IN_FLIGHT)]
+        except BaseException as error:  # The constructor raises it to its caller.
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._flying: deque[_Slot] = deque()
+        while not self._closing:
+            self._launch_what_may()
+            self._look()
+            with self._work:
+                if not self._closing and not (self._waiting and self._free()):
+                    self._work.wait(POLL_S if self._flying or self._waiting else None)
+        self._finish()
+
+    def _slot(self) -> _Slot:
+        staging = self._runtime.pinned(TABLE_ROWS * ROW_BYTES)
+        table = self._runtime.allocate(TABLE_ROWS * ROW_BYTES)
+        return _Slot(staging, table, self._runtime.event())
+
+    def _free(self) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.wave is None), None)
+
+    def _launch_what_may(self) -> None:
+        while self._waiting and (slot := self._free()) is not None:
+            wave = self._waiting.popleft()
+            job = wave.job
+            if not job.failed and time.monotonic() >= job.deadline:
+                self._fail(job, TransferTimeout, "the deadline passed in the queue")
+            if job.failed or not self._begin(job, wave):
+                self._wave_ended(job)
+                continue
+            slot.wave = wave
+            try:
+                self._launch(slot, wave)
+            except CudaError as error:
+                self._fail(job, TransferFailed, str(error))
+            self._launched(slot)
+
+    def _begin(self, job: _Job, wave: _Wave) -> bool:
+        """False: the caller has cancelled it."""
+        if not wave.is_first:
+            return True
+        job.started = time.monotonic()
+        if job.future.set_running_or_notify_cancel():
+            return True
+        job.failed = True
+        return False
+
+    def _launch(self, slot: _Slot, wave: _Wave) -> None:
+        runtime, stream = self._runtime, self._stream
+        if wave.is_first:
+            for event in wave.job.after:
+                runtime.wait(stream, event)
+        rows = wave.plan.kernel.rows
+        if len(rows):
+            slot.staging[: rows.nbytes].view(np.uint64).reshape(-1, 3)[:] = rows
+            runtime.copy(slot.table, slot.staging.ctypes.data, rows.nbytes, stream)
+            runtime.copy_rows(slot.table, len(rows), stream)
+        for target, source, length in wave.plan.engine.rows.tolist():
+            runtime.copy(target, source, length, stream)
+
+    def _launched(self, slot: _Slot) -> None:
+        """Even a wave that failed half-way has an end, which is that of its last copy."""
+        try:
+            self._runtime.record(slot.event, self._stream)
+        except CudaError as error:
+            log.error("the device does not take events any more: %s", error)
+        self._flying.append(slot)
+
+    def _look(self) -> None:
+        """Which waves have ended? They do so in their order: it is one stream."""
+        while self._flying and self._is_done(self._flying[0]):
+            slot = self._flying.popleft()
+            wave, slot.wave = slot.wave, None
+            assert wave is not None
+            self._wave_ended(wave.job)
+        now = time.monotonic()
+        for slot in self._flying:
+            assert slot.wave is not None
+            if not slot.wave.job.failed and now > slot.wave.job.deadline:
+                self._fail(slot.wave.job, TransferTimeout, "the deadline passed in flight")
+
+    def _is_done(self, slot: _Slot) -> bool:
+        try:
+            return self._runtime.is_done(slot.event)
+        except CudaError as error:  # A broken context copies nothing any more.
+            assert slot.wave is not None
+            self._fail(slot.wave.job, TransferFailed, str(error))
+            return True
+
+    def _fail(self, job: _Job, kind: Callable[..., KvbmError], reason: str) -> None:
+        if not job.failed:
+            job.failed = True
+            if not job.started:
+                job.future.set_running_or_notify_cancel()
+            if not job.future.cancelled():
+                job.future.set_exception(kind(reason, job.settling))
+
+    def _wave_ended(self, job: _Job) -> None:
+        job.waves_left -= 1
+        if job.waves_left:
+            return
+        for event in job.after:
+            self._runtime.end_event(event)
+        with self._work:
+            self._jobs -= 1
+        job.settling.set_result(None)
+        if not job.failed:
+            job.future.set_result(Moved(job.bytes, time.monotonic() - job.started))
+
+    def _finish(self) -> None:
+        while self._waiting:
+            wave = self._waiting.popleft()
+            self._fail(wave.job, MoverClosed, "the mover was closed")
+            self._wave_ended(wave.job)
+        for slot in self._flying:
+            assert slot.wave is not None
+            self._fail(slot.wave.job, MoverClosed, "the mover was closed in mid-transfer")
+        while self._flying and time.monotonic() < self._close_by:
+            self._look()
+            time.sleep(POLL_S)
+        if self._flying:
+            return  # What is in flight uses all of it.
+        for slot in self._slots:
+            self._runtime.end_event(slot.event)
+            self._runtime.free(slot.table)
+        self._runtime.end_stream(self._stream)
