@@ -99,8 +99,8 @@ class Settings:
         help="How many blocks are read from a disk, and written to it, at the same time.")
     disk_keys: str = setting(
         "KVBM_DISK_KEYS", "", schema.TEXT, section="disk_tier", secret=True,
-        help="Keys that blocks are encrypted with on disk: 64 hex digits for all namespaces, or "
-        "NAMESPACE=64 hex digits, several with commas between; never printed.")
+        help="Keys that blocks are encrypted with, on disk and in the bucket: 64 hex digits for "
+        "all namespaces, or NAMESPACE=64 hex digits, several with commas between; never printed.")
     disk_keys_file: Path | None = setting(
         "KVBM_DISK_KEYS_FILE", None, schema.PATH, section="disk_tier",
         help="A file with such keys, one a line.")

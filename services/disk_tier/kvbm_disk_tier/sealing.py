@@ -7,6 +7,8 @@ A sealed slot is 4 KiB longer than the block's own:
     bytes           16           tag
     slot_bytes + 16 12           nonce, random for each write
 
+A sealed object is ciphertext, tag and nonce, without a gap.
+
 The associated data are "kvbm-seal-1", namespace digest, sequence hash, bytes and checksum of the
 block: what was moved to another slot or name does not open. The key of a namespace is
 HKDF-SHA256(key, salt = none, info = "kvbm-seal-1" + namespace digest), so that two namespaces never
@@ -34,8 +36,12 @@ from kvbm_disk_tier.store import EXTRA_BYTES
 
 TAG_BYTES = 16
 NONCE_BYTES = 12
+SEAL_BYTES = TAG_BYTES + NONCE_BYTES
+"""What an object is longer than its block."""
 KEY_BYTES = 32
+ID_BYTES = 8
 _INFO = b"kvbm-seal-1"
+_ID_INFO = b"kvbm-seal-1 id"
 _SIZES = struct.Struct("<QQ")
 _ENTRY = re.compile(r"(?:([0-9a-f]{8,64})=)?([0-9a-f]{64})")
 ACCEPTS = (
@@ -58,6 +64,7 @@ class Keys:
         # The longest beginning first: it says most.
         self._by_prefix = sorted(by_prefix.items(), key=lambda entry: -len(entry[0]))
         self._ciphers: dict[bytes, AESGCM | None] = {}
+        self._ids: dict[bytes, str | None] = {}
 
     @classmethod
     def parse(cls, text: str, variable: str) -> Keys:
@@ -90,13 +97,32 @@ class Keys:
             self._ciphers[namespace] = self._derive(namespace)
         return self._ciphers[namespace]
 
-    def _derive(self, namespace: bytes) -> AESGCM | None:
+    def id_of(self, namespace: bytes) -> str | None:
+        """Names the key of a namespace without telling anything of it; None: it has no key."""
+        if namespace not in self._ids:  # A listing asks for every object.
+            key = self._key(namespace)
+            self._ids[namespace] = None if key is None else _id_of(key)
+        return self._ids[namespace]
+
+    def ids(self) -> list[str]:
+        """The names of all keys."""
+        return sorted({_id_of(key) for _, key in self._by_prefix})
+
+    def _key(self, namespace: bytes) -> bytes | None:
         digest = namespace.hex()
-        for prefix, key in self._by_prefix:
-            if digest.startswith(prefix):
-                derivation = HKDF(SHA256(), KEY_BYTES, salt=None, info=_INFO + namespace)
-                return AESGCM(derivation.derive(key))
-        return None
+        return next((key for prefix, key in self._by_prefix if digest.startswith(prefix)), None)
+
+    def _derive(self, namespace: bytes) -> AESGCM | None:
+        key = self._key(namespace)
+        return None if key is None else AESGCM(_derived(key, _INFO + namespace, KEY_BYTES))
+
+
+def _derived(key: bytes, info: bytes, length: int) -> bytes:
+    return HKDF(SHA256(), length, salt=None, info=info).derive(key)
+
+
+def _id_of(key: bytes) -> str:
+    return _derived(key, _ID_INFO, ID_BYTES).hex()
 
 
 def seal(keys: Keys, block: Block, plain: memoryview, sealed: memoryview) -> bool:
@@ -104,22 +130,42 @@ def seal(keys: Keys, block: Block, plain: memoryview, sealed: memoryview) -> boo
 
     `plain` has at least the block's bytes, `sealed` is a whole sealed slot.
     """
+    return _seal(keys, block, plain, sealed, _nonce_in_slot(sealed))
+
+
+def unseal(keys: Keys, block: Block, sealed: memoryview, plain: memoryview) -> bool:
+    """Open a sealed slot into a block's; False: it does not open, and `plain` is no block."""
+    return _unseal(keys, block, sealed, plain, _nonce_in_slot(sealed))
+
+
+def seal_object(keys: Keys, block: Block, plain: memoryview, sealed: memoryview) -> bool:
+    """Seal a block into an object of `SEAL_BYTES` more; False: its namespace has no key."""
+    return _seal(keys, block, plain, sealed, slice(-NONCE_BYTES, None))
+
+
+def unseal_object(keys: Keys, block: Block, sealed: memoryview, plain: memoryview) -> bool:
+    """Open a sealed object into a block; False: it does not open, and `plain` is no block."""
+    return _unseal(keys, block, sealed, plain, slice(-NONCE_BYTES, None))
+
+
+def _seal(keys: Keys, block: Block, plain: memoryview, sealed: memoryview, nonce_at: slice) -> bool:
     cipher = keys.cipher(block.namespace)
     if cipher is None:
         return False
     nonce = os.urandom(NONCE_BYTES)
-    sealed[_nonce_at(sealed)] = nonce
+    sealed[nonce_at] = nonce
     end = block.bytes + TAG_BYTES
     cipher.encrypt_into(nonce, plain[: block.bytes], _associated(block), sealed[:end])
     return True
 
 
-def unseal(keys: Keys, block: Block, sealed: memoryview, plain: memoryview) -> bool:
-    """Open a sealed slot into a block's; False: it does not open, and `plain` is no block."""
+def _unseal(
+    keys: Keys, block: Block, sealed: memoryview, plain: memoryview, nonce_at: slice
+) -> bool:
     cipher = keys.cipher(block.namespace)
     if cipher is None:
         return False
-    nonce = bytes(sealed[_nonce_at(sealed)])
+    nonce = bytes(sealed[nonce_at])
     end = block.bytes + TAG_BYTES
     try:
         cipher.decrypt_into(nonce, sealed[:end], _associated(block), plain[: block.bytes])
@@ -128,7 +174,7 @@ def unseal(keys: Keys, block: Block, sealed: memoryview, plain: memoryview) -> b
     return True
 
 
-def _nonce_at(sealed: memoryview) -> slice:
+def _nonce_in_slot(sealed: memoryview) -> slice:
     start = len(sealed) - EXTRA_BYTES + TAG_BYTES
     return slice(start, start + NONCE_BYTES)
 

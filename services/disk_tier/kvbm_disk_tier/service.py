@@ -346,7 +346,7 @@ class TierShell:
 async def serve(context: ServiceContext) -> None:
     """Run a disk tier; without a disk cache it only says that it is there, and empty."""
     settings = context.settings
-    keys = _keys(settings)
+    keys = keys_of(settings)
     options = StoreOptions(
         directory=settings.disk_cache_dir / f"kvbm-{context.host}-{context.instance}",
         capacity_bytes=settings.disk_cache_bytes,
@@ -379,7 +379,7 @@ async def serve(context: ServiceContext) -> None:
         medium.close()
 
 
-def _keys(settings: Settings) -> Keys | None:
+def keys_of(settings: Settings) -> Keys | None:
     """What blocks are sealed with, None: nothing; raises BadKeys."""
     if settings.disk_keys and settings.disk_keys_file is not None:
         raise KvbmError("KVBM_DISK_KEYS and KVBM_DISK_KEYS_FILE are both set: one is enough")

@@ -29,7 +29,7 @@ from tests.services.disk_tier.objects.making import make_medium
 from tests.services.disk_tier.s3_server import S3Server
 
 
-@pytest.fixture(params=["disk", "sealed disk", "object"])
+@pytest.fixture(params=["disk", "sealed disk", "object", "sealed object"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
     """An open store and an arena."""
     counters = Counters()
@@ -43,7 +43,9 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         medium = sealed_medium(tmp_path / "store", Keys({"": bytes(32)}))
     else:
         server: S3Server = request.getfixturevalue("s3")
-        medium = make_medium(server.options(request.getfixturevalue("bucket_name")), counters)
+        keys = Keys({"": bytes(32)}) if request.param == "sealed object" else None
+        options = server.options(request.getfixturevalue("bucket_name"))
+        medium = make_medium(options, counters, keys=keys)
     try:
         with arena() as made:
             assert isinstance(await medium.open(SLOT_BYTES), StoreOpened)

@@ -49,7 +49,7 @@ from kvbm_disk_tier.objects.messages import (
     ObjectsListed,
 )
 from kvbm_disk_tier.objects.mover import CHANGED, CORRUPT, OK, TOO_LATE, ObjectMover
-from kvbm_disk_tier.objects.names import Names
+from kvbm_disk_tier.objects.names import KeyIds, Names
 
 PUT_DEADLINE_S = 30.0
 """A store that takes longer for one block is as good as away."""
@@ -59,6 +59,8 @@ LISTING_DEADLINE_S = 600.0
 INBOX_DEADLINE_S = 10.0
 TOO_LARGE = "too_large"
 """For a slot of the arena: the block is of an engine with larger blocks, on another host."""
+NO_KEY = "no_key"
+"""The block's namespace has none, and what is stored here is sealed."""
 GONE = "gone"
 """There is no such object."""
 
@@ -76,6 +78,8 @@ class ObjectOptions:
     list_s: float
     label: str
     """Names this instance among those that share the bucket."""
+    keys: KeyIds | None = None
+    """What its objects are sealed with; the mover's packing says how."""
 
 
 class ObjectMedium:
@@ -88,7 +92,7 @@ class ObjectMedium:
         self._options = options
         self._bucket = bucket
         self._mover = mover
-        self._names = Names(options.prefix)
+        self._names = Names(options.prefix, options.keys)
         self._health = Health()
         deleted = counters.counter(
             "kvbm_object_deletes_total", "Deletes by what became of them.", labels=("outcome",)
@@ -178,6 +182,8 @@ class ObjectMedium:
         return Written(effect.write, lost)
 
     async def _put(self, block: Block, epoch: int, offset: int) -> str:
+        if not self._names.may_name(block):
+            return NO_KEY
         name = self._names.name_of(block)
         await self._deletes.wait_writable(name)
         until_ms = monotonic_ms() + round(1000 * PUT_DEADLINE_S)
@@ -246,7 +252,10 @@ class ObjectMedium:
             return outcome
         if size is None:
             return GONE
-        return outcome if size == block.bytes else CORRUPT
+        return outcome if size == self._object_bytes(block) else CORRUPT
+
+    def _object_bytes(self, block: Block) -> int:
+        return block.bytes + self._mover.packing.extra_bytes
 
     async def _may_retry(self, pause_s: float, until_ms: int) -> bool:
         """Wait for the next try; False: there is no time for one, or no point."""
@@ -288,10 +297,11 @@ class ObjectMedium:
     async def _list(self, loop: Loop) -> None:
         self._deletes.forget()
         await loop.offer(ListingBegun(), deadline_s=INBOX_DEADLINE_S)
-        async for page in self._bucket.pages(self._names.root):
-            objects = tuple(found for entry in page if (found := self._take(entry)) is not None)
-            if objects:
-                await loop.offer(ObjectsListed(objects), deadline_s=INBOX_DEADLINE_S)
+        for root in self._names.roots:
+            async for page in self._bucket.pages(root):
+                objects = tuple(found for entry in page if (found := self._take(entry)) is not None)
+                if objects:
+                    await loop.offer(ObjectsListed(objects), deadline_s=INBOX_DEADLINE_S)
         await loop.offer(ListingEnded(complete=True), deadline_s=INBOX_DEADLINE_S)
         self._health.good()
 
@@ -300,7 +310,7 @@ class ObjectMedium:
         if block is None:
             self._listed.add(kind="foreign")  # Whoever put it there may want it.
             return None
-        if block.bytes != entry.bytes:
+        if self._object_bytes(block) != entry.bytes:
             self._listed.add(kind="wrong_size")
             self._deletes.add([entry.name])
             return None

@@ -1,8 +1,8 @@
 """The object tier's mover: bytes between the mapped arena and objects, over NIXL OBJ and lanes.
 
-What is written is compared with its checksum in the lane before it leaves, so an object has the
-right bytes whatever became of the lease on its source. What is read is compared in the lane, and
-copied into the arena only before the fill's deadline.
+What is written is compared with its checksum before it leaves the lane, so an object has the right
+bytes whatever became of the lease on its source. What is read is compared in the lane, and copied
+into the arena only before the fill's deadline. `packing` says how a block lies in a lane.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import TypeVar
 
 import numpy as np
 from kvbm_common.arena import Arena
-from kvbm_common.checksum import block_checksum
 from kvbm_common.counters import Counters, TransferFigures
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.loop import monotonic_ms
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 from kvbm_common.slots import Block
-from numpy.typing import NDArray
 
 from kvbm_disk_tier.messages import STALE_ARENA
 from kvbm_disk_tier.objects.bucket import BucketOptions
 from kvbm_disk_tier.objects.lanes import LaneMemory, Lanes
+from kvbm_disk_tier.objects.packing import Bytes, Packing, Plain
 
 COPY_THREADS = 2
 CALL_DEADLINE_S = 10.0
@@ -42,8 +41,6 @@ CHANGED = "source_changed"
 TOO_LATE = "too_late"
 
 T = TypeVar("T")
-Bytes = NDArray[np.uint8]
-"""An arena as bytes: it stays mapped as long as somebody has this."""
 
 
 @dataclass(slots=True)
@@ -57,8 +54,17 @@ class _Taken:
 class ObjectMover:
     """One NIXL agent between one bucket, the lanes, and the arena that is mapped now."""
 
-    def __init__(self, *, name: str, bucket: BucketOptions, lanes: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        bucket: BucketOptions,
+        lanes: int,
+        counters: Counters,
+        packing: Packing | None = None,
+    ) -> None:
         """Raises MoverUnavailable. Makes no request."""
+        self.packing: Packing = packing or Plain()
         parameters = bucket.for_nixl(threads=lanes)
         self._mover = MoverThread(name, backends=("OBJ",), object_params=parameters)
         self._copier = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
@@ -84,8 +90,9 @@ class ObjectMover:
             return
         arena = Arena.attach(path)
         arena.populate()
-        if not self._memory or self._memory[-1].lane_bytes < slot_bytes:
-            memory = LaneMemory(self.lanes.count, slot_bytes)
+        lane_bytes = slot_bytes + self.packing.extra_bytes
+        if not self._memory or self._memory[-1].lane_bytes < lane_bytes:
+            memory = LaneMemory(self.lanes.count, lane_bytes)
             self._mover.register_memory(memory.address, memory.bytes).result(CALL_DEADLINE_S)
             self._memory.append(memory)
         if self._arena is not None:
@@ -100,10 +107,10 @@ class ObjectMover:
 
         async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
             if not await self._in_thread(
-                lambda: _copy_in(memory, taken.lane, arena, offset, block)
+                lambda: self._copy_in(memory, taken.lane, arena, offset, block)
             ):
                 return CHANGED
-            span = _span(memory, taken.lane, block)
+            span = self._span(memory, taken.lane, block)
             left_s = until_s - asyncio.get_running_loop().time()
             future = self._mover.write_object(name, span, deadline_s=max(left_s, 0.01))
             return await self._wait(future, taken, path="h2object")
@@ -114,13 +121,13 @@ class ObjectMover:
         """An object's bytes come into the arena at `offset`; returns OK or what was wrong."""
 
         async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
-            span = _span(memory, taken.lane, block)
+            span = self._span(memory, taken.lane, block)
             future = self._mover.read_object(name, span, deadline_s=_left_s(until_ms))
             outcome = await self._wait(future, taken, path="object2h")
             if outcome != OK:
                 return outcome
             return await self._in_thread(
-                lambda: _copy_out(memory, taken.lane, arena, offset, block, until_ms)
+                lambda: self._copy_out(memory, taken.lane, arena, offset, block, until_ms)
             )
 
         return await self._with_lane(fly, epoch, write=False, deadline_s=_left_s(until_ms))
@@ -170,28 +177,28 @@ class ObjectMover:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._copier, function)
 
+    def _span(self, memory: LaneMemory, lane: int, block: Block) -> Spans:
+        length = block.bytes + self.packing.extra_bytes
+        return Spans.of([memory.address + lane * memory.lane_bytes], length)
+
+    def _copy_in(
+        self, memory: LaneMemory, lane: int, arena: Bytes, offset: int, block: Block
+    ) -> bool:
+        packed = memory.lane(lane, block.bytes + self.packing.extra_bytes)
+        return self.packing.pack(arena[offset : offset + block.bytes], packed, block)
+
+    def _copy_out(
+        self, memory: LaneMemory, lane: int, arena: Bytes, offset: int, block: Block, until_ms: int
+    ) -> str:
+        packed = memory.lane(lane, block.bytes + self.packing.extra_bytes)
+        plain = self.packing.unpack(packed, block)
+        if plain is None:
+            return CORRUPT
+        if monotonic_ms() >= until_ms:
+            return TOO_LATE  # The slot may be somebody else's by now.
+        np.copyto(arena[offset : offset + block.bytes], plain)
+        return OK
+
 
 def _left_s(until_ms: int) -> float:
     return max((until_ms - monotonic_ms()) / 1000, 0.01)
-
-
-def _span(memory: LaneMemory, lane: int, block: Block) -> Spans:
-    return Spans.of([memory.address + lane * memory.lane_bytes], block.bytes)
-
-
-def _copy_in(memory: LaneMemory, lane: int, arena: Bytes, offset: int, block: Block) -> bool:
-    target = memory.lane(lane, block.bytes)
-    np.copyto(target, arena[offset : offset + block.bytes])
-    return block_checksum(target) == block.checksum
-
-
-def _copy_out(
-    memory: LaneMemory, lane: int, arena: Bytes, offset: int, block: Block, until_ms: int
-) -> str:
-    source = memory.lane(lane, block.bytes)
-    if block_checksum(source) != block.checksum:
-        return CORRUPT
-    if monotonic_ms() >= until_ms:
-        return TOO_LATE  # The slot may be somebody else's by now.
-    np.copyto(arena[offset : offset + block.bytes], source)
-    return OK

@@ -2,6 +2,11 @@
 
     <prefix>/v1/<namespace>/<hash>.<parent>.<bytes>.<checksum>
 
+or, sealed with the key that has this id (kvbm_disk_tier.sealing), so that other keys' objects are
+foreign:
+
+    <prefix>/s1/<key id>/<namespace>/<hash>.<parent>.<bytes>.<checksum>
+
 Namespace, hashes and checksum in lower-case hex of full length, bytes in decimal. A listing of a
 bucket is thus its whole table, whoever has stored what, and an object that is complete is valid
 for ever: the name is derived from the content.
@@ -10,11 +15,14 @@ for ever: the name is derived from the content.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.slots import Block
 
 FORMAT = "v1"
+SEALED_FORMAT = "s1"
 
 _NAME = re.compile(
     r"(?P<namespace>[0-9a-f]{64})/(?P<hash>[0-9a-f]{32})\.(?P<parent>[0-9a-f]{32})"
@@ -22,25 +30,57 @@ _NAME = re.compile(
 )
 
 
-class Names:
-    """Names under one prefix."""
+class KeyIds(Protocol):
+    """Which key seals what."""
 
-    def __init__(self, prefix: str) -> None:
-        self.root = f"{prefix}/{FORMAT}/"
-        """Everything of ours begins with this."""
+    def id_of(self, namespace: bytes) -> str | None:
+        """None: the namespace has no key."""
+
+    def ids(self) -> Sequence[str]:
+        """All of them."""
+
+
+class Names:
+    """Names under one prefix, of plain objects or of sealed ones."""
+
+    def __init__(self, prefix: str, keys: KeyIds | None = None) -> None:
+        self._prefix = prefix
+        self._keys = keys
+        self.roots: tuple[str, ...] = (f"{prefix}/{FORMAT}/",)
+        """Everything of ours begins with one of these."""
+        if keys is not None:
+            self.roots = tuple(f"{prefix}/{SEALED_FORMAT}/{key_id}/" for key_id in keys.ids())
+
+    def _root_of(self, namespace: bytes) -> str | None:
+        if self._keys is None:
+            return self.roots[0]
+        key_id = self._keys.id_of(namespace)
+        return None if key_id is None else f"{self._prefix}/{SEALED_FORMAT}/{key_id}/"
+
+    def may_name(self, block: Block) -> bool:
+        """Whether a block can be an object here: in a sealed store its namespace needs a key."""
+        return self._root_of(block.namespace) is not None
 
     def name_of(self, block: Block) -> str:
-        """The name of the object that holds this block."""
+        """The name of the object that holds this block, one that may be named."""
+        root = self._root_of(block.namespace)
+        assert root is not None, "no key"
         return (
-            f"{self.root}{block.namespace.hex()}/{block.hash.hex()}.{block.parent.hex()}"
+            f"{root}{block.namespace.hex()}/{block.hash.hex()}.{block.parent.hex()}"
             f".{block.bytes}.{block.checksum:016x}"
         )
 
     def block_of(self, name: str) -> Block | None:
         """The block that an object of this name holds; None: it is none of ours."""
-        if not name.startswith(self.root):
+        root = next((root for root in self.roots if name.startswith(root)), None)
+        if root is None:
             return None
-        found = _NAME.fullmatch(name, len(self.root))
+        block = self._block_of(name, len(root))
+        # It may lie under the key of another namespace: ours would not open it.
+        return block if block is not None and self._root_of(block.namespace) == root else None
+
+    def _block_of(self, name: str, start: int) -> Block | None:
+        found = _NAME.fullmatch(name, start)
         if found is None:
             return None
         return Block(

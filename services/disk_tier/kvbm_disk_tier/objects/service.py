@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from kvbm_common.config import Settings
 from kvbm_common.errors import ConfigError, ServiceFailed
@@ -13,8 +15,14 @@ from kvbm_disk_tier.objects.bucket import Bucket, BucketOptions
 from kvbm_disk_tier.objects.core import ObjectTierCore
 from kvbm_disk_tier.objects.medium import ObjectMedium, ObjectOptions, requests_counter
 from kvbm_disk_tier.objects.mover import ObjectMover
-from kvbm_disk_tier.service import TierShell, serve_nothing
+from kvbm_disk_tier.objects.packing import Packing, Plain
+from kvbm_disk_tier.service import TierShell, keys_of, serve_nothing
 from kvbm_disk_tier.tier import limits_of
+
+if TYPE_CHECKING:
+    from kvbm_disk_tier.sealing import Keys
+
+log = logging.getLogger(__name__)
 
 
 async def serve(context: ServiceContext) -> None:
@@ -40,8 +48,9 @@ async def serve(context: ServiceContext) -> None:
 
 
 def make_medium(context: ServiceContext) -> ObjectMedium:
-    """The bucket of the configuration. Makes no request."""
+    """The bucket of the configuration. Makes no request; raises BadKeys."""
     settings = context.settings
+    keys = keys_of(settings)
     where = BucketOptions(
         bucket=settings.object_bucket,
         endpoint=settings.object_endpoint,
@@ -55,6 +64,7 @@ def make_medium(context: ServiceContext) -> ObjectMedium:
         slot_count=settings.object_num_blocks,
         list_s=settings.object_list_s,
         label=f"{context.host}-{context.instance}",
+        keys=keys,
     )
     requests = requests_counter(context.counters)
 
@@ -66,8 +76,18 @@ def make_medium(context: ServiceContext) -> ObjectMedium:
         bucket=where,
         lanes=settings.object_concurrency,
         counters=context.counters,
+        packing=_packing(keys),
     )
     return ObjectMedium(options, Bucket(where, counted), mover, context.counters)
+
+
+def _packing(keys: Keys | None) -> Packing:
+    if keys is None:
+        return Plain()
+    from kvbm_disk_tier.objects.sealed_packing import Sealed
+
+    log.info("objects are sealed, with keys %s", ", ".join(keys.ids()))
+    return Sealed(keys)
 
 
 def check(settings: Settings) -> None:

@@ -13,6 +13,9 @@ from kvbm_common.loop import CoreLoop
 from kvbm_disk_tier.objects.bucket import Bucket, BucketOptions
 from kvbm_disk_tier.objects.medium import ObjectMedium, ObjectOptions, requests_counter
 from kvbm_disk_tier.objects.mover import ObjectMover
+from kvbm_disk_tier.objects.packing import Plain
+from kvbm_disk_tier.objects.sealed_packing import Sealed
+from kvbm_disk_tier.sealing import Keys
 
 from tests.services.disk_tier.mediums import Inbox
 
@@ -21,7 +24,12 @@ PREFIX = "kv"
 
 
 def make_medium(
-    options: BucketOptions, counters: Counters, *, list_s: float = 60.0, label: str = "h-0"
+    options: BucketOptions,
+    counters: Counters,
+    *,
+    list_s: float = 60.0,
+    label: str = "h-0",
+    keys: Keys | None = None,
 ) -> ObjectMedium:
     """A medium that has made no request yet."""
     requests = requests_counter(counters)
@@ -29,8 +37,11 @@ def make_medium(
     def counted(request: str, ok: bool) -> None:
         requests.add(request=request, outcome="ok" if ok else "failed")
 
-    mover = ObjectMover(name="test", bucket=options, lanes=LANES, counters=counters)
-    given = ObjectOptions(prefix=PREFIX, slot_count=8, list_s=list_s, label=label)
+    mover = ObjectMover(
+        name="test", bucket=options, lanes=LANES, counters=counters,
+        packing=Plain() if keys is None else Sealed(keys),
+    )  # fmt: skip
+    given = ObjectOptions(prefix=PREFIX, slot_count=8, list_s=list_s, label=label, keys=keys)
     return ObjectMedium(given, Bucket(options, counted), mover, counters)
 
 

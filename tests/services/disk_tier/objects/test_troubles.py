@@ -122,7 +122,8 @@ async def test_a_bucket_full_of_garbage_is_listed_by_the_page(
     await place.medium.write(place.writing(blocks))
     torn = NAMES.name_of(blocks[0])
     s3.client.put_object(Bucket=bucket_name, Key=torn, Body=b"short")
-    foreign = [f"{NAMES.root}{name}" for name in ("x", "00/11", "ü%2f ", torn[-40:])] + ["other"]
+    [root] = NAMES.roots
+    foreign = [f"{root}{name}" for name in ("x", "00/11", "ü%2f ", torn[-40:])] + ["other"]
     for name in foreign:
         s3.client.put_object(Bucket=bucket_name, Key=name, Body=b"theirs")
     medium = place.medium
