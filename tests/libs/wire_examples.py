@@ -87,6 +87,14 @@ VERBS: Mapping[str, msgspec.Struct] = {
     ),
     "hits": verbs.Hits(namespace=DIGEST.hex(), hashes=HEX),
     "arena_request": verbs.ArenaRequest(),
+    "door_request": verbs.DoorRequest(),
+    "door_reply": verbs.DoorReply(
+        epoch=EPOCH,
+        slot_bytes=2_097_152,
+        slot_count=512,
+        address=140_000_000_000_000,
+        agent=b"NIXL metadata",
+    ),
     "arena_reply": verbs.ArenaReply(
         path="/dev/shm/kvbm-gpu-a-1760000000000017-arena",
         bytes=1_073_741_824,

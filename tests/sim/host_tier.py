@@ -13,6 +13,7 @@ from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply
 from kvbm_disk_tier import messages as disk
 from kvbm_host_tier import messages as host
 from kvbm_host_tier.core import HostTierCore
+from kvbm_host_tier.peer_messages import AskHolders, OpenDoor, PullFromPeer, ReleaseAtPeer
 from kvbm_host_tier.tier import Limits
 
 from tests.sim import invariants
@@ -127,6 +128,8 @@ class HostTier(Service):
                     self.publish(event)
                 case host.TellHits(hits):
                     self._tell_hits(hits)
+                case AskHolders() | PullFromPeer() | ReleaseAtPeer() | OpenDoor():
+                    raise AssertionError("here is one host: who should be its peer?")
                 case _:
                     assert_never(effect)
 

@@ -176,6 +176,15 @@ class Settings:
         "KVBM_PROMISE_GB", 1.0, schema.number(0, inclusive=False), section="transfers", unit="GB",
         help="Shared memory of a TensorRT-LLM engine for blocks that it was promised and has not "
         "loaded yet, taken when used: what one step can load.")
+    peer_pulls: bool = setting(
+        "KVBM_PEER_PULLS", True, schema.BOOLEAN, section="transfers",
+        help="Read blocks that this host has not from the host tiers of other hosts.")
+    peer_deadline_ms: int = setting(
+        "KVBM_PEER_DEADLINE_MS", 1000, schema.integer(10, 60_000), section="transfers", unit="ms",
+        help="How long a batch may take to come from another host; an onboard ends earlier.")
+    peer_pulls_max: int = setting(
+        "KVBM_PEER_PULLS_MAX", 4, schema.integer(1, 64), section="transfers",
+        help="How many batches come from other hosts at the same time.")
     leader_worker_init_timeout_s: int = setting(
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", 1800, schema.integer(1), section="transfers",
         unit="s", help="How long the ranks of one engine wait for each other.")

@@ -75,6 +75,15 @@ from kvbm_host_tier.messages import (
 )
 from kvbm_host_tier.offload import Offload
 from kvbm_host_tier.onboard import Onboard
+from kvbm_host_tier.peer_messages import (
+    HoldersTold,
+    PeerInput,
+    PeerJoined,
+    PeerLeft,
+    PeerPulled,
+    PeerPullFailed,
+    PeerPullSettled,
+)
 from kvbm_host_tier.tier import Limits, Tier
 
 LEASE_MS_MAX = 60_000
@@ -170,6 +179,23 @@ class HostTierCore:
                 self._admin(event, now_ms)
             case Tick():
                 self._tick(now_ms)
+            case _:
+                self._peers(event, now_ms)
+
+    def _peers(self, event: PeerInput, now_ms: int) -> None:
+        match event:
+            case PeerJoined(peer):
+                self.onboard.peers.joined(peer)
+            case PeerLeft(peer):
+                self.onboard.peers.left(peer)
+            case HoldersTold():
+                self.onboard.holders_told(event, now_ms)
+            case PeerPulled():
+                self.onboard.peer_pulled(event, now_ms)
+            case PeerPullFailed():
+                self.onboard.peer_pull_failed(event, now_ms)
+            case PeerPullSettled(pull):
+                self.onboard.peers.settled(pull)
             case _:
                 assert_never(event)
 
@@ -321,6 +347,7 @@ class HostTierCore:
         self.tier.end_leases(self.tier.leases.expire(now_ms))
         self.offload.tick(now_ms)
         self.onboard.tick(now_ms)
+        self.onboard.peers.open_door()
 
     # --- questions --------------------------------------------------------------------------
 
@@ -339,7 +366,7 @@ class HostTierCore:
 
     def snapshot(self) -> SnapshotReply:
         """Everything that is committed, as of the last event."""
-        return self.tier.announcer.snapshot(self.tier.table.blocks())
+        return self.tier.announcer.snapshot(self.tier.own_blocks())
 
     def statistics(self, now_ms: int) -> StatsReply:
         """Figures for metrics and admin API."""
@@ -349,6 +376,8 @@ class HostTierCore:
         figures["leases_expired"] = float(tier.leases.expired_count)
         figures["slots_unsettled"] = float(self.offload.unsettled_count)
         figures["draining"] = float(tier.draining)
+        figures |= self.onboard.peers.figures()
+        figures["guests"] = float(len(tier.guests))
         figures["offers"] = float(len(self.offload))
         figures["lookups_waiting"] = float(len(self.onboard))
         for medium, view in tier.below.views.items():
@@ -385,6 +414,8 @@ class HostTierCore:
         pins = Counter(slot for lease in tier.leases.all() for slot in lease.slots)
         pins.update(self.onboard.pinned_slots())
         assert pins == tier.table.pins(), "a pinned slot has no lease"
+        lost = [name for name in tier.guests if tier.table.find(name) is None]
+        assert not lost, "a guest is not here"
 
 
 def _hit_rates(tier: Tier) -> dict[str, float]:

@@ -20,6 +20,8 @@ from kvbm_common.wire.verbs import (
     SnapshotReply,
 )
 
+from kvbm_host_tier.peer_messages import PeerEffect, PeerInput
+
 
 @dataclass(frozen=True, slots=True)
 class EngineId:
@@ -223,6 +225,7 @@ Input = (
     | LeaseAsked
     | ReleaseAsked
     | AdminAsked
+    | PeerInput
     | Tick
 )
 
@@ -336,4 +339,5 @@ Effect = (
     | Answer
     | Publish
     | TellHits
+    | PeerEffect
 )

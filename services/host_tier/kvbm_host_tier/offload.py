@@ -211,6 +211,7 @@ class Offload:
                 or wanted.hash in names
             ):
                 state.skipped += 1
+                self._tier.admit([wanted.hash])
                 self._tier.counts["offload_skipped_blocks"] += 1
             else:
                 names.add(wanted.hash)

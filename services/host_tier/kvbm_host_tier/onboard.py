@@ -3,19 +3,19 @@
 A lookup is walked from its first block on. Each block is either here (pin it), below (stage a
 slot and have it filled), being filled already (wait with the others), or the end of the run. The
 answer goes out once: when all is here, or at its deadline with the prefix that is here by then.
-Blocks that arrive after the answer stay: they have been promoted.
+Blocks that arrive after the answer stay: they have been promoted. Where this host has no more, the
+index is asked for other hosts that have (`peers`), and the walk goes on with what a peer has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
-from kvbm_common.wire.admin import PrefetchReply
 from kvbm_common.wire.events import Tier as WireTier
-from kvbm_common.wire.local import Found, Lookup
+from kvbm_common.wire.local import Lookup
 from kvbm_common.wire.verbs import (
     FILL_GRACE_MS,
     ErrorBody,
@@ -25,6 +25,7 @@ from kvbm_common.wire.verbs import (
     Hits,
 )
 
+from kvbm_host_tier.answers import OPERATOR, Answers, Medium, OnboardState
 from kvbm_host_tier.messages import (
     Answer,
     AskFill,
@@ -32,39 +33,16 @@ from kvbm_host_tier.messages import (
     FillDone,
     FillFailed,
     TellHits,
-    ToEngine,
 )
+from kvbm_host_tier.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
+from kvbm_host_tier.peers import Outcome, Peers
 from kvbm_host_tier.tier import Tier
 
 HITS_MAX = 1024
 """At most this many hits are told per lookup; the rest are told the next time."""
 
-OPERATOR = EngineId("operator", "")
-"""Whose prefetches are; no engine has an empty incarnation."""
-
 NOT_ON_DISK = ("gone", "corrupt")
 """The disk tier's own word that it does not have a block; any other failure may pass."""
-
-
-@dataclass(slots=True)
-class OnboardState:
-    """A lookup that waits for fills. `slots[i]` is None until block i is here and pinned."""
-
-    engine: EngineId
-    connection: bytes
-    lookup: int
-    hashes: list[SequenceHash]
-    slots: list[int | None]
-    answer_by_ms: int
-    lease_until_ms: int
-    run: int
-    """Blocks of the run that may still be had; shrinks when a fill fails."""
-    block_tokens: int
-    came_from: dict[int, WireTier] = field(default_factory=dict)
-    """Where blocks of the run came from that were not here."""
-    reason: str = ""
-    reply_to: int = 0
-    """An operator's prefetch: it is answered there, and nothing stays pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +69,10 @@ class Onboard:
         self._lent: list[tuple[int, Fill]] = []
         """(reusable from, fill) of fills without an answer: the disk tier may still read."""
         self._next_id = 1
+        self.peers = Peers(tier)
+        self._answers = Answers(tier)
+        self._questions: dict[int, int] = {}
+        """Question to the index → the onboard that waits for it."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -107,7 +89,7 @@ class Onboard:
         """An engine asks which run of these blocks it can have."""
         if len(self._states) >= self._tier.limits.lookups_max:
             self._tier.counts["dropped.lookup_busy"] += 1
-            self._refuse(connection, lookup, "busy")
+            self._answers.refuse(connection, lookup, "busy")
             return
         state = OnboardState(
             engine=EngineId(lookup.engine, lookup.incarnation),
@@ -152,8 +134,12 @@ class Onboard:
         """Pin what is here, have filled what is below; returns how many blocks were here."""
         here = self._pin_prefix(state)
         fills = self._walk_rest(state, now_ms)
-        if not fills and None not in state.slots:
-            self._answer(state)
+        self._tier.admit_used(state.hashes, state.slots)
+        if state.reason == "not_stored":
+            rest = state.hashes[state.run :]
+            state.question = self.peers.ask(rest, now_ms, until_ms=state.answer_by_ms)
+        if not fills and None not in state.slots and not state.question:
+            self._answers.give(state)
         else:
             self._wait(state, fills, now_ms)
         return here
@@ -164,22 +150,26 @@ class Onboard:
         state.run = len(state.slots)
         return state.run
 
-    def _walk_rest(self, state: OnboardState, now_ms: int) -> list[SequenceHash]:
-        """Go on where the host's own prefix ends; returns the blocks to be filled from disk."""
+    def _walk_rest(
+        self, state: OnboardState, now_ms: int, remote: Container[SequenceHash] = ()
+    ) -> list[SequenceHash]:
+        """Go on where the run ends; returns the blocks to be brought from below or a peer."""
         table, below = self._tier.table, self._tier.below
         fills: list[SequenceHash] = []
         for name in state.hashes[state.run :]:
             slot = table.find(name)
             if slot is not None:
                 table.pin(slot, used=True)
-            elif below.usable(name, now_ms) and not table.is_staging(name):
+            elif (
+                below.usable(name, now_ms)
+                or (name in remote and not self.peers.avoided(name, now_ms))
+            ) and not table.is_staging(name):
                 fills.append(name)
             elif name not in self._waiting:
                 break
             state.slots.append(slot)
         state.run = len(state.slots)
-        if state.run < len(state.hashes):
-            state.reason = "not_stored"
+        state.reason = "not_stored" if state.run < len(state.hashes) else ""
         return self._fit(state, fills)
 
     def _fit(self, state: OnboardState, fills: list[SequenceHash]) -> list[SequenceHash]:
@@ -197,28 +187,91 @@ class Onboard:
         onboard_id = self._next_id
         self._next_id += 1
         self._states[onboard_id] = state
+        if state.question:
+            self._questions[state.question] = onboard_id
         self._start_fills(state, fills, now_ms)
-        for index in range(state.run):
+        self._await_blocks(onboard_id, state, 0)
+        self._answer_if_complete(onboard_id)
+
+    def _await_blocks(self, onboard_id: int, state: OnboardState, start: int) -> None:
+        for index in range(start, state.run):
             if state.slots[index] is None:
                 self._waiting.setdefault(state.hashes[index], []).append((onboard_id, index))
+
+    # --- peers ------------------------------------------------------------------------------
+
+    def holders_told(self, told: HoldersTold, now_ms: int) -> None:
+        """The index knows who has the rest of a run, or does not."""
+        onboard_id = self._questions.pop(told.question, 0)
+        state = self._states.get(onboard_id)
+        source = self.peers.told(told, now_ms)
+        if state is None or state.question != told.question:
+            return
+        state.question = 0
+        if source is not None:
+            self._extend(onboard_id, state, *source, now_ms)
         self._answer_if_complete(onboard_id)
+
+    def _extend(
+        self, onboard_id: int, state: OnboardState, peer: PeerId, count: int, now_ms: int
+    ) -> None:
+        """Walk on with what a peer has."""
+        start = state.run
+        remote = frozenset(state.hashes[start : start + count])
+        brought = self._walk_rest(state, now_ms, remote)
+        self._tier.admit_used(state.hashes[start:], state.slots[start:])
+        below = [name for name in brought if self._tier.below.usable(name, now_ms)]
+        self._start_fills(state, below, now_ms)
+        pulls = [name for name in brought if name not in set(below)]
+        batch_max = self._tier.limits.batch_blocks_max
+        for first in range(0, len(pulls), batch_max):
+            slots = self._stage(pulls[first : first + batch_max], f"from {peer}", now_ms)
+            self.peers.pull(peer, slots, now_ms, until_ms=state.answer_by_ms)
+        self._await_blocks(onboard_id, state, start)
+        self._take_outcomes(self.peers.advance(now_ms), now_ms)
+
+    def _stage(
+        self, names: Sequence[SequenceHash], why: str, now_ms: int
+    ) -> dict[SequenceHash, int]:
+        slots: dict[SequenceHash, int] = {}
+        for name in names:
+            slot = self._tier.table.stage(name)
+            assert slot is not None
+            slots[name] = slot
+            self._tier.diary.note(now_ms, f"staged in slot {slot} {why}", name)
+        return slots
+
+    def peer_pulled(self, event: PeerPulled, now_ms: int) -> None:
+        """A pull has ended; others may fly."""
+        self._take_outcomes(self.peers.pulled(event, now_ms), now_ms)
+        self._take_outcomes(self.peers.advance(now_ms), now_ms)
+
+    def peer_pull_failed(self, event: PeerPullFailed, now_ms: int) -> None:
+        """… or brought nothing."""
+        self._take_outcomes(self.peers.failed(event, now_ms), now_ms)
+        self._take_outcomes(self.peers.advance(now_ms), now_ms)
+
+    def _take_outcomes(self, outcomes: Iterable[Outcome], now_ms: int) -> None:
+        for name, slot, outcome in outcomes:
+            if isinstance(outcome, str):
+                self._not_coming(name, outcome)
+            else:
+                self._tier.guests[name] = None
+                self._tier.counts["peer_pulled_blocks"] += 1
+                self._tier.counts["bytes.r2h"] += outcome.bytes
+                self._landed(outcome, slot, "remote", now_ms)
 
     # --- fills ------------------------------------------------------------------------------
 
     def _start_fills(self, state: OnboardState, names: Sequence[SequenceHash], now_ms: int) -> None:
         """Batches, prefix first, each to one disk tier; they are in flight side by side."""
-        table, batch_max = self._tier.table, self._tier.limits.batch_blocks_max
+        batch_max = self._tier.limits.batch_blocks_max
         by_source: dict[tuple[WireTier, str], list[SequenceHash]] = {}
         for name in names:
             by_source.setdefault(self._tier.below.source(name, now_ms), []).append(name)
         for (tier, instance), wanted in by_source.items():
             for start in range(0, len(wanted), batch_max):
-                slots: dict[SequenceHash, int] = {}
-                for name in wanted[start : start + batch_max]:
-                    slot = table.stage(name)
-                    assert slot is not None
-                    slots[name] = slot
-                    self._tier.diary.note(now_ms, f"staged in slot {slot} for a fill", name)
+                slots = self._stage(wanted[start : start + batch_max], "for a fill", now_ms)
                 self._ask(Fill(tier, instance, slots, state.answer_by_ms, ahead=start))
 
     def _ask(self, fill: Fill) -> None:
@@ -271,31 +324,43 @@ class Onboard:
             self._tier.table.abort(slot)
 
     def _arrived(self, fill: Fill, name: SequenceHash, filled: FilledSlot, now_ms: int) -> Block:
-        table, slot = self._tier.table, fill.slots[name]
         parent = hash_from_hex(filled.parent)
         block = Block(name, parent, bytes.fromhex(filled.namespace), filled.checksum, filled.bytes)
-        table.register(slot, block)
-        self._tier.diary.note(now_ms, f"filled from {fill.tier} in slot {slot}", name)
         self._tier.counts["promoted_blocks"] += 1
+        self._landed(block, fill.slots[name], fill.tier, now_ms)
+        return block
+
+    def _landed(self, block: Block, slot: int, source: Medium, now_ms: int) -> None:
+        """A block is here: those who wait for it have it."""
+        table, name = self._tier.table, block.hash
+        table.register(slot, block)
+        self._tier.diary.note(now_ms, f"came from {source} to slot {slot}", name)
         waiting = self._waiting.pop(name, [])
+        uses = 0
         for onboard_id, index in waiting:
             state = self._states.get(onboard_id)
             if state is not None and index < state.run:
                 table.pin(slot)
                 state.slots[index] = slot
-                state.came_from[index] = fill.tier
+                state.came_from[index] = source
+                uses += 2 if state.reply_to else 1  # An operator wants it to stay.
+        if uses > 1:
+            self._tier.admit([name])
         for onboard_id, _ in waiting:
             self._answer_if_complete(onboard_id)
-        return block
 
     def _missing(self, fill: Fill, name: SequenceHash, reason: str, now_ms: int) -> None:
-        """A block will not come: those who wait for it get what is before it."""
+        """A fill has failed for a block."""
         view = self._tier.below.views[fill.tier]
         if reason in NOT_ON_DISK:
             view.forget(name)
         else:
             view.avoid(name, now_ms)
         self._tier.counts[f"dropped.fill_{reason}"] += 1
+        self._not_coming(name, reason)
+
+    def _not_coming(self, name: SequenceHash, reason: str) -> None:
+        """Those who wait for a block get what is before it."""
         for onboard_id, index in self._waiting.pop(name, []):
             state = self._states.get(onboard_id)
             if state is not None and index < state.run:
@@ -308,14 +373,15 @@ class Onboard:
         """The run ends before index `run`: give back what was pinned behind it."""
         self._tier.table.unpin(slot for slot in state.slots[run:] if slot is not None)
         del state.slots[run:]
+        state.question = 0  # What is behind the cut is of no use any more.
         state.run = run
         state.reason = reason
 
     def _answer_if_complete(self, onboard_id: int) -> None:
         state = self._states.get(onboard_id)
-        if state is not None and None not in state.slots:
+        if state is not None and not state.question and None not in state.slots:
             del self._states[onboard_id]
-            self._answer(state)
+            self._answers.give(state)
 
     def tick(self, now_ms: int) -> None:
         """Answer what is due with the prefix that is here; take back slots that were lent."""
@@ -325,7 +391,8 @@ class Onboard:
             if None in state.slots:
                 self._tier.counts["lookups_cut_by_deadline"] += 1
                 self._cut(state, state.slots.index(None), "deadline")
-            self._answer(state)
+            self._answers.give(state)
+        self._take_outcomes(self.peers.advance(now_ms), now_ms)
         for entry in [entry for entry in self._lent if now_ms >= entry[0]]:
             self._lent.remove(entry)
             self._take_back(entry[1])
@@ -336,66 +403,6 @@ class Onboard:
             state = self._states.pop(onboard_id)
             self._cut(state, 0, "engine_lost")
 
-    def _answer(self, state: OnboardState) -> None:
-        slots = [slot for slot in state.slots if slot is not None]
-        assert len(slots) == state.run
-        tier = self._tier
-        if state.reply_to:
-            self._answer_prefetch(state, slots)
-            return
-        lease_id = 0
-        if slots:
-            lease = tier.leases.grant(
-                str(state.engine), "onboard", tuple(slots), deadline_ms=state.lease_until_ms
-            )
-            lease_id = lease.id
-        disk, objects = _came_from(state, "disk"), _came_from(state, "object")
-        here = state.run - len(disk) - len(objects)
-        self._count(len(state.hashes), here, len(disk), len(objects))
-        tier.counts["matched_tokens"] += state.run * state.block_tokens
-        blocks = [tier.table.block(slot) for slot in slots]
-        found = Found(
-            lookup=state.lookup,
-            epoch=tier.announcer.epoch,
-            lease=lease_id,
-            slots=slots,
-            checksums=[block.checksum for block in blocks],
-            block_bytes=blocks[0].bytes if blocks else 0,
-            disk_blocks=disk,
-            object_blocks=objects,
-            reason=state.reason if state.run < len(state.hashes) else "",
-        )
-        tier.emit(ToEngine(state.connection, found))
-
-    def _answer_prefetch(self, state: OnboardState, slots: list[int]) -> None:
-        self._tier.table.unpin(slots)
-        reply = PrefetchReply(
-            blocks=state.run,
-            filled=len(state.came_from.keys() & set(range(state.run))),
-            reason=state.reason if state.run < len(state.hashes) else "",
-        )
-        self._tier.counts["prefetched_blocks"] += reply.filled
-        self._tier.emit(Answer(state.reply_to, reply))
-
-    def _refuse(self, connection: bytes, lookup: Lookup, reason: str) -> None:
-        found = Found(
-            lookup=lookup.lookup, epoch=self._tier.announcer.epoch, lease=0, slots=[],
-            checksums=[], block_bytes=0, reason=reason,
-        )  # fmt: skip
-        self._tier.emit(ToEngine(connection, found))
-
-    def _count(self, asked: int, host: int, disk: int, objects: int) -> None:
-        counts = self._tier.counts
-        counts["lookups"] += 1
-        counts["lookup_blocks.host"] += host
-        counts["lookup_blocks.disk"] += disk
-        counts["lookup_blocks.object"] += objects
-        counts["lookup_blocks.miss"] += asked - host - disk - objects
-        counts["onboard_blocks_h2d"] += host
-        counts["onboard_blocks_d2d"] += disk
-        counts["onboard_blocks_o2d"] += objects
-        self._tier.hit_window.append((asked, host, disk, objects))
-
     def _tell_hits(self, lookup: Lookup, names: Iterable[SequenceHash]) -> None:
         """The disk tier gives space to what is asked for again."""
         news = hashes_to_hex(self._tier.below.missing(names)[:HITS_MAX])
@@ -405,7 +412,10 @@ class Onboard:
     def staged_slots(self) -> set[int]:
         """Every slot that a fill has staged, for `check`."""
         fills = [*self._fills.values(), *(fill for _, fill in self._lent)]
-        return {slot for fill in fills for slot in fill.slots.values()}
+        lent = {slot for fill in fills for slot in fill.slots.values()}
+        pulled = self.peers.staged_slots()
+        assert not lent & pulled, "a fill and a pull write one slot"
+        return lent | pulled
 
     def pinned_slots(self) -> list[int]:
         """Every pin that a waiting lookup holds, for `check`."""
@@ -414,14 +424,10 @@ class Onboard:
 
     def check(self) -> None:
         """Assert every invariant."""
+        self.peers.check()
         for name, waiting in self._waiting.items():
             assert self._tier.table.is_staging(name), self._tier.diary.story(name)
             assert waiting
         for state in self._states.values():
-            assert None in state.slots, "a complete lookup was not answered"
+            assert state.question or None in state.slots, "a complete lookup was not answered"
             assert len(state.slots) == state.run
-
-
-def _came_from(state: OnboardState, tier: WireTier) -> list[int]:
-    """Indices of the run."""
-    return sorted(i for i, source in state.came_from.items() if source == tier and i < state.run)

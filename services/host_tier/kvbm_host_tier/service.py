@@ -30,6 +30,7 @@ from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
 from kvbm_common.wire.local import ToHostTier
 from kvbm_common.wire.verbs import (
+    DoorReply,
     ErrorBody,
     FillReply,
     LeaseReply,
@@ -45,6 +46,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_host_tier.core import HostTierCore
+from kvbm_host_tier.door import Door, DoorClosed
 from kvbm_host_tier.engine_socket import EngineSocket
 from kvbm_host_tier.lower_tiers import LOWER
 from kvbm_host_tier.messages import (
@@ -76,6 +78,17 @@ from kvbm_host_tier.messages import (
     TellHits,
     Tick,
     ToEngine,
+)
+from kvbm_host_tier.peer_client import PeerClient
+from kvbm_host_tier.peer_messages import (
+    AskHolders,
+    OpenDoor,
+    PeerEffect,
+    PeerId,
+    PeerJoined,
+    PeerLeft,
+    PullFromPeer,
+    ReleaseAtPeer,
 )
 from kvbm_host_tier.puller import Puller
 from kvbm_host_tier.tier import Limits
@@ -111,6 +124,11 @@ class HostTierShell:
         self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
         self._reply_ids = itertools.count(1)
         self._limiter = OncePerKind(log)
+        self._door = Door(f"{context.source}-door")
+        self._peers = PeerClient(
+            context.bus, self._door, host=context.host, source=context.source,
+            counters=context.counters,
+        )  # fmt: skip
         self._dropped = context.counters.counter(
             "kvbm_bus_messages_dropped_total",
             "Messages on NATS that could not be taken.",
@@ -124,6 +142,7 @@ class HostTierShell:
         """Serve until the context is stopping."""
         context = self._context
         self._puller.on_settled = self._loop.complete
+        self._peers.on_settled = self._loop.complete
         await self._subscribe()
         forget = context.registry.watch(self._registry_changed)
         async with asyncio.TaskGroup() as tasks:
@@ -132,6 +151,7 @@ class HostTierShell:
                 tasks.create_task(self._publisher.run(), name="publisher"),
                 tasks.create_task(self._engines.run(self._from_engine), name="engines"),
                 tasks.create_task(self._follow_disks(), name="disk events"),
+                tasks.create_task(self._door.run(), name="door"),
             ]
             for effect in self._core.start():
                 self._carry_out(effect)
@@ -162,6 +182,7 @@ class HostTierShell:
         await context.add_verbs(
             {
                 "arena": self._arena,
+                "door": self._open_door,
                 "lease": self._lease,
                 "release": self._release,
                 "snapshot": self._snapshot,
@@ -207,6 +228,8 @@ class HostTierShell:
 
     def _registry_changed(self, event: RegistryEvent) -> None:
         record = event.record
+        if record.kind == self._context.kind and record.host != self._context.host:
+            self._peer_changed(PeerId(record.host, record.instance), event)
         found = tier_of(f"{record.kind}-{record.instance}")
         if found is None or record.host != self._context.host:
             return
@@ -219,10 +242,29 @@ class HostTierShell:
             case _:
                 pass
 
+    def _peer_changed(self, peer: PeerId, event: RegistryEvent) -> None:
+        if not self._context.settings.peer_pulls:
+            return
+        self._peers.forget(peer)
+        self._loop.complete(PeerLeft(peer) if isinstance(event, Left) else PeerJoined(peer))
+
     # --- verbs ------------------------------------------------------------------------------
 
     async def _arena(self, _payload: bytes) -> bytes:
         return msgspec.json.encode(self._core.arena_reply())
+
+    async def _open_door(self, _payload: bytes) -> bytes:
+        opened, arena = self._door.opened, self._core.arena_reply()
+        if opened is None or not arena.slot_bytes:
+            raise DoorClosed("nobody can read here now")
+        reply = DoorReply(
+            epoch=arena.epoch,
+            slot_bytes=arena.slot_bytes,
+            slot_count=arena.slot_count,
+            address=opened.address,
+            agent=opened.agent,
+        )
+        return msgspec.json.encode(reply)
 
     async def _snapshot(self, _payload: bytes) -> bytes:
         return _snapshot_reply.encode(self._core.snapshot())
@@ -276,6 +318,20 @@ class HostTierShell:
             case TellHits(hits):
                 subject = hits_subject(self._context.host)
                 return self._tell(subject, hits_codec.encode(hits))
+            case _:
+                return self._carry_to_peers(effect)
+        return None
+
+    def _carry_to_peers(self, effect: PeerEffect) -> Awaitable[Input | None] | None:
+        match effect:
+            case AskHolders():
+                return self._peers.holders(effect)
+            case PullFromPeer():
+                return self._peers.pull(effect)
+            case ReleaseAtPeer(peer, lease):
+                return self._peers.release(peer, lease)
+            case OpenDoor(path):
+                self._door.want(path)
             case _:
                 assert_never(effect)
         return None
@@ -377,6 +433,8 @@ def _limits(context: ServiceContext) -> Limits:
         slot_count=settings.cpu_cache_override_num_blocks,
         transfers_max=settings.max_concurrent_transfers,
         batch_blocks_max=settings.max_transfer_batch_size,
+        peer_pulls_max=settings.peer_pulls_max if settings.peer_pulls else 0,
+        peer_deadline_ms=settings.peer_deadline_ms,
         hit_window=settings.cache_stats_max_requests,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvbm_common.announcer import Announcer
 from kvbm_common.diary import Diary
@@ -40,6 +41,9 @@ class Limits:
     pull_deadline_ms: int = 5000
     confirm_ms: int = 2000
     """How long an engine may take to confirm a pull."""
+    peer_pulls_max: int = 4
+    """Batches that are read from other hosts at the same time; 0: none ever is."""
+    peer_deadline_ms: int = 1000
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
 
@@ -84,6 +88,9 @@ class Tier:
         self.counts: Counter[str] = Counter()
         self.diary = Diary()
         self.below = LowerTiers()
+        self.guests: dict[SequenceHash, None] = {}
+        """Committed blocks that a peer has, and that were used once here: not announced, and the
+        first to go. The oldest first."""
         self.effects: list[Effect] = []
         self.hit_window: deque[tuple[int, int, int, int]] = deque(maxlen=limits.hit_window)
         """(asked, host, disk, object) blocks of the last lookups."""
@@ -135,12 +142,43 @@ class Tier:
 
         In a staging arena only blocks that the disk has may go: the others exist nowhere else.
         """
+        self._evict_guests(count - self.table.counts()["reset"])
         if self.staging:
             evicted = self._evict_written(count - self.table.counts()["reset"])
         else:
             evicted = self.table.make_room(count)
         self.announce_removed(evicted, "evicted")
         return min(count, self.table.counts()["reset"])
+
+    def _evict_guests(self, count: int) -> None:
+        if count <= 0 or not self.guests:
+            return
+        table = self.table
+        victims = list(islice((name for name in self.guests if self._is_free(name)), count))
+        self.announce_removed([table.evict(name) for name in victims], "guest")
+
+    def _is_free(self, name: SequenceHash) -> bool:
+        slot = self.table.find(name)
+        return slot is not None and not self.table.pin_count(slot)
+
+    def admit_used(self, names: Sequence[SequenceHash], slots: Sequence[int | None]) -> None:
+        """A lookup has pinned these: a guest among them is used for the second time."""
+        if self.guests:
+            here = zip(names, slots, strict=False)
+            self.admit([name for name, slot in here if slot is not None])
+
+    def admit(self, names: Iterable[SequenceHash]) -> None:
+        """From now on guests among these are blocks of ours like any other."""
+        admitted = [name for name in names if name in self.guests]
+        for name in admitted:
+            del self.guests[name]
+        self.counts["peer_admitted_blocks"] += len(admitted)
+        found = [slot for name in admitted if (slot := self.table.find(name)) is not None]
+        self.announce_stored([self.table.block(slot) for slot in found])
+
+    def own_blocks(self) -> list[Block]:
+        """What this tier announces: every committed block that is no guest."""
+        return [block for block in self.table.blocks() if block.hash not in self.guests]
 
     def _evict_written(self, count: int) -> list[Block]:
         if count <= 0:
@@ -172,6 +210,11 @@ class Tier:
         self.counts[f"evictions.{reason}"] += len(blocks)
         for block in blocks:
             self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
+        if self.guests:
+            guests = {block.hash for block in blocks if block.hash in self.guests}
+            blocks = [block for block in blocks if block.hash not in guests]
+            for name in guests:
+                del self.guests[name]
         for event in self.announcer.removed(blocks, reason):
             self.emit(Publish(event))
 

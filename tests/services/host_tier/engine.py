@@ -46,7 +46,7 @@ class RealEngine:
     """One engine with one rank. Device block b holds `memory[b]`."""
 
     def __init__(self, settings: Settings, *, engine: str = "ada", life: int = 1) -> None:
-        self.engine, self.incarnation = engine, incarnation(life)
+        self.engine, self.incarnation, self.host = engine, incarnation(life), settings.host
         rng = np.random.default_rng(life)
         self.memory = rng.integers(0, 256, (DEVICE_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self._context = zmq.asyncio.Context()
@@ -110,12 +110,13 @@ class RealEngine:
             hashes=[name(number).hex() for number in numbers],
             blocks=list(numbers),
         )
-        return Offer(host="h", engine=self.engine, incarnation=self.incarnation, offer=self._ids,
-                     namespace=NAMESPACE.digest.hex(), deadline_ms=5_000, runs=[run])  # fmt: skip
+        return Offer(host=self.host, engine=self.engine, incarnation=self.incarnation,
+                     offer=self._ids, namespace=NAMESPACE.digest.hex(), deadline_ms=5_000,
+                     runs=[run])  # fmt: skip
 
     async def publish(self, bus: Bus, offer: Offer) -> Pulled:
         """What the consolidator does with an offer; returns how it ended."""
-        await bus.publish(offers_subject("h"), msgspec.json.encode(offer))
+        await bus.publish(offers_subject(self.host), msgspec.json.encode(offer))
         return await self.hear(Pulled)
 
     async def store(self, bus: Bus, *numbers: int) -> None:

@@ -159,7 +159,7 @@ class Host:
         """One input; returns the effects other than announcements."""
         effects = self._take(self.core.step(event, self.now_ms))
         self.core.check()
-        there = {int.from_bytes(block.hash, "big") for block in self.core.tier.table.blocks()}
+        there = {int.from_bytes(block.hash, "big") for block in self.core.tier.own_blocks()}
         assert self.announced == there, "the events say something else than the table"
         return effects
 

@@ -39,40 +39,40 @@ async def living(settings: Settings) -> AsyncIterator[None]:
         assert await life == 0
 
 
-async def ask(bus: Bus, verb: str, request: object = b"{}") -> bytes:
+async def ask(bus: Bus, verb: str, request: object = b"{}", *, host: str = "h") -> bytes:
     """A verb of the host tier."""
     payload = request if isinstance(request, bytes) else msgspec.json.encode(request)
-    subject = verb_subject("host-tier", verb, host="h", instance="0")
+    subject = verb_subject("host-tier", verb, host=host, instance="0")
     return await bus.request(subject, payload, deadline_s=5.0)
 
 
-async def wait_ready(bus: Bus) -> None:
+async def wait_ready(bus: Bus, *, host: str = "h") -> None:
     """Until it serves."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
-                await stats_of(bus)
+                await stats_of(bus, host=host)
             except KvbmError:
                 await asyncio.sleep(0.01)
             else:
                 return
 
 
-async def stats_of(bus: Bus) -> StatsReply:
-    return msgspec.json.decode(await ask(bus, "stats"), type=StatsReply)
+async def stats_of(bus: Bus, *, host: str = "h") -> StatsReply:
+    return msgspec.json.decode(await ask(bus, "stats", host=host), type=StatsReply)
 
 
-async def held(bus: Bus) -> set[int]:
+async def held(bus: Bus, *, host: str = "h") -> set[int]:
     """What it holds by its own account."""
-    payload = await ask(bus, "snapshot", {"source": "host-tier-0"})
+    payload = await ask(bus, "snapshot", {"source": "host-tier-0"}, host=host)
     snapshot = msgspec.json.decode(payload, type=SnapshotReply)
     return {int(h, 16) for part in snapshot.parts for run in part.runs for h in run.hashes}
 
 
-async def wait_stats(bus: Bus, condition: Any) -> StatsReply:
+async def wait_stats(bus: Bus, condition: Any, *, host: str = "h") -> StatsReply:
     """Until the figures are as they should be."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition(stats := await stats_of(bus)):  # noqa: ASYNC110
+        while not condition(stats := await stats_of(bus, host=host)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return stats
 

@@ -104,6 +104,7 @@ VERBS = (
         shared=True,
     ),
     Verb(service="host-tier", verb="arena", request=verbs.ArenaRequest, reply=verbs.ArenaReply),
+    Verb(service="host-tier", verb="door", request=verbs.DoorRequest, reply=verbs.DoorReply),
     Verb(service="host-tier", verb="lease", request=verbs.LeaseRequest, reply=verbs.LeaseReply),
     Verb(
         service="host-tier", verb="release", request=verbs.ReleaseRequest, reply=verbs.ReleaseReply

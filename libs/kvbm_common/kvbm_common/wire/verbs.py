@@ -128,6 +128,26 @@ class ReleaseReply(_Message, frozen=True, kw_only=True):
     valid: bool
 
 
+# --- host tier: for the host tiers of other hosts --------------------------------------------
+
+
+class DoorRequest(_Message, frozen=True, kw_only=True):
+    """Where can another host read this arena? Blocks are leased before they are read."""
+
+
+class DoorReply(_Message, frozen=True, kw_only=True):
+    """The arena as NIXL reads it: slot s is `slot_bytes` bytes at `address` + s * `slot_bytes`.
+
+    `epoch` is what a `LeaseRequest` wants. `agent` is NIXL's metadata, good until a read fails.
+    """
+
+    epoch: Natural
+    slot_bytes: Annotated[int, Meta(ge=1)]
+    slot_count: Natural
+    address: Natural
+    agent: bytes
+
+
 # --- disk tier: for the host tier -----------------------------------------------------------
 
 

@@ -1,0 +1,129 @@
+"""Two host tiers, `h` and `g`, on one NATS with an index: what one has the other may have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from kvbm_common.bus import Bus
+from kvbm_common.config import Settings
+from kvbm_common.nats_server import NatsServer
+from kvbm_common.service import serve
+from kvbm_common.wire.local import Found
+from kvbm_common.wire.verbs import MatchReply, MatchRequest, verb_subject
+from kvbm_index.service import serve_index
+
+from tests.services.host_tier.engine import DEADLINE_S, RealEngine
+from tests.services.host_tier.helpers import name
+from tests.services.host_tier.running import (
+    ARENA_GB,
+    TTL_S,
+    held,
+    living,
+    stats_of,
+    wait_ready,
+    wait_stats,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoHosts:
+    """Engine `ada` on host h, engine `bob` on host g."""
+
+    bus: Bus
+    ada: RealEngine
+    bob: RealEngine
+
+
+def settings_of(host: str, nats_server: NatsServer, directory: Path) -> Settings:
+    """A host of its own, as far as its services can tell."""
+    shm, run = directory / f"shm-{host}", directory / f"run-{host}"
+    shm.mkdir()
+    run.mkdir()
+    return Settings.load(
+        {},
+        {
+            "nats_url": nats_server.url,
+            "host": host,
+            "registry_ttl_s": TTL_S,
+            "runtime_dir": str(run),
+            "shm_dir": str(shm),
+            "cpu_cache_gb": ARENA_GB,
+            "state_dir": str(directory / "state"),
+        },
+    )
+
+
+@pytest.fixture
+async def hosts(nats_server: NatsServer, tmp_path: Path, bus: Bus) -> AsyncIterator[TwoHosts]:
+    """Both hosts, their doors open."""
+    h, g = (settings_of(host, nats_server, tmp_path) for host in "hg")
+    stopping = asyncio.Event()
+    index = asyncio.create_task(serve("index", serve_index, h, stopping))
+    async with AsyncExitStack() as stack:
+        for settings in (h, g):
+            await stack.enter_async_context(living(settings))
+            await wait_ready(bus, host=settings.host)
+        ada = await stack.enter_async_context(RealEngine.living(h))
+        bob = await stack.enter_async_context(RealEngine.living(g, engine="bob", life=2))
+        yield TwoHosts(bus, ada, bob)
+    stopping.set()
+    assert await index == 0
+
+
+async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Look until it holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():  # noqa: ASYNC110 - nobody announces it.
+            await asyncio.sleep(0.01)
+
+
+async def indexed(hosts: TwoHosts, host: str, *numbers: int) -> bool:
+    """Does the index know that this host has all of a chain?"""
+    request = MatchRequest(hashes=[name(number).hex() for number in numbers])
+    payload = await hosts.bus.request(
+        verb_subject("index", "match"), msgspec.json.encode(request), deadline_s=5.0
+    )
+    matches = msgspec.json.decode(payload, type=MatchReply).matches
+    return any(m.host == host and m.blocks == len(numbers) for m in matches)
+
+
+async def store_on_h(hosts: TwoHosts, *numbers: int) -> None:
+    """Until the index knows of it."""
+    await hosts.ada.store(hosts.bus, *numbers)
+    await wait_until(lambda: indexed(hosts, "h", *numbers))
+
+
+async def found_by_bob(hosts: TwoHosts, *numbers: int) -> Found:
+    """Bob's look-up, as soon as both doors are open."""
+    return await hosts.bob.found(*numbers)
+
+
+async def test_a_block_of_another_host_is_onboarded(hosts: TwoHosts) -> None:
+    """1. Stored on h, found through the index, pulled to g, loaded into bob's device: equal.
+
+    2. No lease is left on h; g announces nothing, for the blocks were used there once.
+    3. With their second use they are blocks of g like any other.
+    """
+    await store_on_h(hosts, 1, 2, 3)
+    found = await found_by_bob(hosts, 1, 2, 3)
+    assert found.remote_blocks == [0, 1, 2]
+    result = await hosts.bob.load(found, 11, 12, 13)
+    assert result.intact == (True, True, True)
+    assert np.array_equal(hosts.bob.memory[11:14], hosts.ada.memory[1:4])
+    await hosts.bob.release(found)
+    await wait_stats(hosts.bus, lambda stats: stats.leases == 0)
+    assert await held(hosts.bus, host="g") == set()
+    assert (await stats_of(hosts.bus, host="g")).figures["peer_pulled_blocks"] == 3
+
+    again = await hosts.bob.look_up(1, 2, 3)
+    assert (len(again.slots), again.remote_blocks) == (3, [])
+    assert await held(hosts.bus, host="g") == {1, 2, 3}
+    await wait_until(lambda: indexed(hosts, "g", 1, 2, 3))
+    assert (await stats_of(hosts.bus, host="g")).figures["peer_pulled_blocks"] == 3
