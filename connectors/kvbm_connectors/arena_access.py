@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.logs import OncePerKind
@@ -28,6 +29,9 @@ from kvbm_common.nixl import MoverThread
 from kvbm_common.wire.local import Welcome
 
 from kvbm_connectors.arena_reader import ArenaReader, fastest, readers_of
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
 
 CALL_DEADLINE_S = 10.0
 """Registrations and metadata take milliseconds; a machine in trouble gets some more."""
@@ -69,8 +73,9 @@ class ArenaAccess:
         name: str,
         counts: Counter[str],
         on_change: Callable[[], None],
+        gpu: Gpu | None = None,
     ) -> None:
-        self._mover, self._wanted = mover, wanted
+        self._mover, self._wanted, self._gpu = mover, wanted, gpu
         self._counts, self._on_change = counts, on_change
         self._limiter = OncePerKind(log)
         self._lock = threading.Lock()
@@ -148,7 +153,7 @@ class ArenaAccess:
         try:
             if self._is_wanted(welcome):
                 peer = self._mover.add_peer(welcome.agent).result(CALL_DEADLINE_S)
-                readers = readers_of(welcome, self._mover, peer, wanted=self._wanted)
+                readers = readers_of(welcome, self._mover, peer, wanted=self._wanted, gpu=self._gpu)
         except (KvbmError, TimeoutError) as error:
             self._limiter.warning("unreached", f"the arena cannot be reached: {error!r}")
         except Exception as error:  # Whatever it is, loads must not wait for this thread for ever.

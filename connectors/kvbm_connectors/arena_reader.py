@@ -12,7 +12,7 @@ import ctypes
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from kvbm_common.nixl import (
     TransferTimeout,
 )
 from kvbm_common.wire.local import Welcome
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +55,18 @@ class ArenaReader(Protocol):
 
 
 class NixlReader:
-    """NIXL READs through the worker's agent."""
+    """NIXL READs through the worker's agent, into the memory of GPU `device` if there is one."""
 
     name = "nixl"
 
-    def __init__(self, mover: MoverThread, peer: str) -> None:
+    def __init__(self, mover: MoverThread, peer: str, device: int | None = None) -> None:
         self._mover = mover
         self._peer = peer
+        self._device = device
 
     def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+        if self._device is not None:
+            target = target.on_device(self._device)
         return self._mover.read(self._peer, target, source, deadline_s=deadline_s)
 
     def close(self) -> None:
@@ -114,12 +120,15 @@ class MappedReader:
 
 
 def readers_of(
-    welcome: Welcome, mover: MoverThread, peer: str, *, wanted: str
+    welcome: Welcome, mover: MoverThread, peer: str, *, wanted: str, gpu: Gpu | None = None
 ) -> list[ArenaReader]:
     """The readers that this arena can be read by, the one to begin with first.
 
-    `wanted` is `mapped`, `nixl` or `auto`. NIXL is always there.
+    `wanted` is `mapped`, `nixl` or `auto`. NIXL is always there. With a `gpu`, whose copies have
+    measured themselves, there is one reader.
     """
+    if gpu is not None:
+        return [_device_reader(welcome, mover, peer, gpu, wanted=wanted)]
     nixl = NixlReader(mover, peer)
     if wanted == "nixl":
         return [nixl]
@@ -130,6 +139,21 @@ def readers_of(
             log.warning("the arena cannot be mapped, using NIXL: %s", error)
         return [nixl]
     return [mapped] if wanted == "mapped" else [mapped, nixl]
+
+
+def _device_reader(
+    welcome: Welcome, mover: MoverThread, peer: str, gpu: Gpu, *, wanted: str
+) -> ArenaReader:
+    from kvbm_common.cuda.reading import DeviceReader  # Only where there is a GPU.
+
+    if wanted != "nixl":
+        try:
+            return DeviceReader(
+                gpu, arena_path=welcome.arena_path, arena_address=welcome.arena_address
+            )
+        except (KvbmError, OSError) as error:
+            log.warning("the arena cannot be mapped for the GPU, using NIXL: %s", error)
+    return NixlReader(mover, peer, gpu.runtime.device)
 
 
 def fastest(readers: list[ArenaReader], mover: MoverThread, welcome: Welcome) -> ArenaReader:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from kvbm_common.checksum import block_checksum, parts_checksum
@@ -40,11 +41,16 @@ from kvbm_connectors.arena_access import CALL_DEADLINE_S, Access, ArenaAccess, A
 from kvbm_connectors.link import Link, LinkThread
 from kvbm_connectors.messages import Load, LoadResult
 
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
+
 log = logging.getLogger(__name__)
 
 ReadBlock = Callable[[int], "memoryview | np.ndarray | Sequence[np.ndarray]"]
 """Gives the bytes of a device block of this rank, for verification: one contiguous buffer, or one
 for each region, in their order."""
+SumBlocks = Callable[[Sequence[int]], list[int]]
+"""Gives the checksums of device blocks of this rank."""
 VERIFY_SAMPLE = 16
 """`sampled` verifies one load in so many: a wrong arena is noticed soon, at 6 % of the price."""
 
@@ -75,19 +81,28 @@ class WorkerHalf:
         rank: int = 0,
         world_size: int = 1,
         read_block: ReadBlock | None = None,
+        sum_blocks: SumBlocks | None = None,
         verify_every: int = 1,
         onboard_mover: str = "auto",
         on_news: Callable[[], None] = lambda: None,
+        gpu: Gpu | None = None,
     ) -> None:
-        """`read_block` turns verification on, for one load in `verify_every`; it needs a block
-        whole, so `world_size` 1. Raises KvbmError or TimeoutError when the memory cannot be lent.
+        """`read_block` or `sum_blocks` turns verification on, for one load in `verify_every`; it
+        needs a block whole, so `world_size` 1. With a `gpu` the regions are in its memory, which
+        nobody here may touch: `sum_blocks`, then. Raises KvbmError or TimeoutError when the memory
+        cannot be lent.
         """
-        assert read_block is None or world_size == 1
+        if read_block is not None:
+            assert gpu is None
+            assert sum_blocks is None
+            sum_blocks = partial(_sums, read_block)
+        assert sum_blocks is None or world_size == 1
         assert verify_every > 0
         self.counts: Counter[str] = Counter()
         self._regions = tuple(regions)
         self._part_offset = rank * part_bytes(regions)
-        self._read_block = read_block
+        self._sum_blocks = sum_blocks
+        self._gpu = gpu
         self._verify_every = verify_every
         self._verify_next = 0
         self._on_news = on_news
@@ -105,6 +120,7 @@ class WorkerHalf:
             name=f"{engine}-{rank}",
             counts=self.counts,
             on_change=self._look_at_parked,
+            gpu=gpu,
         )
         self._lock = threading.Lock()
         self._ended: deque[LoadResult] = deque()
@@ -142,8 +158,24 @@ class WorkerHalf:
         for region in regions:
             # Not beyond the last piece: regions may be interleaved up to the end of a storage.
             length = region.stride * (region.blocks - 1) + region.piece_bytes
-            self._mover.register_memory(region.address, length).result(CALL_DEADLINE_S)
-        return self._mover.metadata().result(CALL_DEADLINE_S)
+            self._register(region.address, length)
+        agent = self._mover.metadata().result(CALL_DEADLINE_S)
+        if self._gpu is None:
+            return agent
+        from kvbm_common.cuda.lending import wrap  # Only where there is a GPU.
+
+        return wrap(agent, self._gpu.export(regions))
+
+    def _register(self, address: int, length: int) -> None:
+        if self._gpu is None:
+            self._mover.register_memory(address, length).result(CALL_DEADLINE_S)
+            return
+        device = self._gpu.runtime.device
+        try:
+            registering = self._mover.register_memory(address, length, kind="VRAM", device=device)
+            registering.result(CALL_DEADLINE_S)
+        except TransferError as error:  # A host tier that shares the GPU needs CUDA IPC alone.
+            self._limiter.warning("vram", f"NIXL does not take the GPU's memory: {error}")
 
     def start(self) -> None:
         """Begin to attach."""
@@ -283,10 +315,9 @@ class WorkerHalf:
 
     def _corrupt(self, load: Load, chunk: slice) -> set[int]:
         """Indices of blocks whose bytes are not those that were stored."""
-        if self._read_block is None or self._verify_next:
+        if self._sum_blocks is None or self._verify_next:
             return set()
-        read = self._read_block
-        found = [_checksum(read(block)) for block in load.blocks[chunk]]
+        found = self._sum_blocks(load.blocks[chunk])
         self.counts["verified_blocks"] += len(found)
         pairs = zip(found, load.checksums[chunk], strict=True)
         return {chunk.start + index for index, (ours, theirs) in enumerate(pairs) if ours != theirs}
@@ -310,6 +341,10 @@ class WorkerHalf:
     def _from_host_tier(self, message: FromHostTier) -> None:
         if isinstance(message, Welcome):
             self._arena.welcomed(message)
+
+
+def _sums(read: ReadBlock, blocks: Sequence[int]) -> list[int]:
+    return [_checksum(read(block)) for block in blocks]
 
 
 def _checksum(parts: memoryview | np.ndarray | Sequence[np.ndarray]) -> int:

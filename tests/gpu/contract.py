@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Copies
-from kvbm_common.cuda.runtime import CudaError, Runtime
+from kvbm_common.cuda.runtime import Runtime
 
 DEADLINE_S = 30.0
 SIZE = 1 << 16
@@ -113,10 +113,9 @@ class RuntimeContract:
         device = runtime.allocate(SIZE)
         half = SIZE // 2
         swapped = Copies.of([device + half, device], host.ctypes.data + np.array([0, half]), half)
-        try:
-            runtime.copy_batch(swapped, stream)
-        except CudaError as error:
-            pytest.skip(str(error))
+        if not runtime.batches:
+            pytest.skip("the driver has no cuMemcpyBatchAsync: it is of CUDA 12.8")
+        runtime.copy_batch(swapped, stream)
         assert np.array_equal(read(runtime, device, SIZE, stream), np.roll(noise(4), half))
 
     def test_blocks_are_summed_where_they_lie(self, runtime: Runtime, stream: int) -> None:

@@ -44,6 +44,8 @@ class FakeRuntime:
     seed: int = 0
     device: int = 0
     kernels_reach_host: bool = True
+    batches: bool = True
+    pins_read_only: bool = True
     moves: bool = True
     pinnable_bytes: int = 1 << 62
     calls: list[tuple[object, ...]] = field(default_factory=list)

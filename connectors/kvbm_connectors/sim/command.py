@@ -18,6 +18,7 @@ import typer
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
 from kvbm_common.counters import Counters, MetricsSnapshot
+from kvbm_common.cuda.runtime import CupyRuntime
 from kvbm_common.errors import KvbmError
 from kvbm_common.stack import Stack
 from kvbm_common.traces import TRACE_BLOCK_TOKENS
@@ -56,6 +57,8 @@ class DemoOptions:
     block_kib: int = 128
     seed: int = 0
     tensor_parallel: int = 1
+    device: str = "cpu"
+    """Where the sim engines' blocks are: `cpu` or `cuda`."""
     attach: bool = False
     """Join the stack that runs here, instead of starting one."""
 
@@ -77,6 +80,7 @@ class DemoOptions:
             block_bytes=self.block_kib * KIB,
             block_count=TRACE_DEVICE_BLOCKS if is_trace else DEVICE_BLOCKS,
             ranks=self.tensor_parallel,
+            device=self.device,
             prefill_us_per_token=TRACE_PREFILL_US_PER_TOKEN if is_trace else 20.0,
             verify=settings.verify_host_reads,
             onboard_mover=settings.onboard_mover,
@@ -103,6 +107,9 @@ def demo(
     attach: Annotated[
         bool, typer.Option("--attach", help="Use the services that run here (KVBM_* says where).")
     ] = False,
+    device: Annotated[
+        str, typer.Option(help="Where the engines' blocks are: cpu, or cuda on its first GPU.")
+    ] = "cpu",
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
 ) -> None:
     """Run the whole stack with sim engines, and verify every block that comes back."""
@@ -110,6 +117,8 @@ def demo(
         raise typer.BadParameter("must be a multiple of 4 KiB per rank", param_hint="--block-kib")
     if host_gb == 0 and disk_gb == 0:
         raise typer.BadParameter("one tier must have a size", param_hint="--host-gb")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter("must be cpu or cuda", param_hint="--device")
     options = DemoOptions(
         requests=requests,
         engines=engines,
@@ -119,10 +128,13 @@ def demo(
         block_kib=block_kib,
         seed=seed,
         tensor_parallel=tensor_parallel,
+        device=device,
         attach=attach,
     )
     console = Console()
     try:
+        if device == "cuda":
+            CupyRuntime()  # Told before anything starts.
         report = asyncio.run(run_demo(options, console))
     except KvbmError as error:
         console.print(f"[bold red]failed[/]: {error}")

@@ -28,6 +28,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int = 5_000
     onboard_deadline_ms: int = 2_000
     offer_deadline_ms: int = 5_000
+    device: str = "cpu"
+    """`cuda`: the blocks are in the memory of the first GPU."""
     connector: bool = True
     """False: the engine without us, for comparison."""
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.messages import Load, LoadResult, merge_results
-from kvbm_connectors.sim.content import WORD_BYTES, Content
+from kvbm_connectors.sim.content import Content
 from kvbm_connectors.sim.control import EngineConfig
-from kvbm_connectors.worker import WorkerHalf
+from kvbm_connectors.sim.pages import DevicePages, HostPages, Pages
+from kvbm_connectors.worker import ReadBlock, SumBlocks, WorkerHalf
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
+    from kvbm_common.cuda.runtime import Runtime
 
 
 @dataclass(slots=True)
@@ -34,12 +38,23 @@ class Device:
         incarnation: str,
         namespace: Namespace,
         on_news: Callable[[], None],
+        runtime: Runtime | None = None,
     ) -> None:
+        """With a `runtime` all ranks are on its GPU, and compute on one stream."""
         part_bytes = config.block_bytes // config.ranks
-        words = part_bytes // WORD_BYTES
-        self._memory: list[npt.NDArray[np.uint64]] = [
-            np.zeros((config.block_count, words), dtype=np.uint64) for _ in range(config.ranks)
-        ]
+        gpu: Gpu | None = None
+        self._memory: list[Pages] = []
+        if runtime is None:
+            self._memory += [HostPages(config.block_count, part_bytes) for _ in range(config.ranks)]
+        else:
+            from kvbm_common.cuda.reading import Gpu  # Only where there is a GPU.
+
+            stream = runtime.stream(urgent=False)
+            gpu = Gpu(runtime, compute_stream=stream)
+            self._memory += [
+                DevicePages(runtime, stream, config.block_count, part_bytes)
+                for _ in range(config.ranks)
+            ]
         self._content = [Content(part_bytes, rank=rank) for rank in range(config.ranks)]
         self._pending: dict[int, _Pending] = {}
         self._workers: list[WorkerHalf] = []
@@ -48,11 +63,12 @@ class Device:
         verified = config.ranks == 1 and config.verify == "always"
         for rank, memory in enumerate(self._memory):
             region = Region(
-                address=memory.ctypes.data,
+                address=memory.address,
                 stride=part_bytes,
                 piece_bytes=part_bytes,
                 blocks=config.block_count,
             )
+            read_block, sum_blocks = _verifier(memory, region, gpu) if verified else (None, None)
             self._workers.append(
                 WorkerHalf(
                     engine=config.name,
@@ -62,7 +78,9 @@ class Device:
                     host_tier_endpoint=config.host_tier_endpoint,
                     rank=rank,
                     world_size=config.ranks,
-                    read_block=memory.__getitem__ if verified else None,
+                    read_block=read_block,
+                    sum_blocks=sum_blocks,
+                    gpu=gpu,
                     onboard_mover=config.onboard_mover,
                     on_news=on_news,
                 )
@@ -81,12 +99,12 @@ class Device:
     def compute(self, block: int, name: SequenceHash) -> None:
         """What a prefill leaves behind in a block."""
         for memory, content in zip(self._memory, self._content, strict=True):
-            content.fill(memory[block], name)
+            memory.fill(content, block, name)
 
     def holds(self, block: int, name: SequenceHash) -> bool:
         """Does every rank's part hold what the name demands?"""
         parts = zip(self._memory, self._content, strict=True)
-        return all(content.holds(memory[block], name) for memory, content in parts)
+        return all(memory.holds(content, block, name) for memory, content in parts)
 
     def start_load(self, load: Load) -> None:
         """Pull a load on every rank."""
@@ -113,3 +131,13 @@ class Device:
             for name, count in worker.counts.items():
                 counts[name] = counts.get(name, 0) + count
         return counts
+
+
+def _verifier(
+    memory: Pages, region: Region, gpu: Gpu | None
+) -> tuple[ReadBlock | None, SumBlocks | None]:
+    """How a worker verifies blocks: it reads them, or its GPU sums them up."""
+    if isinstance(memory, HostPages):
+        return memory.array.__getitem__, None
+    assert gpu is not None
+    return None, gpu.sums([region])

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -36,6 +37,9 @@ from kvbm_connectors.sim.device import Device
 from kvbm_connectors.sim.engine import SimEngine
 from kvbm_connectors.sim.event_stream import EventStream
 
+if TYPE_CHECKING:
+    from kvbm_common.cuda.runtime import Runtime
+
 ATTACH_DEADLINE_S = 10.0
 """An engine does not wait for its cache for ever: then it starts without."""
 POLL_MS_MAX = 100
@@ -50,6 +54,15 @@ def namespace_of(config: EngineConfig) -> Namespace:
         layout=f"flat/{config.block_bytes}",
         tensor_parallel=config.ranks,
     )
+
+
+def runtime_of(config: EngineConfig) -> Runtime | None:
+    """CUDA, if the engine is to use it. Raises CudaUnavailable."""
+    if config.device != "cuda":
+        return None
+    from kvbm_common.cuda.runtime import CupyRuntime  # Only where there is a GPU.
+
+    return CupyRuntime()
 
 
 class EngineProcess:
@@ -69,7 +82,11 @@ class EngineProcess:
         namespace = namespace_of(config)
         incarnation = new_incarnation()
         self._device = Device(
-            config, incarnation=incarnation, namespace=namespace, on_news=self._ring
+            config,
+            incarnation=incarnation,
+            namespace=namespace,
+            on_news=self._ring,
+            runtime=runtime_of(config),
         )
         self._scheduler = self._make_scheduler(namespace, incarnation) if config.connector else None
         self._engine = SimEngine(

@@ -7,11 +7,13 @@ ranks follow each other. A region may be one layer or all of them: only addresse
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbm_common.wire.local import Region
+if TYPE_CHECKING:
+    from kvbm_common.wire.local import Region
 
 Addresses = npt.NDArray[np.uint64]
 CHUNK_BYTES = 16 * 1024 * 1024

@@ -116,6 +116,12 @@ class Spans:
         rows[:, 2] = fd
         return Spans(rows, "FILE")
 
+    def on_device(self, device: int) -> Spans:
+        """The same addresses as places in the memory of a GPU."""
+        rows = self.rows.copy()
+        rows[:, 2] = device
+        return Spans(rows, "VRAM")
+
     def touch(self, registration: Registration) -> bool:
         """Whether any of these spans lies, even in part, in the registered range."""
         if self.kind != registration.kind:

@@ -9,11 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import checksums
 from kvbm_common.counters import Counters, TransferFigures
+from kvbm_common.cuda.lending import DeviceMemory, unwrap
 from kvbm_common.errors import KvbmError
 from kvbm_common.layout import chunks_of, device_pieces, slot_pieces
 from kvbm_common.nixl import Moved, MoverThread, Registration, Spans, TransferError
@@ -29,6 +31,9 @@ from kvbm_host_tier.messages import (
     PullSettled,
     StartPull,
 )
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.pulling import DevicePuller
 
 CHECKSUM_THREADS = 1
 """xxh3 is faster than any pull; one thread keeps up and leaves the other cores to the engines."""
@@ -60,6 +65,9 @@ class Puller:
         self._shm_dir, self._name = shm_dir, name
         self._arena: Arena | None = None
         self._registration: Registration | None = None
+        self._device_puller: DevicePuller | None = None
+        self._on_gpu: dict[str, int] = {}
+        """Peers whose memory is their GPU's, and is not open here: NIXL reads it."""
         self.on_settled: Callable[[PullSettled], None] = lambda _: None
         self.mover = MoverThread(name)
         self._summer = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksum")
@@ -72,6 +80,7 @@ class Puller:
         """
         if self._arena is not None and self._registration is not None:
             self.mover.deregister(self._registration).result(CALL_DEADLINE_S)
+            self._close_devices()
             self._arena.close()
             self._arena = None
         arena = Arena.create(self._shm_dir, f"{self._name}-arena", size_bytes)
@@ -89,6 +98,7 @@ class Puller:
     def close(self) -> None:
         """End both threads, and the arena."""
         self.mover.close()  # Ends every read, so that nothing is submitted after it.
+        self._close_devices()
         self._summer.shutdown(wait=True)
         if self._arena is not None:
             self._arena.close()
@@ -96,16 +106,39 @@ class Puller:
     async def attach(self, effect: AttachPeer) -> PeerAttached | PeerFailed:
         """Learn where a worker's memory is."""
         try:
+            agent, memory = unwrap(effect.agent)
             async with asyncio.timeout(CALL_DEADLINE_S):
-                peer = await asyncio.wrap_future(self.mover.add_peer(effect.agent))
+                peer = await asyncio.wrap_future(self.mover.add_peer(agent))
         except TimeoutError:
             return PeerFailed(effect.engine, effect.rank, "NIXL did not answer")
         except KvbmError as error:
             return PeerFailed(effect.engine, effect.rank, str(error))
+        if memory is not None:
+            await asyncio.to_thread(self._open, peer, memory)
         return PeerAttached(effect.engine, effect.rank, peer)
+
+    def _open(self, peer: str, memory: DeviceMemory) -> None:
+        """A worker's memory is on a GPU: by CUDA, or, where that cannot be, by NIXL."""
+        from kvbm_common.cuda.pulling import DevicePuller  # Only where there is a GPU.
+
+        if self._device_puller is None:
+            self._device_puller = DevicePuller(self._live.address, self._live.bytes)
+        try:
+            self._device_puller.attach(peer, memory)
+        except KvbmError as error:
+            self._on_gpu[peer] = memory.device
+            log.warning("%s cannot be read by CUDA, using NIXL: %s", peer, error)
+
+    def _close_devices(self) -> None:
+        if self._device_puller is not None:
+            self._device_puller.close()
+            self._device_puller = None
 
     def detach(self, peer: str) -> None:
         """Forget a worker's memory."""
+        if self._device_puller is not None:
+            self._device_puller.detach(peer)
+        self._on_gpu.pop(peer, None)
         self.mover.remove_peer(peer)
 
     async def pull(self, effect: StartPull, *, slot_bytes: int) -> PullDone | PullFailed:
@@ -190,13 +223,14 @@ class Puller:
             slot_bytes=slot_bytes,
             part_offset=part.slot_offset,
         )
-        source = device_pieces(part.regions, effect.blocks[chunk])
-        return self.mover.read(
-            part.peer,
-            Spans.of_pieces(target),
-            Spans.of_pieces(source),
-            deadline_s=effect.deadline_ms / 1000,
-        )
+        source = Spans.of_pieces(device_pieces(part.regions, effect.blocks[chunk]))
+        deadline_s = effect.deadline_ms / 1000
+        puller = self._device_puller
+        if puller is not None and puller.knows(part.peer):
+            return puller.read(part.peer, Spans.of_pieces(target), source, deadline_s=deadline_s)
+        if part.peer in self._on_gpu:
+            source = source.on_device(self._on_gpu[part.peer])
+        return self.mover.read(part.peer, Spans.of_pieces(target), source, deadline_s=deadline_s)
 
     @property
     def _live(self) -> Arena:

@@ -71,9 +71,9 @@ def test_a_plan_divides(rows: list[Row], limit: int, seed: int) -> None:
     copies = copies_of(rows)
     pinned = np.random.default_rng(seed).random(copies.count) < 0.5
     divided = plan(copies, kernel_below_bytes=limit, pinned=pinned)
-    assert bytes_of(Copies(np.concatenate([divided.engine.rows, divided.kernel.rows]))) == (
-        bytes_of(copies)
-    )
+    parts = (divided.engine.rows, divided.kernel.rows, divided.pageable.rows)
+    assert bytes_of(Copies(np.concatenate(parts))) == bytes_of(copies)
+    assert bytes_of(divided.pageable) == bytes_of(copies.where(~pinned))
     expected = [row for row, ok in zip(rows, pinned.tolist(), strict=True) if ok and row[2] < limit]
     assert bytes_of(divided.kernel) == bytes_of(copies_of(expected))
 

@@ -78,7 +78,8 @@ def test_pieces_arrive(
     assert np.array_equal(device[: 8 * length], expected)
     launches = names(runtime, "copy_rows")
     assert len(launches) == (1 if length < below else 0)
-    assert len(names(runtime, "copy")) == (1 if launches else 8)
+    assert len(names(runtime, "copy")) == (1 if launches else 0)
+    assert len(names(runtime, "copy_batch")) == (0 if launches else 1)
 
 
 def test_many_jobs_do_not_mix(

@@ -20,7 +20,7 @@ SIZE = 10 * SLICE + 300
 def covered(pinning: Pinning) -> list[bool]:
     """Of each slice."""
     starts = np.uint64(BASE) + np.arange(11, dtype=np.uint64) * np.uint64(SLICE)
-    return pinning.covers(starts).tolist()
+    return [bool(flag) for flag in pinning.covers(starts)]
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,19 @@ Flags = NDArray[np.bool_]
 KERNEL_ROW_BYTES = 8 * 1024
 """A warp copies one row: short enough that the last rows of a launch end together, long enough
 that a row's 24 bytes of table are nothing beside it."""
+
+
+class Lent(Protocol):
+    """A region of `wire.local`."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def piece_bytes(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,24 +121,21 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Rows for the copy engine, one call each, and rows for the kernel, many in one launch."""
+    """Rows for the copy engine, rows for the kernel, and those of memory that is not pinned."""
 
     engine: Copies
     kernel: Copies
-
-    @property
-    def bytes(self) -> int:
-        return self.engine.bytes + self.kernel.bytes
+    pageable: Copies
 
 
 def plan(copies: Copies, *, kernel_below_bytes: int, pinned: Flags | None = None) -> Plan:
     """Divide. The kernel takes what is shorter than `kernel_below_bytes`, and only where the host's
     side is pinned, since it reads and writes host memory itself."""
     small = copies.lengths < np.uint64(kernel_below_bytes)
-    if pinned is not None:
-        small = small & pinned
-    kernel = copies.where(small).cut_to(KERNEL_ROW_BYTES)
-    return Plan(copies.where(~small), kernel)
+    if pinned is None:
+        pinned = np.ones(copies.count, dtype=np.bool_)
+    kernel = copies.where(small & pinned).cut_to(KERNEL_ROW_BYTES)
+    return Plan(copies.where(~small & pinned), kernel, copies.where(~pinned))
 
 
 @dataclass(frozen=True, slots=True)

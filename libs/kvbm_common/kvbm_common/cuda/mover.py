@@ -22,7 +22,7 @@ import numpy as np
 
 from kvbm_common.cuda.copies import Copies, Plan, plan
 from kvbm_common.cuda.pinning import Pinning
-from kvbm_common.cuda.runtime import CudaError, Runtime
+from kvbm_common.cuda.runtime import CudaError, Runtime, put
 from kvbm_common.errors import KvbmError
 from kvbm_common.transfers import (
     Moved,
@@ -44,6 +44,7 @@ POLL_S = 0.00005
 """Between two looks at the events in flight."""
 CLOSE_DEADLINE_S = 5.0
 ROW_BYTES = 24
+NOTHING = Copies(np.empty((0, 3), dtype=np.uint64))
 
 
 @dataclass(slots=True, eq=False)
@@ -139,8 +140,9 @@ class DeviceMover:
             _Wave(
                 job,
                 Plan(
-                    divided.engine if number == 0 else Copies(divided.engine.rows[:0]),
+                    divided.engine if number == 0 else NOTHING,
                     Copies(divided.kernel.rows[number * TABLE_ROWS : (number + 1) * TABLE_ROWS]),
+                    divided.pageable if number == 0 else NOTHING,
                 ),
                 is_first=number == 0,
             )
@@ -220,8 +222,9 @@ class DeviceMover:
             slot.staging[: rows.nbytes].view(np.uint64).reshape(-1, 3)[:] = rows
             runtime.copy(slot.table, slot.staging.ctypes.data, rows.nbytes, stream)
             runtime.copy_rows(slot.table, len(rows), stream)
-        for target, source, length in wave.plan.engine.rows.tolist():
-            runtime.copy(target, source, length, stream)
+        put(runtime, wave.plan.engine, stream)
+        for target, source, length in wave.plan.pageable.rows.tolist():
+            runtime.copy(target, source, length, stream)  # Last: it may hold this thread up.
 
     def _launched(self, slot: _Slot) -> None:
         """Even a wave that failed half-way has an end, which is that of its last copy."""

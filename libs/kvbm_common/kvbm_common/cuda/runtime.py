@@ -29,6 +29,8 @@ REGISTER_PORTABLE = 1
 REGISTER_READ_ONLY = 8
 CAN_USE_HOST_POINTER = 91
 """cudaDevAttrCanUseHostPointerForRegisteredMem: a kernel may use the host's own addresses."""
+CAN_PIN_READ_ONLY = 113
+"""cudaDevAttrHostRegisterReadOnlySupported."""
 EVENT_DISABLE_TIMING = 2
 STREAM_NON_BLOCKING = 1
 BATCH_ORDER_STREAM = 1
@@ -65,6 +67,10 @@ class Runtime(Protocol):
     device: int
     kernels_reach_host: bool
     """Whether a kernel may read and write pinned host memory by its own addresses."""
+    batches: bool
+    """Whether `copy_batch` can be used; whoever sees it fail says so here."""
+    pins_read_only: bool
+    """Whether a mapping that this process may not write can be pinned."""
 
     def use(self) -> None:
         """Make this device the calling thread's."""
@@ -90,7 +96,7 @@ class Runtime(Protocol):
         """One copy by a copy engine, between any two places."""
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
-        """Many copies in one call, in any order (CUDA 12.8)."""
+        """Many copies in one call, in any order. Host memory must be pinned. Needs `batches`."""
 
     def copy_rows(self, table: int, count: int, stream: int) -> None:
         """Copy by the kernel: `count` rows (target, source, bytes) in device memory."""
@@ -127,6 +133,15 @@ class Runtime(Protocol):
         """Where the device is on the PCI bus, as in sysfs."""
 
 
+def put(runtime: Runtime, copies: Copies, stream: int) -> None:
+    """Copies by the copy engine: in one call where the driver can, else one by one."""
+    if runtime.batches and copies.count > 1:
+        runtime.copy_batch(copies, stream)
+        return
+    for target, source, length in copies.rows.tolist():
+        runtime.copy(target, source, length, stream)
+
+
 class _BatchAttributes(ctypes.Structure):
     """CUmemcpyAttributes: order of access, two hints of a location, flags."""
 
@@ -153,10 +168,23 @@ class CupyRuntime:
         self.use()
         can = self._call(self._cuda.deviceGetAttribute, CAN_USE_HOST_POINTER, device)
         self.kernels_reach_host = bool(can)
+        can = self._call(self._cuda.deviceGetAttribute, CAN_PIN_READ_ONLY, device)
+        self.pins_read_only = bool(can)
         options = ("-std=c++14",)
         self._copy_rows = cupy.RawKernel(kernels.SOURCE, kernels.COPY_ROWS, options)
         self._sum_blocks = cupy.RawKernel(kernels.SOURCE, kernels.SUM_BLOCKS, options)
         self._driver = ctypes.CDLL("libcuda.so.1")
+        self.batches = hasattr(self._driver, "cuMemcpyBatchAsync")
+
+    @classmethod
+    def at(cls, bus_id: str) -> CupyRuntime:
+        """The device at this place of the PCI bus. Raises CudaUnavailable."""
+        try:
+            runtime: Any = importlib.import_module("cupy").cuda.runtime
+            device = int(runtime.deviceGetByPCIBusId(bus_id))
+        except Exception as error:  # As in the constructor.
+            raise CudaUnavailable(f"there is no GPU at {bus_id} here: {error}") from error
+        return cls(device)
 
     def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -200,11 +228,9 @@ class CupyRuntime:
         arguments: list[Any] = [*addresses, ctypes.c_size_t(copies.count),
                      ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)]  # fmt: skip
         function = getattr(self._driver, "cuMemcpyBatchAsync_v2", None)  # CUDA 13.
-        if function is None:
-            function = getattr(self._driver, "cuMemcpyBatchAsync", None)
+        if function is None:  # CUDA 12.8 has one argument more.
+            function = self._driver.cuMemcpyBatchAsync
             arguments.append(ctypes.byref(failed))
-        if function is None:
-            raise CudaError("the driver has no cuMemcpyBatchAsync: it is of CUDA 12.8")
         self._check(function(*arguments, ctypes.c_void_p(stream)), "cuMemcpyBatchAsync")
 
     def copy_rows(self, table: int, count: int, stream: int) -> None:

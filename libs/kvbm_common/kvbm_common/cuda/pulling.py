@@ -1,0 +1,155 @@
+"""Pulling: the host tier's way to blocks on a GPU of this host, by CUDA IPC into the arena."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvbm_common.cuda.copies import Copies, OutsideWindows, Window, through
+from kvbm_common.cuda.lending import DeviceMemory
+from kvbm_common.cuda.measure import choose, measure
+from kvbm_common.cuda.mover import DeviceMover
+from kvbm_common.cuda.pinning import Pinning
+from kvbm_common.cuda.runtime import CudaError, CupyRuntime, Runtime
+from kvbm_common.transfers import Moved, PeerLost, Spans, TransferError, TransferFailed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Device:
+    runtime: Runtime
+    mover: DeviceMover
+
+
+@dataclass(slots=True)
+class _Peer:
+    device: _Device
+    windows: list[Window] = field(default_factory=list)
+    reads: int = 0
+    """Whose last byte may not have landed."""
+    leaving: bool = False
+
+
+class DevicePuller:
+    """Opens the memory of workers and reads it into one range of host memory, the arena."""
+
+    def __init__(
+        self,
+        address: int,
+        length: int,
+        *,
+        runtime_at: Callable[[str], Runtime] | None = None,
+    ) -> None:
+        self._address, self._bytes = address, length
+        self._runtime_at = runtime_at or CupyRuntime.at
+        self._lock = threading.Lock()
+        self._devices: dict[str, _Device] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._pinning: Pinning | None = None
+
+    def attach(self, name: str, memory: DeviceMemory) -> None:
+        """Open a worker's memory. May take a second. Raises CudaError, CudaUnavailable."""
+        device = self._device(memory.bus_id)
+        device.runtime.use()
+        peer = _Peer(device)
+        try:
+            for allocation in memory.allocations:
+                ours = device.runtime.open(allocation)
+                peer.windows.append(Window(allocation.address, allocation.size, ours))
+        except CudaError:
+            _close(peer)
+            raise
+        with self._lock:
+            self._peers[name] = peer
+
+    def knows(self, name: str) -> bool:
+        """Is this worker's memory open?"""
+        return name in self._peers
+
+    def read(self, name: str, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+        """As `MoverThread.read`: from the worker's addresses into ours."""
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is None:
+                return _failed(PeerLost(f"{name} was removed"))
+            peer.reads += 1
+        try:
+            ours = through(peer.windows, source.rows[:, 0], source.rows[:, 1])
+        except OutsideWindows as error:
+            self._landed(peer)
+            return _failed(TransferFailed(str(error)))
+        copies = Copies.of(target.rows[:, 0], ours, target.rows[:, 1])
+        moving = peer.device.mover.move(copies, deadline_s=deadline_s)
+        moving.add_done_callback(lambda done: self._ended(peer, done))
+        return moving
+
+    def detach(self, name: str) -> None:
+        """Forget a worker. Its memory is closed when the last read has landed."""
+        with self._lock:
+            peer = self._peers.pop(name, None)
+            if peer is None:
+                return
+            peer.leaving = True
+            is_idle = peer.reads == 0
+        if is_idle:
+            _close(peer)
+
+    def close(self) -> None:
+        """End the movers, and give the arena's pages back."""
+        for device in self._devices.values():
+            device.mover.close()
+        for name in list(self._peers):
+            self.detach(name)
+        if self._pinning is not None:
+            self._pinning.close()
+
+    def _device(self, bus_id: str) -> _Device:
+        """The device, with a mover of its own. The first one pins the arena, for all of them."""
+        known = self._devices.get(bus_id)
+        if known is not None:
+            return known
+        runtime = self._runtime_at(bus_id)
+        rates = measure(runtime)
+        log.info("copies from %s: %s", bus_id, [rate for rate in rates if rate.direction == "d2h"])
+        if self._pinning is None:
+            self._pinning = Pinning(runtime, self._address, self._bytes)
+            self._pinning.start()
+        mover = DeviceMover(
+            runtime, name=bus_id, urgent=False, pinning=self._pinning, host_side=0,
+            kernel_below=choose(rates, "d2h"),
+        )  # fmt: skip
+        self._devices[bus_id] = _Device(runtime, mover)
+        return self._devices[bus_id]
+
+    def _ended(self, peer: _Peer, done: Future[Moved]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, TransferError) and error.settling is not None:
+            error.settling.add_done_callback(lambda _: self._landed(peer))
+        else:
+            self._landed(peer)
+
+    def _landed(self, peer: _Peer) -> None:
+        with self._lock:
+            peer.reads -= 1
+            is_over = peer.leaving and peer.reads == 0
+        if is_over:
+            _close(peer)
+
+
+def _close(peer: _Peer) -> None:
+    for window in peer.windows:
+        try:
+            peer.device.runtime.use()
+            peer.device.runtime.close(window.ours)
+        except CudaError as error:
+            log.warning("a worker's memory could not be closed: %s", error)
+
+
+def _failed(error: TransferError) -> Future[Moved]:
+    failed: Future[Moved] = Future()
+    failed.set_exception(error)
+    return failed
