@@ -110,7 +110,7 @@ def removing(
     parts = [None] if hashes is None else _parts(list(dict.fromkeys(hashes)), STEP_BLOCKS_MAX)
 
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
-        counts: Counter[str] = Counter(removed=0, kept=0, missing=0)
+        tally: Counter[str] = Counter(removed=0, kept=0, missing=0)
         for record in records:
             for part in parts:
                 request = RemoveRequest(
@@ -129,11 +129,11 @@ def removing(
                         break
                     # Without progress the same would be asked for ever.
                     more = reply.more and reply.removed > 0
-                    counts["removed"] += reply.removed
+                    tally["removed"] += reply.removed
                     if not more:
-                        counts["kept"] += reply.kept
-                        counts["missing"] += len(reply.missing)
-                    yield counts
+                        tally["kept"] += reply.kept
+                        tally["missing"] += len(reply.missing)
+                    yield tally
 
     return work
 
@@ -145,7 +145,7 @@ def prefetching(
     parts = _parts(_names_of(query), PREFETCH_STEP_BLOCKS)
 
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
-        counts: Counter[str] = Counter(blocks=0, filled=0)
+        tally: Counter[str] = Counter(blocks=0, filled=0)
         for record in records:
             for part in parts:
                 request = PrefetchRequest(
@@ -156,9 +156,9 @@ def prefetching(
                 except KvbmError as error:
                     job.errors[record.key] = f"{error.code}: {error}"
                     break
-                counts["blocks"] += reply.blocks
-                counts["filled"] += reply.filled
-                yield counts
+                tally["blocks"] += reply.blocks
+                tally["filled"] += reply.filled
+                yield tally
                 if reply.blocks < len(part):
                     break
 
