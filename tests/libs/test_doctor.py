@@ -70,6 +70,7 @@ def test_a_healthy_host_needs_nothing() -> None:
         ({"runtime_error": "not yours"}, "runtime directory", "wrong", "KVBM_RUNTIME_DIR"),
         ({"memlock_bytes": 65536, "gpus": 1}, "memlock", "better", "LimitMEMLOCK"),
         ({"memlock_bytes": 65536, "rdma_devices": ("mlx5_0",)}, "memlock", "better", "ulimit"),
+        ({"gpus": 1, "gpu_error": "no cupy"}, "GPU copies", "better", "cuda12"),
         ({"io_uring": "EPERM"}, "io_uring", "better", "kernel.io_uring_disabled"),
         ({"io_uring": "EPERM", "linux_aio": "EPERM"}, "io_uring", "wrong", "seccomp"),
         ({"cross_memory": "EPERM"}, "between processes", "better", "SYS_PTRACE"),

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm_connectors.affinity import unbound
 from kvbm_connectors.scheduler import SchedulerHalf
+from kvbm_connectors.vllm.device import gpu_maker
 from kvbm_connectors.vllm.namespace import Life, namespace_of, refusal_of, stream_of
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
@@ -267,12 +268,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         group = self._kv_cache_config.kv_cache_groups[0]
         layers = [kv_caches[name] for name in group.layer_names if name in kv_caches]
         devices = {tensor.device.type for tensor in layers}
-        if devices != {"cpu"}:
-            log.error("KVBM passes through: KV tensors on %s, only CPU memory is lent", devices)
+        if devices not in ({"cpu"}, {"cuda"}):
+            log.error("KVBM passes through: KV tensors on %s are not lent", devices)
             return
+        make_gpu = gpu_maker(layers[0].device) if devices == {"cuda"} else None
         try:
             with unbound():
-                worker.register(layers, self._kv_cache_config.num_blocks)
+                worker.register(layers, self._kv_cache_config.num_blocks, make_gpu)
         except KvbmError as error:
             log.error("KVBM passes through: %s (%s)", error, error.code)
 

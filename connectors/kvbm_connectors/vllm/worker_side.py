@@ -7,18 +7,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.messages import Load, LoadResult
+from kvbm_connectors.vllm.device import MakeGpu
 from kvbm_connectors.vllm.engine_types import Tensor
 from kvbm_connectors.vllm.layout import block_reader, regions_of
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +61,20 @@ class WorkerSide:
         self._arrived: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._sent: set[str] = set()
+        self._make_gpu: MakeGpu | None = None
+        self._gpu: Gpu | None = None
 
-    def register(self, tensors: Iterable[Tensor], block_count: int) -> None:
+    def register(
+        self, tensors: Iterable[Tensor], block_count: int, make_gpu: MakeGpu | None = None
+    ) -> None:
         """Lend the memory of these layers and begin to attach. Raises UnknownLayout.
+
+        With `make_gpu` it is a GPU's.
 
         NIXL may refuse memory for want of locked pages or descriptors, which may come: the engine
         computes meanwhile.
         """
+        self._make_gpu = make_gpu
         regions = regions_of(tensors, block_count)
         if not self._lend(regions):
             self._lender = threading.Thread(
@@ -91,6 +103,12 @@ class WorkerSide:
 
     def _worker_half(self, regions: Sequence[Region]) -> WorkerHalf:
         every = self._options.verify_every if self._world_size == 1 else 0
+        if self._make_gpu is not None and self._gpu is None:
+            self._gpu = self._make_gpu()
+        gpu = self._gpu
+        sums = gpu.sums(regions) if gpu is not None and every else None
+        if gpu is not None and every and sums is None:
+            log.warning("onboarded blocks are not verified: the GPU cannot sum up this layout")
         return WorkerHalf(
             engine=self._life.engine,
             incarnation=self._life.incarnation,
@@ -99,7 +117,9 @@ class WorkerSide:
             host_tier_endpoint=self._options.settings.host_tier_endpoint,
             rank=self._rank,
             world_size=self._world_size,
-            read_block=block_reader(regions) if every else None,
+            read_block=block_reader(regions) if every and gpu is None else None,
+            sum_blocks=sums,
+            gpu=gpu,
             verify_every=max(1, every),
             onboard_mover=self._options.settings.onboard_mover,
             on_news=NEWS.set,

@@ -102,6 +102,10 @@ class Facts:
     gpus: int
     gpu_storage: bool
     """Whether nvidia-fs is loaded, which GDS needs."""
+    gpu_copies: tuple[str, ...] = ()
+    """What copies measured, for each GPU that cupy can use."""
+    gpu_error: str = ""
+    """Why cupy can use none."""
     rdma_devices: tuple[str, ...]
     nixl_error: str
     nixl_plugins: tuple[str, ...]
@@ -289,6 +293,15 @@ def _gpu(facts: Facts, _settings: Settings) -> Iterator[Finding]:
         return
     gds = "GPUDirect Storage" if facts.gpu_storage else "no GPUDirect Storage"
     yield Finding("GPU", "ok", f"{facts.gpus} NVIDIA, {gds}")
+    for copies in facts.gpu_copies:
+        yield Finding("GPU copies", "ok", copies)
+    if facts.gpu_error:
+        yield Finding(
+            "GPU copies",
+            "better",
+            facts.gpu_error,
+            "Blocks of a GPU move over NIXL, if at all: install kvbm-common[cuda12] or [cuda13].",
+        )
 
 
 def _nixl(facts: Facts, settings: Settings) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvbm_common.config import Settings
+from kvbm_common.cuda.seen import look
 from kvbm_common.doctor import DiskFacts, EtcdFacts, Facts, NatsFacts, PortFacts
 from kvbm_common.errors import ConfigError
 from kvbm_common.processes import LockTaken, take_lock
@@ -42,6 +43,8 @@ def gather(settings: Settings) -> Facts:
     uring, aio = _async_io()
     plugins, nixl_error = _nixl_plugins()
     synchronised, clock_error_s = _clock()
+    gpu_count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpu_copies, gpu_error = look(gpu_count) if gpu_count else ((), "")
     return Facts(
         memlock_bytes=_memlock(),
         shm_fs=_file_system(settings.shm_dir),
@@ -55,7 +58,9 @@ def gather(settings: Settings) -> Facts:
         disks=tuple(_disk(path, settings) for path in settings.disk_cache_dirs),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         ports=_ports(settings),
-        gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        gpus=gpu_count,
+        gpu_copies=gpu_copies,
+        gpu_error=gpu_error,
         gpu_storage=Path("/proc/driver/nvidia-fs").exists(),
         rdma_devices=tuple(sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))),
         nixl_error=nixl_error,

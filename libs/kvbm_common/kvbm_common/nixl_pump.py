@@ -69,7 +69,7 @@ def _import_nixl() -> tuple[ModuleType, ModuleType]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     raise_exceptions = logging.raiseExceptions
-    for package in ("nixl_cu12", "nixl_cu13", "nixl"):
+    for package in ("nixl_cu13", "nixl_cu12", "nixl"):  # cu12 always is there; cu13 was asked for.
         try:
             api = importlib.import_module(f"{package}._api")
             return api, importlib.import_module(f"{package}._bindings")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Puller:
         self._arena: Arena | None = None
         self._registration: Registration | None = None
         self._device_puller: DevicePuller | None = None
+        self._opening = threading.Lock()
         self._on_gpu: dict[str, int] = {}
         """Peers whose memory is their GPU's, and is not open here: NIXL reads it."""
         self.on_settled: Callable[[PullSettled], None] = lambda _: None
@@ -121,8 +123,9 @@ class Puller:
         """A worker's memory is on a GPU: by CUDA, or, where that cannot be, by NIXL."""
         from kvbm_common.cuda.pulling import DevicePuller  # Only where there is a GPU.
 
-        if self._device_puller is None:
-            self._device_puller = DevicePuller(self._live.address, self._live.bytes)
+        with self._opening:  # Several ranks come at once.
+            if self._device_puller is None:
+                self._device_puller = DevicePuller(self._live.address, self._live.bytes)
         try:
             self._device_puller.attach(peer, memory)
         except KvbmError as error:

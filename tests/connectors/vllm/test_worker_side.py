@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvbm_common.cuda.lending import unwrap
+from kvbm_common.cuda.reading import Gpu
+from kvbm_common.cuda.runtime import CudaUnavailable
 from kvbm_common.nixl import MoverThread, Registration, TransferFailed
 from kvbm_common.wire.local import Hello
 from kvbm_connectors.messages import Load
@@ -18,6 +21,7 @@ from kvbm_connectors.vllm.worker_side import WorkerSide
 
 from tests.connectors.endpoints import host_tier, wait_for
 from tests.connectors.helpers import NAMESPACE, name
+from tests.gpu.fake_runtime import FakeRuntime
 
 BLOCKS, BLOCK_BYTES = 4, 4096
 
@@ -72,4 +76,33 @@ def test_memory_that_cannot_be_lent_is_lent_later(
         hello = host.hear(Hello)
         assert [region.address for region in hello.regions] == [tensor.data_ptr()]
         wait_for(lambda: side.counts()["lend_failures"] == len(failures))
+        side.close()
+
+
+def test_tensors_on_a_gpu_are_lent_with_their_handles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. cupy is not there at first: the engine computes. 2. It is: the worker introduces itself
+    with CUDA's handles, and verifies on the device."""
+    monkeypatch.setattr("kvbm_connectors.vllm.worker_side.LEND_AGAIN_S", 0.1)
+    tensor, runtime = Tensor(), FakeRuntime()
+    runtime._memory[tensor.data_ptr()] = tensor._memory.reshape(-1)
+    answers: list[CudaUnavailable | Gpu] = [CudaUnavailable("no cupy"), Gpu(runtime)]
+
+    def make_gpu() -> Gpu:
+        answer = answers.pop(0)
+        if isinstance(answer, CudaUnavailable):
+            raise answer
+        return answer
+
+    options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
+    side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, options)
+    with host_tier(options.settings.host_tier_endpoint) as host:
+        side.register([tensor], BLOCKS, make_gpu)
+        assert side.counts() == {"lend_failures": 1}
+        _, memory = unwrap(host.hear(Hello).agent)
+        assert memory is not None
+        assert [a.address for a in memory.allocations] == [tensor.data_ptr()]
+        assert side._half is not None
+        assert side._half._sum_blocks is not None
         side.close()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.cuda import measure
 from kvbm_common.cuda.runtime import CudaUnavailable, CupyRuntime
 
 from benchmarks import gpu
@@ -24,7 +23,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gpu.Bench
                        ("ONBOARD_ROUNDS", 2)):  # fmt: skip
         monkeypatch.setattr(gpu, name, size)
     monkeypatch.setattr(gpu, "BLOCK_KIB", (64,))
-    monkeypatch.setattr(measure, "MOVED_BYTES", 1 << 20)
     monkeypatch.setattr(gpu, "torch_copy", lambda _: None)
     bench = gpu.Bench(FakeRuntime(seed=1), str(tmp_path))
     yield bench

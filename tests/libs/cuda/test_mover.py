@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from kvbm_common.cuda import mover as mover_module
+from kvbm_common.cuda import seen
 from kvbm_common.cuda.copies import Copies
-from kvbm_common.cuda.measure import PIECES_BYTES, Rate, choose, measure
+from kvbm_common.cuda.measure import PIECES_BYTES, Rate, choose, describe, measure
 from kvbm_common.cuda.mover import DeviceMover
 from kvbm_common.cuda.pinning import Pinning
-from kvbm_common.cuda.runtime import CudaError
+from kvbm_common.cuda.runtime import CudaError, CudaUnavailable
 from kvbm_common.transfers import MoverClosed, TransferFailed, TransferTimeout
 
 from tests.gpu.fake_runtime import FakeRuntime
@@ -216,7 +217,10 @@ def test_a_closed_mover_says_so(
     mover = make(runtime, movers)
     jobs = [mover.move(pieces(host, device, 64, 4), deadline_s=DEADLINE_S) for _ in range(9)]
     mover.close(0.05)
-    jobs.append(mover.move(pieces(host, device, 64, 4), deadline_s=DEADLINE_S))
+    fence = runtime.event()
+    late = mover.move(pieces(host, device, 64, 4), deadline_s=DEADLINE_S, after=[fence])
+    assert ("end_event", fence) in runtime.calls
+    jobs.append(late)
     for job in jobs:
         with pytest.raises(MoverClosed):
             job.result(DEADLINE_S)
@@ -245,3 +249,42 @@ def test_measuring_takes_every_size_both_ways() -> None:
     ]
     assert all(rate.engine > 0 and rate.kernel > 0 for rate in rates)
     assert runtime._memory == {}
+
+
+def test_batches_that_do_not_work_are_not_used() -> None:
+    """A driver that copies something else, and one that refuses: rows one by one, then."""
+
+    class Wrong(FakeRuntime):
+        def copy_batch(self, copies: Copies, stream: int) -> None:
+            super().copy_batch(Copies(copies.rows[:1]), stream)
+
+    class Refusing(FakeRuntime):
+        def copy_batch(self, copies: Copies, stream: int) -> None:
+            raise CudaError("cuMemcpyBatchAsync: error 1")
+
+    for runtime in (Wrong(), Refusing()):
+        measure(runtime, moved_bytes=1 << 20)
+        assert not runtime.batches
+
+
+def test_the_doctor_sees_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that works, and one that cupy does not know."""
+
+    def runtime(device: int) -> FakeRuntime:
+        if device == 1:
+            raise CudaUnavailable("there is no device 1: there are 1")
+        return FakeRuntime()
+
+    monkeypatch.setattr(seen, "CupyRuntime", runtime)
+    monkeypatch.setattr(
+        seen, "measure", lambda _: [Rate("d2h", 4096, 9, 8), Rate("h2d", 4096, 7, 8)]
+    )
+    lines, error = seen.look(2)
+    assert lines == (
+        "0000:00:00.0: d2h 9 GB/s, by a kernel below 4 KiB a piece; "
+        "h2d 8 GB/s, by a kernel below 4 KiB a piece",
+    )
+    assert error == "there is no device 1: there are 1"
+    assert describe([]) == (
+        "d2h 0 GB/s, by a kernel below 0 KiB a piece; h2d 0 GB/s, by a kernel below 0 KiB a piece"
+    )

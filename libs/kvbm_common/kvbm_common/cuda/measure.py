@@ -46,6 +46,16 @@ def choose(rates: Sequence[Rate], direction: str) -> int:
     return threshold
 
 
+def describe(rates: Sequence[Rate]) -> str:
+    """For an operator: the best rate of both directions, and who moves which pieces."""
+    parts: list[str] = []
+    for direction in ("d2h", "h2d"):
+        best = max((max(r.engine, r.kernel) for r in rates if r.direction == direction), default=0)
+        kib = choose(rates, direction) // 1024
+        parts.append(f"{direction} {best} GB/s, by a kernel below {kib} KiB a piece")
+    return "; ".join(parts)
+
+
 def measure(runtime: Runtime, *, moved_bytes: int = MOVED_BYTES) -> list[Rate]:
     """Every size, both directions, both methods. Raises CudaError."""
     host = runtime.pinned(moved_bytes)

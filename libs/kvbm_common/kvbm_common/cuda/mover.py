@@ -10,6 +10,7 @@ Nobody's compute stream is ever made to wait for ours; ours waits for events tha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -126,6 +127,8 @@ class DeviceMover:
                 self._jobs += 1
                 self._waiting.extend(waves)
                 self._work.notify()
+                return job.future
+        self._end_events(job)
         return job.future
 
     def _waves(self, job: _Job, copies: Copies) -> list[_Wave]:
@@ -267,13 +270,17 @@ class DeviceMover:
         job.waves_left -= 1
         if job.waves_left:
             return
-        for event in job.after:
-            self._runtime.end_event(event)
+        self._end_events(job)
         with self._work:
             self._jobs -= 1
         job.settling.set_result(None)
         if not job.failed:
             job.future.set_result(Moved(job.bytes, time.monotonic() - job.started))
+
+    def _end_events(self, job: _Job) -> None:
+        for event in job.after:
+            with contextlib.suppress(CudaError):  # A broken context has none.
+                self._runtime.end_event(event)
 
     def _finish(self) -> None:
         while self._waiting:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvbm_common.cuda.copies import Copies, OutsideWindows, Window, through
 from kvbm_common.cuda.lending import DeviceMemory
-from kvbm_common.cuda.measure import choose, measure
+from kvbm_common.cuda.measure import choose, describe, measure
 from kvbm_common.cuda.mover import DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, CupyRuntime, Runtime
@@ -47,6 +47,7 @@ class DevicePuller:
         self._address, self._bytes = address, length
         self._runtime_at = runtime_at or CupyRuntime.at
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._devices: dict[str, _Device] = {}
         self._peers: dict[str, _Peer] = {}
         self._pinning: Pinning | None = None
@@ -109,12 +110,15 @@ class DevicePuller:
 
     def _device(self, bus_id: str) -> _Device:
         """The device, with a mover of its own. The first one pins the arena, for all of them."""
-        known = self._devices.get(bus_id)
-        if known is not None:
-            return known
+        with self._opening:  # Several ranks come at once.
+            if bus_id not in self._devices:
+                self._devices[bus_id] = self._make_device(bus_id)
+            return self._devices[bus_id]
+
+    def _make_device(self, bus_id: str) -> _Device:
         runtime = self._runtime_at(bus_id)
         rates = measure(runtime)
-        log.info("copies from %s: %s", bus_id, [rate for rate in rates if rate.direction == "d2h"])
+        log.info("copies of GPU %s: %s", bus_id, describe(rates))
         if self._pinning is None:
             self._pinning = Pinning(runtime, self._address, self._bytes)
             self._pinning.start()
@@ -122,8 +126,7 @@ class DevicePuller:
             runtime, name=bus_id, urgent=False, pinning=self._pinning, host_side=0,
             kernel_below=choose(rates, "d2h"),
         )  # fmt: skip
-        self._devices[bus_id] = _Device(runtime, mover)
-        return self._devices[bus_id]
+        return _Device(runtime, mover)
 
     def _ended(self, peer: _Peer, done: Future[Moved]) -> None:
         error = None if done.cancelled() else done.exception()

@@ -16,7 +16,7 @@ import numpy as np
 from kvbm_common.arena import Arena
 from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Copies, Lent, OutsideWindows, Window, through
-from kvbm_common.cuda.measure import choose, measure
+from kvbm_common.cuda.measure import choose, describe, measure
 from kvbm_common.cuda.mover import DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, Runtime
@@ -41,7 +41,7 @@ class Gpu:
         self.runtime, self._compute_stream = runtime, compute_stream
         runtime.use()
         self.rates = measure(runtime)
-        log.info("copies to %s: %s", runtime.bus_id(), self.rates)
+        log.info("copies of GPU %s: %s", runtime.bus_id(), describe(self.rates))
 
     def export(self, regions: Sequence[Lent]) -> DeviceMemory:
         """What the host tier needs to pull blocks from here. Raises CudaError."""

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -32,7 +33,8 @@ CAN_USE_HOST_POINTER = 91
 CAN_PIN_READ_ONLY = 113
 """cudaDevAttrHostRegisterReadOnlySupported."""
 EVENT_DISABLE_TIMING = 2
-STREAM_NON_BLOCKING = 1
+SUCCESS, NOT_READY = 0, 600
+"""cudaSuccess, cudaErrorNotReady."""
 BATCH_ORDER_STREAM = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the stream's turn."""
 
@@ -170,6 +172,7 @@ class CupyRuntime:
         self.kernels_reach_host = bool(can)
         can = self._call(self._cuda.deviceGetAttribute, CAN_PIN_READ_ONLY, device)
         self.pins_read_only = bool(can)
+        self._streams: dict[int, Any] = {}
         options = ("-std=c++14",)
         self._copy_rows = cupy.RawKernel(kernels.SOURCE, kernels.COPY_ROWS, options)
         self._sum_blocks = cupy.RawKernel(kernels.SOURCE, kernels.SUM_BLOCKS, options)
@@ -189,7 +192,7 @@ class CupyRuntime:
     def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         try:
             return function(*arguments)
-        except self._cuda.CUDARuntimeError as error:
+        except (RuntimeError, MemoryError) as error:  # cupy's errors are these.
             raise CudaError(str(error)) from error
 
     def use(self) -> None:
@@ -197,10 +200,13 @@ class CupyRuntime:
 
     def stream(self, *, urgent: bool) -> int:
         priority = URGENT_PRIORITY if urgent else 0
-        return int(self._call(self._cuda.streamCreateWithPriority, STREAM_NON_BLOCKING, priority))
+        make = partial(self._cupy.cuda.Stream, non_blocking=True, priority=priority)
+        stream = self._call(make)
+        self._streams[int(stream.ptr)] = stream  # cupy ends it with its last reference.
+        return int(stream.ptr)
 
     def end_stream(self, stream: int) -> None:
-        self._call(self._cuda.streamDestroy, stream)
+        del self._streams[stream]
 
     def event(self) -> int:
         return int(self._call(self._cuda.eventCreateWithFlags, EVENT_DISABLE_TIMING))
@@ -215,7 +221,10 @@ class CupyRuntime:
         self._call(self._cuda.streamWaitEvent, stream, event)
 
     def is_done(self, event: int) -> bool:
-        return bool(self._call(self._cuda.eventQuery, event) == 0)
+        status = int(self._call(self._cuda.eventQuery, event))  # cupy gives it, whatever it is.
+        if status not in (SUCCESS, NOT_READY):
+            raise CudaError(f"an event cannot be asked for: error {status}")
+        return status == SUCCESS
 
     def copy(self, target: int, source: int, length: int, stream: int) -> None:
         self._call(self._cuda.memcpyAsync, target, source, length, COPY_DEFAULT, stream)
@@ -250,9 +259,8 @@ class CupyRuntime:
     def _launch(
         self, kernel: Any, grid: int, threads: int, arguments: Sequence[Any], stream: int
     ) -> None:
-        external = self._cupy.cuda.ExternalStream(stream, self.device)
         try:
-            with external:
+            with self._streams[stream]:
                 kernel((grid,), (threads,), tuple(arguments))
         except Exception as error:  # NVRTC's and the driver's errors have no base of their own.
             raise CudaError(f"a kernel could not be launched: {error}") from error

@@ -1,0 +1,28 @@
+"""Device: the GPU that vLLM's KV tensors are on, and the stream that it computes on."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
+
+MakeGpu = Callable[[], "Gpu"]
+
+
+def gpu_maker(device: Any) -> MakeGpu:
+    """How to make the GPU of a torch device. To be called in the engine's own thread: the stream
+    that is current there is the one that computes. What it gives raises KvbmError."""
+    torch: Any = importlib.import_module("torch")
+    compute_stream = int(torch.cuda.current_stream(device).cuda_stream)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+
+    def make() -> Gpu:
+        from kvbm_common.cuda.reading import Gpu  # Only where there is a GPU.
+        from kvbm_common.cuda.runtime import CupyRuntime
+
+        return Gpu(CupyRuntime(index), compute_stream=compute_stream)
+
+    return make
