@@ -136,7 +136,8 @@ def prefetch(
     namespace: str = typer.Option("", help='With tokens: JSON or @FILE, {"model": …}.'),
     salt: str | None = typer.Option(None, help="Cache salt of the request, with tokens."),
     lora: str | None = typer.Option(None, help="LoRA name of the request, with tokens."),
-    host: str | None = HOST, instance: str | None = INSTANCE, wait: bool = WAIT, deadline_s: float = DEADLINE,
+    host: str | None = HOST, instance: str | None = INSTANCE, wait: bool = WAIT,
+    deadline_s: float = DEADLINE,
     as_json: bool = AS_JSON, url: str = URL,
 ) -> None:  # fmt: skip
     """Bring a run of blocks from disk or bucket into host memory."""
@@ -195,7 +196,8 @@ def undrain(
 def loglevel(
     level: str = typer.Argument(help="debug, info, warning or error"),
     kind: str | None = typer.Option(None, help="Only services of this kind."),
-    host: str | None = HOST, instance: str | None = INSTANCE, as_json: bool = AS_JSON, url: str = URL,
+    host: str | None = HOST, instance: str | None = INSTANCE,
+    as_json: bool = AS_JSON, url: str = URL,
 ) -> None:  # fmt: skip
     """Change the log level of running services."""
     body = {"level": level} | _given(kind=kind, host=host, instance=instance)
