@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -91,9 +92,23 @@ class Replica:
         truth = {
             source.name: {block.hex() for block in source.held} for source in sources if source.held
         }
-        async with asyncio.timeout(DEADLINE_S):
-            while await self.held(bus) != truth:  # noqa: ASYNC110 - nobody announces it.
-                await asyncio.sleep(0.01)
+        give_up_s = time.monotonic() + DEADLINE_S
+        while (held := await self.held(bus)) != truth:
+            assert time.monotonic() < give_up_s, await self._difference(bus, held, truth)
+            await asyncio.sleep(0.01)
+
+    async def _difference(
+        self, bus: Bus, held: dict[str, set[str]], truth: dict[str, set[str]]
+    ) -> str:
+        """What it believes, and should not or should."""
+        names = held.keys() | truth.keys()
+        wrong = {
+            name: (held.get(name, set()) - truth.get(name, set()),
+                   truth.get(name, set()) - held.get(name, set()))
+            for name in names
+        }  # fmt: skip
+        stats = (await self.ask(bus, "stats")).decode()
+        return f"replica {self.instance}: too much, too little: {wrong}; {stats}"
 
 
 @asynccontextmanager
