@@ -154,13 +154,13 @@ class DiskTierCore:
             case Leased():
                 self.writes.leased(event)
             case LeaseFailed(write, reason):
-                self.writes.lease_failed(write, reason)
+                self.writes.lease_failed(write, reason, now_ms)
             case Written(write, lost):
                 self.writes.written(write, lost, now_ms)
             case WriteFailed(write, reason):
                 self.writes.write_failed(write, reason, now_ms)
-            case Released(write, valid):
-                self.writes.released(write, valid=valid)
+            case Released(write, valid, answered):
+                self.writes.released(write, now_ms, valid=valid, answered=answered)
             case Journaled(write):
                 self.writes.journaled(write, now_ms)
             case JournalFailed(write, reason):

@@ -111,10 +111,11 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The host tier says whether the lease had held through the write."""
+    """The host tier says whether the lease had held through the write, or does not answer."""
 
     write: int
     valid: bool
+    answered: bool = True
 
 
 @dataclass(frozen=True, slots=True)

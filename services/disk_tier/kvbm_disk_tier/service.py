@@ -76,6 +76,7 @@ from kvbm_disk_tier.messages import (
     WriteSlots,
 )
 from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.retries import UNANSWERED
 from kvbm_disk_tier.shards import writers_of
 from kvbm_disk_tier.store import (
     CIPHER,
@@ -321,7 +322,8 @@ class TierShell:
             return Released(effect.write, _release_reply.decode(payload).valid)
         except KvbmError as error:
             log.warning("a lease could not be given back: %s", error)
-            return Released(effect.write, valid=False)
+            unanswered = error.code in UNANSWERED
+            return Released(effect.write, valid=False, answered=not unanswered)
 
     async def _ask_host(self, instance: str, verb: str, payload: bytes) -> bytes:
         subject = verb_subject("host-tier", verb, host=self._context.host, instance=instance)

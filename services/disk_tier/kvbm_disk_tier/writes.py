@@ -3,6 +3,7 @@
     pending --> LEASING --> LEASED --> WRITING --> RELEASING --valid--> JOURNALING --> stored
                    |          |           |            |                    |
                    +--- nothing there, failed, lease lost, journal failed --+--> aborted
+                   +--- the host tier did not answer ----------------------------> pending
 
 A block is announced only when its record is in the journal. The disk never waits for the host tier:
 as many batches as may be written are leased ahead, and one that is written makes way for the next
@@ -23,6 +24,7 @@ from kvbm_common.wire.verbs import ArenaReply, LeasedSlot, LeaseRequest
 
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.messages import STALE_ARENA, Leased, LeaseHost, ReleaseHost, WriteSlots
+from kvbm_disk_tier.retries import UNANSWERED, Retries
 from kvbm_disk_tier.shards import Shards
 from kvbm_disk_tier.tier import Tier
 from kvbm_disk_tier.write_budget import WriteBudget
@@ -76,6 +78,7 @@ class Writes:
         self._pending: OrderedDict[SequenceHash, None] = OrderedDict()
         self._writes: dict[int, Write] = {}
         self._writing: set[SequenceHash] = set()
+        self._retries = Retries()
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -92,10 +95,14 @@ class Writes:
         for name in self.shards.owned(names):
             if not self._passes(name) or self._is_known(name):
                 continue
-            if len(self._pending) >= self._tier.limits.pending_max:
-                self._pending.popitem(last=False)
-                self._tier.counts["dropped.write_pending_full"] += 1
-            self._pending[name] = None
+            self._await_turn(name)
+
+    def _await_turn(self, name: SequenceHash) -> None:
+        if len(self._pending) >= self._tier.limits.pending_max:
+            oldest, _ = self._pending.popitem(last=False)
+            self._retries.forget([oldest])
+            self._tier.counts["dropped.write_pending_full"] += 1
+        self._pending[name] = None
 
     def listed(self, names: Sequence[SequenceHash]) -> None:
         """Blocks of a snapshot: one that was counted when it was announced is not wanted twice."""
@@ -114,11 +121,14 @@ class Writes:
     def found(self, names: Iterable[SequenceHash]) -> None:
         """Blocks that are in the store without us need no write."""
         for name in names:
-            self._pending.pop(name, None)
+            if name in self._pending:
+                del self._pending[name]
+                self._retries.forget([name])
 
     def forget_pending(self, reason: str) -> None:
         """Nothing new is begun any more."""
         self._tier.counts[f"dropped.write_{reason}"] += len(self._pending)
+        self._retries.forget(self._pending)
         self._pending.clear()
 
     # --- the way ----------------------------------------------------------------------------
@@ -132,7 +142,7 @@ class Writes:
                 self._give_up(write_id)
             elif self._may_write(fly_max) and breaker.allows(now_ms):
                 self._begin(write_id, now_ms)
-        while self._pending and breaker.allows(now_ms) and self._may_lease(fly_max):
+        while self._pending and breaker.allows(now_ms) and self._may_lease(fly_max, now_ms):
             if not self._lease(now_ms):
                 break
 
@@ -144,10 +154,10 @@ class Writes:
         blocks = sum(len(write.slots) for write in writing)
         return len(writing) < fly_max and blocks < self._tier.limits.write_blocks_max
 
-    def _may_lease(self, fly_max: int) -> bool:
+    def _may_lease(self, fly_max: int, now_ms: int) -> bool:
         committing = self._count(*COMMITTING)
         free = self._count(*AHEAD) < fly_max and committing < self._tier.limits.commits_max
-        free = free and self._tier.may_write
+        free = free and self._tier.may_write and self._retries.allows(now_ms)
         return free and self._tier.fits() and self._tier.table.room() > 0
 
     def _lease(self, now_ms: int) -> bool:
@@ -158,6 +168,7 @@ class Writes:
         if not self.budget.take(count * tier.slot_bytes, now_ms):
             return False
         names = [self._pending.popitem(last=False)[0] for _ in range(count)]
+        self._retries.start()
         write_id = tier.take_id()
         self._writes[write_id] = Write(
             arena.instance, arena.epoch, names, charged=count * tier.slot_bytes
@@ -174,6 +185,7 @@ class Writes:
 
     def leased(self, event: Leased) -> None:
         """The host tier holds what it had of the batch: that waits for its turn."""
+        self._retries.answered()
         write = self._writes[event.write]
         write.phase = Phase.LEASED
         write.lease, write.leased = event.reply.lease, event.reply.slots
@@ -233,10 +245,27 @@ class Writes:
         self.budget.give_back(write.charged - kept)
         write.charged = kept
 
-    def lease_failed(self, write_id: int, reason: str) -> None:
+    def lease_failed(self, write_id: int, reason: str, now_ms: int) -> None:
         """The host tier did not answer, or refused."""
         self._refund(self._writes[write_id], 0)
-        self._abort(write_id, reason)
+        if reason in UNANSWERED:
+            self._try_again(write_id, self._writes[write_id].names, reason, now_ms)
+        else:
+            self._retries.answered()
+            self._abort(write_id, reason)
+
+    def _try_again(
+        self, write_id: int, names: Sequence[SequenceHash], reason: str, now_ms: int
+    ) -> None:
+        """Behind all others: what never gets an answer holds up nobody else."""
+        for slot, _ in self._writes[write_id].slots:
+            self._tier.table.abort(slot)
+        again = self._retries.unanswered(names, now_ms)
+        self._tier.counts[f"dropped.write_{reason}"] += len(names) - len(again)
+        self._tier.counts["write_retries"] += len(again)
+        self._end(write_id, tried_again=again)
+        for name in again:
+            self._await_turn(name)
 
     def written(self, write_id: int, lost: Sequence[int], now_ms: int) -> None:
         """The bytes are in the store, but for some: had the lease held until now?"""
@@ -263,11 +292,14 @@ class Writes:
         write.phase = Phase.RELEASING
         self._tier.emit(ReleaseHost(write_id, write.instance, write.lease))
 
-    def released(self, write_id: int, *, valid: bool) -> None:
+    def released(self, write_id: int, now_ms: int, *, valid: bool, answered: bool) -> None:
         """The host tier says whether the bytes were the right ones all the time."""
         write = self._writes[write_id]
         if not write.slots:
             self._end(write_id)
+        elif not answered and not self._tier.kind.verifies_writes:
+            names = [block.hash for _, block in write.slots]
+            self._try_again(write_id, names, "lease_lost", now_ms)
         elif not valid and not self._tier.kind.verifies_writes:
             self._abort(write_id, "lease_lost")
         else:
@@ -307,8 +339,10 @@ class Writes:
             self._tier.table.abort(slot)
         self._end(write_id)
 
-    def _end(self, write_id: int) -> None:
-        self._writing.difference_update(self._writes.pop(write_id).names)
+    def _end(self, write_id: int, *, tried_again: Sequence[SequenceHash] = ()) -> None:
+        names = self._writes.pop(write_id).names
+        self._writing.difference_update(names)
+        self._retries.forget(set(names).difference(tried_again))
 
     # --- questions --------------------------------------------------------------------------
 
@@ -330,6 +364,7 @@ class Writes:
         assert len(self._pending) <= limits.pending_max
         assert self._writing == {n for write in self._writes.values() for n in write.names}
         assert not self._writing & self._pending.keys()
+        assert len(self._retries) <= len(self._pending) + len(self._writing)
 
 
 def _is_sound(slot: LeasedSlot, arena: ArenaReply) -> bool:

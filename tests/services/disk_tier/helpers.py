@@ -226,9 +226,11 @@ class Disk:
         """They are not."""
         return self.step(WriteFailed(write.write, "transfer_failed"))
 
-    def released(self, release: ReleaseHost, *, valid: bool = True) -> list[Effect]:
-        """The lease had held, or not."""
-        return self.step(Released(release.write, valid))
+    def released(
+        self, release: ReleaseHost, *, valid: bool = True, answered: bool = True
+    ) -> list[Effect]:
+        """The lease had held, or not, or nobody says."""
+        return self.step(Released(release.write, valid, answered))
 
     def journaled(self, append: AppendJournal) -> list[Effect]:
         """The records are durable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kvbm_common.breaker import FAILURES_MAX, PAUSE_MAX_MS, PAUSE_MS
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Removed, Stored
 from kvbm_common.wire.verbs import FillRequest, FillSlot, Hits, LeaseReply
@@ -35,6 +36,7 @@ from kvbm_disk_tier.messages import (
     StoreFailed,
     WriteSlots,
 )
+from kvbm_disk_tier.retries import TRIES_MAX
 from kvbm_disk_tier.tier import STORE_RETRY_MS
 
 from tests.services.disk_tier.helpers import (
@@ -226,15 +228,70 @@ def test_an_empty_lease_is_given_back_and_nothing_is_written() -> None:
     assert disk.journal == []
 
 
-@pytest.mark.parametrize("reason", ["stale_epoch", "deadline_exceeded"])
-def test_a_refused_lease_frees_its_blocks(reason: str) -> None:
-    """The host tier lives another life, or is away."""
+def test_a_refused_lease_frees_its_blocks() -> None:
+    """The host tier lives another life: the same question would get the same answer."""
     disk = Disk()
-    disk.lease_failed(one(disk.host_stored(1, 2), LeaseHost), reason)
-    assert disk.counts[f"dropped.write_{reason}"] == 2
+    disk.lease_failed(one(disk.host_stored(1, 2), LeaseHost), "stale_epoch")
+    assert disk.counts["dropped.write_stale_epoch"] == 2
     assert disk.core.idle()
     disk.store(1, 2)
     assert disk.announced == {1, 2}
+
+
+def test_what_waits_outlives_an_outage() -> None:
+    """1. NATS is away, and says so at once. 2. After three tries there is a pause. 3. It is back.
+
+    Every block that waited was once asked for in vain and forgotten, all in a moment.
+    """
+    disk = Disk(slots=8, limits=Limits(writes_max=1, batch_blocks_max=1))
+    effects = disk.host_stored(1, 2, 3, 4, 5)
+    tried = 0
+    while leases := of(effects, LeaseHost):
+        tried += len(leases)
+        effects = disk.lease_failed(leases[0], "bus_unavailable")
+    assert tried == disk.counts["write_retries"] == FAILURES_MAX
+    assert disk.wait(PAUSE_MS - 1) == []
+    probe = one(disk.wait(1), LeaseHost)
+    assert disk.lease_failed(probe, "deadline_exceeded") == []
+    assert disk.wait(2 * PAUSE_MS - 1) == []
+    disk.finish(disk.wait(1))
+    assert disk.announced == {1, 2, 3, 4, 5}
+    assert disk.core.idle()
+    assert not [name for name in disk.counts if name.startswith("dropped.")]
+
+
+def test_what_never_gets_an_answer_holds_up_nobody_and_is_given_up() -> None:
+    """Block 1 is poison: the others go before it, and it is not asked for without end."""
+    disk = Disk(slots=8, limits=Limits(writes_max=1, batch_blocks_max=1))
+    effects = disk.host_stored(1, 2, 3)
+    tries = 0
+    while not disk.core.idle():
+        leases = of(effects, LeaseHost)
+        for lease in leases:
+            if asked(lease) == [1]:
+                tries += 1
+                effects = disk.lease_failed(lease, "deadline_exceeded")
+            else:
+                effects = disk.leased(lease)
+                disk.finish([e for e in effects if not isinstance(e, LeaseHost)])
+        if not leases:
+            effects = disk.wait(PAUSE_MAX_MS)
+    assert disk.announced == {2, 3}
+    assert tries == TRIES_MAX
+    assert disk.counts["write_retries"] == TRIES_MAX - 1
+    assert disk.counts["dropped.write_deadline_exceeded"] == 1
+
+
+def test_a_write_that_could_not_be_confirmed_is_written_again() -> None:
+    """NATS went away between lease and release: whether the bytes are right is not known."""
+    disk = Disk()
+    release = one(disk.written(writing(disk, 1, 2)), ReleaseHost)
+    effects = disk.released(release, valid=False, answered=False)
+    assert disk.announced == set()
+    assert asked(one(effects, LeaseHost)) == [1, 2]
+    disk.finish(effects)
+    assert disk.announced == {1, 2}
+    assert disk.counts["write_retries"] == 2
 
 
 def test_a_lease_that_ended_early_makes_the_copy_worthless() -> None:
@@ -634,7 +691,7 @@ def test_after_the_last_cleared_nothing_is_announced_or_begun() -> None:
     disk.finish(disk.written(write))
     assert len(disk.events) == disk.core.snapshot().seq
     assert disk.core.idle()
-    assert disk.counts["dropped.write_stopping"] == 1
+    assert disk.counts["dropped.write_stopping"] == 2
     assert sorted(disk.recovered()) == [1, 2]
 
 

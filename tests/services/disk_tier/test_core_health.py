@@ -151,7 +151,7 @@ def test_what_was_not_written_does_not_cost() -> None:
     disk = Disk(slots=4, write_budget=24 * SLOT_BYTES)
     disk.host_stored(1)
     lease = one(disk.wait(2 * HOUR_MS), LeaseHost)
-    assert disk.lease_failed(lease) == []
+    assert disk.lease_failed(lease, "stale_epoch") == []
     lease = one(disk.host_stored(2), LeaseHost)
     disk.finish(disk.leased(lease, 2))
     disk.finish(disk.host_stored(3))
