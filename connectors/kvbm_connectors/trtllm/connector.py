@@ -14,6 +14,7 @@ import importlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvbm_common.config import Settings
@@ -21,6 +22,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Hasher
 from kvbm_common.wire.local import Region
 
+from kvbm_connectors.affinity import unbound
 from kvbm_connectors.core import Limits
 from kvbm_connectors.scheduler import SchedulerHalf
 from kvbm_connectors.trtllm.identity import Lives, agree, namespace_of, refusal_of, stream_of
@@ -30,6 +32,7 @@ from kvbm_connectors.trtllm.plan import StepPlan
 from kvbm_connectors.trtllm.promises import PromiseKeeper
 from kvbm_connectors.trtllm.protocols import SOURCES
 from kvbm_connectors.trtllm.worker import WorkerSide
+from kvbm_connectors.vllm.device import gpu_maker
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
+        _log_beside_the_engine()
         self._side: LeaderSide | None = None
         self._half: SchedulerHalf | None = None
         self._barrier: threading.Timer | None = None
@@ -76,7 +80,8 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         if refusal:
             log.error("KVBM passes through: %s", refusal)
             return
-        self._start(Settings.load())
+        with unbound():
+            self._start(Settings.load())
 
     def _start(self, settings: Settings) -> None:
         for warning in settings.warnings:
@@ -186,6 +191,7 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
+        _log_beside_the_engine()
         self._side: WorkerSide | None = None
         if refusal_of(llm_args):
             return  # The leader says it.
@@ -203,18 +209,22 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Lend the V1 manager's pool."""
-        self._register(lambda: regions_of_tensor(kv_cache_tensor))
+        self._register(lambda: regions_of_tensor(kv_cache_tensor), kv_cache_tensor.device)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Lend the V2 manager's pools (1.3)."""
-        self._register(lambda: regions_of_layout(layout))
+        self._register(
+            lambda: regions_of_layout(layout), layout.groups[0].regions[0].as_tensor().device
+        )
 
-    def _register(self, regions: Any) -> None:
+    def _register(self, regions: Callable[[], list[Region]], device: Any) -> None:
         if self._side is None:
             return
         try:
-            found: list[Region] = regions()
-            self._side.register(found)
+            found = regions()
+            make_gpu = gpu_maker(device) if device.type == "cuda" else None
+            with unbound():
+                self._side.register(found, make_gpu)
         except (KvbmError, TimeoutError) as error:
             log.error("KVBM passes through: %s (%s)", error, getattr(error, "code", "timeout"))
 
@@ -246,6 +256,17 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
         side, self._side = self._side, None
         if side is not None:
             side.close()
+
+
+def _log_beside_the_engine() -> None:
+    """TensorRT-LLM configures only its own logger (logger.py); ours write where it does."""
+    theirs = logging.getLogger("TRT-LLM")
+    for name in ("kvbm_connectors", "kvbm_common"):
+        ours = logging.getLogger(name)
+        if not ours.handlers and theirs.handlers:
+            ours.handlers = list(theirs.handlers)
+            ours.setLevel(logging.INFO)
+            ours.propagate = False
 
 
 def _limits(settings: Settings) -> Limits:

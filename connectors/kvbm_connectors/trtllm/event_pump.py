@@ -173,9 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="kv_cache_config.tokens_per_block")  # fmt: skip
     options = parser.parse_args(arguments)
     settings = Settings.load()
-    set_up("trtllm-events", settings.log_level)
     if settings.trtllm_zmq_port is None:
         parser.error("DYN_KVBM_TRTLLM_ZMQ_PORT says where to publish, and is not set")
+    set_up("trtllm-events", settings.log_level)
     pump = EventPump(
         of_server(options.url), block_tokens=options.block_tokens, port=settings.trtllm_zmq_port
     )

@@ -15,6 +15,8 @@ from kvbm_common.wire.local import Region
 from kvbm_connectors.trtllm.protocols import Tensor
 from kvbm_connectors.vllm.layout import regions_of
 
+DEVICES = ("cpu", "cuda")
+
 
 class CannotLend(KvbmError):
     """KV memory that cannot be lent to the host tier."""
@@ -79,5 +81,5 @@ def regions_of_layout(layout: Layout) -> list[Region]:
 
 
 def _check_device(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise CannotLend(f"the KV pool is on {tensor.device.type}, and only CPU memory is lent yet")
+    if tensor.device.type not in DEVICES:
+        raise CannotLend(f"the KV pool is on {tensor.device.type}")

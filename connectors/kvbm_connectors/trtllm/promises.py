@@ -103,7 +103,7 @@ class PromiseReader:
 
     def __init__(self, shm_dir: Path, incarnation: str) -> None:
         self._memory = Arena.attach(shm_dir / (PREFIX + incarnation), writable=False)
-        self.address = self._memory.address
+        self.path, self.address = self._memory.path, self._memory.address
 
     def close(self) -> None:
         """Unmap."""

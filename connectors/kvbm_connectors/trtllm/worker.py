@@ -12,19 +12,31 @@ import ctypes
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvbm_common.config import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
-from kvbm_common.layout import device_pieces, part_bytes, slot_pieces
+from kvbm_common.layout import Addresses, device_pieces, part_bytes, slot_pieces
+from kvbm_common.transfers import Spans
 from kvbm_common.wire.local import Region
 
+from kvbm_connectors.arena_reader import ArenaReader
 from kvbm_connectors.trtllm.identity import Life
 from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
 from kvbm_connectors.trtllm.promises import PromiseReader
+from kvbm_connectors.vllm.device import MakeGpu
 from kvbm_connectors.worker import WorkerHalf
 
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
+
 log = logging.getLogger(__name__)
+
+
+COPY_DEADLINE_S = 10.0
+"""A step's load is some hundred milliseconds of a GPU's bus: after so long it will never end."""
+Pieces = list[tuple[Addresses, int]]
 
 
 class PromiseBroken(KvbmError):
@@ -50,19 +62,24 @@ class WorkerSide:
         self._rank, self._world_size = rank, world_size
         self._half: WorkerHalf | None = None
         self._promises: PromiseReader | None = None
+        self._device: ArenaReader | None = None
+        """Reads the same memory into a GPU's."""
         self._regions: Sequence[Region] = ()
         self._plan_number = 0
         self._saving: dict[int, None] = {}
         """Finished requests that the engine keeps until we call them saved."""
 
-    def register(self, regions: Sequence[Region]) -> None:
+    def register(self, regions: Sequence[Region], make_gpu: MakeGpu | None = None) -> None:
         """Lend this memory, in place of any other. Raises KvbmError or TimeoutError.
 
-        The promises are mapped first: the host tier, and so the leader, hears of a worker only when
-        it can read what it may be promised.
+        With `make_gpu` it is a GPU's. The promises are mapped first: the host tier, and so the
+        leader, hears of a worker only when it can read what it may be promised.
         """
         self.close()
+        gpu = make_gpu() if make_gpu is not None else None
         self._promises = PromiseReader(self._settings.shm_dir, self._life.incarnation)
+        if gpu is not None:
+            self._device = _device_reader(gpu, self._promises)
         half = WorkerHalf(
             engine=self._life.engine,
             incarnation=self._life.incarnation,
@@ -71,6 +88,7 @@ class WorkerSide:
             host_tier_endpoint=self._settings.host_tier_endpoint,
             rank=self._rank,
             world_size=self._world_size,
+            gpu=gpu,
             onboard_mover="nixl",  # It never reads the arena: no need to map it.
         )
         self._half, self._regions = half, regions
@@ -99,11 +117,26 @@ class WorkerSide:
             regions, load.slots, arena_address=promises.address, slot_bytes=slot_bytes,
             part_offset=self._rank * part_bytes(regions),
         )  # fmt: skip
-        for (target, length), (source, _) in zip(targets, sources, strict=True):
-            for to, out_of in zip(target.tolist(), source.tolist(), strict=True):
-                ctypes.memmove(to, out_of, length)  # Without the GIL.
+        if self._device is None:
+            for (target, length), (source, _) in zip(targets, sources, strict=True):
+                for to, out_of in zip(target.tolist(), source.tolist(), strict=True):
+                    ctypes.memmove(to, out_of, length)  # Without the GIL.
+        else:
+            self._copy_to_device(self._device, load.request, targets, sources)
         self.counts["copied_blocks"] += len(load.blocks)
         self.counts["bytes.h2d"] += len(load.blocks) * part_bytes(regions)
+
+    def _copy_to_device(
+        self, device: ArenaReader, request: int, targets: Pieces, sources: Pieces
+    ) -> None:
+        """Wait for the copy, which begins behind whatever the engine computes by now."""
+        read = device.read(
+            Spans.of_pieces(targets), Spans.of_pieces(sources), deadline_s=COPY_DEADLINE_S
+        )
+        try:
+            read.result(2 * COPY_DEADLINE_S)
+        except (KvbmError, TimeoutError) as error:
+            raise PromiseBroken(f"request {request}: {error!r}") from error
 
     def finished(self, finished: Iterable[int]) -> list[int]:
         """Of the requests that are finished, now or before: those whose blocks may be freed.
@@ -128,7 +161,16 @@ class WorkerSide:
         """Take the memory back."""
         half, self._half = self._half, None
         promises, self._promises = self._promises, None
+        device, self._device = self._device, None
         if half is not None:
             half.close()
+        if device is not None:
+            device.close()
         if promises is not None:
             promises.close()
+
+
+def _device_reader(gpu: Gpu, promises: PromiseReader) -> ArenaReader:
+    from kvbm_common.cuda.reading import DeviceReader  # Only where there is a GPU.
+
+    return DeviceReader(gpu, arena_path=promises.path, arena_address=promises.address)

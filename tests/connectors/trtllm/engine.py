@@ -11,6 +11,10 @@ and kv_cache_connector.py):
                          without a word
     terminate            get_finished on every rank; who all ranks have named is unpinned
 
+With `deferred` a request is asked about some steps before it is scheduled, and with `honoured` the
+engine takes less than it was promised, and says so: the V2 manager of the 1.3 candidates (its docs/
+source/features/kv-cache-connector.md, "Serving a prefix on KVCacheManagerV2").
+
 The model is replaced by bytes that follow from the tokens before them: before a request computes,
 everything that it looks back on is compared with what it must be.
 """
@@ -48,10 +52,16 @@ class LlmRequest:
     multimodal_positions: list[int] | None = None
     priorities: list[int] | None = None
     """By block; of the retention configuration."""
+    deferred: int = 0
+    """Steps between the question and the first step."""
+    honoured: int | None = None
+    """Tokens of the promise that the engine has room for; None: all."""
     prompt_len: int = 0
     blocks: list[int] = field(default_factory=list)
     position: int = 0
     """`context_current_position`: tokens whose KV is there."""
+    local: list[int] | None = None
+    """Blocks of the device's own match, held since the connector was asked; None: not yet."""
     device_hit: int = 0
     external: int = 0
     cancelled: bool = False
@@ -173,6 +183,7 @@ class Executor:
     def _schedule(self) -> list[LlmRequest]:
         """GUARANTEED_NO_EVICT: a request begins when all its blocks are free."""
         free = self.pool.free_count
+        free -= sum(_block_count(request) for request in self.active if not request.blocks)
         while self.waiting:
             free -= _block_count(self.waiting[0])
             if free < 0:
@@ -184,16 +195,21 @@ class Executor:
         output = SchedulerOutput()
         for request in scheduled:
             is_new = not request.blocks
+            if is_new and request.local is None:
+                self._ask(request)
+            if is_new and request.deferred:
+                request.deferred -= 1
+                continue
             if is_new:
-                self._add_sequence(request)
+                self._allocate(request)
             remaining = request.prompt_len - request.position
             count = min(remaining, self._chunk_tokens) if remaining > 0 else 1
             data = self._data(request, count)
             (output.new_requests if is_new else output.cached_requests).append(data)
         return output
 
-    def _add_sequence(self, request: LlmRequest) -> None:
-        """The C++ manager: match, ask the connector, allocate; then the Python side tells it."""
+    def _ask(self, request: LlmRequest) -> None:
+        """The manager matches, and asks the connector."""
         local: list[int] = []
         usable = (request.prompt_len - 1) // BLOCK_TOKENS
         for index in range(usable):
@@ -202,17 +218,26 @@ class Executor:
                 break
             local.append(block)
         self.pool.hold(local)
+        request.local = local
         request.device_hit = len(local) * BLOCK_TOKENS
         matched, is_async = self.leader.get_num_new_matched_tokens(request, request.device_hit)
         assert is_async is False
         assert request.device_hit + matched < request.prompt_len, "nothing is left to compute"
         request.external = matched
+
+    def _allocate(self, request: LlmRequest) -> None:
+        """It allocates what is missing; then the Python side tells the connector."""
+        assert request.local is not None
+        local, start, promised = request.local, request.device_hit, request.external
+        if request.honoured is not None and request.honoured < promised:
+            request.external = matched = request.honoured
+            self.leader.cancel_load(request, start + matched, start + promised)
         allocated = self.pool.allocate(_block_count(request) - len(local))
         assert allocated is not None
         for tensor in self.tensors:  # Somebody else's bytes are in new blocks.
             tensor.memory[allocated[0]] = 0xBAD
         request.blocks = [*local, *allocated[0]]
-        request.position = request.device_hit + matched
+        request.position = request.device_hit + request.external
         self.leader.update_state_after_alloc(request, list(request.blocks))
 
     def _data(self, request: LlmRequest, count: int) -> RequestData:
@@ -231,6 +256,7 @@ class Executor:
         )  # fmt: skip
 
     def _forward(self, scheduled: Sequence[LlmRequest]) -> None:
+        scheduled = [request for request in scheduled if request.blocks]
         for request in scheduled:
             self._compare(request)
         for layer in range(LAYERS):
@@ -269,6 +295,7 @@ class Executor:
     # --- the end of a step ------------------------------------------------------------------
 
     def _update(self, scheduled: Sequence[LlmRequest]) -> None:
+        scheduled = [request for request in scheduled if request.blocks]
         for request in scheduled:
             if request.position >= request.prompt_len:
                 generated = len(request.tokens) - request.prompt_len
@@ -282,6 +309,10 @@ class Executor:
                 self.saving[request.request_id] = request.blocks
         for request in [r for r in self.active if r.done or r.cancelled]:
             self.active.remove(request)
+            if not request.blocks:  # V2 says so of one that was asked about and never ran.
+                self.leader.cancel_load(request, request.device_hit, request.prompt_len)
+                self.pool.release(request.local or [])
+                continue
             self._store_for_reuse(request)
             if request.request_id not in pinned:
                 self.pool.release(request.blocks)

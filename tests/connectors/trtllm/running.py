@@ -15,7 +15,7 @@ from tests.connectors.trtllm.engine import BLOCK_TOKENS, Executor, LlmRequest
 from tests.connectors.trtllm.package import args_of, installed
 from tests.vllm.harness import LiveStack
 
-DEADLINE_S = 30.0
+DEADLINE_S = 10.0
 
 
 class Engine(Executor):

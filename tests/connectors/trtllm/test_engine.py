@@ -6,6 +6,7 @@ shown that no wrong byte was computed on.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -190,6 +191,42 @@ def test_rotten_blocks_are_not_promised(stack: LiveStack, monkeypatch: Monkey) -
         corrupt_arena(stack.settings)
         assert engine.ask(range(6000, 6020)).external == 0
         assert engine.count("promises_lost.corrupt") == 1
+
+
+def test_a_promise_waits_for_its_request(stack: LiveStack, monkeypatch: Monkey) -> None:
+    """The V2 manager asks long before it schedules, and may take less than it was promised.
+
+    1. Between question and first step others come and go, and every lease ends: the load is right.
+    2. Of five blocks two are taken; in the third, of which a part is taken, the rest is computed.
+    3. One is cancelled while it waits, one begins anew: their places are free again.
+    """
+    variables = {"KVBM_LEASE_MS": "100", "KVBM_ONBOARD_DEADLINE_MS": "100"}
+    with engine_on(stack, monkeypatch, variables=variables) as engine:
+        keeper, prompt = engine.leader._side._keeper, range(9000, 9021)
+        engine.ask(prompt)
+        engine.forget()
+        waits = engine.request(prompt, deferred=3)
+        engine.run(engine.request(range(9100, 9110), 3))
+        released = engine.leader._half._core.limits.lease_ms * 2
+        until_ms = time.monotonic() * 1000 + released
+        wait_for(lambda: time.monotonic() * 1000 > until_ms, "the lease")
+        engine.run(waits)
+        engine.settle()
+        assert waits.external == 20
+        for honoured in (8, 10):
+            engine.forget()
+            assert engine.ask(prompt, honoured=honoured, deferred=1).external == honoured
+        engine.forget()
+        gone, again = (engine.request(prompt, deferred=9) for _ in range(2))
+        engine.step()
+        assert keeper.promised == 10
+        engine.cancel(gone)
+        engine.leader.request_reset(again)
+        engine.step()
+        assert keeper.promised == 0
+        assert engine.leader.get_num_new_matched_tokens(again, 0) == (20, False)
+        engine.run(again)
+        engine.settle()
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import block_checksum
 from kvbm_common.config import Settings
+from kvbm_common.cuda.reading import Gpu
 from kvbm_common.identity import Hasher
 from kvbm_connectors.messages import Load
 from kvbm_connectors.trtllm import __all__ as names
@@ -36,6 +39,7 @@ from kvbm_connectors.trtllm.worker import PromiseBroken, WorkerSide
 from tests.connectors.helpers import NAMESPACE, name
 from tests.connectors.trtllm.engine import PART_BYTES, LlmRequest, Tensor
 from tests.connectors.trtllm.package import LlmArgs, Mapping, ParallelConfig, args_of, installed
+from tests.gpu.fake_runtime import FakeRuntime
 
 # ---- the classes and where they come from ----------------------------------------------------
 
@@ -293,20 +297,34 @@ def test_a_layout_s_regions_are_ours() -> None:
 
 
 def test_memory_that_cannot_be_lent_is_said() -> None:
-    tensor, gpu = Tensor(2), Tensor(2, device="cuda")
+    tensor, meta = Tensor(2), Tensor(2, device="meta")
     region = PoolRegion(tensor, 0, 64)
-    with pytest.raises(CannotLend, match="on cuda"):
-        regions_of_tensor(gpu)
-    with pytest.raises(CannotLend, match="on cuda"):
-        regions_of_layout(SimpleNamespace(groups=[group(PoolRegion(gpu, 0, 64))]))
+    with pytest.raises(CannotLend, match="on meta"):
+        regions_of_tensor(meta)
+    with pytest.raises(CannotLend, match="on meta"):
+        regions_of_layout(SimpleNamespace(groups=[group(PoolRegion(meta, 0, 64))]))
     with pytest.raises(CannotLend, match="2 layer groups"):
         regions_of_layout(SimpleNamespace(groups=[group(region), group(region)]))
     with pytest.raises(CannotLend, match="windows"):
         regions_of_layout(SimpleNamespace(groups=[group(region, window_size=8)]))
 
 
+class GpuPool(Tensor):
+    """A pool in the memory of a GPU that keeps CUDA's order, and no other promise of its."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__(5, device="cuda")
+        self._address = runtime.allocate(self.memory.nbytes)
+        memory = (ctypes.c_uint8 * self.memory.nbytes).from_address(self._address)
+        self.memory = np.frombuffer(memoryview(memory), np.uint64).reshape(self.memory.shape)
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int) -> None:
+def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) -> None:
     """1. Each rank takes its part of the promised blocks. 2. The engine leaves a plan bound: the
     second time it is offered nothing happens. 3. A plan that cannot be carried out raises."""
     settings = Settings.load({}, {"shm_dir": tmp_path, "runtime_dir": tmp_path})
@@ -325,12 +343,13 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int) -> None:
         kept = keeper.keep(load, 2, arena, size)
         plan = StepPlan(1, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 0)),))
         for rank in range(ranks):
-            tensor = Tensor(5)
+            runtime = FakeRuntime(seed=rank)
+            tensor = GpuPool(runtime) if on_gpu else Tensor(5)
             side = WorkerSide(life, NAMESPACE, settings, rank=rank, world_size=ranks)
             with pytest.raises(PromiseBroken, match="no memory"):
                 side.start(plan)
             side._plan_number = 0
-            side.register(regions_of_tensor(tensor))
+            side.register(regions_of_tensor(tensor), partial(Gpu, runtime) if on_gpu else None)
             side.start(plan)
             blocks = tensor.memory.reshape(5, -1).view(np.uint8)
             part = slice(rank * PART_BYTES, (rank + 1) * PART_BYTES)

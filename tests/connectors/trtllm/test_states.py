@@ -61,14 +61,22 @@ class EngineMachine(RuleBasedStateMachine):
         output=st.integers(1, 6),
         salt=st.sampled_from([None, None, "a"]),
         priority=st.sampled_from([None, 35, 40]),
+        deferred=st.sampled_from([0, 0, 1, 3]),
+        honoured=st.sampled_from([None, None, 0, 3, 8]),
     )
     def submit(
-        self, start: int, length: int, output: int, salt: str | None, priority: int | None
+        self,
+        start: int,
+        length: int,
+        output: int,
+        salt: str | None,
+        priority: int | None,
+        **waits: int | None,
     ) -> None:
         priorities = None if priority is None else [priority] * 2 + [35]
         tokens = range(100 * start, 100 * start + length)
         self.requests.append(
-            self.engine.request(tokens, output, cache_salt=salt, priorities=priorities)
+            self.engine.request(tokens, output, cache_salt=salt, priorities=priorities, **waits)
         )
 
     @rule(number=st.integers(0, 5), more=st.integers(1, 5))
