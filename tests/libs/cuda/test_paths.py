@@ -12,7 +12,7 @@ from kvbm_common.checksum import block_checksum
 from kvbm_common.cuda.lending import MAGIC, DeviceMemory, export, unwrap, wrap
 from kvbm_common.cuda.pulling import DevicePuller
 from kvbm_common.cuda.reading import DeviceReader, DeviceSums, Gpu
-from kvbm_common.cuda.runtime import Allocation, CudaUnavailable
+from kvbm_common.cuda.runtime import Allocation, CudaError, CudaUnavailable
 from kvbm_common.layout import device_pieces, slot_pieces
 from kvbm_common.transfers import BadPeerMetadata, PeerLost, Spans, TransferFailed, TransferTimeout
 from kvbm_common.wire.local import Region
@@ -165,6 +165,17 @@ def test_without_cuda_a_worker_is_refused(arena: Arena) -> None:
     puller = DevicePuller(arena.address, arena.bytes)
     with pytest.raises(CudaUnavailable):
         puller.attach("ada", memory)
+
+
+def test_memory_without_handles_is_said_to_have_none(
+    runtime: FakeRuntime, puller: DevicePuller
+) -> None:
+    """Memory of a sleep mode: CUDA exports none of it, and the host tier falls back to NIXL."""
+    memory = Gpu(runtime).export([Region(address=1, stride=64, piece_bytes=64, blocks=2)])
+    assert memory == DeviceMemory("0000:00:00.0", 0, [])
+    with pytest.raises(CudaError, match="no handles"):
+        puller.attach("ada", memory)
+    assert not puller.knows("ada")
 
 
 # --- onboard ------------------------------------------------------------------------------------

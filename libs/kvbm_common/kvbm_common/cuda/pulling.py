@@ -54,6 +54,8 @@ class DevicePuller:
 
     def attach(self, name: str, memory: DeviceMemory) -> None:
         """Open a worker's memory. May take a second. Raises CudaError, CudaUnavailable."""
+        if not memory.allocations:
+            raise CudaError("the worker has no handles of CUDA IPC")
         device = self._device(memory.bus_id)
         device.runtime.use()
         peer = _Peer(device)
