@@ -26,10 +26,12 @@ extern "C" u64 digest(const u64* regions, u32 region_count, u64 block, u64 bytes
     Pieces pieces = {regions, region_count, block};
     u64 sums[8];
     for (u32 lane = 0; lane < 8; ++lane) {
+        Keys keys = keys_of(lane);
+        u64 scramble = secret_at(128 + 8 * lane);
         sums[lane] = first_sum(lane);
         for (u64 kib = 0; kib < kibs_of(bytes); ++kib)
-            sums[lane] = scrambled(sums[lane] + kib_sum(pieces, kib, 16, lane), lane);
-        sums[lane] += rest_sum(pieces, bytes, lane);
+            sums[lane] = scrambled(sums[lane] + kib_sum(pieces, kib, 16, lane, keys), scramble);
+        sums[lane] += rest_sum(pieces, bytes, lane, keys);
     }
     return digest_of(sums, bytes);
 }

@@ -25,7 +25,9 @@ typedef unsigned int u32;
 #ifdef __CUDACC__
 #define ON_DEVICE static __device__ __forceinline__
 #define CONSTANT static __constant__
+#define UNROLLED _Pragma("unroll")
 #else
+#define UNROLLED
 #define ON_DEVICE static inline
 #define CONSTANT static const
 struct uint4 { u32 x, y, z, w; };
@@ -109,16 +111,26 @@ ON_DEVICE const u64* stripe_at(Pieces pieces, u64 offset) {
 }
 
 /* What a stripe of 64 bytes adds to accumulator `lane`. */
-ON_DEVICE u64 stripe_sum(const u64* stripe, u32 lane, u32 secret_offset) {
-    u64 mixed = stripe[lane] ^ secret_at(secret_offset + 8 * lane);
+ON_DEVICE u64 stripe_sum(const u64* stripe, u32 lane, u64 key) {
+    u64 mixed = stripe[lane] ^ key;
     return stripe[lane ^ 1] + (mixed & 0xFFFFFFFFULL) * (mixed >> 32);
 }
 
-/* What stripes [first, end) of KiB `kib` add to it. They only add up: any order, any thread. */
-ON_DEVICE u64 kib_sum(Pieces pieces, u64 kib, u32 stripes, u32 lane) {
+/* The keys of a lane, one for each stripe of a KiB: read once, since lanes read other words of
+   the secret, which constant memory serves one by one. */
+struct Keys { u64 of[16]; };
+ON_DEVICE Keys keys_of(u32 lane) {
+    Keys keys;
+    UNROLLED for (u32 n = 0; n < 16; ++n) keys.of[n] = secret_at(8 * (n + lane));
+    return keys;
+}
+
+/* What the first stripes of KiB `kib` add to it. They only add up: any order, any thread. */
+ON_DEVICE u64 kib_sum(Pieces pieces, u64 kib, u32 stripes, u32 lane, const Keys& keys) {
     u64 sum = 0;
-    for (u32 n = 0; n < stripes; ++n)
-        sum += stripe_sum(stripe_at(pieces, kib * 1024 + n * 64ULL), lane, 8 * n);
+    UNROLLED for (u32 n = 0; n < 16; ++n)
+        if (n < stripes)
+            sum += stripe_sum(stripe_at(pieces, kib * 1024 + n * 64ULL), lane, keys.of[n]);
     return sum;
 }
 
@@ -130,9 +142,9 @@ ON_DEVICE u64 first_sum(u32 lane) {
     }
 }
 
-ON_DEVICE u64 scrambled(u64 sum, u32 lane) {
+ON_DEVICE u64 scrambled(u64 sum, u64 key) {
     sum ^= sum >> 47;
-    sum ^= secret_at(128 + 8 * lane);
+    sum ^= key;
     return sum * PRIME32_1;
 }
 
@@ -141,9 +153,9 @@ ON_DEVICE u64 kibs_of(u64 bytes) { return (bytes - 1) / 1024; }
 ON_DEVICE u32 rest_stripes_of(u64 bytes) { return (u32)((bytes - 1 - kibs_of(bytes) * 1024) / 64); }
 
 /* What follows the last scramble. */
-ON_DEVICE u64 rest_sum(Pieces pieces, u64 bytes, u32 lane) {
-    u64 sum = kib_sum(pieces, kibs_of(bytes), rest_stripes_of(bytes), lane);
-    return sum + stripe_sum(stripe_at(pieces, bytes - 64), lane, 121);
+ON_DEVICE u64 rest_sum(Pieces pieces, u64 bytes, u32 lane, const Keys& keys) {
+    u64 sum = kib_sum(pieces, kibs_of(bytes), rest_stripes_of(bytes), lane, keys);
+    return sum + stripe_sum(stripe_at(pieces, bytes - 64), lane, secret_at(121 + 8 * lane));
 }
 
 ON_DEVICE u64 high_product(u64 a, u64 b) {
@@ -182,18 +194,19 @@ extern "C" __global__ void kvbm_sum_blocks(const u64* __restrict__ regions, u32 
     __shared__ u64 sums[8];
     Pieces pieces = {regions, region_count, blocks[blockIdx.x]};
     u32 lane = threadIdx.x & 7, group = threadIdx.x >> 3, groups = blockDim.x >> 3;
-    u64 kibs = kibs_of(bytes);
+    u64 kibs = kibs_of(bytes), scramble = secret_at(128 + 8 * lane);
+    Keys keys = keys_of(lane);
     u64 sum = first_sum(lane);
     for (u64 base = 0; base < kibs; base += TILE) {
         u32 count = (u32)(kibs - base < TILE ? kibs - base : TILE);
         for (u32 k = group; k < count; k += groups)
-            tile[k][lane] = kib_sum(pieces, base + k, 16, lane);
+            tile[k][lane] = kib_sum(pieces, base + k, 16, lane, keys);
         __syncthreads();
         if (group == 0)
-            for (u32 k = 0; k < count; ++k) sum = scrambled(sum + tile[k][lane], lane);
+            for (u32 k = 0; k < count; ++k) sum = scrambled(sum + tile[k][lane], scramble);
         __syncthreads();
     }
-    if (group == 0) sums[lane] = sum + rest_sum(pieces, bytes, lane);
+    if (group == 0) sums[lane] = sum + rest_sum(pieces, bytes, lane, keys);
     __syncthreads();
     if (threadIdx.x == 0) digests[blockIdx.x] = digest_of(sums, bytes);
 }
