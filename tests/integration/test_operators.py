@@ -133,6 +133,7 @@ async def test_the_api_is_what_it_says(stack: Running, tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         str(KVBM.parent / "schemathesis"), "run", f"{url}/openapi.json",
         "--header", f"Authorization: Bearer {TOKEN}",
+        "--exclude-path", "/v1/events",  # It never ends.
         "--max-examples", "10", "--seed", "1", "--generation-database", "none", "--no-color",
         # A stack at work may refuse what is well formed, and takes unknown query parameters.
         "--exclude-checks", "positive_data_acceptance,negative_data_rejection",

@@ -14,7 +14,7 @@ from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply, Whe
 from kvbm_common.wire.verbs import DumpRequest, MatchReply
 from starlette.exceptions import HTTPException
 
-from kvbm_metrics import admin_api, collector, exposition, pages, problems
+from kvbm_metrics import admin_api, collector, event_feed, exposition, pages, problems
 from kvbm_metrics.access import may_read
 from kvbm_metrics.collector import FleetView
 from kvbm_metrics.door import Door
@@ -51,7 +51,14 @@ def create_app(api: Api, counters: Counters) -> FastAPI:
         redoc_url=None,
     )
     app.state.api = api
-    for part in (health, router, admin_api.questions, admin_api.changes, pages.router):
+    for part in (
+        health,
+        router,
+        admin_api.questions,
+        admin_api.changes,
+        event_feed.router,
+        pages.router,
+    ):
         app.include_router(part)
     app.add_middleware(Door, counters=counters)
     problems.install(app)

@@ -82,6 +82,11 @@ class Fleet:
             labels=("service", "verb", "code"),
         )
 
+    @property
+    def bus(self) -> Bus:
+        """The connection that everybody is asked over."""
+        return self._bus
+
     async def view(self) -> FleetView:
         """Everybody now, or as of at most `cache_s` ago. Never raises for somebody's silence."""
         async with self._collecting:

@@ -32,6 +32,7 @@ _STATUS_BY_CODE: Mapping[str, HTTPStatus] = {
     "unknown_instance": HTTPStatus.NOT_FOUND,
     "unknown_job": HTTPStatus.NOT_FOUND,
     "too_many_jobs": HTTPStatus.TOO_MANY_REQUESTS,
+    "too_many_feeds": HTTPStatus.SERVICE_UNAVAILABLE,
     "message_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     # A peer's answer does not follow the wire. (Its refusal of *our* message is a RequestFailed.)
     "bad_message": HTTPStatus.BAD_GATEWAY,

@@ -26,6 +26,8 @@ class Api:
     access: Access = field(default_factory=Access)
     jobs: Jobs = field(default_factory=Jobs)
     audit: AuditLog = field(default_factory=AuditLog)
+    feeds: set[object] = field(default_factory=set)
+    """The open event feeds."""
 
 
 def _api(request: Request) -> Api:

@@ -1,0 +1,127 @@
+"""The events of all tiers and engines as server-sent events, for pages and `curl -N`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.responses import StreamingResponse
+from kvbm_common.bus import Bus
+from kvbm_common.errors import ConfigError, KvbmError
+from kvbm_common.event_subscription import EventMessage, Start
+from kvbm_common.events_command import start_of
+from kvbm_common.wire.events import SUBJECT_PREFIX
+
+from kvbm_metrics import problems
+from kvbm_metrics.access import may_read
+from kvbm_metrics.problems import BadQuery
+from kvbm_metrics.state import Api, ApiOf
+
+HEARTBEAT_S = 10.0
+"""An idle feed says so, so that proxies keep it and a reader notices that it is gone."""
+FEEDS_MAX = 32
+"""Each is a consumer of the stream in NATS."""
+POSITION_MAX = 2**63 - 2
+
+Part = Annotated[str, Query(pattern=r"^(\*|[A-Za-z0-9_-]{1,64})$")]
+
+router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)])
+
+
+class TooManyFeeds(KvbmError):
+    """Other readers have to leave first."""
+
+    code = "too_many_feeds"
+
+
+class EventStream(StreamingResponse):
+    """Its type, for the document."""
+
+    media_type = "text/event-stream"
+
+
+@router.get(
+    "/events",
+    tags=["events"],
+    response_class=EventStream,
+    responses=problems.described(
+        HTTPStatus.UNAUTHORIZED, HTTPStatus.UNPROCESSABLE_ENTITY, HTTPStatus.SERVICE_UNAVAILABLE
+    ),
+)
+async def events(
+    api: ApiOf,
+    host: Part = "*",
+    source: Part = "*",
+    kind: Annotated[str, Query(pattern=r"^(\*|stored|removed|cleared)$")] = "*",
+    since: Annotated[str, Query(description="now, all, 90s, 10m, 6h, or an ISO time.")] = "now",
+    last_event_id: Annotated[str, Header(description="Go on behind this one.")] = "",
+) -> EventStream:
+    """Events as they come, from now on or from the past; `id` is the place in the stream."""
+    start = _start(since, last_event_id)
+    if len(api.feeds) >= FEEDS_MAX:
+        raise TooManyFeeds(f"{len(api.feeds)} feeds are open")
+    subject = f"{SUBJECT_PREFIX}.{host}.{source}.{kind}"
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return EventStream(counted(api, subject, start), headers=headers)
+
+
+def _start(since: str, last_event_id: str) -> Start:
+    if last_event_id:
+        if not (last_event_id.isascii() and last_event_id.isdecimal()):
+            raise BadQuery("last-event-id", "the id of an event is a number")
+        return min(int(last_event_id[:20]), POSITION_MAX) + 1
+    try:
+        return start_of(since, datetime.now(UTC))
+    except (ConfigError, OverflowError) as error:
+        raise BadQuery("since", "now, all, 90s, 10m, 6h, or an ISO time") from error
+
+
+async def counted(api: Api, subject: str, start: Start) -> AsyncGenerator[bytes, None]:
+    """A feed that takes one of the places from its first part to its end.
+
+    A reader that leaves before its feed begins would never give a place back, so two that come in
+    the same moment may both get the last one.
+    """
+    place = object()
+    api.feeds.add(place)
+    try:
+        async with contextlib.aclosing(feed(api.fleet.bus, subject, start)) as parts:
+            async for part in parts:
+                yield part
+    finally:
+        api.feeds.discard(place)
+
+
+async def feed(
+    bus: Bus, subject: str, start: Start, *, heartbeat_s: float = HEARTBEAT_S
+) -> AsyncGenerator[bytes, None]:
+    """Batches of messages, as text; comments in between, while nothing happens."""
+    yield b": kvbm\n\n"  # The headers go out at once.
+    async with bus.event_subscription(start=start, subject=subject) as batches:
+        batch = asyncio.ensure_future(anext(batches, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({batch}, timeout=heartbeat_s)
+                if not done:
+                    yield b": alive\n\n"
+                    continue
+                messages = batch.result()
+                if messages is None:
+                    return
+                yield b"".join(map(_text, messages))
+                batch = asyncio.ensure_future(anext(batches, None))
+        finally:
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+
+
+def _text(message: EventMessage) -> bytes:
+    """A payload is JSON as msgspec writes it, in one line; a stranger's may have more."""
+    kind = message.subject.rsplit(".", 1)[1].encode()
+    data = b"".join(b"data: %s\n" % line for line in message.payload.splitlines())
+    return b"id: %d\nevent: %s\n%s\n" % (message.sequence, kind, data)

@@ -1,0 +1,157 @@
+"""`/v1/events`: live events over real HTTP, from the past, behind an id, and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from kvbm_common.announcer import Announcer
+from kvbm_common.bus import Bus
+from kvbm_common.counters import Counters
+from kvbm_common.jetstream import EVENTS, ensure_stream, publish_acknowledged
+from kvbm_common.registry import NatsRegistry
+from kvbm_common.stack import Stack
+from kvbm_common.wire.events import event_codec, event_subject
+from kvbm_metrics import event_feed
+from kvbm_metrics.api import create_app
+from kvbm_metrics.event_feed import feed
+from kvbm_metrics.fleet import Fleet
+from kvbm_metrics.state import Api
+
+DEADLINE_S = 10
+
+
+class Publisher:
+    """A source of events."""
+
+    def __init__(self, bus: Bus, source: str = "host-tier-0") -> None:
+        self._bus = bus
+        self._announcer = Announcer(host="h", source=source, tier="host", epoch=1)
+
+    async def clears(self, reason: str) -> None:
+        """An event is in the stream."""
+        event = self._announcer.cleared(reason)
+        await publish_acknowledged(self._bus, event_subject(event), event_codec.encode(event))
+
+
+class Reader:
+    """Reads a feed, line by line."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._lines = response.aiter_lines()
+
+    async def event(self) -> tuple[str, str, str]:
+        """The next event: id, kind, reason."""
+        found: dict[str, str] = {}
+        async with asyncio.timeout(DEADLINE_S):
+            async for line in self._lines:
+                name, _, value = line.partition(": ")
+                if name:
+                    found[name] = value
+                elif "id" in found:
+                    break
+        reason = event_codec.decode(found["data"].encode()).reason  # type: ignore[union-attr]
+        return found["id"], found["event"], reason
+
+
+@asynccontextmanager
+async def reading(client: httpx.AsyncClient, query: str, **headers: str) -> AsyncIterator[Reader]:
+    """An open feed."""
+    async with client.stream("GET", f"/v1/events{query}", headers=headers) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield Reader(response)
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    """NATS and a metrics service."""
+    async with Stack.private(services=("metrics",)) as running:
+        yield running
+
+
+@pytest.fixture
+async def publisher(stack: Stack) -> AsyncIterator[Publisher]:
+    """A source on its NATS."""
+    bus = await Bus.connect(stack.nats_url, "test")
+    await ensure_stream(bus, EVENTS)
+    yield Publisher(bus)
+    await bus.close()
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the service."""
+    url = stack.services["metrics"].description
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+        yield client
+
+
+async def test_history_then_live_then_resumed(
+    publisher: Publisher, client: httpx.AsyncClient
+) -> None:
+    """1. What was before. 2. What comes. 3. A reader that was cut off goes on behind its id."""
+    await publisher.clears("one")
+    async with reading(client, "?since=all") as reader:
+        first = await reader.event()
+        await publisher.clears("two")
+        second = await reader.event()
+    assert (first[1:], second[1:]) == (("cleared", "one"), ("cleared", "two"))
+    await publisher.clears("three")
+    async with reading(client, "", **{"last-event-id": second[0]}) as reader:
+        assert (await reader.event())[2] == "three"
+
+
+async def test_a_feed_is_of_what_was_asked_for(
+    publisher: Publisher, client: httpx.AsyncClient
+) -> None:
+    """Another source's events are not in it."""
+    await publisher.clears("ours")
+    await Publisher(publisher._bus, "disk-tier-0").clears("theirs")
+    async with reading(client, "?since=all&source=disk-tier-0&host=h&kind=cleared") as reader:
+        assert (await reader.event())[2] == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("query", "headers"),
+    [
+        ("?since=yesterday", {}),
+        ("?source=a.b", {}),
+        ("?kind=lost", {}),
+        ("", {"last-event-id": "x"}),
+        ("?since=99999999999999999999d", {}),
+    ],
+)
+async def test_bad_questions(
+    client: httpx.AsyncClient, query: str, headers: dict[str, str]
+) -> None:
+    """Refused before a stream begins."""
+    response = await client.get(f"/v1/events{query}", headers=headers)
+    assert (response.status_code, response.json()["code"]) == (422, "bad_query")
+
+
+async def test_so_many_readers_and_no_more(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. One place: while it is taken, the next reader is refused. 2. Then it is free again."""
+    monkeypatch.setattr(event_feed, "FEEDS_MAX", 1)
+    registry = NatsRegistry(bus, ttl_s=5.0)
+    counters = Counters()
+    api = Api(fleet=Fleet(bus, registry, counters), expected=(), version="1")
+    transport = httpx.ASGITransport(create_app(api, counters))
+    parts = event_feed.counted(api, "kvbm.v1.events.>", "new")
+    await anext(parts)
+    async with httpx.AsyncClient(transport=transport, base_url="http://kvbm") as client:
+        refused = await client.get("/v1/events")
+    assert (refused.status_code, refused.json()["code"]) == (503, "too_many_feeds")
+    await parts.aclose()
+    assert api.feeds == set()
+    await registry.close()
+
+
+async def test_an_idle_feed_says_that_it_lives(bus: Bus) -> None:
+    """Comments, which readers pass over."""
+    parts = feed(bus, "kvbm.v1.events.>", "new", heartbeat_s=0.01)
+    assert [await anext(parts) for _ in range(3)] == [b": kvbm\n\n", *[b": alive\n\n"] * 2]
+    await parts.aclose()
