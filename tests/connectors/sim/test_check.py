@@ -23,6 +23,8 @@ HELD = {"host-tier-0": {1, 2}, "disk-tier-0": {2}, "disk-tier-0-1": {4}, "sim-0"
 class View:
     """A stack at rest, of which each part can be made to say something else."""
 
+    is_shared = False
+
     def __init__(self) -> None:
         self.indexed = {source: set(held) for source, held in HELD.items()}
         self.leases: dict[str, int] = {}
