@@ -329,6 +329,68 @@ async def test_a_slow_reader_is_told_what_the_stream_has_dropped(bus: Bus) -> No
     assert losses == holes
 
 
+async def test_a_slow_reader_of_a_part_is_told_what_the_stream_has_dropped(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The reader of a part pauses. 2. The stream drops what was not sent yet. 3. It is told.
+
+    A part has holes anyway, so nobody was told.
+    """
+    monkeypatch.setattr("kvbm_common.event_subscription.CHECK_S", 0.05)
+    small = replace(EVENTS, name="SMALL", subjects=("small.>",), bytes_max=4 * 1024 * 1024)
+    lost = asyncio.Event()
+    publisher = EventPublisher(bus, small, source="sim-0", counters=bus.counters)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        bus.event_subscription(
+            spec=small, subject="small.mine.*", start="last_per_subject", on_stream_lost=lost.set
+        ) as subscription,
+    ):
+        running = tasks.create_task(publisher.run())
+        padding = b" " * 64 * 1024
+        publisher.publish("small.mine.stored", b"1" + padding, epoch=1, seq=1)
+        seen = await read(subscription, 1)
+        assert not lost.is_set()
+        for seq in range(2, 401):
+            publisher.publish("small.mine.stored", b"%d" % seq + padding, epoch=1, seq=seq)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        seen += await read(subscription, 400)
+        assert len(seen) < 400, "the stream has dropped nothing: the test is too small"
+        async with asyncio.timeout(DEADLINE_S):
+            await lost.wait()
+        running.cancel()
+
+
+async def test_a_reader_of_a_quiet_part_of_a_busy_stream_is_told_of_no_loss(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others fill the stream three times over, a quarter of it between two looks."""
+    monkeypatch.setattr("kvbm_common.event_subscription.CHECK_S", 0.02)
+    small = replace(EVENTS, name="SMALL", subjects=("small.>",), bytes_max=4 * 1024 * 1024)
+    losses: list[str] = []
+    publisher = EventPublisher(bus, small, source="sim-0", counters=bus.counters)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        bus.event_subscription(
+            spec=small, subject="small.mine.*", on_stream_lost=lambda: losses.append("stream")
+        ) as subscription,
+    ):
+        running = tasks.create_task(publisher.run())
+        publisher.publish("small.mine.stored", b"1", epoch=1, seq=1)
+        assert await read(subscription, 1) == [1]
+        reading = tasks.create_task(read(subscription, 2))
+        padding = b" " * 64 * 1024
+        for seq in range(2, 193):
+            publisher.publish("small.other.stored", padding, epoch=1, seq=seq)
+            if seq % 16 == 0:
+                await publisher.flush(deadline_s=DEADLINE_S)
+                await wait_until(lambda seq=seq: subscription._horizon.certain >= seq)  # type: ignore[misc]
+        publisher.publish("small.mine.stored", b"2", epoch=1, seq=193)
+        assert await reading == [2]
+        running.cancel()
+    assert losses == []
+
+
 async def test_same_event_is_stored_once(bus: Bus) -> None:
     """Goal: sending again after a failure makes no duplicates. Method: the same (epoch, seq)."""
     async with publishing(bus) as publisher, bus.event_subscription() as subscription:

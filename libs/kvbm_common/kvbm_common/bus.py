@@ -243,7 +243,7 @@ class Bus:
         start: Start = "all",
         subject: str = EVENTS.subjects[0],
         spec: StreamSpec = EVENTS,
-        on_stream_lost: Callable[[], None] = lambda: None,
+        on_stream_lost: Callable[[], None] | None = None,
     ) -> EventSubscription:
         """A subscription to events, in batches, that survives everything."""
         return EventSubscription(

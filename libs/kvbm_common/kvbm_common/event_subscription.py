@@ -7,8 +7,10 @@ after every reconnection, a new consumer continues after the last position deliv
 itself is another one (deleted, or NATS lost its store), delivery restarts from its beginning:
 readers know their events by (source, epoch, seq) and drop what they have seen. What was lost with
 the old one need not show as a gap: `on_stream_lost` tells the reader. So it does when the stream
-has dropped messages before a slow reader took them, which shows as a hole in the positions of a
-subscription to all of it. It is called after everything before the loss was delivered.
+has dropped messages before a slow reader took them. In a subscription to all of it that shows as a
+hole in the positions, and the call comes after everything before the loss was delivered. A part of
+a stream has holes anyway; there a watch compares every `CHECK_S` what the stream still has with how
+far delivery is known to be complete (`stream_horizon`), and the call comes a little later.
 
 Flow control bounds what is in flight: the server pauses until we answer its request, and we answer
 only when the reader has taken everything before it.
@@ -32,9 +34,11 @@ from kvbm_common.jetstream import (
     RawMessage,
     StreamInfo,
     StreamSpec,
+    StreamState,
     call_api,
     ensure_stream,
 )
+from kvbm_common.stream_horizon import ConsumerInfo, Horizon, look
 
 
 class Resume(NamedTuple):
@@ -52,6 +56,8 @@ HEARTBEAT_S = 0.5
 """An idle server says so this often."""
 SILENCE_S = 2.0
 """After so long without a message or heartbeat the consumer is taken for lost."""
+CHECK_S = 5.0
+"""How often a subscription to a part of a stream looks whether something was dropped."""
 BATCH_MAX = 256
 """Messages per batch: enough to amortise a wake-up, few enough to keep the event loop alive."""
 INACTIVE_S = 5.0
@@ -71,10 +77,6 @@ class EventMessage(NamedTuple):
     """Position in the stream, from 1. Starts again when the stream is made anew."""
 
 
-class _ConsumerInfo(msgspec.Struct, frozen=True):
-    num_pending: int = 0
-
-
 class EventSubscription:
     """An async iterator over batches (lists) of messages. Close it, or use it in `async with`."""
 
@@ -86,12 +88,16 @@ class EventSubscription:
         subject: str,
         start: Start,
         batch_max: int = BATCH_MAX,
-        on_stream_lost: Callable[[], None] = lambda: None,
+        on_stream_lost: Callable[[], None] | None = None,
     ) -> None:
         assert batch_max > 0
-        self._on_stream_lost = on_stream_lost
+        self._on_stream_lost = on_stream_lost or (lambda: None)
         self._whole = subject in spec.subjects and start != "last_per_subject"
         """Every message of the stream is wanted, so positions have no holes."""
+        self._watched = on_stream_lost is not None and not self._whole
+        self._horizon = Horizon()
+        self._consumer_name = ""
+        self._watch: asyncio.Task[None] | None = None
         self._link = link
         self._spec = spec
         self._subject = subject
@@ -141,6 +147,8 @@ class EventSubscription:
         return self
 
     async def __anext__(self) -> list[EventMessage]:
+        if self._watched and self._watch is None:
+            self._watch = asyncio.create_task(self._keep_watch(), name=f"watch {self._subject}")
         while not self._closed:
             self._arrival.clear()
             if not self.live:
@@ -155,6 +163,8 @@ class EventSubscription:
         if not self._closed:
             self._closed = True
             self._forget_reconnect()
+            if self._watch is not None:
+                self._watch.cancel()
             await self._drop_consumer()
             self._arrival.set()
 
@@ -212,6 +222,25 @@ class EventSubscription:
             return True
         return int(message.headers.get("Nats-Last-Consumer", "0")) == self._consumer_position
 
+    async def _keep_watch(self) -> None:
+        """Only for a part of a stream: was something dropped that was not delivered?"""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if not self.live:
+                continue
+            name, stream, position = self._consumer_name, self._stream, self._position
+            try:
+                consumer, now = await look(self._link, self._spec.name, name)
+            except KvbmError as error:
+                _log.debug("%s: nobody says how far it is: %s", self._spec.name, error)
+                continue
+            if name != self._consumer_name or stream is None or now.created != stream.created:
+                continue  # Whoever made the next consumer has compared.
+            taken = self._consumer_position
+            if self._horizon.look(consumer, now.state, position=position, taken=taken):
+                _log.warning("%s may have dropped messages of %s", self._spec.name, self._subject)
+                self._on_stream_lost()
+
     async def _make_consumer(self) -> None:
         """Try until a consumer is in place (or the subscription is closed)."""
         backoff = Backoff()
@@ -237,13 +266,13 @@ class EventSubscription:
         self._place_start(stream)
         inbox = self._link.new_inbox()
         self._unsubscribe = await self._link.subscribe_raw(inbox, self._on_message)
-        name = inbox.rsplit(".", 1)[-1]
+        self._consumer_name = name = inbox.rsplit(".", 1)[-1]
         request = {
             "stream_name": self._spec.name,
             "config": self._consumer_config(name, inbox),
         }
         verb = f"CONSUMER.CREATE.{self._spec.name}.{name}"
-        info = msgspec.json.decode(await call_api(self._link, verb, request), type=_ConsumerInfo)
+        info = msgspec.json.decode(await call_api(self._link, verb, request), type=ConsumerInfo)
         if info.num_pending == 0:
             self._caught_up.set()
 
@@ -256,19 +285,35 @@ class EventSubscription:
                 # By number, so that a second consumer misses nothing that came meanwhile.
                 self._position = stream.state.last_seq
             if not isinstance(self._start, Resume):
+                self._horizon.begin(self._unwanted(stream.state), stream.state)
                 return
             created, self._position = self._start
+            self._horizon.begin(self._position, stream.state)
         another = stream.created != created or stream.state.last_seq < self._position
         if another:
             _log.warning("%s is another stream than before; reading it all", self._spec.name)
             self._position = 0
+            self._horizon.begin(stream.state.first_seq - 1, stream.state)
             self._on_stream_lost()
             if self._start != "last_per_subject":
                 self._start = "all"
         elif 0 < self._position < stream.state.first_seq - 1:
-            _log.warning("%s has dropped messages that were not read", self._spec.name)
-            self._position = stream.state.first_seq - 1
-            self._on_stream_lost()
+            self._skip_dropped(stream.state)
+
+    def _unwanted(self, state: StreamState) -> int:
+        """Up to where a new reader wants nothing: what was dropped before it came is no loss."""
+        # Who reads the last message of each subject asks elsewhere for the rest.
+        from_now = self._start in ("new", "last_per_subject")
+        return state.last_seq if from_now else state.first_seq - 1
+
+    def _skip_dropped(self, state: StreamState) -> None:
+        """What came behind our position is gone; in a part of a stream it need not be ours."""
+        self._position = state.first_seq - 1
+        if self._watched and self._horizon.certain >= self._position:
+            return
+        _log.warning("%s has dropped messages that were not read", self._spec.name)
+        self._horizon.begin(self._position, state)
+        self._on_stream_lost()
 
     def _consumer_config(self, name: str, inbox: str) -> dict[str, Any]:
         config: dict[str, Any] = {

@@ -31,6 +31,7 @@ from kvbm_disk_tier.messages import (
     FillAsked,
     HitsTold,
     HostEvent,
+    HostEventsLost,
     HostLost,
     HostSeen,
     HostSnapshot,
@@ -141,6 +142,8 @@ class DiskTierCore:
                 self._host_lost(instance)
             case HostEvent(instance, host_event):
                 self._host_event(instance, host_event)
+            case HostEventsLost():
+                self._ask_snapshot()
             case HostSnapshot(reply=reply):
                 for part in reply.parts:
                     for run in part.runs:
@@ -230,7 +233,13 @@ class DiskTierCore:
         self._asking_arena = False
         known, self.tier.arena = self.tier.arena, arena
         is_new = known is None or known.epoch != arena.epoch or not known.slot_bytes
-        if arena.slot_bytes and is_new:
+        if is_new:
+            self._ask_snapshot()
+
+    def _ask_snapshot(self) -> None:
+        """What does the host tier hold that we have not heard of?"""
+        arena = self.tier.arena
+        if arena is not None and arena.slot_bytes:
             self.tier.emit(AskHostSnapshot(arena.instance))
 
     def _tick(self, now_ms: int) -> None:

@@ -48,6 +48,11 @@ class HostLost:
 
 
 @dataclass(frozen=True, slots=True)
+class HostEventsLost:
+    """NATS has dropped events of the host tier before we had them."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostSnapshot:
     """What the host tier held before we listened."""
 
@@ -230,6 +235,7 @@ Input = (
     | HostSeen
     | HostLost
     | HostEvent
+    | HostEventsLost
     | HostSnapshot
     | HitsTold
     | ArenaKnown

@@ -56,6 +56,7 @@ from kvbm_disk_tier.messages import (
     FillAsked,
     HitsTold,
     HostEvent,
+    HostEventsLost,
     HostLost,
     HostSeen,
     HostSnapshot,
@@ -187,7 +188,12 @@ class TierShell:
     async def _follow_hosts(self) -> None:
         """Every event of a host tier of this host, from now on; snapshots tell what was before."""
         subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
-        async with self._context.bus.event_subscription(start="new", subject=subject) as events:
+        subscription = self._context.bus.event_subscription(
+            start="new",
+            subject=subject,
+            on_stream_lost=lambda: self._loop.complete(HostEventsLost()),
+        )
+        async with subscription as events:
             async for batch in events:
                 for message in batch:
                     self._host_event(message.subject, message.payload)

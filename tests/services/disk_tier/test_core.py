@@ -23,6 +23,7 @@ from kvbm_disk_tier.messages import (
     FillAsked,
     HitsTold,
     HostEvent,
+    HostEventsLost,
     HostLost,
     HostSeen,
     Leased,
@@ -139,6 +140,16 @@ def test_a_snapshot_does_not_count_what_was_announced_already() -> None:
     disk.host_stored(1)
     assert disk.listed(1, 2) == []
     assert asked(one(disk.hit(2), LeaseHost)) == [2]
+
+
+def test_after_lost_events_a_snapshot_tells_what_there_is() -> None:
+    """Without an arena there is nobody to ask: it is asked when there is one."""
+    disk = Disk(ready=False)
+    assert disk.step(HostEventsLost()) == []
+    disk.make_ready()
+    assert disk.step(HostEventsLost()) == [AskHostSnapshot("0")]
+    disk.finish(disk.listed(1, 2))
+    assert disk.announced == {1, 2}
 
 
 def test_writes_have_limits_and_as_many_are_leased_ahead() -> None:
