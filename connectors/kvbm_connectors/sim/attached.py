@@ -10,7 +10,7 @@ from typing import Self
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
 from kvbm_common.counters import Counters
-from kvbm_common.registry import Registry
+from kvbm_common.registry import Registry, ServiceRecord
 from kvbm_common.service import make_registry
 
 from kvbm_connectors.sim.check import Tiers, wait_until
@@ -18,8 +18,8 @@ from kvbm_connectors.sim.check import Tiers, wait_until
 CONNECT_DEADLINE_S = 30.0
 """Containers that start together: NATS may be the last."""
 READY_DEADLINE_S = 60.0
-NEEDED = ("consolidator", "index", "host-tier")
-"""Without these there is nothing to show."""
+NEEDED = ("consolidator", "host-tier")
+"""Without these on this host, and an index on any, there is nothing to show."""
 TIERS = ("host-tier", "disk-tier", "object-tier")
 
 
@@ -47,7 +47,9 @@ class AttachedStack:
         )
         self._registry = make_registry(self.settings, self._bus)
         await wait_until(
-            self._is_there, f"no {', '.join(NEEDED)} on this host", deadline_s=READY_DEADLINE_S
+            self._is_there,
+            f"no {' or no '.join(NEEDED)} on host {self.settings.host}, or no index",
+            deadline_s=READY_DEADLINE_S,
         )
         return self
 
@@ -59,12 +61,15 @@ class AttachedStack:
 
     async def tiers(self) -> Tiers:
         """Kind and instance of every tier of this host."""
-        return [found for found in await self._services() if found[0] in TIERS]
+        found = [(r.kind, r.instance) for r in await self._services() if r.kind in TIERS]
+        return sorted(found)
 
     async def _is_there(self) -> bool:
-        return set(NEEDED) <= {kind for kind, _ in await self._services()}
-
-    async def _services(self) -> Tiers:
+        here = {record.kind for record in await self._services()}
         assert self._registry is not None
-        records = await self._registry.list()
-        return sorted((r.kind, r.instance) for r in records if r.host == self.settings.host)
+        return set(NEEDED) <= here and bool(await self._registry.list("index"))
+
+    async def _services(self) -> list[ServiceRecord]:
+        """Those of this host."""
+        assert self._registry is not None
+        return [r for r in await self._registry.list() if r.host == self.settings.host]
