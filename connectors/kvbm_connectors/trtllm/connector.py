@@ -197,7 +197,11 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
             return  # The leader says it.
         mapping = llm_args.parallel_config.to_mapping()
         life = LIVES.of(llm_args)
-        agree(life, int(mapping.world_size), _broadcast)
+        try:
+            agree(life, int(mapping.world_size), _broadcast)
+        except Exception as error:  # Without MPI, for one; whatever it is, the engine computes.
+            log.error("KVBM passes through: the ranks cannot agree on a name: %r", error)
+            return
         self._side = WorkerSide(
             life,
             namespace_of(llm_args, _version()),

@@ -69,9 +69,12 @@ class Broadcast:
 
     def __init__(self) -> None:
         self.rank = 0
+        self.broken: Exception | None = None
         self._said: Any = None
 
     def __call__(self, value: Any, root: int) -> Any:
+        if self.broken is not None:
+            raise self.broken
         if self.rank == root:
             self._said = value
         return self._said

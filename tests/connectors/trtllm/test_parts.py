@@ -152,6 +152,18 @@ def test_all_ranks_of_an_engine_have_one_life() -> None:
     agree(theirs, 1, lambda value, root: pytest.fail("nobody else is there"))
 
 
+def test_ranks_that_cannot_meet_pass_through(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine without MPI: the worker lends nothing, and so nothing is ever promised."""
+    with installed() as broadcast:
+        module = importlib.import_module("kvbm_connectors.trtllm")
+        broadcast.broken = RuntimeError("MPI is not there")
+        worker = module.KvbmConnectorWorker(args_of(1, 2))
+        assert "MPI is not there" in caplog.text
+        worker.register_kv_caches(Tensor(2))
+        worker.start_load_kv(None)
+        assert worker.get_finished([3], []) == ([3], [])
+
+
 def test_events_are_followed_where_they_are_published() -> None:
     """By the engine itself (1.3), on KVBM's port, or not at all."""
     life = Life("0" * 16, args_of())
