@@ -145,6 +145,11 @@ class Door:
         """Has a failed read not settled yet?"""
         return read in self._unsettled
 
+    @property
+    def any_may_write(self) -> bool:
+        """Has any failed read not settled yet?"""
+        return bool(self._unsettled)
+
     def kill(self) -> None:
         """End the process now; nothing that it has under way writes any more when it is gone."""
         if self._process is not None and self._process.returncode is None:

@@ -12,6 +12,7 @@ from kvbm_common.counters import Counters, TransferFigures
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError, RequestFailed
 from kvbm_common.identity import SequenceHash
 from kvbm_common.loop import monotonic_ms
+from kvbm_common.transfers import TransferTimeout
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.verbs import (
     DoorReply,
@@ -71,16 +72,25 @@ class PeerClient:
             labels=("reason",),
         )
         self._known: dict[PeerId, Known] = {}
+        self._names: dict[tuple[int, bytes], str] = {}
+        """Life of the door and a peer's metadata → NIXL's name of it: nothing is learned twice."""
         self._meeting: dict[PeerId, asyncio.Lock] = {}
         self._pull_of: dict[int, int] = {}
         """Read that may still write → the pull that it is for."""
         self.on_settled: Callable[[PeerPullSettled], None] = lambda _: None
         door.on_settled = self._settled
 
-    def forget(self, peer: PeerId) -> None:
-        """A peer has left, or is not what it was: it is asked anew where its arena is."""
+    def left(self, peer: PeerId) -> None:
+        """A peer is gone, or lives anew: it is asked again where its arena is.
+
+        NIXL forgets it only when nothing hangs: a wire may heal, and the same peer return.
+        """
+        self._forget(peer, gone=not self._door.any_may_write)
+
+    def _forget(self, peer: PeerId, *, gone: bool) -> None:
         known = self._known.pop(peer, None)
-        if known is not None and known.life == self._door.life:
+        if known is not None and gone and known.life == self._door.life:
+            self._names.pop((known.life, known.reply.agent), None)
             self._door.remove_peer(known.name)
 
     # --- the index --------------------------------------------------------------------------
@@ -121,12 +131,13 @@ class PeerClient:
             return PeerPullFailed(pull.pull, DeadlineExceeded.code, settled=True)
         except KvbmError as error:
             if isinstance(error, RequestFailed):  # Another life, most likely.
-                self.forget(pull.peer)
+                self._forget(pull.peer, gone=False)
             return PeerPullFailed(pull.pull, error.code, settled=True)
         try:
             return await self._read(pull, known, lease, until_ms)
         except (DoorClosed, ReadFailed) as error:
-            self.forget(pull.peer)
+            if error.code != TransferTimeout.code:  # Late is not gone.
+                self._forget(pull.peer, gone=True)
             settled = not isinstance(error, ReadFailed) or not self._door.may_write(error.read)
             if isinstance(error, ReadFailed) and not settled:
                 self._pull_of[error.read] = pull.pull
@@ -152,7 +163,11 @@ class PeerClient:
                 peer, "door", msgspec.json.encode(DoorRequest()), deadline_s=left_s
             )
             reply = _door_reply.decode(payload)
-            name = await self._door.add_peer(reply.agent, deadline_s=_left_s(until_ms))
+            name = self._names.get((life, reply.agent))
+            if name is None:
+                name = await self._door.add_peer(reply.agent, deadline_s=_left_s(until_ms))
+                self._names = {key: one for key, one in self._names.items() if key[0] == life}
+                self._names[life, reply.agent] = name
             known = self._known[peer] = Known(name, reply, life)
             return known
 

@@ -245,7 +245,7 @@ class HostTierShell:
     def _peer_changed(self, peer: PeerId, event: RegistryEvent) -> None:
         if not self._context.settings.peer_pulls:
             return
-        self._peers.forget(peer)
+        self._peers.left(peer)
         self._loop.complete(PeerLeft(peer) if isinstance(event, Left) else PeerJoined(peer))
 
     # --- verbs ------------------------------------------------------------------------------
