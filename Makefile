@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common services/index services/host_tier services/disk_tie
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-compose up bench bench-vllm bench-index bench-disk lint lock
+.PHONY: help setup demo test test-vllm test-sglang test-compose up bench bench-vllm bench-sglang bench-index bench-disk lint lock
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -48,6 +48,10 @@ test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a r
 test-compose: setup ## the images and docker-compose.yml under a real engine: demo, kills, scaling
 	COMPOSE_TESTS=1 $(PY) -m pytest tests/compose $(ARGS)
 
+test-sglang: setup ## the storage back end on SGLang's real factory and host pools (CPU): its own environment
+	nice -n 5 python3 tests/sglang/make_env.py .venv-sglang
+	KVBM_TEST_SGLANG=1 $(PY) -m pytest tests/sglang $(ARGS)
+
 lint: setup ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -60,6 +64,10 @@ bench-vllm: setup ## a real vLLM on one core, with KVBM, with LMCache and withou
 	python3 tests/vllm/make_env.py .venv-vllm
 	python3 -m benchmarks.lmcache_env
 	$(PY) -m benchmarks vllm
+
+bench-sglang: setup ## HiCache pages in KVBM and in SGLang's own file back end, same pages, same run
+	python3 tests/sglang/make_env.py .venv-sglang
+	$(PY) -m benchmarks sglang
 
 bench-index: setup ## the index against Dynamo's RadixTree, from the wheel on PyPI
 	$(PY) -m benchmarks index

@@ -7,7 +7,6 @@ storage is attached while it serves.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
@@ -16,7 +15,7 @@ from kvbm_connectors.sglang.events import Stream, stream_of
 from kvbm_connectors.sglang.options import Options
 from kvbm_connectors.sglang.pages import KV
 from kvbm_connectors.sglang.storage import Storage
-from kvbm_connectors.vllm.namespace import fingerprint
+from kvbm_connectors.sglang.weights import revision_of
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         options = Options.read(storage_config.extra_config or {})
         arguments = _server_args()
         if not options.revision:
-            options = options.of_revision(_revision(arguments))
+            options = options.of_revision(revision_of(arguments))
         self.storage = Storage(storage_config, options, _stream(arguments, storage_config.dp_rank))
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -135,14 +134,6 @@ def _server_args() -> Any:
     except Exception as error:  # Another SGLang may keep them elsewhere, and say so in any way.
         log.info("the server's arguments are not known: %r", error)
         return None
-
-
-def _revision(arguments: Any) -> str:
-    """The weights: a revision of a hub model, or a fingerprint of a directory."""
-    path = Path(str(getattr(arguments, "model_path", "") or ""))
-    if path != Path() and path.is_dir():
-        return fingerprint(path)
-    return str(getattr(arguments, "revision", "") or "")
 
 
 def _stream(arguments: Any, rank: int) -> Stream:

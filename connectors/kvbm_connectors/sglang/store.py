@@ -296,7 +296,7 @@ class Store:
             return True
         with self._offering():
             ended = self._offer(OfferRun(parent, tuple(names), tuple(blocks)))
-        complete = ended is not None and ended.complete
+        complete = ended is not None and ended.complete and self._is_committed(names[-1])
         self.counts["stored_pages" if complete else "store_failed_pages"] += len(names)
         with self._changed:
             if complete:
@@ -304,6 +304,14 @@ class Store:
             else:
                 self._give_all_back()  # Perhaps there was no room for all that is leased.
         return complete
+
+    def _is_committed(self, name: SequenceHash) -> bool:
+        """Our confirmation went ahead on the same socket: the answer comes after the commit."""
+        held = Held(self._new_request(), (name,))
+        with self._changed:
+            found = self._answer(held).blocks > 0
+            self._give_back(held)
+        return found
 
     @contextmanager
     def _offering(self) -> Iterator[None]:

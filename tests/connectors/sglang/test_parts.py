@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kvbm_common.errors import ConfigError
@@ -13,6 +14,7 @@ from kvbm_connectors.sglang.generation import Generation
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
 from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.weights import revision_of
 
 from tests.connectors.helpers import name
 
@@ -102,6 +104,33 @@ def test_where_a_rank_publishes(endpoint: str, rank: int, found: str) -> None:
 def test_no_stream(config: str | None) -> None:
     """Without a publisher that can be followed there are offers alone."""
     assert stream_of(config, 0) == Stream()
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+def test_models_that_are_served_under_one_name_are_two(tmp_path: Path) -> None:
+    """The arguments tell them apart: the path, the revision, the files, and what changes them."""
+
+    def revision(**arguments: object) -> str:
+        return revision_of(SimpleNamespace(**arguments))
+
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"1")
+    directory = revision(model_path=str(tmp_path))
+    weights.write_bytes(b"12")
+    found = [
+        directory,
+        revision(model_path=str(tmp_path)),
+        revision(model_path="a/b"),
+        revision(model_path="a/c"),
+        revision(model_path="a/b", revision="1"),
+        revision(model_path="a/b", kv_cache_dtype="fp8_e5m2"),
+        revision(model_path="a/b", quantization="fp8"),
+    ]
+    assert len(set(found)) == len(found)
+    assert revision(model_path="a/b", kv_cache_dtype="auto") == revision(model_path="a/b")
+    assert revision_of(None) == ""
 
 
 # --- options and generations ----------------------------------------------------------------

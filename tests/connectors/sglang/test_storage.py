@@ -46,6 +46,18 @@ def test_pages_come_back_as_they_were(attach: Attach, layout: str, mla: bool) ->
     assert theirs.all_counts()["kv.verified_blocks"] == COUNT
 
 
+def test_what_is_stored_is_there_for_everybody(attach: Attach) -> None:
+    """Storing returns when it is committed, not when it was pulled: another engine, which asks at
+    once through a socket of its own, finds it every time."""
+    pool = Pool()
+    ours, theirs = attach(pool), attach(Pool())
+    found = []
+    for turn in range(40):
+        put(ours, pool, keys := keys_of(f"there/{turn}", 2))
+        found.append(theirs.exists(keys))
+    assert found == [2] * 40
+
+
 def test_hits_are_consecutive(attach: Attach) -> None:
     """What comes behind a gap does not count, and is not loaded."""
     pool = Pool()

@@ -1,0 +1,35 @@
+"""SGLang's own publisher through the consolidator: the index knows what its device holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kvbm_common.processes import free_port
+
+from tests.sglang.harness import RankProcess
+from tests.vllm.harness import LiveStack, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def test_device_blocks_reach_the_index(stack: LiveStack, rank: RankProcess) -> None:
+    """1. Eight blocks are stored on the device, hashes signed. 2. SGLang says the same of its own
+    host memory: it is not ours to announce. 3. The last block leaves the device."""
+    config = {"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}",
+              "replay_endpoint": f"tcp://*:{free_port()}"}  # fmt: skip
+    rank.attach(stack.settings, arguments={"kv_events_config": json.dumps(config)})
+    tokens = list(range(8 * 16))
+
+    def device_blocks() -> int:
+        found = stack.indexed()
+        return sum(len(names) for source, names in found.items() if source.startswith("sglang-"))
+
+    for events, expected in ((1, 8), (2, 8), (3, 7)):
+        signs = rank.ask("publish", extra=config, seeds=tokens, rounds=events).flags
+        assert True in signs
+        assert False in signs
+        wait_for(lambda expected=expected: device_blocks() == expected, f"not {expected}",
+                 details=lambda: str(stack.indexed()))  # fmt: skip
+    rank.ask("detach")
+    wait_for(lambda: device_blocks() == 0, "still there")
