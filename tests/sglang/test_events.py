@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from kvbm_common.processes import free_port
@@ -25,11 +26,13 @@ def test_device_blocks_reach_the_index(stack: LiveStack, rank: RankProcess) -> N
         found = stack.indexed()
         return sum(len(names) for source, names in found.items() if source.startswith("sglang-"))
 
+    def holds(expected: int) -> bool:
+        return device_blocks() == expected
+
     for events, expected in ((1, 8), (2, 8), (3, 7)):
         signs = rank.ask("publish", extra=config, seeds=tokens, rounds=events).flags
         assert True in signs
         assert False in signs
-        wait_for(lambda expected=expected: device_blocks() == expected, f"not {expected}",
-                 details=lambda: str(stack.indexed()))  # fmt: skip
+        wait_for(partial(holds, expected), f"not {expected}", details=lambda: str(stack.indexed()))
     rank.ask("detach")
     wait_for(lambda: device_blocks() == 0, "still there")

@@ -22,7 +22,7 @@ import numpy as np
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
 from kvbm_common.counters import Counters
-from kvbm_common.stack import Stack
+from kvbm_common.stack import SERVICES, Stack
 from kvbm_connectors.sim.check import StackView
 
 from tests.vllm.conversation import Answer, Ask, Command, Reply
@@ -57,7 +57,7 @@ class LiveStack:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
         self._thread.start()
-        self.stack = Stack.private(overrides, **({"services": services} if services else {}))
+        self.stack = Stack.private(overrides, services=services or SERVICES)
         self._bus: Bus | None = None
 
     def open(self) -> None:

@@ -109,7 +109,7 @@ class Extra:
     prefix_keys: Sequence[str] | None = None
 
 
-def keys_of(seed: int, count: int) -> list[str]:
+def keys_of(seed: int | str, count: int) -> list[str]:
     """Page keys as SGLang makes them: 64 hex digits, chained."""
     keys, digest = [], b""
     for page in range(count):
