@@ -81,6 +81,8 @@ class DockerEngine:
                 self._process.wait()
             os.environ.pop("DOCKER_HOST", None)
         if self._directory is not None:
+            for mounted in self._directory.glob("exec/netns/*"):  # dockerd leaves it behind.
+                subprocess.run(["umount", str(mounted)], check=False, capture_output=True)
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
