@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -13,10 +16,18 @@ import numpy as np
 import pytest
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
+from kvbm_common.errors import RequestFailed
 from kvbm_common.nats_server import NatsServer
 from kvbm_common.service import serve
 from kvbm_common.wire.local import Found
-from kvbm_common.wire.verbs import MatchReply, MatchRequest, verb_subject
+from kvbm_common.wire.verbs import (
+    ArenaReply,
+    LeaseReply,
+    LeaseRequest,
+    MatchReply,
+    MatchRequest,
+    verb_subject,
+)
 from kvbm_index.service import serve_index
 
 from tests.services.host_tier.engine import DEADLINE_S, RealEngine
@@ -24,6 +35,7 @@ from tests.services.host_tier.helpers import name
 from tests.services.host_tier.running import (
     ARENA_GB,
     TTL_S,
+    ask,
     held,
     living,
     stats_of,
@@ -127,3 +139,59 @@ async def test_a_block_of_another_host_is_onboarded(hosts: TwoHosts) -> None:
     assert await held(hosts.bus, host="g") == {1, 2, 3}
     await wait_until(lambda: indexed(hosts, "g", 1, 2, 3))
     assert (await stats_of(hosts.bus, host="g")).figures["peer_pulled_blocks"] == 3
+
+
+async def test_a_door_that_dies_takes_nothing_with_it(hosts: TwoHosts, tmp_path: Path) -> None:
+    """1. h's door process is killed: its host tier and blocks stay. 2. g is given another door."""
+    await store_on_h(hosts, 1, 2, 3)
+    await wait_door(hosts)
+    [door] = doors(tmp_path / "shm-h")
+    os.kill(door, signal.SIGKILL)
+    found = await found_by_bob(hosts, 1, 2, 3)
+    assert found.remote_blocks == [0, 1, 2]
+    assert doors(tmp_path / "shm-h") != [door]
+    result = await hosts.bob.load(found, 11, 12, 13)
+    assert np.array_equal(hosts.bob.memory[11:14], hosts.ada.memory[1:4])
+    assert result.intact == (True, True, True)
+    await hosts.bob.release(found)
+    assert await held(hosts.bus) == {1, 2, 3}
+
+
+async def test_bytes_that_have_changed_on_their_host_never_arrive(hosts: TwoHosts) -> None:
+    """A byte of block 2 flips in h's memory: bob gets block 1 alone, and the rest is counted."""
+    await store_on_h(hosts, 1, 2, 3)
+    await wait_door(hosts)
+    arena = msgspec.json.decode(await ask(hosts.bus, "arena"), type=ArenaReply)
+    request = LeaseRequest(owner="test", epoch=arena.epoch, hashes=[name(2).hex()], lease_ms=5_000)
+    lease = msgspec.json.decode(await ask(hosts.bus, "lease", request), type=LeaseReply)
+    memory = np.memmap(arena.path, dtype=np.uint8, mode="r+")
+    memory[lease.slots[0].slot * arena.slot_bytes + 100] ^= 1
+    found = await hosts.bob.look_up(1, 2, 3)
+    assert (len(found.slots), found.reason) == (1, "corrupt")
+    figures = (await stats_of(hosts.bus, host="g")).figures
+    assert figures["dropped.peer_corrupt"] == 1
+
+
+async def wait_door(hosts: TwoHosts) -> None:
+    """Until both hosts can be read."""
+
+    async def opened() -> bool:
+        for host in "hg":
+            try:
+                await ask(hosts.bus, "door", host=host)
+            except RequestFailed:
+                return False
+        return True
+
+    await wait_until(opened)
+
+
+def doors(directory: Path) -> list[int]:
+    """The door processes over an arena in this directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = entry.read_bytes().decode(errors="replace")
+            if "kvbm_host_tier.door_process" in line and f"{directory}/" in line:
+                found.append(int(entry.parent.name))
+    return found
