@@ -1,8 +1,8 @@
 """Every order of questions, pulls and their ends, with two peers, five slots and eight blocks.
 
-`Host` checks the core after every step, and what it announces. Here the outside world adds: bytes
-that are not a block's own never come in an answer, no slot that late bytes may still reach is given
-away, every lease of a peer goes back once, and when all has ended nothing is held.
+`Host` checks the core after every step, and what it announces. Here the outside world adds: an
+answer names the blocks that were asked for, no slot that late bytes may still reach is given away,
+every lease of a peer goes back once, and when all has ended nothing is held.
 """
 
 from __future__ import annotations
