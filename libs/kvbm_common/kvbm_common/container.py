@@ -72,8 +72,8 @@ def wait_turn(runtime_dir: Path, kind: str) -> TextIO:
     try:
         return take_lock(path)
     except LockTaken:
+        INSTANCE_FILE.write_text(STANDBY)
         print(f"{kind}: another one serves this host; standing by", flush=True)
-    INSTANCE_FILE.write_text(STANDBY)
     lock = path.open("a+")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
