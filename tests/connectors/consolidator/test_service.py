@@ -60,6 +60,7 @@ from tests.waiting import wait_until
 
 DEADLINE_S = 10.0
 TTL_S = 1.0
+DEAF_BEATS = 20
 
 
 def settings_of(server: NatsServer, directory: Path) -> Settings:
@@ -93,7 +94,8 @@ class Engine:
         self.replay_endpoint = f"ipc://{directory}/{name}-{rank}-replay.sock"
         self._pub.bind(self.endpoint)
         self._replay.bind(self.replay_endpoint)
-        self.dealer.connect(settings.consolidator_endpoint)
+        self._consolidator = settings.consolidator_endpoint
+        self.dealer.connect(self._consolidator)
         self._tasks = [asyncio.create_task(self._answer_replays())]
 
     def attach_message(self) -> Attach:
@@ -125,7 +127,8 @@ class Engine:
         return answer
 
     def keep_attached(self) -> None:
-        """Beat, and attach again when told to, as connectors do."""
+        """Beat, and attach again when told to, as connectors do. As they do, too: take another
+        socket when one hears nothing (seen once in some hundred restarts of a consolidator)."""
         self._tasks.append(asyncio.create_task(self._keep_attached()))
 
     async def publish(self, *events: EngineEvent, lose: bool = False) -> None:
@@ -162,13 +165,21 @@ class Engine:
             await self._replay.send_multipart([client, *replay_end_frames()])
 
     async def _keep_attached(self) -> None:
+        unanswered = 0
         while True:
+            if unanswered == DEAF_BEATS:
+                self.dealer.close(linger=0)
+                self.dealer = self._context.socket(zmq.DEALER)
+                self.dealer.connect(self._consolidator)
+                unanswered = 0
             await self.say(Beat(engine=self.name, incarnation=INCARNATION))
             try:
                 async with asyncio.timeout(0.2):
                     answer = from_consolidator.decode(await self.dealer.recv())
             except TimeoutError:
+                unanswered += 1
                 continue
+            unanswered = 0
             if isinstance(answer, Refused):
                 await self.say(self.attach_message())
             await asyncio.sleep(0.02)
