@@ -71,7 +71,7 @@ class Engine:
             case "load sync" | "load async":
                 self.connector._scheduler._sync = command.what == "load sync"
             case "verify never":
-                worker_of_this_process()._worker._half._read_block = None
+                worker_of_this_process()._worker._half._sum_blocks = None
             case "time calls":
                 self._time_calls()
             case "hold loads":
