@@ -26,7 +26,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
+from kvbm_common.config import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash, pack_hashes
 from kvbm_common.wire.local import (
@@ -72,6 +74,15 @@ class Limits:
     """Offers in flight; further blocks are not offered, and counted."""
     avoid_ms: int = 60_000
     avoid_max: int = 65_536
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """What the configuration bounds; the rest by default."""
+        return cls(
+            lease_ms=settings.lease_ms,
+            onboard_deadline_ms=settings.onboard_deadline_ms,
+            offer_deadline_ms=settings.offer_deadline_ms,
+        )
 
 
 class Stage(Enum):

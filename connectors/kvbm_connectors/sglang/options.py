@@ -61,12 +61,7 @@ class Options:
     @property
     def limits(self) -> Limits:
         """The bounds of the connector's core."""
-        settings = self.settings
-        return Limits(
-            lease_ms=settings.lease_ms,
-            onboard_deadline_ms=settings.onboard_deadline_ms,
-            offer_deadline_ms=settings.offer_deadline_ms,
-        )
+        return Limits.of(self.settings)
 
     @property
     def verify_every(self) -> int:

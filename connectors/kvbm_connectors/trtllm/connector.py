@@ -105,7 +105,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
             consolidator_endpoint=settings.consolidator_endpoint,
             streams=[stream_of(self._llm_args, life, namespace, settings.trtllm_zmq_port)],
             world_size=world_size,
-            limits=_limits(settings),
+            limits=Limits.of(settings),
             on_news=news.set,
         )
         life.leader = self._side = LeaderSide(
@@ -271,14 +271,6 @@ def _log_beside_the_engine() -> None:
             ours.handlers = list(theirs.handlers)
             ours.setLevel(logging.INFO)
             ours.propagate = False
-
-
-def _limits(settings: Settings) -> Limits:
-    return Limits(
-        lease_ms=settings.lease_ms,
-        onboard_deadline_ms=settings.onboard_deadline_ms,
-        offer_deadline_ms=settings.offer_deadline_ms,
-    )
 
 
 DynamoKVBMConnectorLeader = KvbmConnectorLeader
