@@ -14,7 +14,15 @@ from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply, Whe
 from kvbm_common.wire.verbs import DumpRequest, MatchReply
 from starlette.exceptions import HTTPException
 
-from kvbm_metrics import admin_api, collector, event_feed, exposition, pages, problems
+from kvbm_metrics import (
+    admin_api,
+    collector,
+    event_feed,
+    explain_api,
+    exposition,
+    pages,
+    problems,
+)
 from kvbm_metrics.access import may_read
 from kvbm_metrics.collector import FleetView
 from kvbm_metrics.door import Door
@@ -56,6 +64,7 @@ def create_app(api: Api, counters: Counters) -> FastAPI:
         router,
         admin_api.questions,
         admin_api.changes,
+        explain_api.router,
         event_feed.router,
         pages.router,
     ):

@@ -36,7 +36,7 @@ from kvbm_metrics.admin_models import (
     RemoveQuery,
 )
 from kvbm_metrics.collector import TIER_OF_KIND
-from kvbm_metrics.fleet import Fleet
+from kvbm_metrics.fleet import Fleet, Reply
 from kvbm_metrics.jobs import Job, Progress
 from kvbm_metrics.models import BlockHolderView
 
@@ -191,7 +191,7 @@ async def block_story(
     name: str,
 ) -> BlockStoryView | None:
     """What the index and every tier know of a block; None: nobody has ever heard of it."""
-    answers, silent = await _ask_all(fleet, records, "block", BlockRequest(hash=name), _block)
+    answers, silent = await ask_all(fleet, records, "block", BlockRequest(hash=name), _block)
     tiers = [_placed(record, reply) for record, reply in answers if reply.held or reply.story]
     if not holders and not tiers and not silent:
         return None
@@ -205,7 +205,7 @@ async def block_story(
 
 async def all_pins(fleet: Fleet, records: Sequence[ServiceRecord]) -> PinsView:
     """The pins of all tiers."""
-    answers, silent = await _ask_all(fleet, records, "pins", PinsRequest(), _pins)
+    answers, silent = await ask_all(fleet, records, "pins", PinsRequest(), _pins)
     pins = [
         PinView(**_named(record), tier=TIER_OF_KIND[record.kind], **msgspec.structs.asdict(pin))
         for record, reply in answers
@@ -214,17 +214,17 @@ async def all_pins(fleet: Fleet, records: Sequence[ServiceRecord]) -> PinsView:
     return PinsView(pins=pins, silent=silent)
 
 
-async def _ask_all(
+async def ask_all(
     fleet: Fleet,
     records: Sequence[ServiceRecord],
     verb: str,
     request: msgspec.Struct,
-    codec: JsonCodec[Any],
-) -> tuple[list[tuple[ServiceRecord, Any]], list[str]]:
+    codec: JsonCodec[Reply],
+) -> tuple[list[tuple[ServiceRecord, Reply]], list[str]]:
     """Who has answered what, and who has not and why."""
     silent: list[str] = []
 
-    async def one(record: ServiceRecord) -> Any:
+    async def one(record: ServiceRecord) -> Reply | None:
         try:
             return await fleet.ask_instance(record, verb, request, codec)
         except KvbmError as error:

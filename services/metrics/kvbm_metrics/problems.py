@@ -30,6 +30,7 @@ _STATUS_BY_CODE: Mapping[str, HTTPStatus] = {
     "forbidden": HTTPStatus.FORBIDDEN,
     "unknown_block": HTTPStatus.NOT_FOUND,
     "unknown_instance": HTTPStatus.NOT_FOUND,
+    "unknown_request": HTTPStatus.NOT_FOUND,
     "unknown_job": HTTPStatus.NOT_FOUND,
     "too_many_jobs": HTTPStatus.TOO_MANY_REQUESTS,
     "too_many_feeds": HTTPStatus.SERVICE_UNAVAILABLE,
