@@ -343,7 +343,7 @@ def wait_for(
 
 def corrupt_arena(settings: Settings) -> None:
     """Write nonsense over all of the host tier's memory, behind its back."""
-    (path,) = settings.shm_dir.glob(f"kvbm-{settings.host}-*")
+    (path,) = settings.shm_dir.glob(f"kvbm-{settings.host}-*-arena")
     with path.open("r+b") as arena:
         size = path.stat().st_size
         for offset in range(0, size, CORRUPT_CHUNK):

@@ -1,51 +1,52 @@
-"""Known pages: those that were there a moment ago, so that a question need not wait for an answer.
+"""Known pages: those in this host's memory, so that a question need not wait for an answer.
 
-SGLang asks whether pages exist, and reads them later. Of pages that this rank has stored, found or
-read within `known_ms`, the question is answered at once, while the lookup that leases them is on
-its way; whether they still are there, the read will tell.
+SGLang asks whether pages exist, and reads them later. The host tier lists what it holds in a
+roster that this process maps: of listed pages the question is answered at once, while the lookup
+that leases them is on its way. Whether they are still there, the read will tell. What is not listed
+may be below or on another host: only an answer tells that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from kvbm_common.arena import ArenaUnavailable
 from kvbm_common.identity import SequenceHash
+from kvbm_common.roster import RosterReader
+from kvbm_common.wire.local import Welcome
 
 
 class Known:
-    """Names with an end each, `name_count_max` of them: the oldest make room."""
+    """The roster of the host tier's present life. Not thread-safe."""
 
-    def __init__(self, *, known_ms: int, name_count_max: int) -> None:
-        self._known_ms = known_ms
-        self._name_count_max = name_count_max
-        self._until_ms: dict[SequenceHash, int] = {}
-        """In the order of their ends, as all last equally long."""
-        self._epoch = 0
-        """The life of the host tier that they were seen in."""
+    def __init__(self) -> None:
+        self._roster: RosterReader | None = None
 
-    def __len__(self) -> int:
-        return len(self._until_ms)
+    def which(
+        self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int
+    ) -> list[bool]:
+        """Which of these pages are listed? None, where the host tier of `epoch` lists nothing."""
+        roster = self._present(welcome, epoch)
+        return [False] * len(names) if roster is None else roster.listed(names).tolist()
 
-    def add(self, names: Iterable[SequenceHash], now_ms: int, *, epoch: int) -> None:
-        """They are there, in this life of the host tier."""
-        if epoch != self._epoch:
-            self._until_ms.clear()
-            self._epoch = epoch
-        until_ms = now_ms + self._known_ms
-        for name in names:
-            self._until_ms.pop(name, None)
-            self._until_ms[name] = until_ms
-        while len(self._until_ms) > self._name_count_max:
-            del self._until_ms[next(iter(self._until_ms))]
+    def covers(self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int) -> bool:
+        """Are all of them listed?"""
+        roster = self._present(welcome, epoch)
+        return roster is not None and bool(roster.listed(names).all())
 
-    def drop(self, names: Iterable[SequenceHash]) -> None:
-        """They were not there."""
-        for name in names:
-            self._until_ms.pop(name, None)
+    def _present(self, welcome: Welcome | None, epoch: int) -> RosterReader | None:
+        if welcome is None or welcome.epoch != epoch or not epoch:
+            return None
+        if self._roster is None or self._roster.epoch != epoch:
+            self.close()
+            try:
+                self._roster = RosterReader(welcome.arena_path, epoch)
+            except ArenaUnavailable:  # Nothing was stored yet, or it could not be made.
+                return None
+        return self._roster
 
-    def covers(self, names: Sequence[SequenceHash], now_ms: int, *, epoch: int) -> bool:
-        """Were all of them there a moment ago?"""
-        if epoch != self._epoch or not epoch:
-            return False
-        until_ms = self._until_ms
-        return all(until_ms.get(name, 0) > now_ms for name in names)
+    def close(self) -> None:
+        """Unmap it."""
+        if self._roster is not None:
+            self._roster.close()
+            self._roster = None

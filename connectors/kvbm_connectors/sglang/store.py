@@ -1,7 +1,7 @@
 """A store: one host pool's pages in our tiers, by calls that return when it is over.
 
-    find    one lookup, whose answer is awaited unless all pages are known to have been there a
-            moment ago; what it found stays leased for the load that usually follows
+    find    one lookup, whose answer is awaited unless the host tier lists all pages as being in
+            memory; what it found stays leased for the load that usually follows
     load    lookup (or the one that `find` has left), take, copy into the pool's pages, verify
     store   offer, wait until the host tier has pulled; it asks whether the pages were held
 
@@ -28,7 +28,7 @@ from kvbm_connectors.messages import Hit, LoadResult, OfferEnded, OfferRun
 from kvbm_connectors.scheduler import SchedulerHalf
 from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options
-from kvbm_connectors.vllm.layout import block_reader
+from kvbm_connectors.tensors import block_reader
 from kvbm_connectors.worker import WorkerHalf
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,6 @@ HELD_MAX = 8
 """Lookups whose leases wait for a load: more than SGLang has batches on their way."""
 PRESENT_MAX = 64
 """Lookups of single pages that are asked at once."""
-KNOWN_MS = 5_000
-"""As long as SGLang's own `file` back end believes its cache of what exists."""
-KNOWN_MAX = 65_536
 POLL_S = 0.1
 """How long a thread sleeps at most before it looks at the core's deadlines again."""
 SLOW_LOAD_S = 30.0
@@ -78,7 +75,7 @@ class Store:
         self._results: dict[str, LoadResult] = {}
         self._held: OrderedDict[SequenceHash, Held] = OrderedDict()
         """By the first name. The oldest is given back when there are too many."""
-        self._known = Known(known_ms=KNOWN_MS, name_count_max=KNOWN_MAX)
+        self._known = Known()
         self._closed = False
         settings = options.settings
         every = options.verify_every
@@ -120,6 +117,8 @@ class Store:
         self._scheduler.close()
         self._worker.close()
         self._news()
+        with self._changed:
+            self._known.close()
 
     @property
     def attached(self) -> bool:
@@ -174,30 +173,36 @@ class Store:
             found = min(self._answer(held).blocks, len(asked))
             if found:
                 self._hold(held)
-            self._seen(asked[:found])
             return found
 
     def _is_known(self, held: Held) -> bool:
         """Ask, and look whether the answer may be left for later."""
         hit = self._scheduler.lookup(held.request, held.names)
-        epoch = self._scheduler.epoch
-        return hit is None and self._known.covers(held.names, _now_ms(), epoch=epoch)
-
-    def _seen(self, names: Sequence[SequenceHash]) -> None:
-        self._known.add(names, _now_ms(), epoch=self._scheduler.epoch)
+        scheduler = self._scheduler
+        if hit is not None or self._closed:
+            return False
+        return self._known.covers(held.names, scheduler.welcome, epoch=scheduler.epoch)
 
     def present(self, names: Sequence[SequenceHash]) -> list[bool]:
         """Which of these pages, each for itself, can be had now."""
-        found: list[bool] = []
-        for start in range(0, len(names), PRESENT_MAX):
-            part = [
-                Held(self._new_request(), (name,)) for name in names[start : start + PRESENT_MAX]
-            ]
+        if not names:
+            return []
+        with self._changed:
+            scheduler = self._scheduler
+            epoch = 0 if self._closed else scheduler.epoch
+            found = self._known.which(names, scheduler.welcome, epoch=epoch)
+        rest = [index for index, is_known in enumerate(found) if not is_known]
+        self.counts["known_pages"] += len(names) - len(rest)
+        for start in range(0, len(rest), PRESENT_MAX):
+            part = {
+                index: Held(self._new_request(), (names[index],))
+                for index in rest[start : start + PRESENT_MAX]
+            }
             with self._changed:
-                for held in part:
+                for held in part.values():
                     self._scheduler.lookup(held.request, held.names)
-                found += [self._answer(held).blocks > 0 for held in part]
-                for held in part:
+                for index, held in part.items():
+                    found[index] = self._answer(held).blocks > 0
                     self._give_back(held)
         return found
 
@@ -248,10 +253,6 @@ class Store:
         if result is not None:
             self._scheduler.load_ended(result)
             flags[: len(result.intact)] = result.intact
-        usable = flags.index(False) if False in flags else len(flags)
-        with self._changed:
-            self._seen(names[:usable])
-            self._known.drop(names[usable:])
         self.counts["loaded_pages"] += sum(flags)
         self.counts["missed_pages"] += len(flags) - sum(flags)
         return flags
@@ -298,10 +299,8 @@ class Store:
             ended = self._offer(OfferRun(parent, tuple(names), tuple(blocks)))
         complete = ended is not None and ended.complete and self._is_committed(names[-1])
         self.counts["stored_pages" if complete else "store_failed_pages"] += len(names)
-        with self._changed:
-            if complete:
-                self._seen(names)
-            else:
+        if not complete:
+            with self._changed:
                 self._give_all_back()  # Perhaps there was no room for all that is leased.
         return complete
 
@@ -338,7 +337,3 @@ class Store:
                 return self._offers[offer]
             finally:
                 del self._offers[offer]
-
-
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000

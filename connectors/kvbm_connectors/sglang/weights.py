@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvbm_connectors.vllm.namespace import fingerprint
+from kvbm_connectors.weights import fingerprint
 
 CHANGES = (
     "dtype", "quantization", "kv_cache_dtype", "quantization_param_path",

@@ -24,7 +24,9 @@ from kvbm_common.wire.local import Region
 
 from kvbm_connectors.affinity import unbound
 from kvbm_connectors.core import Limits
+from kvbm_connectors.engine_options import log_beside
 from kvbm_connectors.scheduler import SchedulerHalf
+from kvbm_connectors.torch_device import gpu_maker
 from kvbm_connectors.trtllm.identity import Lives, agree, namespace_of, refusal_of, stream_of
 from kvbm_connectors.trtllm.leader import LeaderSide
 from kvbm_connectors.trtllm.memory import regions_of_layout, regions_of_tensor
@@ -32,11 +34,12 @@ from kvbm_connectors.trtllm.plan import StepPlan
 from kvbm_connectors.trtllm.promises import PromiseKeeper
 from kvbm_connectors.trtllm.protocols import SOURCES
 from kvbm_connectors.trtllm.worker import WorkerSide
-from kvbm_connectors.vllm.device import gpu_maker
 
 log = logging.getLogger(__name__)
 
 LIVES = Lives()
+ENGINE_LOGGER = "TRT-LLM"
+"""The only one that it configures (logger.py)."""
 COUNTS_LOG_S = 60.0
 """TensorRT-LLM has no place for a connector's figures but the log."""
 
@@ -71,7 +74,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        _log_beside_the_engine()
+        log_beside(ENGINE_LOGGER, level=logging.INFO)
         self._side: LeaderSide | None = None
         self._half: SchedulerHalf | None = None
         self._barrier: threading.Timer | None = None
@@ -191,7 +194,7 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        _log_beside_the_engine()
+        log_beside(ENGINE_LOGGER, level=logging.INFO)
         self._side: WorkerSide | None = None
         if refusal_of(llm_args):
             return  # The leader says it.
@@ -260,17 +263,6 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
         side, self._side = self._side, None
         if side is not None:
             side.close()
-
-
-def _log_beside_the_engine() -> None:
-    """TensorRT-LLM configures only its own logger (logger.py); ours write where it does."""
-    theirs = logging.getLogger("TRT-LLM")
-    for name in ("kvbm_connectors", "kvbm_common"):
-        ours = logging.getLogger(name)
-        if not ours.handlers and theirs.handlers:
-            ours.handlers = list(theirs.handlers)
-            ours.setLevel(logging.INFO)
-            ours.propagate = False
 
 
 DynamoKVBMConnectorLeader = KvbmConnectorLeader

@@ -14,7 +14,7 @@ from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.trtllm.protocols import LlmArgs
-from kvbm_connectors.vllm.namespace import fingerprint
+from kvbm_connectors.weights import fingerprint
 
 log = logging.getLogger(__name__)
 

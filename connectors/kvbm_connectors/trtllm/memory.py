@@ -12,8 +12,8 @@ from typing import Protocol
 from kvbm_common.errors import KvbmError
 from kvbm_common.wire.local import Region
 
+from kvbm_connectors.tensors import regions_of
 from kvbm_connectors.trtllm.protocols import Tensor
-from kvbm_connectors.vllm.layout import regions_of
 
 DEVICES = ("cpu", "cuda")
 

@@ -22,10 +22,10 @@ from kvbm_common.transfers import Spans
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.arena_reader import ArenaReader
+from kvbm_connectors.torch_device import MakeGpu
 from kvbm_connectors.trtllm.identity import Life
 from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
 from kvbm_connectors.trtllm.promises import PromiseReader
-from kvbm_connectors.vllm.device import MakeGpu
 from kvbm_connectors.worker import WorkerHalf
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm_connectors.affinity import unbound
+from kvbm_connectors.engine_options import log_beside
 from kvbm_connectors.scheduler import SchedulerHalf
-from kvbm_connectors.vllm.device import gpu_maker
+from kvbm_connectors.torch_device import gpu_maker
 from kvbm_connectors.vllm.namespace import Life, namespace_of, refusal_of, stream_of
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
@@ -59,7 +60,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_beside_vllm()
+        log_beside("vllm")
         transfer = vllm_config.kv_transfer_config
         self._options = Options.read(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
@@ -317,14 +318,3 @@ def _tensor_parallel_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
-
-
-def _log_beside_vllm() -> None:
-    """vLLM configures only its own logger; ours write where it does."""
-    theirs = logging.getLogger("vllm")
-    for name in ("kvbm_connectors", "kvbm_common"):
-        ours = logging.getLogger(name)
-        if not ours.handlers and theirs.handlers:
-            ours.handlers = list(theirs.handlers)
-            ours.setLevel(theirs.level)
-            ours.propagate = False

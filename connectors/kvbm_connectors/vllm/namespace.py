@@ -12,6 +12,8 @@ from typing import Any
 from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Attach
 
+from kvbm_connectors.weights import fingerprint
+
 log = logging.getLogger(__name__)
 
 
@@ -106,20 +108,6 @@ def _revision(config: Any) -> str:
         return str(commit)
     text = json.dumps(changes, sort_keys=True, default=repr)
     return f"{commit}+{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-def fingerprint(directory: Path) -> str:
-    """A name for the weights in a directory: of its files, their sizes and times of change.
-
-    Weights that were replaced in place must not find the old ones' blocks on disk. A copy of the
-    same weights is another model, which costs a hit and never makes a wrong one.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(directory.iterdir()):
-        if path.is_file() and path.suffix in (".safetensors", ".bin", ".pt", ".gguf", ".json"):
-            stat = path.stat()
-            digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
-    return digest.hexdigest()
 
 
 def _packing(config: Any, spec: Any) -> str:

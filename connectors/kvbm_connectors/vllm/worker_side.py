@@ -14,9 +14,8 @@ from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.messages import Load, LoadResult
-from kvbm_connectors.vllm.device import MakeGpu
-from kvbm_connectors.vllm.engine_types import Tensor
-from kvbm_connectors.vllm.layout import block_reader, regions_of
+from kvbm_connectors.tensors import Tensor, block_reader, regions_of
+from kvbm_connectors.torch_device import MakeGpu
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport

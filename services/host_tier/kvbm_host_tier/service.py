@@ -91,6 +91,7 @@ from kvbm_host_tier.peer_messages import (
     ReleaseAtPeer,
 )
 from kvbm_host_tier.puller import Puller
+from kvbm_host_tier.roster_keeper import RosterKeeper
 from kvbm_host_tier.tier import Limits
 
 INBOX_MAX = 10_000
@@ -124,6 +125,7 @@ class HostTierShell:
         self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
         self._reply_ids = itertools.count(1)
         self._limiter = OncePerKind(log)
+        self._roster = RosterKeeper(core.tier, context.counters)
         self._door = Door(f"{context.source}-door")
         self._peers = PeerClient(
             context.bus, self._door, host=context.host, source=context.source,
@@ -140,6 +142,12 @@ class HostTierShell:
 
     async def run(self) -> None:
         """Serve until the context is stopping."""
+        try:
+            await self._run()
+        finally:
+            self._roster.close()
+
+    async def _run(self) -> None:
         context = self._context
         self._puller.on_settled = self._loop.complete
         self._peers.on_settled = self._loop.complete
@@ -387,6 +395,7 @@ class HostTierShell:
             answer.set_result(reply)
 
     def _publish(self, event: Event) -> None:
+        self._roster.follow(event)
         event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
         self._publisher.publish(
             event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq

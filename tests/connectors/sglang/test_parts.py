@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvbm_common.errors import ConfigError
+from kvbm_common.roster import Roster
 from kvbm_connectors.sglang.events import Stream, stream_of
 from kvbm_connectors.sglang.generation import Generation
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
@@ -16,6 +17,7 @@ from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options
 from kvbm_connectors.sglang.weights import revision_of
 
+from tests.connectors.endpoints import welcome
 from tests.connectors.helpers import name
 
 # --- hits -----------------------------------------------------------------------------------
@@ -53,28 +55,25 @@ def test_a_pool_without_its_part_leaves_nothing() -> None:
 # --- known pages ----------------------------------------------------------------------------
 
 
-def test_pages_are_known_for_a_while_in_one_life_of_the_host_tier() -> None:
-    known = Known(known_ms=100, name_count_max=3)
-    known.add([name(1), name(2)], 0, epoch=7)
-    assert known.covers([name(1), name(2)], 99, epoch=7)
-    assert not known.covers([name(1), name(3)], 99, epoch=7)
-    assert not known.covers([name(1)], 100, epoch=7)
-    assert not known.covers([name(1)], 50, epoch=8)
-    assert not Known(known_ms=1, name_count_max=1).covers([], 0, epoch=0)
-
-
-def test_known_pages_are_bounded_and_dropped() -> None:
-    """1. The oldest make room. 2. What a read has missed is not believed again. 3. Nor is what
-    was seen in an earlier life."""
-    known = Known(known_ms=100, name_count_max=2)
-    known.add([name(1), name(2), name(3)], 0, epoch=7)
-    assert len(known) == 2
-    assert not known.covers([name(1)], 1, epoch=7)
-    known.drop([name(2), name(9)])
-    assert not known.covers([name(2)], 1, epoch=7)
-    assert known.covers([name(3)], 1, epoch=7)
-    known.add([name(4)], 1, epoch=8)
-    assert not known.covers([name(3)], 2, epoch=8)
+def test_known_pages_are_those_of_the_present_arena(tmp_path: Path) -> None:
+    """1. Nothing is listed before there is a roster. 2. All must be in it. 3. Of another life, or
+    of one that does not answer, nothing is known."""
+    arena = str(tmp_path / "arena")
+    seven = welcome(7, arena_path=arena)
+    known = Known()
+    assert not known.covers([name(1)], seven, epoch=7)
+    roster = Roster.create(arena, slot_count=4, epoch=7)
+    roster.add([name(1), name(2)])
+    assert known.covers([name(1), name(2)], seven, epoch=7)
+    assert not known.covers([name(1), name(3)], seven, epoch=7)
+    assert known.which([name(3), name(1)], seven, epoch=7) == [False, True]
+    roster.remove([name(1)])
+    assert not known.covers([name(1)], seven, epoch=7)
+    for later, epoch in ((None, 7), (seven, 0), (seven, 8), (welcome(8, arena_path=arena), 8)):
+        assert not known.covers([name(2)], later, epoch=epoch)
+        assert known.which([name(2)], later, epoch=epoch) == [False]
+    known.close()
+    roster.close()
 
 
 # --- events ---------------------------------------------------------------------------------

@@ -83,16 +83,17 @@ def test_a_load_takes_over_the_lookup_of_the_question(attach: Attach) -> None:
     assert taken(storage, other, keys, 6) == [True] * COUNT
 
 
-def test_a_question_for_known_pages_does_not_wait(attach: Attach) -> None:
-    """What was stored a moment ago is there; the lookup that leases it is on its way."""
-    pool = Pool()
-    storage = attach(pool)
-    put(storage, pool, keys := keys_of("known", COUNT))
-    assert storage.exists(keys) == COUNT
-    assert storage.all_counts()["kv.known_pages"] == COUNT
-    assert taken(storage, pool, keys, 6) == [True] * COUNT
-    assert storage.exists([*keys, "unknown"]) == COUNT
-    assert storage.all_counts()["kv.known_pages"] == COUNT
+def test_a_question_for_pages_in_memory_does_not_wait(attach: Attach) -> None:
+    """1. An engine that has never seen them is told at once of pages that another has stored; the
+    lookup that leases them is on its way. 2. One that is not there: it asks."""
+    pool, other = Pool(), Pool()
+    put(attach(pool), pool, keys := keys_of("known", COUNT))
+    theirs = attach(other)
+    assert theirs.exists(keys) == COUNT
+    assert theirs.all_counts()["kv.known_pages"] == COUNT
+    assert taken(theirs, other, keys, 6) == [True] * COUNT
+    assert theirs.exists([*keys, "unknown"]) == COUNT
+    assert theirs.all_counts()["kv.known_pages"] == COUNT
 
 
 def test_parents_are_named_where_sglang_says_them(attach: Attach, stack: LiveStack) -> None:
@@ -245,7 +246,7 @@ def test_batches_are_told_once(attach: Attach) -> None:
 
 
 def test_a_host_tier_that_is_killed(attach: Attach, stack: LiveStack) -> None:
-    """1. It dies: known pages may be promised for a moment, nothing wrong is ever loaded, nothing
+    """1. It dies: listed pages may be promised for a moment, nothing wrong is ever loaded, nothing
     raises, and nobody waits longer than a deadline. 2. It is back: stored and found again."""
     pool = Pool()
     storage = attach(pool, extra={"onboard_deadline_ms": 500, "offer_deadline_ms": 500})

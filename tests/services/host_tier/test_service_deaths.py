@@ -103,7 +103,8 @@ async def test_kill_9_and_another_life(settings: Settings, bus: Bus, tmp_path: P
     await engine.store(bus, 3)
     result = await engine.load(await engine.found(3), 13)
     assert result.intact == (True,)
-    assert [str(path) for path in settings.shm_dir.iterdir()] == [after.arena_path]
+    files = sorted(str(path) for path in settings.shm_dir.iterdir())
+    assert files == [after.arena_path, f"{after.arena_path}-roster"]
     engine.close()
     await process.end(signal.SIGTERM, deadline_s=4.0)
     assert list(settings.shm_dir.iterdir()) == []

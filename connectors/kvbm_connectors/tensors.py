@@ -1,8 +1,8 @@
-"""Layout: where the blocks of vLLM's KV tensors are, as regions of memory.
+"""Tensors: where the blocks of an engine's KV tensors are, as regions of memory.
 
-From vLLM 0.29 on, every layer is a view [block, head, token, content] of some storage, in one of
-six physical orders. Only addresses and strides count here: the bytes of a block are cut into
-dense pieces, pieces that touch are joined, and layers that share their bytes count once.
+A layer is a view [block, …] of some storage, in any physical order: from vLLM 0.29 on one of six,
+of head, token and content. Only addresses and strides count here: the bytes of a block are cut
+into dense pieces, pieces that touch are joined, and layers that share their bytes count once.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 from kvbm_common.errors import KvbmError
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.vllm.engine_types import Tensor
-
 PIECES_MAX = 4_096
 """Pieces of one block: more means that we misread a layout."""
+
+
+class Tensor(Protocol):
+    """torch.Tensor, as far as its place in memory goes."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def data_ptr(self) -> int: ...
 
 
 class UnknownLayout(KvbmError):

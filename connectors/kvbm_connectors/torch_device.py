@@ -1,4 +1,4 @@
-"""Device: the GPU that vLLM's KV tensors are on, and the stream that it computes on."""
+"""The GPU that an engine's KV tensors are on, and the stream that it computes on."""
 
 from __future__ import annotations
 
