@@ -99,6 +99,18 @@ async def test_an_operators_day(stack: Running) -> None:
     for command in ("drain", "undrain"):
         [drained] = (await operator.reads(command, "--tier", "disk"))["outcomes"]
         assert drained["reply"]["draining"] is (command == "drain")
+    [filtered] = (await operator.reads("filter", "--tier", "disk", "--on", "--pass-count", "4"))[
+        "outcomes"
+    ]
+    assert filtered["reply"]["pass_count"] == 4
+    policies = (await operator.reads("policy", "lfu", "--tier", "all"))["outcomes"]
+    assert [one["reply"]["was"] for one in policies] == ["lru", "lru"]
+    assert {one["policy"] for one in await operator.reads("tiers")} == {"lfu"}
+    smaller = await operator.reads("resize", "10", "--tier", "disk")
+    assert (smaller["state"], smaller["progress"]["slots"]) == ("done", 10)
+    [disk] = [one for one in await operator.reads("tiers") if one["tier"] == "disk"]
+    assert disk["slots"]["total"] == 10
+    assert "bad_size" in str(await operator.reads("resize", "99999999", "--tier", "disk", code=1))
     levels = (await operator.reads("loglevel", "warning"))["outcomes"]
     assert {one["kind"] for one in levels} == {
         "index", "host-tier", "disk-tier", "metrics", "consolidator",
@@ -106,7 +118,8 @@ async def test_an_operators_day(stack: Running) -> None:
     await operator.reads("reset", "--tier", "all", "--everything")
     assert await operator.reads("block", names[-1])
     verbs = [one["verb"] for one in (await operator.reads("audit", "--last", "1000"))["entries"]]
-    assert {"pin", "unpin", "evict", "reset", "prefetch", "drain", "log_level"} <= set(verbs)
+    assert {"pin", "unpin", "evict", "reset", "prefetch", "drain", "log_level", "resize", "policy",
+            "filter"} <= set(verbs)  # fmt: skip
 
 
 @pytest.mark.timeout(60)

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 from kvbm_common.diary import Diary
+from kvbm_common.eviction import POLICIES, make_policy
 from kvbm_common.identity import SequenceHash
 from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import InvalidTransition, SlotTable
@@ -81,7 +82,14 @@ def test_make_room_evicts_only_what_is_short_and_never_a_pinned_block() -> None:
     assert table.make_room(2) == [block(2)]
     assert table.make_room(4) == [block(3)]
     assert table.make_room(4) == []
-    assert table.counts() == {"reset": 3, "staged": 0, "inactive": 0, "active": 1, "total": 4}
+    assert table.counts() == {
+        "reset": 3,
+        "staged": 0,
+        "inactive": 0,
+        "active": 1,
+        "retired": 0,
+        "total": 4,
+    }
 
 
 def test_a_chain_is_evicted_leaf_first() -> None:
@@ -225,6 +233,58 @@ def test_misuse_is_an_assertion(misuse: Callable[[SlotTable], object]) -> None:
     table.check()
 
 
+# --- size and policy ----------------------------------------------------------------------------
+
+
+def test_retired_slots_are_not_staged_until_they_are_revived() -> None:
+    """1. Two of three empty slots go. 2. No more than are empty can. 3. They come back."""
+    table = table_of(1)
+    assert table.retire(2) == 2
+    assert (table.usable_count, table.counts()["reset"], table.counts()["retired"]) == (2, 1, 2)
+    assert commit(table, 2) is not None
+    assert table.stage(name(3)) is None
+    assert table.retire(1) == 0
+    table.check()
+    assert table.revive(5) == 2
+    assert (table.usable_count, table.counts()["total"]) == (4, 4)
+    assert table.stage(name(3)) is not None
+    table.check()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_another_policy_takes_over_the_blocks(policy: str) -> None:
+    """1 to 4, a chain, in order of use; 2 is pinned, 1 discarded while pinned. Neither can go.
+
+    The oldest is 3, the only one that nobody continues is 4.
+    """
+    table = table_of(1, 2, 3, 4)
+    gone, held = slot_of(table, 1), slot_of(table, 2)
+    table.pin(gone)
+    table.pin(held)
+    table.discard(name(1))
+    table.use_policy(make_policy(policy, 4))
+    table.check()
+    first, second = (4, 3) if policy == "prefix" else (3, 4)
+    assert table.make_room(1) == [block(first)]
+    table.unpin([gone])
+    table.unpin([held])
+    table.check()
+    assert {one.hash for one in table.make_room(4)} == {name(2), name(second)}
+    table.check()
+
+
+def test_block_bytes_follow_the_blocks() -> None:
+    """Bytes of what is committed; a discarded block counts until its slot is empty."""
+    table = table_of(1, 2)
+    assert table.block_bytes == block(1).bytes + block(2).bytes
+    slot = slot_of(table, 1)
+    table.pin(slot)
+    table.discard(name(1))
+    assert table.block_bytes == block(1).bytes + block(2).bytes
+    table.unpin([slot])
+    assert table.block_bytes == block(2).bytes
+
+
 # --- every order of moves -----------------------------------------------------------------------
 
 NUMBERS = st.integers(1, 6)
@@ -246,6 +306,7 @@ class SlotsAndLeases(RuleBasedStateMachine):
         self.staged: dict[SequenceHash, int] = {}
         self.abandoned: set[int] = set()
         self.generations = [0] * 4
+        self.retired = 0
 
     def note(self, what: str, number: SequenceHash) -> None:
         self.diary.note(self.now_ms, what, number)
@@ -358,6 +419,28 @@ class SlotsAndLeases(RuleBasedStateMachine):
         self.committed.pop(name(number), None)
         self.note("discarded", name(number))
 
+    @rule(count=st.integers(0, 4))
+    def retire(self, count: int) -> None:
+        reset = self.table.counts()["reset"]
+        assert self.table.retire(count) == min(count, reset)
+        self.retired += min(count, reset)
+
+    @rule(count=st.integers(0, 4))
+    def revive(self, count: int) -> None:
+        assert self.table.revive(count) == min(count, self.retired)
+        self.retired -= min(count, self.retired)
+
+    @rule(policy=st.sampled_from(sorted(POLICIES)))
+    def use_policy(self, policy: str) -> None:
+        room = self.table.room()
+        self.table.use_policy(make_policy(policy, 4))
+        assert self.table.room() == room
+
+    @invariant()
+    def retired_slots_are_none_of_the_others(self) -> None:
+        assert self.table.usable_count == 4 - self.retired
+        assert len(self.in_use()) <= self.table.usable_count
+
     @invariant()
     def holds_what_the_model_holds(self) -> None:
         self.table.check()
@@ -381,7 +464,7 @@ class SlotsAndLeases(RuleBasedStateMachine):
         self.unpin(self.lease_table.expire(self.now_ms + 1_000))
         assert len(self.lease_table) == 0
         assert self.table.pins() == {}
-        assert self.table.room() == 4 - len(self.staged) - len(self.abandoned)
+        assert self.table.room() == 4 - len(self.staged) - len(self.abandoned) - self.retired
         self.table.check()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from kvbm_common.identity import Hasher, Namespace, hash_to_hex, pack_hashes
-from kvbm_common.wire import events, local, scores, verbs
+from kvbm_common.wire import admin, events, local, scores, verbs
 from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wire"
@@ -79,7 +79,7 @@ FILLED = verbs.FilledSlot(
 HOLDER: dict[str, Any] = {"host": "gpu-a", "source": "disk-tier-0", "tier": "disk"}
 OFFER_RUN = verbs.OfferRun(parent=PARENT.hex(), hashes=HEX, blocks=[4, 9, 2])
 
-VERBS: Mapping[str, msgspec.Struct] = {
+VERBS: dict[str, msgspec.Struct] = {
     "offer": verbs.Offer(
         **_engine(host="gpu-a", offer=3, namespace=DIGEST.hex()),
         deadline_ms=5_000,
@@ -162,6 +162,42 @@ VERBS: Mapping[str, msgspec.Struct] = {
         error=verbs.ErrorBody(code="bad_identity", message="16 tokens per block", field="tokens")
     ),
 }
+
+ADMIN: dict[str, msgspec.Struct] = {
+    "block_request": admin.BlockRequest(hash=HEX[0]),
+    "block_reply": admin.BlockReply(
+        held=True, slot=3, bytes=65_536, checksum=2**63, parent=PARENT.hex(),
+        namespace=DIGEST.hex(), pins=1,
+        leases=[admin.BlockLease(id=7, owner="ada over HTTP", reason="pin", left_ms=60_000)],
+        story=[admin.BlockEntry(ago_ms=1_500, what="committed")],
+    ),
+    "remove_request": admin.RemoveRequest(hashes=HEX, actor="ada"),
+    "remove_reply": admin.RemoveReply(removed=2, kept=1, missing=HEX[2:], more=True),
+    "pin_request": admin.PinRequest(hashes=HEX[:1], ttl_ms=60_000, actor="ada"),
+    "pin_reply": admin.PinReply(pin=7, pinned=1),
+    "unpin_request": admin.UnpinRequest(pin=7, actor="ada"),
+    "unpin_reply": admin.UnpinReply(ended=True),
+    "pins_request": admin.PinsRequest(),
+    "pins_reply": admin.PinsReply(
+        pins=[admin.PinEntry(pin=7, owner="ada", blocks=1, left_ms=60_000)]
+    ),
+    "drain_request": admin.DrainRequest(actor="ada"),
+    "drain_reply": admin.DrainReply(draining=True, was=False),
+    "prefetch_request": admin.PrefetchRequest(hashes=HEX, deadline_ms=4_000, actor="ada"),
+    "prefetch_reply": admin.PrefetchReply(blocks=2, filled=1, reason="not_there"),
+    "resize_request": admin.ResizeRequest(slots=512, actor="ada"),
+    "resize_reply": admin.ResizeReply(slots=600, was=1_024, capacity=1_024, evicted=88, more=True),
+    "policy_request": admin.PolicyRequest(policy="lfu", actor="ada"),
+    "policy_reply": admin.PolicyReply(policy="lfu", was="lru"),
+    "filter_request": admin.FilterRequest(enabled=True, pass_count=4, decay_ms=60_000),
+    "filter_reply": admin.FilterReply(enabled=True, pass_count=4, decay_ms=60_000, entries=9),
+    "log_level_request": admin.LogLevelRequest(level="debug", actor="ada"),
+    "log_level_reply": admin.LogLevelReply(was="info"),
+    "audited": admin.Audited(
+        ts_ms=1_760_000_000_123, kind="host-tier", host="gpu-a", instance="0", verb="pin",
+        actor="ada", request="{}", outcome="ok", reply="{}",
+    ),
+}  # fmt: skip
 
 TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
     "hello": local.Hello(
@@ -255,7 +291,7 @@ def _examples() -> list[Example]:
         (local.from_consolidator, FROM_CONSOLIDATOR),
     ]
     found = [Example(name, codec, one) for codec, group in by_codec for name, one in group.items()]
-    return found + [Example(name, JsonCodec(type(one)), one) for name, one in VERBS.items()]
+    return found + [Example(name, JsonCodec(type(one)), one) for name, one in (VERBS | ADMIN).items()]
 
 
 EXAMPLES = _examples()

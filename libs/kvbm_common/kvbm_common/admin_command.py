@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,15 @@ def services(as_json: bool = AS_JSON, url: str = URL) -> None:
 
 
 def tiers(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Slots, bytes, leases and hit rate of every tier."""
+    """Slots, bytes, policy, leases, hit rate and rates of every tier."""
     columns = ("tier", "host", "instance", "ready", "occupancy", "bytes_used", "bytes_total",
-               "slot_bytes", "leases", "hit_rate")  # fmt: skip
-    _run(lambda api: api.get("/v1/tiers"), lambda told: [_picked(told, columns)], url, as_json)
+               "fragmentation", "policy", "leases", "hit_rate")  # fmt: skip
+    keys = ("tier", "host", "instance")
+
+    def tables(told: Json) -> list[Rows]:
+        return [_picked(told, columns), [_only(one, keys) | one["rates"] for one in told]]
+
+    _run(lambda api: api.get("/v1/tiers"), tables, url, as_json)
 
 
 def workers(as_json: bool = AS_JSON, url: str = URL) -> None:
@@ -193,6 +198,39 @@ def undrain(
     _run_change("/v1/undrain", _where(tier, host, instance), url, as_json)
 
 
+def resize(
+    slots: int = typer.Argument(help="So many slots of each instance that is meant."),
+    tier: str = typer.Option(..., help="host or disk."), host: str | None = HOST,
+    instance: str | None = INSTANCE, wait: bool = WAIT, deadline_s: float = DEADLINE,
+    as_json: bool = AS_JSON, url: str = URL,
+) -> None:  # fmt: skip
+    """Use fewer or more slots of a tier's medium, until it is started again."""
+    body = {"slots": slots} | _where(tier, host, instance)
+    _run_job("/v1/resize", body, url, as_json, deadline_s if wait else 0.0)
+
+
+def policy(
+    name: str = typer.Argument(help="lru, lfu or prefix"),
+    tier: str = TIER, host: str | None = HOST, instance: str | None = INSTANCE,
+    as_json: bool = AS_JSON, url: str = URL,
+) -> None:  # fmt: skip
+    """Change the eviction policy of tiers; what they hold stays."""
+    _run_change("/v1/policy", {"policy": name} | _where(tier, host, instance), url, as_json)
+
+
+def filter_(
+    tier: str = typer.Option(..., help="disk, object or all."),
+    enabled: bool | None = typer.Option(None, "--on/--off", help="Whether it filters at all."),
+    pass_count: int | None = typer.Option(None, help="A block passes from this count on."),
+    decay_s: float | None = typer.Option(None, help="Counts lose 1 every so many seconds."),
+    host: str | None = HOST, instance: str | None = INSTANCE,
+    as_json: bool = AS_JSON, url: str = URL,
+) -> None:  # fmt: skip
+    """Change the filter that says which blocks deserve disk or bucket."""
+    given = _given(enabled=enabled, pass_count=pass_count, decay_s=decay_s)
+    _run_change("/v1/filter", given | _where(tier, host, instance), url, as_json)
+
+
 def loglevel(
     level: str = typer.Argument(help="debug, info, warning or error"),
     kind: str | None = typer.Option(None, help="Only services of this kind."),
@@ -277,8 +315,12 @@ def _json_of(text: str) -> Any:
 # --- tables ---------------------------------------------------------------------------------
 
 
-def _picked(rows: Rows, columns: Iterable[str]) -> Rows:
-    return [{name: row[name] for name in columns} for row in rows]
+def _picked(rows: Rows, columns: Sequence[str]) -> Rows:
+    return [_only(row, columns) for row in rows]
+
+
+def _only(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    return {name: row[name] for name in columns}
 
 
 def _status_tables(told: Json) -> list[Rows]:
@@ -290,7 +332,7 @@ def _status_tables(told: Json) -> list[Rows]:
         "reasons": told["reasons"],
     }
     figures = [{"figure": name, "value": value} for name, value in told["kvbm"].items()]
-    return [[summary], told["services"], told["tiers"], figures]
+    return [[summary], told["services"], told["tiers"], told["flows"], figures]
 
 
 def _block_tables(told: Json) -> list[Rows]:

@@ -18,7 +18,9 @@ from kvbm_common.wire.admin import (
     LogLevelRequest,
     PinRequest,
     PinsRequest,
+    PolicyRequest,
     RemoveRequest,
+    ResizeRequest,
     UnpinRequest,
 )
 from kvbm_common.wire.codec import JsonCodec
@@ -34,6 +36,8 @@ CHANGES: Mapping[str, JsonCodec[Any]] = {
     "unpin": JsonCodec(UnpinRequest),
     "drain": JsonCodec(DrainRequest),
     "undrain": JsonCodec(DrainRequest),
+    "resize": JsonCodec(ResizeRequest),
+    "policy": JsonCodec(PolicyRequest),
 }
 _log_level: JsonCodec[LogLevelRequest] = JsonCodec(LogLevelRequest)
 

@@ -3,13 +3,18 @@
 A slot is a place for one block. It is always in exactly one state:
 
     RESET --stage--> STAGED --register--> INACTIVE --pin----> ACTIVE
-      ^                |                   | ^  |              |
-      |                |                   | +--+---unpin------+
-      +-----abort------+-------evict-------+
+    ^ ^ |              |                   | ^  |              |
+    | | retire         |                   | +--+---unpin------+
+    | | v              |                   |
+    | | RETIRED        |                   |
+    | |   |            |                   |
+    | +-revive         |                   |
+    +-------abort------+-------evict-------+
 
 STAGED    bytes are on their way in; nobody can find the block
 INACTIVE  committed, can be found, can be evicted
 ACTIVE    committed and pinned by at least one lease; cannot be evicted
+RETIRED   empty and not to be used: an operator has made the tier smaller than its medium
 
 A committed block found to be wrong is *discarded*: its name is gone at once, so that nobody finds
 it again, and its slot goes to RESET as soon as its last pin is gone. `generation` counts the times
@@ -26,7 +31,7 @@ and `ref_cnt == 0`; ACTIVE is KVBM's Primary and `ref_cnt > 0`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,6 +46,7 @@ class SlotState(Enum):
     STAGED = "staged"
     INACTIVE = "inactive"
     ACTIVE = "active"
+    RETIRED = "retired"
 
     __hash__ = object.__hash__  # Enum's own is written in Python, and every move hashes a state.
 
@@ -52,6 +58,8 @@ _TRANSITIONS: dict[tuple[SlotState, str], SlotState] = {
     (SlotState.INACTIVE, "pin"): SlotState.ACTIVE,
     (SlotState.ACTIVE, "unpin"): SlotState.INACTIVE,
     (SlotState.INACTIVE, "evict"): SlotState.RESET,
+    (SlotState.RESET, "retire"): SlotState.RETIRED,
+    (SlotState.RETIRED, "revive"): SlotState.RESET,
 }
 
 
@@ -91,6 +99,8 @@ class SlotTable:
         self._slot: dict[SequenceHash, int] = {}
         self._discarded: set[int] = set()
         self._abandoned: set[int] = set()
+        self._retired: list[int] = []
+        self._block_bytes = 0
 
     # --- questions --------------------------------------------------------------------------
 
@@ -101,6 +111,10 @@ class SlotTable:
     def is_staging(self, block: SequenceHash) -> bool:
         """Is this block on its way in?"""
         return block in self._staging
+
+    def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
+        """Is none of these here or on its way in?"""
+        return self._slot.keys().isdisjoint(names) and self._staging.keys().isdisjoint(names)
 
     def block(self, slot: int) -> Block:
         """The committed block in a slot."""
@@ -137,15 +151,26 @@ class SlotTable:
         return len(self._reset) + len(self.policy)
 
     def counts(self) -> dict[str, int]:
-        """Slots by state, and `total`."""
+        """Slots by state, and `total`: those that may be used."""
         active = len(self._slot) + len(self._discarded) - len(self.policy)
         return {
             "reset": len(self._reset),
             "staged": len(self._staged) + len(self._abandoned),
             "inactive": len(self.policy),
             "active": active,
-            "total": self.slot_count,
+            "retired": len(self._retired),
+            "total": self.usable_count,
         }
+
+    @property
+    def usable_count(self) -> int:
+        """The slots that are not RETIRED."""
+        return self.slot_count - len(self._retired)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all committed blocks, discarded ones included."""
+        return self._block_bytes
 
     def staged(self) -> set[int]:
         """The STAGED slots, abandoned ones included; for `check`."""
@@ -184,6 +209,7 @@ class SlotTable:
         self._move(slot, "register")
         del self._staged[slot], self._staging[block.hash]
         self._block[slot] = block
+        self._block_bytes += block.bytes
         self._slot[block.hash] = slot
         self.policy.admit(block.hash, block.parent)
 
@@ -275,6 +301,38 @@ class SlotTable:
         self.policy.forget(name)
         return self.block(slot)
 
+    def retire(self, count: int) -> int:
+        """Take up to `count` RESET slots out of use; returns how many there were."""
+        count = min(count, len(self._reset))
+        for _ in range(count):
+            slot = self._reset.pop()
+            self._move(slot, "retire")
+            self._retired.append(slot)
+        return count
+
+    def revive(self, count: int) -> int:
+        """Put up to `count` RETIRED slots back into use; returns how many there were."""
+        count = min(count, len(self._retired))
+        for _ in range(count):
+            slot = self._retired.pop()
+            self._move(slot, "revive")
+            self._reset.append(slot)
+        return count
+
+    def use_policy(self, policy: EvictionPolicy) -> None:
+        """Have another policy choose from now on. It learns the blocks in the old one's order.
+
+        O(blocks). What the old one knew beyond the order (counts, chances to return) is lost.
+        """
+        assert len(policy) == 0
+        free = self.policy.victims(len(self.policy))
+        held = [name for name, slot in self._slot.items() if self._pins[slot]]
+        for name in (*free, *held):  # Held blocks are in use: the last to go.
+            policy.admit(name, self.block(self._slot[name]).parent)
+        for name in held:
+            policy.hold(name)
+        self.policy = policy
+
     def _free(self, slot: int) -> None:
         self._move(slot, "unpin")
         block = self._block[slot]
@@ -287,6 +345,7 @@ class SlotTable:
         self._empty(slot)
 
     def _empty(self, slot: int) -> None:
+        self._block_bytes -= self.block(slot).bytes
         self._block[slot] = None
         self._reset.append(slot)
 
@@ -301,6 +360,7 @@ class SlotTable:
         """Assert every invariant; O(slots)."""
         by_state = Counter(self._state)
         assert len(self._reset) == len(set(self._reset)) == by_state[SlotState.RESET]
+        assert len(self._retired) == len(set(self._retired)) == by_state[SlotState.RETIRED]
         assert len(self._staged) == len(self._staging)
         assert not self._staged.keys() & self._abandoned
         assert len(self.staged()) == by_state[SlotState.STAGED]
@@ -318,5 +378,7 @@ class SlotTable:
             assert (self._pins[slot] > 0) == (state is SlotState.ACTIVE)
             committed = state in (SlotState.INACTIVE, SlotState.ACTIVE)
             assert (self._block[slot] is not None) == committed
+        assert self._block_bytes == sum(block.bytes for block in self._block if block is not None)
         counts = self.counts()
+        assert counts["total"] == self.slot_count - by_state[SlotState.RETIRED]
         assert all(counts[state.value] == by_state[state] for state in SlotState), counts

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, assert_never
 
 from kvbm_common.diary import Diary
+from kvbm_common.eviction import POLICIES
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import SlotTable
@@ -26,8 +27,12 @@ from kvbm_common.wire.admin import (
     PinRequest,
     PinsReply,
     PinsRequest,
+    PolicyReply,
+    PolicyRequest,
     RemoveReply,
     RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
     TierReply,
     TierRequest,
     UnpinReply,
@@ -53,6 +58,16 @@ class AdministeredTier(Protocol):
     @property
     def table(self) -> SlotTable:
         """The slots."""
+
+    @property
+    def policy_name(self) -> str:
+        """The eviction policy in force."""
+
+    def use_policy(self, name: str) -> bool:
+        """Have another one choose, also in tables to come; False: this tier needs its own."""
+
+    def make_room(self, count: int) -> int:
+        """Evict for `count` slots, and announce it; returns how many are RESET now."""
 
     def remove(self, names: Sequence[SequenceHash], reason: str) -> None:
         """Make committed blocks unfindable, and announce it."""
@@ -83,6 +98,10 @@ class TierAdmin:
             case DrainRequest():
                 was, self._tier.draining = self._tier.draining, verb == "drain"
                 return DrainReply(draining=self._tier.draining, was=was)
+            case ResizeRequest():
+                return self._resize(request)
+            case PolicyRequest():
+                return self._use_policy(request)
             case _:
                 assert_never(request)
 
@@ -156,8 +175,8 @@ class TierAdmin:
             else:
                 found[slot] = None
         pinned = {slot for lease in self._pins() for slot in lease.slots}
-        if len(pinned | found.keys()) > PINNED_PART_MAX * table.slot_count:
-            text = f"{len(pinned)} of {table.slot_count} slots are pinned, at most half may be"
+        if len(pinned | found.keys()) > PINNED_PART_MAX * table.usable_count:
+            text = f"{len(pinned)} of {table.usable_count} slots are pinned, at most half may be"
             return ErrorBody(code="pin_limit", message=text, field="hashes")
         if not found:
             return PinReply(pin=0, pinned=0, missing=missing)
@@ -176,6 +195,38 @@ class TierAdmin:
         self._tier.leases.release(lease.id)
         self._tier.end_leases([lease])
         return UnpinReply(ended=True)
+
+    # --- size and policy ---------------------------------------------------------------------
+
+    def _resize(self, request: ResizeRequest) -> ResizeReply | ErrorBody:
+        table = self._tier.table
+        was, capacity = table.usable_count, table.slot_count
+        if request.slots > capacity:
+            text = f"the medium has {capacity} slots" if capacity else "the medium is not cut yet"
+            return ErrorBody(code="bad_size", message=text, field="slots")
+        table.revive(max(0, request.slots - was))
+        surplus = max(0, was - request.slots)
+        surplus -= table.retire(surplus)
+        step = min(surplus, STEP_BLOCKS_MAX)
+        evicted = table.retire(self._tier.make_room(step))
+        return ResizeReply(
+            slots=table.usable_count,
+            was=was,
+            capacity=capacity,
+            evicted=evicted,
+            more=evicted == step < surplus,
+        )
+
+    def _use_policy(self, request: PolicyRequest) -> PolicyReply | ErrorBody:
+        was = self._tier.policy_name
+        if request.policy not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            text = f"no eviction policy {request.policy!r}; there are: {known}"
+            return ErrorBody(code="unknown_policy", message=text, field="policy")
+        if request.policy != was and not self._tier.use_policy(request.policy):
+            text = f"a staging arena evicts by {was}"
+            return ErrorBody(code="fixed_policy", message=text, field="policy")
+        return PolicyReply(policy=self._tier.policy_name, was=was)
 
 
 def _pin_entry(lease: Lease, now_ms: int) -> PinEntry:

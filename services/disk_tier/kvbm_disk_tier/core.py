@@ -16,6 +16,7 @@ from kvbm_common.breaker import BreakerState
 from kvbm_common.identity import IdentityError, SequenceHash, hashes_from_hex
 from kvbm_common.slots import SlotTable
 from kvbm_common.tier_admin import TierAdmin
+from kvbm_common.wire.admin import FilterReply, FilterRequest
 from kvbm_common.wire.events import Event, Stored
 from kvbm_common.wire.verbs import ArenaReply, ErrorBody, SnapshotReply, StatsReply
 
@@ -176,10 +177,29 @@ class DiskTierCore:
                 self.reads.failed(event, now_ms)
             case WritersKnown(instances):
                 self.writes.shards.set(instances)
-            case AdminAsked(reply_to, verb, request):
-                self.tier.emit(Answer(reply_to, self.admin.answer(verb, request, now_ms)))
+            case AdminAsked():
+                self._admin(event, now_ms)
             case Tick():
                 self._tick(now_ms)
+    def _admin(self, asked: AdminAsked, now_ms: int) -> None:
+        if isinstance(asked.request, FilterRequest):
+            self.tier.emit(Answer(asked.reply_to, self._set_filter(asked.request)))
+            return
+        answer = self.admin.answer(asked.verb, asked.request, now_ms)
+        self.tier.emit(Answer(asked.reply_to, answer))
+
+    def _set_filter(self, request: FilterRequest) -> FilterReply:
+        now = self.writes.filter
+        now.change(
+            enabled=request.enabled, pass_count=request.pass_count, decay_ms=request.decay_ms
+        )
+        return FilterReply(
+            enabled=now.enabled,
+            pass_count=now.pass_count,
+            decay_ms=now.decay_ms,
+            entries=len(now),
+        )
+
             case _:
                 assert_never(event)
 
@@ -231,6 +251,8 @@ class DiskTierCore:
     def _arena_known(self, arena: ArenaReply) -> None:
         """An arena is mapped. What it held before we listened is told by a snapshot."""
         self._asking_arena = False
+        figures["filter_enabled"] = float(self.writes.filter.enabled)
+        figures["filter_pass_count"] = float(self.writes.filter.pass_count)
         known, self.tier.arena = self.tier.arena, arena
         is_new = known is None or known.epoch != arena.epoch or not known.slot_bytes
         if is_new:
@@ -244,6 +266,8 @@ class DiskTierCore:
 
     def _tick(self, now_ms: int) -> None:
         self.writes.filter.decay_until(now_ms)
+            block_bytes=tier.table.block_bytes,
+            policy=tier.policy_name,
         self.tier.end_leases(self.tier.leases.expire(now_ms))
         # A bypassed disk that nobody asks for would stay so: when its pause is over, it takes
         # blocks again, and the first write is the probe.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbm_common.slots import Block
-from kvbm_common.wire.admin import TierReply, TierRequest
+from kvbm_common.wire.admin import FilterReply, FilterRequest, TierReply, TierRequest
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.verbs import (
     ArenaReply,
@@ -219,7 +219,7 @@ class AdminAsked:
 
     reply_to: int
     verb: str
-    request: TierRequest
+    request: TierRequest | FilterRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ class Answer:
     """Answer a verb."""
 
     reply_to: int
-    reply: FillReply | TierReply | ErrorBody
+    reply: FillReply | TierReply | FilterReply | ErrorBody
 
 
 @dataclass(frozen=True, slots=True)

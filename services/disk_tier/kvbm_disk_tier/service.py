@@ -20,7 +20,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
-from kvbm_common.wire.admin import TierReply, TierRequest
+from kvbm_common.wire.admin import FilterReply, FilterRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
 from kvbm_common.wire.verbs import (
@@ -112,7 +112,8 @@ _lease_reply: JsonCodec[LeaseReply] = JsonCodec(LeaseReply)
 _release_reply: JsonCodec[ReleaseReply] = JsonCodec(ReleaseReply)
 _snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _fill_request: JsonCodec[FillRequest] = JsonCodec(FillRequest)
-_VerbReply = FillReply | TierReply
+_filter_request: JsonCodec[FilterRequest] = JsonCodec(FilterRequest)
+_VerbReply = FillReply | TierReply | FilterReply
 
 
 class TierShell:
@@ -148,7 +149,8 @@ class TierShell:
         )
         await context.bus.subscribe(hits_subject(context.host), self._hits)
         own = {"fill": self._fill, "snapshot": self._snapshot}
-        await context.add_verbs(own | tier_verbs(self._admin, context.audit))
+        further = {"filter": _filter_request}
+        await context.add_verbs(own | tier_verbs(self._admin, context.audit, further=further))
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._loop.run(), name="core"),
@@ -237,7 +239,7 @@ class TierShell:
         request = _fill_request.decode(payload)
         return await self._ask_core(lambda reply_to: FillAsked(reply_to, request))
 
-    async def _admin(self, verb: str, request: TierRequest) -> bytes:
+    async def _admin(self, verb: str, request: TierRequest | FilterRequest) -> bytes:
         return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))
 
     async def _ask_core(self, make: Callable[[int], Input]) -> bytes:

@@ -281,6 +281,17 @@ class Tier:
     def end_leases(self, leases: Iterable[Lease]) -> None:
         """Unpin what some leases held."""
         for lease in leases:
+    @property
+    def policy_name(self) -> str:
+        """The eviction policy in force."""
+        return self._policy_name
+
+    def use_policy(self, name: str) -> bool:
+        """Have another policy choose victims, also in stores to come."""
+        self._policy_name = name
+        self.table.use_policy(make_policy(name, self.table.slot_count))
+        return True
+
             self.table.unpin(lease.slots)
 
     # --- announcements ----------------------------------------------------------------------
@@ -323,6 +334,10 @@ class Tier:
             return
         live = [(self.table.find(block.hash), block) for block in self.table.blocks()]
         records = self._records(Operation.COMMITTED, [*live, *committing])
+        self.fates.note(
+            (block.hash for block in blocks), reason, self.now_ms,
+            detail=self.policy_name if reason == "evicted" else "",
+        )  # fmt: skip
         self._journal_records = len(records)
         self.counts["bytes.journal"] += len(records) * RECORD_BYTES
         self.emit(RewriteJournal(records))

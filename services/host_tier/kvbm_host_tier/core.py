@@ -429,5 +429,7 @@ def _hit_rates(tier: Tier) -> dict[str, float]:
         "host_cache_hit_rate": sum(entry[1] for entry in tier.hit_window) / asked,
         "disk_cache_hit_rate": sum(entry[2] for entry in tier.hit_window) / asked,
         "object_cache_hit_rate": sum(entry[3] for entry in tier.hit_window) / asked,
+            block_bytes=tier.table.block_bytes,
+            policy=tier.policy_name,
         "lookups_windowed": float(len(tier.hit_window)),
     }

@@ -132,9 +132,7 @@ class Tier:
             if slot_count == 0:
                 return False
             self.slot_bytes = slot_bytes
-            # A staging arena asks for all free blocks in order, and what is on disk may go anyway.
-            name = "lru" if self.staging else self._policy_name
-            self.table = SlotTable(slot_count, make_policy(name, slot_count))
+            self.table = SlotTable(slot_count, make_policy(self.policy_name, slot_count))
         return block_bytes <= self.slot_bytes
 
     def make_room(self, count: int) -> int:
@@ -146,6 +144,19 @@ class Tier:
         if self.staging:
             evicted = self._evict_written(count - self.table.counts()["reset"])
         else:
+    @property
+    def policy_name(self) -> str:
+        """A staging arena asks for all free blocks in order, and what is on disk may go anyway."""
+        return "lru" if self.staging else self._policy_name
+
+    def use_policy(self, name: str) -> bool:
+        """Have another policy choose victims; False in a staging arena."""
+        if self.staging:
+            return False
+        self._policy_name = name
+        self.table.use_policy(make_policy(name, self.table.slot_count))
+        return True
+
             evicted = self.table.make_room(count)
         self.announce_removed(evicted, "evicted")
         return min(count, self.table.counts()["reset"])

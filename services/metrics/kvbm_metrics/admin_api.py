@@ -10,8 +10,10 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.registry import ServiceRecord
 from kvbm_common.wire.admin import (
     DrainRequest,
+    FilterRequest,
     LogLevelRequest,
     PinRequest,
+    PolicyRequest,
     UnpinRequest,
 )
 from kvbm_common.wire.codec import JsonCodec
@@ -25,13 +27,16 @@ from kvbm_metrics.admin_models import (
     BlockStoryView,
     ChangeView,
     DrainQuery,
+    FilterQuery,
     JobsView,
     JobView,
     LogLevelQuery,
     PinQuery,
     PinsView,
+    PolicyQuery,
     PrefetchQuery,
     RemoveQuery,
+    ResizeQuery,
     UnpinQuery,
 )
 from kvbm_metrics.collector import TIER_OF_KIND
@@ -187,6 +192,40 @@ async def _drain(api: ApiOf, verb: str, actor: str, query: DrainQuery) -> Change
     records = await _tiers(api, query.tier, query.host, query.instance)
     request = DrainRequest(actor=actor)
     return ChangeView(outcomes=await operations.change(api.fleet, records, verb, request))
+
+
+@changes.post("/resize", tags=["changes"], status_code=HTTPStatus.ACCEPTED)
+async def resize(api: ApiOf, actor: Actor, query: ResizeQuery) -> JobView:
+    """Use fewer or more slots of a medium; fewer evicts, in steps. A job."""
+    records = await _tiers(api, query.tier, query.host, query.instance)
+    work = operations.resizing(api.fleet, records, query, actor)
+    return _job_view(api.jobs.start("resize", actor, work))
+
+
+@changes.post("/policy", tags=["changes"])
+async def policy(api: ApiOf, actor: Actor, query: PolicyQuery) -> ChangeView:
+    """Change the eviction policy; the contents stay."""
+    records = await _tiers(api, query.tier, query.host, query.instance)
+    request = PolicyRequest(policy=query.policy, actor=actor)
+    return ChangeView(outcomes=await operations.change(api.fleet, records, "policy", request))
+
+
+@changes.post("/filter", tags=["changes"])
+async def set_filter(api: ApiOf, actor: Actor, query: FilterQuery) -> ChangeView:
+    """Change the frequency filter of disk and object tiers."""
+    if query.enabled is None and query.pass_count is None and query.decay_s is None:
+        raise BadQuery("enabled", "give at least one of enabled, pass_count and decay_s")
+    kinds = [kind for kind in operations.kinds_of(query.tier) if kind != "host-tier"]
+    records = operations.targets(
+        await api.fleet.records(), kinds=kinds, host=query.host, instance=query.instance
+    )
+    request = FilterRequest(
+        enabled=query.enabled,
+        pass_count=query.pass_count,
+        decay_ms=None if query.decay_s is None else round(query.decay_s * 1000),
+        actor=actor,
+    )
+    return ChangeView(outcomes=await operations.change(api.fleet, records, "filter", request))
 
 
 @changes.post("/log_level", tags=["changes"])

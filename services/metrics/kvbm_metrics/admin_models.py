@@ -78,6 +78,37 @@ class DrainQuery(TierQuery):
     """Instances of tiers that shall take no new blocks, or take them again."""
 
 
+class ResizeQuery(_Query):
+    """Use so many slots of the medium; more than it has is refused. Not said means all hosts."""
+
+    tier: Literal["host", "disk"]
+    slots: Annotated[int, Field(ge=1, le=2**40, description="Of each instance that is meant.")]
+    host: Name | None = None
+    instance: Name | None = None
+
+
+class PolicyQuery(TierQuery):
+    """Choose victims by this eviction policy from now on; what the tiers hold stays."""
+
+    policy: Literal["lru", "lfu", "prefix"]
+
+
+class FilterQuery(_Query):
+    """Which blocks deserve a lower tier. What is not named stays as it is."""
+
+    tier: Literal["disk", "object", "all"]
+    enabled: bool | None = None
+    pass_count: Annotated[
+        int | None,
+        Field(ge=1, le=1_000_000, description="A new block counts 1, each sight doubles that."),
+    ] = None
+    decay_s: Annotated[
+        float | None, Field(ge=1, le=7 * 24 * 3600, description="All counts lose 1 every so often.")
+    ] = None
+    host: Name | None = None
+    instance: Name | None = None
+
+
 Kind = Literal["index", "host-tier", "disk-tier", "object-tier", "metrics", "consolidator"]
 
 

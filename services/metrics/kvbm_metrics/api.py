@@ -130,7 +130,9 @@ async def metrics(api: ApiOf, view: View) -> Response:
 @router.get("/v1/status", tags=["status"])
 async def status(api: ApiOf, view: View) -> StatusView:
     """The whole system at a glance."""
-    return collector.status_view(view, api.fleet.totals, expected=api.expected, version=api.version)
+    return collector.status_view(
+        view, api.fleet.totals, api.fleet.rates, expected=api.expected, version=api.version
+    )
 
 
 @router.get("/v1/services", tags=["status"])
@@ -140,9 +142,9 @@ async def services(view: View) -> list[ServiceView]:
 
 
 @router.get("/v1/tiers", tags=["status"])
-async def tiers(view: View) -> list[TierView]:
-    """Slots, bytes, occupancy, hit rate and counters of every tier instance."""
-    return collector.tier_views(view)
+async def tiers(api: ApiOf, view: View) -> list[TierView]:
+    """Slots, bytes, occupancy, policy, rates and counters of every tier instance."""
+    return collector.tier_views(view, api.fleet.rates)
 
 
 @router.get("/v1/workers", tags=["status"])

@@ -14,6 +14,7 @@ from kvbm_common.registry import ServiceRecord
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.verbs import StatsReply, WorkerStats
 
+from kvbm_metrics import flows
 from kvbm_metrics.models import (
     KindView,
     KvbmView,
@@ -23,6 +24,7 @@ from kvbm_metrics.models import (
     TierView,
     WorkerView,
 )
+from kvbm_metrics.rates import Rate, Rates
 
 KVBM_COUNTERS = (
     "kvbm_matched_tokens",
@@ -175,9 +177,11 @@ def _service_view(one: Instance) -> ServiceView:
     )
 
 
-def tier_views(view: FleetView) -> list[TierView]:
+def tier_views(view: FleetView, rates: Rates) -> list[TierView]:
     """Every instance of a tier; one that does not answer without figures."""
-    return [_tier_view(one, tier) for one in view.instances if (tier := tier_of(one)) is not None]
+    return [
+        _tier_view(one, tier, rates) for one in view.instances if (tier := tier_of(one)) is not None
+    ]
 
 
 def tier_of(one: Instance) -> Tier | None:
@@ -187,7 +191,19 @@ def tier_of(one: Instance) -> Tier | None:
     return TIER_OF_KIND.get(one.record.kind)
 
 
-def _tier_view(one: Instance, tier: Tier) -> TierView:
+def _rate_of(one: Instance, rates: Rates) -> Rate:
+    return rates.of(one.record.kind, one.record.host, one.record.instance)
+
+
+def _counted(view: FleetView, rates: Rates) -> list[flows.Counted]:
+    return [
+        (tier, one.stats, _rate_of(one, rates))
+        for one in view.instances
+        if one.stats is not None and (tier := tier_of(one)) is not None
+    ]
+
+
+def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
     record, stats = one.record, one.stats
     if stats is None:
         return TierView(
@@ -212,7 +228,11 @@ def _tier_view(one: Instance, tier: Tier) -> TierView:
         bytes_total=total * stats.slot_bytes,
         bytes_used=used * stats.slot_bytes,
         occupancy=used / total if total else 0.0,
+        fragmentation=fragmentation(stats),
+        policy=stats.policy,
+        draining=stats.figures.get("draining", 0.0) > 0,
         leases=stats.leases,
+        rates=flows.rates_of(tier, stats, _rate_of(one, rates)),
         hit_rate=stats.figures.get(f"{tier}_cache_hit_rate", 0.0),
         figures=stats.figures,
     )
@@ -221,6 +241,12 @@ def _tier_view(one: Instance, tier: Tier) -> TierView:
 def used_slots(stats: StatsReply) -> int:
     """Slots with a block that can be read."""
     return sum(stats.slots.get(state, 0) for state in USED_STATES)
+
+
+def fragmentation(stats: StatsReply) -> float:
+    """The part of the used slots' bytes that no block fills: blocks smaller than their slots."""
+    taken = used_slots(stats) * stats.slot_bytes
+    return max(0.0, 1 - stats.block_bytes / taken) if taken else 0.0
 
 
 def worker_views(view: FleetView) -> list[WorkerView]:
@@ -250,12 +276,13 @@ def _worker_view(record: ServiceRecord, worker: WorkerStats) -> WorkerView:
 
 
 def status_view(
-    view: FleetView, totals: Totals, *, expected: Sequence[str], version: str
+    view: FleetView, totals: Totals, rates: Rates, *, expected: Sequence[str], version: str
 ) -> StatusView:
     """Everything at a glance."""
     reasons = unready_reasons(view, expected)
     workers = worker_views(view)
-    tiers = tier_views(view)
+    tiers = tier_views(view, rates)
+    counted = _counted(view, rates)
     kinds = [*expected, *sorted({one.record.kind for one in view.instances} - set(expected))]
     return StatusView(
         version=version,
@@ -267,6 +294,8 @@ def status_view(
             for tier in TIERS
             if (group := [one for one in tiers if one.tier == tier])
         ],
+        flows=flows.flows_of(counted),
+        lookups=flows.lookups_of(counted),
         engines=len({(one.host, one.engine, one.incarnation) for one in workers}),
         workers=len(workers),
         kvbm=kvbm_view(view, totals),

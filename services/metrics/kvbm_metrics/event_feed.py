@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Annotated
@@ -24,6 +25,7 @@ from kvbm_metrics.state import Api, ApiOf
 
 HEARTBEAT_S = 10.0
 """An idle feed says so, so that proxies keep it and a reader notices that it is gone."""
+TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
 """Each is a consumer of the stream in NATS."""
 POSITION_MAX = 2**63 - 2
@@ -59,6 +61,14 @@ async def events(
     source: Part = "*",
     kind: Annotated[str, Query(pattern=r"^(\*|stored|removed|cleared)$")] = "*",
     since: Annotated[str, Query(description="now, all, 90s, 10m, 6h, or an ISO time.")] = "now",
+    per_second: Annotated[
+        int,
+        Query(
+            ge=0,
+            le=10_000,
+            description="At most so many a second; an event `skipped` counts the others. 0: all.",
+        ),
+    ] = 0,
     last_event_id: Annotated[str, Header(description="Go on behind this one.")] = "",
 ) -> EventStream:
     """Events as they come, from now on or from the past; `id` is the place in the stream."""
@@ -67,7 +77,7 @@ async def events(
         raise TooManyFeeds(f"{len(api.feeds)} feeds are open")
     subject = f"{SUBJECT_PREFIX}.{host}.{source}.{kind}"
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return EventStream(counted(api, subject, start), headers=headers)
+    return EventStream(counted(api, subject, start, per_second=per_second), headers=headers)
 
 
 def _start(since: str, last_event_id: str) -> Start:
@@ -81,7 +91,9 @@ def _start(since: str, last_event_id: str) -> Start:
         raise BadQuery("since", "now, all, 90s, 10m, 6h, or an ISO time") from error
 
 
-async def counted(api: Api, subject: str, start: Start) -> AsyncGenerator[bytes, None]:
+async def counted(
+    api: Api, subject: str, start: Start, *, per_second: int = 0
+) -> AsyncGenerator[bytes, None]:
     """A feed that takes one of the places from its first part to its end.
 
     A reader that leaves before its feed begins would never give a place back, so two that come in
@@ -90,30 +102,67 @@ async def counted(api: Api, subject: str, start: Start) -> AsyncGenerator[bytes,
     place = object()
     api.feeds.add(place)
     try:
-        async with contextlib.aclosing(feed(api.fleet.bus, subject, start)) as parts:
+        parts = feed(api.fleet.bus, subject, start, per_second=per_second)
+        async with contextlib.aclosing(parts):
             async for part in parts:
                 yield part
     finally:
         api.feeds.discard(place)
 
 
+class Sample:
+    """Lets so many events of each second pass, and counts the others."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._second = -1
+        self._room = 0
+        self._skipped = 0
+
+    @property
+    def owes(self) -> bool:
+        """Events were left out, and nobody has been told."""
+        return self._skipped > 0
+
+    def take(self, messages: Sequence[EventMessage], now_s: float) -> bytes:
+        """What the reader gets now, as text; at the turn of a second also what it has missed."""
+        said = b""
+        if int(now_s) != self._second:
+            self._second, self._room = int(now_s), self._per_second
+            if self._skipped:
+                said = b'event: skipped\ndata: {"skipped": %d}\n\n' % self._skipped
+            self._skipped = 0
+        passed = messages[: self._room] if self._per_second else messages
+        self._room -= len(passed)
+        self._skipped += len(messages) - len(passed)
+        return said + b"".join(map(_text, passed))
+
+
 async def feed(
-    bus: Bus, subject: str, start: Start, *, heartbeat_s: float = HEARTBEAT_S
+    bus: Bus,
+    subject: str,
+    start: Start,
+    *,
+    heartbeat_s: float = HEARTBEAT_S,
+    per_second: int = 0,
 ) -> AsyncGenerator[bytes, None]:
     """Batches of messages, as text; comments in between, while nothing happens."""
+    sample = Sample(per_second)
     yield b": kvbm\n\n"  # The headers go out at once.
     async with bus.event_subscription(start=start, subject=subject) as batches:
         batch = asyncio.ensure_future(anext(batches, None))
         try:
             while True:
-                done, _ = await asyncio.wait({batch}, timeout=heartbeat_s)
+                timeout_s = TELL_SKIPPED_S if sample.owes else heartbeat_s
+                done, _ = await asyncio.wait({batch}, timeout=timeout_s)
                 if not done:
-                    yield b": alive\n\n"
+                    yield sample.take((), time.monotonic()) or b": alive\n\n"
                     continue
                 messages = batch.result()
                 if messages is None:
                     return
-                yield b"".join(map(_text, messages))
+                if said := sample.take(messages, time.monotonic()):
+                    yield said
                 batch = asyncio.ensure_future(anext(batches, None))
         finally:
             batch.cancel()

@@ -71,7 +71,7 @@ async def explain_list(
     return ExplainListView(requests=found[:limit], silent=silent)
 
 
-@router.get("/explain/{request_id}", tags=["explain"])
+@router.get("/explain/{request_id:path}", tags=["explain"])
 async def explain(api: ApiOf, request_id: RequestId) -> ExplainView:
     """Every kept lookup of a request: where each block came from, and why others did not."""
     answers, silent = await operations.ask_all(

@@ -20,6 +20,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_metrics.collector import FleetView, Instance, Totals
+from kvbm_metrics.rates import Rates
 
 ASK_DEADLINE_S = 0.5
 """An instance that takes longer to say how it is counts as down. Usually it takes 1 ms."""
@@ -30,6 +31,8 @@ OPERATOR_DEADLINE_S = 10.0
 CACHE_S = 0.25
 """An answer of the fleet serves all requests of so long. Prometheus asks once a second at most, a
 page twice; a storm of requests does not become one on NATS."""
+FOLLOW_S = 5.0
+"""Half of the window of a rate."""
 CONCURRENT_MAX = 64
 """Instances asked at the same time."""
 
@@ -64,6 +67,7 @@ class Fleet:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.totals = Totals()
+        self.rates = Rates()
         self._bus = bus
         self._registry = registry
         self._cache_s = cache_s
@@ -97,7 +101,15 @@ class Fleet:
                 self.totals.take(
                     one.snapshot for one in self._cached.instances if one.snapshot is not None
                 )
+                said = (one.stats for one in self._cached.instances if one.stats is not None)
+                self.rates.take(said, self._taken_s)
             return self._cached
+
+    async def follow(self) -> None:
+        """Look every now and then, so that rates are known to the first who asks."""
+        while True:
+            await self.view()
+            await asyncio.sleep(FOLLOW_S)
 
     async def ask_index(self, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]) -> Reply:
         """Ask any index.

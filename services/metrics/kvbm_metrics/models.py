@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from kvbm_common.identity import BLOCK_TOKENS_MAX, Namespace
@@ -147,6 +147,17 @@ class ServiceView(_View):
     positions: dict[str, Position] = {}
 
 
+class RatesView(_View):
+    """What went into a tier and out of it, per second. Bytes of host memory are those of slots."""
+
+    window_s: Annotated[float, Field(description="Taken over so long; 0: nothing to compare.")] = 0
+    blocks_in: float = 0.0
+    blocks_out: Annotated[float, Field(description="Read by engines or by the tier above.")] = 0.0
+    blocks_evicted: float = 0.0
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+
+
 class TierView(_View):
     """One instance of a tier."""
 
@@ -162,8 +173,14 @@ class TierView(_View):
     bytes_total: int = 0
     bytes_used: int = 0
     occupancy: Annotated[float, Field(description="Used slots / all slots, 0 to 1.")] = 0.0
+    fragmentation: Annotated[
+        float, Field(description="Part of the used slots' bytes that no block fills, 0 to 1.")
+    ] = 0.0
+    policy: Annotated[str, Field(description="Eviction policy.")] = ""
+    draining: Annotated[bool, Field(description="Takes no new blocks.")] = False
     leases: int = 0
     hit_rate: Annotated[float, Field(description="Of recent lookups, 0 to 1.")] = 0.0
+    rates: RatesView = RatesView()
     figures: dict[str, float] = {}
 
 
@@ -224,6 +241,24 @@ class KvbmView(_View):
     kvbm_object_cache_hit_rate: float
 
 
+class FlowView(_View):
+    """Blocks on their way from one medium to the next; `remote` is another host's memory."""
+
+    source: Literal["device", "host", "disk", "object", "remote"]
+    target: Literal["device", "host", "disk", "object"]
+    blocks: Annotated[float, Field(description="Per second.")]
+    bytes: Annotated[float, Field(description="Per second.")]
+
+
+class LookupsView(_View):
+    """What engines ask for, and what they find, per second."""
+
+    window_s: Annotated[float, Field(description="Taken over so long; 0: nothing to compare.")]
+    lookups: float
+    matched_tokens: float
+    blocks: Annotated[dict[str, float], Field(description="By where they were, or `miss`.")]
+
+
 class StatusView(_View):
     """The whole system at a glance."""
 
@@ -232,6 +267,8 @@ class StatusView(_View):
     reasons: list[str]
     services: list[KindView]
     tiers: list[MediumView]
+    flows: list[FlowView]
+    lookups: LookupsView
     engines: int
     workers: int
     kvbm: KvbmView

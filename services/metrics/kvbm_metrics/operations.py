@@ -22,6 +22,8 @@ from kvbm_common.wire.admin import (
     PrefetchRequest,
     RemoveReply,
     RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
 )
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.scores import BlockHolder
@@ -34,6 +36,7 @@ from kvbm_metrics.admin_models import (
     PlacedBlockView,
     PrefetchQuery,
     RemoveQuery,
+    ResizeQuery,
 )
 from kvbm_metrics.collector import TIER_OF_KIND
 from kvbm_metrics.fleet import Fleet, Reply
@@ -47,6 +50,7 @@ _any: JsonCodec[dict[str, Any]] = JsonCodec(dict[str, Any])
 _block: JsonCodec[BlockReply] = JsonCodec(BlockReply)
 _pins: JsonCodec[PinsReply] = JsonCodec(PinsReply)
 _remove: JsonCodec[RemoveReply] = JsonCodec(RemoveReply)
+_resize: JsonCodec[ResizeReply] = JsonCodec(ResizeReply)
 _prefetch: JsonCodec[PrefetchReply] = JsonCodec(PrefetchReply)
 
 
@@ -134,6 +138,35 @@ def removing(
                         tally["kept"] += reply.kept
                         tally["missing"] += len(reply.missing)
                     yield tally
+
+    return work
+
+
+def resizing(
+    fleet: Fleet, records: Sequence[ServiceRecord], query: ResizeQuery, actor: str
+) -> Callable[[Job], AsyncGenerator[Progress, None]]:
+    """The work of `resize`: each instance in steps until it is small enough, or stays larger."""
+
+    async def work(job: Job) -> AsyncGenerator[Progress, None]:
+        tally: Counter[str] = Counter(slots=0, evicted=0)
+        for record in records:
+            request = ResizeRequest(slots=query.slots, actor=actor)
+            more = True
+            while more:
+                try:
+                    reply = await fleet.ask_instance(record, "resize", request, _resize)
+                except KvbmError as error:
+                    job.errors[record.key] = f"{error.code}: {error}"
+                    break
+                more = reply.more
+                tally["evicted"] += reply.evicted
+                yield tally
+            else:
+                tally["slots"] += reply.slots
+                if reply.slots > query.slots:
+                    kept = reply.slots - query.slots
+                    job.errors[record.key] = f"in_use: {kept} slots more are in use; ask again"
+                yield tally
 
     return work
 

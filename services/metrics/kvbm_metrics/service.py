@@ -79,13 +79,17 @@ async def serve(context: ServiceContext) -> None:
         context.set_stats(lambda: _stats(context, server))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
-            following = tasks.create_task(audit.run(context.bus), name="audit")
+            following = [
+                tasks.create_task(audit.run(context.bus), name="audit"),
+                tasks.create_task(fleet.follow(), name="rates"),
+            ]
             serving.add_done_callback(lambda _: context.stopping.set())
             await server.is_up.wait()
             context.ready(f"http://{_shown(settings.metrics_bind)}:{settings.metrics_port}")
             await context.stopping.wait()
             await jobs.close()
-            following.cancel()
+            for task in following:
+                task.cancel()
             server.should_exit = True
 
 

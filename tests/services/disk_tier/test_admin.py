@@ -13,10 +13,16 @@ from kvbm_common.wire.admin import (
     BlockRequest,
     DrainReply,
     DrainRequest,
+    FilterReply,
+    FilterRequest,
     PinReply,
     PinRequest,
+    PolicyReply,
+    PolicyRequest,
     RemoveReply,
     RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
     TierRequest,
     UnpinReply,
     UnpinRequest,
@@ -34,7 +40,7 @@ from tests.services.disk_tier.test_service import (
 T = TypeVar("T")
 
 
-def admin(disk: Disk, verb: str, request: TierRequest, kind: type[T]) -> T:
+def admin(disk: Disk, verb: str, request: TierRequest | FilterRequest, kind: type[T]) -> T:
     """The answer to a verb, of this type."""
     reply = one(disk.step(AdminAsked(1, verb, request)), Answer).reply
     assert isinstance(reply, kind), reply
@@ -125,6 +131,48 @@ def test_a_drained_tier_reads_and_writes_nothing() -> None:
     assert (disk.announced, disk.counts["dropped.write_draining"]) == ({1}, 1)
     assert len(disk.fill(1)) == 1
     assert one(disk.step(AdminAsked(1, "undrain", DrainRequest())), SayAccepting).accepting
+
+
+def test_a_smaller_disk_journals_what_it_evicts() -> None:
+    """Four slots with three blocks become two: what goes does not come back with a new start."""
+    disk = Disk()
+    disk.store(1, 2, 3)
+    reply = admin(disk, "resize", ResizeRequest(slots=2), ResizeReply)
+    assert (reply.slots, reply.was, reply.evicted) == (2, 4, 1)
+    assert disk.announced == {1, 2}
+    assert disk.recovered() == disk.on_disk()
+    disk.store(4)
+    assert len(disk.announced) == 2
+    assert admin(disk, "resize", ResizeRequest(slots=4), ResizeReply).slots == 4
+    disk.store(5, 6)
+    assert len(disk.announced) == 4
+
+
+def test_the_policy_holds_for_a_store_that_is_made_anew() -> None:
+    """A model with other blocks comes: the operator's policy chooses there, too."""
+    disk = Disk()
+    disk.store(1)
+    assert admin(disk, "policy", PolicyRequest(policy="prefix"), PolicyReply).was == "lru"
+    assert disk.announced == {1}
+    disk.step(ArenaKnown(arena(epoch=9, slot_bytes=8192)))
+    assert disk.core.statistics().policy == "prefix"
+
+
+def test_the_filter_changes_while_it_runs() -> None:
+    """1. What is not named stays. 2. With 1 everything passes, with 4 the third sight does."""
+    disk = Disk()
+    reply = admin(disk, "filter", FilterRequest(pass_count=4), FilterReply)
+    assert (reply.pass_count, reply.decay_ms) == (4, 600_000)
+    changed = disk.core.writes.filter
+    changed.enabled = True
+    assert [changed.see(name(1)) for _ in range(3)] == [False, False, True]
+    admin(disk, "filter", FilterRequest(pass_count=1, decay_ms=1_000), FilterReply)
+    assert changed.see(name(2))
+    changed.decay_until(0)
+    changed.decay_until(1_000)
+    assert name(2) not in changed
+    assert not admin(disk, "filter", FilterRequest(enabled=False), FilterReply).enabled
+    assert disk.core.statistics().figures["filter_enabled"] == 0
 
 
 async def test_over_nats_with_files(nats_server: NatsServer, bus: Bus, tmp_path: Path) -> None:

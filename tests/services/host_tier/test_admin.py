@@ -21,10 +21,14 @@ from kvbm_common.wire.admin import (
     PinRequest,
     PinsReply,
     PinsRequest,
+    PolicyReply,
+    PolicyRequest,
     PrefetchReply,
     PrefetchRequest,
     RemoveReply,
     RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
     TierRequest,
     UnpinReply,
     UnpinRequest,
@@ -52,6 +56,63 @@ def admin(host: Host, verb: str, request: TierRequest | PrefetchRequest, kind: t
 def hexes(*numbers: int) -> list[str]:
     """Names of blocks."""
     return [name(number).hex() for number in numbers]
+
+
+# --- size and policy ----------------------------------------------------------------------------
+
+
+def test_a_smaller_tier_evicts_what_is_too_much_and_grows_back() -> None:
+    """1. 4 slots with 3 blocks become 2: the oldest block goes. 2. As long as 2 and 3 are leased
+
+    it is no smaller than they are. 3. It grows to what the arena has, and not beyond.
+    """
+    host = Host()
+    host.store(1, 2, 3)
+    lease = host.lease(2, 3).lease
+    reply = admin(host, "resize", ResizeRequest(slots=1), ResizeReply)
+    assert (reply.slots, reply.was, reply.capacity, reply.evicted) == (2, 4, 4, 1)
+    assert not reply.more
+    assert host.announced == {2, 3}
+    assert host.copied(lease)
+    reply = admin(host, "resize", ResizeRequest(slots=1), ResizeReply)
+    assert (reply.slots, reply.evicted) == (1, 1)
+    assert (host.slots["total"], host.slots["retired"]) == (1, 3)
+    reply = admin(host, "resize", ResizeRequest(slots=4), ResizeReply)
+    assert (reply.slots, reply.was) == (4, 1)
+    assert admin(host, "resize", ResizeRequest(slots=5), ErrorBody).code == "bad_size"
+
+
+def test_a_tier_that_is_not_cut_yet_has_no_size_to_change() -> None:
+    """The first engine has not said how large its blocks are."""
+    host = Host(attach=False)
+    refusal = admin(host, "resize", ResizeRequest(slots=1), ErrorBody)
+    assert (refusal.code, refusal.field) == ("bad_size", "slots")
+
+
+def test_the_eviction_policy_changes_and_the_blocks_stay() -> None:
+    """1. 1 is used most, then 2 to 4 come. 2. LFU keeps what it has seen used since: 2.
+
+    3. What it is called is said. An unknown one is refused, and nothing changes.
+    """
+    host = Host()
+    host.store(1, 2, 3, 4)
+    reply = admin(host, "policy", PolicyRequest(policy="lfu"), PolicyReply)
+    assert (reply.policy, reply.was) == ("lfu", "lru")
+    assert host.announced == {1, 2, 3, 4}
+    found = host.found(host.look_up(1, 2))
+    host.release(found.lease)
+    host.store(11, 12)
+    assert host.announced == {1, 2, 11, 12}
+    assert host.core.statistics(host.now_ms).policy == "lfu"
+    assert admin(host, "policy", PolicyRequest(policy="no"), ErrorBody).code == "unknown_policy"
+    assert admin(host, "policy", PolicyRequest(policy="lfu"), PolicyReply).was == "lfu"
+
+
+def test_a_staging_arena_keeps_its_policy() -> None:
+    """It asks for all free blocks in order, and what is on disk may go anyway."""
+    host = Host(staging=True)
+    assert admin(host, "policy", PolicyRequest(policy="lfu"), ErrorBody).code == "fixed_policy"
+    assert host.core.statistics(host.now_ms).policy == "lru"
 
 
 # --- evict and reset ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvbm_common.counters import Counters, Family, Sample
 from kvbm_metrics import collector, exposition
 from kvbm_metrics.collector import KVBM_COUNTERS, KVBM_GAUGES, FleetView, Instance, Totals
+from kvbm_metrics.rates import Rates
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.services.metrics.samples import (
@@ -292,7 +293,9 @@ def test_each_thing_that_is_missing_is_said(view: FleetView, reason: str) -> Non
 def test_tier_view() -> None:
     """Slots become bytes and occupancy; a silent tier is shown as down, not left out."""
     tier = tier_stats("host-tier", used=3, total=4, leases=1, figures={"host_cache_hit_rate": 0.25})
-    up, down = collector.tier_views(FleetView(instances=[alive(tier), silent("disk-tier")]))
+    up, down = collector.tier_views(
+        FleetView(instances=[alive(tier), silent("disk-tier")]), Rates()
+    )
     assert (up.bytes_total, up.bytes_used, up.occupancy, up.hit_rate) == (400, 300, 0.75, 0.25)
     assert up.slots["reset"] == 1
     assert (down.tier, down.up, down.ready, down.slots) == ("disk", False, False, {})
@@ -301,7 +304,8 @@ def test_tier_view() -> None:
 def test_a_tier_without_slots_yet_is_empty_not_an_error() -> None:
     """Before the first engine has said how large its blocks are."""
     (tier,) = collector.tier_views(
-        FleetView(instances=[alive(stats("host-tier", tier="host", slots={"total": 0}))])
+        FleetView(instances=[alive(stats("host-tier", tier="host", slots={"total": 0}))]),
+        Rates(),
     )
     assert (tier.occupancy, tier.bytes_total) == (0.0, 0)
 
@@ -316,7 +320,9 @@ def test_status_view() -> None:
             alive(stats("extra")),
         ]
     )
-    status = collector.status_view(view, Totals(), expected=("host-tier", "index"), version="1")
+    status = collector.status_view(
+        view, Totals(), Rates(), expected=("host-tier", "index"), version="1"
+    )
     assert [one.kind for one in status.services] == ["host-tier", "index", "disk-tier", "extra"]
     by_kind = {one.kind: (one.expected, one.instances, one.up) for one in status.services}
     assert by_kind["host-tier"] == (True, 2, 2)

@@ -11,13 +11,14 @@ import pytest
 from kvbm_common.announcer import Announcer
 from kvbm_common.bus import Bus
 from kvbm_common.counters import Counters
+from kvbm_common.event_subscription import EventMessage
 from kvbm_common.jetstream import EVENTS, ensure_stream, publish_acknowledged
 from kvbm_common.registry import NatsRegistry
 from kvbm_common.stack import Stack
 from kvbm_common.wire.events import event_codec, event_subject
 from kvbm_metrics import event_feed
 from kvbm_metrics.api import create_app
-from kvbm_metrics.event_feed import feed
+from kvbm_metrics.event_feed import Sample, feed
 from kvbm_metrics.fleet import Fleet
 from kvbm_metrics.state import Api
 
@@ -155,3 +156,54 @@ async def test_an_idle_feed_says_that_it_lives(bus: Bus) -> None:
     parts = feed(bus, "kvbm.v1.events.>", "new", heartbeat_s=0.01)
     assert [await anext(parts) for _ in range(3)] == [b": kvbm\n\n", *[b": alive\n\n"] * 2]
     await parts.aclose()
+
+
+def message(place: int) -> EventMessage:
+    """An event at a place in the stream."""
+    return EventMessage(sequence=place, subject="kvbm.v1.events.h.s.stored", payload=b"{}")
+
+
+def places(text: bytes) -> list[int]:
+    """The events in some text."""
+    return [int(line[4:]) for line in text.split(b"\n") if line.startswith(b"id: ")]
+
+
+def test_a_sample_of_a_second_and_a_count_of_the_rest() -> None:
+    """1. Two of five pass. 2. In the same second no more. 3. Then the four are owed, and told."""
+    sample = Sample(2)
+    assert places(sample.take([message(place) for place in range(5)], 7.1)) == [0, 1]
+    assert sample.take([message(5)], 7.9) == b""
+    was_owing = sample.owes
+    said = sample.take([message(6)], 8.0)
+    assert said.startswith(b'event: skipped\ndata: {"skipped": 4}\n\n')
+    assert places(said) == [6]
+    assert (was_owing, sample.owes) == (True, False)
+    assert sample.take((), 9.5) == b""
+
+
+def test_without_a_limit_everything_passes() -> None:
+    """And nothing is owed."""
+    sample = Sample(0)
+    assert places(sample.take([message(place) for place in range(100)], 7.1)) == list(range(100))
+    assert not sample.owes
+
+
+async def test_a_reader_of_a_sample_is_told_what_it_has_not_seen(
+    stack: Stack, publisher: Publisher
+) -> None:
+    """Ten events, one a second: one comes, and a count."""
+    for number in range(10):
+        await publisher.clears(f"e{number}")
+    url = f"{stack.services['metrics'].description}/v1/events?since=all&per_second=1"
+    async with httpx.AsyncClient() as client, client.stream("GET", url) as response:
+        async with asyncio.timeout(DEADLINE_S):
+            lines = [line async for line in _until_skipped(response)]
+    assert sum(line.startswith("id: ") for line in lines) <= 2
+    assert int(lines[-1].split(":")[-1].strip(" }")) >= 8
+
+
+async def _until_skipped(response: httpx.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        yield line
+        if 'skipped":' in line:
+            return

@@ -179,6 +179,59 @@ class PrefetchReply(_Message, frozen=True, kw_only=True):
     """Why the run ends before its last block; empty when it does not."""
 
 
+class ResizeRequest(_Change, frozen=True, kw_only=True):
+    """Use so many slots of the medium, until the process ends or the medium is cut anew.
+
+    Fewer: empty slots go out of use first, then blocks are evicted for it. What is pinned or on its
+    way in stays; who still wants it smaller asks again.
+    """
+
+    slots: Annotated[int, Meta(ge=1, le=2**40)]
+
+
+class ResizeReply(_Message, frozen=True, kw_only=True):
+    """How many slots may be used now and before, and how many there are. With `more`, the same
+    request goes on."""
+
+    slots: Natural
+    was: Natural
+    capacity: Natural
+    evicted: Natural = 0
+    more: bool = False
+
+
+class PolicyRequest(_Change, frozen=True, kw_only=True):
+    """Choose victims by this eviction policy from now on; what the tier holds stays."""
+
+    policy: Annotated[str, Meta(max_length=32)]
+
+
+class PolicyReply(_Message, frozen=True, kw_only=True):
+    """What holds from now on, and what held before."""
+
+    policy: str
+    was: str
+
+
+class FilterRequest(_Change, frozen=True, kw_only=True):
+    """Change the frequency filter of a lower tier; what is not named stays."""
+
+    enabled: bool | None = None
+    pass_count: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    """A block passes from this count on: 1 when it is new, doubled with each sight."""
+    decay_ms: Annotated[int, Meta(ge=1_000, le=7 * 24 * 3600 * 1000)] | None = None
+    """All counts lose 1 every so often."""
+
+
+class FilterReply(_Message, frozen=True, kw_only=True):
+    """What holds from now on; `entries`: blocks that are counted."""
+
+    enabled: bool
+    pass_count: Natural
+    decay_ms: Natural
+    entries: Natural
+
+
 class LogLevelRequest(_Change, frozen=True, kw_only=True):
     """Write log lines from this level on, until the process ends."""
 
@@ -208,8 +261,26 @@ class Audited(_Message, frozen=True, kw_only=True):
     """The reply, cut likewise; of an error its text."""
 
 
-TierRequest = BlockRequest | RemoveRequest | PinRequest | UnpinRequest | PinsRequest | DrainRequest
-TierReply = BlockReply | RemoveReply | PinReply | UnpinReply | PinsReply | DrainReply
+TierRequest = (
+    BlockRequest
+    | RemoveRequest
+    | PinRequest
+    | UnpinRequest
+    | PinsRequest
+    | DrainRequest
+    | ResizeRequest
+    | PolicyRequest
+)
+TierReply = (
+    BlockReply
+    | RemoveReply
+    | PinReply
+    | UnpinReply
+    | PinsReply
+    | DrainReply
+    | ResizeReply
+    | PolicyReply
+)
 
 audit_codec: JsonCodec[Audited] = JsonCodec(Audited)
 

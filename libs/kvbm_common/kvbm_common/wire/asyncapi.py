@@ -134,7 +134,29 @@ VERBS = (
             ("pins", admin.PinsRequest, admin.PinsReply),
             ("drain", admin.DrainRequest, admin.DrainReply),
             ("undrain", admin.DrainRequest, admin.DrainReply),
+            ("resize", admin.ResizeRequest, admin.ResizeReply),
+            ("policy", admin.PolicyRequest, admin.PolicyReply),
         )
+    ),
+    *(
+        Verb(service=tier, verb="filter", request=admin.FilterRequest, reply=admin.FilterReply)
+        for tier in ("disk-tier", "object-tier")
+    ),
+    Verb(
+        service="host-tier",
+        verb="explain",
+        request=explain.ExplainRequest,
+        reply=explain.ExplainReply,
+    ),
+    Verb(
+        service="host-tier",
+        verb="explain_list",
+        request=explain.ExplainListRequest,
+        reply=explain.ExplainListReply,
+    ),
+    *(
+        Verb(service=tier, verb="fates", request=explain.FatesRequest, reply=explain.FatesReply)
+        for tier in ("disk-tier", "object-tier")
     ),
     Verb(
         service="host-tier",

@@ -303,7 +303,8 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     """The last event that this source has published."""
     tier: Tier | None = None
     slots: dict[str, int] = {}
-    """Tiers: slots by state (`reset`, `staged`, `inactive`, `active`) and `total`."""
+    """Tiers: slots by state (`reset`, `staged`, `inactive`, `active`, `retired`) and `total`:
+    those that may be used, which `retired` ones may not."""
     slot_bytes: Natural = 0
     leases: Natural = 0
     figures: dict[str, float] = {}
@@ -311,6 +312,10 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     positions: dict[str, list[int]] = {}
     """Index: source → [epoch, seq] applied. Consolidator: source → [epoch, seq] published."""
     workers: list[WorkerStats] = []
+    block_bytes: Natural = 0
+    """Tiers: bytes of the blocks in these slots."""
+    policy: str = ""
+    """Tiers: the eviction policy in force."""
     """Host tier: the engine workers that are attached."""
 
 

@@ -1,0 +1,230 @@
+// The live page: asks the API once a second, follows a sample of the events, shows both.
+//
+// Everything is drawn in animation frames, and every list has a size. A page that nobody looks at
+// asks nothing.
+
+import { byId, count, fit, make, say } from "./draw.js";
+import { showMisses, showStatus, showTiers, showWorkers } from "./panels.js";
+import { NAME, openStory } from "./story.js";
+
+const POLL_MS = 1000;
+const ASK_DEADLINE_MS = 5000;
+const EXPLAIN_EVERY = 3; // Polls.
+const EVENTS_SHOWN = 60;
+const EVENTS_PER_S = 10; // What an eye can follow; the API says how many it has left out.
+const RETRY_MS = 3000;
+const TOKEN = "kvbm-token";
+
+class Refused extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+const headers = () => {
+  const token = sessionStorage.getItem(TOKEN);
+  return token ? { authorization: `Bearer ${token}` } : {};
+};
+
+const refusal = async response => {
+  const problem = await response.json().catch(() => ({}));
+  return new Refused(response.status, problem.detail || `HTTP ${response.status}`);
+};
+
+const ask = async path => {
+  const signal = AbortSignal.timeout(ASK_DEADLINE_MS);
+  const response = await fetch(path, { headers: headers(), signal, cache: "no-store" });
+  if (!response.ok) throw await refusal(response);
+  return response.json();
+};
+
+// --- drawing ----------------------------------------------------------------------------------
+
+const waiting = new Map();
+
+const inFrame = (name, work) => {
+  if (!waiting.size) requestAnimationFrame(() => {
+    const works = [...waiting.values()];
+    waiting.clear();
+    for (const one of works) one();
+  });
+  waiting.set(name, work); // The newest of a name only.
+};
+
+// --- the figures ------------------------------------------------------------------------------
+
+let polls = 0;
+let polling = null;
+
+const explain = async () => {
+  try {
+    return await ask("v1/explain?missed=true&limit=50");
+  } catch (error) {
+    if (error.status === 404) return null;
+    throw error;
+  }
+};
+
+const poll = async () => {
+  const wanted = [ask("v1/status"), ask("v1/tiers"), ask("v1/workers")];
+  if (polls % EXPLAIN_EVERY === 0) wanted.push(explain());
+  polls += 1;
+  const [status, tiers, workers, misses] = await Promise.all(wanted);
+  inFrame("figures", () => {
+    showStatus(status);
+    showTiers(tiers);
+    showWorkers(workers);
+    if (misses !== undefined) showMisses(misses);
+    document.body.dataset.polls = polls;
+  });
+};
+
+const failed = error => inFrame("figures", () => {
+  const health = byId("health");
+  health.className = "pill bad";
+  if (error.status === 401 || error.status === 403) {
+    say(health, "token wanted");
+    byId("ask").hidden = false;
+    say(byId("refused"), sessionStorage.getItem(TOKEN) ? error.message : "");
+  } else {
+    say(health, error.status ? `error: ${error.message}` : "no answer");
+  }
+});
+
+const pollOn = async () => {
+  let begun = performance.now();
+  try {
+    await poll();
+    byId("ask").hidden = true;
+    follow();
+  } catch (error) {
+    failed(error);
+    if (error.status === 401 || error.status === 403) {
+      polling = null; // Until there is a token.
+      return;
+    }
+  }
+  polling = setTimeout(pollOn, Math.max(0, POLL_MS - (performance.now() - begun)));
+};
+
+// --- the events -------------------------------------------------------------------------------
+
+let feed = null;
+let shown = [];
+let seen = 0;
+let left = 0;
+let counted = performance.now();
+
+const blocksOf = event => event.runs
+  ? event.runs.flatMap(run => run.hashes) : event.hashes || [];
+
+const take = (kind, data) => {
+  if (kind === "skipped") {
+    left += data.skipped;
+    return;
+  }
+  seen += 1;
+  const blocks = blocksOf(data);
+  shown.unshift({ at: new Date(data.ts_ms).toLocaleTimeString(), kind, source: data.source,
+    count: blocks.length, first: blocks[0] || "", reason: data.reason || "" });
+  shown.length = Math.min(shown.length, EVENTS_SHOWN);
+  inFrame("events", showEvents);
+};
+
+const showEvents = () => fit(byId("events"), shown, () => {
+  const item = make("li");
+  for (const name of ["", "", "", "number"]) make("span", item, name);
+  make("button", item, "block");
+  return item;
+}, (item, one) => {
+  const [at, kind, source, blocks, link] = item.children;
+  say(at, one.at);
+  say(kind, one.kind);
+  say(source, one.source);
+  say(blocks, one.count ? String(one.count) : one.reason);
+  say(link, one.first);
+  link.dataset.block = one.first;
+  link.hidden = !one.first;
+});
+
+setInterval(() => {
+  const now = performance.now();
+  const rate = (seen + left) / ((now - counted) / 1000);
+  const sampled = left ? `, ${EVENTS_PER_S}/s of them shown` : "";
+  if (!document.hidden) inFrame("rate", () => say(byId("events-note"),
+    feed ? `${count(Math.round(rate))}/s${sampled}` : "not followed"));
+  [seen, left, counted] = [0, 0, now];
+}, 2000);
+
+const parse = text => {
+  let kind = "message";
+  const data = [];
+  for (const line of text.split("\n")) {
+    if (line.startsWith("event: ")) kind = line.slice(7);
+    else if (line.startsWith("data: ")) data.push(line.slice(6));
+  }
+  if (data.length) take(kind, JSON.parse(data.join("\n")));
+};
+
+const follow = async () => {
+  if (feed || document.hidden) return;
+  feed = new AbortController();
+  const mine = feed;
+  try {
+    const response = await fetch(`v1/events?per_second=${EVENTS_PER_S}`,
+      { headers: headers(), signal: mine.signal, cache: "no-store" });
+    if (!response.ok) throw await refusal(response);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      const events = (rest + part.value).split("\n\n");
+      rest = events.pop();
+      events.forEach(parse);
+    }
+  } catch {
+    // Told by the note; the next try comes with a poll.
+  }
+  setTimeout(() => { if (feed === mine) feed = null; }, RETRY_MS);
+};
+
+// --- hands ------------------------------------------------------------------------------------
+
+const wake = () => {
+  if (document.hidden) {
+    clearTimeout(polling);
+    polling = null;
+    if (feed) feed.abort();
+    feed = null;
+  } else if (polling === null) {
+    polling = 0;
+    pollOn();
+  }
+};
+
+const goTo = hash => { location.hash = `block=${hash}`; };
+
+const arrive = () => {
+  const hash = location.hash.replace("#block=", "");
+  if (NAME.test(hash)) openStory(ask, hash);
+};
+
+document.addEventListener("visibilitychange", wake);
+document.addEventListener("click", event => {
+  const link = event.target.closest("button.block");
+  if (link) goTo(link.dataset.block);
+});
+byId("story").addEventListener("close", () => history.replaceState(null, "", location.pathname));
+window.addEventListener("hashchange", arrive);
+byId("find").addEventListener("submit", event => {
+  event.preventDefault();
+  goTo(byId("hash").value);
+});
+byId("ask").addEventListener("submit", event => {
+  event.preventDefault();
+  sessionStorage.setItem(TOKEN, byId("token").value);
+  byId("token").value = "";
+  wake();
+});
+wake();
+arrive();

@@ -1,0 +1,203 @@
+"""The live page in a headless Chromium, over a whole stack with an engine at work."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from kvbm_common.bus import Bus
+from kvbm_common.wire.events import Run, Stored, event_codec, event_subject
+from playwright.async_api import Browser
+
+from tests.browser import Tab, chromium, needs_chromium, tab
+from tests.integration.running import Running, running
+
+pytestmark = [pytest.mark.slow, needs_chromium, pytest.mark.timeout(180)]
+
+IMAGE = Path(__file__).parents[2] / "docs" / "images" / "live-page.png"
+TIERS = {"cpu_cache_gb": 0.05, "disk_cache_gb": 0.5, "disable_disk_offload_filter": True}
+EVENTS_PER_S = 1_000
+LONGEST_MS = 200
+"""A fifth of a second is when an eye sees that a page hangs. Machines of CI have two cores, and the
+whole stack runs beside the browser; on an idle one the longest task takes some 20 ms."""
+
+CONTRAST = """() => {
+  const channels = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(one => one / 255)
+    .map(one => one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+    .reduce((all, one, at) => all + one * [0.2126, 0.7152, 0.0722][at], 0);
+  const back = node => {
+    for (let at = node; at; at = at.parentElement) {
+      const found = channels(getComputedStyle(at).backgroundColor);
+      if (found.length === 3 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  const faint = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some(one => one.nodeType === 3 && one.textContent.trim());
+    if (!own || !node.checkVisibility()) continue;
+    const [a, b] = [light(channels(getComputedStyle(node).color)), light(back(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) faint.push([node.textContent.trim().slice(0, 30), ratio.toFixed(2)]);
+  }
+  return faint;
+}"""
+UNNAMED = """() => [...document.querySelectorAll("input, button, table, section, svg[role=img]")]
+  .filter(node => node.checkVisibility())
+  .filter(node => !(node.labels && node.labels.length) && !node.textContent.trim()
+    && !node.getAttribute("aria-label") && !node.getAttribute("aria-labelledby"))
+  .map(node => node.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    """Of this machine."""
+    async with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Running]:
+    """A stack with an engine that has worked."""
+    async with running(TIERS, engines=1) as run:
+        await run.run(requests=30)
+        yield run
+
+
+def url_of(run: Running) -> str:
+    """Where the page is."""
+    return f"http://127.0.0.1:{run.stack.settings.metrics_port}/"
+
+
+async def until_figures(shown: Tab, polls: int = 2) -> None:
+    """The page has asked so often."""
+    await shown.until(f"Number(document.body.dataset.polls) >= {polls}")
+
+
+async def work(run: Running, done: asyncio.Event) -> None:
+    """Requests until it is enough; conversations come back when host memory has lost them."""
+    for turn in itertools.count(2):
+        if done.is_set():
+            return
+        await run.run(requests=30, seed=turn % 12, prefix=f"w{turn}-")
+
+
+async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
+    """1. Figures of a system at work. 2. From an event to a block's story. 3. No complaint.
+
+    With LIVE_PAGE_SCREENSHOT=1 the picture of the README is taken anew.
+    """
+    done = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks, tab(browser, url_of(stack)) as shown:
+        tasks.create_task(work(stack, done))
+        await until_figures(shown, 8)
+        await shown.until("document.querySelectorAll('#events li').length > 5")
+        await shown.until("document.querySelectorAll('.ways .on').length > 1")
+        assert await shown.text("#health") == "ready"
+        assert await shown.text("#hits") != "–"
+        assert (await shown.text("#ttft")).startswith("≤")
+        tiers = await shown.text("#tiers tbody")
+        assert "host 0" in tiers
+        assert "disk 0" in tiers
+        assert "sim-0" in await shown.text("#workers tbody")
+        assert "host-tier 1/1" in await shown.text("#services")
+        assert await shown.text("#misses-note") != "…"
+        if os.environ.get("LIVE_PAGE_SCREENSHOT"):
+            await until_figures(shown, 20)
+            await shown.page.screenshot(path=IMAGE)
+        await shown.page.locator("#events button.block:visible").first.click()
+        await shown.until("document.querySelector('#story').open")
+        await shown.until("document.querySelector('#story .timeline, #story ul')")
+        assert "committed" in await shown.text("#story-body")
+        await shown.page.keyboard.press("Escape")
+        await shown.until("!document.querySelector('#story').open")
+        await shown.page.fill("#hash", "f" * 32)
+        await shown.page.keyboard.press("Enter")
+        await shown.until("document.querySelector('#story-body').textContent.includes('nobody')")
+        done.set()
+        # A block that nobody knows is a 404, which Chromium writes to the console.
+        assert [one for one in shown.complaints if "404" not in one] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_can_be_read_anywhere(
+    stack: Running, browser: Browser, scheme: Literal["light", "dark"]
+) -> None:
+    """Phone, tablet and desk, by day and night: no sideways scrolling, enough contrast, names."""
+    async with tab(browser, url_of(stack), scheme=scheme, width=360, height=740) as shown:
+        await until_figures(shown)
+        for width in (320, 360, 768, 1200, 1920):
+            await shown.page.set_viewport_size({"width": width, "height": 740})
+            wide = await shown.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width, f"{wide} px at {width}"
+        assert await shown.evaluate(CONTRAST) == []
+        assert await shown.evaluate(UNNAMED) == []
+        back = await shown.evaluate("getComputedStyle(document.body).backgroundColor")
+        light = sum(map(int, back.strip("rgb()").split(","))) / 3
+        assert (light < 64) == (scheme == "dark")
+        assert shown.complaints == []
+
+
+async def test_a_token_is_asked_for(browser: Browser) -> None:
+    """1. Without one there are no figures. 2. A wrong one is refused. 3. The right one opens.
+
+    4. It is gone with the tab.
+    """
+    async with running(TIERS | {"admin_read_token": "the-token"}, engines=0) as run:
+        async with tab(browser, url_of(run)) as shown:
+            await shown.page.locator("#ask").wait_for(state="visible")
+            await shown.page.fill("#token", "not-the-token")
+            await shown.page.keyboard.press("Enter")
+            await shown.until("document.querySelector('#refused').textContent !== ''")
+            await shown.page.fill("#token", "the-token")
+            await shown.page.keyboard.press("Enter")
+            await until_figures(shown)
+            assert not await shown.page.locator("#ask").is_visible()
+            assert await shown.evaluate("sessionStorage.getItem('kvbm-token')") == "the-token"
+            assert "the-token" not in str(await shown.evaluate("JSON.stringify(localStorage)"))
+        async with tab(browser, url_of(run)) as other:
+            await other.page.locator("#ask").wait_for(state="visible")
+
+
+async def flood(bus: Bus, host: str, *, seconds: float) -> int:
+    """So many events of a made-up engine as a large system has; returns how many."""
+    begun_s = time.monotonic()
+    sent = 0
+    while (past_s := time.monotonic() - begun_s) < seconds:
+        while sent < past_s * EVENTS_PER_S:
+            sent += 1
+            event = Stored(
+                host=host, source="flood-0", tier="device", epoch=1, seq=sent, namespace="0" * 64,
+                ts_ms=time.time_ns() // 1_000_000,
+                runs=[Run(parent="0" * 32, hashes=[f"{sent:032x}"])],
+            )  # fmt: skip
+            await bus.publish(event_subject(event), event_codec.encode(event))
+        await asyncio.sleep(0.005)  # The pace.
+    return sent
+
+
+async def test_a_thousand_events_a_second(stack: Running, browser: Browser) -> None:
+    """The list follows a sample, counts the rest, stays short; no task keeps it from drawing."""
+    bus = await Bus.connect(stack.stack.nats_url, "test")
+    try:
+        async with tab(browser, url_of(stack)) as shown:
+            await until_figures(shown)
+            await shown.evaluate("window.longest = {task: 0, frame: 0}")
+            sent = await flood(bus, stack.stack.settings.host, seconds=8)
+            note = await shown.text("#events-note")
+            longest = await shown.evaluate("window.longest")
+            assert sent > 0.9 * 8 * EVENTS_PER_S
+            assert "10/s of them shown" in note
+            assert "k/s" in note or float(note.split("/")[0]) > EVENTS_PER_S / 2, note
+            assert await shown.evaluate("document.querySelectorAll('#events li').length") <= 60
+            assert longest["task"] < LONGEST_MS, longest
+            assert shown.complaints == []
+    finally:
+        await bus.close()
