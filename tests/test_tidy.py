@@ -32,7 +32,7 @@ DISK_TIER_SHELLS = (
 CORES = [
     *(
         PACKAGES["kvbm_common"] / f"{n}.py"
-        for n in ("slots", "leases", "announcer", "registry_roster", "tier_admin", "breaker")
+        for n in ("slots", "leases", "announcer", "registry_roster", "tier_admin", "breaker", "fates")
     ),
     *PACKAGES["kvbm_common"].glob("eviction/*.py"),
     *(
@@ -44,6 +44,9 @@ CORES = [
             "offload",
             "onboard",
             "answers",
+            "explain",
+            "kept",
+            "reason_of",
             "disk_view",
             "messages",
             "peers",

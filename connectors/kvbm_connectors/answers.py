@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbm_common.wire.local import Found
 
-from kvbm_connectors.messages import Hit
+from kvbm_connectors.messages import Hit, LoadResult
 
 
 def is_sound(found: Found, asked: int) -> bool:
@@ -32,3 +32,10 @@ def hit_of(found: Found) -> Hit:
     remote = len(found.remote_blocks)
     blocks = len(found.slots)
     return Hit(blocks, blocks - disk - remote, disk, remote, found.reason)
+
+
+def why_failed(result: LoadResult) -> str:
+    """Why blocks that were found could not be used, in a word that is explained."""
+    if result.corrupt:
+        return "corrupt"
+    return "lease_ended" if result.reason == "lease_ended" else "load_failed"

@@ -40,6 +40,7 @@ from kvbm_common.wire.local import (
     Pulled,
     Release,
 )
+    Outcome,
 
 from kvbm_connectors.answers import hit_of, is_sound, nothing
 from kvbm_connectors.avoided import Avoided
@@ -47,16 +48,24 @@ from kvbm_connectors.messages import (
     Effect,
     Hit,
     Load,
+    UNSAID,
     LoadResult,
     OfferEnded,
     OfferRun,
     ToEvents,
     ToHost,
 )
+    Origin,
 
 
 class ConnectorMisuse(KvbmError):
     """The engine side called out of turn."""
+NEVER_MS = 2**62
+
+
+REQUEST_CHARS_MAX = 256
+"""Of an engine's request id, as far as people need it."""
+
 
     code = "connector_misuse"
 
@@ -129,6 +138,8 @@ class ConnectorCore:
         self._lookups: dict[int, str] = {}
         self._loading: set[int] = set()
         """Leases of loads in flight, whatever has become of their requests."""
+        self.explains = False
+        """The host tier keeps why lookups miss, and wants to be told what it cannot see."""
         self._offers: dict[int, int] = {}
         """Offer → its deadline. As long as it is here, the engine holds the blocks."""
         self._avoided = Avoided(
@@ -187,14 +198,17 @@ class ConnectorCore:
             state = None
         if state is None:
             onboard_ms = deadline_ms or self.limits.onboard_deadline_ms
-            return self._ask(request, hashes, now_ms, onboard_ms), self._take_effects()
+            hit = self._ask(request, hashes, now_ms, onboard_ms, origin)
+            return hit, self._take_effects()
         if state.stage is Stage.ASKED:
             if now_ms < state.deadline_ms:
+        origin: Origin = UNSAID,
                 return None, []
             self.counts["lookups_unanswered"] += 1
             self._forget(request)
             return Hit(0, reason="no_answer"), self._take_effects()
         if now_ms >= state.lease_until_ms:
+        `origin` is what only serves to explain and to trace.
             self.counts["lookups_outlived_lease"] += 1
             self._forget(request)
             return Hit(0, reason="lease_ended"), self._take_effects()
@@ -202,16 +216,24 @@ class ConnectorCore:
         return hit_of(state.found), []
 
     def _ask(
-        self, request: str, hashes: Sequence[SequenceHash], now_ms: int, onboard_ms: int
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        now_ms: int,
+        onboard_ms: int,
+        origin: Origin,
     ) -> Hit | None:
         if not self.epoch:
             self.counts["lookups_passed_through"] += 1
             return Hit(0, reason="no_host_tier")
         wanted = hashes[: self._avoided.run_before(hashes, now_ms)]
+            self._tell(request, state.lookup, "no_answer", state.asked)
         self.counts["avoided_blocks"] += len(hashes) - len(wanted)
         if not wanted:
             return Hit(0, reason="avoided" if hashes else "")
         limits = self.limits
+            blocks = len(state.found.slots) if state.found is not None else 0
+            self._tell(request, state.lookup, "lease_ended", blocks)
         lookup = self._take_id()
         self._lookups[lookup] = request
         self._requests[request] = Request(
@@ -229,6 +251,8 @@ class ConnectorCore:
             hashes=pack_hashes(wanted),
             lease_ms=onboard_ms + limits.lease_ms,
             deadline_ms=onboard_ms,
+            if hashes:
+                self._tell(request, 0, "avoided", len(hashes))
         )
         self._effects.append(ToHost(message))
         self.counts["lookups"] += 1
@@ -248,6 +272,12 @@ class ConnectorCore:
             self._give_back(found.lease)
         elif not is_sound(found, state.asked):
             self.counts["answers_malformed"] += 1
+            request=request[:REQUEST_CHARS_MAX] if self.explains else "",
+            content=origin.content if self.explains else b"",
+            avoided=len(hashes) - len(wanted),
+            trace=origin.trace,
+            sent_us=origin.sent_us,
+            parent=origin.parent,
             self._give_back(found.lease)
             state.stage, state.found = Stage.FOUND, nothing(found, "malformed")
         else:
@@ -267,6 +297,7 @@ class ConnectorCore:
         if state is None or not takeable or state.found is None:
             raise ConnectorMisuse(f"request {request} has nothing to load")
         found, count = state.found, len(blocks)
+            self._tell(request or "", found.lookup, "malformed", len(found.slots))
         if not 0 < count <= len(found.slots):
             raise ConnectorMisuse(f"request {request}: {count} of {len(found.slots)} blocks")
         if state.stage is Stage.LOST:
@@ -291,10 +322,14 @@ class ConnectorCore:
         load = result.load
         self._loading.discard(load.lease)
         self.counts["loaded_blocks"] += sum(result.intact)
-        self.counts["load_failed_blocks"] += len(result.intact) - sum(result.intact)
+        failed = len(result.intact) - sum(result.intact)
+        self.counts["load_failed_blocks"] += failed
+        if failed and load.epoch == self.epoch:
+            self._tell(load.request, load.lookup, why_failed(result), failed)
         for name, ok in zip(load.hashes, result.intact, strict=True):
             if not ok and load.epoch == self.epoch:
                 self._avoided.add(name, now_ms)
+            lookup=found.lookup,
         state = self._requests.get(load.request)
         if state is not None and state.found is not None and state.found.lease == load.lease:
             del self._requests[load.request]
@@ -335,6 +370,19 @@ class ConnectorCore:
         count = sum(len(run.hashes) for run in runs)
         if not self.epoch or not self.events_attached:
             self.counts["offers_passed_through"] += count
+    def _tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
+        """What the host tier cannot see, for whoever asks it why."""
+        if self.explains and self.epoch:
+            message = Outcome(
+                engine=self.engine,
+                incarnation=self.incarnation,
+                request=request[:REQUEST_CHARS_MAX],
+                lookup=lookup,
+                reason=reason,
+                blocks=blocks,
+            )
+            self._effects.append(ToHost(message))
+
             return None, []
         if len(self._offers) >= self.limits.offers_max:
             self.counts["offers_dropped_busy"] += count

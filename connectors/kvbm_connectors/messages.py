@@ -19,6 +19,19 @@ class OfferRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What a lookup says of itself so that it can be explained and traced; see `Lookup`."""
+
+    content: bytes = b""
+    trace: str = ""
+    sent_us: int = 0
+    parent: str = ""
+
+
+UNSAID = Origin()
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What a worker shall pull: arena slot `slots[i]` into device block `blocks[i]`.
 
@@ -34,6 +47,7 @@ class Load:
     checksums: tuple[int, ...]
     block_bytes: int
     deadline_ms: int
+    lookup: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvbm_common.identity import Namespace, SequenceHash
+import numpy as np
+from kvbm_common import trace_context
+from kvbm_common.identity import Namespace, SequenceHash, content_digest
 from kvbm_common.wire.local import (
     Attach,
     Attached,
@@ -33,12 +35,14 @@ from kvbm_connectors.core import ConnectorCore, Limits
 from kvbm_connectors.link import Link, LinkState, LinkThread
 from kvbm_connectors.messages import (
     Effect,
+    UNSAID,
     Hit,
     Load,
     LoadResult,
     OfferEnded,
     OfferRun,
     ToEvents,
+    Origin,
     ToHost,
 )
 
@@ -147,11 +151,24 @@ class SchedulerHalf:
     # --- what the engine calls --------------------------------------------------------------
 
     def lookup(
-        self, request: str, hashes: Sequence[SequenceHash], *, deadline_ms: int | None = None
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        *,
+        deadline_ms: int | None = None,
+        first_tokens: Sequence[int] | np.ndarray | None = None,
+        trace: str = "",
     ) -> Hit | None:
-        """See ConnectorCore.lookup."""
+        """See ConnectorCore.lookup.
+
+        `first_tokens` are those of the first block, where the hashes begin a sequence; `trace` is
+        the `traceparent` of the engine's own span. Both only serve whoever looks on.
+        """
+        origin = self._origin(first_tokens, trace)
         with self._lock:
-            hit, effects = self._core.lookup(request, hashes, _now_ms(), deadline_ms=deadline_ms)
+            hit, effects = self._core.lookup(
+                request, hashes, _now_ms(), deadline_ms=deadline_ms, origin=origin
+            )
         self._carry_out(effects)
         return hit
 
@@ -159,6 +176,17 @@ class SchedulerHalf:
         """See ConnectorCore.take."""
         with self._lock:
             return self._core.take(request, blocks, _now_ms())
+    def _origin(self, first_tokens: Sequence[int] | np.ndarray | None, trace: str) -> Origin:
+        welcome = self.welcome
+        if welcome is None or not (welcome.explains or welcome.traces):
+            return UNSAID
+        content = b"" if first_tokens is None else content_digest(first_tokens)
+        if not welcome.traces:
+            return Origin(content)
+        outer = trace_context.parse(trace)
+        span = outer.child() if outer is not None else trace_context.new_trace()
+        return Origin(content, str(span), time.time_ns() // 1_000, trace if outer else "")
+
 
     def load_ended(self, result: LoadResult) -> None:
         """See ConnectorCore.load_ended."""
@@ -217,6 +245,7 @@ class SchedulerHalf:
                 case Found():
                     effects = self._core.found(message)
                 case Pulled():
+                    self._core.explains = message.explains
                     effects = self._core.pulled(message)
                 case _:
                     effects = []

@@ -210,6 +210,7 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
     "lookup": local.Lookup(
         **_engine(lookup=5, namespace=DIGEST, hashes=PACKED), lease_ms=10_000, deadline_ms=2_000
     ),
+    "outcome": local.Outcome(**_engine(request="cmpl-7", lookup=5, reason="corrupt", blocks=2)),
     "release": local.Release(**_engine(lease=12, corrupt=[1])),
     "confirm": local.Confirm(**_engine(offer=3, held=True)),
 }
@@ -226,6 +227,9 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         beat_ms=1_000,
     ),
     "alive": local.Alive(epoch=EPOCH),
+    "moved": local.Moved(
+        endpoint="ipc:///run/kvbm/host-tier-1.sock", version=EPOCH, within_ms=5_000
+    ),
     "refused": local.Refused(
         about="hello", code="bad_namespace", message="block_tokens is 32 here", field="namespace"
     ),

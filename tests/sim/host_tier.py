@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import assert_never
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import SequenceHash, hashes_from_hex
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.local import FromHostTier, from_host_tier, to_host_tier
 from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply
@@ -121,6 +121,8 @@ class HostTier(Service):
                 case host.AskDiskSnapshot():
                     self._disk_snapshot()
                 case host.MakeArena(size_bytes):
+                case host.AskFates():
+                    self._fates(effect)
                     self._make_arena(size_bytes)
                 case host.Answer(reply_to, reply):
                     self._verbs.pop(reply_to)(reply)
@@ -136,6 +138,14 @@ class HostTier(Service):
     def _make_arena(self, size_bytes: int) -> None:
         refused = not self.world.calm and self.world.rng.random() < self.world.plan.loss
         made = host.ArenaMade(_arena(size_bytes))
+    def _fates(self, effect: host.AskFates) -> None:
+        """A question that nobody waits for: lost, or late, or of a life that has ended."""
+        disk_tier = self.peers.disk_tier
+        names = hashes_from_hex(effect.request.hashes)
+        reply = disk_tier.core.fates(names, self.world.now_ms) if disk_tier.up else None
+        told = host.FatesTold(effect.question, effect.instance, reply)
+        self.later(self.world.delay(5), partial(self.step, told))
+
         outcome = host.ArenaRefused("no room") if refused else made
         self.later(self.world.delay(50), partial(self.step, outcome))
 

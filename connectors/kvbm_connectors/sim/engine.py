@@ -152,7 +152,8 @@ class SimEngine:
         missing = run.names[len(local) : run.usable]
         if self._scheduler is None or not missing:
             return Hit(0)
-        return self._scheduler.lookup(run.submit.request, missing)
+        first = None if local else run.prompt[: self.config.block_tokens]
+        return self._scheduler.lookup(run.submit.request, missing, first_tokens=first)
 
     def _allocate(self, run: Run, local: list[int]) -> bool:
         self.pool.hold(local)

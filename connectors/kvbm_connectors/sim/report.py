@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 from kvbm_common.counters import MetricsSnapshot
+from kvbm_common.reasons import UNEXPLAINED
 from kvbm_common.wire.verbs import StatsReply
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +23,9 @@ PATHS = {
     "disk2h": "disk → host",
     "d2disk": "device → disk (disk only)",
 }
+
+UNEXPLAINED_MAX = 0.01
+"""Of the missed blocks: whoever asks why gets an answer."""
 
 
 class PathFigures(msgspec.Struct, frozen=True):
@@ -50,6 +55,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: dict[str, float]
     """Medians over the same requests, once with the cache and once computed anew."""
     paths: dict[str, PathFigures]
+    missed: dict[str, int] = {}
+    """Blocks that a lookup missed, by reason, the most frequent first."""
+    unexplained: float = 0.0
+    """The part of them whose reason nobody knows."""
 
     @property
     def passed(self) -> bool:
@@ -59,6 +68,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             and self.leases_left == 0
             and self.staged_left == 0
             and self.views_consistent
+            and self.unexplained < UNEXPLAINED_MAX
         )
 
 
@@ -99,6 +109,7 @@ def make_report(
     """Put everything together."""
     blocks = tally.blocks
     asked = blocks["asked"] or 1
+    missed = _missed(host.figures)
     cached, recomputed = zip(*tally.pairs, strict=True) if tally.pairs else ((0.0,), (0.0,))
     return Report(
         requests=len(tally.finished),
@@ -118,7 +129,24 @@ def make_report(
             "recomputed": round(statistics.median(recomputed), 2),
         },
         paths=_paths(block_bytes, engines, host, disk, metrics),
+        missed=missed,
+        unexplained=_unexplained(missed, host.figures.get("lookup_blocks.miss", 0)),
     )
+
+
+def _missed(figures: Mapping[str, float]) -> dict[str, int]:
+    prefix = "missed_blocks."
+    found = {name.removeprefix(prefix): int(count) for name, count in figures.items()
+             if name.startswith(prefix)}  # fmt: skip
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _unexplained(missed: Mapping[str, int], all_missed: float) -> float:
+    """What has no reason at all counts like what nobody knows."""
+    without = max(0.0, all_missed - sum(missed.values()))
+    unknown = sum(count for reason, count in missed.items() if reason in UNEXPLAINED)
+    total = without + sum(missed.values())
+    return (without + unknown) / total if total else 0.0
 
 
 def _paths(
@@ -191,6 +219,10 @@ def print_report(report: Report, console: Console) -> None:
     table.add_row(
         "onboarded blocks compared", f"{report.blocks_verified}, {report.mismatches} mismatches"
     )
+    if report.missed:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in report.missed.items())
+        table.add_row("blocks missed", reasons)
+        table.add_row("of them unexplained", f"{report.unexplained:.2%}")
     table.add_row("leases left over", str(report.leases_left))
     table.add_row("index = tiers = engines", "yes" if report.views_consistent else "NO")
     for difference in report.differences:

@@ -110,12 +110,15 @@ class LeaderSide:
         if local >= usable:
             return 0
         names = tracked.first_names(self._hasher, request, tokens, usable)[local:]
-        tracked.promised = self._found(str(request.request_id), names)
+        first = None if local else tokens[: self._block_tokens]
+        tracked.promised = self._found(str(request.request_id), names, first)
         return len(tracked.promised) * self._block_tokens
 
-    def _found(self, request: str, names: Sequence[SequenceHash]) -> tuple[int, ...]:
+    def _found(
+        self, request: str, names: Sequence[SequenceHash], first_tokens: Sequence[int] | None
+    ) -> tuple[int, ...]:
         """Ask the host tier; the slots in which what it has is kept."""
-        hit = self._wait_found(request, names)
+        hit = self._wait_found(request, names, first_tokens)
         if hit is None or not hit.blocks:
             self._half.forget(request)
             return ()
@@ -126,7 +129,9 @@ class LeaderSide:
             return ()
         return self._promise(self._half.take(request, range(hit.blocks)), *arena)
 
-    def _wait_found(self, request: str, names: Sequence[SequenceHash]) -> Hit | None:
+    def _wait_found(
+        self, request: str, names: Sequence[SequenceHash], first_tokens: Sequence[int] | None
+    ) -> Hit | None:
         """Ask, and wait as long as this step still may. None: too late, or no answer."""
         now_ms = _now_ms()
         if self._step_until_ms is None:
@@ -137,7 +142,7 @@ class LeaderSide:
             return None
         while True:
             self._news.clear()
-            hit = self._half.lookup(request, names, deadline_ms=left_ms)
+            hit = self._half.lookup(request, names, deadline_ms=left_ms, first_tokens=first_tokens)
             if hit is not None:
                 return hit
             self._news.wait(NEWS_WAIT_S)

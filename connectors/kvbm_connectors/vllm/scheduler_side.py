@@ -40,7 +40,14 @@ class Half(Protocol):
 
     @property
     def epoch(self) -> int: ...
-    def lookup(self, request: str, hashes: Sequence[SequenceHash]) -> Hit | None: ...
+    def lookup(
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        *,
+        first_tokens: Sequence[int] | None = None,
+        trace: str = "",
+    ) -> Hit | None: ...
     def take(self, request: str, blocks: Sequence[int]) -> Load: ...
     def load_ended(self, result: LoadResult) -> None: ...
     def forget(self, request: str) -> None: ...
@@ -95,14 +102,25 @@ class SchedulerSide:
         if local >= usable:
             return 0, False
         names = tracked.first_names(self._hasher, usable)[local:]
-        hit = self._half.lookup(request.request_id, names)
+        hit = self._lookup(request, names, local)
         if hit is not None and hit.reason == "lease_ended":
-            hit = self._half.lookup(request.request_id, names)
+            hit = self._lookup(request, names, local)
         if hit is None:
             self._waiting += 1
             return None, False
         tracked.hit = hit
         return hit.blocks * self._block_tokens, hit.blocks > 0 and not self._sync
+
+    def _lookup(
+        self, request: EngineRequest, names: Sequence[SequenceHash], local: int
+    ) -> Hit | None:
+        plain = not local and not request.mm_features  # Else tokens are not all that is in a name.
+        return self._half.lookup(
+            request.request_id,
+            names,
+            first_tokens=request.all_token_ids[: self._block_tokens] if plain else None,
+            trace=(getattr(request, "trace_headers", None) or {}).get("traceparent", ""),
+        )
 
     def allocated(self, request: EngineRequest, blocks: BlockTable, external_tokens: int) -> None:
         """The scheduler has blocks for a request, of which it will have so many tokens loaded."""

@@ -217,6 +217,10 @@ class Settings:
         "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5, schema.integer(1), section="metrics",
         unit="s", help="How often the hit rates are refreshed and logged.")
 
+    explain_requests: int = setting(
+        "KVBM_EXPLAIN_REQUESTS", 100_000, schema.integer(0, 10_000_000), section="metrics",
+        unit="requests", help="Each host tier keeps why so many recent lookups hit and missed, in "
+        "about half a KiB each; 0: none.")
     # -- consolidator --
     consolidator_enabled: bool = setting(
         "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", True, schema.BOOLEAN, section="consolidator",

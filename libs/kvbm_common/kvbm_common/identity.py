@@ -173,6 +173,15 @@ def request_extras(*, lora: str | None = None, salt: str | None = None) -> dict[
     return {0: first} if first else {}
 
 
+def content_digest(tokens: Sequence[int] | np.ndarray) -> bytes:
+    """16 bytes that stand for a block's tokens alone, whatever their salt and namespace.
+
+    Only to say *why* two blocks have different names: nothing is found by it.
+    """
+    packed = pack_tokens(tokens)
+    return hashlib.blake2b(packed, digest_size=HASH_BYTES, person=b"kvbm-content").digest()
+
+
 def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32. Raises IdentityError for ids outside 0..2**32-1."""
     if isinstance(tokens, list | tuple) and LITTLE_ENDIAN:

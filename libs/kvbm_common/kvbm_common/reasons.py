@@ -44,6 +44,5 @@ OUTCOMES: Mapping[str, str] = {
     "no_answer": "the connector had given up before the answer came",
     "malformed": "the connector did not believe the answer",
     "avoided": "the connector did not ask: a load of it has failed a short while ago",
-    "not_taken": "the engine did not use it: finished, aborted or preempted before",
 }
 """What a connector tells after the answer, of blocks that it was promised or did not ask for."""

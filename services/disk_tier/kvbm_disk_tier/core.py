@@ -18,9 +18,11 @@ from kvbm_common.slots import SlotTable
 from kvbm_common.tier_admin import TierAdmin
 from kvbm_common.wire.admin import FilterReply, FilterRequest
 from kvbm_common.wire.events import Event, Stored
+from kvbm_common.wire.explain import FatesReply
 from kvbm_common.wire.verbs import ArenaReply, ErrorBody, SnapshotReply, StatsReply
 
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.fate_of import fates_of
 from kvbm_disk_tier.messages import (
     AdminAsked,
     Answer,
@@ -271,6 +273,10 @@ class DiskTierCore:
         self.tier.end_leases(self.tier.leases.expire(now_ms))
         # A bypassed disk that nobody asks for would stay so: when its pause is over, it takes
         # blocks again, and the first write is the probe.
+    def fates(self, names: Sequence[SequenceHash], now_ms: int) -> FatesReply:
+        """What has become of blocks that a host tier misses."""
+        return FatesReply(fates=fates_of(self.tier, self.writes, names, now_ms))
+
         self.tier.breaker.allows(now_ms)
         if self._host is not None and self._wants_arena():
             self._ask_arena(self._host)

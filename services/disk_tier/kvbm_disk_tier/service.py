@@ -16,13 +16,15 @@ from kvbm_common.config import Settings
 from kvbm_common.counters import families_of_counts, families_of_gauges
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable, RequestFailed
 from kvbm_common.event_publisher import EventPublisher
+from kvbm_common.identity import hashes_from_hex
 from kvbm_common.logs import OncePerKind
-from kvbm_common.loop import CoreLoop
+from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.admin import FilterReply, FilterRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
+from kvbm_common.wire.explain import fates_request
 from kvbm_common.wire.verbs import (
     ArenaReply,
     ErrorBody,
@@ -148,7 +150,7 @@ class TierShell:
             lambda: families_of_counts(self._core.tier.counts, label_names={"bytes": "direction"})
         )
         await context.bus.subscribe(hits_subject(context.host), self._hits)
-        own = {"fill": self._fill, "snapshot": self._snapshot}
+        own = {"fill": self._fill, "snapshot": self._snapshot, "fates": self._fates}
         further = {"filter": _filter_request}
         await context.add_verbs(own | tier_verbs(self._admin, context.audit, further=further))
         async with asyncio.TaskGroup() as tasks:
@@ -237,6 +239,10 @@ class TierShell:
 
     async def _fill(self, payload: bytes) -> bytes:
         request = _fill_request.decode(payload)
+    async def _fates(self, payload: bytes) -> bytes:
+        names = hashes_from_hex(fates_request.decode(payload).hashes)
+        return msgspec.json.encode(self._core.fates(names, monotonic_ms()))
+
         return await self._ask_core(lambda reply_to: FillAsked(reply_to, request))
 
     async def _admin(self, verb: str, request: TierRequest | FilterRequest) -> bytes:

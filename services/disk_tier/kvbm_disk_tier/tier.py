@@ -139,6 +139,8 @@ class Tier:
         self.breaker = Breaker()
         self._policy_name = policy
         self._is_open = False
+        self.fates = Fates()
+        """What became of the blocks that were here, or should have come here."""
         self._opening = False
         self._open_again_ms = 0
         self._order = 1

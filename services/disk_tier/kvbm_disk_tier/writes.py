@@ -102,6 +102,7 @@ class Writes:
             oldest, _ = self._pending.popitem(last=False)
             self._retries.forget([oldest])
             self._tier.counts["dropped.write_pending_full"] += 1
+            self._not_written([oldest], "too many blocks were waiting")
         self._pending[name] = None
 
     def listed(self, names: Sequence[SequenceHash]) -> None:
@@ -123,6 +124,14 @@ class Writes:
         for name in names:
             if name in self._pending:
                 del self._pending[name]
+    def is_waiting(self, name: SequenceHash) -> bool:
+        """Is it to be written, or being written?"""
+        return name in self._pending or name in self._writing
+
+    def _not_written(self, names: Iterable[SequenceHash], reason: str) -> None:
+        """Remember why, for those who miss them."""
+        self._tier.fates.note(names, "not_written", self._tier.now_ms, detail=reason)
+
                 self._retries.forget([name])
 
     def forget_pending(self, reason: str) -> None:
@@ -133,6 +142,7 @@ class Writes:
 
     # --- the way ----------------------------------------------------------------------------
 
+        self._not_written(self._pending, reason)
     def advance(self, now_ms: int, *, beside_reads: bool) -> None:
         """Write as many batches as may be written, and lease as many ahead."""
         limits, breaker = self._tier.limits, self._tier.breaker
@@ -244,6 +254,7 @@ class Writes:
         kept = blocks * self._tier.slot_bytes
         self.budget.give_back(write.charged - kept)
         write.charged = kept
+        self._not_written(write.names, "bypassed")
 
     def lease_failed(self, write_id: int, reason: str, now_ms: int) -> None:
         """The host tier did not answer, or refused."""
@@ -260,6 +271,8 @@ class Writes:
         """Behind all others: what never gets an answer holds up nobody else."""
         for slot, _ in self._writes[write_id].slots:
             self._tier.table.abort(slot)
+        left = (n for n in write.names if n not in leased and table.find(n) is None)
+        self._not_written(left, "it had left host memory when its turn came")
         again = self._retries.unanswered(names, now_ms)
         self._tier.counts[f"dropped.write_{reason}"] += len(names) - len(again)
         self._tier.counts["write_retries"] += len(again)
@@ -286,6 +299,7 @@ class Writes:
             self._tier.table.abort(slot)
         write.slots.clear()
         self._release(write_id)
+        self._not_written(set(names).difference(again), reason)
 
     def _release(self, write_id: int) -> None:
         write = self._writes[write_id]
@@ -306,6 +320,7 @@ class Writes:
             write.phase = Phase.JOURNALING
             self._tier.journal_committed(write_id, write.slots)
 
+        self._not_written((block.hash for _, block in write.slots), reason)
     def journaled(self, write_id: int, now_ms: int) -> None:
         """Data and record are durable: commit and announce."""
         tier, write = self._tier, self._writes[write_id]
@@ -359,6 +374,7 @@ class Writes:
         """Assert every invariant."""
         limits = self._tier.limits
         assert self._count(Phase.WRITING) <= limits.writes_max
+        self._not_written(write.names, reason)
         assert self._count(*AHEAD) <= limits.writes_max
         assert len(self._writes) <= 2 * limits.writes_max + limits.commits_max
         assert len(self._pending) <= limits.pending_max

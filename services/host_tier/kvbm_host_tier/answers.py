@@ -8,9 +8,12 @@ from typing import Literal
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.admin import PrefetchReply
 from kvbm_common.wire.events import Tier as WireTier
+from kvbm_common.wire.explain import REQUEST_CHARS_MAX, Place
 from kvbm_common.wire.local import Found, Lookup
 
+from kvbm_host_tier.explain import Explain
 from kvbm_host_tier.messages import Answer, EngineId, ToEngine
+from kvbm_host_tier.reason_of import Looked
 from kvbm_host_tier.tier import Tier
 
 OPERATOR = EngineId("operator", "")
@@ -37,6 +40,10 @@ class OnboardState:
     came_from: dict[int, Medium] = field(default_factory=dict)
     """Where blocks of the run came from that were not here."""
     reason: str = ""
+    failed_at: Place = ""
+    """Where, when something failed."""
+    asked: Lookup | None = None
+    """What the engine has said; None: an operator wants it."""
     question: int = 0
     """To the index, which other host has the blocks behind the run; 0: none is open."""
     reply_to: int = 0
@@ -46,8 +53,9 @@ class OnboardState:
 class Answers:
     """Gives them."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, explain: Explain) -> None:
         self._tier = tier
+        self._explain = explain
 
     def give(self, state: OnboardState) -> None:
         """Lease what is here, and say so."""
@@ -82,6 +90,20 @@ class Answers:
             reason=state.reason if state.run < len(state.hashes) else "",
         )
         tier.emit(ToEngine(state.connection, found))
+        self.explain(state)
+
+    def explain(self, state: OnboardState) -> None:
+        """Keep why it ended so."""
+        asked = state.asked
+        if asked is not None:
+            self._explain.answered(
+                Looked(
+                    asked.request[:REQUEST_CHARS_MAX], asked.engine, self._tier.now_ms,
+                    state.hashes, state.run, state.came_from, state.reason, state.failed_at,
+                    content=asked.content, namespace=asked.namespace, avoided=asked.avoided,
+                    trace=asked.trace,
+                )
+            )  # fmt: skip
 
     def _answer_prefetch(self, state: OnboardState, slots: list[int]) -> None:
         self._tier.table.unpin(slots)
@@ -93,8 +115,11 @@ class Answers:
         self._tier.counts["prefetched_blocks"] += reply.filled
         self._tier.emit(Answer(state.reply_to, reply))
 
-    def refuse(self, connection: bytes, lookup: Lookup, reason: str) -> None:
+    def refuse(
+        self, connection: bytes, lookup: Lookup, hashes: list[SequenceHash], reason: str
+    ) -> None:
         """Nothing was found, for this reason."""
+        self._explain.refused(lookup, hashes, reason, self._tier.now_ms)
         found = Found(
             lookup=lookup.lookup, epoch=self._tier.announcer.epoch, lease=0, slots=[],
             checksums=[], block_bytes=0, reason=reason,

@@ -59,6 +59,7 @@ from kvbm_host_tier.messages import (
     EngineId,
     FillDone,
     FillFailed,
+    FatesTold,
     FromEngine,
     Input,
     LeaseAsked,
@@ -145,6 +146,8 @@ class HostTierCore:
                 self._from_engine(connection, message, now_ms)
             case OfferReceived(offer):
                 self.offload.offered(offer, now_ms)
+        self.tier.started_ms = self.tier.started_ms or now_ms
+        self.onboard.explain.settle()  # Before anything changes: as it was when it was answered.
             case ArenaMade(arena):
                 self.tier.arena_made(arena)
             case ArenaRefused(reason):
@@ -160,7 +163,7 @@ class HostTierCore:
             case PullSettled(pull):
                 self.offload.pull_settled(pull)
             case DiskEvent():
-                self._disk_event(event)
+                self._disk_event(event, now_ms)
             case DiskSeen(instance, tier):
                 self.tier.emit(*self.tier.below.views[tier].seen(instance))
             case DiskLost(instance, tier):
@@ -191,6 +194,8 @@ class HostTierCore:
             case HoldersTold():
                 self.onboard.holders_told(event, now_ms)
             case PeerPulled():
+            case FatesTold():
+                self.onboard.explain.told(event)
                 self.onboard.peer_pulled(event, now_ms)
             case PeerPullFailed():
                 self.onboard.peer_pull_failed(event, now_ms)
@@ -198,6 +203,12 @@ class HostTierCore:
                 self.onboard.peers.settled(pull)
             case _:
                 assert_never(event)
+    def _offered(self, offer: Offer, now_ms: int) -> None:
+        """Every host tier of the host hears an offer; who does not serve its engine is silent."""
+        attached = self.engines.get(offer.engine, offer.incarnation) is not None
+        if attached or not self.placement.is_others(offer.engine):
+            self.offload.offered(offer, now_ms)
+
 
     def _admin(self, asked: AdminAsked, now_ms: int) -> None:
         if not isinstance(asked.request, PrefetchRequest):
@@ -263,6 +274,8 @@ class HostTierCore:
         if len(set(hashes)) != len(hashes):
             raise IdentityError("a chain cannot hold the same block twice")
         block_tokens = engine.hello.namespace.block_tokens
+            case Outcome():
+                self.onboard.explain.told_outcome(message, now_ms)
         self.onboard.looked_up(connection, lookup, hashes, now_ms, block_tokens=block_tokens)
 
     def _engine_release(self, release: Release) -> None:
@@ -292,10 +305,10 @@ class HostTierCore:
 
     # --- the disk tier ----------------------------------------------------------------------
 
-    def _disk_event(self, disk: DiskEvent) -> None:
+    def _disk_event(self, disk: DiskEvent, now_ms: int) -> None:
         view = self.tier.below.views[disk.tier]
         known = view.epoch(disk.instance)
-        new, questions = view.apply(disk.instance, disk.event)
+        new, questions = view.apply(disk.instance, disk.event, now_ms)
         self.tier.emit(*questions)
         if self.tier.staging and disk.tier == "disk":
             self.tier.counts["offload_blocks_d2d"] += new
@@ -367,6 +380,7 @@ class HostTierCore:
     def snapshot(self) -> SnapshotReply:
         """Everything that is committed, as of the last event."""
         return self.tier.announcer.snapshot(self.tier.own_blocks())
+        self.onboard.explain.tick(now_ms)
 
     def statistics(self, now_ms: int) -> StatsReply:
         """Figures for metrics and admin API."""
@@ -401,6 +415,7 @@ class HostTierCore:
         """What happened to a block lately."""
         return self.tier.diary.story(name)
 
+        figures["explained_requests"] = float(len(self.onboard.explain.kept))
     def check(self) -> None:
         """Assert every invariant; O(slots)."""
         tier = self.tier

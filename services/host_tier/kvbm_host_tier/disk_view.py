@@ -7,9 +7,10 @@ failed is forgotten when the disk tier does not have it, and left alone for a wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import assert_never
 
+from kvbm_common.fates import Fates
 from kvbm_common.identity import SequenceHash, hashes_from_hex
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
@@ -19,6 +20,8 @@ from kvbm_host_tier.messages import AskDiskSnapshot
 AVOID_MS = 30_000
 """A disk in trouble is not asked for the same block by every request, nor written off for ever."""
 AVOID_MAX = 65_536
+AWAY_MAX = 1_048_576
+"""Names of blocks; they were in the view before, so this is no memory that was not taken."""
 
 
 class DiskView:
@@ -31,6 +34,10 @@ class DiskView:
         self._asking: set[str] = set()
         self._avoid: dict[SequenceHash, int] = {}
         """Block whose fill failed → when it may be asked for again."""
+        self._away: set[SequenceHash] = set()
+        """What instances had that are away now: to explain misses, nothing else."""
+        self.fates = Fates()
+        """What became of the blocks that have left, as far as events have told."""
 
     def __contains__(self, name: SequenceHash) -> bool:
         return name in self._instance
@@ -47,6 +54,20 @@ class DiskView:
     def is_followed(self) -> bool:
         """Some instance has said something, or is being asked."""
         return bool(self._position or self._asking)
+
+    @property
+    def instances(self) -> list[str]:
+        """Those that have told what they hold."""
+        return list(self._position)
+
+    def has_never_had(self, names: Collection[SequenceHash]) -> bool:
+        """Is nothing known of any of these?"""
+        known = (self._instance.keys(), self._away)
+        return self.fates.knows_none_of(names) and all(one.isdisjoint(names) for one in known)
+
+    def is_away(self, name: SequenceHash) -> bool:
+        """Did an instance have it that is away?"""
+        return name in self._away
 
     def instance(self, name: SequenceHash) -> str:
         """Who has a block that is in the view."""
@@ -80,10 +101,13 @@ class DiskView:
 
     def lost(self, instance: str) -> None:
         """A disk tier is gone."""
+        self._remember_away(instance)
         self._clear(instance)
         self._position.pop(instance, None)
 
-    def apply(self, instance: str, event: Event) -> tuple[int, list[AskDiskSnapshot]]:
+    def apply(
+        self, instance: str, event: Event, now_ms: int = 0
+    ) -> tuple[int, list[AskDiskSnapshot]]:
         """Take an event; returns how many blocks are new, and what to ask for after a gap."""
         epoch, seq = self._position.get(instance, (0, 0))
         if (event.epoch, event.seq) <= (epoch, seq):
@@ -99,11 +123,16 @@ class DiskView:
                 new = len(self._instance) - before
                 for name in names:
                     self._avoid.pop(name, None)
-            case Removed(hashes=hashes):
-                for name in hashes_from_hex(hashes):
+                self._away.difference_update(names)
+            case Removed(hashes=hashes, reason=reason):
+                names = hashes_from_hex(hashes)
+                for name in names:
                     if self._instance.get(name) == instance:
                         del self._instance[name]
-            case Cleared():
+                self.fates.note(names, reason, now_ms)
+            case Cleared(reason=reason):
+                if reason == "stop":
+                    self._remember_away(instance)
                 self._clear(instance)
             case _:
                 assert_never(event)
@@ -124,7 +153,15 @@ class DiskView:
             self._position[instance] = (reply.epoch, reply.seq)
         for part in reply.parts:
             for run in part.runs:
-                self._instance.update(dict.fromkeys(hashes_from_hex(run.hashes), instance))
+                names = hashes_from_hex(run.hashes)
+                self._instance.update(dict.fromkeys(names, instance))
+                self._away.difference_update(names)
+
+    def _remember_away(self, instance: str) -> None:
+        gone = (name for name, owner in self._instance.items() if owner == instance)
+        self._away.update(gone)
+        while len(self._away) > AWAY_MAX:
+            self._away.pop()
 
     def _clear(self, instance: str) -> None:
         kept = {name: owner for name, owner in self._instance.items() if owner != instance}

@@ -265,6 +265,7 @@ class Engines:
         )
         tier.emit(ToEngine(connection, welcome))
 
+            explains=tier.limits.explain_requests > 0,
     def statistics(self, now_ms: int) -> list[WorkerStats]:
         """Every attached worker."""
         return [

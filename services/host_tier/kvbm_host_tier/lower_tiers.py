@@ -22,6 +22,10 @@ class LowerTiers:
     def __contains__(self, name: SequenceHash) -> bool:
         return any(name in view for view in self.views.values())
 
+    def instances(self) -> list[tuple[Tier, str]]:
+        """Everybody who holds something below, the nearest first."""
+        return [(tier, one) for tier, view in self.views.items() for one in view.instances]
+
     def missing(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
         """Those that some tier that is there does not have, or all of them when none is."""
         views = [view for view in self.views.values() if view.is_followed]

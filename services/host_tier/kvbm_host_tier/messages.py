@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
 from kvbm_common.wire.events import Event, Tier
+from kvbm_common.wire.explain import FatesReply, FatesRequest
 from kvbm_common.wire.local import FromHostTier, Region, ToHostTier
 from kvbm_common.wire.verbs import (
     ErrorBody,
@@ -202,6 +203,16 @@ class AdminAsked:
 
 
 @dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class FatesTold:
+    """What a lower tier knows of blocks that are missed; None: it has not answered."""
+
+    question: int
+    instance: str
+    reply: FatesReply | None
+    tier: Tier = "disk"
+
+
 class Tick:
     """Time has passed."""
 
@@ -226,6 +237,7 @@ Input = (
     | ReleaseAsked
     | AdminAsked
     | PeerInput
+    | FatesTold
     | Tick
 )
 
@@ -308,6 +320,16 @@ class AskDiskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+@dataclass(frozen=True, slots=True)
+class AskFates:
+    """Ask a lower tier what became of blocks; ends in FatesTold."""
+
+    question: int
+    instance: str
+    request: FatesRequest
+    tier: Tier = "disk"
+
+
     """Answer a verb."""
 
     reply_to: int
@@ -338,6 +360,7 @@ Effect = (
     | AskDiskSnapshot
     | Answer
     | Publish
+    | AskFates
     | TellHits
     | PeerEffect
 )

@@ -121,6 +121,8 @@ class Offload:
                     offer=offer.offer, pulled=0, skipped=0, failed=count, reason=refusal,
                     confirm=False,
                 ))  # fmt: skip
+            if refusal in ("busy", "draining", "incomplete_engine"):
+                self._not_stored((one.hash for one in _wanted(offer)), refusal)
             return
         state = OfferState(
             *key,
@@ -173,6 +175,7 @@ class Offload:
         slots: list[int] = []
         room = self._tier.make_room(len(batch))
         if room < len(batch):
+            self._not_stored((one.hash for one in batch[room:]), "no_room")
             self._give_up_rest(state, len(batch) - room, "no_room")
         for wanted in batch[:room]:
             slot = self._tier.table.stage(wanted.hash)
@@ -221,6 +224,7 @@ class Offload:
     def _give_up_rest(self, state: OfferState, count: int, reason: str) -> None:
         """`count` blocks and all that are still wanted are not cached. No room: all is pinned."""
         count += len(state.wanted)
+        self._not_stored((one.hash for one in state.wanted), reason)
         state.wanted.clear()
         state.failed += count
         state.reason = reason
@@ -244,6 +248,7 @@ class Offload:
         if pull.offer.phase is not Phase.DEAD:
             pull.offer.reason = event.reason
         self._tier.counts[f"dropped.pull_{event.reason}"] += len(pull.slots)
+        self._not_stored((one.hash for one in pull.wanted), event.reason)
         if event.reason == "peer_lost":
             self._engines.reattach(pull.offer.engine)
         if event.settled:
@@ -324,6 +329,8 @@ class Offload:
 
     def _kill(self, state: OfferState, reason: str) -> None:
         self._tier.counts[f"dropped.offer_{reason}"] += len(state.wanted)
+        self._not_stored((one.hash for one in state.wanted), reason)
+        self._not_stored((block.hash for _, block in state.arrived), reason)
         state.phase, state.reason = Phase.DEAD, reason
         state.wanted.clear()
         self._bury(state)
@@ -335,6 +342,10 @@ class Offload:
         state.arrived.clear()
         if not state.pulls:
             del self._offers[(state.engine, state.offer)]
+
+    def _not_stored(self, names: Iterable[SequenceHash], reason: str) -> None:
+        """Remember why, for those who miss them."""
+        self._tier.fates.note(names, "offload", self._tier.now_ms, detail=reason)
 
     def _abort(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
 from kvbm_common.wire.events import Tier as WireTier
+from kvbm_common.wire.explain import Place
 from kvbm_common.wire.local import Lookup
 from kvbm_common.wire.verbs import (
     FILL_GRACE_MS,
@@ -26,6 +27,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_host_tier.answers import OPERATOR, Answers, Medium, OnboardState
+from kvbm_host_tier.explain import Explain
 from kvbm_host_tier.messages import (
     Answer,
     AskFill,
@@ -70,7 +72,8 @@ class Onboard:
         """(reusable from, fill) of fills without an answer: the disk tier may still read."""
         self._next_id = 1
         self.peers = Peers(tier)
-        self._answers = Answers(tier)
+        self.explain = Explain(tier)
+        self._answers = Answers(tier, self.explain)
         self._questions: dict[int, int] = {}
         """Question to the index → the onboard that waits for it."""
 
@@ -89,7 +92,7 @@ class Onboard:
         """An engine asks which run of these blocks it can have."""
         if len(self._states) >= self._tier.limits.lookups_max:
             self._tier.counts["dropped.lookup_busy"] += 1
-            self._answers.refuse(connection, lookup, "busy")
+            self._answers.refuse(connection, lookup, hashes, "busy")
             return
         state = OnboardState(
             engine=EngineId(lookup.engine, lookup.incarnation),
@@ -101,6 +104,7 @@ class Onboard:
             lease_until_ms=now_ms + lookup.lease_ms,
             run=0,
             block_tokens=block_tokens,
+            asked=lookup,
         )
         here = self._begin(state, now_ms)
         self._tell_hits(lookup, state.hashes[:here])  # The engine waits, the disk tier does not.
@@ -254,7 +258,7 @@ class Onboard:
     def _take_outcomes(self, outcomes: Iterable[Outcome], now_ms: int) -> None:
         for name, slot, outcome in outcomes:
             if isinstance(outcome, str):
-                self._not_coming(name, outcome)
+                self._not_coming(name, outcome, "remote")
             else:
                 self._tier.guests[name] = None
                 self._tier.counts["peer_pulled_blocks"] += 1
@@ -357,25 +361,25 @@ class Onboard:
         else:
             view.avoid(name, now_ms)
         self._tier.counts[f"dropped.fill_{reason}"] += 1
-        self._not_coming(name, reason)
+        self._not_coming(name, reason, fill.tier)
 
-    def _not_coming(self, name: SequenceHash, reason: str) -> None:
+    def _not_coming(self, name: SequenceHash, reason: str, place: Place) -> None:
         """Those who wait for a block get what is before it."""
         for onboard_id, index in self._waiting.pop(name, []):
             state = self._states.get(onboard_id)
             if state is not None and index < state.run:
-                self._cut(state, index, reason)
+                self._cut(state, index, reason, place)
                 self._answer_if_complete(onboard_id)
 
     # --- answers ----------------------------------------------------------------------------
 
-    def _cut(self, state: OnboardState, run: int, reason: str) -> None:
+    def _cut(self, state: OnboardState, run: int, reason: str, place: Place = "") -> None:
         """The run ends before index `run`: give back what was pinned behind it."""
         self._tier.table.unpin(slot for slot in state.slots[run:] if slot is not None)
         del state.slots[run:]
         state.question = 0  # What is behind the cut is of no use any more.
         state.run = run
-        state.reason = reason
+        state.reason, state.failed_at = reason, place
 
     def _answer_if_complete(self, onboard_id: int) -> None:
         state = self._states.get(onboard_id)
@@ -390,18 +394,25 @@ class Onboard:
             state = self._states.pop(onboard_id)
             if None in state.slots:
                 self._tier.counts["lookups_cut_by_deadline"] += 1
-                self._cut(state, state.slots.index(None), "deadline")
+                run = state.slots.index(None)
+                self._cut(state, run, "deadline", self._place_of(state.hashes[run]))
             self._answers.give(state)
         self._take_outcomes(self.peers.advance(now_ms), now_ms)
         for entry in [entry for entry in self._lent if now_ms >= entry[0]]:
             self._lent.remove(entry)
             self._take_back(entry[1])
 
+    def _place_of(self, name: SequenceHash) -> Place:
+        """Where a block that has not come was to come from."""
+        views = self._tier.below.views
+        return next((tier for tier, view in views.items() if name in view), "remote")
+
     def end_engine(self, engine_id: EngineId) -> None:
         """Nobody waits for these answers any more."""
         for onboard_id in [i for i, state in self._states.items() if state.engine == engine_id]:
             state = self._states.pop(onboard_id)
             self._cut(state, 0, "engine_lost")
+            self._answers.explain(state)
 
     def _tell_hits(self, lookup: Lookup, names: Iterable[SequenceHash]) -> None:
         """The disk tier gives space to what is asked for again."""
@@ -425,6 +436,7 @@ class Onboard:
     def check(self) -> None:
         """Assert every invariant."""
         self.peers.check()
+        self.explain.check()
         for name, waiting in self._waiting.items():
             assert self._tier.table.is_staging(name), self._tier.diary.story(name)
             assert waiting

@@ -45,9 +45,11 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 
+from kvbm_host_tier.asking import ask_fates
 from kvbm_host_tier.core import HostTierCore
 from kvbm_host_tier.door import Door, DoorClosed
 from kvbm_host_tier.engine_socket import EngineSocket
+from kvbm_host_tier.explain_verbs import explain_verbs
 from kvbm_host_tier.lower_tiers import LOWER
 from kvbm_host_tier.messages import (
     NO_ARENA,
@@ -57,6 +59,7 @@ from kvbm_host_tier.messages import (
     ArenaMade,
     ArenaRefused,
     AskDiskSnapshot,
+    AskFates,
     AskFill,
     AttachPeer,
     DetachPeer,
@@ -200,6 +203,7 @@ class HostTierShell:
 
     # --- inputs -----------------------------------------------------------------------------
 
+                **explain_verbs(self._core.onboard.explain),
     def _from_engine(self, connection: bytes, message: ToHostTier) -> bool:
         return self._loop.offer_nowait(FromEngine(connection, message))
 
@@ -328,6 +332,8 @@ class HostTierShell:
                 return self._tell(subject, hits_codec.encode(hits))
             case _:
                 return self._carry_to_peers(effect)
+            case AskFates():
+                return ask_fates(self._context, effect)
         return None
 
     def _carry_to_peers(self, effect: PeerEffect) -> Awaitable[Input | None] | None:
@@ -455,3 +461,4 @@ def _where(arena: ArenaInfo) -> str:
 def main() -> None:
     """The entry point of `kvbm serve host-tier`."""
     run("host-tier", serve)
+        explain_requests=settings.explain_requests,

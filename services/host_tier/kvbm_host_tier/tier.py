@@ -10,6 +10,7 @@ from itertools import islice
 from kvbm_common.announcer import Announcer
 from kvbm_common.diary import Diary
 from kvbm_common.eviction import make_policy
+from kvbm_common.fates import Fates
 from kvbm_common.identity import SequenceHash
 from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import Block, SlotTable
@@ -46,6 +47,8 @@ class Limits:
     peer_deadline_ms: int = 1000
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
+    explain_requests: int = 100_000
+    """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
 
 
 def slot_bytes_of(block_bytes: int) -> int:
@@ -89,6 +92,10 @@ class Tier:
         self.diary = Diary()
         self.below = LowerTiers()
         self.guests: dict[SequenceHash, None] = {}
+        self.fates = Fates()
+        """What became of the blocks that were here."""
+        self.started_ms = 0
+        """When this life took its first step: nothing older is known."""
         """Committed blocks that a peer has, and that were used once here: not announced, and the
         first to go. The oldest first."""
         self.effects: list[Effect] = []
@@ -223,6 +230,10 @@ class Tier:
             self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
         if self.guests:
             guests = {block.hash for block in blocks if block.hash in self.guests}
+        self.fates.note(
+            (block.hash for block in blocks), reason, self.now_ms,
+            detail=self.policy_name if reason == "evicted" else "",
+        )  # fmt: skip
             blocks = [block for block in blocks if block.hash not in guests]
             for name in guests:
                 del self.guests[name]

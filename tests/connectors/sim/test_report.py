@@ -126,6 +126,29 @@ def test_a_run_without_requests_divides_by_nothing() -> None:
     assert report.hit_rate == {"device": 0.0, "host": 0.0, "disk": 0.0}
 
 
+def test_misses_are_told_by_reason_and_a_run_that_cannot_explain_them_fails() -> None:
+    """1. 98 % known: shown, failed. 2. All known: passed. 3. One block has no reason at all."""
+    report = missing({"never_stored": 97, "evicted": 1, "not_remembered": 2}, misses=100)
+    assert report.missed == {"never_stored": 97, "not_remembered": 2, "evicted": 1}
+    assert (report.unexplained, report.passed) == (0.02, False)
+    assert "never_stored 97, not_remembered 2, evicted 1" in printed(report)
+    assert "2.00%" in printed(report)
+    report = missing({"never_stored": 99, "evicted": 1}, misses=100)
+    assert (report.unexplained, report.passed) == (0.0, True)
+    report = missing({"never_stored": 9}, misses=10)
+    assert (report.unexplained, report.passed) == (0.1, False)
+
+
+def missing(reasons: dict[str, int], *, misses: int) -> Report:
+    """A run whose lookups have missed blocks."""
+    figures = {f"missed_blocks.{reason}": float(count) for reason, count in reasons.items()}
+    figures["lookup_blocks.miss"] = float(misses)
+    return make_report(
+        Tally(), Verdict(), seconds=0.0, block_bytes=1, engines=[],
+        host=stats("host-tier", **figures), disk=None, metrics=[],
+    )  # fmt: skip
+
+
 def test_the_table_shows_the_paths_that_were_used() -> None:
     text = printed(report_of(verdict=Verdict(differences=["sim-0 holds 2 blocks"])))
     assert "device → host" in text

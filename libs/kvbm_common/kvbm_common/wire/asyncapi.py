@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvbm_common.counters import MetricsSnapshot
-from kvbm_common.wire import VERSION, admin, events, holders, scores, verbs
+from kvbm_common.wire import VERSION, admin, events, explain, holders, scores, verbs
 
 Json = dict[str, Any]
 

@@ -22,7 +22,8 @@ FATES_MAX = 4_096
 REQUEST_CHARS_MAX = 256
 """Of an engine's request id; what is longer is cut."""
 
-Place = Literal["host", "disk", "object", "remote", ""]
+Place = Literal["device", "host", "disk", "object", "remote", ""]
+"""A tier of this host, or host memory of another."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,10 +5,11 @@ Both services bind a ROUTER; the connector connects a DEALER. One message is one
 
     connector                         host tier
     Hello ─────────────────────────►            (again when it was away for a while)
-          ◄───────────────────────── Welcome | Refused
+          ◄───────────────────────── Welcome | Refused | Moved
     Lookup ────────────────────────►
           ◄───────────────────────── Found      (once, when all of it is leased, or the deadline)
     Release ───────────────────────►
+    Outcome ───────────────────────►            (what was found was not used, and why)
           ◄───────────────────────── Pulled     (an offer's blocks are in staged slots)
     Confirm ───────────────────────►            (they were still held: commit)
     Beat ──────────────────────────►
@@ -77,6 +78,10 @@ class Welcome(_Message, frozen=True, kw_only=True):
     """Say `Beat` at least this often, or everything you lease is taken back."""
 
 
+    explains: bool = False
+    """It keeps why lookups miss: tell it the `Outcome` of those that were not used."""
+    traces: bool = False
+    """It passes spans on: give lookups a `trace`."""
 class Refused(_Message, frozen=True, kw_only=True):
     """A message could not be served; `about` is its type."""
 
@@ -138,6 +143,34 @@ class Found(_Message, frozen=True, kw_only=True):
     epoch: Natural
     lease: Natural
     """0 when nothing was found."""
+    request: str = ""
+    """The engine's own name of the request, for people: a miss is explained under it."""
+    content: bytes = b""
+    """`identity.content_digest` of the first block's tokens, where these hashes begin a sequence:
+    shows that a miss is one of salt or namespace alone."""
+    avoided: Natural = 0
+    """Blocks behind these that are not asked for, because a load of the first has failed."""
+    trace: str = ""
+    """A `traceparent` (W3C Trace Context) whose span is this onboard; empty: not traced."""
+    sent_us: Natural = 0
+    """With a trace: when the onboard began, wall clock."""
+    parent: str = ""
+    """With a trace: the `traceparent` of the engine's own span, if it has one."""
+
+
+class Outcome(_Message, frozen=True, kw_only=True):
+    """Blocks that were found for a request and not used, or not even asked for: why.
+
+    Said once per lookup at most, and only to who `explains`. Nothing is decided by it.
+    """
+
+    engine: Token
+    incarnation: Incarnation
+    request: str
+    lookup: Natural = 0
+    """0: none was sent."""
+    reason: str
+    blocks: Natural
     slots: list[Natural]
     checksums: list[int]
     block_bytes: Natural
@@ -238,8 +271,8 @@ class Offered(_Message, frozen=True, kw_only=True):
     runs: list[OfferedRun]
 
 
-ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm
-FromHostTier = Welcome | Alive | Refused | Found | Pulled
+ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm | Outcome
+FromHostTier = Welcome | Alive | Refused | Found | Pulled | Moved
 ToConsolidator = Attach | Detach | Offered | Beat
 FromConsolidator = Attached | Refused
 

@@ -98,6 +98,8 @@ class LeaseRequest(_Message, frozen=True, kw_only=True):
     lease_ms: Annotated[int, Meta(ge=1)]
 
 
+    trace: str = ""
+    """The `traceparent` of the onboard that wants them; empty: not traced."""
 class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):
     """One pinned block. `checksum` is the xxh3-64 of its first `bytes` bytes."""
 
@@ -174,6 +176,8 @@ class FillRequest(_Message, frozen=True, kw_only=True):
     of all runs before their tails."""
 
 
+    trace: str = ""
+    """The `traceparent` of the onboard that wants them; empty: not traced."""
 class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one slot; when `ok` is false, `reason` says why and the slot is unused."""
 
