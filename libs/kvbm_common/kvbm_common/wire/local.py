@@ -95,6 +95,18 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 class Beat(_Message, frozen=True, kw_only=True):
     """An engine is alive."""
+class Moved(_Message, frozen=True, kw_only=True):
+    """Another host tier of this host serves this engine, by this version of the shard map.
+
+    Whoever is attached here finishes what is under way, says `Bye` and introduces itself there.
+    """
+
+    endpoint: str
+    version: Natural
+    within_ms: Natural = 0
+    """For so long whoever says this answers as before; 0: it knows nothing of this engine."""
+
+
 
     engine: Token
     incarnation: Incarnation
