@@ -16,19 +16,21 @@ replayed), so is the stream, with the same reason, and what the tiers hold is sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 from kvbm_common.announcer import runs_of
-from kvbm_common.identity import SequenceHash, hashes_from_hex
+from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 
 from kvbm_connectors.consolidator.drafts import Drafts
-from kvbm_connectors.consolidator.tiers import Blocks, Change, Tiers, pairs_of
+from kvbm_connectors.consolidator.merge import ClearedDraft, Draft, RemovedDraft, StoredDraft
+from kvbm_connectors.consolidator.tiers import Blocks, Change, Tiers
 
 TIER_BITS: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "object": 8}
+DEVICE = TIER_BITS["device"]
 TIERS: dict[int, Tier] = {bit: tier for tier, bit in TIER_BITS.items()}
 BITS: dict[int, tuple[int, ...]] = {
     mask: tuple(bit for bit in TIERS if mask & bit) for mask in range(16)
@@ -37,14 +39,71 @@ BITS: dict[int, tuple[int, ...]] = {
 
 @dataclass(slots=True)
 class View:
-    """What one rank of an engine can use, of one namespace."""
+    """What one rank of an engine can use, of one namespace, and what was said of it.
+
+    A block that the device holds was said of the device alone, unless it is written down otherwise:
+    that is nearly every block.
+    """
 
     namespace: str
     rank: int
     group: int = 0
     device: Blocks = field(default_factory=dict)
-    live: dict[SequenceHash, int] = field(default_factory=dict)
-    """Every block that was said, and the tiers that it was said of."""
+    otherwise: dict[SequenceHash, int] = field(default_factory=dict)
+    """Blocks of the device of which something else was said: of which tiers."""
+    beyond: dict[SequenceHash, int] = field(default_factory=dict)
+    """Blocks that were said and are not in the device: of which tiers."""
+
+    def __len__(self) -> int:
+        return len(self.device) + len(self.beyond)
+
+    def said(self, block: SequenceHash) -> int:
+        """The tiers that a block was said of."""
+        if block in self.device:
+            return self.otherwise.get(block, DEVICE)
+        return self.beyond.get(block, 0)
+
+    def say(self, block: SequenceHash, mask: int) -> None:
+        """From now on it is said of these."""
+        inside = block in self.device
+        assert mask or not inside, "what a device holds is said"
+        apart, usual = (self.otherwise, DEVICE) if inside else (self.beyond, 0)
+        if mask == usual:
+            apart.pop(block, None)
+        else:
+            apart[block] = mask
+
+    def store(self, blocks: Blocks) -> None:
+        """The device has these; what was said of them stays as it was: perhaps nothing."""
+        for block in blocks.keys() - self.device.keys():
+            said = self.beyond.pop(block, 0)
+            if said != DEVICE:
+                self.otherwise[block] = said
+        self.device.update(blocks)
+
+    def remove(self, blocks: Iterable[SequenceHash]) -> None:
+        """The device has these no more; what was said stays as it was."""
+        for block in blocks:
+            if self.device.pop(block, None) is not None:
+                self.beyond[block] = self.otherwise.pop(block, DEVICE)
+
+    def all_said(self) -> Iterator[tuple[SequenceHash, int]]:
+        """Every block that was said, and of which tiers."""
+        yield from ((block, self.otherwise.get(block, DEVICE)) for block in self.device)
+        yield from self.beyond.items()
+
+    def check(self) -> None:
+        """Every invariant, O(n)."""
+        assert self.otherwise.keys() <= self.device.keys()
+        assert self.beyond.keys().isdisjoint(self.device)
+        assert DEVICE not in self.otherwise.values(), "that is what goes without saying"
+        assert all(self.otherwise.values()), "what a device holds was said"
+        assert all(self.beyond.values())
+
+    def clear(self) -> None:
+        """Nothing is there, and nothing was said."""
+        for blocks in (self.device, self.otherwise, self.beyond):
+            blocks.clear()
 
 
 @dataclass(slots=True)
@@ -85,16 +144,18 @@ class Consolidated:
         """An engine's life is over, and its `cleared` was the last word."""
         self._engines.pop(name, None)
 
-    def engine_event(self, event: Event) -> None:
-        """What the consolidator has published of an engine."""
+    def engine_event(self, event: Event, draft: Draft) -> None:
+        """What the consolidator has published of an engine, and what it was made of."""
         engine = self._engines.setdefault(event.source, Engine(event.source))
-        match event:
-            case Cleared():
+        match draft, event:
+            case ClearedDraft(), Cleared():
                 self._engine_cleared(engine, event)
-            case Stored():
-                self._engine_stored(engine, event)
-            case Removed():
-                self._engine_removed(engine, event)
+            case StoredDraft(blocks=blocks), Stored():
+                self._engine_stored(engine, event, blocks)
+            case RemovedDraft(blocks=gone), Removed():
+                self._engine_removed(engine, event, gone)
+            case _:
+                raise AssertionError(f"{draft} does not make {event}")
 
     def tier_events(self, events: Iterable[Event]) -> None:
         """Events of tiers, as the bus brought them."""
@@ -139,10 +200,10 @@ class Consolidated:
                 namespace=view.namespace,
                 rank=view.rank,
                 group=view.group,
-                runs=runs_of((block, self._parent_of(view, block)) for block in view.live),
+                runs=runs_of((block, self._parent_of(view, block)) for block, _ in view.all_said()),
             )
             for view in engine.views.values()
-            if view.live
+            if len(view)
         ]
         return SnapshotReply(host=self._host, source=name, tier="device", epoch=engine.epoch,
                              seq=engine.seq, parts=parts)  # fmt: skip
@@ -154,13 +215,13 @@ class Consolidated:
         return {
             block: {TIERS[bit] for bit in BITS[mask]}
             for view in views
-            for block, mask in view.live.items()
+            for block, mask in view.all_said()
         }
 
     @property
     def block_count(self) -> int:
         """Blocks said, over all engines and ranks."""
-        return sum(len(v.live) for engine in self._engines.values() for v in engine.views.values())
+        return sum(len(v) for engine in self._engines.values() for v in engine.views.values())
 
     def check(self) -> None:
         """Every invariant, O(n)."""
@@ -168,14 +229,13 @@ class Consolidated:
         for engine in self._engines.values():
             assert (engine.seq > 0) == (engine.epoch > 0), "an epoch begins with cleared"
             for view in engine.views.values():
+                view.check()
                 if not engine.epoch or view.rank in engine.cleared:
                     continue
-                for block, said in view.live.items():
+                for block, said in view.all_said():
                     have = self._tiers_of(view, block)
                     assert have, f"{block.hex()} is nowhere, and {engine.name} is told it is"
                     assert said == have if not self._dedup else said in TIERS
-                missing = view.device.keys() - view.live.keys()
-                assert not missing, "what a device holds was said"
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -190,8 +250,7 @@ class Consolidated:
         ranks = {event.rank} if event.rank_only else {rank for rank, _ in engine.views}
         for view in engine.views.values():
             if view.rank in ranks:
-                view.device.clear()
-                view.live.clear()
+                view.clear()
         engine.cleared |= ranks
         if event.epoch > engine.epoch:
             engine.epoch, engine.seq = event.epoch, 0
@@ -202,28 +261,29 @@ class Consolidated:
                     rank_only=event.rank_only)
         )  # fmt: skip
 
-    def _engine_stored(self, engine: Engine, event: Stored) -> None:
+    def _engine_stored(self, engine: Engine, event: Stored, blocks: Blocks) -> None:
         view = self._join(engine, event.rank, event.namespace, event.group)
-        blocks = dict(pairs_of(event.runs))
-        view.device |= blocks
-        if view.live.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
-            view.live.update(dict.fromkeys(blocks, TIER_BITS["device"]))
+        device, beyond = view.device, view.beyond
+        new = device.keys().isdisjoint(blocks) and beyond.keys().isdisjoint(blocks)
+        if new and not self._in_tiers(blocks, view):
+            device.update(blocks)
             self._pass_on(engine, event)
         else:
+            view.store(blocks)
             self._settle(engine, view, blocks.items(), event.ts_ms)
 
-    def _engine_removed(self, engine: Engine, event: Removed) -> None:
+    def _engine_removed(
+        self, engine: Engine, event: Removed, blocks: Collection[SequenceHash]
+    ) -> None:
         view = self._join(engine, event.rank, event.namespace, event.group)
-        hashes = hashes_from_hex(event.hashes)
-        for block in hashes:
-            view.device.pop(block, None)
-        alone = all(view.live.get(block) == TIER_BITS["device"] for block in hashes)
-        if alone and not self._in_tiers(hashes, view):
-            for block in hashes:
-                del view.live[block]
+        alone = view.device.keys() >= set(blocks) and view.otherwise.keys().isdisjoint(blocks)
+        if alone and not self._in_tiers(blocks, view):
+            for block in blocks:
+                del view.device[block]
             self._pass_on(engine, event)
         else:
-            gone = [(block, block) for block in hashes]
+            view.remove(blocks)
+            gone = [(block, block) for block in blocks]
             self._settle(engine, view, gone, event.ts_ms, event.reason)
 
     def _pass_on(self, engine: Engine, event: Stored | Removed) -> None:
@@ -255,17 +315,14 @@ class Consolidated:
         reason: str = "",
     ) -> None:
         """Compare what was said of some blocks with what is true now, and say the difference."""
-        live, drafts = view.live, Drafts()
+        drafts = Drafts()
         for block, parent in blocks:
-            said, have = live.get(block, 0), self._tiers_of(view, block)
+            said, have = view.said(block), self._tiers_of(view, block)
             # The lowest bit of what it has is the tier that an engine reaches first.
             want = (said or have & -have) if self._dedup and have else have
             if want == said:
                 continue
-            if want:
-                live[block] = want
-            else:
-                del live[block]
+            view.say(block, want)
             for bit in BITS[said & ~want]:
                 drafts.removed(TIERS[bit], block)
             for bit in BITS[want & ~said]:
@@ -281,7 +338,7 @@ class Consolidated:
             )  # fmt: skip
 
     def _tiers_of(self, view: View, block: SequenceHash) -> int:
-        mask = TIER_BITS["device"] if block in view.device else 0
+        mask = DEVICE if block in view.device else 0
         for tier in self.tiers.holding(block, view.namespace):
             mask |= TIER_BITS[tier]
         return mask

@@ -317,6 +317,7 @@ class ConsolidatorCore:
             elif self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms)):
                 # The batch that gave it away belongs to the new life.
                 self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms))
+        rank.settle(self._now_ms)
         self._announce(engine, rank, batches[0][1].ts)
 
     def _on_replay_over(self, key: StreamKey, replay: int, *, failed: bool) -> None:
@@ -330,6 +331,7 @@ class ConsolidatorCore:
         order = rank.order
         ready = order.replay_failed(self._now_ms) if failed else order.replay_done()
         self._apply(engine, rank, ready)
+        rank.settle(self._now_ms)
         self._announce(engine, rank, 0)
         rank.drop_orphans()
 
@@ -376,7 +378,7 @@ class ConsolidatorCore:
         event = event_of(self._host, engine, rank, draft, ts_ms)
         self._published.append((self._now_ms, event))
         self._publish_count += 1
-        self._effects.append(Publish(event))
+        self._effects.append(Publish(event, draft))
 
     def _answer(self, engine: Engine, rank: Rank) -> None:
         """Epoch 0 says: known, and the registry has not answered yet."""

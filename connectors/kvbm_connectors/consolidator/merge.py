@@ -24,6 +24,8 @@ class StoredDraft:
     group: int
     namespace: str
     runs: list[Run]
+    blocks: dict[SequenceHash, SequenceHash]
+    """The same, as they are before they are written down: each with its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class RemovedDraft:
     group: int
     namespace: str
     hashes: list[str]
+    blocks: list[SequenceHash]
+    """The same, as they are before they are written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,9 @@ class _Open:
     removed: list[SequenceHash] = field(default_factory=list)
     runs: list[BlockRun] = field(default_factory=list)
     stored: set[SequenceHash] = field(default_factory=set)
+    """What removals are compared with: made when the first one comes."""
+    uncompared: list[list[SequenceHash]] = field(default_factory=list)
+    """What is in `runs` and not in `stored` yet."""
 
 
 class Merger:
@@ -67,7 +74,7 @@ class Merger:
         """These blocks are new."""
         opened = self._open_of(group, namespace)
         for parent, hashes in runs:
-            opened.stored.update(hashes)
+            opened.uncompared.append(hashes)
             if opened.runs and opened.runs[-1][1][-1] == parent:
                 opened.runs[-1][1].extend(hashes)
             else:
@@ -75,9 +82,13 @@ class Merger:
 
     def removed(self, group: int, namespace: str, hashes: Sequence[SequenceHash]) -> None:
         """These blocks are gone."""
-        if not self._open_of(group, namespace).stored.isdisjoint(hashes):
+        opened = self._open_of(group, namespace)
+        opened.stored.update(*opened.uncompared)
+        opened.uncompared.clear()
+        if not opened.stored.isdisjoint(hashes):
             self._close(group)
-        self._open_of(group, namespace).removed.extend(hashes)
+            opened = self._open_of(group, namespace)
+        opened.removed.extend(hashes)
 
     def cleared(self, reason: str) -> None:
         """Everything is gone: what was gathered before need not be said."""
@@ -92,26 +103,39 @@ class Merger:
         return drafts
 
     def _open_of(self, group: int, namespace: str) -> _Open:
-        return self._open.setdefault(group, _Open(namespace))
+        opened = self._open.get(group)
+        if opened is None:
+            opened = self._open[group] = _Open(namespace)
+        return opened
 
     def _close(self, group: int) -> None:
         opened = self._open.pop(group)
         for start in range(0, len(opened.removed), self._blocks_max):
-            hashes = [block.hex() for block in opened.removed[start : start + self._blocks_max]]
-            self._drafts.append(RemovedDraft(group, opened.namespace, hashes))
-        for runs in _cut(opened.runs, self._blocks_max):
-            self._drafts.append(StoredDraft(group, opened.namespace, runs))
+            gone = opened.removed[start : start + self._blocks_max]
+            hashes = [block.hex() for block in gone]
+            self._drafts.append(RemovedDraft(group, opened.namespace, hashes, gone))
+        for portion in _cut(opened.runs, self._blocks_max):
+            self._drafts.append(_stored_draft(group, opened.namespace, portion))
 
 
-def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[Run]]:
+def _stored_draft(group: int, namespace: str, runs: list[BlockRun]) -> StoredDraft:
+    written: list[Run] = []
+    blocks: dict[SequenceHash, SequenceHash] = {}
+    for parent, hashes in runs:
+        written.append(Run(parent=parent.hex(), hashes=[block.hex() for block in hashes]))
+        blocks.update(zip(hashes, [parent, *hashes[:-1]], strict=True))
+    return StoredDraft(group, namespace, written, blocks)
+
+
+def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[BlockRun]]:
     """Runs in portions of at most `blocks_max` blocks; a longer run is cut."""
-    portion: list[Run] = []
+    portion: list[BlockRun] = []
     room = blocks_max
     for run_parent, hashes in runs:
         parent, start = run_parent, 0
         while start < len(hashes):
             part = hashes[start : start + room]
-            portion.append(Run(parent=parent.hex(), hashes=[block.hex() for block in part]))
+            portion.append((parent, part))
             start += len(part)
             room -= len(part)
             parent = part[-1]

@@ -11,6 +11,7 @@ from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.local import Attach, Attached, Refused
 from kvbm_common.wire.verbs import SnapshotReply
 
+from kvbm_connectors.consolidator.merge import Draft
 from kvbm_connectors.consolidator.names import NamedBlocks
 from kvbm_connectors.consolidator.router_stream import Frame
 
@@ -210,6 +211,8 @@ class Publish:
     """Put an event on the bus. A `ts_ms` of 0 is the shell's to fill."""
 
     event: Event
+    draft: Draft
+    """What the event was made of: its blocks as bytes."""
 
 
 @dataclass(frozen=True, slots=True)

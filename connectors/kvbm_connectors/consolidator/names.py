@@ -7,6 +7,7 @@ started has no tokens here, and routers that need them cannot be told of it unti
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,8 @@ class Names:
         self._tokens: dict[SequenceHash, bytes] = {}
         self._kinds: dict[SequenceHash, Kind] = {}
         """Of those that are not plain."""
-        self._retired: dict[SequenceHash, None] = {}
+        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
+        self._retired: OrderedDict[SequenceHash, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -106,8 +108,8 @@ class Names:
         if block in self._tokens:
             self._retired[block] = None
             if len(self._retired) > self._retired_max:
-                oldest = next(iter(self._retired))
-                del self._retired[oldest], self._tokens[oldest]
+                oldest, _ = self._retired.popitem(last=False)
+                del self._tokens[oldest]
                 self._kinds.pop(oldest, None)
 
     def keep(self, blocks: Iterable[SequenceHash]) -> None:

@@ -16,7 +16,7 @@ if its time stamp is the one that we remember; otherwise the publisher has resta
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from enum import Enum, auto
 
 from kvbm_common.wire.engine_events import EngineBatch
@@ -59,7 +59,8 @@ class Order:
         """The gap was there when the replay was asked for: the engine must have what is in it."""
         self._replay_began = False
         self._pending: dict[int, EngineBatch] = {}
-        self._recent: dict[int, float] = {}
+        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
+        self._recent: OrderedDict[int, float] = OrderedDict()
         self._latest_ts = 0.0
         self._heard_ms = now_ms
         """When the last live batch came, or the last probe left."""
@@ -164,7 +165,7 @@ class Order:
         self._latest_ts = max(self._latest_ts, batch.ts)
         self._recent[seq] = batch.ts
         if len(self._recent) > RECENT_MAX:
-            del self._recent[next(iter(self._recent))]
+            self._recent.popitem(last=False)
         return [batch]
 
     def _is_duplicate(self, seq: int, batch: EngineBatch) -> bool:

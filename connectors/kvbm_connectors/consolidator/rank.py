@@ -1,14 +1,14 @@
 """A rank: one event stream of an engine, turned into drafts of our own events.
 
-batch ──► Order ──► View per KV group ──► Merger ──► drafts
-            │           ▲
-            └─ Orphans ─┘   blocks that wait for their parent
+batch ──► Order ──► Joiner ──► View per KV group ──► Merger ──► drafts
+                       │           ▲
+                       └─ Orphans ─┘   blocks that wait for their parent
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 from kvbm_common.identity import Hasher, IdentityError, SequenceHash
@@ -24,21 +24,21 @@ from kvbm_common.wire.engine_events import (
 from kvbm_common.wire.local import Attach
 from kvbm_common.wire.verbs import SnapshotPart
 
+from kvbm_connectors.consolidator.joining import Joiner, join
 from kvbm_connectors.consolidator.merge import Draft, Merger
 from kvbm_connectors.consolidator.messages import Limits, StreamKey
 from kvbm_connectors.consolidator.names import NamedBlocks, named
 from kvbm_connectors.consolidator.naming import extras_of
 from kvbm_connectors.consolidator.order import Order, Ready, Sign
-from kvbm_connectors.consolidator.orphans import Orphans
+from kvbm_connectors.consolidator.orphans import Orphan, Orphans
 from kvbm_connectors.consolidator.view import View
 
 DEVICE_MEDIA = (None, "", "GPU", "DEVICE")
 """Media names that mean device memory; an engine's own lower tiers are not ours to announce."""
 GROUPS_MAX = 64
 """KV cache groups of one model: a handful."""
-
-_Waiting = tuple[BlockStored, SequenceHash | None, Sequence[EngineHash]]
-"""An event whose parent is known, our name of the parent, and what was removed meanwhile."""
+NO_PARENT = "no_parent"
+"""Why an event waits; other reasons are those for which it is dropped."""
 
 
 class Rank:
@@ -57,6 +57,7 @@ class Rank:
         self._views: dict[int, View] = {}
         self._merger = Merger()
         self._named: list[NamedBlocks] = []
+        self._joiner = Joiner()
         self.orphans = Orphans(limits.orphan_blocks_max)
         self.order = self._new_order(now_ms)
 
@@ -70,22 +71,37 @@ class Rank:
     def restart(self, now_ms: int) -> None:
         """The engine's publisher has begun anew: nothing that we know counts any more."""
         self._drops["orphan"] += self.orphans.clear()
+        self._joiner.take()
         self._views.clear()
         self._merger = Merger()
         self.order = self._new_order(now_ms)
 
     def apply(self, ready: Ready, now_ms: int) -> bool:
-        """Take what is in order; returns whether the engine's publisher has restarted."""
+        """Take what is in order; returns whether the engine's publisher has restarted.
+
+        Some of it is put off until `settle`.
+        """
         for item in ready:
             if item is Sign.RESTARTED:
                 return True
             if item is Sign.LOST:
+                self.settle(now_ms)
                 self._clear("gap")
                 self._drops["orphan"] += self.orphans.clear()
             elif isinstance(item, EngineBatch):
                 for event in item.events:
                     self._apply_event(event, now_ms)
         return False
+
+    def settle(self, now_ms: int) -> None:
+        """Store what was put off: together where that works, or else one by one."""
+        for parts in self._joiner.take():
+            if len(parts) > 1 and not self._try_to_store(join(parts)):
+                continue
+            for event in parts:
+                trouble = self._try_to_store(event)
+                if trouble:
+                    self._let_wait_or_drop(event, trouble, now_ms)
 
     def take_drafts(self) -> list[Draft]:
         """What is to be said about all that was applied since the last time."""
@@ -135,9 +151,12 @@ class Rank:
     # ---- events ------------------------------------------------------------------------------
 
     def _apply_event(self, event: EngineEvent, now_ms: int) -> None:
+        if isinstance(event, BlockStored):
+            while not self._joiner.add(event):
+                self.settle(now_ms)
+            return
+        self.settle(now_ms)
         match event:
-            case BlockStored():
-                self._store(event, now_ms)
             case BlockRemoved():
                 self._remove(event)
             case AllBlocksCleared():
@@ -146,47 +165,60 @@ class Rank:
             case OtherEvent():
                 self._drops[event.reason] += 1
 
-    def _store(self, event: BlockStored, now_ms: int) -> None:
-        if not self._is_device(event) or not event.block_hashes:
-            return
+    def _try_to_store(self, event: BlockStored) -> str:
+        """Hold the blocks of an event, or say why not; then nothing has changed."""
+        if not _in_device(event):
+            return "other_medium"
         view = self._view_of(event)
-        if view is None or not self._fits(event, view):
-            return
+        if view is None:
+            return "groups_full"
+        if misfit := _misfit(event, view):
+            return misfit
         parent = None if event.parent is None else view.name_of(event.parent)
-        if event.parent is not None and parent is None:
-            if not self.orphans.add(self._group_of(event), event, now_ms):
-                self._drops["orphans_full"] += len(event.block_hashes)
-            return
-        self._name_and_hold(event, view, parent)
+        if parent is None and event.parent is not None:
+            return NO_PARENT
+        names = _names_for(event, view, parent)
+        if isinstance(names, str):
+            return names
+        self._hold_with_orphans(event, view, names, parent)
+        return ""
 
-    def _name_and_hold(self, event: BlockStored, view: View, parent: SequenceHash | None) -> None:
-        """Store, and with it whoever waited for these blocks; children come after their parents."""
-        waiting: list[_Waiting] = [(event, parent, ())]
-        group = self._group_of(event)
+    def _let_wait_or_drop(self, event: BlockStored, trouble: str, now_ms: int) -> None:
+        if trouble == NO_PARENT:
+            if self.orphans.add(self._group_of(event), event, now_ms):
+                return
+            trouble = "orphans_full"
+        self._drops[trouble] += len(event.block_hashes)
+
+    def _hold_with_orphans(
+        self, event: BlockStored, view: View, names: list[SequenceHash], parent: SequenceHash | None
+    ) -> None:
+        """Hold blocks, and with them whoever waited for them; children come after their parents."""
+        waiting = self._hold(event, view, names, parent)
         while waiting:
-            event, parent, removed = waiting.pop()
-            hashes = event.block_hashes
-            try:
-                chain = view.names_for(
-                    hashes, event.token_ids, parent=parent, extras=extras_of(event)
-                )
-            except IdentityError:
-                self._drops["bad_tokens"] += len(hashes)
+            orphan = waiting.pop()
+            assert orphan.event.parent is not None, "an orphan has a parent"
+            parent = view.name_of(orphan.event.parent)
+            found = _names_for(orphan.event, view, parent)
+            if isinstance(found, str):
+                self._drops[found] += len(orphan.event.block_hashes)
                 continue
-            if chain is None:
-                self._drops["name_conflict"] += len(hashes)
-                continue
-            if self._limits.naming:
-                self._named.append(named(chain, event))
-            self._merger.stored(group, view.namespace_hex, view.store(hashes, chain, parent))
-            for orphan in self.orphans.adopt(group, hashes):
-                assert orphan.event.parent is not None, "an orphan has a parent"
-                adopter = view.name_of(orphan.event.parent)
-                waiting.append((orphan.event, adopter, orphan.removed))
-            self._let_go(view, group, removed)
+            waiting += self._hold(orphan.event, view, found, parent)
+            self._let_go(view, orphan.group, orphan.removed)
+
+    def _hold(
+        self, event: BlockStored, view: View, names: list[SequenceHash], parent: SequenceHash | None
+    ) -> list[Orphan]:
+        """Hold blocks; returns who waited for them."""
+        group, hashes = self._group_of(event), event.block_hashes
+        if self._limits.naming:
+            self._named.append(named(names, event))
+        self._merger.stored(group, view.namespace_hex, view.store(hashes, names, parent))
+        return self.orphans.adopt(group, hashes) if self.orphans else []
 
     def _remove(self, event: BlockRemoved) -> None:
-        if not self._is_device(event):
+        if not _in_device(event):
+            self._drops["other_medium"] += len(event.block_hashes)
             return
         view = self._view_of(event)
         if view is not None:
@@ -211,28 +243,6 @@ class Rank:
 
     # ---- helpers -----------------------------------------------------------------------------
 
-    def _is_device(self, event: BlockStored | BlockRemoved) -> bool:
-        medium = event.medium and event.medium.upper()
-        if medium in DEVICE_MEDIA and event.locality != "REMOTE":
-            return True
-        self._drops["other_medium"] += len(event.block_hashes)
-        return False
-
-    def _fits(self, event: BlockStored, view: View) -> bool:
-        """Whether the event's blocks are the namespace's, and their tokens are all theirs."""
-        block_tokens = view.hasher.namespace.block_tokens
-        block_count = len(event.block_hashes)
-        if event.block_size != block_tokens:
-            self._drops["block_size"] += block_count
-        elif len(event.token_ids) > block_count * block_tokens:
-            # Blocks were left out, and which ones we are not told: better no name than a wrong one.
-            self._drops["masked_blocks"] += block_count
-        elif len(event.token_ids) < block_count * block_tokens:
-            self._drops["short_tokens"] += block_count
-        else:
-            return True
-        return False
-
     def _group_of(self, event: BlockStored | BlockRemoved) -> int:
         return self.attach.namespace.group if event.group_idx is None else event.group_idx
 
@@ -250,3 +260,35 @@ class Rank:
     def _new_order(self, now_ms: int) -> Order:
         replayable = bool(self.attach.replay_endpoint)
         return Order(self._limits, self._drops, replayable=replayable, now_ms=now_ms)
+
+
+def _in_device(event: BlockStored | BlockRemoved) -> bool:
+    medium = event.medium
+    if medium not in DEVICE_MEDIA and (medium or "").upper() not in DEVICE_MEDIA:
+        return False
+    return event.locality != "REMOTE"
+
+
+def _misfit(event: BlockStored, view: View) -> str:
+    """Why these are no blocks of the namespace; empty: they are, and have all their tokens."""
+    block_tokens = view.hasher.namespace.block_tokens
+    spare = len(event.token_ids) - len(event.block_hashes) * block_tokens
+    if event.block_size != block_tokens:
+        return "block_size"
+    if spare > 0:
+        # Blocks were left out, and which ones we are not told: better no name than a wrong one.
+        return "masked_blocks"
+    return "short_tokens" if spare < 0 else ""
+
+
+def _names_for(
+    event: BlockStored, view: View, parent: SequenceHash | None
+) -> list[SequenceHash] | str:
+    """Our names of an event's blocks, or why they have none."""
+    try:
+        names = view.names_for(
+            event.block_hashes, event.token_ids, parent=parent, extras=extras_of(event)
+        )
+    except IdentityError:
+        return "bad_tokens"
+    return "name_conflict" if names is None else names

@@ -6,7 +6,7 @@ twice; here the block is held from the first to the last.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
@@ -39,7 +39,8 @@ class View:
         """How often a block is held, where that is more than once."""
         self._name_copies: dict[EngineHash, int] = {}
         """How often it is held under one name, where that is more than once."""
-        self._retired: dict[EngineHash, None] = {}
+        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
+        self._retired: OrderedDict[EngineHash, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -85,7 +86,7 @@ class View:
         if not new:
             self._count_names(engine_hashes)
         self._names.update(zip(engine_hashes, chain, strict=True))
-        for engine_hash in self._retired.keys() & engine_hashes:
+        for engine_hash in self._retired.keys() & engine_hashes if self._retired else ():
             del self._retired[engine_hash]
         parents = [first_parent, *chain[:-1]]
         if new:
@@ -129,7 +130,7 @@ class View:
         self._parents.clear()
         self._copies.clear()
         self._name_copies.clear()
-        self._retired = dict.fromkeys(self._names)
+        self._retired = OrderedDict.fromkeys(self._names)
         self._shorten_retired()
 
     def block_runs(self) -> list[BlockRun]:
@@ -165,9 +166,9 @@ class View:
 
     def _shorten_retired(self) -> None:
         """Forget the oldest names."""
-        for _ in range(len(self._retired) - self._retired_max):
-            oldest = next(iter(self._retired))
-            del self._retired[oldest], self._names[oldest]
+        while len(self._retired) > self._retired_max:
+            oldest, _ = self._retired.popitem(last=False)
+            del self._names[oldest]
 
 
 def _one_less(copies: dict[_Key, int], key: _Key) -> int:

@@ -112,8 +112,8 @@ class Whole:
     def _overhear(self, effect: EngineEffect) -> None:
         """What the engines' side does changes the consolidated stream."""
         match effect:
-            case Publish(event):
-                self.consolidated.engine_event(event)
+            case Publish(event, draft):
+                self.consolidated.engine_event(event, draft)
             case Learn(named):
                 self.router.learn(named)
             case AskEpoch() | Describe():

@@ -20,11 +20,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import sys
-from array import array
 from binascii import unhexlify
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import NewType, cast
@@ -41,8 +38,6 @@ HASH_BYTES = 16
 JSON_HASH_BYTES = 2 * HASH_BYTES + len('"",')
 """Of one hash in a JSON array."""
 TOKEN_BYTES = 4
-LITTLE_ENDIAN = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
-"""Whether `array("I")` has tokens as they are hashed."""
 BLOCK_TOKENS_MAX = 1024
 """KVBM's and every engine's largest page."""
 
@@ -155,8 +150,7 @@ class Hasher:
         copy, append = self._base.copy, hashes.append
         for (piece,) in pieces:
             state = copy()
-            state.update(previous)
-            state.update(piece)
+            state.update(previous + piece)  # One call for two: a fifth of the whole.
             previous = state.digest()
             append(previous)
         return cast("list[SequenceHash]", hashes)
@@ -184,16 +178,23 @@ def content_digest(tokens: Sequence[int] | np.ndarray) -> bytes:
 
 def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32. Raises IdentityError for ids outside 0..2**32-1."""
-    if isinstance(tokens, list | tuple) and LITTLE_ENDIAN:
-        # A third of numpy's time; what it does not take is looked at below.
-        with suppress(TypeError, OverflowError):
-            return array("I", tokens).tobytes()
+    if isinstance(tokens, list | tuple):
+        # A fifth of numpy's time; what it does not take is looked at below.
+        try:
+            return _token_packer(len(tokens))(*tokens)
+        except struct.error:
+            pass
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise IdentityError("tokens must be a flat sequence of integers")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFF_FFFF):
         raise IdentityError("token ids must be 0..4294967295")
     return ids.astype("<u4", copy=False).tobytes()
+
+
+@lru_cache(maxsize=1024)
+def _token_packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}I").pack
 
 
 def pack_extras(extras: Extras) -> bytes:

@@ -97,6 +97,11 @@ def removed(*engine_hashes: int) -> BlockRemoved:
     return BlockRemoved(block_hashes=engine_hashes, medium="GPU")
 
 
+PROMPT = (1, 2, 3, 4, 5, 6)
+BLOCKS = chain(PROMPT)
+"""Its names."""
+
+
 @dataclass
 class Device:
     """One rank: what it truly holds, and all batches it has ever published."""
@@ -303,3 +308,8 @@ class Harness:
         """Let time pass."""
         self.now_ms += after_ms
         self.send(Tick())
+
+
+def kinds(harness: Harness) -> list[str]:
+    """The kinds of all published events."""
+    return [str(event.__struct_config__.tag) for event in harness.events]

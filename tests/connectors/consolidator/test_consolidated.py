@@ -183,6 +183,21 @@ def test_a_block_that_a_tier_has_first_is_said_of_that_tier(
     assert kinds(harness, since) == [("stored", "host"), ("removed", "host")]
 
 
+def test_a_block_that_comes_back_to_the_device_was_said_all_the_time(
+    harness: Harness, host: TierModel
+) -> None:
+    """1. The device evicts what the host has, and has it again. 2. Both lose it: one removal."""
+    harness.batch(0, stored(PROMPT[:2]))
+    host.store(BLOCKS[0])
+    since = len(harness.consolidated.events)
+    harness.batch(1, removed(engine_hash(PROMPT[:2])))
+    harness.batch(2, stored(PROMPT[:2]))
+    host.remove(BLOCKS[0])
+    assert kinds(harness, since) == []
+    harness.batch(3, removed(engine_hash(PROMPT[:2])))
+    assert kinds(harness, since) == [("removed", "device")]
+
+
 def test_device_blocks_count_for_their_rank_and_tiers_for_all(harness: Harness) -> None:
     harness.send(StreamAttached(attach(rank=1), b"peer1"))
     host = TierModel(harness, "host")

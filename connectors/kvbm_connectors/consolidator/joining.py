@@ -1,0 +1,86 @@
+"""Joining: stored events that continue one another become one, while nothing else happens.
+
+An engine computes a prompt in pieces, and says so in an event for each. What an event costs is
+mostly not for its blocks: under load, when many come at once, the pieces of a prompt are put
+together again before anything is looked up.
+
+    [a b] behind nothing · [x y] behind p · [c d] behind b   ──►   [a b c d] · [x y]
+
+A joined event is only a shorter way: who cannot use it takes its parts, one by one.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import msgspec
+from kvbm_common.wire.engine_events import BlockStored, EngineHash
+
+Parts = list[BlockStored]
+"""Events of which each continues the one before it; at least one."""
+_Tail = tuple[int | None, EngineHash]
+"""A group, and a block that another event may continue."""
+
+
+class Joiner:
+    """The stored events of one stream that have been put off."""
+
+    def __init__(self) -> None:
+        self._joined: list[Parts] = []
+        """In the order of the first parts: who follows a block comes behind who stores it."""
+        self._tails: dict[_Tail, Parts] = {}
+
+    def add(self, event: BlockStored) -> bool:
+        """Put an event off. False: the others must be taken first."""
+        if not event.block_hashes:
+            return True
+        group, parent = event.group_idx, event.parent
+        tail = (group, event.block_hashes[-1])
+        if tail in self._tails:
+            return False
+        parts = None if parent is None else self._tails.get((group, parent))
+        if parts is not None and _continues(event, parts[0]):
+            assert parent is not None, "it has been found"
+            del self._tails[group, parent]
+            parts.append(event)
+        else:
+            parts = [event]
+            self._joined.append(parts)
+        self._tails[tail] = parts
+        return True
+
+    def take(self) -> list[Parts]:
+        """All that were put off."""
+        joined = self._joined
+        if joined:
+            self._joined = []
+            self._tails.clear()
+        return joined
+
+
+def join(parts: Parts) -> BlockStored:
+    """One event that says the same."""
+    if len(parts) == 1:
+        return parts[0]
+    return msgspec.structs.replace(
+        parts[0],
+        block_hashes=tuple(chain.from_iterable(part.block_hashes for part in parts)),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+    )
+
+
+def _continues(event: BlockStored, first: BlockStored) -> bool:
+    """Whether these are the same kind of blocks, and nothing more is said of the later ones.
+
+    Each event has the tokens of its blocks: else one's surplus would pass for another's.
+    """
+    return (
+        len(event.token_ids) == len(event.block_hashes) * event.block_size
+        and len(first.token_ids) == len(first.block_hashes) * first.block_size
+        and not (event.extra_keys and any(event.extra_keys))
+        and event.block_size == first.block_size
+        and event.medium == first.medium
+        and event.locality == first.locality
+        and event.lora_name == first.lora_name
+        and event.lora_id == first.lora_id
+    )
