@@ -6,6 +6,9 @@
                           v  |                                    |
                          FAILED                COMING <--welcome of another life
 
+Lives of one host tier follow each other, and their epochs grow. A host tier that a worker has moved
+to may be older than the one that it comes from: then only a life that was left is known to be gone.
+
 A welcome is known before its arena can be read, and a scheduler half may know of a life before this
 worker does. Connecting may block for seconds: it has a thread of its own, so that the link goes on
 beating and loads of what is there go on.
@@ -16,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +41,8 @@ CALL_DEADLINE_S = 10.0
 RETRY_MS = 500
 RETRY_MS_MAX = 30_000
 """Between attempts to reach the same arena."""
+LEFT_MAX = 64
+"""Moves that are remembered: a load names a life of seconds ago."""
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +85,10 @@ class ArenaAccess:
         self._limiter = OncePerKind(log)
         self._lock = threading.Lock()
         self._attacher = ThreadPoolExecutor(1, thread_name_prefix=f"attach-{name}")
+        self._left: deque[int] = deque(maxlen=LEFT_MAX)
+        """Lives of other host tiers, by which we were served before."""
+        self._is_leaving = False
+        """Another host tier will serve us: any life may be its."""
         self._welcome: Welcome | None = None
         """The newest, whether its arena is attached or not."""
         self._attached: Attached | None = None
@@ -98,7 +107,11 @@ class ArenaAccess:
         """May a load of this life be read, now or soon?"""
         with self._lock:
             known = self._welcome
-            if known is None or known.epoch < epoch:
+            if known is None or (self._is_leaving and epoch != known.epoch):
+                return Access.COMING
+            if epoch != known.epoch and epoch in self._left:
+                return Access.GONE
+            if known.epoch < epoch:
                 return Access.COMING
             if known.epoch > epoch:
                 return Access.GONE
@@ -113,8 +126,15 @@ class ArenaAccess:
             known = self._welcome
             if known is not None and known.epoch == welcome.epoch and not self._failures:
                 return
-            self._welcome, self._failures = welcome, 0
+            if known is not None and known.instance != welcome.instance:
+                self._left.append(known.epoch)
+            self._welcome, self._failures, self._is_leaving = welcome, 0, False
         self._try(welcome)
+
+    def leaving(self) -> None:
+        """Another host tier is about to say where its arena is."""
+        with self._lock:
+            self._is_leaving = True
 
     def _has(self, epoch: int) -> bool:
         return self._attached is not None and self._attached.welcome.epoch == epoch

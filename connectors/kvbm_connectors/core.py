@@ -8,6 +8,9 @@ A lookup, keyed by the engine's request:
                        |
                        +--host tier gone--> LOST --take--> (a load that its worker will refuse)
 
+While it moves to another host tier nothing new is asked or offered, and what is under way ends as
+ever: then it leaves (`may_leave`). What has not ended in time is given up, but for loads.
+
 An engine that has been told of a hit takes it a moment later; that the host tier went away in
 between is no mistake of the engine's, so it gets a load that fails, never an exception.
 
@@ -37,35 +40,35 @@ from kvbm_common.wire.local import (
     Lookup,
     Offered,
     OfferedRun,
+    Outcome,
     Pulled,
     Release,
 )
-    Outcome,
 
-from kvbm_connectors.answers import hit_of, is_sound, nothing
+from kvbm_connectors.answers import hit_of, is_sound, nothing, why_failed
 from kvbm_connectors.avoided import Avoided
 from kvbm_connectors.messages import (
+    UNSAID,
     Effect,
     Hit,
     Load,
-    UNSAID,
     LoadResult,
     OfferEnded,
     OfferRun,
+    Origin,
     ToEvents,
     ToHost,
 )
-    Origin,
 
-
-class ConnectorMisuse(KvbmError):
-    """The engine side called out of turn."""
 NEVER_MS = 2**62
 
 
 REQUEST_CHARS_MAX = 256
 """Of an engine's request id, as far as people need it."""
 
+
+class ConnectorMisuse(KvbmError):
+    """The engine side called out of turn."""
 
     code = "connector_misuse"
 
@@ -131,15 +134,17 @@ class ConnectorCore:
         self.epoch = 0
         self._arena_epoch = 0
         """The life whose arena is known, even while it does not answer."""
+        self._leave_by_ms: int | None = None
+        """Another host tier serves us: when to be gone from this one."""
         self.events_attached = True
         """Is there a consolidator that passes offers on? It says so; the host tier is not asked."""
+        self.explains = False
+        """The host tier keeps why lookups miss, and wants to be told what it cannot see."""
         self.counts: Counter[str] = Counter()
         self._requests: dict[str, Request] = {}
         self._lookups: dict[int, str] = {}
         self._loading: set[int] = set()
         """Leases of loads in flight, whatever has become of their requests."""
-        self.explains = False
-        """The host tier keeps why lookups miss, and wants to be told what it cannot see."""
         self._offers: dict[int, int] = {}
         """Offer → its deadline. As long as it is here, the engine holds the blocks."""
         self._avoided = Avoided(
@@ -157,13 +162,24 @@ class ConnectorCore:
         if epoch != self._arena_epoch:
             self._avoided.clear()
         self.epoch = self._arena_epoch = epoch
+        self._leave_by_ms = None
         return self._take_effects()
+
+    def moved(self, now_ms: int, within_ms: int) -> None:
+        """Another host tier serves this engine: begin nothing new with this one."""
+        self.counts["moves"] += 1
+        self._leave_by_ms = now_ms + within_ms
+
+    def may_leave(self) -> bool:
+        """Nothing is asked, leased, loading or on offer."""
+        waiting = any(state.stage is not Stage.LOST for state in self._requests.values())
+        return not (waiting or self._offers or self._loading)
 
     def detached(self) -> list[Effect]:
         """The host tier does not answer (any more): pass-through until it is back."""
         if self.epoch:
             self._drop_everything("host_tier_lost")
-        self.epoch = 0
+        self.epoch, self._leave_by_ms = 0, None
         return self._take_effects()
 
     def _drop_everything(self, reason: str) -> None:
@@ -185,11 +201,13 @@ class ConnectorCore:
         now_ms: int,
         *,
         deadline_ms: int | None = None,
+        origin: Origin = UNSAID,
     ) -> tuple[Hit | None, list[Effect]]:
         """Which run of these blocks can be onboarded? None: ask again, the answer is on its way.
 
         Idempotent: asking again with the same hashes changes nothing. Other hashes start anew.
         `deadline_ms` goes before the limit of that name, for an engine that waits for the answer.
+        `origin` is what only serves to explain and to trace.
         """
         state = self._requests.get(request)
         over = state is not None and state.stage in (Stage.LOST, Stage.LOADING)
@@ -202,14 +220,15 @@ class ConnectorCore:
             return hit, self._take_effects()
         if state.stage is Stage.ASKED:
             if now_ms < state.deadline_ms:
-        origin: Origin = UNSAID,
                 return None, []
             self.counts["lookups_unanswered"] += 1
+            self._tell(request, state.lookup, "no_answer", state.asked)
             self._forget(request)
             return Hit(0, reason="no_answer"), self._take_effects()
         if now_ms >= state.lease_until_ms:
-        `origin` is what only serves to explain and to trace.
             self.counts["lookups_outlived_lease"] += 1
+            blocks = len(state.found.slots) if state.found is not None else 0
+            self._tell(request, state.lookup, "lease_ended", blocks)
             self._forget(request)
             return Hit(0, reason="lease_ended"), self._take_effects()
         assert state.found is not None
@@ -226,14 +245,16 @@ class ConnectorCore:
         if not self.epoch:
             self.counts["lookups_passed_through"] += 1
             return Hit(0, reason="no_host_tier")
+        if self._leave_by_ms is not None:
+            self.counts["lookups_passed_through"] += 1
+            return Hit(0, reason="moving")
         wanted = hashes[: self._avoided.run_before(hashes, now_ms)]
-            self._tell(request, state.lookup, "no_answer", state.asked)
         self.counts["avoided_blocks"] += len(hashes) - len(wanted)
         if not wanted:
+            if hashes:
+                self._tell(request, 0, "avoided", len(hashes))
             return Hit(0, reason="avoided" if hashes else "")
         limits = self.limits
-            blocks = len(state.found.slots) if state.found is not None else 0
-            self._tell(request, state.lookup, "lease_ended", blocks)
         lookup = self._take_id()
         self._lookups[lookup] = request
         self._requests[request] = Request(
@@ -251,8 +272,12 @@ class ConnectorCore:
             hashes=pack_hashes(wanted),
             lease_ms=onboard_ms + limits.lease_ms,
             deadline_ms=onboard_ms,
-            if hashes:
-                self._tell(request, 0, "avoided", len(hashes))
+            request=request[:REQUEST_CHARS_MAX] if self.explains else "",
+            content=origin.content if self.explains else b"",
+            avoided=len(hashes) - len(wanted),
+            trace=origin.trace,
+            sent_us=origin.sent_us,
+            parent=origin.parent,
         )
         self._effects.append(ToHost(message))
         self.counts["lookups"] += 1
@@ -272,12 +297,7 @@ class ConnectorCore:
             self._give_back(found.lease)
         elif not is_sound(found, state.asked):
             self.counts["answers_malformed"] += 1
-            request=request[:REQUEST_CHARS_MAX] if self.explains else "",
-            content=origin.content if self.explains else b"",
-            avoided=len(hashes) - len(wanted),
-            trace=origin.trace,
-            sent_us=origin.sent_us,
-            parent=origin.parent,
+            self._tell(request or "", found.lookup, "malformed", len(found.slots))
             self._give_back(found.lease)
             state.stage, state.found = Stage.FOUND, nothing(found, "malformed")
         else:
@@ -297,7 +317,6 @@ class ConnectorCore:
         if state is None or not takeable or state.found is None:
             raise ConnectorMisuse(f"request {request} has nothing to load")
         found, count = state.found, len(blocks)
-            self._tell(request or "", found.lookup, "malformed", len(found.slots))
         if not 0 < count <= len(found.slots):
             raise ConnectorMisuse(f"request {request}: {count} of {len(found.slots)} blocks")
         if state.stage is Stage.LOST:
@@ -307,6 +326,7 @@ class ConnectorCore:
         self.counts["loads"] += 1
         return Load(
             request=request,
+            lookup=found.lookup,
             epoch=found.epoch,
             lease=found.lease,
             slots=tuple(found.slots[:count]),
@@ -329,7 +349,6 @@ class ConnectorCore:
         for name, ok in zip(load.hashes, result.intact, strict=True):
             if not ok and load.epoch == self.epoch:
                 self._avoided.add(name, now_ms)
-            lookup=found.lookup,
         state = self._requests.get(load.request)
         if state is not None and state.found is not None and state.found.lease == load.lease:
             del self._requests[load.request]
@@ -351,6 +370,19 @@ class ConnectorCore:
         if state.found is not None and state.found.epoch == self.epoch:
             self._release(state.found.lease)
 
+    def _tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
+        """What the host tier cannot see, for whoever asks it why."""
+        if self.explains and self.epoch:
+            message = Outcome(
+                engine=self.engine,
+                incarnation=self.incarnation,
+                request=request[:REQUEST_CHARS_MAX],
+                lookup=lookup,
+                reason=reason,
+                blocks=blocks,
+            )
+            self._effects.append(ToHost(message))
+
     def _release(self, lease: int, corrupt: Sequence[int] = ()) -> None:
         if lease:
             message = Release(
@@ -368,21 +400,8 @@ class ConnectorCore:
     ) -> tuple[int | None, list[Effect]]:
         """Offer device blocks. The engine holds them until `OfferEnded`; None: do not hold."""
         count = sum(len(run.hashes) for run in runs)
-        if not self.epoch or not self.events_attached:
+        if not self.epoch or not self.events_attached or self._leave_by_ms is not None:
             self.counts["offers_passed_through"] += count
-    def _tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
-        """What the host tier cannot see, for whoever asks it why."""
-        if self.explains and self.epoch:
-            message = Outcome(
-                engine=self.engine,
-                incarnation=self.incarnation,
-                request=request[:REQUEST_CHARS_MAX],
-                lookup=lookup,
-                reason=reason,
-                blocks=blocks,
-            )
-            self._effects.append(ToHost(message))
-
             return None, []
         if len(self._offers) >= self.limits.offers_max:
             self.counts["offers_dropped_busy"] += count
@@ -444,6 +463,9 @@ class ConnectorCore:
         """End offers whose deadline has passed; forget what is too old to matter."""
         for offer in [o for o, deadline_ms in self._offers.items() if now_ms >= deadline_ms]:
             self._end_offer(offer, 0, "deadline")
+        if self._leave_by_ms is not None and now_ms >= self._leave_by_ms:
+            self._leave_by_ms = NEVER_MS
+            self._drop_everything("moved")
         self._avoided.tick(now_ms)
         return self._take_effects()
 

@@ -22,6 +22,7 @@ from kvbm_common.wire.local import (
     FromConsolidator,
     FromHostTier,
     Hello,
+    Moved,
     Pulled,
     Refused,
     Welcome,
@@ -34,15 +35,15 @@ from kvbm_common.wire.local import (
 from kvbm_connectors.core import ConnectorCore, Limits
 from kvbm_connectors.link import Link, LinkState, LinkThread
 from kvbm_connectors.messages import (
-    Effect,
     UNSAID,
+    Effect,
     Hit,
     Load,
     LoadResult,
     OfferEnded,
     OfferRun,
-    ToEvents,
     Origin,
+    ToEvents,
     ToHost,
 )
 
@@ -99,6 +100,9 @@ class SchedulerHalf:
             beat,
             self._from_host_tier,
             self._host_down,
+            on_moved=self._host_moved,
+            may_leave=self._may_leave,
+            bye=self._bye,
         )
         self._events = [
             Link(
@@ -172,10 +176,6 @@ class SchedulerHalf:
         self._carry_out(effects)
         return hit
 
-    def take(self, request: str, blocks: Sequence[int]) -> Load:
-        """See ConnectorCore.take."""
-        with self._lock:
-            return self._core.take(request, blocks, _now_ms())
     def _origin(self, first_tokens: Sequence[int] | np.ndarray | None, trace: str) -> Origin:
         welcome = self.welcome
         if welcome is None or not (welcome.explains or welcome.traces):
@@ -187,6 +187,10 @@ class SchedulerHalf:
         span = outer.child() if outer is not None else trace_context.new_trace()
         return Origin(content, str(span), time.time_ns() // 1_000, trace if outer else "")
 
+    def take(self, request: str, blocks: Sequence[int]) -> Load:
+        """See ConnectorCore.take."""
+        with self._lock:
+            return self._core.take(request, blocks, _now_ms())
 
     def load_ended(self, result: LoadResult) -> None:
         """See ConnectorCore.load_ended."""
@@ -241,11 +245,11 @@ class SchedulerHalf:
             match message:
                 case Welcome():
                     self.welcome = message
+                    self._core.explains = message.explains
                     effects = self._core.attached(message.epoch)
                 case Found():
                     effects = self._core.found(message)
                 case Pulled():
-                    self._core.explains = message.explains
                     effects = self._core.pulled(message)
                 case _:
                     effects = []
@@ -257,6 +261,14 @@ class SchedulerHalf:
             effects = self._core.detached()
         self._carry_out(effects)
         self._on_news()
+
+    def _host_moved(self, moved: Moved) -> None:
+        with self._lock:
+            self._core.moved(_now_ms(), moved.within_ms)
+
+    def _may_leave(self) -> bool:
+        with self._lock:
+            return self._core.may_leave()
 
     def _from_consolidator(self, message: FromConsolidator) -> None:
         effects: list[Effect] = []

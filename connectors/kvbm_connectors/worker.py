@@ -148,6 +148,8 @@ class WorkerHalf:
             lambda: hello,
             Beat(engine=engine, incarnation=incarnation),
             self._from_host_tier,
+            on_moved=self._host_moved,
+            may_leave=lambda: self._loading == 0,
         )
         self._thread = LinkThread(
             [self._link], name=f"kvbm-{engine}-worker-{rank}", on_tick=self._tick
@@ -223,12 +225,12 @@ class WorkerHalf:
         with self._lock:
             is_closed = self._closed
             access = self._arena.access(load.epoch)
-            is_coming = access is Access.COMING and load.epoch > self._given_up
+            is_coming = access is Access.COMING and load.epoch != self._given_up
             if is_coming and now_ms < load.deadline_ms and not is_closed:
                 self._parked.append(load)
                 return
             if access is Access.COMING:
-                self._given_up = max(self._given_up, load.epoch)
+                self._given_up = load.epoch
         attached = self._arena.attached()
         if is_closed:
             self._end(_failed(load, "closed"))
@@ -337,6 +339,9 @@ class WorkerHalf:
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
+
+    def _host_moved(self, _moved: object) -> None:
+        self._arena.leaving()
 
     def _from_host_tier(self, message: FromHostTier) -> None:
         if isinstance(message, Welcome):

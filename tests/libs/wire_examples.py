@@ -295,7 +295,9 @@ def _examples() -> list[Example]:
         (local.from_consolidator, FROM_CONSOLIDATOR),
     ]
     found = [Example(name, codec, one) for codec, group in by_codec for name, one in group.items()]
-    return found + [Example(name, JsonCodec(type(one)), one) for name, one in (VERBS | ADMIN).items()]
+    return found + [
+        Example(name, JsonCodec(type(one)), one) for name, one in (VERBS | ADMIN).items()
+    ]
 
 
 EXAMPLES = _examples()

@@ -138,6 +138,8 @@ class DiskTier(Service):
                     self.publish(event)
                 case disk.SayAccepting():
                     pass  # There is no other.
+                case disk.DropArena():
+                    pass  # What is mapped longer than needed does no harm.
                 case _:
                     assert_never(effect)
 

@@ -14,6 +14,7 @@ from kvbm_disk_tier import messages as disk
 from kvbm_host_tier import messages as host
 from kvbm_host_tier.core import HostTierCore
 from kvbm_host_tier.peer_messages import AskHolders, OpenDoor, PullFromPeer, ReleaseAtPeer
+from kvbm_host_tier.shard_messages import HandedOver, SayPlace
 from kvbm_host_tier.tier import Limits
 
 from tests.sim import invariants
@@ -120,9 +121,9 @@ class HostTier(Service):
                     self._fill(effect)
                 case host.AskDiskSnapshot():
                     self._disk_snapshot()
-                case host.MakeArena(size_bytes):
                 case host.AskFates():
                     self._fates(effect)
+                case host.MakeArena(size_bytes):
                     self._make_arena(size_bytes)
                 case host.Answer(reply_to, reply):
                     self._verbs.pop(reply_to)(reply)
@@ -132,12 +133,11 @@ class HostTier(Service):
                     self._tell_hits(hits)
                 case AskHolders() | PullFromPeer() | ReleaseAtPeer() | OpenDoor():
                     raise AssertionError("here is one host: who should be its peer?")
+                case SayPlace() | HandedOver():
+                    raise AssertionError("here is one host tier: whom should it tell?")
                 case _:
                     assert_never(effect)
 
-    def _make_arena(self, size_bytes: int) -> None:
-        refused = not self.world.calm and self.world.rng.random() < self.world.plan.loss
-        made = host.ArenaMade(_arena(size_bytes))
     def _fates(self, effect: host.AskFates) -> None:
         """A question that nobody waits for: lost, or late, or of a life that has ended."""
         disk_tier = self.peers.disk_tier
@@ -146,6 +146,9 @@ class HostTier(Service):
         told = host.FatesTold(effect.question, effect.instance, reply)
         self.later(self.world.delay(5), partial(self.step, told))
 
+    def _make_arena(self, size_bytes: int) -> None:
+        refused = not self.world.calm and self.world.rng.random() < self.world.plan.loss
+        made = host.ArenaMade(_arena(size_bytes))
         outcome = host.ArenaRefused("no room") if refused else made
         self.later(self.world.delay(50), partial(self.step, outcome))
 

@@ -97,6 +97,10 @@ class StackView:
             found = self.instances(kind)
             instance = found[0][1] if found else settings.instance
         subject = verb_subject(kind, verb, host=settings.host, instance=instance)
+        return await self.ask(subject, payload)
+
+    async def ask(self, subject: str, payload: bytes) -> bytes:
+        """A verb by its subject; raises KvbmError."""
         return await self._bus.request(subject, payload, deadline_s=VERB_DEADLINE_S)
 
 
@@ -134,7 +138,8 @@ async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: Tie
         names = ("offers", "lookups_waiting", "writes", "writes_pending", "reads")
         if any(stats.figures.get(name) for name in names) or stats.slots.get("staged"):
             return False
-    return (await view.stats("host-tier")).leases == 0
+    hosts = view.instances("host-tier")
+    return not any([(await view.stats(kind, instance)).leases for kind, instance in hosts])
 
 
 async def _agree(

@@ -172,8 +172,8 @@ async def run_demo(options: DemoOptions, console: Console) -> Report:
             seconds=seconds,
             block_bytes=options.block_kib * KIB,
             engines=[await engine.stats() for engine in engines],
-            host=await view.stats("host-tier"),
-            disk=await _disks(view) if with_disk else None,
+            host=await _together(view, "host-tier"),
+            disk=await _together(view, "disk-tier") if with_disk else None,
             metrics=await _metrics(bus, stack.settings, view),
         )
 
@@ -249,13 +249,13 @@ async def _wait_reset(engine: EngineHandle) -> None:
     await wait_until(engine.reset, f"{engine.config.name} is not idle")
 
 
-async def _disks(view: StackView) -> StatsReply:
-    """The figures of all disk tiers, as if they were one."""
-    disks = [await view.stats(kind, instance) for kind, instance in view.instances("disk-tier")]
+async def _together(view: StackView, kind: str) -> StatsReply:
+    """The figures of all tiers of a kind, as if they were one."""
+    tiers = [await view.stats(kind, instance) for _, instance in view.instances(kind)]
     figures: Counter[str] = Counter()
-    for disk in disks:
-        figures.update(disk.figures)
-    return msgspec.structs.replace(disks[0], figures=dict(figures))
+    for tier in tiers:
+        figures.update(tier.figures)
+    return msgspec.structs.replace(tiers[0], figures=dict(figures))
 
 
 async def _metrics(bus: Bus, settings: Settings, view: StackView) -> list[MetricsSnapshot]:

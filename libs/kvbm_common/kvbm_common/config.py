@@ -53,6 +53,10 @@ class Settings:
         section="host_tier",
         help="How often a block read from host memory is compared with its checksum; reads from "
         "disk and peers always are.")
+    host_tiers: int = setting(
+        "KVBM_HOST_TIERS", 1, schema.integer(1, 64), section="host_tier",
+        help="How many host tiers `kvbm up` starts. Engines are shared out among them, and the "
+        "size is: one host tier keeps one core busy.")
     host_tier_endpoint: str = setting(
         "KVBM_HOST_TIER_ENDPOINT", "", schema.ENDPOINT, section="host_tier",
         default_text="ipc://RUNTIME_DIR/host-tier.sock",
@@ -213,14 +217,14 @@ class Settings:
     cache_stats_max_requests: int = setting(
         "DYN_KVBM_CACHE_STATS_MAX_REQUESTS", 1000, schema.integer(1), section="metrics",
         unit="requests", help="The hit rates cover so many recent requests.")
-    cache_stats_log_interval_s: int = setting(
-        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5, schema.integer(1), section="metrics",
-        unit="s", help="How often the hit rates are refreshed and logged.")
-
     explain_requests: int = setting(
         "KVBM_EXPLAIN_REQUESTS", 100_000, schema.integer(0, 10_000_000), section="metrics",
         unit="requests", help="Each host tier keeps why so many recent lookups hit and missed, in "
         "about half a KiB each; 0: none.")
+    cache_stats_log_interval_s: int = setting(
+        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5, schema.integer(1), section="metrics",
+        unit="s", help="How often the hit rates are refreshed and logged.")
+
     # -- consolidator --
     consolidator_enabled: bool = setting(
         "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", True, schema.BOOLEAN, section="consolidator",

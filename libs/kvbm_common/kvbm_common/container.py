@@ -8,8 +8,8 @@ survives its container: a disk tier finds its file by it. So each takes the firs
 nobody on this host holds. The lock is a file in the runtime directory, which the containers of a
 host share; the kernel drops it with the process.
 
-Of a consolidator and a host tier there is one per host, because engines know one endpoint. A second
-one waits, and takes over when the first has died.
+Of a consolidator there is one per host, because engines know one endpoint. A second one waits, and
+takes over when the first has died.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvbm_common.processes import LockTaken, take_lock
 from kvbm_common.service import make_runtime_dir
 from kvbm_common.wire.verbs import StatsReply, verb_subject
 
-ONE_PER_HOST = ("consolidator", "host-tier")
+ONE_PER_HOST = ("consolidator",)
 INSTANCES_MAX = 64
 """Replicas of one kind on one host; more is a loop that starts containers."""
 HEALTH_DEADLINE_S = 2.0

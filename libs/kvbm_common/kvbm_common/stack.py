@@ -170,28 +170,47 @@ class ServiceProcess:
 def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
     """The processes of a kind, by name, and the variables in which each differs from the others.
 
-    One of each kind, and a disk tier per directory: a disk that hangs holds up nobody else. An
-    object tier only where it is enabled.
+    One of each kind, and a disk tier per directory: a disk that hangs holds up nobody else. As many
+    host tiers as are wanted; an object tier only where it is enabled.
     """
     if kind == "object-tier" and not settings.object_enabled:
         return {}
-    if kind != "disk-tier":
-        return {kind: {}}
-    count = len(settings.disk_cache_dirs)
+    if kind == "disk-tier":
+        size, slots = settings.disk_cache_gb, settings.disk_cache_override_num_blocks
+        directories = settings.disk_cache_dirs
+        own = [{"DYN_KVBM_DISK_CACHE_DIR": str(directory)} for directory in directories]
+        return _shared_out(kind, settings, own, "DYN_KVBM_DISK_CACHE", size, slots)
+    if kind == "host-tier":
+        size, slots = settings.cpu_cache_gb, settings.cpu_cache_override_num_blocks
+        own = [{} for _ in range(settings.host_tiers)]
+        if settings.instance.isdigit():  # As replicas of a container are numbered.
+            first = int(settings.instance)
+            own = [{"KVBM_INSTANCE": str(first + number)} for number in range(len(own))]
+        return _shared_out(kind, settings, own, "DYN_KVBM_CPU_CACHE", size, slots)
+    return {kind: {}}
+
+
+def _shared_out(
+    kind: str,
+    settings: Settings,
+    own: Sequence[Mapping[str, str]],
+    prefix: str,
+    size_gb: float,
+    slots: int | None,
+) -> dict[str, dict[str, str]]:
+    """Several processes of a kind, with an equal share of the size each."""
+    count = len(own)
     if count == 1:
         return {kind: {}}
-    slots = settings.disk_cache_override_num_blocks
-    own = {
-        "DYN_KVBM_DISK_CACHE_GB": str(settings.disk_cache_gb / count),
-        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "" if slots is None else str(slots // count),
+    shared = {
+        f"{prefix}_GB": str(size_gb / count),
+        f"{prefix}_OVERRIDE_NUM_BLOCKS": "" if slots is None else str(slots // count),
     }
     return {
-        f"{kind}-{number}" if number else kind: own
-        | {
-            "DYN_KVBM_DISK_CACHE_DIR": str(directory),
-            "KVBM_INSTANCE": f"{settings.instance}-{number}" if number else settings.instance,
-        }
-        for number, directory in enumerate(settings.disk_cache_dirs)
+        f"{kind}-{number}" if number else kind: shared
+        | {"KVBM_INSTANCE": f"{settings.instance}-{number}" if number else settings.instance}
+        | dict(variables)
+        for number, variables in enumerate(own)
     }
 
 
@@ -376,7 +395,9 @@ class Stack:
         leftovers = [runtime_dir / "stack.lock"]
         if "host-tier" in self.services:
             leftovers += self.settings.shm_dir.glob(f"kvbm-{self.settings.host}-*")
-            leftovers.append(Path(self.settings.host_tier_endpoint.removeprefix("ipc://")))
+            path = Path(self.settings.host_tier_endpoint.removeprefix("ipc://"))
+            leftovers += [path, Path(f"{path}.lock")]
+            leftovers += path.parent.glob(f"{path.stem}-*{path.suffix}")
         if "consolidator" in self.services:
             socket = self.settings.consolidator_endpoint.removeprefix("ipc://")
             leftovers += [Path(socket), Path(f"{socket}.lock")]

@@ -19,17 +19,16 @@ from kvbm_common.tier_admin import TierAdmin
 from kvbm_common.wire.admin import FilterReply, FilterRequest
 from kvbm_common.wire.events import Event, Stored
 from kvbm_common.wire.explain import FatesReply
-from kvbm_common.wire.verbs import ArenaReply, ErrorBody, SnapshotReply, StatsReply
+from kvbm_common.wire.verbs import ErrorBody, SnapshotReply, StatsReply
 
-from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.fate_of import fates_of
+from kvbm_disk_tier.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.hosts import Hosts
 from kvbm_disk_tier.messages import (
     AdminAsked,
     Answer,
     ArenaFailed,
     ArenaKnown,
-    AskArena,
-    AskHostSnapshot,
     Effect,
     FillAsked,
     HitsTold,
@@ -96,10 +95,7 @@ class DiskTierCore:
         self.writes = Writes(self.tier, given, WriteBudget(write_budget), Shards(instance))
         self.reads = Reads(self.tier)
         self.admin = TierAdmin(self.tier)
-        self._host: str | None = None
-        self._host_epoch = 0
-        """The newest life of the host tier that we have heard of."""
-        self._asking_arena = False
+        self.hosts = Hosts(self.tier)
         self._said_accepting = True
 
     @property
@@ -139,24 +135,23 @@ class DiskTierCore:
             case StoreUp():
                 self.tier.came_up()
             case HostSeen(instance):
-                self._host = instance
-                self._ask_arena(instance)
+                self.hosts.seen(instance)
             case HostLost(instance):
-                self._host_lost(instance)
+                self.hosts.lost(instance)
             case HostEvent(instance, host_event):
                 self._host_event(instance, host_event)
             case HostEventsLost():
-                self._ask_snapshot()
-            case HostSnapshot(reply=reply):
+                self.hosts.ask_snapshots()
+            case HostSnapshot(instance, reply):
                 for part in reply.parts:
                     for run in part.runs:
-                        self.writes.listed(hashes_from_hex(run.hashes))
-            case HitsTold(hits=hits):
-                self.writes.seen(hashes_from_hex(hits.hashes))
+                        self.writes.listed(hashes_from_hex(run.hashes), instance)
+            case HitsTold(instance, hits):
+                self.writes.seen(hashes_from_hex(hits.hashes), instance)
             case ArenaKnown(arena):
-                self._arena_known(arena)
-            case ArenaFailed():
-                self._asking_arena = False
+                self.hosts.known(arena)
+            case ArenaFailed(instance):
+                self.hosts.failed(instance)
             case Leased():
                 self.writes.leased(event)
             case LeaseFailed(write, reason):
@@ -183,6 +178,9 @@ class DiskTierCore:
                 self._admin(event, now_ms)
             case Tick():
                 self._tick(now_ms)
+            case _:
+                assert_never(event)
+
     def _admin(self, asked: AdminAsked, now_ms: int) -> None:
         if isinstance(asked.request, FilterRequest):
             self.tier.emit(Answer(asked.reply_to, self._set_filter(asked.request)))
@@ -201,9 +199,6 @@ class DiskTierCore:
             decay_ms=now.decay_ms,
             entries=len(now),
         )
-
-            case _:
-                assert_never(event)
 
     def _reject(self, event: Input, error: IdentityError) -> None:
         """A peer's mistake that only a look inside the message could find."""
@@ -224,62 +219,22 @@ class DiskTierCore:
             self._said_accepting = self.tier.accepting
             self.tier.emit(SayAccepting(self._said_accepting))
 
-    # --- the host tier ----------------------------------------------------------------------
-
-    def _ask_arena(self, instance: str) -> None:
-        if not self._asking_arena:
-            self._asking_arena = True
-            self.tier.emit(AskArena(instance))
-
-    def _wants_arena(self) -> bool:
-        """There is none, it is not cut yet, or it is a dead life's: one may ask too early."""
-        arena = self.tier.arena
-        return arena is None or not arena.slot_bytes or arena.epoch < self._host_epoch
+    # --- the host tiers ---------------------------------------------------------------------
 
     def _host_event(self, instance: str, event: Event) -> None:
-        """What is stored may deserve the disk; another epoch is another arena."""
-        self._host_epoch = max(self._host_epoch, event.epoch)
-        if self._wants_arena():
-            self._ask_arena(instance)
+        """What is stored may deserve the disk."""
+        self.hosts.heard(instance, event.epoch)
         if isinstance(event, Stored):
             names = [name for run in event.runs for name in hashes_from_hex(run.hashes)]
-            self.writes.seen(names)
-
-    def _host_lost(self, instance: str) -> None:
-        self._host = None
-        if self.tier.arena is not None and self.tier.arena.instance == instance:
-            self.tier.arena = None
-
-    def _arena_known(self, arena: ArenaReply) -> None:
-        """An arena is mapped. What it held before we listened is told by a snapshot."""
-        self._asking_arena = False
-        figures["filter_enabled"] = float(self.writes.filter.enabled)
-        figures["filter_pass_count"] = float(self.writes.filter.pass_count)
-        known, self.tier.arena = self.tier.arena, arena
-        is_new = known is None or known.epoch != arena.epoch or not known.slot_bytes
-        if is_new:
-            self._ask_snapshot()
-
-    def _ask_snapshot(self) -> None:
-        """What does the host tier hold that we have not heard of?"""
-        arena = self.tier.arena
-        if arena is not None and arena.slot_bytes:
-            self.tier.emit(AskHostSnapshot(arena.instance))
+            self.writes.seen(names, instance)
 
     def _tick(self, now_ms: int) -> None:
         self.writes.filter.decay_until(now_ms)
-            block_bytes=tier.table.block_bytes,
-            policy=tier.policy_name,
         self.tier.end_leases(self.tier.leases.expire(now_ms))
         # A bypassed disk that nobody asks for would stay so: when its pause is over, it takes
         # blocks again, and the first write is the probe.
-    def fates(self, names: Sequence[SequenceHash], now_ms: int) -> FatesReply:
-        """What has become of blocks that a host tier misses."""
-        return FatesReply(fates=fates_of(self.tier, self.writes, names, now_ms))
-
         self.tier.breaker.allows(now_ms)
-        if self._host is not None and self._wants_arena():
-            self._ask_arena(self._host)
+        self.hosts.tick()
 
     # --- questions --------------------------------------------------------------------------
 
@@ -296,6 +251,8 @@ class DiskTierCore:
         figures["writes_pending"] = float(self.writes.pending_count)
         figures["reads"] = float(len(self.reads) + self.reads.waiting_count)
         figures["filter_entries"] = float(len(self.writes.filter))
+        figures["filter_enabled"] = float(self.writes.filter.enabled)
+        figures["filter_pass_count"] = float(self.writes.filter.pass_count)
         figures["draining"] = float(tier.draining)
         figures |= self.gauges()
         return StatsReply(
@@ -309,9 +266,15 @@ class DiskTierCore:
             tier=tier.kind.tier,
             slots=tier.table.counts(),
             slot_bytes=tier.slot_bytes,
+            block_bytes=tier.table.block_bytes,
+            policy=tier.policy_name,
             leases=len(tier.leases),
             figures=figures,
         )
+
+    def fates(self, names: Sequence[SequenceHash], now_ms: int) -> FatesReply:
+        """What has become of blocks that a host tier misses."""
+        return FatesReply(fates=fates_of(self.tier, self.writes, names, now_ms))
 
     def gauges(self) -> dict[str, float]:
         """Figures of now that are worth a curve."""

@@ -91,7 +91,11 @@ class DiskMedium:
 
     def use_arena(self, arena: ArenaReply) -> None:
         """Map it; raises KvbmError or OSError."""
-        self._mover.use_arena(arena.path, arena.epoch)
+        self._mover.use_arena(arena.path, arena.epoch, arena.instance)
+
+    def drop_arena(self, instance: str) -> None:
+        """Unmap it, when nothing flies."""
+        self._mover.drop_arena(instance)
 
     async def write(self, effect: WriteSlots) -> Written | WriteFailed:
         """Arena to file."""

@@ -39,6 +39,9 @@ class Medium(Protocol):
     def use_arena(self, arena: ArenaReply) -> None:
         """Map the arena of another life; raises KvbmError or OSError."""
 
+    def drop_arena(self, instance: str) -> None:
+        """A host tier is gone: unmap its arena as soon as nothing needs it."""
+
     async def write(self, effect: WriteSlots) -> Written | WriteFailed:
         """Arena to store."""
 

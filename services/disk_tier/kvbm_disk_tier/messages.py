@@ -347,6 +347,13 @@ class RewriteJournal:
 
 
 @dataclass(frozen=True, slots=True)
+class DropArena:
+    """A host tier is gone: its arena need not stay mapped."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskArena:
     """Ask the host tier for its arena and map it; ends in ArenaKnown or ArenaFailed."""
 
@@ -371,6 +378,7 @@ Effect = (
     OpenStore
     | RewriteJournal
     | AskArena
+    | DropArena
     | AskHostSnapshot
     | LeaseHost
     | ReleaseHost

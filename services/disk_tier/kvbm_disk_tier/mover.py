@@ -52,15 +52,16 @@ class NotSettled(KvbmError):
 
 
 class DiskMover:
-    """One NIXL agent between one file and the arena that is mapped now."""
+    """One NIXL agent between one file and the arenas that are mapped now."""
 
     def __init__(self, *, mover: MoverThread, counters: Counters) -> None:
         """`mover` can move files; it is closed with this."""
         self._mover = mover
         self._worker = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="worker")
-        self._arena: Arena | None = None
-        self._arena_known: Registration | None = None
-        self._arena_epoch = 0
+        self._arenas: dict[int, tuple[Arena, Registration]] = {}
+        """By epoch."""
+        self._epochs: dict[str, int] = {}
+        """Host tier → the epoch of its arena."""
         self._retired: list[tuple[Arena, Registration]] = []
         self._file: Registration | None = None
         self._fd = -1
@@ -71,22 +72,30 @@ class DiskMover:
         """End both threads and unmap."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._mover.close()
-        for arena, _ in self._retired:
+        for arena, _ in [*self._retired, *self._arenas.values()]:
             arena.close()
-        if self._arena is not None:
-            self._arena.close()
 
-    def use_arena(self, path: str, epoch: int) -> None:
-        """Map the arena of another life. The old one stays mapped until nothing flies over it."""
-        if self._arena is not None and epoch == self._arena_epoch:
+    def use_arena(self, path: str, epoch: int, instance: str = "") -> None:
+        """Map the arena of another life of a host tier. The old one stays mapped until nothing
+        flies any more."""
+        if epoch in self._arenas:
             return
         arena = Arena.attach(path)
         arena.populate()
         known = self._mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
-        if self._arena is not None and self._arena_known is not None:
-            self._retired.append((self._arena, self._arena_known))
-        self._arena, self._arena_known, self._arena_epoch = arena, known, epoch
+        self.drop_arena(instance)
+        self._arenas[epoch], self._epochs[instance] = (arena, known), epoch
+
+    def drop_arena(self, instance: str) -> None:
+        """A host tier is gone, or lives anew."""
+        former = self._epochs.pop(instance, None)
+        if former is not None:
+            self._retired.append(self._arenas.pop(former))
         self._unmap_retired()
+
+    def _arena(self, epoch: int) -> Arena | None:
+        found = self._arenas.get(epoch)
+        return None if found is None else found[0]
 
     def _unmap_retired(self) -> None:
         if self._flying == 0:
@@ -118,8 +127,8 @@ class DiskMover:
 
     async def write(self, effect: WriteSlots) -> Written | WriteFailed:
         """Arena to file."""
-        arena = self._arena
-        if arena is None or effect.epoch != self._arena_epoch:
+        arena = self._arena(effect.epoch)
+        if arena is None:
             return WriteFailed(effect.write, STALE_ARENA)
         self._flying += 1
         try:
@@ -145,8 +154,8 @@ class DiskMover:
 
     async def read(self, effect: ReadSlots) -> ReadDone | ReadFailed:
         """File to arena, and every checksum compared."""
-        arena = self._arena
-        if arena is None or effect.epoch != self._arena_epoch:
+        arena = self._arena(effect.epoch)
+        if arena is None:
             return ReadFailed(effect.read, STALE_ARENA)
         self._flying += 1
         try:

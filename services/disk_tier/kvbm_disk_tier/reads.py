@@ -77,10 +77,10 @@ class Reads:
         heapq.heappush(self._waiting, (turn, self._arrivals, event))
 
     def _refusal(self, request: FillRequest, now_ms: int) -> ErrorBody | None:
-        arena = self._tier.arena
+        arena = self._tier.arena_of_life(request.epoch)
         if self._tier.stopping:
             return ErrorBody(code="stopping", message="this disk tier is stopping")
-        if arena is None or arena.epoch != request.epoch or not self._tier.fits():
+        if arena is None or not self._tier.usable(arena) or not self._tier.fits():
             return ErrorBody(code="stale_arena", message="another arena is mapped", field="epoch")
         if now_ms >= request.until_ms:
             return ErrorBody(code="too_late", message="the deadline has passed", field="until_ms")
@@ -126,6 +126,8 @@ class Reads:
             slots[name] = slot
             targets.append(asked.slot)
         read = Read(event.reply_to, event.request.slots, slots, now_ms)
+        arena = self._tier.arena_of_life(event.request.epoch)
+        assert arena is not None, "a fill for no arena was not refused"
         if not slots:
             self._tier.emit(Answer(read.reply_to, _reply(read, {}, {})))
             return
@@ -139,7 +141,7 @@ class Reads:
                 tuple(slots.values()),
                 tuple(targets),
                 tuple(table.block(slot) for slot in slots.values()),
-                self._tier.slot_bytes,
+                arena.slot_bytes,
                 event.request.until_ms,
             )
         )

@@ -54,6 +54,7 @@ from kvbm_disk_tier.messages import (
     ArenaKnown,
     AskArena,
     AskHostSnapshot,
+    DropArena,
     Effect,
     FillAsked,
     HitsTold,
@@ -187,7 +188,8 @@ class TierShell:
     # --- inputs -----------------------------------------------------------------------------
 
     def _hits(self, _subject: str, payload: bytes) -> None:
-        self._offer(HitsTold("", hits_codec.decode(payload)))
+        hits = hits_codec.decode(payload)
+        self._offer(HitsTold(hits.instance, hits))
 
     async def _follow_hosts(self) -> None:
         """Every event of a host tier of this host, from now on; snapshots tell what was before."""
@@ -237,12 +239,12 @@ class TierShell:
     async def _snapshot(self, _payload: bytes) -> bytes:
         return _snapshot_reply.encode(self._core.snapshot())
 
-    async def _fill(self, payload: bytes) -> bytes:
-        request = _fill_request.decode(payload)
     async def _fates(self, payload: bytes) -> bytes:
         names = hashes_from_hex(fates_request.decode(payload).hashes)
         return msgspec.json.encode(self._core.fates(names, monotonic_ms()))
 
+    async def _fill(self, payload: bytes) -> bytes:
+        request = _fill_request.decode(payload)
         return await self._ask_core(lambda reply_to: FillAsked(reply_to, request))
 
     async def _admin(self, verb: str, request: TierRequest | FilterRequest) -> bytes:
@@ -270,6 +272,8 @@ class TierShell:
                 return self._medium.open(slot_bytes)
             case RewriteJournal():
                 return self._medium.rewrite(effect)
+            case DropArena(instance):
+                self._medium.drop_arena(instance)
             case AskArena(instance):
                 return self._ask_arena(instance)
             case AskHostSnapshot(instance):

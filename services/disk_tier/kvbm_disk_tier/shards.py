@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvbm_common.checksum import block_checksum
 from kvbm_common.identity import SequenceHash
+from kvbm_common.rendezvous import owner_of
 
 
 def writers_of(accepting: Mapping[str, bool]) -> frozenset[str]:
@@ -37,10 +37,7 @@ class Shards:
 
     def owner(self, block: SequenceHash) -> str | None:
         """Who writes this block; None when nobody writes."""
-        if not self._names:
-            return None
-        names = self._names
-        return max(names, key=lambda instance: block_checksum(block + names[instance]))
+        return owner_of(block, self._names)
 
     def owned(self, blocks: Sequence[SequenceHash]) -> Sequence[SequenceHash]:
         """Those that we write, in the given order."""

@@ -15,6 +15,7 @@ from kvbm_common.breaker import Breaker, BreakerState
 from kvbm_common.config import Settings
 from kvbm_common.diary import Diary
 from kvbm_common.eviction import make_policy
+from kvbm_common.fates import Fates
 from kvbm_common.identity import SequenceHash
 from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import Block, SlotTable
@@ -124,7 +125,10 @@ class Tier:
         self.now_ms = 0
         """Of the step that is being taken, for the diary."""
         self.slot_bytes = 0
-        self.arena: ArenaReply | None = None
+        self.arenas: dict[str, ArenaReply] = {}
+        """Those that are mapped, by the host tier whose they are."""
+        self.hosts: set[str] = set()
+        """The host tiers that are there."""
         self.stopping = False
         """The last `cleared` is out: nothing more is announced or begun."""
         self.problem = ""
@@ -135,12 +139,12 @@ class Tier:
         """Otherwise only after a first look at what is there."""
         self.counts: Counter[str] = Counter()
         self.diary = Diary()
+        self.fates = Fates()
+        """What became of the blocks that were here, or should have come here."""
         self.effects: list[Effect] = []
         self.breaker = Breaker()
         self._policy_name = policy
         self._is_open = False
-        self.fates = Fates()
-        """What became of the blocks that were here, or should have come here."""
         self._opening = False
         self._open_again_ms = 0
         self._order = 1
@@ -159,7 +163,28 @@ class Tier:
     @property
     def staging(self) -> bool:
         """Disk-only mode: every block is for the disk."""
-        return self.arena is not None and self.arena.staging
+        return any(arena.staging for arena in self.arenas.values())
+
+    @property
+    def arena(self) -> ArenaReply | None:
+        """An arena with slots, if there is one."""
+        return next((arena for arena in self.arenas.values() if arena.slot_bytes), None)
+
+    def usable(self, arena: ArenaReply) -> bool:
+        """Can blocks be moved between this arena and the store?"""
+        fits = arena.slot_bytes == self.slot_bytes or not self.kind.sized
+        return fits and arena.slot_bytes > 0
+
+    def arena_of_life(self, epoch: int) -> ArenaReply | None:
+        """The arena that an epoch names."""
+        return next((one for one in self.arenas.values() if one.epoch == epoch), None)
+
+    def arena_for(self, instance: str) -> ArenaReply | None:
+        """Where to lease what this host tier had; if it is gone, another may have it."""
+        known = self.arenas.get(instance)
+        if known is not None or instance in self.hosts:
+            return known if known is not None and self.usable(known) else None
+        return next((one for one in self.arenas.values() if self.usable(one)), None)
 
     @property
     def accepting(self) -> bool:
@@ -182,16 +207,18 @@ class Tier:
 
     def fits(self) -> bool:
         """There is an arena and a store that works, and their slots are of the same size."""
-        if not self.kind.sized and self.arena is not None:
-            self.slot_bytes = self.arena.slot_bytes
-        fits = self.arena is not None and self.arena.slot_bytes == self.slot_bytes
-        return fits and self.slot_bytes > 0 and self._is_open and not self.is_down
+        if not self.kind.sized:
+            sizes = (arena.slot_bytes for arena in self.arenas.values())
+            self.slot_bytes = max(sizes, default=self.slot_bytes)
+        fits = any(self.usable(arena) for arena in self.arenas.values())
+        return fits and self._is_open and not self.is_down
 
     def fit_store(self, now_ms: int) -> None:
-        """Have a store whose slots are those of the arena. Only while nothing flies."""
-        slot_bytes = self.arena.slot_bytes if self.arena is not None else 0
-        if self.kind.sized and slot_bytes in (0, self.slot_bytes):
+        """Have a store whose slots are those of an arena. Only while nothing flies."""
+        sizes = {arena.slot_bytes for arena in self.arenas.values() if arena.slot_bytes}
+        if self.kind.sized and (not sizes or self.slot_bytes in sizes):
             return
+        slot_bytes = max(sizes, default=0)
         if not self.kind.sized and self._is_open:
             return
         if self._opening or self.stopping or now_ms < self._open_again_ms:
@@ -254,6 +281,17 @@ class Tier:
         """What blocks take up in the store: slots, or their own size."""
         return sum(self.slot_bytes if self.kind.sized else block.bytes for block in blocks)
 
+    @property
+    def policy_name(self) -> str:
+        """The eviction policy in force."""
+        return self._policy_name
+
+    def use_policy(self, name: str) -> bool:
+        """Have another policy choose victims, also in stores to come."""
+        self._policy_name = name
+        self.table.use_policy(make_policy(name, self.table.slot_count))
+        return True
+
     def make_room(self, count: int) -> int:
         """Evict for `count` slots; returns how many can be staged now."""
         victims = self.table.policy.victims(max(0, count - self.table.counts()["reset"]))
@@ -283,17 +321,6 @@ class Tier:
     def end_leases(self, leases: Iterable[Lease]) -> None:
         """Unpin what some leases held."""
         for lease in leases:
-    @property
-    def policy_name(self) -> str:
-        """The eviction policy in force."""
-        return self._policy_name
-
-    def use_policy(self, name: str) -> bool:
-        """Have another policy choose victims, also in stores to come."""
-        self._policy_name = name
-        self.table.use_policy(make_policy(name, self.table.slot_count))
-        return True
-
             self.table.unpin(lease.slots)
 
     # --- announcements ----------------------------------------------------------------------
@@ -307,6 +334,10 @@ class Tier:
         self.counts[f"evictions.{reason}"] += len(blocks)
         for block in blocks:
             self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
+        self.fates.note(
+            (block.hash for block in blocks), reason, self.now_ms,
+            detail=self.policy_name if reason == "evicted" else "",
+        )  # fmt: skip
         self._publish(self.announcer.removed(blocks, reason) if not self.stopping else [])
 
     def _publish(self, events: Iterable[Event]) -> None:
@@ -336,10 +367,6 @@ class Tier:
             return
         live = [(self.table.find(block.hash), block) for block in self.table.blocks()]
         records = self._records(Operation.COMMITTED, [*live, *committing])
-        self.fates.note(
-            (block.hash for block in blocks), reason, self.now_ms,
-            detail=self.policy_name if reason == "evicted" else "",
-        )  # fmt: skip
         self._journal_records = len(records)
         self.counts["bytes.journal"] += len(records) * RECORD_BYTES
         self.emit(RewriteJournal(records))

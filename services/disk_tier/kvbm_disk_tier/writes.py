@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from kvbm_common.breaker import BreakerState
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
@@ -30,6 +31,8 @@ from kvbm_disk_tier.tier import Tier
 from kvbm_disk_tier.write_budget import WriteBudget
 
 CHECKSUM_MAX = 2**64 - 1
+SCAN_MAX = 256
+"""Blocks that are looked at for a batch: with several host tiers a batch is of one of them."""
 
 
 class Phase(Enum):
@@ -75,7 +78,8 @@ class Writes:
         self.budget = budget
         self.shards = shards
         self._tier = tier
-        self._pending: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._pending: OrderedDict[SequenceHash, str] = OrderedDict()
+        """Block → the host tier that had it."""
         self._writes: dict[int, Write] = {}
         self._writing: set[SequenceHash] = set()
         self._retries = Retries()
@@ -90,24 +94,24 @@ class Writes:
 
     # --- admission --------------------------------------------------------------------------
 
-    def seen(self, names: Sequence[SequenceHash]) -> None:
-        """Blocks that are in the host tier: those that deserve it wait for their write."""
+    def seen(self, names: Sequence[SequenceHash], instance: str) -> None:
+        """Blocks that are in a host tier: those that deserve it wait for their write."""
         for name in self.shards.owned(names):
             if not self._passes(name) or self._is_known(name):
                 continue
-            self._await_turn(name)
+            self._await_turn(name, instance)
 
-    def _await_turn(self, name: SequenceHash) -> None:
+    def _await_turn(self, name: SequenceHash, instance: str) -> None:
         if len(self._pending) >= self._tier.limits.pending_max:
             oldest, _ = self._pending.popitem(last=False)
             self._retries.forget([oldest])
             self._tier.counts["dropped.write_pending_full"] += 1
             self._not_written([oldest], "too many blocks were waiting")
-        self._pending[name] = None
+        self._pending[name] = instance
 
-    def listed(self, names: Sequence[SequenceHash]) -> None:
+    def listed(self, names: Sequence[SequenceHash], instance: str) -> None:
         """Blocks of a snapshot: one that was counted when it was announced is not wanted twice."""
-        self.seen([name for name in names if name not in self.filter])
+        self.seen([name for name in names if name not in self.filter], instance)
 
     def _passes(self, name: SequenceHash) -> bool:
         if self._tier.staging or self.filter.see(name):
@@ -119,11 +123,6 @@ class Writes:
         committed = self._tier.table.find(name) is not None
         return committed or name in self._writing or name in self._pending
 
-    def found(self, names: Iterable[SequenceHash]) -> None:
-        """Blocks that are in the store without us need no write."""
-        for name in names:
-            if name in self._pending:
-                del self._pending[name]
     def is_waiting(self, name: SequenceHash) -> bool:
         """Is it to be written, or being written?"""
         return name in self._pending or name in self._writing
@@ -132,17 +131,22 @@ class Writes:
         """Remember why, for those who miss them."""
         self._tier.fates.note(names, "not_written", self._tier.now_ms, detail=reason)
 
+    def found(self, names: Iterable[SequenceHash]) -> None:
+        """Blocks that are in the store without us need no write."""
+        for name in names:
+            if name in self._pending:
+                del self._pending[name]
                 self._retries.forget([name])
 
     def forget_pending(self, reason: str) -> None:
         """Nothing new is begun any more."""
         self._tier.counts[f"dropped.write_{reason}"] += len(self._pending)
+        self._not_written(self._pending, reason)
         self._retries.forget(self._pending)
         self._pending.clear()
 
     # --- the way ----------------------------------------------------------------------------
 
-        self._not_written(self._pending, reason)
     def advance(self, now_ms: int, *, beside_reads: bool) -> None:
         """Write as many batches as may be written, and lease as many ahead."""
         limits, breaker = self._tier.limits, self._tier.breaker
@@ -171,13 +175,14 @@ class Writes:
         return free and self._tier.fits() and self._tier.table.room() > 0
 
     def _lease(self, now_ms: int) -> bool:
-        """Lease the next batch; False: there is no budget for it now."""
-        tier, arena = self._tier, self._tier.arena
-        assert arena is not None
-        count = min(tier.limits.batch_blocks_max, len(self._pending))
-        if not self.budget.take(count * tier.slot_bytes, now_ms):
+        """Lease the next batch; False: there is no budget for it now, or no arena."""
+        tier = self._tier
+        arena, names = self._next_batch()
+        count = len(names)
+        if arena is None or not self.budget.take(count * tier.slot_bytes, now_ms):
             return False
-        names = [self._pending.popitem(last=False)[0] for _ in range(count)]
+        for name in names:
+            del self._pending[name]
         self._retries.start()
         write_id = tier.take_id()
         self._writes[write_id] = Write(
@@ -193,6 +198,21 @@ class Writes:
         tier.emit(LeaseHost(write_id, arena.instance, request))
         return True
 
+    def _next_batch(self) -> tuple[ArenaReply | None, list[SequenceHash]]:
+        """The oldest blocks of one host tier. Those whose arena is not known wait behind."""
+        chosen: ArenaReply | None = None
+        names: list[SequenceHash] = []
+        for name, instance in list(islice(self._pending.items(), SCAN_MAX)):
+            arena = self._tier.arena_for(instance)
+            chosen = chosen or arena
+            if arena is None:
+                self._pending.move_to_end(name)
+            elif chosen is not None and arena.epoch == chosen.epoch:
+                names.append(name)
+            if len(names) == self._tier.limits.batch_blocks_max:
+                break
+        return chosen, names
+
     def leased(self, event: Leased) -> None:
         """The host tier holds what it had of the batch: that waits for its turn."""
         self._retries.answered()
@@ -202,7 +222,8 @@ class Writes:
 
     def _begin(self, write_id: int, now_ms: int) -> None:
         write, tier = self._writes[write_id], self._tier
-        wanted = self._wanted(write, write.leased)
+        arena = tier.arena_of_life(write.epoch)
+        wanted = self._wanted(arena, write, write.leased)
         room = tier.make_room(len(wanted))
         tier.counts["dropped.write_no_room"] += len(wanted) - room
         for block, source in wanted[:room]:
@@ -211,7 +232,7 @@ class Writes:
             write.slots.append((target, block))
             tier.diary.note(now_ms, f"being written from slot {source} to {target}", block.hash)
         self._refund(write, len(write.slots))
-        if not write.slots:
+        if not write.slots or arena is None:
             self._release(write_id)
             return
         write.phase = Phase.WRITING
@@ -223,7 +244,7 @@ class Writes:
                 write.epoch,
                 tuple(source for _, source in wanted[:room]),
                 tuple(target for target, _ in write.slots),
-                tier.slot_bytes,
+                arena.slot_bytes,
                 tuple(block for _, block in write.slots),
             )
         )
@@ -232,13 +253,15 @@ class Writes:
         """The disk is bypassed: a lease would have ended before it is back."""
         write = self._writes[write_id]
         self._tier.counts["dropped.write_bypassed"] += len(write.leased)
+        self._not_written(write.names, "bypassed")
         self._refund(write, 0)
         self._release(write_id)
 
-    def _wanted(self, write: Write, slots: Sequence[LeasedSlot]) -> list[tuple[Block, int]]:
+    def _wanted(
+        self, arena: ArenaReply | None, write: Write, slots: Sequence[LeasedSlot]
+    ) -> list[tuple[Block, int]]:
         """What was asked for and is there, with its arena slot, in the asked order."""
-        arena = self._tier.arena
-        if arena is None or arena.epoch != write.epoch:
+        if arena is None or not self._tier.usable(arena):
             slots = []  # Those slots are of an arena that is mapped no more.
         sound = [slot for slot in slots if arena is not None and _is_sound(slot, arena)]
         self._tier.counts["dropped.write_bad_lease"] += len(slots) - len(sound)
@@ -247,6 +270,8 @@ class Writes:
         wanted = [leased[n] for n in write.names if n in leased and table.find(n) is None]
         gone = len(write.names) - len(wanted) - (len(slots) - len(sound))
         self._tier.counts["dropped.write_gone"] += max(0, gone)
+        left = (n for n in write.names if n not in leased and table.find(n) is None)
+        self._not_written(left, "it had left host memory when its turn came")
         return [(_block_of(slot), slot.slot) for slot in wanted]
 
     def _refund(self, write: Write, blocks: int) -> None:
@@ -254,7 +279,6 @@ class Writes:
         kept = blocks * self._tier.slot_bytes
         self.budget.give_back(write.charged - kept)
         write.charged = kept
-        self._not_written(write.names, "bypassed")
 
     def lease_failed(self, write_id: int, reason: str, now_ms: int) -> None:
         """The host tier did not answer, or refused."""
@@ -269,16 +293,16 @@ class Writes:
         self, write_id: int, names: Sequence[SequenceHash], reason: str, now_ms: int
     ) -> None:
         """Behind all others: what never gets an answer holds up nobody else."""
+        instance = self._writes[write_id].instance
         for slot, _ in self._writes[write_id].slots:
             self._tier.table.abort(slot)
-        left = (n for n in write.names if n not in leased and table.find(n) is None)
-        self._not_written(left, "it had left host memory when its turn came")
         again = self._retries.unanswered(names, now_ms)
         self._tier.counts[f"dropped.write_{reason}"] += len(names) - len(again)
+        self._not_written(set(names).difference(again), reason)
         self._tier.counts["write_retries"] += len(again)
         self._end(write_id, tried_again=again)
         for name in again:
-            self._await_turn(name)
+            self._await_turn(name, instance)
 
     def written(self, write_id: int, lost: Sequence[int], now_ms: int) -> None:
         """The bytes are in the store, but for some: had the lease held until now?"""
@@ -295,11 +319,11 @@ class Writes:
         if reason != STALE_ARENA:
             self._tier.disk_ended(write.started_ms, now_ms, failed=True)
         self._tier.counts[f"dropped.write_{reason}"] += len(write.slots)
+        self._not_written((block.hash for _, block in write.slots), reason)
         for slot, _ in write.slots:
             self._tier.table.abort(slot)
         write.slots.clear()
         self._release(write_id)
-        self._not_written(set(names).difference(again), reason)
 
     def _release(self, write_id: int) -> None:
         write = self._writes[write_id]
@@ -320,7 +344,6 @@ class Writes:
             write.phase = Phase.JOURNALING
             self._tier.journal_committed(write_id, write.slots)
 
-        self._not_written((block.hash for _, block in write.slots), reason)
     def journaled(self, write_id: int, now_ms: int) -> None:
         """Data and record are durable: commit and announce."""
         tier, write = self._tier, self._writes[write_id]
@@ -350,6 +373,7 @@ class Writes:
         write = self._writes[write_id]
         count = len(write.slots) if write.slots else len(write.names)
         self._tier.counts[f"dropped.write_{reason}"] += count
+        self._not_written(write.names, reason)
         for slot, _ in write.slots:
             self._tier.table.abort(slot)
         self._end(write_id)
@@ -374,7 +398,6 @@ class Writes:
         """Assert every invariant."""
         limits = self._tier.limits
         assert self._count(Phase.WRITING) <= limits.writes_max
-        self._not_written(write.names, reason)
         assert self._count(*AHEAD) <= limits.writes_max
         assert len(self._writes) <= 2 * limits.writes_max + limits.commits_max
         assert len(self._pending) <= limits.pending_max

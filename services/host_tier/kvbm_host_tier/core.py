@@ -27,6 +27,7 @@ from kvbm_common.wire.local import (
     Confirm,
     Hello,
     Lookup,
+    Outcome,
     Refused,
     Release,
     ToHostTier,
@@ -38,6 +39,7 @@ from kvbm_common.wire.verbs import (
     LeasedSlot,
     LeaseReply,
     LeaseRequest,
+    Offer,
     ReleaseReply,
     ReleaseRequest,
     SnapshotReply,
@@ -57,9 +59,9 @@ from kvbm_host_tier.messages import (
     DiskSnapshot,
     Effect,
     EngineId,
+    FatesTold,
     FillDone,
     FillFailed,
-    FatesTold,
     FromEngine,
     Input,
     LeaseAsked,
@@ -85,6 +87,15 @@ from kvbm_host_tier.peer_messages import (
     PeerPullFailed,
     PeerPullSettled,
 )
+from kvbm_host_tier.placement import Placement
+from kvbm_host_tier.shard_messages import (
+    FrontTaken,
+    Leaving,
+    MapTold,
+    MemberEntered,
+    MemberGone,
+)
+from kvbm_host_tier.sharding import Sharding
 from kvbm_host_tier.tier import Limits, Tier
 
 LEASE_MS_MAX = 60_000
@@ -118,6 +129,8 @@ class HostTierCore:
             staging=staging,
         )
         self.engines = Engines(self.tier)
+        self.sharding = Sharding(instance)
+        self.placement = Placement(self.tier, self.engines, self.sharding)
         self.offload = Offload(self.tier, self.engines)
         self.onboard = Onboard(self.tier)
         self.admin = TierAdmin(self.tier)
@@ -133,10 +146,13 @@ class HostTierCore:
     def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
         """Take one input; returns the effects, in order."""
         self.tier.now_ms = now_ms
+        self.tier.started_ms = self.tier.started_ms or now_ms
+        self.onboard.explain.settle()  # Before anything changes: as it was when it was answered.
         try:
             self._handle(event, now_ms)
         except IdentityError as error:
             self._reject(event, error)
+        self.placement.advance()
         effects, self.tier.effects = self.tier.effects, []
         return effects
 
@@ -145,9 +161,7 @@ class HostTierCore:
             case FromEngine(connection, message):
                 self._from_engine(connection, message, now_ms)
             case OfferReceived(offer):
-                self.offload.offered(offer, now_ms)
-        self.tier.started_ms = self.tier.started_ms or now_ms
-        self.onboard.explain.settle()  # Before anything changes: as it was when it was answered.
+                self._offered(offer, now_ms)
             case ArenaMade(arena):
                 self.tier.arena_made(arena)
             case ArenaRefused(reason):
@@ -180,10 +194,20 @@ class HostTierCore:
                 self.tier.emit(Answer(reply_to, self._release(request)))
             case AdminAsked():
                 self._admin(event, now_ms)
+            case FatesTold():
+                self.onboard.explain.told(event)
             case Tick():
                 self._tick(now_ms)
+            case MemberEntered() | MemberGone() | MapTold() | FrontTaken() | Leaving():
+                self.placement.handle(event)
             case _:
                 self._peers(event, now_ms)
+
+    def _offered(self, offer: Offer, now_ms: int) -> None:
+        """Every host tier of the host hears an offer; who does not serve its engine is silent."""
+        attached = self.engines.get(offer.engine, offer.incarnation) is not None
+        if attached or not self.placement.is_others(offer.engine):
+            self.offload.offered(offer, now_ms)
 
     def _peers(self, event: PeerInput, now_ms: int) -> None:
         match event:
@@ -194,8 +218,6 @@ class HostTierCore:
             case HoldersTold():
                 self.onboard.holders_told(event, now_ms)
             case PeerPulled():
-            case FatesTold():
-                self.onboard.explain.told(event)
                 self.onboard.peer_pulled(event, now_ms)
             case PeerPullFailed():
                 self.onboard.peer_pull_failed(event, now_ms)
@@ -203,12 +225,6 @@ class HostTierCore:
                 self.onboard.peers.settled(pull)
             case _:
                 assert_never(event)
-    def _offered(self, offer: Offer, now_ms: int) -> None:
-        """Every host tier of the host hears an offer; who does not serve its engine is silent."""
-        attached = self.engines.get(offer.engine, offer.incarnation) is not None
-        if attached or not self.placement.is_others(offer.engine):
-            self.offload.offered(offer, now_ms)
-
 
     def _admin(self, asked: AdminAsked, now_ms: int) -> None:
         if not isinstance(asked.request, PrefetchRequest):
@@ -237,6 +253,8 @@ class HostTierCore:
 
     def _from_engine(self, connection: bytes, message: ToHostTier, now_ms: int) -> None:
         if isinstance(message, Hello):
+            if self.placement.sends_away(connection, message):
+                return
             ended = self.engines.hello(connection, message, now_ms)
             if ended is not None:
                 self._end_engine(ended)
@@ -256,12 +274,16 @@ class HostTierCore:
                 self._lookup(connection, message, engine, now_ms)
             case Release():
                 self._engine_release(message)
+            case Outcome():
+                self.onboard.explain.told_outcome(message, now_ms)
             case Confirm():
                 self.offload.confirmed(message, now_ms)
             case Beat():
                 self.tier.emit(ToEngine(connection, Alive(epoch=self.tier.announcer.epoch)))
+                self.placement.remind(engine, connection)
             case Bye():
                 self.engines.end(engine.id)
+                self.placement.has_left(engine)
                 self._end_engine(engine.id)
                 self.tier.end_leases(self.tier.leases.end_owner(str(engine.id)))
             case _:
@@ -274,8 +296,6 @@ class HostTierCore:
         if len(set(hashes)) != len(hashes):
             raise IdentityError("a chain cannot hold the same block twice")
         block_tokens = engine.hello.namespace.block_tokens
-            case Outcome():
-                self.onboard.explain.told_outcome(message, now_ms)
         self.onboard.looked_up(connection, lookup, hashes, now_ms, block_tokens=block_tokens)
 
     def _engine_release(self, release: Release) -> None:
@@ -360,6 +380,7 @@ class HostTierCore:
         self.tier.end_leases(self.tier.leases.expire(now_ms))
         self.offload.tick(now_ms)
         self.onboard.tick(now_ms)
+        self.onboard.explain.tick(now_ms)
         self.onboard.peers.open_door()
 
     # --- questions --------------------------------------------------------------------------
@@ -380,7 +401,6 @@ class HostTierCore:
     def snapshot(self) -> SnapshotReply:
         """Everything that is committed, as of the last event."""
         return self.tier.announcer.snapshot(self.tier.own_blocks())
-        self.onboard.explain.tick(now_ms)
 
     def statistics(self, now_ms: int) -> StatsReply:
         """Figures for metrics and admin API."""
@@ -391,8 +411,11 @@ class HostTierCore:
         figures["slots_unsettled"] = float(self.offload.unsettled_count)
         figures["draining"] = float(tier.draining)
         figures |= self.onboard.peers.figures()
+        figures["shards"] = float(len(self.sharding.map.endpoints))
+        figures["front"] = float(self.sharding.is_front)
         figures["guests"] = float(len(tier.guests))
         figures["offers"] = float(len(self.offload))
+        figures["explained_requests"] = float(len(self.onboard.explain.kept))
         figures["lookups_waiting"] = float(len(self.onboard))
         for medium, view in tier.below.views.items():
             figures[f"known_on_{medium}"] = float(len(view))
@@ -406,6 +429,8 @@ class HostTierCore:
             tier="host",
             slots=tier.table.counts(),
             slot_bytes=tier.slot_bytes,
+            block_bytes=tier.table.block_bytes,
+            policy=tier.policy_name,
             leases=len(tier.leases),
             figures=figures,
             workers=self.engines.statistics(now_ms),
@@ -415,7 +440,6 @@ class HostTierCore:
         """What happened to a block lately."""
         return self.tier.diary.story(name)
 
-        figures["explained_requests"] = float(len(self.onboard.explain.kept))
     def check(self) -> None:
         """Assert every invariant; O(slots)."""
         tier = self.tier
@@ -423,6 +447,7 @@ class HostTierCore:
         tier.leases.check()
         self.offload.check()
         self.onboard.check()
+        self.sharding.check()
         offload, onboard = self.offload.staged_slots(), self.onboard.staged_slots()
         assert not offload & onboard, "a staged slot has two owners"
         assert offload | onboard == tier.table.staged(), "a staged slot has no owner"
@@ -444,7 +469,5 @@ def _hit_rates(tier: Tier) -> dict[str, float]:
         "host_cache_hit_rate": sum(entry[1] for entry in tier.hit_window) / asked,
         "disk_cache_hit_rate": sum(entry[2] for entry in tier.hit_window) / asked,
         "object_cache_hit_rate": sum(entry[3] for entry in tier.hit_window) / asked,
-            block_bytes=tier.table.block_bytes,
-            policy=tier.policy_name,
         "lookups_windowed": float(len(tier.hit_window)),
     }

@@ -99,6 +99,9 @@ class Engines:
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines.values())
 
+    def __len__(self) -> int:
+        return len(self._engines)
+
     def get(self, engine: str, incarnation: str) -> Engine | None:
         """The engine, if this very life of it is attached."""
         found = self._engines.get(engine)
@@ -262,10 +265,10 @@ class Engines:
             slot_bytes=tier.slot_bytes,
             slot_count=tier.table.slot_count,
             beat_ms=tier.limits.beat_ms,
+            explains=tier.limits.explain_requests > 0,
         )
         tier.emit(ToEngine(connection, welcome))
 
-            explains=tier.limits.explain_requests > 0,
     def statistics(self, now_ms: int) -> list[WorkerStats]:
         """Every attached worker."""
         return [

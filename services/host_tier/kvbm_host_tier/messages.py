@@ -22,6 +22,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_host_tier.peer_messages import PeerEffect, PeerInput
+from kvbm_host_tier.shard_messages import ShardEffect, ShardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,6 @@ class AdminAsked:
 
 
 @dataclass(frozen=True, slots=True)
-@dataclass(frozen=True, slots=True)
 class FatesTold:
     """What a lower tier knows of blocks that are missed; None: it has not answered."""
 
@@ -213,6 +213,7 @@ class FatesTold:
     tier: Tier = "disk"
 
 
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -236,8 +237,9 @@ Input = (
     | LeaseAsked
     | ReleaseAsked
     | AdminAsked
-    | PeerInput
     | FatesTold
+    | PeerInput
+    | ShardInput
     | Tick
 )
 
@@ -319,8 +321,6 @@ class AskDiskSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-@dataclass(frozen=True, slots=True)
 class AskFates:
     """Ask a lower tier what became of blocks; ends in FatesTold."""
 
@@ -330,6 +330,8 @@ class AskFates:
     tier: Tier = "disk"
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
     """Answer a verb."""
 
     reply_to: int
@@ -358,9 +360,10 @@ Effect = (
     | StartPull
     | AskFill
     | AskDiskSnapshot
+    | AskFates
     | Answer
     | Publish
-    | AskFates
     | TellHits
     | PeerEffect
+    | ShardEffect
 )

@@ -63,7 +63,7 @@ class PeerClient:
     """Everything that one host tier wants of others. Wherever it waits there is a deadline."""
 
     def __init__(self, bus: Bus, door: Door, *, host: str, source: str, counters: Counters) -> None:
-        self._bus, self._door, self._host = bus, door, host
+        self._bus, self._door, self._host, self._source = bus, door, host, source
         self._owner = f"{source}@{host}"
         self._figures = TransferFigures(counters)
         self._unreleased = counters.counter(
@@ -96,7 +96,7 @@ class PeerClient:
     # --- the index --------------------------------------------------------------------------
 
     async def holders(self, ask: AskHolders) -> HoldersTold:
-        """Which host tiers of other hosts have the beginning of a run?"""
+        """Which other host tiers have the beginning of a run?"""
         if not self._bus.connected:
             return HoldersTold(ask.question, None)
         request = MatchRequest(hashes=[name.hex() for name in ask.names])
@@ -112,7 +112,8 @@ class PeerClient:
         holders = tuple(
             (PeerId(match.host, match.source.removeprefix(HOST_TIER)), match.blocks)
             for match in reply.matches
-            if match.host != self._host and match.source.startswith(HOST_TIER)
+            if match.source.startswith(HOST_TIER)
+            and (match.host, match.source) != (self._host, self._source)
         )
         return HoldersTold(ask.question, holders)
 

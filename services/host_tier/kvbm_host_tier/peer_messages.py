@@ -1,4 +1,4 @@
-"""What the core is told of the host tiers of other hosts (inputs), and wants of them (effects)."""
+"""What the core is told of other host tiers (inputs), and wants of them (effects)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvbm_common.wire.verbs import LeasedSlot
 
 @dataclass(frozen=True, slots=True, order=True)
 class PeerId:
-    """A host tier of another host."""
+    """Another host tier: of another host, or a sibling of ours."""
 
     host: str
     instance: str
@@ -33,7 +33,7 @@ class PulledBlock:
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """The registry has a host tier of another host."""
+    """The registry has another host tier."""
 
     peer: PeerId
 
@@ -47,7 +47,7 @@ class PeerLeft:
 
 @dataclass(frozen=True, slots=True)
 class HoldersTold:
-    """The host tiers of other hosts that have leading blocks of a question, and how many each.
+    """The other host tiers that have leading blocks of a question, and how many each.
 
     None: the index has not answered.
     """

@@ -95,6 +95,8 @@ from kvbm_host_tier.peer_messages import (
 )
 from kvbm_host_tier.puller import Puller
 from kvbm_host_tier.roster_keeper import RosterKeeper
+from kvbm_host_tier.shard_messages import HandedOver, SayPlace, ShardEffect
+from kvbm_host_tier.siblings import Siblings
 from kvbm_host_tier.tier import Limits
 
 INBOX_MAX = 10_000
@@ -142,6 +144,7 @@ class HostTierShell:
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
             core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
         )
+        self._siblings = Siblings(context, engines, core.sharding, self._loop.complete)
 
     async def run(self) -> None:
         """Serve until the context is stopping."""
@@ -155,6 +158,7 @@ class HostTierShell:
         self._puller.on_settled = self._loop.complete
         self._peers.on_settled = self._loop.complete
         await self._subscribe()
+        await self._siblings.start()
         forget = context.registry.watch(self._registry_changed)
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -163,11 +167,13 @@ class HostTierShell:
                 tasks.create_task(self._engines.run(self._from_engine), name="engines"),
                 tasks.create_task(self._follow_disks(), name="disk events"),
                 tasks.create_task(self._door.run(), name="door"),
+                tasks.create_task(self._siblings.run(), name="siblings"),
             ]
             for effect in self._core.start():
                 self._carry_out(effect)
-            context.ready(f"{self._engines.endpoint} {_where(self._core.tier.arena)}")
+            context.ready(f"{self._engines.listens_at} {_where(self._core.tier.arena)}")
             await context.stopping.wait()
+            await self._siblings.hand_over()
             forget()
             await self._say_goodbye()
             for task in running:
@@ -197,13 +203,13 @@ class HostTierShell:
                 "lease": self._lease,
                 "release": self._release,
                 "snapshot": self._snapshot,
+                **explain_verbs(self._core.onboard.explain),
                 **tier_verbs(self._admin, context.audit, further={"prefetch": _prefetch_request}),
             }
         )
 
     # --- inputs -----------------------------------------------------------------------------
 
-                **explain_verbs(self._core.onboard.explain),
     def _from_engine(self, connection: bytes, message: ToHostTier) -> bool:
         return self._loop.offer_nowait(FromEngine(connection, message))
 
@@ -240,8 +246,11 @@ class HostTierShell:
 
     def _registry_changed(self, event: RegistryEvent) -> None:
         record = event.record
-        if record.kind == self._context.kind and record.host != self._context.host:
-            self._peer_changed(PeerId(record.host, record.instance), event)
+        if record.kind == self._context.kind:
+            if record.host == self._context.host:
+                self._siblings.registry_changed(event)
+            if (record.host, record.instance) != (self._context.host, self._context.instance):
+                self._peer_changed(PeerId(record.host, record.instance), event)
         found = tier_of(f"{record.kind}-{record.instance}")
         if found is None or record.host != self._context.host:
             return
@@ -323,20 +332,21 @@ class HostTierShell:
                 return self._fill(effect)
             case AskDiskSnapshot(instance, tier):
                 return self._disk_snapshot(instance, tier)
+            case AskFates():
+                return ask_fates(self._context, effect)
             case Answer(reply_to, reply):
                 self._answer(reply_to, reply)
             case Publish(event):
                 self._publish(event)
             case TellHits(hits):
                 subject = hits_subject(self._context.host)
-                return self._tell(subject, hits_codec.encode(hits))
+                ours = msgspec.structs.replace(hits, instance=self._context.instance)
+                return self._tell(subject, hits_codec.encode(ours))
             case _:
                 return self._carry_to_peers(effect)
-            case AskFates():
-                return ask_fates(self._context, effect)
         return None
 
-    def _carry_to_peers(self, effect: PeerEffect) -> Awaitable[Input | None] | None:
+    def _carry_to_peers(self, effect: PeerEffect | ShardEffect) -> Awaitable[Input | None] | None:
         match effect:
             case AskHolders():
                 return self._peers.holders(effect)
@@ -346,6 +356,10 @@ class HostTierShell:
                 return self._peers.release(peer, lease)
             case OpenDoor(path):
                 self._door.want(path)
+            case SayPlace():
+                return self._siblings.say(effect)
+            case HandedOver():
+                self._siblings.handed_over.set()
             case _:
                 assert_never(effect)
         return None
@@ -428,7 +442,10 @@ async def serve(context: ServiceContext) -> None:
             policy=settings.eviction_policy,
             staging=disk_only,
         )
-        async with EngineSocket(settings.host_tier_endpoint, context.counters) as engines:
+        engines = EngineSocket(
+            settings.host_tier_endpoint, context.counters, instance=context.instance
+        )
+        async with engines:
             await HostTierShell(context, core, puller, engines).run()
     finally:
         puller.close()
@@ -451,6 +468,7 @@ def _limits(context: ServiceContext) -> Limits:
         peer_pulls_max=settings.peer_pulls_max if settings.peer_pulls else 0,
         peer_deadline_ms=settings.peer_deadline_ms,
         hit_window=settings.cache_stats_max_requests,
+        explain_requests=settings.explain_requests,
     )
 
 
@@ -461,4 +479,3 @@ def _where(arena: ArenaInfo) -> str:
 def main() -> None:
     """The entry point of `kvbm serve host-tier`."""
     run("host-tier", serve)
-        explain_requests=settings.explain_requests,

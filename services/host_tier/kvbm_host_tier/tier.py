@@ -40,15 +40,17 @@ class Limits:
     beat_ms: int = 1000
     engine_lost_ms: int = 5000
     pull_deadline_ms: int = 5000
+    move_ms: int = 5000
+    """How long an engine that another host tier serves may finish here what is under way."""
     confirm_ms: int = 2000
     """How long an engine may take to confirm a pull."""
     peer_pulls_max: int = 4
     """Batches that are read from other hosts at the same time; 0: none ever is."""
     peer_deadline_ms: int = 1000
-    hit_window: int = 1000
-    """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
     explain_requests: int = 100_000
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
+    hit_window: int = 1000
+    """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
 
 
 def slot_bytes_of(block_bytes: int) -> int:
@@ -90,12 +92,12 @@ class Tier:
         self._making_arena = False
         self.counts: Counter[str] = Counter()
         self.diary = Diary()
-        self.below = LowerTiers()
-        self.guests: dict[SequenceHash, None] = {}
         self.fates = Fates()
         """What became of the blocks that were here."""
         self.started_ms = 0
         """When this life took its first step: nothing older is known."""
+        self.below = LowerTiers()
+        self.guests: dict[SequenceHash, None] = {}
         """Committed blocks that a peer has, and that were used once here: not announced, and the
         first to go. The oldest first."""
         self.effects: list[Effect] = []
@@ -142,15 +144,6 @@ class Tier:
             self.table = SlotTable(slot_count, make_policy(self.policy_name, slot_count))
         return block_bytes <= self.slot_bytes
 
-    def make_room(self, count: int) -> int:
-        """Evict for `count` slots; returns how many can be staged now.
-
-        In a staging arena only blocks that the disk has may go: the others exist nowhere else.
-        """
-        self._evict_guests(count - self.table.counts()["reset"])
-        if self.staging:
-            evicted = self._evict_written(count - self.table.counts()["reset"])
-        else:
     @property
     def policy_name(self) -> str:
         """A staging arena asks for all free blocks in order, and what is on disk may go anyway."""
@@ -164,6 +157,15 @@ class Tier:
         self.table.use_policy(make_policy(name, self.table.slot_count))
         return True
 
+    def make_room(self, count: int) -> int:
+        """Evict for `count` slots; returns how many can be staged now.
+
+        In a staging arena only blocks that the disk has may go: the others exist nowhere else.
+        """
+        self._evict_guests(count - self.table.counts()["reset"])
+        if self.staging:
+            evicted = self._evict_written(count - self.table.counts()["reset"])
+        else:
             evicted = self.table.make_room(count)
         self.announce_removed(evicted, "evicted")
         return min(count, self.table.counts()["reset"])
@@ -228,12 +230,12 @@ class Tier:
         self.counts[f"evictions.{reason}"] += len(blocks)
         for block in blocks:
             self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
-        if self.guests:
-            guests = {block.hash for block in blocks if block.hash in self.guests}
         self.fates.note(
             (block.hash for block in blocks), reason, self.now_ms,
             detail=self.policy_name if reason == "evicted" else "",
         )  # fmt: skip
+        if self.guests:
+            guests = {block.hash for block in blocks if block.hash in self.guests}
             blocks = [block for block in blocks if block.hash not in guests]
             for name in guests:
                 del self.guests[name]

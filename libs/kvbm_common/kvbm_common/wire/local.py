@@ -61,6 +61,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     agent: bytes = b""
     regions: list[Region] = []
     pid: Natural = 0
+    shards: Natural = 0
+    """The version of the shard map by which it comes here; 0: by the well-known endpoint."""
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -76,12 +78,12 @@ class Welcome(_Message, frozen=True, kw_only=True):
     slot_count: Positive
     beat_ms: Positive
     """Say `Beat` at least this often, or everything you lease is taken back."""
-
-
     explains: bool = False
     """It keeps why lookups miss: tell it the `Outcome` of those that were not used."""
     traces: bool = False
     """It passes spans on: give lookups a `trace`."""
+
+
 class Refused(_Message, frozen=True, kw_only=True):
     """A message could not be served; `about` is its type."""
 
@@ -93,8 +95,6 @@ class Refused(_Message, frozen=True, kw_only=True):
     """The offer that nobody will pull: its blocks need not be held."""
 
 
-class Beat(_Message, frozen=True, kw_only=True):
-    """An engine is alive."""
 class Moved(_Message, frozen=True, kw_only=True):
     """Another host tier of this host serves this engine, by this version of the shard map.
 
@@ -107,6 +107,8 @@ class Moved(_Message, frozen=True, kw_only=True):
     """For so long whoever says this answers as before; 0: it knows nothing of this engine."""
 
 
+class Beat(_Message, frozen=True, kw_only=True):
+    """An engine is alive."""
 
     engine: Token
     incarnation: Incarnation
@@ -141,20 +143,6 @@ class Lookup(_Message, frozen=True, kw_only=True):
     """Packed, 16 bytes each, prefix first."""
     lease_ms: Positive
     deadline_ms: Positive
-
-
-class Found(_Message, frozen=True, kw_only=True):
-    """The longest usable run, leased: block i is in arena slot `slots[i]`.
-
-    `disk_blocks` of the run came from disk just now, `remote_blocks` from another host,
-    `object_blocks` from the object store. `reason` says why the run is not longer (`""` when all
-    was found).
-    """
-
-    lookup: Natural
-    epoch: Natural
-    lease: Natural
-    """0 when nothing was found."""
     request: str = ""
     """The engine's own name of the request, for people: a miss is explained under it."""
     content: bytes = b""
@@ -183,6 +171,20 @@ class Outcome(_Message, frozen=True, kw_only=True):
     """0: none was sent."""
     reason: str
     blocks: Natural
+
+
+class Found(_Message, frozen=True, kw_only=True):
+    """The longest usable run, leased: block i is in arena slot `slots[i]`.
+
+    `disk_blocks` of the run came from disk just now, `remote_blocks` from another host,
+    `object_blocks` from the object store. `reason` says why the run is not longer (`""` when all
+    was found).
+    """
+
+    lookup: Natural
+    epoch: Natural
+    lease: Natural
+    """0 when nothing was found."""
     slots: list[Natural]
     checksums: list[int]
     block_bytes: Natural

@@ -66,6 +66,8 @@ class Hits(_Message, frozen=True, kw_only=True):
 
     namespace: HexDigest
     hashes: list[str]
+    instance: str = ""
+    """The host tier that has them; empty: whichever there is."""
 
 
 # --- host tier: for the disk tier -----------------------------------------------------------
@@ -96,10 +98,10 @@ class LeaseRequest(_Message, frozen=True, kw_only=True):
     """The arena's epoch as the asker knows it; another one is refused."""
     hashes: list[str]
     lease_ms: Annotated[int, Meta(ge=1)]
-
-
     trace: str = ""
     """The `traceparent` of the onboard that wants them; empty: not traced."""
+
+
 class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):
     """One pinned block. `checksum` is the xxh3-64 of its first `bytes` bytes."""
 
@@ -174,10 +176,10 @@ class FillRequest(_Message, frozen=True, kw_only=True):
     ahead: Natural = 0
     """Blocks of the same run that this disk tier was asked for before these: it serves the fronts
     of all runs before their tails."""
-
-
     trace: str = ""
     """The `traceparent` of the onboard that wants them; empty: not traced."""
+
+
 class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one slot; when `ok` is false, `reason` says why and the slot is unused."""
 
@@ -310,16 +312,16 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     """Tiers: slots by state (`reset`, `staged`, `inactive`, `active`, `retired`) and `total`:
     those that may be used, which `retired` ones may not."""
     slot_bytes: Natural = 0
+    block_bytes: Natural = 0
+    """Tiers: bytes of the blocks in these slots."""
+    policy: str = ""
+    """Tiers: the eviction policy in force."""
     leases: Natural = 0
     figures: dict[str, float] = {}
     """Everything else that the service counts."""
     positions: dict[str, list[int]] = {}
     """Index: source → [epoch, seq] applied. Consolidator: source → [epoch, seq] published."""
     workers: list[WorkerStats] = []
-    block_bytes: Natural = 0
-    """Tiers: bytes of the blocks in these slots."""
-    policy: str = ""
-    """Tiers: the eviction policy in force."""
     """Host tier: the engine workers that are attached."""
 
 

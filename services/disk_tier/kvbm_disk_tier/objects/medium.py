@@ -147,7 +147,11 @@ class ObjectMedium:
 
     def use_arena(self, arena: ArenaReply) -> None:
         """Map it; raises KvbmError or OSError."""
-        self._mover.use_arena(arena.path, arena.epoch, arena.slot_bytes)
+        self._mover.use_arena(arena)
+
+    def drop_arena(self, instance: str) -> None:
+        """Unmap it; a copy under way ends in its own mapping."""
+        self._mover.drop_arena(instance)
 
     async def append(self, effect: AppendJournal) -> Journaled | None:
         """An object that is written is its own record; one that is removed is deleted."""

@@ -21,6 +21,7 @@ from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.loop import monotonic_ms
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 from kvbm_common.slots import Block
+from kvbm_common.wire.verbs import ArenaReply
 
 from kvbm_disk_tier.messages import STALE_ARENA
 from kvbm_disk_tier.objects.bucket import BucketOptions
@@ -71,8 +72,10 @@ class ObjectMover:
         self.lanes = Lanes(lanes)
         self._memory: list[LaneMemory] = []
         """The newest is in use; older ones may still be flown over, and stay."""
-        self._arena: Arena | None = None
-        self._arena_epoch = 0
+        self._arenas: dict[int, Arena] = {}
+        """By epoch."""
+        self._epochs: dict[str, int] = {}
+        """Host tier → the epoch of its arena."""
         self._figures = TransferFigures(counters)
 
     def close(self) -> None:
@@ -81,23 +84,28 @@ class ObjectMover:
         self._mover.close(CLOSE_S)
         for memory in self._memory if self.lanes.taken_count else ():
             memory.keep()
-        if self._arena is not None:
-            self._arena.close()
+        for arena in self._arenas.values():
+            arena.close()
 
-    def use_arena(self, path: str, epoch: int, slot_bytes: int) -> None:
+    def use_arena(self, reply: ArenaReply) -> None:
         """Map the arena of another life; a copy out of the old one ends in its own mapping."""
-        if self._arena is not None and epoch == self._arena_epoch:
+        if reply.epoch in self._arenas:
             return
-        arena = Arena.attach(path)
+        arena = Arena.attach(reply.path)
         arena.populate()
-        lane_bytes = slot_bytes + self.packing.extra_bytes
+        lane_bytes = reply.slot_bytes + self.packing.extra_bytes
         if not self._memory or self._memory[-1].lane_bytes < lane_bytes:
             memory = LaneMemory(self.lanes.count, lane_bytes)
             self._mover.register_memory(memory.address, memory.bytes).result(CALL_DEADLINE_S)
             self._memory.append(memory)
-        if self._arena is not None:
-            self._arena.close()
-        self._arena, self._arena_epoch = arena, epoch
+        self.drop_arena(reply.instance)
+        self._arenas[reply.epoch], self._epochs[reply.instance] = arena, reply.epoch
+
+    def drop_arena(self, instance: str) -> None:
+        """A host tier is gone, or lives anew."""
+        former = self._epochs.pop(instance, None)
+        if former is not None:
+            self._arenas.pop(former).close()
 
     async def put(
         self, name: str, block: Block, *, epoch: int, offset: int, deadline_s: float
@@ -145,9 +153,10 @@ class ObjectMover:
         except DeadlineExceeded as error:
             return error.code
         try:
-            if self._arena is None or epoch != self._arena_epoch:
+            arena = self._arenas.get(epoch)
+            if arena is None:
                 return STALE_ARENA
-            return await fly(taken, self._memory[-1], self._arena.array)
+            return await fly(taken, self._memory[-1], arena.array)
         finally:
             if not taken.is_late:
                 self.lanes.give(taken.lane)
