@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,13 @@ class Running:
             on_finished=self.take,
             prefix=prefix,
         )
+
+    async def work(self, done: asyncio.Event) -> None:
+        """Requests until it is enough; conversations come back when host memory has lost them."""
+        for turn in itertools.count(2):
+            if done.is_set():
+                return
+            await self.run(requests=30, seed=turn % 12, prefix=f"w{turn}-")
 
     def mismatches(self) -> int:
         """Onboarded blocks that did not hold what they must."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from collections.abc import AsyncIterator
@@ -81,14 +80,6 @@ async def until_figures(shown: Tab, polls: int = 2) -> None:
     await shown.until(f"Number(document.body.dataset.polls) >= {polls}")
 
 
-async def work(run: Running, done: asyncio.Event) -> None:
-    """Requests until it is enough; conversations come back when host memory has lost them."""
-    for turn in itertools.count(2):
-        if done.is_set():
-            return
-        await run.run(requests=30, seed=turn % 12, prefix=f"w{turn}-")
-
-
 async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
     """1. Figures of a system at work. 2. From an event to a block's story. 3. No complaint.
 
@@ -96,7 +87,7 @@ async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
     """
     done = asyncio.Event()
     async with asyncio.TaskGroup() as tasks, tab(browser, url_of(stack)) as shown:
-        tasks.create_task(work(stack, done))
+        tasks.create_task(stack.work(done))
         await until_figures(shown, 8)
         await shown.until("document.querySelectorAll('#events li').length > 5")
         await shown.until("document.querySelectorAll('.ways .on').length > 1")
