@@ -302,15 +302,18 @@ class LinkThread:
         """Begin to connect."""
         self._thread.start()
 
-    def say(self, link: Link, message: Any) -> None:
-        """Send a message; from any thread, never blocks."""
+    def say(self, link: Link, message: Any, *, ring: bool = True) -> None:
+        """Send a message; from any thread, never blocks. Without `ring` it may wait until the next
+        one, or for 100 ms: waking the thread costs the caller some of its own time."""
         if len(link.outbox) >= QUEUE_MAX:
             link.counts["dropped.queue_full"] += 1
             return
         link.outbox.append(message)
-        self._ring()
+        if ring:
+            self.ring()
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """Have everything sent now."""
         if threading.current_thread() is self._thread:
             return  # The loop drains every outbox before it sleeps.
         # An error means that the bell has rung a thousand times already.
@@ -320,7 +323,7 @@ class LinkThread:
     def close(self, *, timeout_s: float = 2.0) -> None:
         """Send what is queued and end the thread."""
         self._closing = True
-        self._ring()
+        self.ring()
         if self._thread.ident is not None:  # It may never have been started.
             self._thread.join(timeout_s)
         self._ringer.close(linger=0)

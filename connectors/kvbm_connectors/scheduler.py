@@ -162,19 +162,25 @@ class SchedulerHalf:
         deadline_ms: int | None = None,
         first_tokens: Sequence[int] | np.ndarray | None = None,
         trace: str = "",
+        hurry: bool = True,
     ) -> Hit | None:
         """See ConnectorCore.lookup.
 
         `first_tokens` are those of the first block, where the hashes begin a sequence; `trace` is
-        the `traceparent` of the engine's own span. Both only serve whoever looks on.
+        the `traceparent` of the engine's own span. Both only serve whoever looks on. Without
+        `hurry` it may wait for `nudge`, or 100 ms.
         """
         origin = self._origin(first_tokens, trace)
         with self._lock:
             hit, effects = self._core.lookup(
                 request, hashes, _now_ms(), deadline_ms=deadline_ms, origin=origin
             )
-        self._carry_out(effects)
+        self._carry_out(effects, hurry=hurry)
         return hit
+
+    def nudge(self) -> None:
+        """Have sent what could wait."""
+        self._thread.ring()
 
     def _origin(self, first_tokens: Sequence[int] | np.ndarray | None, trace: str) -> Origin:
         welcome = self.welcome
@@ -198,11 +204,11 @@ class SchedulerHalf:
             effects = self._core.load_ended(result, _now_ms())
         self._carry_out(effects)
 
-    def forget(self, request: str) -> None:
+    def forget(self, request: str, *, hurry: bool = True) -> None:
         """See ConnectorCore.forget."""
         with self._lock:
             effects = self._core.forget(request)
-        self._carry_out(effects)
+        self._carry_out(effects, hurry=hurry)
 
     def offer(self, runs: Sequence[OfferRun], *, priority: int = 0) -> int | None:
         """See ConnectorCore.offer."""
@@ -293,11 +299,11 @@ class SchedulerHalf:
         if effects:
             self._on_news()
 
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
+    def _carry_out(self, effects: Sequence[Effect], *, hurry: bool = True) -> None:
         for effect in effects:
             match effect:
                 case ToHost(message):
-                    self._thread.say(self._host, message)
+                    self._thread.say(self._host, message, ring=hurry)
                 case ToEvents(message):
                     self._thread.say(self._events[0], message)
                 case OfferEnded():

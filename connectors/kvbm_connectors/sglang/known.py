@@ -27,12 +27,12 @@ class Known:
     ) -> list[bool]:
         """Which of these pages are listed? None, where the host tier of `epoch` lists nothing."""
         roster = self._present(welcome, epoch)
-        return [False] * len(names) if roster is None else roster.listed(names).tolist()
+        return [roster is not None and roster.has_all([name]) for name in names]
 
     def covers(self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int) -> bool:
         """Are all of them listed?"""
         roster = self._present(welcome, epoch)
-        return roster is not None and bool(roster.listed(names).all())
+        return roster is not None and roster.has_all(names)
 
     def _present(self, welcome: Welcome | None, epoch: int) -> RosterReader | None:
         if welcome is None or welcome.epoch != epoch or not epoch:

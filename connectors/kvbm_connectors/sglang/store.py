@@ -176,12 +176,14 @@ class Store:
             return found
 
     def _is_known(self, held: Held) -> bool:
-        """Ask, and look whether the answer may be left for later."""
-        hit = self._scheduler.lookup(held.request, held.names)
+        """Are all listed? Then the question is put, and its answer left for later: SGLang loads a
+        moment afterwards, or, where it finds the hit too short, never."""
         scheduler = self._scheduler
-        if hit is not None or self._closed:
+        if self._closed or not self._known.covers(
+            held.names, scheduler.welcome, epoch=scheduler.epoch
+        ):
             return False
-        return self._known.covers(held.names, scheduler.welcome, epoch=scheduler.epoch)
+        return scheduler.lookup(held.request, held.names, hurry=False) is None
 
     def present(self, names: Sequence[SequenceHash]) -> list[bool]:
         """Which of these pages, each for itself, can be had now."""
@@ -211,10 +213,13 @@ class Store:
 
     def _answer(self, held: Held) -> Hit:
         """Ask until there is an answer: the core says no when its deadline has passed."""
-        while (hit := self._scheduler.lookup(held.request, held.names)) is None:
+        if (hit := self._scheduler.lookup(held.request, held.names)) is None:
+            self._scheduler.nudge()
+        while hit is None:
             if self._closed:
                 return Hit(0, reason="closed")
             self._changed.wait(POLL_S)
+            hit = self._scheduler.lookup(held.request, held.names)
         return hit
 
     def _hold(self, held: Held) -> None:
@@ -234,7 +239,7 @@ class Store:
         return self._held.pop(names[0])
 
     def _give_back(self, held: Held) -> None:
-        self._scheduler.forget(held.request)
+        self._scheduler.forget(held.request, hurry=False)
 
     def _give_all_back(self) -> None:
         while self._held:

@@ -5,18 +5,17 @@
 
 The first half of a block's name chooses its row, the second half is its tag. The host tier alone
 writes; readers take no lock. It is a hint: a reader may meet a block that has just gone, or miss
-one whose row was full when it came. Whether a block can be had, a lookup tells.
+one whose row was full when it came. (And one whose tag is 0, of which there is one in 2^64, seems
+to be there wherever there is room.) Whether a block can be had, a lookup tells.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvbm_common.arena import Arena, ArenaUnavailable
 from kvbm_common.identity import SequenceHash
@@ -84,33 +83,41 @@ class Roster:
 
     def _place(self, name: SequenceHash) -> tuple[int, int]:
         chosen, tag = _halves(name)
-        return (1 + (chosen & self._mask)) * ROW_TAGS, tag or 1
+        return (1 + (chosen & self._mask)) * ROW_TAGS, tag
 
 
 class RosterReader:
-    """The reading side. Thread-safe."""
+    """The reading side. Thread-safe.
+
+    In plain Python on purpose: a question is short and rare, and the first call of numpy after a
+    while costs as much as a hundred of these searches.
+    """
 
     def __init__(self, arena_path: str, epoch: int) -> None:
         """Raises ArenaUnavailable when there is none, or it is not of this life of the arena."""
         self.epoch = epoch
-        self._file = Arena.attach(arena_path + SUFFIX, writable=False)
-        whole = self._file.bytes // ROW_BYTES * ROW_BYTES
-        rows = self._file.array[:whole].view(np.uint64).reshape(-1, ROW_TAGS)
-        count = len(rows) - 1
-        if count < 1 or count & (count - 1) or rows[0, :2].tolist() != [MAGIC, epoch]:
+        path = arena_path + SUFFIX
+        try:
+            with open(path, "rb") as file:
+                self._file = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:  # ValueError: it is empty.
+            raise ArenaUnavailable(f"cannot map {path}: {error}") from error
+        count = len(self._file) // ROW_BYTES - 1
+        if count < 1 or count & (count - 1) or _halves(self._file[:16]) != (MAGIC, epoch):
             self._file.close()
-            raise ArenaUnavailable(f"{arena_path}{SUFFIX} is no roster of epoch {epoch}")
-        self._rows: NDArray[np.uint64] = rows[1:]
-        self._mask = np.uint64(count - 1)
+            raise ArenaUnavailable(f"{path} is no roster of epoch {epoch}")
+        self._mask = count - 1
 
-    def listed(self, names: Sequence[SequenceHash]) -> NDArray[np.bool_]:
-        """Which of these blocks are there, as far as the roster knows."""
-        halves = np.frombuffer(b"".join(names), np.uint64).reshape(-1, 2)
-        tags = np.maximum(halves[:, 1], np.uint64(1))
-        matches = self._rows[halves[:, 0] & self._mask] == tags[:, None]
-        found: NDArray[np.bool_] = np.any(matches, axis=1)
-        return found
+    def has_all(self, names: Sequence[SequenceHash]) -> bool:
+        """Are all of these blocks there, as far as the roster knows?"""
+        find, mask = self._file.find, self._mask
+        chosen = struct.unpack(f"={2 * len(names)}Q", b"".join(names))[::2]
+        for name, number in zip(names, chosen, strict=True):
+            begin = (1 + (number & mask)) * ROW_BYTES
+            if find(name[8:], begin, begin + ROW_BYTES) < 0:
+                return False
+        return True
 
     def close(self) -> None:
-        """Unmap it, as soon as nobody looks any more."""
+        """Unmap it. Nothing may be asked any more."""
         self._file.close()

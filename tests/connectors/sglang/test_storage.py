@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
+from kvbm_connectors import link as links
 from kvbm_connectors.sglang.pages import UnknownPool
 from kvbm_connectors.sglang.storage import Storage
 
 from tests.connectors.endpoints import wait_for
-from tests.connectors.sglang.conftest import Attach
+from tests.connectors.sglang.conftest import PATIENCE_MS, Attach
 from tests.connectors.sglang.pool import Config, Extra, Pool, Transfer, keys_of
 from tests.vllm.harness import LiveStack
 
@@ -94,6 +95,19 @@ def test_a_question_for_pages_in_memory_does_not_wait(attach: Attach) -> None:
     assert taken(theirs, other, keys, 6) == [True] * COUNT
     assert theirs.exists([*keys, "unknown"]) == COUNT
     assert theirs.all_counts()["kv.known_pages"] == COUNT
+
+
+def test_a_question_that_could_wait_is_sent_when_its_pages_are_wanted(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link's thread sleeps until it is woken: a load whose question was left lying wakes it."""
+    pool, other = Pool(), Pool()
+    put(attach(pool), pool, keys := keys_of("lying", COUNT))
+    theirs = attach(other)
+    monkeypatch.setattr(links, "POLL_MS_MAX", 3 * PATIENCE_MS)
+    assert theirs.exists(["unknown"]) == 0
+    assert theirs.exists(keys) == COUNT
+    assert taken(theirs, other, keys, 6) == [True] * COUNT
 
 
 def test_parents_are_named_where_sglang_says_them(attach: Attach, stack: LiveStack) -> None:
