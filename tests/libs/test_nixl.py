@@ -28,7 +28,7 @@ from kvbm_common.nixl import (
     TransferTimeout,
     probe_posix,
 )
-from kvbm_common.nixl_pump import IDLE_POLL_S, QUIET_POLL_S
+from kvbm_common.nixl_pump import IDLE_POLL_S, PAUSE_S, QUIET_POLL_S
 from numpy.typing import NDArray
 
 from tests.libs.nixl_owner import Owner, content
@@ -414,6 +414,26 @@ def test_where_an_error_proves_nothing_the_memory_is_not_settled(
             reading.result(LIMIT_S)
         assert not short.value.settled
     assert short.value.settled, "the agent has ended"
+
+
+def test_a_disk_does_not_cost_a_core(memory: Memory, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(SIZE))
+    pauses: set[float | None] = set()
+    with path.open("rb") as file, MoverThread("files", backends=("POSIX",)) as files:
+        files.register_memory(memory.address, SIZE).result(LIMIT_S)
+        files.register_file(file.fileno(), SIZE).result(LIMIT_S)
+        ends_s = time.monotonic() + LIMIT_S
+        while PAUSE_S not in pauses and time.monotonic() < ends_s:
+            every = range(SIZE // BLOCK)
+            reading = files.read_file(
+                file.fileno(), memory.blocks(every), spans(0, every), deadline_s=LIMIT_S
+            )
+            while not reading.done():
+                pauses.add(files._call(lambda pump: pump.pause_s).result(LIMIT_S))
+            reading.result(LIMIT_S)
+    assert PAUSE_S in pauses
+    assert 0.0 not in pauses
 
 
 def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Memory) -> None:

@@ -2,7 +2,8 @@
 
 Free slots of the store's own file are written, and read again, with 1, 2, 4, 8… blocks in flight,
 until more in flight moves no more. Fewer than it takes leave the disk idle; more only make a short
-onboard wait behind a long one. The whole takes no longer than `BUDGET_S` on a disk that answers.
+onboard wait behind a long one. It takes no longer than `BUDGET_S` on a disk that answers, and some
+0.05 s before it for the memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 
 from kvbm_disk_tier.messages import Depth
 from kvbm_disk_tier.mover import CALL_DEADLINE_S, SETTLE_DEADLINE_S, NotSettled
+from kvbm_disk_tier.pieces import batch_blocks
 
 BUDGET_S = 0.28
 WRITES_SHARE = 0.5
@@ -39,6 +41,8 @@ GOOD_ENOUGH = 0.9
 RISES = 1.05
 """What counts as faster; after two steps that are not, the measurement ends."""
 TRANSFER_DEADLINE_S = 5.0
+TURN_S = 0.01
+"""From the end of a batch until it is answered for and another one is handed over."""
 RANDOM_BYTES = 1024 * 1024
 """Some disks are faster with zeros."""
 
@@ -53,6 +57,7 @@ class Tuning:
     queue_depth: int | None = None
     """Blocks; None: measured."""
     batch_blocks: int = 16
+    batch_bytes: int = 0
     """Two full batches always may fly: one is answered while the other moves."""
 
     def depth(
@@ -67,23 +72,25 @@ class Tuning:
         if max(len(free), len(held)) < SLOTS_MIN:
             return Depth()
         found = measure(mover, fd, stride, free, held)
-        return Depth(self._least(found.reads), self._least(found.writes), found.written_bytes)
-
-    def _least(self, depth: int | None) -> int | None:
-        return None if depth is None else max(2 * self.batch_blocks, depth)
+        writes = batch_blocks(self.batch_blocks, self.batch_bytes, stride)
+        return Depth(
+            _at_least(2 * self.batch_blocks, found.reads),
+            _at_least(2 * writes, found.writes),
+            found.written_bytes,
+        )
 
 
 def measure(
     mover: MoverThread, fd: int, stride: int, free: Sequence[int], held: Sequence[int]
 ) -> Depth:
     """Write `free` slots, if there are enough; read what was written, or else `held` ones."""
-    started_s = time.monotonic()
     with _Memory(mover, stride) as memory:
+        started_s = time.monotonic()
         run = _Run(memory, fd)
         writes = run.rates(run.write, free, started_s + WRITES_SHARE * BUDGET_S)
         written_bytes = run.moved_bytes
         reads = run.rates(run.read, free if writes else held, started_s + BUDGET_S)
-    depth = Depth(_twice(knee(reads)), _twice(knee(writes)), written_bytes)
+    depth = Depth(_enough(reads, stride), _enough(writes, stride), written_bytes)
     log.info(
         "queue depth for reads %s, for writes %s (blocks in flight: GB/s; reads %s; writes %s)",
         depth.reads, depth.writes, _shown(reads), _shown(writes),
@@ -99,9 +106,14 @@ def knee(rates: Mapping[int, float]) -> int | None:
     return min(depth for depth, rate in rates.items() if rate >= enough)
 
 
-def _twice(depth: int | None) -> int | None:
-    """As much again waits in the kernel while we answer for what has ended."""
-    return None if depth is None else 2 * depth
+def _at_least(least: int, depth: int | None) -> int | None:
+    return None if depth is None else max(least, depth)
+
+
+def _enough(rates: Mapping[int, float], stride: int) -> int | None:
+    """The knee twice: some wait in the kernel. And what the disk moves in a turn of ours."""
+    depth = knee(rates)
+    return None if depth is None else 2 * depth + round(TURN_S * max(rates.values()) / stride)
 
 
 def _shown(rates: Mapping[int, float]) -> str:
@@ -115,9 +127,12 @@ class _Memory:
         self.mover = mover
         self.stride = stride
         self.slots = max(4, min(DEPTH_MAX, IN_FLIGHT_BYTES_MAX // stride))
-        self._mapping = mmap.mmap(-1, self.slots * stride)
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self._mapping = mmap.mmap(-1, self.slots * stride, flags=flags)
         array = np.frombuffer(self._mapping, dtype=np.uint8)
-        array[:] = np.resize(np.frombuffer(os.urandom(RANDOM_BYTES), np.uint8), len(array))
+        noise = np.frombuffer(os.urandom(RANDOM_BYTES), np.uint8)
+        for start in range(0, len(array), RANDOM_BYTES):
+            array[start : start + RANDOM_BYTES] = noise[: len(array) - start]
         self.address: int = array.ctypes.data
 
     def __enter__(self) -> _Memory:

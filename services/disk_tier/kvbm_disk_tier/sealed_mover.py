@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvbm_common.arena import Arena
 from kvbm_common.checksum import block_checksum
 from kvbm_common.counters import Counters
@@ -24,8 +26,14 @@ class SealedMover(DiskMover):
     """Seals what it writes and opens what it reads, in a pool of slots of its own."""
 
     def __init__(
-        self, *, mover: MoverThread, counters: Counters, keys: Keys, pool_slots: int
+        self,
+        *,
+        mover: MoverThread,
+        counters: Counters,
+        keys: Keys,
+        pool_slots: Callable[[int], int],
     ) -> None:
+        """`pool_slots` says how many slots of so many bytes the pool has."""
         super().__init__(mover=mover, counters=counters)
         self._keys = keys
         self._pool_slots = pool_slots
@@ -38,7 +46,7 @@ class SealedMover(DiskMover):
             return
         if self._pool_known is not None:
             self._mover.deregister(self._pool_known).result(CALL_DEADLINE_S)
-        self._pool = pool = BouncePool(self._pool_slots, stride)
+        self._pool = pool = BouncePool(self._pool_slots(stride), stride)
         known = self._mover.register_memory(pool.address, pool.bytes)
         self._pool_known = known.result(CALL_DEADLINE_S)
 

@@ -80,6 +80,7 @@ from kvbm_disk_tier.messages import (
     WriteSlots,
 )
 from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.pieces import batch_blocks
 from kvbm_disk_tier.retries import UNANSWERED
 from kvbm_disk_tier.shards import writers_of
 from kvbm_disk_tier.store import (
@@ -391,7 +392,8 @@ async def serve(context: ServiceContext) -> None:
     store = await _wait_store(options, context.stopping)
     if store is None:
         return
-    tuning = Tuning(settings.disk_queue_depth, settings.max_transfer_batch_size)
+    limits = core.tier.limits
+    tuning = Tuning(settings.disk_queue_depth, limits.batch_blocks_max, limits.batch_bytes)
     medium = DiskMedium(store, _mover(context, keys, options), tuning)
     try:
         await TierShell(context, core, medium).run()
@@ -423,7 +425,11 @@ def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) ->
         return DiskMover(mover=mover, counters=context.counters)
     from kvbm_disk_tier.sealed_mover import SealedMover
 
-    pool_slots = SEALED_BATCHES * context.settings.max_transfer_batch_size
+    limits = limits_of(context.settings)
+
+    def pool_slots(stride: int) -> int:
+        return SEALED_BATCHES * batch_blocks(limits.batch_blocks_max, limits.batch_bytes, stride)
+
     return SealedMover(mover=mover, counters=context.counters, keys=keys, pool_slots=pool_slots)
 
 

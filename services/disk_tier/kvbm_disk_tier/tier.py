@@ -34,6 +34,7 @@ from kvbm_disk_tier.messages import (
     StoreFailed,
     StoreOpened,
 )
+from kvbm_disk_tier.pieces import BATCH_UNIT_BYTES, batch_blocks
 
 SLOW_MS = 5_000
 """A batch of sixteen blocks that takes so long is slower than computing them anew."""
@@ -83,6 +84,8 @@ class Limits:
     write_blocks_max: int = 64
     """Blocks in flight, as far as nothing was measured; one batch may always fly."""
     batch_blocks_max: int = 16
+    batch_bytes: int = 0
+    """A write's batch has more blocks when they are small: see `pieces.batch_blocks`."""
     pending_max: int = 65_536
     """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
     lease_ms: int = 5_000
@@ -95,6 +98,7 @@ def limits_of(settings: Settings) -> Limits:
     return Limits(
         writes_max=settings.max_concurrent_transfers,
         batch_blocks_max=settings.max_transfer_batch_size,
+        batch_bytes=settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
         lease_ms=settings.lease_ms,
     )
 
@@ -276,6 +280,13 @@ class Tier:
     def came_up(self) -> None:
         """… and it is."""
         self.is_down, self.problem = False, ""
+
+    @property
+    def batch_blocks(self) -> int:
+        """How many blocks one write moves at most."""
+        if not self.kind.sized:  # Every object is a request of its own.
+            return self.limits.batch_blocks_max
+        return batch_blocks(self.limits.batch_blocks_max, self.limits.batch_bytes, self.slot_bytes)
 
     def stored_bytes(self, blocks: Iterable[Block]) -> int:
         """What blocks take up in the store: slots, or their own size."""

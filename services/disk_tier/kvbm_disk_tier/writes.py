@@ -209,7 +209,7 @@ class Writes:
                 self._pending.move_to_end(name)
             elif chosen is not None and arena.epoch == chosen.epoch:
                 names.append(name)
-            if len(names) == self._tier.limits.batch_blocks_max:
+            if len(names) == self._tier.batch_blocks:
                 break
         return chosen, names
 

@@ -104,9 +104,10 @@ def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> Di
         StoreOptions(directory=directory, capacity_bytes=0, slot_count=SLOTS, cipher=CIPHER)
     )
     mover = MoverThread("test", backends=("POSIX",))
-    return DiskMedium(
-        store, SealedMover(mover=mover, counters=Counters(), keys=keys, pool_slots=pool_slots)
+    sealed = SealedMover(
+        mover=mover, counters=Counters(), keys=keys, pool_slots=lambda _: pool_slots
     )
+    return DiskMedium(store, sealed)
 
 
 @contextmanager

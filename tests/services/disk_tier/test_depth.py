@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kvbm_common.nixl import MoverThread
-from kvbm_disk_tier.depth import BUDGET_S, DEPTH_MAX, Tuning, knee, measure
+from kvbm_disk_tier import depth as depth_module
+from kvbm_disk_tier.depth import BUDGET_S, DEPTH_MAX, IN_FLIGHT_BYTES_MAX, Tuning, knee, measure
 from kvbm_disk_tier.messages import Depth
 
 STRIDE = 4096
@@ -61,8 +63,8 @@ def depth(mover: MoverThread, path: Path, tuning: Tuning, *, flags: int = os.O_R
 
 def test_free_slots_are_measured_and_blocks_left_alone(mover: MoverThread, path: Path) -> None:
     found = depth(mover, path, Tuning(batch_blocks=1))
-    assert found.reads in range(2, 2 * DEPTH_MAX + 1)
-    assert found.writes in range(2, 2 * DEPTH_MAX + 1)
+    assert found.reads in range(2, 2 * DEPTH_MAX + IN_FLIGHT_BYTES_MAX // STRIDE)
+    assert found.writes in range(2, 2 * DEPTH_MAX + IN_FLIGHT_BYTES_MAX // STRIDE)
     data = path.read_bytes()
     changed = {
         slot for slot in range(SLOTS)
@@ -76,6 +78,31 @@ def test_free_slots_are_measured_and_blocks_left_alone(mover: MoverThread, path:
 def test_two_batches_may_always_fly(mover: MoverThread, path: Path) -> None:
     found = depth(mover, path, Tuning(batch_blocks=1000))
     assert (found.reads, found.writes) == (2000, 2000)
+
+
+def test_small_blocks_fly_in_two_batches_of_as_many_bytes(
+    mover: MoverThread, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth_module, "measure", lambda *_: Depth(1, 1))
+    assert depth(mover, path, Tuning(batch_blocks=16, batch_bytes=100 * STRIDE)) == Depth(32, 200)
+
+
+def test_memory_that_takes_its_time_costs_the_disk_nothing(
+    mover: MoverThread, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = depth_module._Memory
+
+    def slow(mover: MoverThread, stride: int) -> depth_module._Memory:
+        memory = real(mover, stride)
+        ends_s = time.monotonic() + 2 * BUDGET_S
+        while time.monotonic() < ends_s:
+            pass
+        return memory
+
+    monkeypatch.setattr(depth_module, "_Memory", slow)
+    found = depth(mover, path, Tuning(batch_blocks=1))
+    assert found.reads is not None
+    assert found.writes is not None
 
 
 def test_who_says_it_has_nothing_measured(mover: MoverThread, path: Path) -> None:
