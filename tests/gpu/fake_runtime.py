@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ class FakeRuntime:
     pins_read_only: bool = True
     moves: bool = True
     pinnable_bytes: int = 1 << 62
+    capturing: bool = False
+    """An engine captures a graph: some calls break it, unless their thread has said `enter`."""
+    broken_captures: list[str] = field(default_factory=list)
+    """The calls that did."""
     calls: list[tuple[object, ...]] = field(default_factory=list)
     """Name and arguments of every call, in their order."""
     registered: dict[int, int] = field(default_factory=dict)
@@ -59,6 +64,7 @@ class FakeRuntime:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
+    _entered: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         self._random.seed(self.seed)
@@ -80,8 +86,17 @@ class FakeRuntime:
         with self._lock:
             self._streams.setdefault(stream, deque()).append(_Step(may_run, run))
 
+    def _disturb(self, name: str) -> None:
+        if self.capturing and threading.current_thread() not in self._entered:
+            self.broken_captures.append(name)
+            raise CudaError("cudaErrorStreamCaptureUnsupported")
+
     def use(self) -> None:
         self._say("use")
+
+    def enter(self) -> None:
+        self._say("enter")
+        self._entered.add(threading.current_thread())
 
     def stream(self, *, urgent: bool) -> int:
         stream = next(self._numbers)
@@ -118,6 +133,7 @@ class FakeRuntime:
         self._put(stream, lambda: None, lambda: state.done >= number)
 
     def is_done(self, event: int) -> bool:
+        self._disturb("is_done")
         if self.moves:
             self.advance(self._random.randint(0, STEPS_PER_LOOK_MAX))
         state = self._events[event]
@@ -163,6 +179,7 @@ class FakeRuntime:
         self._put(stream, run, lambda: True)
 
     def register_host(self, address: int, length: int, *, read_only: bool) -> None:
+        self._disturb("register_host")
         with self._lock:
             self._say("register_host", address, length, read_only)
             if sum(self.registered.values()) + length > self.pinnable_bytes:
@@ -170,19 +187,23 @@ class FakeRuntime:
             self.registered[address] = length
 
     def unregister_host(self, address: int) -> None:
+        self._disturb("unregister_host")
         with self._lock:
             self._say("unregister_host", address)
             del self.registered[address]
 
     def pinned(self, length: int) -> NDArray[np.uint8]:
+        self._disturb("pinned")
         return np.zeros(length, dtype=np.uint8)
 
     def allocate(self, length: int) -> int:
+        self._disturb("allocate")
         memory = np.zeros(length, dtype=np.uint8)
         self._memory[memory.ctypes.data] = memory
         return memory.ctypes.data
 
     def free(self, address: int) -> None:
+        self._disturb("free")
         self._say("free", address)
         del self._memory[address]
 

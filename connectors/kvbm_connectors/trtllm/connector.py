@@ -236,10 +236,11 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
             log.error("KVBM passes through: %s (%s)", error, getattr(error, "code", "timeout"))
 
     def start_load_kv(self, stream: Any) -> None:
-        """The promised blocks are in when this returns. Raises PromiseBroken."""
+        """The promised blocks are in when this returns. Raises PromiseBroken. `stream` is the one
+        that the step computes on; on it, what was in those blocks before may still be read."""
         plan = self.get_connector_meta()
         if self._side is not None and isinstance(plan, StepPlan):
-            self._side.start(plan)
+            self._side.start(plan, compute_stream=getattr(stream, "cuda_stream", None))
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Loads are over before the first layer."""

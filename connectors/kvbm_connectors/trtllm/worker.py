@@ -64,6 +64,7 @@ class WorkerSide:
         self._promises: PromiseReader | None = None
         self._device: ArenaReader | None = None
         """Reads the same memory into a GPU's."""
+        self._gpu: Gpu | None = None
         self._regions: Sequence[Region] = ()
         self._plan_number = 0
         self._saving: dict[int, None] = {}
@@ -76,7 +77,7 @@ class WorkerSide:
         leader, hears of a worker only when it can read what it may be promised.
         """
         self.close()
-        gpu = make_gpu() if make_gpu is not None else None
+        self._gpu = gpu = make_gpu() if make_gpu is not None else None
         self._promises = PromiseReader(self._settings.shm_dir, self._life.incarnation)
         if gpu is not None:
             self._device = _device_reader(gpu, self._promises)
@@ -96,11 +97,13 @@ class WorkerSide:
         size = part_bytes(regions)
         log.info("%d blocks of %d bytes are lent", regions[0].blocks, size)
 
-    def start(self, plan: StepPlan) -> None:
-        """Carry a plan out, once. Raises PromiseBroken."""
+    def start(self, plan: StepPlan, *, compute_stream: int | None = None) -> None:
+        """Carry a plan out, once, behind what is in the stream by now. Raises PromiseBroken."""
         if plan.number <= self._plan_number:
             return
         self._plan_number = plan.number
+        if self._gpu is not None and compute_stream is not None:
+            self._gpu.computes_on(compute_stream)
         if self._half is not None:
             self._half.expect_reads(expected=plan.offering)
         for load in plan.loads:
@@ -162,6 +165,7 @@ class WorkerSide:
         half, self._half = self._half, None
         promises, self._promises = self._promises, None
         device, self._device = self._device, None
+        self._gpu = None
         if half is not None:
             half.close()
         if device is not None:

@@ -362,7 +362,12 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
                 side.start(plan)
             side._plan_number = 0
             side.register(regions_of_tensor(tensor), partial(Gpu, runtime) if on_gpu else None)
-            side.start(plan)
+            compute = runtime.stream(urgent=False)
+            side.start(plan, compute_stream=compute)
+            # The copy begins behind the stream that the engine has named for this very step.
+            assert on_gpu is any(
+                call[0] == "record" and call[2] == compute for call in runtime.calls
+            )
             blocks = tensor.memory.reshape(5, -1).view(np.uint8)
             part = slice(rank * PART_BYTES, (rank + 1) * PART_BYTES)
             assert np.array_equal(blocks[3], source[2][part])

@@ -36,7 +36,6 @@ CALLS: dict[str, Callable[[CupyRuntime], object]] = {
     "end_event": lambda runtime: runtime.end_event(1),
     "record": lambda runtime: runtime.record(1, 2),
     "wait": lambda runtime: runtime.wait(1, 2),
-    "is_done": lambda runtime: runtime.is_done(1),
     "copy": lambda runtime: runtime.copy(ADDRESS, ADDRESS, 10, 5),
     "copy_rows": lambda runtime: runtime.copy_rows(ADDRESS, 2, 5),
     "sum_blocks": lambda runtime: runtime.sum_blocks(

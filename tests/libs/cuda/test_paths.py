@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,27 @@ def test_a_read_waits_for_the_engines_stream(runtime: FakeRuntime, arena: Arena)
     assert event == fence
     assert waiting != compute
     reader.close()
+
+
+def test_an_engine_that_captures_a_graph_is_not_disturbed(
+    runtime: FakeRuntime, arena: Arena
+) -> None:
+    """The arena comes, is pinned, read from and summed up, and goes, while it captures: each in
+    a thread that has nothing to do with it, except what the engine itself began before."""
+    gpu, cache = Gpu(runtime), Cache(runtime)
+    sums = gpu.sums(cache.regions)
+    assert sums is not None
+    runtime.capturing = True
+    reader = DeviceReader(gpu, arena_path=arena.path, arena_address=THEIRS)
+    reader._pinning._done.result(DEADLINE_S)
+    assert reader._pinning.pinned_bytes == arena.bytes, reader._pinning.reason
+    reader.read(
+        cache.spans([1]), slots(cache, THEIRS, [0]), deadline_s=DEADLINE_S
+    ).result(DEADLINE_S)  # fmt: skip
+    with ThreadPoolExecutor(1) as verifier:
+        assert verifier.submit(sums, [1]).result(DEADLINE_S) == [block_checksum(cache.block(1))]
+    reader.close()
+    assert (runtime.broken_captures, runtime.registered) == ([], {})
 
 
 def test_slots_outside_the_arena_are_refused(runtime: FakeRuntime, arena: Arena) -> None:

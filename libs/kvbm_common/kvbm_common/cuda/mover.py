@@ -165,7 +165,7 @@ class DeviceMover:
 
     def _run(self, started: Future[None]) -> None:
         try:
-            self._runtime.use()
+            self._runtime.enter()
             self._stream = self._runtime.stream(urgent=self._urgent)
             self._slots = [self._slot() for _ in range(WAVES_IN_FLIGHT)]
         except BaseException as error:  # The constructor raises it to its caller.

@@ -88,17 +88,24 @@ class Pinning:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, give_up_s - time.monotonic()))
-        for index in np.flatnonzero(self._pinned).tolist():
-            with contextlib.suppress(CudaError):  # The context may be gone with the engine.
+        if self._pinned.any():  # Whose thread this is, nobody knows: CUDA may not be there yet.
+            giving_back = threading.Thread(target=self._unpin, name="unpin", daemon=True)
+            giving_back.start()
+            giving_back.join(CLOSE_DEADLINE_S)
+
+    def _unpin(self) -> None:
+        with contextlib.suppress(CudaError):  # The context may be gone with the engine.
+            self._runtime.enter()
+            for index in np.flatnonzero(self._pinned).tolist():
                 self._runtime.unregister_host(self.address + index * self.slice_bytes)
-        self._pinned[:] = False
+                self._pinned[index] = False
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # A container may forbid these processors.
             if self._cpus:
                 os.sched_setaffinity(0, self._cpus)
         try:
-            self._runtime.use()
+            self._runtime.enter()
             while (index := self._take()) is not None:
                 self._pin(index)
         except CudaError as error:

@@ -55,6 +55,10 @@ class Gpu:
             log.warning("CUDA IPC does not take the engine's memory: %s", error)
             return DeviceMemory(self.runtime.bus_id(), self.runtime.device, [])
 
+    def computes_on(self, stream: int) -> None:
+        """The engine computes on this stream from now on."""
+        self._compute_stream = stream
+
     def fence(self) -> int:
         """An event: whatever the engine has begun to compute by now is done."""
         self.runtime.use()
@@ -146,9 +150,9 @@ class DeviceSums:
         )
 
     def __call__(self, blocks: Sequence[int]) -> list[int]:
-        """The checksums of these blocks, in their order. Raises CudaError."""
+        """The checksums of these blocks, in their order, for a thread of ours. Raises CudaError."""
         with self._lock:
-            self._runtime.use()
+            self._runtime.enter()
             found: list[int] = []
             for start in range(0, len(blocks), SUM_BLOCKS_MAX):
                 found += self._sums(blocks[start : start + SUM_BLOCKS_MAX])

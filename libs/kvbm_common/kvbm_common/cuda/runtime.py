@@ -26,7 +26,8 @@ URGENT_PRIORITY = -1
 """Of streams that a request waits for; CUDA cuts it to what the device has."""
 COPY_DEFAULT = 4
 """cudaMemcpyDefault: CUDA knows from an address where it is."""
-REGISTER_PORTABLE = 1
+REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
+"""For all devices, and within their kernels' reach."""
 REGISTER_READ_ONLY = 8
 CAN_USE_HOST_POINTER = 91
 """cudaDevAttrCanUseHostPointerForRegisteredMem: a kernel may use the host's own addresses."""
@@ -34,7 +35,9 @@ CAN_PIN_READ_ONLY = 113
 """cudaDevAttrHostRegisterReadOnlySupported."""
 EVENT_DISABLE_TIMING = 2
 SUCCESS, NOT_READY = 0, 600
-"""cudaSuccess, cudaErrorNotReady."""
+"""CUDA_SUCCESS, CUDA_ERROR_NOT_READY."""
+CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 BATCH_ORDER_STREAM = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the stream's turn."""
 
@@ -76,6 +79,11 @@ class Runtime(Protocol):
 
     def use(self) -> None:
         """Make this device the calling thread's."""
+
+    def enter(self) -> None:
+        """The same in a thread of ours. An engine captures CUDA graphs, and a call from any other
+        thread that could disturb one (allocate, register, ask for an event) breaks its capture,
+        unless that thread has said that it has nothing to do with it."""
 
     def stream(self, *, urgent: bool) -> int:
         """A stream that waits for no other one by itself."""
@@ -198,6 +206,12 @@ class CupyRuntime:
     def use(self) -> None:
         self._call(self._cuda.setDevice, self.device)
 
+    def enter(self) -> None:
+        self.use()
+        mode = ctypes.c_int(CAPTURE_RELAXED)
+        status = self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        self._check(status, "cuThreadExchangeStreamCaptureMode")
+
     def stream(self, *, urgent: bool) -> int:
         priority = URGENT_PRIORITY if urgent else 0
         make = partial(self._cupy.cuda.Stream, non_blocking=True, priority=priority)
@@ -221,9 +235,11 @@ class CupyRuntime:
         self._call(self._cuda.streamWaitEvent, stream, event)
 
     def is_done(self, event: int) -> bool:
-        status = int(self._call(self._cuda.eventQuery, event))  # cupy gives it, whatever it is.
-        if status not in (SUCCESS, NOT_READY):
-            raise CudaError(f"an event cannot be asked for: error {status}")
+        # The driver, not the runtime: "not ready" would stay behind as the thread's last error, and
+        # an engine that launches a kernel from the same thread would take it for its own.
+        status = int(self._driver.cuEventQuery(ctypes.c_void_p(event)))
+        if status != NOT_READY:
+            self._check(status, "cuEventQuery")
         return status == SUCCESS
 
     def copy(self, target: int, source: int, length: int, stream: int) -> None:
@@ -266,7 +282,7 @@ class CupyRuntime:
             raise CudaError(f"a kernel could not be launched: {error}") from error
 
     def register_host(self, address: int, length: int, *, read_only: bool) -> None:
-        flags = REGISTER_PORTABLE | (REGISTER_READ_ONLY if read_only else 0)
+        flags = REGISTER_PORTABLE | REGISTER_MAPPED | (REGISTER_READ_ONLY if read_only else 0)
         self._call(self._cuda.hostRegister, address, length, flags)
 
     def unregister_host(self, address: int) -> None:
@@ -300,5 +316,5 @@ class CupyRuntime:
         return str(self._call(self._cuda.deviceGetPCIBusId, self.device)).lower()
 
     def _check(self, status: int, name: str) -> None:
-        if status != 0:
+        if status != SUCCESS:
             raise CudaError(f"{name}: error {status}")
