@@ -114,17 +114,20 @@ async def living() -> AsyncIterator[tuple[NatsServer, Bus, int]]:
         yield server, bus, registration.epoch
 
 
-async def _publish(bus: Bus, epoch: int, batch: int, held: list[list[str]]) -> None:
-    publisher = bus.event_publisher(SOURCE)
+async def publish(
+    bus: Bus, epoch: int, batch: int, held: list[list[str]], *, source: str = SOURCE
+) -> None:
+    """Announce chains, so many blocks an event."""
+    publisher = bus.event_publisher(source)
     running = asyncio.create_task(publisher.run())
-    first = Cleared(host=HOST, source=SOURCE, tier="host", epoch=epoch, seq=1, ts_ms=0)
+    first = Cleared(host=HOST, source=source, tier="host", epoch=epoch, seq=1, ts_ms=0)
     publisher.publish(event_subject(first), event_codec.encode(first), epoch=epoch, seq=1)
     seq = 1
     for names in held:
         for at in range(0, len(names), batch):
             seq += 1
             run = Run(parent=names[at - 1] if at else "0" * 32, hashes=names[at : at + batch])
-            event = Stored(host=HOST, source=SOURCE, tier="host", epoch=epoch, seq=seq, ts_ms=0,
+            event = Stored(host=HOST, source=source, tier="host", epoch=epoch, seq=seq, ts_ms=0,
                            namespace=NAMESPACE, runs=[run])  # fmt: skip
             publisher.publish(event_subject(event), event_codec.encode(event), epoch=epoch, seq=seq)
         while publisher.pending > WINDOW_EVENTS:  # noqa: ASYNC110 - the publisher never waits.
@@ -140,7 +143,7 @@ async def _stored_cpu_s(batch: int, blocks: int) -> tuple[int, float]:
         replica = Replica(server, "0")
         await replica.start(bus, 0)
         before_s = replica.cpu_s
-        await _publish(bus, epoch, batch, held)
+        await publish(bus, epoch, batch, held)
         await replica.wait_blocks(bus, count, every_s=0.1)
         spent_s = replica.cpu_s - before_s
         await replica.kill()
@@ -167,7 +170,7 @@ async def restarts(batch: int = 16) -> list[Row]:
     held = chains(BLOCKS)
     blocks = len(held) * CHAIN_BLOCKS
     async with living() as (server, bus, epoch):
-        await _publish(bus, epoch, batch, held)
+        await publish(bus, epoch, batch, held)
         first, second = Replica(server, "0"), Replica(server, "1", image_s=IMAGE_S)
         replay_s = await first.start(bus, blocks)
         await second.start(bus, blocks)

@@ -111,7 +111,7 @@ async def test_host_tiers_join_drain_leave_and_die_under_traffic() -> None:
         for victim in ("host-tier-1", "host-tier"):
             done = len(run.finished)
             await run.stack.kill(victim)
-            await wait_until(lambda done=done: len(run.finished) > done, deadline_s=DEADLINE_S)
+            await wait_until(partial(more_than, run, done), deadline_s=DEADLINE_S)
             await run.stack.start(victim)
             await run.stack.wait_ready(victim)
             await wait_shared_out(run, "0", "1")
@@ -149,6 +149,10 @@ async def keep_working(run: Running, enough: asyncio.Event) -> int:
         await run.run(requests=REQUESTS, seed=rounds % 3, prefix=f"round-{rounds}")
         rounds += 1
     return rounds * REQUESTS
+
+
+def more_than(run: Running, done: int) -> bool:
+    return len(run.finished) > done
 
 
 async def is_served(run: Running, wanted: dict[str, set[str]]) -> bool:

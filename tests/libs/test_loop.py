@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 from kvbm_common.errors import DeadlineExceeded
-from kvbm_common.loop import CoreLoop
+from kvbm_common.loop import BURST_MS, CoreLoop
 
 from tests.waiting import wait_until
 
@@ -147,3 +148,28 @@ async def test_long_bursts_leave_turns_to_others() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         assert core.seen
+
+
+async def test_slow_steps_leave_turns_to_others_after_a_few_milliseconds() -> None:
+    """Goal: a core whose inputs are large batches does not keep an event loop for all that wait.
+
+    Method: each look at the clock is a millisecond later; 50 inputs wait when the loop starts.
+    """
+    clock = iter(range(1_000_000))
+    core = Recorder()
+    loop: CoreLoop[str, str] = CoreLoop(
+        core, lambda _: None, inbox_size=100, now_ms=lambda: next(clock)
+    )
+    for number in range(50):
+        assert loop.offer_nowait(str(number))
+    turns: list[int] = []
+
+    async def other() -> None:
+        while len(core.seen) < 50:
+            turns.append(len(core.seen))
+            await asyncio.sleep(0)
+
+    async with running(loop):
+        await other()
+    longest = max(after - before for before, after in itertools.pairwise(turns))
+    assert longest <= BURST_MS

@@ -26,6 +26,8 @@ from kvbm_common.errors import DeadlineExceeded
 
 BURST_MAX = 128
 """Steps before other tasks get their turn: about 1 ms of core work."""
+BURST_MS = 2
+"""How long others may wait for their turn, beside the step that is being taken."""
 
 Input = TypeVar("Input")
 Effect = TypeVar("Effect")
@@ -142,6 +144,8 @@ class CoreLoop(Generic[Input, Effect]):
                 await asyncio.sleep(0)
 
     def _burst(self, tasks: asyncio.TaskGroup) -> None:
+        """Some steps, then others have their turn: an input may be a batch of hundreds of events."""
+        until_ms = self._now_ms() + BURST_MS
         for _ in range(BURST_MAX):
             if self._completions:
                 event = self._completions.popleft()
@@ -151,8 +155,11 @@ class CoreLoop(Generic[Input, Effect]):
             else:
                 self._wake.clear()
                 break
-            for effect in self.core.step(event, self._now_ms()):
+            now_ms = self._now_ms()
+            for effect in self.core.step(event, now_ms):
                 self._start(effect, tasks)
+            if now_ms >= until_ms:
+                break
         if self._in_flight == 0 and self.depth == 0:
             self._idle.set()
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from datetime import datetime
 
 import msgspec
+from kvbm_common.bus import Bus
 from kvbm_common.counters import Family, Sample, families_of_counts
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
 from kvbm_common.event_subscription import EventMessage, EventSubscription, Resume, Start
@@ -85,8 +86,10 @@ _snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 class IndexShell:
     """Translates between NATS and the core."""
 
-    def __init__(self, context: ServiceContext, core: IndexCore) -> None:
+    def __init__(self, context: ServiceContext, core: IndexCore, events: Bus) -> None:
+        """`events`: a connection of its own, so that no question waits behind a flood of events."""
         self._context = context
+        self._events = events
         self._core = core
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
             core, self._carry_out, inbox_size=INBOX_BATCHES_MAX, tick=Tick, tick_ms=TICK_MS
@@ -121,7 +124,9 @@ class IndexShell:
         context.counters.include(lambda: _families(self._core.statistics()))
         start = await self._restore()
         async with (
-            context.bus.event_subscription(start=start, on_stream_lost=self._stream_lost) as events,
+            self._events.event_subscription(
+                start=start, on_stream_lost=self._stream_lost
+            ) as events,
             asyncio.TaskGroup() as tasks,
         ):
             self._running += [
@@ -370,7 +375,12 @@ def _families(statistics: Statistics) -> list[Family]:
 async def serve_index(context: ServiceContext) -> None:
     """The life of the service."""
     limits = Limits(unregistered_ms=int(context.settings.registry_ttl_s * 1000))
-    await IndexShell(context, IndexCore(limits)).run()
+    name, url = f"{context.bus.name}-events", context.settings.nats_url
+    events = await Bus.connect(url, name, counters=context.counters)
+    try:
+        await IndexShell(context, IndexCore(limits), events).run()
+    finally:
+        await events.close()
 
 
 def main() -> None:

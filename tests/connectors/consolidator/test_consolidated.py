@@ -61,9 +61,11 @@ BLOCKS = chain(PROMPT)
 class TierModel:
     """A tier: what it holds, and its events, which a test may lose."""
 
-    def __init__(self, harness: Harness, tier: Tier, epoch: int = 1) -> None:
+    def __init__(
+        self, harness: Harness, tier: Tier, epoch: int = 1, *, instance: str = "0"
+    ) -> None:
         self.harness, self.tier = harness, tier
-        self.source = f"{tier}-tier-0"
+        self.source = f"{tier}-tier-{instance}"
         self.held: dict[SequenceHash, Block] = {}
         self.begin(epoch)
 
@@ -154,6 +156,22 @@ def test_the_first_store_and_the_last_removal_are_said(
     assert kinds(harness, since) == [("removed", "device")]
     assert harness.consolidated.blocks() == set(BLOCKS[:2])
     assert {block for _, block in harness.routers[0].held} == set(map(short_hash, BLOCKS[:2]))
+
+
+def test_two_host_tiers_of_a_host_are_two_holders(harness: Harness, host: TierModel) -> None:
+    """1. Both have the blocks. 2. One evicts, then dies: nothing is said, for the other has them.
+    3. The other evicts: they are gone."""
+    second = TierModel(harness, "host", instance="1")
+    host.store(*BLOCKS)
+    second.store(*BLOCKS)
+    since = len(harness.consolidated.events)
+    second.remove(BLOCKS[2])
+    harness.send(TierLost(second.source, 1))
+    assert kinds(harness, since) == []
+    assert harness.consolidated.blocks() == set(BLOCKS)
+    host.remove(*reversed(BLOCKS))
+    assert kinds(harness, since) == [("removed", "host")]
+    assert harness.consolidated.blocks() == set()
 
 
 def test_passthrough_says_every_tier() -> None:
