@@ -208,6 +208,7 @@ class FakeRuntime:
         del self._memory[address]
 
     def export(self, address: int) -> Allocation:
+        self._disturb("export")
         for base, memory in self._memory.items():
             if base <= address < base + len(memory):
                 return Allocation(base, len(memory), base.to_bytes(64, "little"))

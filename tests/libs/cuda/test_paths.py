@@ -226,12 +226,14 @@ def test_a_read_waits_for_the_engines_stream(runtime: FakeRuntime, arena: Arena)
 def test_an_engine_that_captures_a_graph_is_not_disturbed(
     runtime: FakeRuntime, arena: Arena
 ) -> None:
-    """The arena comes, is pinned, read from and summed up, and goes, while it captures: each in
-    a thread that has nothing to do with it, except what the engine itself began before."""
-    gpu, cache = Gpu(runtime), Cache(runtime)
+    """Memory is lent late, the arena comes, is pinned, read from and summed up, and goes, while it
+    captures: all of it in threads that have nothing to do with it."""
+    cache = Cache(runtime)
+    runtime.capturing = True
+    gpu = Gpu(runtime)
+    assert len(gpu.export(cache.regions).allocations) == 1
     sums = gpu.sums(cache.regions)
     assert sums is not None
-    runtime.capturing = True
     reader = DeviceReader(gpu, arena_path=arena.path, arena_address=THEIRS)
     reader._pinning._done.result(DEADLINE_S)
     assert reader._pinning.pinned_bytes == arena.bytes, reader._pinning.reason

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+CALL_DEADLINE_S = 60.0
+"""Of what an engine's start waits for: the first of it compiles the kernels."""
 SUM_DEADLINE_S = 10.0
 SUM_POLL_S = 0.00005
 SUM_BLOCKS_MAX = 4096
@@ -37,10 +41,10 @@ class Gpu:
     """The GPU of a worker, and the stream that its engine computes on (0: CUDA's default)."""
 
     def __init__(self, runtime: Runtime, *, compute_stream: int = 0) -> None:
-        """Takes some measurements. Raises CudaError."""
+        """Takes some measurements. Raises CudaError and TimeoutError."""
         self.runtime, self._compute_stream = runtime, compute_stream
-        runtime.use()
-        self.rates = measure(runtime)
+        self._own = ThreadPoolExecutor(1, thread_name_prefix="gpu")
+        self.rates = self._apart(lambda: measure(runtime))
         log.info("copies of GPU %s: %s", runtime.bus_id(), describe(self.rates))
 
     def export(self, regions: Sequence[Lent]) -> DeviceMemory:
@@ -48,12 +52,20 @@ class Gpu:
         (memory of virtual addresses, as of sleep modes): then NIXL has to do it."""
         from kvbm_common.cuda.lending import DeviceMemory, export  # msgspec: not for a benchmark.
 
-        self.runtime.use()
         try:
-            return export(self.runtime, regions)
+            return self._apart(lambda: export(self.runtime, regions))
         except CudaError as error:
             log.warning("CUDA IPC does not take the engine's memory: %s", error)
             return DeviceMemory(self.runtime.bus_id(), self.runtime.device, [])
+
+    def _apart(self, call: Callable[[], T]) -> T:
+        """In a thread of ours: the caller's is the engine's, whose device and captures are its."""
+
+        def run() -> T:
+            self.runtime.enter()
+            return call()
+
+        return self._own.submit(run).result(CALL_DEADLINE_S)
 
     def computes_on(self, stream: int) -> None:
         """The engine computes on this stream from now on."""
@@ -126,20 +138,26 @@ class DeviceSums:
         assert self.fits(regions)
         self._runtime, self._count = runtime, len(regions)
         self._lock = Lock()
-        runtime.use()
-        self._stream = runtime.stream(urgent=True)
+        self._is_set_up = False
         lengths = [region.piece_bytes for region in regions]
         self._block_bytes = sum(lengths)
         table = np.array(
             [[r.address, r.stride, r.piece_bytes, 0] for r in regions], dtype=np.uint64
         )
         table[:, 3] = np.cumsum(lengths) - np.array(lengths)
+        self._table = table
+
+    def _set_up(self) -> None:
+        """With the first blocks, in the thread that asks for them."""
+        runtime, table = self._runtime, self._table
+        self._stream = runtime.stream(urgent=True)
         self._staging = runtime.pinned(max(table.nbytes, 8 * SUM_BLOCKS_MAX))
         self._regions = runtime.allocate(table.nbytes)
         self._blocks = runtime.allocate(8 * SUM_BLOCKS_MAX)
         self._digests = runtime.allocate(8 * SUM_BLOCKS_MAX)
         self._upload(self._regions, table.reshape(-1))
         self._wait()
+        self._is_set_up = True
 
     @staticmethod
     def fits(regions: Sequence[Lent]) -> bool:
@@ -153,6 +171,8 @@ class DeviceSums:
         """The checksums of these blocks, in their order, for a thread of ours. Raises CudaError."""
         with self._lock:
             self._runtime.enter()
+            if not self._is_set_up:
+                self._set_up()
             found: list[int] = []
             for start in range(0, len(blocks), SUM_BLOCKS_MAX):
                 found += self._sums(blocks[start : start + SUM_BLOCKS_MAX])
