@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common services/index services/host_tier services/disk_tie
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-sglang test-compose up bench bench-vllm bench-sglang bench-index bench-disk lint lock
+.PHONY: help setup demo test test-vllm test-sglang test-compose up bench bench-vllm bench-sglang bench-index bench-disk bench-scale lint lock
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -74,6 +74,9 @@ bench-index: setup ## the index against Dynamo's RadixTree, from the wheel on Py
 
 bench-disk: setup ## the disk tier in several block sizes, beside fio and plain NIXL
 	$(PY) -m benchmarks disk
+
+bench-scale: setup ## two host tiers beside one, three index replicas beside one, and a million blocks that move
+	$(PY) -m benchmarks scale
 
 lock: setup ## renew requirements/lock.txt (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \

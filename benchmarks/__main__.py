@@ -13,9 +13,9 @@ from rich.console import Console
 from benchmarks.report import report
 
 NAMES = ("identity", "eviction", "host_path", "disk_path", "latency")
-ON_DEMAND = ("vllm", "sglang", "index", "disk")
+ON_DEMAND = ("vllm", "sglang", "index", "disk", "scale")
 """Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
-bench-disk`."""
+bench-disk`, `make bench-scale`."""
 
 
 def main() -> int:

@@ -185,3 +185,16 @@ def test_each_directory_has_a_disk_tier() -> None:
     }
     assert processes_of("index", settings) == {"index": {}}
     assert processes_of("disk-tier", Settings.load({})) == {"disk-tier": {}}
+
+
+def test_host_tiers_share_the_size_and_are_numbered_as_containers_are() -> None:
+    """Goal: a name for each by which it and its arena are told apart, wherever it was started."""
+    settings = Settings.load({"KVBM_HOST_TIERS": "3", "DYN_KVBM_CPU_CACHE_GB": "6"})
+    found = {name: Settings.load(own) for name, own in processes_of("host-tier", settings).items()}
+    assert {name: (own.instance, own.cpu_cache_gb) for name, own in found.items()} == {
+        "host-tier": ("0", 2.0), "host-tier-1": ("1", 2.0), "host-tier-2": ("2", 2.0)
+    }  # fmt: skip
+    blocks = {"KVBM_HOST_TIERS": "2", "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "100"}
+    own = processes_of("host-tier", Settings.load(blocks))["host-tier-1"]
+    assert Settings.load(own).cpu_cache_override_num_blocks == 50
+    assert processes_of("host-tier", Settings.load({})) == {"host-tier": {}}

@@ -144,7 +144,7 @@ class CoreLoop(Generic[Input, Effect]):
                 await asyncio.sleep(0)
 
     def _burst(self, tasks: asyncio.TaskGroup) -> None:
-        """Some steps, then others have their turn: an input may be a batch of hundreds of events."""
+        """Some steps, then others have their turn: an input may be a batch of many events."""
         until_ms = self._now_ms() + BURST_MS
         for _ in range(BURST_MAX):
             if self._completions:

@@ -1,4 +1,4 @@
-"""The peers: the host tiers of other hosts, what is asked of the index, and what is pulled.
+"""The peers: other host tiers, of other hosts or this one, what the index is asked, and pulls.
 
 A lookup that ends where this host's own tiers end asks the index for the rest. The peer that has
 the longest part of it, and that its breaker lets us use, is asked for it in batches:
