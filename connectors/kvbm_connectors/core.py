@@ -168,7 +168,8 @@ class ConnectorCore:
     def moved(self, now_ms: int, within_ms: int) -> None:
         """Another host tier serves this engine: begin nothing new with this one."""
         self.counts["moves"] += 1
-        self._leave_by_ms = now_ms + within_ms
+        if self.epoch:
+            self._leave_by_ms = now_ms + within_ms
 
     def may_leave(self) -> bool:
         """Nothing is asked, leased, loading or on offer."""

@@ -232,6 +232,7 @@ class Link:
             return
         self.counts["moved"] += 1
         if moved.version > self.shards:
+            self.on_moved(moved)
             self._go(moved, now_ms)
             return
         # It cannot be: who is greeted by a map as new as its own would have welcomed us.
