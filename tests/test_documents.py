@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from kvbm_common import reasons
 from kvbm_common.cli import make_app
 
 from benchmarks.harness import Row
@@ -80,3 +81,11 @@ def test_figures_are_those_of_the_results(path: Path) -> None:
     title = section.split(":\n")[0]
     assert section == markdown(title, rows)
     assert f"ARGS={path.stem}`" in title
+
+
+def test_every_reason_of_a_miss_is_explained() -> None:
+    """Goal: what `kvbm explain` prints is in the guide, and nothing else is."""
+    section = OPERATING.split("## Why was this a miss?\n")[1].split("\n## ")[0]
+    first, second = section.split("| outcome | meaning |")
+    assert re.findall(r"^\| `(\w+)` \|", first, re.MULTILINE) == list(reasons.MEANINGS)
+    assert re.findall(r"^\| `(\w+)` \|", second, re.MULTILINE) == list(reasons.OUTCOMES)

@@ -32,6 +32,7 @@ class DiskView:
         self._instance: dict[SequenceHash, str] = {}
         self._position: dict[str, tuple[int, int]] = {}
         self._asking: set[str] = set()
+        self._there: dict[str, None] = {}
         self._avoid: dict[SequenceHash, int] = {}
         """Block whose fill failed → when it may be asked for again."""
         self._away: set[SequenceHash] = set()
@@ -57,8 +58,8 @@ class DiskView:
 
     @property
     def instances(self) -> list[str]:
-        """Those that have told what they hold."""
-        return list(self._position)
+        """Those that are there, whether they have told what they hold or not."""
+        return list(self._there)
 
     def has_never_had(self, names: Collection[SequenceHash]) -> bool:
         """Is nothing known of any of these?"""
@@ -94,6 +95,7 @@ class DiskView:
 
     def seen(self, instance: str) -> list[AskDiskSnapshot]:
         """A disk tier is there: what does it hold?"""
+        self._there[instance] = None
         if instance in self._asking:
             return []
         self._asking.add(instance)
@@ -104,6 +106,7 @@ class DiskView:
         self._remember_away(instance)
         self._clear(instance)
         self._position.pop(instance, None)
+        self._there.pop(instance, None)
 
     def apply(
         self, instance: str, event: Event, now_ms: int = 0
@@ -114,6 +117,7 @@ class DiskView:
             return 0, []
         is_next = (event.epoch, event.seq) == (epoch, seq + 1) or event.seq == 1
         self._position[instance] = (event.epoch, event.seq)
+        self._there[instance] = None
         new = 0
         match event:
             case Stored(runs=runs):

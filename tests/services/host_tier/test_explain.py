@@ -16,6 +16,8 @@ from kvbm_host_tier.messages import (
     AskFates,
     AskFill,
     DiskLost,
+    DiskSeen,
+    DiskSnapshot,
     Effect,
     FatesTold,
     StartPull,
@@ -281,6 +283,15 @@ def test_what_the_filter_kept_from_the_disk() -> None:
     detail = told(host, "r").segments[0].detail
     assert detail == "count 1 of 2; left host memory by lru"
     assert not of(host.wait(50), AskFates)
+
+
+def test_a_disk_that_has_nothing_yet_is_asked_as_well() -> None:
+    """It has joined and its snapshot got lost: what it has filtered, it knows all the same."""
+    host = evicted()
+    host.step(DiskSeen("0"))
+    host.step(DiskSnapshot("0", None))
+    ask(host, "r", 1)
+    assert of(host.wait(50), AskFates)
 
 
 def test_a_lower_tier_that_is_silent_keeps_nobody_waiting() -> None:

@@ -265,7 +265,14 @@ def test_host_disk_host() -> None:
     host.store(3)
     host.disk_stored(2)
     fill = one_fill(host.look_up(1, 2, 3))
-    assert host.slots == {"reset": 0, "staged": 1, "inactive": 0, "active": 2, "total": 3}
+    assert host.slots == {
+        "reset": 0,
+        "staged": 1,
+        "inactive": 0,
+        "active": 2,
+        "retired": 0,
+        "total": 3,
+    }
     found = host.found(host.filled(fill))
     assert found.slots == [host.slot_of(1), host.slot_of(2), host.slot_of(3)]
     assert found.disk_blocks == [1]
