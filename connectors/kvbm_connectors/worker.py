@@ -327,7 +327,9 @@ class WorkerHalf:
     def _end(self, result: LoadResult) -> None:
         if result.reason:
             self.counts[f"loads_failed.{result.reason}"] += 1
-            self._limiter.warning(result.reason, f"load of {result.load.request} failed")
+            self._limiter.warning(
+                result.reason, f"load of {result.load.request} failed", request=result.load.request
+            )
         with self._lock:
             self._ended.append(result)
             self._loading -= 1

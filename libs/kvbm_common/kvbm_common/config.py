@@ -289,6 +289,9 @@ class Settings:
     log_level: str = setting(
         "KVBM_LOG_LEVEL", "info", schema.choice("debug", "info", "warning", "error"),
         section="general", help="The least important log line that is written.")
+    log_format: str = setting(
+        "KVBM_LOG_FORMAT", "text", schema.choice("text", "json"), section="general",
+        help="Log lines for people, or a JSON object each.")
     # fmt: on
 
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)

@@ -145,7 +145,7 @@ def run(
     # What start-up has made stays: the collector need not look at it again, and looks less often.
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS)
-    logs.set_up(f"{kind}-{settings.instance}", settings.log_level)
+    logs.set_up(f"{kind}-{settings.instance}", settings.log_level, settings.log_format)
     for warning in settings.warnings:
         _log.warning("%s", warning)
     sys.exit(asyncio.run(_run_until_signal(kind, main, settings)))

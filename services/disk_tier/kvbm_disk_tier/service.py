@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
+from kvbm_common import logs
 from kvbm_common.admin_verbs import tier_verbs
 from kvbm_common.config import Settings
 from kvbm_common.counters import families_of_counts, families_of_gauges
@@ -23,7 +24,7 @@ from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.admin import FilterReply, FilterRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.events import SUBJECT_PREFIX, Event, event_codec, event_subject
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed, event_codec, event_subject
 from kvbm_common.wire.explain import fates_request
 from kvbm_common.wire.verbs import (
     ArenaReply,
@@ -358,6 +359,8 @@ class TierShell:
             answer.set_result(reply)
 
     def _publish(self, event: Event) -> None:
+        if isinstance(event, Removed) and event.reason == "corrupt":
+            logs.corrupt(log, event.hashes)
         event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
         self._publisher.publish(
             event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import assert_never
 
 import msgspec
+from kvbm_common import logs
 from kvbm_common.admin_verbs import tier_verbs
 from kvbm_common.arena import remove_stale
 from kvbm_common.counters import families_of_counts
@@ -21,14 +22,22 @@ from kvbm_common.errors import (
     RequestFailed,
 )
 from kvbm_common.event_publisher import EventPublisher
+from kvbm_common.identity import HASH_BYTES
 from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Joined, Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
-from kvbm_common.wire.local import ToHostTier
+from kvbm_common.wire.events import (
+    SUBJECT_PREFIX,
+    Event,
+    Removed,
+    Tier,
+    event_codec,
+    event_subject,
+)
+from kvbm_common.wire.local import Found, Lookup, ToHostTier
 from kvbm_common.wire.verbs import (
     DoorReply,
     ErrorBody,
@@ -211,6 +220,9 @@ class HostTierShell:
     # --- inputs -----------------------------------------------------------------------------
 
     def _from_engine(self, connection: bytes, message: ToHostTier) -> bool:
+        if log.isEnabledFor(logging.DEBUG) and isinstance(message, Lookup):
+            ids = {"request": message.request, "engine": message.engine, "lookup": message.lookup}
+            log.debug("%d blocks are looked up", len(message.hashes) // HASH_BYTES, extra=ids)
         return self._loop.offer_nowait(FromEngine(connection, message))
 
     def _offer(self, _subject: str, payload: bytes) -> None:
@@ -319,6 +331,10 @@ class HostTierShell:
     def _carry_out(self, effect: Effect) -> Input | Awaitable[Input | None] | None:
         match effect:
             case ToEngine(connection, message):
+                if log.isEnabledFor(logging.DEBUG) and isinstance(message, Found):
+                    text = "%d blocks are leased; %s"
+                    ids = {"lookup": message.lookup}
+                    log.debug(text, len(message.slots), message.reason or "all", extra=ids)
                 self._engines.send(connection, message)
             case MakeArena(size_bytes):
                 return self._make_arena(size_bytes)
@@ -415,6 +431,8 @@ class HostTierShell:
             answer.set_result(reply)
 
     def _publish(self, event: Event) -> None:
+        if isinstance(event, Removed) and event.reason == "corrupt":
+            logs.corrupt(log, event.hashes)
         self._roster.follow(event)
         event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
         self._publisher.publish(
