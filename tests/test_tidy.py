@@ -35,6 +35,7 @@ CORES = [
         for n in ("slots", "leases", "announcer", "registry_roster", "tier_admin", "breaker", "fates")
     ),
     *PACKAGES["kvbm_common"].glob("eviction/*.py"),
+    *(PACKAGES["kvbm_metrics"] / f"{name}.py" for name in ("collector", "flows", "rates")),
     *(
         PACKAGES["kvbm_host_tier"] / f"{name}.py"
         for name in (

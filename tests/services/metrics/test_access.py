@@ -79,7 +79,8 @@ async def test_a_refusal_says_what_to_do(bus: Bus, registry: NatsRegistry) -> No
 async def test_probes_and_prometheus_need_no_token(bus: Bus, registry: NatsRegistry) -> None:
     """Also where everything else needs one."""
     async with client(bus, registry, CLOSED) as asked:
-        for path in ("/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"):
+        pages = ("/", "/live/live.js", "/docs", "/openapi.json")
+        for path in (*pages, "/healthz", "/readyz", "/metrics"):
             assert (await asked.get(path)).status_code in (200, 503), path
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
 from kvbm_common.counters import Counters
+from kvbm_common.eviction import POLICIES
 from kvbm_common.nats_server import NatsServer
 from kvbm_common.registry import NatsRegistry
+from kvbm_metrics.admin_models import PolicyQuery
 from kvbm_metrics.api import create_app
 from kvbm_metrics.audit_log import AuditLog
 from kvbm_metrics.fleet import Fleet
@@ -215,3 +217,36 @@ async def test_an_instance_that_refuses_says_why(bus: Bus, client: httpx.AsyncCl
     job = await job_of(client, "/v1/evict", {"tier": "all", "everything": True})
     assert (job["state"], list(job["errors"])) == ("failed", ["disk-tier.h.0"])
     await registry.close()
+
+
+async def test_a_tier_becomes_smaller_while_it_runs(
+    engine: RealEngine, bus: Bus, client: httpx.AsyncClient
+) -> None:
+    """1. To one slot: what is pinned stays, and the job says so. 2. Unpinned, it is enough.
+
+    3. Larger again. 4. The policy changes, what is held does not. 5. No disk, no filter.
+    """
+    await stored(engine, bus, 1, 2, 3)
+    body = {"hashes": hexes(1, 2), "ttl_s": 60, "tier": "host"}
+    [pinned] = (await post(client, "/v1/pin", body))["outcomes"]
+    job = await job_of(client, "/v1/resize", {"tier": "host", "slots": 1})
+    assert job["state"] == "failed"
+    assert job["progress"] == {"slots": 2, "evicted": 1}
+    assert "1 slots more are in use" in job["errors"]["host-tier.h.0"]
+    await post(client, "/v1/unpin", {"tier": "host", **WHERE, "pin": pinned["reply"]["pin"]})
+    job = await job_of(client, "/v1/resize", {"tier": "host", "slots": 1})
+    assert (job["state"], job["progress"]) == ("done", {"slots": 1, "evicted": 1})
+    assert len(await held(bus)) == 1
+    assert (await job_of(client, "/v1/resize", {"tier": "host", "slots": 4}))["state"] == "done"
+    [changed] = (await post(client, "/v1/policy", {"tier": "host", "policy": "prefix"}))["outcomes"]
+    assert changed["reply"] == {"policy": "prefix", "was": "lru"}
+    assert len(await held(bus)) == 1
+    await post(client, "/v1/filter", {"tier": "disk", "enabled": False}, 404)
+    await post(client, "/v1/filter", {"tier": "disk"}, 422)
+    verbs = [one["verb"] for one in await audit(client)]
+    assert {"resize", "policy"} <= set(verbs)
+
+
+def test_the_policies_of_the_api_are_those_there_are() -> None:
+    """Also in the document."""
+    assert set(get_args(PolicyQuery.model_fields["policy"].annotation)) == set(POLICIES)
