@@ -32,7 +32,15 @@ DISK_TIER_SHELLS = (
 CORES = [
     *(
         PACKAGES["kvbm_common"] / f"{n}.py"
-        for n in ("slots", "leases", "announcer", "registry_roster", "tier_admin", "breaker", "fates")
+        for n in (
+            "slots",
+            "leases",
+            "announcer",
+            "registry_roster",
+            "tier_admin",
+            "breaker",
+            "fates",
+        )
     ),
     *PACKAGES["kvbm_common"].glob("eviction/*.py"),
     *(PACKAGES["kvbm_metrics"] / f"{name}.py" for name in ("collector", "flows", "rates")),
