@@ -13,9 +13,12 @@ from typing import TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from kvbm_common.eviction import POLICIES
+from kvbm_common.wire.admin import PolicyRequest, ResizeRequest
 from kvbm_disk_tier.core import Limits
 from kvbm_disk_tier.journal import Operation
 from kvbm_disk_tier.messages import (
+    AdminAsked,
     Answer,
     AppendJournal,
     ArenaKnown,
@@ -275,6 +278,19 @@ class Everything(RuleBasedStateMachine):
     def end_open(self, *, full: bool) -> None:
         self.opens.pop()
         self.take(self.disk.step(StoreFailed("full") if full else opened(SLOTS)))
+
+    @rule(slots=st.integers(1, SLOTS + 1))
+    def resize(self, slots: int) -> None:
+        """An operator makes the tier smaller or larger; its journal says what went."""
+        self.unanswered += 1
+        self.take(self.disk.step(AdminAsked(0, "resize", ResizeRequest(slots=slots))))
+
+    @rule(policy=st.sampled_from(sorted(POLICIES)))
+    def use_policy(self, policy: str) -> None:
+        before = self.disk.on_disk()
+        self.unanswered += 1
+        self.take(self.disk.step(AdminAsked(0, "policy", PolicyRequest(policy=policy))))
+        assert self.disk.on_disk() == before
 
     @rule(ms=st.sampled_from([1, 100, STORE_RETRY_MS]))
     def wait(self, ms: int) -> None:

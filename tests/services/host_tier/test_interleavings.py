@@ -14,9 +14,13 @@ from typing import TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from kvbm_common.eviction import POLICIES
+from kvbm_common.wire.admin import PolicyRequest, ResizeReply, ResizeRequest
 from kvbm_common.wire.local import Found, Pulled
-from kvbm_common.wire.verbs import FILL_GRACE_MS
+from kvbm_common.wire.verbs import FILL_GRACE_MS, ErrorBody
 from kvbm_host_tier.messages import (
+    AdminAsked,
+    Answer,
     AskFill,
     AttachPeer,
     DetachPeer,
@@ -263,6 +267,30 @@ class Everything(RuleBasedStateMachine):
     @rule(data=st.data())
     def copied(self, data: st.DataObject) -> None:
         self.host.copied(self.one_of(data, self.copies))
+
+    # --- operators --------------------------------------------------------------------------
+
+    @rule(slots=st.integers(1, 6))
+    def resize(self, slots: int) -> None:
+        """No slot with a reader goes, and what is asked for is reached where none stands in it."""
+        before = self.host.slots
+        effects = self.host.step(AdminAsked(0, "resize", ResizeRequest(slots=slots)))
+        [answer] = [one for one in effects if isinstance(one, Answer)]
+        if slots > 5 or not isinstance(answer.reply, ResizeReply):
+            assert isinstance(answer.reply, ErrorBody)
+            assert self.host.slots == before
+            return
+        busy = before["active"] + before["staged"]
+        assert answer.reply.slots >= max(slots, busy)
+        if not self.host.core.tier.staging:  # There, only what is on disk may go.
+            assert answer.reply.slots == max(slots, busy)
+        self.take(effects)
+
+    @rule(policy=st.sampled_from(sorted(POLICIES)))
+    def use_policy(self, policy: str) -> None:
+        announced = set(self.host.announced)
+        self.take(self.host.step(AdminAsked(0, "policy", PolicyRequest(policy=policy))))
+        assert self.host.announced == announced
 
     # --- time -------------------------------------------------------------------------------
 
