@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -170,6 +171,17 @@ def test_restore_puts_blocks_where_they_were() -> None:
     assert (table.find(name(7)), table.find(name(9))) == (2, 0)
     assert {commit(table, 1), commit(table, 2)} == {1, 3}
     assert table.stage(name(3)) is None
+
+
+def test_after_a_restore_leaves_leave_before_their_roots() -> None:
+    """Two chains, 1 ← 2 ← 3 and 4 ← 5, the first committed first."""
+    chain = {1: 0, 2: 1, 3: 2, 4: 0, 5: 4}
+    blocks = [msgspec.structs.replace(block(n), parent=name(p)) for n, p in chain.items()]
+    for policy in (make_policy("lru"), make_policy("lfu")):
+        table = SlotTable(5, policy)
+        table.restore(dict(enumerate(blocks)))
+        table.check()
+        assert policy.victims(5) == [name(number) for number in (3, 2, 1, 5, 4)]
 
 
 def test_restore_wants_an_empty_table() -> None:

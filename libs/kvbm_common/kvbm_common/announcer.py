@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.slots import Block
@@ -101,13 +103,18 @@ def runs_of(blocks: Iterable[tuple[SequenceHash, SequenceHash]]) -> list[Run]:
     """
     runs: list[tuple[SequenceHash, list[str]]] = []
     ending: dict[SequenceHash, list[str]] = {}
+    last: SequenceHash | None = None
+    hashes: list[str] = []
     for block, parent in blocks:
-        hashes = ending.pop(parent, None)
-        if hashes is None:
-            hashes = []
-            runs.append((parent, hashes))
+        if parent != last:  # Seldom: chains come in one piece.
+            if last is not None:
+                ending[last] = hashes
+            known = ending.pop(parent, None)
+            hashes = [] if known is None else known
+            if known is None:
+                runs.append((parent, hashes))
         hashes.append(block.hex())
-        ending[block] = hashes
+        last = block
     return [Run(parent=parent.hex(), hashes=hashes) for parent, hashes in runs]
 
 
@@ -115,8 +122,8 @@ def _by_namespace(
     blocks: Sequence[Block], *, part_max: int = EVENT_BLOCKS_MAX
 ) -> list[tuple[bytes, list[Block]]]:
     grouped: dict[bytes, list[Block]] = {}
-    for block in blocks:
-        grouped.setdefault(block.namespace, []).append(block)
+    for namespace, group in itertools.groupby(blocks, attrgetter("namespace")):
+        grouped.setdefault(namespace, []).extend(group)
     return [
         (namespace, part[start : start + part_max])
         for namespace, part in grouped.items()

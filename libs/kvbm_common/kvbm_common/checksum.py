@@ -29,6 +29,15 @@ def parts_checksum(parts: Iterable[memoryview | NDArray[Any]]) -> int:
     return state.intdigest()
 
 
+def record_checksums(data: bytes, record_bytes: int, body_bytes: int) -> NDArray[np.uint64]:
+    """The checksums of the first `body_bytes` of each whole record in `data`, shape (records,)."""
+    view = memoryview(data)
+    count = len(data) // record_bytes
+    starts = range(0, count * record_bytes, record_bytes)
+    digests = (xxhash.xxh3_64_intdigest(view[start : start + body_bytes]) for start in starts)
+    return np.fromiter(digests, np.uint64, count)
+
+
 def checksums(arena_array: NDArray[np.uint8], offsets: Iterable[int], length: int) -> list[int]:
     """The checksums of the blocks of `length` bytes at `offsets`, in that order."""
     digests = []

@@ -32,10 +32,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
-from kvbm_common.eviction import EvictionPolicy
+import msgspec
+
+from kvbm_common.eviction import EvictionPolicy, restore_policy
 from kvbm_common.identity import SequenceHash
 
 
@@ -67,8 +68,7 @@ class InvalidTransition(AssertionError):
     """Our mistake: a slot was asked for a move that its state does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True, gc=False):
     """What a tier knows of a committed block.
 
     `checksum` is the xxh3-64 of its `bytes` bytes; `namespace` is a 32-byte digest.
@@ -229,16 +229,24 @@ class SlotTable:
         self._abandoned.add(slot)
 
     def restore(self, blocks: Mapping[int, Block]) -> None:
-        """Put committed blocks where a former life had them. Only into an all-RESET table."""
+        """Put committed blocks where a former life had them, from the oldest on.
+
+        Only into an all-RESET table: each is staged and registered in one.
+        """
         assert len(self._reset) == self.slot_count
-        taken = set(blocks)
-        self._reset = [slot for slot in self._reset if slot not in taken] + sorted(
-            taken, reverse=True
+        self._reset = [slot for slot in self._reset if slot not in blocks]
+        for slot, block in blocks.items():
+            self._state[slot] = SlotState.INACTIVE
+            self._generation[slot] = 1
+            self._block[slot] = block
+            self._slot[block.hash] = slot
+            self._block_bytes += block.bytes
+        assert len(self._slot) == len(blocks), "a block is in two slots"
+        restore_policy(
+            self.policy,
+            ((block.hash, block.parent) for block in blocks.values()),
+            _leaves_first(blocks.values()),
         )
-        for slot in sorted(taken):
-            staged = self.stage(blocks[slot].hash)
-            assert staged == slot
-            self.register(slot, blocks[slot])
 
     def pin(self, slot: int, *, used: bool = False) -> None:
         """Keep a committed block from eviction; counts. `used`: somebody asked for it by name."""
@@ -382,3 +390,17 @@ class SlotTable:
         counts = self.counts()
         assert counts["total"] == self.slot_count - by_state[SlotState.RETIRED]
         assert all(counts[state.value] == by_state[state] for state in SlotState), counts
+
+
+def _leaves_first(blocks: Iterable[Block]) -> list[SequenceHash]:
+    """The same order, but every run of children behind their parents is turned round."""
+    names: list[SequenceHash] = []
+    run: list[SequenceHash] = []
+    last = None
+    for block in blocks:
+        if block.parent != last:
+            names += reversed(run)
+            run = []
+        last = block.hash
+        run.append(last)
+    return names + run[::-1]

@@ -27,16 +27,29 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
-from kvbm_common.checksum import block_checksum
+import numpy as np
+from kvbm_common.checksum import block_checksum, record_checksums
 from kvbm_common.identity import SequenceHash
 from kvbm_common.slots import Block
+from numpy.typing import NDArray
 
 RECORD_BYTES = 128
 _MAGIC = b"KVJ1"
 _BODY = struct.Struct("<4sB3xQII16s16s32sQ24x")
 _CHECK = struct.Struct("<Q")
 assert _BODY.size + _CHECK.size == RECORD_BYTES
+_RECORD = np.dtype(
+    {
+        "names": ["magic", "operation", "order", "slot", "bytes", "hash", "parent", "namespace",
+                  "checksum", "check"],
+        "formats": ["S4", "u1", "<u8", "<u4", "<u4", "V16", "V16", "V32", "<u8", "<u8"],
+        "offsets": [0, 4, 8, 16, 20, 24, 40, 56, 88, 120],
+        "itemsize": RECORD_BYTES,
+    }
+)  # fmt: skip
+"""The same for many records at once."""
 
 
 class Operation(IntEnum):
@@ -61,6 +74,7 @@ class Replay:
     """What a journal says: the live block of each slot, and where to go on."""
 
     blocks: dict[int, Block]
+    """In the order in which they were committed."""
     next_order: int
     records: int
     damaged: int
@@ -89,42 +103,78 @@ def encode_records(records: Iterable[Record]) -> bytes:
     return b"".join(map(encode_record, records))
 
 
-def decode_record(data: bytes) -> Record | None:
-    """A record, or None when its checksum, magic or operation is wrong."""
-    body = data[: _BODY.size]
-    if len(data) != RECORD_BYTES or _CHECK.unpack(data[_BODY.size :])[0] != block_checksum(body):
-        return None
-    magic, operation, order, slot, size, name, parent, namespace, checksum = _BODY.unpack(body)
-    if magic != _MAGIC or operation not in (Operation.COMMITTED, Operation.REMOVED):
-        return None
-    block = Block(SequenceHash(name), SequenceHash(parent), namespace, checksum, size)
-    return Record(Operation(operation), order, slot, block)
-
-
 def replay(data: bytes, *, slot_count: int, slot_bytes: int) -> Replay:
     """The state that a journal describes; a partial last record counts as damaged.
 
     Records of slots or sizes that this store does not have are damaged, too. If a block is in two
-    slots, the newer one has it.
+    slots, the newer one has it. The blocks are in the order in which they were committed.
     """
-    newest: dict[int, Record] = {}
-    damaged = 1 if len(data) % RECORD_BYTES else 0
-    next_order = 1
-    for start in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
-        record = decode_record(data[start : start + RECORD_BYTES])
-        if record is None or record.slot >= slot_count or record.block.bytes > slot_bytes:
-            damaged += 1
-            continue
-        next_order = max(next_order, record.order + 1)
-        known = newest.get(record.slot)
-        if known is None or known.order < record.order:
-            newest[record.slot] = record
-    return Replay(_live(newest), next_order, len(data) // RECORD_BYTES, damaged)
+    count = len(data) // RECORD_BYTES
+    records = np.frombuffer(data, _RECORD, count)
+    fits = (records["slot"] < slot_count) & (records["bytes"] <= slot_bytes)
+    kept = np.flatnonzero(_sound(data, records) & fits)
+    damaged = count - len(kept) + (1 if len(data) % RECORD_BYTES else 0)
+    next_order = int(records["order"][kept].max()) + 1 if len(kept) else 1
+    live = _live(records, _newest(records, kept, slot_count))
+    return Replay(live, next_order, count, damaged)
 
 
-def _live(newest: dict[int, Record]) -> dict[int, Block]:
-    slot_of: dict[SequenceHash, int] = {}
-    committed = [r for r in newest.values() if r.operation is Operation.COMMITTED]
-    for record in sorted(committed, key=lambda record: record.order):
-        slot_of[record.block.hash] = record.slot
-    return {slot: newest[slot].block for slot in slot_of.values()}
+def _sound(data: bytes, records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which records have the right checksum, magic and operation."""
+    check = record_checksums(data, RECORD_BYTES, _BODY.size)
+    known = np.isin(records["operation"], [int(operation) for operation in Operation])
+    sound: NDArray[np.bool_] = (records["check"] == check) & (records["magic"] == _MAGIC) & known
+    return sound
+
+
+def _newest(records: NDArray[np.void], kept: NDArray[np.intp], slot_count: int) -> NDArray[np.intp]:
+    """Of these records, by their indices, the newest one of each slot, oldest first."""
+    kept = _by_order(records, kept)
+    newest = np.full(slot_count, -1)
+    newest[records["slot"][kept]] = kept  # Of several for one slot the last stays.
+    return _by_order(records, newest[newest >= 0])
+
+
+def _by_order(records: NDArray[np.void], indices: NDArray[np.intp]) -> NDArray[np.intp]:
+    return indices[np.argsort(records["order"][indices], kind="stable")]
+
+
+def _live(records: NDArray[np.void], newest: NDArray[np.intp]) -> dict[int, Block]:
+    """The committed blocks by slot. A million take a second or two: mind what is made anew."""
+    chosen = newest[records["operation"][newest] == Operation.COMMITTED]
+    slots: list[int] = records["slot"][chosen].tolist()
+    hashes = records["hash"][chosen]
+    names: list[SequenceHash] = hashes.tolist()
+    blocks = map(
+        Block,
+        names,
+        _parents(hashes, records["parent"][chosen], names),
+        _column(records["namespace"][chosen]),
+        records["checksum"][chosen].tolist(),
+        _column(records["bytes"][chosen]),
+    )
+    found = dict(zip(slots, blocks, strict=True))
+    slot_of = dict(zip(names, slots, strict=True))
+    if len(slot_of) < len(names):
+        newer = set(slot_of.values())
+        found = {slot: block for slot, block in found.items() if slot in newer}
+    return found
+
+
+def _parents(
+    hashes: NDArray[np.void], parents: NDArray[np.void], names: list[SequenceHash]
+) -> list[SequenceHash]:
+    """The parents. Most are the name before: those are not made anew."""
+    found = names[-1:] + names[:-1]
+    continues = np.zeros(len(names), bool)
+    continues[1:] = parents[1:] == hashes[:-1]
+    for index in np.flatnonzero(~continues).tolist():
+        found[index] = parents[index].item()
+    return found
+
+
+def _column(values: NDArray[Any]) -> list[Any]:
+    """A column as Python's objects; one for all if all are the same, as they mostly are."""
+    if len(values) and bool((values == values[0]).all()):
+        return [values[0].item()] * len(values)
+    return list(values.tolist())

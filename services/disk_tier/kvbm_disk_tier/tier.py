@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvbm_common.announcer import Announcer
 from kvbm_common.breaker import Breaker, BreakerState
 from kvbm_common.config import Settings
-from kvbm_common.diary import Diary
+from kvbm_common.diary import DIARY_ENTRIES_MAX, Diary
 from kvbm_common.eviction import make_policy
 from kvbm_common.fates import Fates
 from kvbm_common.identity import SequenceHash
@@ -253,7 +253,7 @@ class Tier:
         self.counts["recovered_blocks"] += len(blocks)
         self.counts["bytes.measuring"] += event.depth.written_bytes
         self._use_depth(event.depth)
-        for block in blocks:
+        for block in blocks[-DIARY_ENTRIES_MAX:]:
             self.diary.note(now_ms, "recovered from the journal", block.hash)
         self.announce_stored(blocks)
 

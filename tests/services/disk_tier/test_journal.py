@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.checksum import block_checksum
+from kvbm_common.identity import SequenceHash
+from kvbm_common.slots import Block
 from kvbm_disk_tier.journal import (
     RECORD_BYTES,
     Operation,
     Record,
     Replay,
-    decode_record,
     encode_record,
     encode_records,
     replay,
@@ -26,6 +27,37 @@ from kvbm_disk_tier.store import Store, StoreError, StoreOptions, StoreThread
 from tests.services.disk_tier.helpers import BLOCK_BYTES, block, numbers
 
 SLOTS = 4
+
+
+BODY = struct.Struct("<4sB3xQII16s16s32sQ24x")
+"""A record without its checksum, as the journal's text describes it."""
+
+
+def decode_record(data: bytes) -> Record | None:
+    """A record read by the book, or None when its checksum, magic or operation is wrong."""
+    body, check = data[:120], data[120:]
+    magic, operation, order, slot, size, name, parent, namespace, checksum = BODY.unpack(body)
+    sound = struct.unpack("<Q", check)[0] == block_checksum(body) and magic == b"KVJ1"
+    if not sound or operation not in tuple(Operation):
+        return None
+    held = Block(SequenceHash(name), SequenceHash(parent), namespace, checksum, size)
+    return Record(Operation(operation), order, slot, held)
+
+
+def read_one_by_one(data: bytes) -> dict[int, Block]:
+    """What a journal says, record by record."""
+    newest: dict[int, Record] = {}
+    for start in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
+        record = decode_record(data[start : start + RECORD_BYTES])
+        if record is None or record.slot >= SLOTS or record.block.bytes > BLOCK_BYTES:
+            continue
+        if record.slot not in newest or newest[record.slot].order <= record.order:
+            newest[record.slot] = record
+    live: dict[bytes, Record] = {}
+    for record in sorted(newest.values(), key=lambda record: record.order):
+        if record.operation is Operation.COMMITTED:
+            live[record.block.hash] = record
+    return {record.slot: record.block for record in live.values()}
 
 
 def committed(order: int, slot: int, number: int) -> Record:
@@ -106,6 +138,7 @@ def test_the_newest_record_of_a_slot_counts_and_of_a_block() -> None:
                committed(5, 2, 3)]  # fmt: skip
     found = replayed(encode_records(records))
     assert slots(found) == {0: 2, 2: 3}
+    assert list(found.blocks) == [0, 2], "the oldest is first"
     assert found.next_order == 6
 
 
@@ -174,7 +207,9 @@ def test_garbage_anywhere_invents_nothing(records: list[Record], data: st.DataOb
     start = data.draw(st.integers(0, len(damaged)))
     noise = data.draw(st.binary(max_size=300))
     damaged[start : start + len(noise)] = noise
-    check_nothing_invented(replayed(bytes(damaged)), records)
+    found = replayed(bytes(damaged))
+    check_nothing_invented(found, records)
+    assert found.blocks == read_one_by_one(bytes(damaged))
 
 
 @given(histories(), st.data())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from kvbm_common.slots import Block
 from kvbm_disk_tier.messages import ReadDone, ReadFailed, StoreOpened, WriteFailed, Written
 from kvbm_disk_tier.sealing import BadKeys, Keys, seal, unseal
 from kvbm_disk_tier.store import CIPHER, EXTRA_BYTES, Store, StoreOptions
+from msgspec.structs import replace
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 from tests.services.disk_tier.mediums import SLOT_BYTES, SLOTS, Place, arena, sealed_medium
@@ -77,7 +78,7 @@ def test_a_flipped_bit_does_not_open(at: int, bit: int) -> None:
 )
 def test_another_block_does_not_open(other: dict[str, object]) -> None:
     keys = Keys.parse(KEY, "V")
-    assert opened(keys, sealed(keys), replace(BLOCK, **other)) is None  # type: ignore[arg-type]
+    assert opened(keys, sealed(keys), replace(BLOCK, **other)) is None
 
 
 def test_another_key_does_not_open() -> None:
@@ -193,7 +194,7 @@ def test_a_store_with_another_cipher_is_not_read(tmp_path: Path) -> None:
     store = Store(plain)
     store.create(4096)
     store.close()
-    options = replace(plain, cipher=CIPHER)
+    options = dataclasses.replace(plain, cipher=CIPHER)
     store = Store(options)
     assert store.recover() is None
     store.create(4096)

@@ -6,7 +6,7 @@ block (pinned by a lease, or staged) is never a victim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvbm_common.errors import KvbmError
@@ -23,6 +23,7 @@ __all__ = [
     "PrefixPolicy",
     "UnknownPolicy",
     "make_policy",
+    "restore_policy",
 ]
 
 
@@ -80,3 +81,22 @@ def make_policy(name: str, slot_count: int = 0) -> EvictionPolicy:
         known = ", ".join(sorted(POLICIES))
         raise UnknownPolicy(f"no eviction policy {name!r}; there are: {known}") from None
     return make(slot_count)
+
+
+def restore_policy(
+    policy: EvictionPolicy,
+    blocks: Iterable[tuple[SequenceHash, SequenceHash]],
+    leaves_first: Sequence[SequenceHash],
+) -> None:
+    """Tell a new policy of the (name, parent) of a former life's blocks, parents first.
+
+    No root is to leave before its leaf: they were freed in the order of `leaves_first`.
+    """
+    if isinstance(policy, Lru):  # A million in a fifth of the time.
+        policy.fill(leaves_first)
+        return
+    for name, parent in blocks:
+        policy.admit(name, parent)
+    for name in leaves_first:
+        policy.hold(name)
+        policy.free(name)

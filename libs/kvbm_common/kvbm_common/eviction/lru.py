@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import islice
 
 from kvbm_common.identity import SequenceHash
@@ -16,6 +17,11 @@ class Lru:
 
     def __init__(self) -> None:
         self._free: OrderedDict[SequenceHash, None] = OrderedDict()
+
+    def fill(self, blocks: Iterable[SequenceHash]) -> None:
+        """Free blocks, oldest first; only into an empty policy."""
+        assert not self._free
+        self._free = OrderedDict.fromkeys(blocks)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         assert block not in self._free

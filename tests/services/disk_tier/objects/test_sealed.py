@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import pytest
 from kvbm_common.counters import Counters
@@ -13,6 +12,7 @@ from kvbm_disk_tier.objects.medium import ObjectMedium
 from kvbm_disk_tier.objects.messages import ListingEnded, ObjectsListed
 from kvbm_disk_tier.objects.names import Names
 from kvbm_disk_tier.sealing import SEAL_BYTES, Keys
+from msgspec.structs import replace
 
 from tests.services.disk_tier.helpers import NAMESPACE, block
 from tests.services.disk_tier.mediums import BLOCK_BYTES, Place, arena
