@@ -18,7 +18,8 @@ LOOKUPS_MAX = 64
 """Of one request in one answer; an engine that asks again and again is not listed for ever."""
 SCAN_MAX = 131_072
 """Places that one question looks at: a few ms."""
-ENGINES_MAX = 65_535
+ENGINES_MAX = 4_096
+"""Names of engines and reasons that are shared."""
 
 
 class _Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +60,8 @@ class KeptRequests:
         self._next = 0
         self._packed: list[bytes] = []
         self._reasons: list[str] = []
-        """Of each place, the same object for the same reason: a scan needs no decoding."""
+        self._engines: list[str] = []
+        """Of each place, the same object for the same text: a scan needs no decoding."""
         self._newest: dict[str, int] = {}
         self._shared: dict[str, str] = {}
 
@@ -82,10 +84,17 @@ class KeptRequests:
         else:
             self._packed.append(b"")
             self._reasons.append("")
+            self._engines.append("")
         self._packed[place] = _pack(one, self._newest.get(one.request, -1))
         self._reasons[place] = self._shared.setdefault(one.reason, one.reason)
+        self._engines[place] = self._one_of(one.engine)
         self._newest[one.request] = number
         self._next += 1
+
+    def _one_of(self, engine: str) -> str:
+        if len(self._shared) > ENGINES_MAX:
+            self._shared.clear()  # Engines that come and go; those that are kept stay as they are.
+        return self._shared.setdefault(engine, engine)
 
     def _drop(self, packed: bytes) -> None:
         request = _decoder.decode(packed).request
@@ -121,20 +130,21 @@ class KeptRequests:
         found: list[Explanation] = []
         first = min(self._next, before) - 1 if before else self._next - 1
         last = max(self.oldest, first - SCAN_MAX + 1)
-        for number in self._matching(first, last, reason, missed=missed):
-            packed = self._at(number)
-            if engine and packed.engine != engine:
-                continue
-            found.append(_unpack(packed))
+        for number in self._matching(first, last, reason, engine, missed=missed):
+            found.append(_unpack(self._at(number)))
             if len(found) == limit:
                 return found, number if number > self.oldest else 0
         return found, last if last > self.oldest else 0
 
-    def _matching(self, first: int, last: int, reason: str, *, missed: bool) -> Iterator[int]:
-        reasons, count_max = self._reasons, self._count_max
+    def _matching(
+        self, first: int, last: int, reason: str, engine: str, *, missed: bool
+    ) -> Iterator[int]:
+        reasons, engines, count_max = self._reasons, self._engines, self._count_max
         for number in range(first, last - 1, -1):
-            had = reasons[number % count_max]
-            if (not reason or had == reason) and (had or not missed):
+            place = number % count_max
+            had = reasons[place]
+            fits = (not reason or had == reason) and (had or not missed)
+            if fits and (not engine or engines[place] == engine):
                 yield number
 
     def oldest_ms(self) -> int:
@@ -146,7 +156,7 @@ class KeptRequests:
 
     def check(self) -> None:
         """Assert every invariant; O(kept)."""
-        assert len(self._packed) == len(self._reasons) <= self._count_max
+        assert len(self._packed) == len(self._reasons) == len(self._engines) <= self._count_max
         assert len(self._newest) <= len(self._packed)
         for request, number in self._newest.items():
             assert self.oldest <= number < self._next, request
