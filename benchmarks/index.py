@@ -77,6 +77,8 @@ def _matches(taken: dict[tuple[str, int], list[Figures]]) -> list[Row]:
         [second for batch in BATCHES for one in taken[side, batch] for second in one["match_s"]]
         for side in ("ours", "theirs")
     )
+    machine = [second for batch in BATCHES for one in taken["ours", batch]
+               for second in one["machine_s"]]  # fmt: skip
     value, reference = percentile(ours, 0.5) * 1e6, percentile(theirs, 0.5) * 1e6
     ratio = value / reference
     return [
@@ -86,6 +88,9 @@ def _matches(taken: dict[tuple[str, int], list[Figures]]) -> list[Row]:
         time_row(f"match, {MATCH_BLOCKS} blocks, p99", percentile(ours, 0.99) * 1e6,
                  unit="µs", target=50.0),
         info_row("RadixTree's p99", percentile(theirs, 0.99) * 1e6, unit="µs"),
+        info_row("p99 of a sum without memory, in our process", percentile(machine, 0.99) * 1e6,
+                 unit="µs"),
+        info_row("its p50", percentile(machine, 0.5) * 1e6, unit="µs"),
     ]  # fmt: skip
 
 

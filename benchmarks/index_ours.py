@@ -71,7 +71,8 @@ def main() -> None:
     match_s = workload.match_seconds(core.match, _again, workload.long_chains())  # type: ignore[arg-type]
     removed_s = workload.feed(workload.chunks(batch, encoder.removed, leaves_first=True), apply)
     assert core.statistics().blocks == 0, core.statistics()
-    workload.say({"stored_s": stored_s, "removed_s": removed_s, "match_s": match_s, "bytes": held})
+    workload.say({"stored_s": stored_s, "removed_s": removed_s, "match_s": match_s, "bytes": held,
+                  "machine_s": workload.machine_seconds(workload.long_chains())})  # fmt: skip
 
 
 def feeder(core: IndexCore) -> Callable[[list[Any]], None]:

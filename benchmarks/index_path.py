@@ -17,13 +17,15 @@ from kvbm_common.wire.engine_events import BlockStored, EngineBatch, encode_batc
 from kvbm_common.wire.verbs import MatchReply, MatchRequest, StatsReply, verb_subject
 from kvbm_connectors.sim.event_stream import engine_hash
 
-from benchmarks.harness import Row, info_row, percentile, rate_row, time_row
+from benchmarks.harness import Row, info_row, percentile, processor_s, rate_row, time_row
 from benchmarks.probe import Probe
 
 BLOCKS_PER_S = 200_000
-BLOCKS = 600_000
+BLOCKS = 1_200_000
 CHAIN_BLOCKS = 400
 EVENT_BLOCKS = (4, 16)
+SINGLES, SINGLES_PER_S = 120_000, 30_000
+"""Events of one block, and how many come a second: half of what the consolidator takes."""
 SAMPLE_EVENTS = 500
 """One event of so many is looked for in the index until it is there."""
 DEADLINE_S = 120.0
@@ -44,20 +46,25 @@ async def _run() -> list[Row]:
         probe = Probe(stack.settings, "probe", block_bytes=4096, block_count=1)
         try:
             await asyncio.to_thread(probe.start)
-            return await _measure(bus, probe, list(_events(probe)), stack.settings.host)
+            host = stack.settings.host
+            singles = list(_events(probe, SINGLES, blocks=(1, 1), seed=1 << 20))
+            rows = await _measure_singles(bus, probe, singles, stack)
+            return rows + await _measure(bus, probe, list(_events(probe, BLOCKS)), host, SINGLES)
         finally:
             probe.close()
             await bus.close()
 
 
-def _events(probe: Probe) -> Iterator[Sent]:
+def _events(
+    probe: Probe, count: int, *, blocks: tuple[int, int] = EVENT_BLOCKS, seed: int = 0
+) -> Iterator[Sent]:
     rng, size = random.Random(5), probe.namespace.block_tokens
-    for number in range(BLOCKS // CHAIN_BLOCKS):
+    for number in range(seed, seed + count // CHAIN_BLOCKS):
         tokens = np.random.default_rng(number).integers(0, 32_000, CHAIN_BLOCKS * size).tolist()
         names = probe.hasher.chain(tokens)
         at = 0
         while at < len(names):
-            run = names[at : at + rng.randint(*EVENT_BLOCKS)]
+            run = names[at : at + rng.randint(*blocks)]
             event = BlockStored(
                 block_hashes=tuple(map(engine_hash, run)),
                 parent=engine_hash(names[at - 1]) if at else None,
@@ -68,7 +75,27 @@ def _events(probe: Probe) -> Iterator[Sent]:
             at += len(run)
 
 
-async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str) -> list[Row]:
+async def _measure_singles(bus: Bus, probe: Probe, events: list[Sent], stack: Stack) -> list[Row]:
+    """Events of one block at a steady rate: what each of two processes pays for all of them."""
+    kinds = ("consolidator", "index")
+    before = {kind: processor_s(stack.pids[kind]) for kind in kinds}
+    begun_s = time.perf_counter()
+    for number, (payload, _, _) in enumerate(events):
+        pause_s = begun_s + number / SINGLES_PER_S - time.perf_counter()
+        if pause_s > 0 or number % 64 == 0:
+            await asyncio.sleep(max(0.0, pause_s))
+        probe.events.publish(payload)
+    held = await _settled(bus, stack.settings.host, len(events))
+    assert held == len(events), (held, len(events))
+    spent = {kind: processor_s(stack.pids[kind]) - before[kind] for kind in kinds}
+    return [
+        info_row(f"{SINGLES_PER_S:,} events of 1 block a second on ZMQ, through the consolidator: "
+                 f"what the {kind} pays", spent[kind] / len(events) * 1e6, unit="µs/block")
+        for kind in kinds
+    ]  # fmt: skip
+
+
+async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str, before: int) -> list[Row]:
     delays: list[float] = []
     sampling: list[asyncio.Task[None]] = []
     begun_s, sent, chain = time.perf_counter(), 0, SequenceHash(b"")
@@ -83,7 +110,7 @@ async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str) -> lis
         chain = first
     sent_s = time.perf_counter() - begun_s
     await asyncio.wait_for(asyncio.gather(*sampling), DEADLINE_S)
-    held = await _settled(bus, host, sent)
+    held = await _settled(bus, host, before + sent) - before
     whole_s = time.perf_counter() - begun_s
     return [
         rate_row("engine's socket → index, 4 to 16 blocks per event", sent / whole_s / 1e6,
