@@ -86,7 +86,8 @@ class Names:
 
     def are_plain(self, blocks: list[SequenceHash]) -> bool:
         """Whether all have names, and nothing else was said of any."""
-        return self._tokens.keys() >= set(blocks) and self._kinds.keys().isdisjoint(blocks)
+        named = all(map(self._tokens.__contains__, blocks))
+        return named and self._kinds.keys().isdisjoint(blocks)
 
     def learn(self, blocks: NamedBlocks) -> list[SequenceHash]:
         """An engine stores these blocks; returns those that had no name."""

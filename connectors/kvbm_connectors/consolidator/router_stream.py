@@ -11,14 +11,19 @@ everything that is held, under the last numbers given: exact, whoever asks, howe
 from __future__ import annotations
 
 import struct
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat, starmap
 from typing import NamedTuple
 
-from kvbm_common.identity import HASH_BYTES, SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.identity import (
+    HASH_BYTES,
+    TOKEN_BYTES,
+    SequenceHash,
+    hash_from_hex,
+    hashes_from_hex,
+)
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -245,11 +250,12 @@ class RouterStreams:
         return [self._stored([said.block for said in run], run[0]) for run in runs]
 
     def _stored(self, run: list[SequenceHash], first: Said) -> BlockStored:
-        tokens = array("I", self._names.tokens(run))
+        packed = self._names.tokens(run)
+        tokens = struct.unpack(f"{len(packed) // TOKEN_BYTES}I", packed)
         return BlockStored(
             block_hashes=short_hashes(run),
             parent=None if first.parent is None else short_hash(first.parent),
-            token_ids=tuple(tokens),
+            token_ids=tokens,
             block_size=len(tokens) // len(run),
             medium=MEDIA[first.tier],
             lora_name=self._names.kind(first.block).lora_name,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.identity import Hasher
+from kvbm_common.identity import Hasher, Namespace
 from kvbm_connectors.consolidator.view import View
 
 from tests.connectors.consolidator.model import NAMESPACE
@@ -74,3 +76,20 @@ def test_any_order_keeps_the_counts(steps: list[Step]) -> None:
                 view.clear()
                 copies = dict.fromkeys(TOKENS, 0)
         view.check()
+
+
+def test_a_name_is_forgotten_as_fast_when_many_were() -> None:
+    """Goal: an eviction costs the same after a week. 1. 120,000 blocks come and go, of which 32,768
+    keep their names. 2. The last ones take no more than some cache misses longer than the first."""
+    count, part = 120_000, 30_000
+    view = View(Hasher(Namespace(model="m", block_tokens=1)), retired_max=32_768)
+    names = view.hasher.chain(range(count))
+    numbers = tuple((number * 0x9E3779B97F4A7C15) % 2**64 for number in range(count))
+    view.store(numbers, names, None)
+    seconds: list[float] = []
+    for start in range(0, count, part):
+        began = time.process_time()
+        for number in numbers[start : start + part]:
+            view.remove(number)
+        seconds.append(time.process_time() - began)
+    assert max(seconds) < 6 * seconds[0], seconds
