@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
@@ -13,7 +14,8 @@ class Avoided:
     def __init__(self, *, avoid_ms: int, block_count_max: int) -> None:
         self._avoid_ms = avoid_ms
         self._block_count_max = block_count_max
-        self._until_ms: dict[SequenceHash, int] = {}
+        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
+        self._until_ms: OrderedDict[SequenceHash, int] = OrderedDict()
         """In the order of their ends, as all last equally long."""
 
     def __len__(self) -> int:
@@ -23,7 +25,7 @@ class Avoided:
         """The block has failed."""
         self._until_ms.pop(name, None)
         while len(self._until_ms) >= self._block_count_max:
-            del self._until_ms[next(iter(self._until_ms))]
+            self._until_ms.popitem(last=False)
         self._until_ms[name] = now_ms + self._avoid_ms
 
     def clear(self) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvbm_common.arena import Arena, ArenaUnavailable
@@ -85,7 +85,8 @@ class LeaderSide:
         self._handed_out: list[int] = []
         """Promised slots that the last plan's workers read."""
         self._plan_number = 0
-        self._known: dict[SequenceHash, None] = {}
+        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
+        self._known: OrderedDict[SequenceHash, None] = OrderedDict()
         self._known_epoch = 0
         self._arena: Arena | None = None
         self._arena_epoch = 0
@@ -343,7 +344,7 @@ class LeaderSide:
             self._known.pop(name, None)
             self._known[name] = None
         while len(self._known) > KNOWN_MAX:
-            del self._known[next(iter(self._known))]
+            self._known.popitem(last=False)
 
     @property
     def idle(self) -> bool:

@@ -12,7 +12,7 @@ It knows vLLM only by `engine_types`, and is called by one thread.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -72,7 +72,8 @@ class SchedulerSide:
         """Taken since the last plan."""
         self._results: dict[str, list[LoadResult]] = {}
         """Loads of which some ranks have reported, by request."""
-        self._known: dict[SequenceHash, None] = {}
+        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
+        self._known: OrderedDict[SequenceHash, None] = OrderedDict()
         self._known_epoch = 0
         self._waiting = 0
         """Lookups that had no answer in this step."""
@@ -233,7 +234,7 @@ class SchedulerSide:
             self._known.pop(name, None)
             self._known[name] = None
         while len(self._known) > KNOWN_MAX:
-            del self._known[next(iter(self._known))]
+            self._known.popitem(last=False)
 
     def _ended_offers(self) -> list[str]:
         """Requests that had finished and whose last offer is over now."""
