@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import queue
-import subprocess
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from kvbm_common.config import Settings
 
+from tests.line_process import LineProcess
 from tests.sglang.conversation import Command, Pool, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,56 +20,24 @@ PATIENCE_MS = 10_000
 """For lookups and offers, unless time is the subject."""
 
 
-class RankProcess:
+class RankProcess(LineProcess[Command, Reply]):
     """See rank_process."""
 
     def __init__(self, log: Path, environ: Mapping[str, str] | None = None) -> None:
         assert PYTHON.exists(), "`make test-sglang` makes the environment"
-        self._log_path = log
-        self._log = log.open("ab")
-        self._process = subprocess.Popen(
+        super().__init__(
             [PYTHON, "-m", "tests.sglang.rank_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=os.environ | ENVIRON | dict(environ or {}),
-            cwd=ROOT,
+            reply=Reply,
+            log=log,
+            environ=ENVIRON | dict(environ or {}),
+            reply_deadline_s=REPLY_S,
         )
-        self._lines: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=self._read, name=f"read {log.stem}", daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(b"")
-
-    def begin(self, what: str, **fields: Any) -> None:
-        """Send a command without waiting for its reply."""
-        assert self._process.stdin is not None
-        command = Command(what=what, **fields)
-        self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-        self._process.stdin.flush()
-
-    def wait_reply(self) -> Reply:
-        """The reply to the oldest command that has none."""
-        try:
-            line = self._lines.get(timeout=REPLY_S)
-        except queue.Empty:
-            line = b""
-        assert line, f"no reply: {self.log()[-4000:]}"
-        return msgspec.json.decode(line, type=Reply)
 
     def ask(self, what: str, **fields: Any) -> Reply:
         """Send a command and wait; what it raises there is raised here."""
-        reply = self.say(what, **fields)
-        assert not reply.error, f"{reply.error}: {self.log()[-4000:]}"
+        reply = self.say(Command(what=what, **fields))
+        assert not reply.error, f"{reply.error}{self.tail()}"
         return reply
-
-    def say(self, what: str, **fields: Any) -> Reply:
-        """Send a command and wait."""
-        self.begin(what, **fields)
-        return self.wait_reply()
 
     def attach(
         self, settings: Settings, pools: Mapping[str, Pool] | None = None, **fields: Any
@@ -81,24 +45,7 @@ class RankProcess:
         """Attach our storage, and wait until it has found the services."""
         extra = extra_of(settings) | fields.pop("extra", {})
         reply = self.ask("attach", extra=extra, pools=dict(pools or {"kv": Pool()}), **fields)
-        assert reply.flags == [True], self.log()[-4000:]
-
-    def log(self) -> str:
-        """All that it has logged."""
-        return self._log_path.read_text(errors="replace")
-
-    def stop(self) -> None:
-        """End it in order; killed when it does not."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)
-        self._process.stdout.close()
-        self._log.close()
+        assert reply.flags == [True], self.tail()
 
 
 ENVIRON = {
@@ -130,6 +77,6 @@ def keys_of(seed: str, count: int) -> list[str]:
     return [f"{seed}-{page:04d}".encode().hex().ljust(64, "0") for page in range(count)]
 
 
-def pages(first: int, count: int) -> Sequence[int]:
+def pages(first: int, count: int) -> list[int]:
     """Some pages of a pool."""
     return list(range(first, first + count))

@@ -5,8 +5,10 @@ Run it in the environment that `make_env.py` makes. Commands come on stdin, repl
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import signal
 import sys
 import threading
 import time
@@ -297,6 +299,7 @@ def answer(rank: Rank, command: Command) -> Reply:
 
 def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO)
+    faulthandler.register(signal.SIGUSR1)
     rank = Rank()
     for line in sys.stdin.buffer:
         reply = answer(rank, msgspec.json.decode(line, type=Command))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sglang.conftest import StartRank
-from tests.sglang.conversation import Pool
+from tests.sglang.conversation import Command, Pool
 from tests.sglang.harness import RankProcess, keys_of, pages
 from tests.sglang.test_round_trips import ALL, COUNT, came_back, put
 from tests.vllm.harness import LiveStack, corrupt_arena, wait_for
@@ -20,7 +20,7 @@ def test_sglangs_own_fault_injection(stack: LiveStack, start: StartRank) -> None
         SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE="0.2",
     )
     rank.attach(stack.settings, {"kv": Pool(pages=32)})
-    assert "HiCache storage test injector enabled" in rank.log()
+    assert "HiCache storage test injector enabled" in rank.log_text()
     counts = rank.ask("threads", keys=["injected"], pages=pages(0, 32), rounds=10).counts
     assert counts["wrong"] == 0
     assert 0 < counts["loaded"] < counts["asked"] == 320
@@ -36,7 +36,7 @@ def test_a_host_tier_that_is_killed_under_load(stack: LiveStack, rank: RankProce
         {"kv": Pool(pages=32)},
         extra={"onboard_deadline_ms": 500, "offer_deadline_ms": 500},
     )
-    rank.begin("threads", keys=["killed"], pages=pages(0, 32), rounds=60)
+    rank.begin(Command(what="threads", keys=["killed"], pages=pages(0, 32), rounds=60))
     wait_for(lambda: stack.figures("host-tier").get("offload_blocks_d2h", 0) > 100, "no load")
     stack.kill("host-tier")
     stack.start("host-tier")
@@ -61,7 +61,7 @@ def test_a_host_tier_that_is_away(stack: LiveStack, rank: RankProcess) -> None:
     there = pages(10, COUNT)
     assert rank.ask("get", keys=keys, pages=there).flags == [False] * COUNT
     assert rank.ask("set", keys=keys_of("more", COUNT), pages=there).flags == [False] * COUNT
-    assert "passing through" in rank.log()
+    assert "passing through" in rank.log_text()
     stack.start("host-tier")
     assert rank.ask("wait").flags == [True]
     rank.ask("detach")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sglang.conftest import StartRank
-from tests.sglang.conversation import Pool
+from tests.sglang.conversation import Command, Pool
 from tests.sglang.harness import RankProcess, extra_of, keys_of, pages
 from tests.vllm.harness import LiveStack, wait_for
 
@@ -157,7 +157,7 @@ def test_attach_detach_and_clear_at_run_time(stack: LiveStack, rank: RankProcess
     assert came_back(rank, keys)
     rank.ask("detach")
     extra = extra_of(stack.settings) | {"interface_v1": 0}
-    failed = rank.say("attach", extra=extra, pools={"kv": Pool()})
+    failed = rank.say(Command(what="attach", extra=extra, pools={"kv": Pool()}))
     assert "interface_v1" in failed.error
 
 

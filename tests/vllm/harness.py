@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import queue
 import random
 import re
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
@@ -25,6 +20,7 @@ from kvbm_common.counters import Counters
 from kvbm_common.stack import SERVICES, Stack
 from kvbm_connectors.sim.check import StackView
 
+from tests.line_process import LineProcess
 from tests.vllm.conversation import Answer, Ask, Command, Reply
 
 START_DEADLINE_S = 120.0
@@ -134,7 +130,7 @@ def live_stack(
         stack.close()
 
 
-class EngineProcess:
+class EngineProcess(LineProcess[Command, Reply]):
     """A vLLM engine; see engine_process."""
 
     def __init__(
@@ -182,61 +178,18 @@ class EngineProcess:
                 "replay_endpoint": f"{directory}-replay",
             }
         options |= dict(arguments or {})
-        self._log = log.open("ab")
-        self.log_path = log
-        self._process = subprocess.Popen(
+        super().__init__(
             [python, "-m", module, model, json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=os.environ | ENVIRON | dict(environ or {}),
-            cwd=ROOT,
+            reply=Reply,
+            log=log,
+            environ=ENVIRON | dict(environ or {}),
+            reply_deadline_s=REPLY_DEADLINE_S,
         )
-        self._lines: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=self._read, name=f"read {log.stem}", daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(b"")
 
     def wait_started(self) -> EngineProcess:
         """Wait until it serves; engines that start together share the time."""
-        assert self._line(START_DEADLINE_S) == b"ready\n", self.tail()
+        assert self.line(START_DEADLINE_S) == b"ready\n", self.tail()
         return self
-
-    def _line(self, deadline_s: float) -> bytes:
-        try:
-            return self._lines.get(timeout=deadline_s)
-        except queue.Empty:
-            self._process.send_signal(signal.SIGUSR1)  # Its stacks, into the log.
-            raise AssertionError(f"no answer after {deadline_s} s{self.tail()}") from None
-
-    def tail(self) -> str:
-        """The end of the log."""
-        return ":\n" + self.log_path.read_text(errors="replace")[-4000:]
-
-    def log_text(self) -> str:
-        """All that the engine has logged."""
-        return self.log_path.read_text(errors="replace")
-
-    def begin(self, command: Command) -> None:
-        """Send a command without waiting for its reply."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-        self._process.stdin.flush()
-
-    def wait_reply(self) -> Reply:
-        """The reply to the oldest command that has none."""
-        line = self._line(REPLY_DEADLINE_S)
-        assert line, f"the engine has ended{self.tail()}"
-        return msgspec.json.decode(line, type=Reply)
-
-    def say(self, command: Command) -> Reply:
-        """Send a command and wait."""
-        self.begin(command)
-        return self.wait_reply()
 
     def run(self, *asks: Ask, settle: bool = True) -> list[Answer]:
         """Let requests run together; `settle` leaves a quiet point behind."""
@@ -276,29 +229,9 @@ class EngineProcess:
             details=lambda: f"{self.state()} {re.findall('KVBM passes.*', self.log_text())}",
         )
 
-    def stop(self) -> None:
-        """End it in order; returns when the process is gone."""
-        if self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                self.begin(Command(what="stop"))
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._close()
-
-    def kill(self) -> None:
-        """As a crash."""
-        self._process.kill()
-        self._process.wait(10)
-        self._close()
-
-    def _close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        self._log.close()
+    def ask_to_stop(self) -> None:
+        """By a command: what it has running ends first."""
+        self.begin(Command(what="stop"))
 
 
 ENVIRON = {
