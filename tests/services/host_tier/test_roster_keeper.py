@@ -43,8 +43,8 @@ def test_it_lists_what_is_announced(tier: Tier) -> None:
         keeper.follow(event)
     reader = RosterReader(tier.arena.path, EPOCH)
     assert reader.has_all([block(1).hash, block(2).hash])
-    for event in tier.announcer.removed([block(1)], "evicted"):
-        keeper.follow(event)
+    [removed] = tier.announcer.removed([block(1)], "evicted")
+    keeper.follow(removed)
     assert not reader.has_all([block(1).hash])
     assert reader.has_all([block(2).hash])
     keeper.follow(tier.announcer.cleared("stop"))
