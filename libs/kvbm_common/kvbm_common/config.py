@@ -222,6 +222,11 @@ class Settings:
         "KVBM_EXPLAIN_REQUESTS", 100_000, schema.integer(0, 10_000_000), section="metrics",
         unit="requests", help="Each host tier keeps why so many recent lookups hit and missed, in "
         "about half a KiB each; 0: none.")
+    otlp_endpoint: str = setting(
+        "KVBM_OTLP_ENDPOINT", "", schema.HTTP_URL, section="metrics",
+        default_text="off, unless `OTEL_EXPORTER_OTLP_ENDPOINT` is set",
+        help="Collector of OpenTelemetry that onboards are traced to, over OTLP/HTTP: "
+        "`http://HOST:4318`.")
     cache_stats_log_interval_s: int = setting(
         "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", 5, schema.integer(1), section="metrics",
         unit="s", help="How often the hit rates are refreshed and logged.")

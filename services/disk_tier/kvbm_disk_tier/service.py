@@ -22,6 +22,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.tracing import Attributes, Tracer, tracer_of
 from kvbm_common.wire.admin import FilterReply, FilterRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed, event_codec, event_subject
@@ -137,6 +138,7 @@ class TierShell:
             labels=("reason",),
         )
         self._log = OncePerKind(log)
+        self._tracer: Tracer = tracer_of(context.settings, context.kind)
         self._accepting: dict[str, bool] = {}
         """The instances of our kind on this host, and whether they take blocks."""
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
@@ -173,6 +175,7 @@ class TierShell:
             await context.stopping.wait()
             forget()
             await self._say_goodbye()
+            await asyncio.to_thread(self._tracer.close)
             for task in running:
                 task.cancel()
 
@@ -247,7 +250,17 @@ class TierShell:
 
     async def _fill(self, payload: bytes) -> bytes:
         request = _fill_request.decode(payload)
-        return await self._ask_core(lambda reply_to: FillAsked(reply_to, request))
+        outer, start_ns = self._tracer.parse(request.trace), time.time_ns()
+        reply = await self._ask_core(lambda reply_to: FillAsked(reply_to, request))
+        if outer is not None and self._tracer.on:
+            asked: Attributes = {
+                "kvbm.blocks": len(request.slots),
+                "kvbm.instance": self._context.instance,
+            }
+            self._tracer.ended(
+                "read", outer.child(), parent=outer, start_ns=start_ns, attributes=asked
+            )
+        return reply
 
     async def _admin(self, verb: str, request: TierRequest | FilterRequest) -> bytes:
         return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))

@@ -49,6 +49,11 @@ class OnboardState:
     reply_to: int = 0
     """An operator's prefetch: it is answered there, and nothing stays pinned."""
 
+    @property
+    def trace(self) -> str:
+        """The context of its span; empty: it is not traced."""
+        return self.asked.trace if self.asked is not None else ""
+
 
 class Answers:
     """Gives them."""

@@ -266,6 +266,7 @@ class Engines:
             slot_count=tier.table.slot_count,
             beat_ms=tier.limits.beat_ms,
             explains=tier.limits.explain_requests > 0,
+            traces=tier.limits.traces,
         )
         tier.emit(ToEngine(connection, welcome))
 

@@ -57,6 +57,7 @@ class Fill:
     until_ms: int
     ahead: int = 0
     """Blocks of the same run that were asked for before these."""
+    trace: str = ""
 
 
 class Onboard:
@@ -230,7 +231,7 @@ class Onboard:
         batch_max = self._tier.limits.batch_blocks_max
         for first in range(0, len(pulls), batch_max):
             slots = self._stage(pulls[first : first + batch_max], f"from {peer}", now_ms)
-            self.peers.pull(peer, slots, now_ms, until_ms=state.answer_by_ms)
+            self.peers.pull(peer, slots, now_ms, until_ms=state.answer_by_ms, trace=state.trace)
         self._await_blocks(onboard_id, state, start)
         self._take_outcomes(self.peers.advance(now_ms), now_ms)
 
@@ -276,7 +277,8 @@ class Onboard:
         for (tier, instance), wanted in by_source.items():
             for start in range(0, len(wanted), batch_max):
                 slots = self._stage(wanted[start : start + batch_max], "for a fill", now_ms)
-                self._ask(Fill(tier, instance, slots, state.answer_by_ms, ahead=start))
+                fill = Fill(tier, instance, slots, state.answer_by_ms, start, state.trace)
+                self._ask(fill)
 
     def _ask(self, fill: Fill) -> None:
         request = FillRequest(
@@ -284,6 +286,7 @@ class Onboard:
             until_ms=fill.until_ms,
             slots=[FillSlot(hash=name.hex(), slot=slot) for name, slot in fill.slots.items()],
             ahead=fill.ahead,
+            trace=fill.trace,
         )
         self._fills[self._next_id] = fill
         self._tier.emit(AskFill(self._next_id, fill.instance, request, fill.tier))

@@ -179,6 +179,7 @@ class PeerClient:
             epoch=known.reply.epoch,
             hashes=[name.hex() for name in pull.names],
             lease_ms=int(left_s * 1000) + LEASE_MARGIN_MS,
+            trace=pull.trace,
         )
         payload = await self._ask(
             pull.peer, "lease", msgspec.json.encode(request), deadline_s=left_s

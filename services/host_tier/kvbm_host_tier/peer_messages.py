@@ -111,6 +111,7 @@ class PullFromPeer:
     slots: tuple[int, ...]
     slot_bytes: int
     deadline_ms: int
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class PeerPull:
     names: tuple[SequenceHash, ...]
     slots: tuple[int, ...]
     until_ms: int
+    trace: str = ""
 
 
 Outcome = tuple[SequenceHash, int, Block | str]
@@ -139,11 +140,17 @@ class Peers:
     # --- pulls ------------------------------------------------------------------------------
 
     def pull(
-        self, peer: PeerId, slots: dict[SequenceHash, int], now_ms: int, *, until_ms: int
+        self,
+        peer: PeerId,
+        slots: dict[SequenceHash, int],
+        now_ms: int,
+        *,
+        until_ms: int,
+        trace: str = "",
     ) -> None:
         """Have blocks read into staged slots; `advance` starts what may fly."""
         until_ms = min(until_ms, now_ms + self._tier.limits.peer_deadline_ms)
-        batch = PeerPull(peer, tuple(slots), tuple(slots.values()), until_ms)
+        batch = PeerPull(peer, tuple(slots), tuple(slots.values()), until_ms, trace)
         self._queued.append((self._take_id(), batch))
 
     def advance(self, now_ms: int) -> list[Outcome]:
@@ -161,7 +168,7 @@ class Peers:
             self._tier.emit(
                 PullFromPeer(
                     number, batch.peer, batch.names, batch.slots, self._tier.slot_bytes,
-                    batch.until_ms - now_ms,
+                    batch.until_ms - now_ms, batch.trace,
                 )
             )  # fmt: skip
         return outcomes

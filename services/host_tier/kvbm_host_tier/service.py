@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import assert_never
@@ -27,6 +28,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Joined, Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.tracing import Tracer, tracer_of, wanted
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.events import (
@@ -106,6 +108,7 @@ from kvbm_host_tier.puller import Puller
 from kvbm_host_tier.roster_keeper import RosterKeeper
 from kvbm_host_tier.shard_messages import HandedOver, SayPlace, ShardEffect
 from kvbm_host_tier.siblings import Siblings
+from kvbm_host_tier.spans import OnboardSpans
 from kvbm_host_tier.tier import Limits
 
 INBOX_MAX = 10_000
@@ -139,6 +142,8 @@ class HostTierShell:
         self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
         self._reply_ids = itertools.count(1)
         self._limiter = OncePerKind(log)
+        self._tracer: Tracer = tracer_of(context.settings, context.kind)
+        self._spans = OnboardSpans(self._tracer)
         self._roster = RosterKeeper(core.tier, context.counters)
         self._door = Door(f"{context.source}-door")
         self._peers = PeerClient(
@@ -161,6 +166,7 @@ class HostTierShell:
             await self._run()
         finally:
             self._roster.close()
+            await asyncio.to_thread(self._tracer.close)
 
     async def _run(self) -> None:
         context = self._context
@@ -223,6 +229,7 @@ class HostTierShell:
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, Lookup):
             ids = {"request": message.request, "engine": message.engine, "lookup": message.lookup}
             log.debug("%d blocks are looked up", len(message.hashes) // HASH_BYTES, extra=ids)
+        message = self._spans.heard(connection, message)
         return self._loop.offer_nowait(FromEngine(connection, message))
 
     def _offer(self, _subject: str, payload: bytes) -> None:
@@ -304,7 +311,9 @@ class HostTierShell:
 
     async def _lease(self, payload: bytes) -> bytes:
         request = _lease_request.decode(payload)
-        return await self._ask_core(lambda reply_to: LeaseAsked(reply_to, request))
+        return await self._spans.lease(
+            request, self._ask_core(lambda reply_to: LeaseAsked(reply_to, request))
+        )
 
     async def _release(self, payload: bytes) -> bytes:
         request = _release_request.decode(payload)
@@ -335,6 +344,7 @@ class HostTierShell:
                     text = "%d blocks are leased; %s"
                     ids = {"lookup": message.lookup}
                     log.debug(text, len(message.slots), message.reason or "all", extra=ids)
+                self._spans.said(connection, message)
                 self._engines.send(connection, message)
             case MakeArena(size_bytes):
                 return self._make_arena(size_bytes)
@@ -345,7 +355,7 @@ class HostTierShell:
             case StartPull():
                 return self._puller.pull(effect, slot_bytes=self._core.tier.slot_bytes)
             case AskFill():
-                return self._fill(effect)
+                return self._spans.fill(effect, self._fill)
             case AskDiskSnapshot(instance, tier):
                 return self._disk_snapshot(instance, tier)
             case AskFates():
@@ -367,7 +377,7 @@ class HostTierShell:
             case AskHolders():
                 return self._peers.holders(effect)
             case PullFromPeer():
-                return self._peers.pull(effect)
+                return self._spans.pull(effect, self._peers.pull)
             case ReleaseAtPeer(peer, lease):
                 return self._peers.release(peer, lease)
             case OpenDoor(path):
@@ -487,6 +497,7 @@ def _limits(context: ServiceContext) -> Limits:
         peer_deadline_ms=settings.peer_deadline_ms,
         hit_window=settings.cache_stats_max_requests,
         explain_requests=settings.explain_requests,
+        traces=wanted(settings, os.environ),
     )
 
 

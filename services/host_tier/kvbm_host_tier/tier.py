@@ -49,6 +49,8 @@ class Limits:
     peer_deadline_ms: int = 1000
     explain_requests: int = 100_000
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
+    traces: bool = False
+    """Onboards are traced (KVBM_OTLP_ENDPOINT)."""
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
 
