@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from datetime import datetime
 
 import msgspec
@@ -64,9 +64,7 @@ from kvbm_index.messages import (
 from kvbm_index.requests import decoded, encoded, hashes_of
 
 INBOX_BATCHES_MAX = 64
-"""Batches of up to 64 events that wait for the core: flow control holds the rest at NATS."""
-SLICE_EVENTS = 64
-"""Read without a pause: a millisecond."""
+"""Batches of up to 256 events that wait for the core: flow control holds the rest at NATS."""
 INBOX_DEADLINE_S = 30.0
 """A core that takes nothing for so long is broken."""
 TICK_MS = 50
@@ -173,19 +171,14 @@ class IndexShell:
 
     async def _follow(self, subscription: EventSubscription) -> None:
         async for batch in subscription:
-            stream = subscription.created
-            for start in range(0, len(batch), SLICE_EVENTS):
-                await self._take(batch[start : start + SLICE_EVENTS], stream)
-                await asyncio.sleep(0)  # A question may have come.
-
-    async def _take(self, batch: Sequence[EventMessage], stream: datetime | None) -> None:
-        events = tuple(event for message in batch if (event := self._event_of(message)))
-        if events:
-            self._observe_lag(events[-1])
-            received = EventsReceived(
-                events, batch[-1].sequence, stream.isoformat() if stream else ""
-            )
-            await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
+            events = tuple(event for message in batch if (event := self._event_of(message)))
+            if events:
+                self._observe_lag(events[-1])
+                stream = subscription.created
+                received = EventsReceived(
+                    events, batch[-1].sequence, stream.isoformat() if stream else ""
+                )
+                await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
 
     def _stream_lost(self) -> None:
         """Behind the events that wait: taken before them, they would pass for news after it."""
