@@ -29,15 +29,18 @@ class Joiner:
         self._joined: list[Parts] = []
         """In the order of the first parts: who follows a block comes behind who stores it."""
         self._tails: dict[_Tail, Parts] = {}
+        self._hashes: dict[int | None, set[EngineHash]] = {}
+        """Every block that was put off, by group: none is put off twice, so their order is free."""
 
     def add(self, event: BlockStored) -> bool:
         """Put an event off. False: the others must be taken first."""
         if not event.block_hashes:
             return True
         group, parent = event.group_idx, event.parent
-        tail = (group, event.block_hashes[-1])
-        if tail in self._tails:
+        hashes = self._hashes.setdefault(group, set())
+        if not hashes.isdisjoint(event.block_hashes):
             return False
+        hashes.update(event.block_hashes)
         parts = None if parent is None else self._tails.get((group, parent))
         if parts is not None and _continues(event, parts[0]):
             assert parent is not None, "it has been found"
@@ -46,7 +49,7 @@ class Joiner:
         else:
             parts = [event]
             self._joined.append(parts)
-        self._tails[tail] = parts
+        self._tails[group, event.block_hashes[-1]] = parts
         return True
 
     def take(self) -> list[Parts]:
@@ -55,6 +58,7 @@ class Joiner:
         if joined:
             self._joined = []
             self._tails.clear()
+            self._hashes.clear()
         return joined
 
 

@@ -96,7 +96,9 @@ class Rank:
     def settle(self, now_ms: int) -> None:
         """Store what was put off: together where that works, or else one by one."""
         for parts in self._joiner.take():
-            if len(parts) > 1 and not self._try_to_store(join(parts)):
+            # What one part adopts comes before the next part, should both be called the same.
+            together = len(parts) > 1 and not self.orphans
+            if together and not self._try_to_store(join(parts)):
                 continue
             for event in parts:
                 trouble = self._try_to_store(event)

@@ -94,6 +94,17 @@ def test_one_bad_part_spoils_no_other(harness: Harness) -> None:
     assert harness.core.statistics().drops["name_conflict"] == 1
 
 
+def test_of_two_contents_under_one_hash_the_first_is_believed(harness: Harness) -> None:
+    """Though the second could be joined to what came before the first."""
+    liar = CHANGE(stored((9, 9)), block_hashes=SECOND.block_hashes)
+    together(harness, FIRST, liar, SECOND)
+    one = Harness()
+    one.attach()
+    for seq, event in enumerate((FIRST, liar, SECOND)):
+        one.batch(seq, event)
+    assert harness.live == one.live
+
+
 def test_the_parts_of_an_orphan_wait_each_for_itself(harness: Harness) -> None:
     together(harness, SECOND, THIRD)
     assert harness.core.statistics().orphan_blocks == 2
