@@ -18,6 +18,10 @@ from tests.integration.test_operators import Operator
 
 TIERS = {"cpu_cache_gb": 0.02, "disk_cache_gb": 0.5}
 BLOCK_TOKENS = 16
+LEFT = {"evicted", "filtered", "not_written"}
+"""Why a block is missed that host memory had. An engine that computes it anew offers it at once,
+and the disk tier, who then sees it for the second time, may be writing it when asked: which of
+these three it is depends on who is faster. `test_explain` of the host tier has them one by one."""
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def reasons(told: Any) -> list[tuple[int, str, str]]:
 
 @pytest.mark.timeout(120)
 async def test_an_operator_asks_why(stack: Running) -> None:
-    """1. New. 2. A hit. 3. Another salt. 4. Evicted, and the filter had kept it from the disk.
+    """1. New. 2. A hit. 3. Another salt. 4. Left host memory, and not on disk.
 
     5. Lists by reason. 6. A request that nobody knows. 7. The same over NATS.
     """
@@ -70,11 +74,13 @@ async def test_an_operator_asks_why(stack: Running) -> None:
 
     for number in range(2, 28):
         await ask(stack, f"filler-{number}", number, 16)
-    request, told = await filtered(stack, operator)
-    assert reasons(told) == [(16, "filtered", "disk")]
-    assert "left host memory by lru" in told["lookups"][0]["segments"][0]["detail"]
+    request = "evicted"
+    await ask(stack, request, 2, 16)
+    told = await operator.reads("explain", request)
+    assert {reason for _, reason, _ in reasons(told)} <= LEFT
+    assert sum(blocks for blocks, _, _ in reasons(told)) == 16
     text = await operator.says("explain", request)
-    assert "frequency filter" in text
+    assert "host memory" in text or "to make room" in text
     assert time.strftime("%H:") in text
 
     listed = (await operator.reads("explain", "--missed", "--last", "100"))["requests"]
@@ -96,23 +102,5 @@ async def test_an_operator_asks_why(stack: Running) -> None:
     finally:
         await bus.close()
     [one] = explain_reply.decode(payload).requests
-    assert one.reason == "filtered"
+    assert one.reason in LEFT
     assert abs(one.ts_ms - time.time() * 1000) < 60_000
-
-
-async def filtered(run: Running, operator: Operator) -> tuple[str, Any]:
-    """Ask for prompts that left host memory, until one is explained by what the disk tier knew.
-
-    An engine that computes a block anew offers it at once, and the disk tier, who sees it for the
-    second time then, may have written it before it is asked: that it had left is all one knows.
-    """
-    for number in range(2, 8):
-        request = f"evicted-{number}"
-        await ask(run, request, number, 16)
-        until_s = time.monotonic() + 2
-        while time.monotonic() < until_s:
-            told = await operator.reads("explain", request)
-            assert told["lookups"][0]["reason"] in ("evicted", "filtered", "not_written")
-            if told["lookups"][0]["reason"] == "filtered":
-                return request, told
-    return request, told
