@@ -64,6 +64,21 @@ def test_nothing_is_left_to_fill_in() -> None:
         assert shown in text
 
 
+def test_messages_that_are_explained_are_those_that_are_printed() -> None:
+    """Goal: whoever searches for a message finds it."""
+    section = OPERATING.split("## Troubleshooting")[1].split("\n## ")[0]
+    quoted = re.findall(r"`([^`]*(?:…|%d)[^`]*)`", section)
+    assert len(quoted) >= 6
+    # Adjacent literals are one message, and what stands in braces is any text.
+    source = "\n".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+        for path in [*ROOT.glob("services/*/kvbm_*/*.py"), *ROOT.glob("connectors/**/*.py")]
+    )
+    for message in quoted:
+        for part in re.split(r"\s*…\s*", message):
+            assert part in source, message
+
+
 def test_every_count_of_a_core_is_explained() -> None:
     """Goal: no counter without a line that says what it means."""
     names = documented_metrics()
