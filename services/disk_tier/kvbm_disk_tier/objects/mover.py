@@ -29,6 +29,7 @@ from kvbm_disk_tier.objects.lanes import LaneMemory, Lanes
 from kvbm_disk_tier.objects.packing import Bytes, Packing, Plain
 
 COPY_THREADS = 2
+TAIL_BYTES = 64
 CALL_DEADLINE_S = 10.0
 """Registrations take milliseconds; a machine in trouble gets some more."""
 CLOSE_S = 1.0
@@ -130,6 +131,8 @@ class ObjectMover:
 
         async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
             span = self._span(memory, taken.lane, block)
+            # Nobody says how much came: what the lane held before must not complete a torn object.
+            memory.lane(taken.lane, block.bytes + self.packing.extra_bytes)[-TAIL_BYTES:] = 0
             future = self._mover.read_object(name, span, deadline_s=_left_s(until_ms))
             outcome = await self._wait(future, taken, path="object2h")
             if outcome != OK:

@@ -16,7 +16,7 @@ from kvbm_disk_tier.objects.messages import ListedBlock, ListingEnded, ObjectsLi
 from kvbm_disk_tier.objects.names import Names
 
 from tests.services.disk_tier.mediums import BLOCK_BYTES, SLOT_BYTES, Inbox, Place, arena
-from tests.services.disk_tier.objects.making import PREFIX, make_medium, running
+from tests.services.disk_tier.objects.making import LANES, PREFIX, make_medium, running
 from tests.services.disk_tier.s3_server import Proxy, S3Server
 from tests.waiting import wait_until
 
@@ -77,6 +77,18 @@ def listing(medium: ObjectMedium) -> dict[str, float]:
 
 
 # --- single objects -----------------------------------------------------------------------------
+
+
+async def test_what_a_lane_held_before_does_not_complete_a_torn_object(
+    place: Place, s3: S3Server, bucket_name: str
+) -> None:
+    """1. A block is written. 2. Its object is cut short. 3. It is read through every lane."""
+    blocks = {0: place.fill(0, 10)}
+    assert await place.medium.write(place.writing(blocks)) == Written(1)
+    s3.client.put_object(Bucket=bucket_name, Key=NAMES.name_of(blocks[0]), Body=b"\x0a" * 100)
+    for _ in range(2 * LANES):
+        done = await read(place, blocks, within_ms=20_000)
+        assert done.reasons == ("corrupt",)
 
 
 async def test_what_is_missing_torn_or_false_hurts_nobody_else(
