@@ -17,13 +17,15 @@ from kvbm_common.identity import check_hash, unpack_hashes
 from kvbm_common.jetstream import CONSOLIDATED
 from kvbm_common.loop import CoreLoop
 from kvbm_common.service import ServiceContext, run
-from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.snapshots import SnapshotPages
+from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.events import Event, consolidated_subject, event_codec, event_subject
 from kvbm_common.wire.local import Attach, Beat, Detach, Offered, OfferedRun, ToConsolidator
 from kvbm_common.wire.verbs import (
     OFFER_BLOCKS_MAX,
     Offer,
     OfferRun,
+    SnapshotReply,
     SnapshotRequest,
     StatsReply,
     offer_codec,
@@ -76,7 +78,6 @@ BEATS_LOST_S = 3.0
 FLUSH_DEADLINE_S = 1.0
 
 log = logging.getLogger(__name__)
-_snapshot_request: JsonCodec[SnapshotRequest] = JsonCodec(SnapshotRequest)
 
 
 class UnknownEngine(KvbmError):
@@ -118,6 +119,7 @@ class ConsolidatorShell:
     ) -> None:
         self._context = context
         self._core = core
+        self._snapshots = SnapshotPages(self._snapshot_of)
         self._socket = socket
         self._publisher = context.bus.event_publisher(context.source)
         own = Counters()
@@ -275,12 +277,14 @@ class ConsolidatorShell:
     # ---- verbs -------------------------------------------------------------------------------
 
     async def _snapshot(self, payload: bytes) -> bytes:
-        request = _snapshot_request.decode(payload)
+        return self._snapshots.answer(payload)
+
+    def _snapshot_of(self, request: SnapshotRequest) -> SnapshotReply:
         half = self._core.consolidated if request.consolidated else self._core.engines
         snapshot = half.snapshot(request.source)
         if snapshot is None:
             raise UnknownSource(f"{request.source} is not attached here")
-        return msgspec.json.encode(snapshot)
+        return snapshot
 
     def _stats(self) -> StatsReply:
         context = self._context

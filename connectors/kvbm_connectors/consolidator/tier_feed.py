@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from kvbm_common.errors import KvbmError
 from kvbm_common.event_subscription import EventMessage
 from kvbm_common.logs import OncePerKind
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext
-from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.snapshots import ask_snapshot
+from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
-from kvbm_common.wire.verbs import SnapshotReply, SnapshotRequest, verb_subject
+from kvbm_common.wire.verbs import SnapshotRequest, verb_subject
 
 from kvbm_connectors.consolidator.messages import (
     Input,
@@ -31,7 +32,6 @@ TIERS: dict[str, Tier] = {"host-tier": "host", "disk-tier": "disk", "object-tier
 SNAPSHOT_DEADLINE_S = 5.0
 """A million blocks take about a second to say."""
 
-_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 Take = Callable[[Input], Awaitable[None]]
 
 
@@ -74,12 +74,9 @@ class TierFeed:
         kind = next(kind for kind in TIERS if source.startswith(f"{kind}-"))
         instance = source.removeprefix(f"{kind}-")
         subject = verb_subject(kind, "snapshot", host=self._context.host, instance=instance)
-        request = msgspec.json.encode(SnapshotRequest(source=source))
+        ask = functools.partial(self._context.bus.request, subject, deadline_s=SNAPSHOT_DEADLINE_S)
         try:
-            payload = await self._context.bus.request(
-                subject, request, deadline_s=SNAPSHOT_DEADLINE_S
-            )
-            reply = _snapshot_reply.decode(payload)
+            reply = await ask_snapshot(ask, SnapshotRequest(source=source))
         except KvbmError as error:
             self._log.warning(f"snapshot_{error.code}", f"{source}: {error}")
             return TierSnapshotFailed(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import msgspec
 from kvbm_common.bus import Bus
 from kvbm_common.config import Settings
 from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.snapshots import ask_snapshot
 from kvbm_common.stack import instances_of
 from kvbm_common.wire.verbs import (
     DumpReply,
@@ -71,9 +73,8 @@ class StackView:
     async def snapshot(self, kind: str, instance: str = "") -> SnapshotReply:
         """What a tier holds by its own account."""
         source = f"{kind}-{instance or self._settings.instance}"
-        request = msgspec.json.encode(SnapshotRequest(source=source))
-        reply = await self._ask(kind, instance, "snapshot", request)
-        return msgspec.json.decode(reply, type=SnapshotReply)
+        ask = functools.partial(self._ask, kind, instance, "snapshot")
+        return await ask_snapshot(ask, SnapshotRequest(source=source))
 
     def instances(self, *kinds: str) -> list[tuple[str, str]]:
         """Kind and instance of every service of these kinds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -22,6 +23,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.snapshots import SnapshotPages, ask_snapshot
 from kvbm_common.tracing import Attributes, Tracer, tracer_of
 from kvbm_common.wire.admin import FilterReply, FilterRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
@@ -35,7 +37,6 @@ from kvbm_common.wire.verbs import (
     LeaseReply,
     ReleaseReply,
     ReleaseRequest,
-    SnapshotReply,
     SnapshotRequest,
     hits_codec,
     hits_subject,
@@ -116,7 +117,6 @@ log = logging.getLogger(__name__)
 _arena_reply: JsonCodec[ArenaReply] = JsonCodec(ArenaReply)
 _lease_reply: JsonCodec[LeaseReply] = JsonCodec(LeaseReply)
 _release_reply: JsonCodec[ReleaseReply] = JsonCodec(ReleaseReply)
-_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _fill_request: JsonCodec[FillRequest] = JsonCodec(FillRequest)
 _filter_request: JsonCodec[FilterRequest] = JsonCodec(FilterRequest)
 _VerbReply = FillReply | TierReply | FilterReply
@@ -128,6 +128,7 @@ class TierShell:
     def __init__(self, context: ServiceContext, core: DiskTierCore, medium: Medium) -> None:
         self._context = context
         self._core = core
+        self._snapshots = SnapshotPages(lambda _: core.snapshot())
         self._medium = medium
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
         self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
@@ -241,8 +242,8 @@ class TierShell:
 
     # --- verbs ------------------------------------------------------------------------------
 
-    async def _snapshot(self, _payload: bytes) -> bytes:
-        return _snapshot_reply.encode(self._core.snapshot())
+    async def _snapshot(self, payload: bytes) -> bytes:
+        return self._snapshots.answer(payload)
 
     async def _fates(self, payload: bytes) -> bytes:
         names = hashes_from_hex(fates_request.decode(payload).hashes)
@@ -331,10 +332,10 @@ class TierShell:
         return ArenaKnown(reply)
 
     async def _host_snapshot(self, instance: str) -> HostSnapshot | None:
-        request = SnapshotRequest(source=f"host-tier-{instance}")
+        ask = functools.partial(self._ask_host, instance, "snapshot")
         try:
-            payload = await self._ask_host(instance, "snapshot", msgspec.json.encode(request))
-            return HostSnapshot(instance, _snapshot_reply.decode(payload))
+            request = SnapshotRequest(source=f"host-tier-{instance}")
+            return HostSnapshot(instance, await ask_snapshot(ask, request))
         except KvbmError as error:
             log.warning("no snapshot of host tier %s: %s", instance, error)
             return None
@@ -452,8 +453,10 @@ def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) ->
 async def serve_nothing(context: ServiceContext, core: DiskTierCore, why: str) -> None:
     """Answer those who ask every source, so that they do not ask for ever."""
 
-    async def snapshot(_payload: bytes) -> bytes:
-        return _snapshot_reply.encode(core.snapshot())
+    snapshots = SnapshotPages(lambda _: core.snapshot())
+
+    async def snapshot(payload: bytes) -> bytes:
+        return snapshots.answer(payload)
 
     context.set_stats(core.statistics)
     await context.add_verbs({"snapshot": snapshot})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop, monotonic_ms
 from kvbm_common.registry import Joined, Left, RegistryEvent
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.snapshots import SnapshotPages, ask_snapshot
 from kvbm_common.tracing import Tracer, tracer_of, wanted
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
@@ -48,7 +50,7 @@ from kvbm_common.wire.verbs import (
     LeaseRequest,
     ReleaseReply,
     ReleaseRequest,
-    SnapshotReply,
+    SnapshotRequest,
     hits_codec,
     hits_subject,
     offer_codec,
@@ -121,7 +123,6 @@ VERB_DEADLINE_S = 5.0
 
 log = logging.getLogger(__name__)
 _fill_reply: JsonCodec[FillReply] = JsonCodec(FillReply)
-_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _lease_request: JsonCodec[LeaseRequest] = JsonCodec(LeaseRequest)
 _release_request: JsonCodec[ReleaseRequest] = JsonCodec(ReleaseRequest)
 _prefetch_request: JsonCodec[PrefetchRequest] = JsonCodec(PrefetchRequest)
@@ -136,6 +137,7 @@ class HostTierShell:
     ) -> None:
         self._context = context
         self._core = core
+        self._snapshots = SnapshotPages(lambda _: core.snapshot())
         self._puller = puller
         self._engines = engines
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
@@ -306,8 +308,8 @@ class HostTierShell:
         )
         return msgspec.json.encode(reply)
 
-    async def _snapshot(self, _payload: bytes) -> bytes:
-        return _snapshot_reply.encode(self._core.snapshot())
+    async def _snapshot(self, payload: bytes) -> bytes:
+        return self._snapshots.answer(payload)
 
     async def _lease(self, payload: bytes) -> bytes:
         request = _lease_request.decode(payload)
@@ -415,12 +417,14 @@ class HostTierShell:
             return FillFailed(effect.fill, error.code, settled=False)
 
     async def _disk_snapshot(self, instance: str, tier: Tier) -> DiskSnapshot | None:
-        request = msgspec.json.encode({"source": f"{tier}-tier-{instance}"})
+        ask = functools.partial(
+            self._context.bus.request,
+            self._disk_verb(tier, instance, "snapshot"),
+            deadline_s=SNAPSHOT_DEADLINE_S,
+        )
         try:
-            payload = await self._context.bus.request(
-                self._disk_verb(tier, instance, "snapshot"), request, deadline_s=SNAPSHOT_DEADLINE_S
-            )
-            return DiskSnapshot(instance, _snapshot_reply.decode(payload), tier)
+            reply = await ask_snapshot(ask, SnapshotRequest(source=f"{tier}-tier-{instance}"))
+            return DiskSnapshot(instance, reply, tier)
         except KvbmError as error:
             log.warning("no snapshot of %s tier %s: %s", tier, instance, error)
             return DiskSnapshot(instance, None, tier)

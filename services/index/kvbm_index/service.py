@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable
@@ -17,6 +18,7 @@ from kvbm_common.logs import OncePerKind
 from kvbm_common.loop import CoreLoop
 from kvbm_common.registry import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.service import ServiceContext, run
+from kvbm_common.snapshots import ask_snapshot
 from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.holders import HoldersReply, HolderSummary
 from kvbm_common.wire.scores import (
@@ -35,7 +37,6 @@ from kvbm_common.wire.verbs import (
     DumpRequest,
     MatchReply,
     MatchRequest,
-    SnapshotReply,
     SnapshotRequest,
     StatsReply,
     verb_subject,
@@ -80,7 +81,6 @@ _dump_request: JsonCodec[DumpRequest] = JsonCodec(DumpRequest)
 _batch_request: JsonCodec[MatchBatchRequest] = JsonCodec(MatchBatchRequest)
 _score_request: JsonCodec[ScoreRequest] = JsonCodec(ScoreRequest)
 _where_request: JsonCodec[WhereRequest] = JsonCodec(WhereRequest)
-_snapshot_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 
 
 class IndexShell:
@@ -248,12 +248,9 @@ class IndexShell:
     async def _fetch_snapshot(self, key: SourceKey) -> Input:
         kind, instance = self._owner_of(key)
         subject = verb_subject(kind, "snapshot", host=key.host, instance=instance)
-        request = msgspec.json.encode(SnapshotRequest(source=key.source))
+        ask = functools.partial(self._context.bus.request, subject, deadline_s=SNAPSHOT_DEADLINE_S)
         try:
-            payload = await self._context.bus.request(
-                subject, request, deadline_s=SNAPSHOT_DEADLINE_S
-            )
-            reply = _snapshot_reply.decode(payload)
+            reply = await ask_snapshot(ask, SnapshotRequest(source=key.source))
         except KvbmError as error:
             self._log.warning(f"snapshot_{error.code}", f"{key.host}/{key.source}: {error}")
             return SnapshotFailed(key, error.code)

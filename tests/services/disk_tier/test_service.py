@@ -373,7 +373,9 @@ async def test_rotten_bytes_are_a_miss_quarantined_and_never_served(
     async with living(settings):
         await wait_until(lambda: epochs(host) == 2)
         await host.wait_announced(1, 3)
-        reply = msgspec.json.decode(await ask(bus, "snapshot", b"{}"), type=SnapshotReply)
+        reply = msgspec.json.decode(
+            await ask(bus, "snapshot", b'{"source":"disk-tier-0"}'), type=SnapshotReply
+        )
         held = {int(t, 16) for part in reply.parts for run in part.runs for t in run.hashes}
         assert held == {1, 3}
 
@@ -636,7 +638,9 @@ async def test_without_a_disk_cache_it_answers_that_it_is_empty(
     async with living(settings_of(nats_server, tmp_path, disk_cache_gb=0)):
         reply = await wait_stats(bus, "ready", True)
         assert (reply.kind, reply.slots["total"]) == ("disk-tier", 0)
-        snapshot = msgspec.json.decode(await ask(bus, "snapshot", b"{}"), type=SnapshotReply)
+        snapshot = msgspec.json.decode(
+            await ask(bus, "snapshot", b'{"source":"disk-tier-0"}'), type=SnapshotReply
+        )
         assert (snapshot.source, snapshot.epoch) == ("disk-tier-0", reply.epoch)
         assert snapshot.parts == []
         assert not (tmp_path / "kvbm-h-0").exists()

@@ -19,6 +19,7 @@ from kvbm_common.wire.events import Hex128, HexDigest, Natural, Run, Tier, Token
 MATCH_BLOCKS_MAX = 65_536
 """A prompt of a million tokens at 16 per block; a longer question is a mistake."""
 OFFER_BLOCKS_MAX = 4_096
+SNAPSHOT_PAGES_MAX = 10_000
 """One offer pins device blocks until it is answered; more come in several offers."""
 
 FILL_GRACE_MS = 10_000
@@ -270,6 +271,10 @@ class SnapshotRequest(_Message, frozen=True, kw_only=True):
     source: Token
     consolidated: bool = False
     """Of a consolidator: the engine's consolidated stream instead of its device blocks."""
+    page: Annotated[int, Meta(ge=0, le=SNAPSHOT_PAGES_MAX)] = 0
+    """A further page of the snapshot as of (`epoch`, `seq`); 0: a new one."""
+    epoch: Natural = 0
+    seq: Natural = 0
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +295,9 @@ class SnapshotReply(_Message, frozen=True, kw_only=True):
     epoch: Natural
     seq: Natural
     parts: list[SnapshotPart]
+    page: Natural = 0
+    pages: Annotated[int, Meta(ge=1, le=SNAPSHOT_PAGES_MAX)] = 1
+    """What does not fit into a message comes in so many, each asked for: see SnapshotRequest."""
 
 
 class StatsRequest(_Message, frozen=True, kw_only=True):
