@@ -82,6 +82,8 @@ class LiveStack:
         """Start it again and wait until it serves."""
         self.call(self.stack.start(kind))
         self.call(self.stack.wait_ready(kind))
+        assert self._bus is not None
+        self.call(self._bus.wait_connected())  # After NATS came back, others may be sooner.
 
     def figures(self, kind: str) -> dict[str, float]:
         """What a service counts."""
