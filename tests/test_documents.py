@@ -79,6 +79,21 @@ def test_messages_that_are_explained_are_those_that_are_printed() -> None:
             assert part in source, message
 
 
+def test_every_error_code_is_explained() -> None:
+    """Goal: no code that an operator cannot look up."""
+    section = OPERATING.split("## Errors")[1].split("\n## ")[0]
+    explained = set(re.findall(r"`([a-z_]+)`", section))
+    source = "\n".join(
+        path.read_text()
+        for folder in ("libs", "services", "connectors")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    )
+    codes = set(re.findall(r'^    code(?:: str)? = "([a-z_]+)"', source, re.MULTILINE))
+    codes |= set(re.findall(r'ErrorBody\(code="([a-z_]+)"', source))
+    assert len(codes) > 50
+    assert codes - explained == set()
+
+
 def test_every_count_of_a_core_is_explained() -> None:
     """Goal: no counter without a line that says what it means."""
     names = documented_metrics()
