@@ -217,11 +217,11 @@ class Host(RuleBasedStateMachine):
     def take_lock(self, data: st.DataObject) -> None:
         self.holder = data.draw(st.sampled_from(sorted(self.lives)))
         self._become_front(self.holder)
-        self._publish(self.holder)
 
     def _become_front(self, instance: str) -> None:
         self.now_us += 1_000
         self.lives[instance].become_front(self.now_us)
+        self._publish(instance)
 
     @rule(instance=st.sampled_from(INSTANCES), count=st.integers(1, 4))
     def hear(self, instance: str, count: int) -> None:
