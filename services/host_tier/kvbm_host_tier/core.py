@@ -260,7 +260,7 @@ class HostTierCore:
                 self._end_engine(ended)
             return
         engine = self.engines.get(message.engine, message.incarnation)
-        if engine is None or not engine.knows(connection):
+        if engine is None or not engine.heard(connection, now_ms):
             self.tier.counts["refused.unknown_engine"] += 1
             about = type(message).__name__.lower()
             text = "say hello first: this host tier does not know you (any more)"
@@ -268,7 +268,6 @@ class HostTierCore:
                 ToEngine(connection, Refused(about=about, code="unknown_engine", message=text))
             )
             return
-        engine.seen_ms = now_ms
         match message:
             case Lookup():
                 self._lookup(connection, message, engine, now_ms)
@@ -280,7 +279,7 @@ class HostTierCore:
                 self.offload.confirmed(message, now_ms)
             case Beat():
                 self.tier.emit(ToEngine(connection, Alive(epoch=self.tier.announcer.epoch)))
-                self.placement.remind(engine, connection)
+                self.placement.remind(engine, connection, now_ms)
             case Bye():
                 self.engines.end(engine.id)
                 self.placement.has_left(engine)

@@ -44,6 +44,15 @@ class Worker:
 
 
 @dataclass(slots=True)
+class Scheduler:
+    """The half that asks. Before it is welcomed it may go elsewhere without a word."""
+
+    connection: bytes
+    seen_ms: int
+    welcomed: bool = False
+
+
+@dataclass(slots=True)
 class Engine:
     """One life of an engine."""
 
@@ -51,7 +60,7 @@ class Engine:
     hello: Hello
     namespace: bytes
     seen_ms: int
-    scheduler: bytes | None = None
+    scheduler: Scheduler | None = None
     workers: dict[int, Worker] = field(default_factory=dict)
 
     @property
@@ -71,10 +80,21 @@ class Engine:
             region.blocks for worker in self.workers.values() for region in worker.hello.regions
         )
 
-    def knows(self, connection: bytes) -> bool:
-        """Has this half introduced itself? A beat of one half must not keep another one silent."""
-        halves = (worker.connection for worker in self.workers.values())
-        return connection == self.scheduler or connection in halves
+    def is_scheduler(self, connection: bytes) -> bool:
+        """Is this the half that asks?"""
+        return self.scheduler is not None and connection == self.scheduler.connection
+
+    def heard(self, connection: bytes, now_ms: int) -> bool:
+        """One of its halves speaks; False: it has not introduced itself.
+
+        A beat of one half must not keep another one silent.
+        """
+        if self.scheduler is not None and self.is_scheduler(connection):
+            self.scheduler.seen_ms = now_ms
+        elif all(connection != worker.connection for worker in self.workers.values()):
+            return False
+        self.seen_ms = now_ms
+        return True
 
     def parts(self) -> tuple[PullPart, ...]:
         """Where the ranks' shares of a block are, in the order in which they are stored."""
@@ -127,7 +147,8 @@ class Engines:
             self._engines[hello.engine] = engine
         engine.seen_ms = now_ms
         if hello.role == "scheduler":
-            engine.scheduler = connection
+            if not engine.is_scheduler(connection):
+                engine.scheduler = Scheduler(connection, now_ms)
             self._welcome_if_complete(engine)
         elif self._attach(engine, Worker(hello, connection)):
             ended = engine.id
@@ -251,7 +272,8 @@ class Engines:
 
     def _welcome_if_complete(self, engine: Engine) -> None:
         if engine.scheduler is not None and engine.complete:
-            self._welcome(engine, engine.scheduler)
+            engine.scheduler.welcomed = True
+            self._welcome(engine, engine.scheduler.connection)
 
     def _welcome(self, engine: Engine, connection: bytes) -> None:
         tier = self._tier

@@ -353,7 +353,7 @@ class Offload:
 
     def _tell(self, engine: Engine, message: Pulled) -> None:
         if engine.scheduler is not None:
-            self._tier.emit(ToEngine(engine.scheduler, message))
+            self._tier.emit(ToEngine(engine.scheduler.connection, message))
 
     def staged_slots(self) -> set[int]:
         """Every slot that an offer has staged, for `check`."""

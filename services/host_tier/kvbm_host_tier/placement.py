@@ -96,9 +96,18 @@ class Placement:
         """Does another host tier of this host serve this engine?"""
         return self.sharding.elsewhere(engine) is not None
 
-    def remind(self, engine: Engine, connection: bytes) -> None:
-        """A beat of an engine that should have gone."""
-        if connection == engine.scheduler or engine.scheduler is None:
+    def remind(self, engine: Engine, connection: bytes, now_ms: int) -> None:
+        """A beat of an engine that should have gone.
+
+        If its scheduler half is not heard any more, it may be there already, without a word; then
+        nobody else tells its workers.
+        """
+        if not self.is_others(engine.id.engine):
+            return
+        lost_ms = self._tier.limits.engine_lost_ms
+        if engine.scheduler is not None and now_ms - engine.scheduler.seen_ms > lost_ms:
+            engine.scheduler = None
+        if engine.scheduler is None or engine.is_scheduler(connection):
             self._tell(engine)
 
     def _tell(self, engine: Engine) -> None:
@@ -107,8 +116,14 @@ class Placement:
             return
         within_ms = LEAVE_MS if self._leaving else self._tier.limits.move_ms
         moved = Moved(endpoint=endpoint, version=self.sharding.map.version, within_ms=within_ms)
+        scheduler = engine.scheduler
         halves = [worker.connection for worker in engine.workers.values()]
-        for connection in halves if engine.scheduler is None else [engine.scheduler]:
+        if scheduler is not None and scheduler.welcomed:
+            halves = [scheduler.connection]
+        elif scheduler is not None:
+            halves.append(scheduler.connection)
+            engine.scheduler = None  # It goes at once, and says no good-bye.
+        for connection in halves:
             self._tier.emit(ToEngine(connection, moved))
 
     def has_left(self, engine: Engine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from kvbm_common.wire.local import Alive, Beat, Bye, Moved, Pulled, Welcome
-from kvbm_host_tier.messages import StartPull, ToEngine
+from kvbm_host_tier.messages import AttachPeer, PeerAttached, StartPull, ToEngine
 from kvbm_host_tier.shard_messages import (
     FrontTaken,
     HandedOver,
@@ -76,6 +76,32 @@ def test_an_attached_engine_is_served_until_it_says_good_bye_then_its_workers_ar
     assert to_worker.message == Moved(endpoint=THERE, version=50)
     host.step(MapTold(ShardMap(version=51, endpoints={"0": "ipc://0"})))
     host.attach(engine=OTHERS)
+
+
+def test_who_was_not_welcomed_goes_without_a_word_so_its_workers_are_told_at_once() -> None:
+    """1. A scheduler half greets; its worker, before NIXL knows it. 2. The map changes: both are
+
+    told. 3. The first has gone at once; NIXL knows the worker now, and its beat is told again.
+    """
+    host = Host(attach=False)
+    host.greet(hello(engine=OTHERS, role="scheduler"))
+    [attaching] = of(host.greet(hello(engine=OTHERS)), AttachPeer)
+    assert [type(one) for one in shared(host)] == [Moved, Moved]
+    assert of(host.told(host.step(PeerAttached(attaching.engine, 0, "peer"))), Welcome)
+    told = host.told(host.say(Beat(engine=OTHERS, incarnation=incarnation(1)), half="0"))
+    assert [type(one) for one in told] == [Alive, Moved]
+
+
+def test_the_workers_of_a_scheduler_half_that_is_not_heard_any_more_are_told() -> None:
+    host = Host(attach=False)
+    host.attach(engine=OTHERS)
+    shared(host)
+    beat = Beat(engine=OTHERS, incarnation=incarnation(1))
+    lost_ms = host.core.tier.limits.engine_lost_ms
+    host.now_ms += lost_ms
+    assert [type(one) for one in host.told(host.say(beat, half="0"))] == [Alive]
+    host.now_ms += 1
+    assert [type(one) for one in host.told(host.say(beat, half="0"))] == [Alive, Moved]
 
 
 def test_an_offer_of_another_s_engine_is_passed_over_in_silence() -> None:
