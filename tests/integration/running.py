@@ -46,12 +46,15 @@ class Running:
             prefix=prefix,
         )
 
-    async def work(self, done: asyncio.Event) -> None:
-        """Requests until it is enough; conversations come back when host memory has lost them."""
+    async def work(self, done: asyncio.Event, *, requests: int = 30, rounds: int = 12) -> None:
+        """Rounds of requests until it is enough; after so many the first comes back.
+
+        What it asks for is no longer in the device then, and of many rounds not in host memory.
+        """
         for turn in itertools.count(2):
             if done.is_set():
                 return
-            await self.run(requests=30, seed=turn % 12, prefix=f"w{turn}-")
+            await self.run(requests=requests, seed=turn % rounds, prefix=f"w{turn}-")
 
     def mismatches(self) -> int:
         """Onboarded blocks that did not hold what they must."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
@@ -27,8 +26,6 @@ TIERS = {
     "host_tiers": 2,
     "registry_ttl_s": 5.0,
 }
-REQUESTS = 100
-"""Of one round; a round follows another as long as is wanted."""
 DEADLINE_S = 40.0
 
 
@@ -56,21 +53,22 @@ def shares(run: Running, *instances: str) -> dict[str, set[str]]:
 
 async def wait_shared_out(run: Running, *instances: str) -> None:
     """Until every engine is where the map says, and nowhere else."""
-
-    async def is_so() -> bool:
-        try:
-            return await served(run, *instances) == shares(run, *instances)
-        except KvbmError:
-            return False
-
-    await wait_for(is_so, "engines are not where they belong")
+    await wait_served(run, shares(run, *instances))
 
 
-async def wait_for(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():  # noqa: ASYNC110 - nobody announces it.
-            await asyncio.sleep(0.05)
-    assert await condition(), what
+async def wait_served(run: Running, wanted: dict[str, set[str]]) -> None:
+    """Until these instances serve these engines, and no others."""
+    found: object = None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while found != wanted:  # Nobody announces it.
+                await asyncio.sleep(0.05)
+                try:
+                    found = await served(run, *wanted)
+                except KvbmError as error:
+                    found = error
+    except TimeoutError:
+        raise AssertionError(f"{found} instead of {wanted}") from None
 
 
 async def drain(run: Running, instance: str, verb: str) -> None:
@@ -107,33 +105,31 @@ async def test_host_tiers_join_drain_leave_and_die_under_traffic() -> None:
         await wait_shared_out(run, "0", "1")
         assert all(shares(run, "0", "1").values())
         enough = asyncio.Event()
-        work = asyncio.create_task(keep_working(run, enough))
-        for victim in ("host-tier-1", "host-tier"):
-            done = len(run.finished)
-            await run.stack.kill(victim)
-            await wait_until(partial(more_than, run, done), deadline_s=DEADLINE_S)
-            await run.stack.start(victim)
-            await run.stack.wait_ready(victim)
+        async with asyncio.TaskGroup() as tasks:  # A request that is lost ends it all.
+            tasks.create_task(run.work(enough, requests=100, rounds=3))
+            for victim in ("host-tier-1", "host-tier"):
+                done = len(run.finished)
+                await run.stack.kill(victim)
+                await wait_until(partial(more_than, run, done), deadline_s=DEADLINE_S)
+                await run.stack.start(victim)
+                await run.stack.wait_ready(victim)
+                await wait_shared_out(run, "0", "1")
+
+            await drain(run, "0", "drain")
+            everybody = {engine.config.name for engine in run.engines}
+            await wait_served(run, {"0": set(), "1": everybody})
+            await drain(run, "0", "undrain")
             await wait_shared_out(run, "0", "1")
 
-        await drain(run, "0", "drain")
-        everybody = {engine.config.name for engine in run.engines}
-        await wait_for(
-            partial(is_served, run, {"0": set(), "1": everybody}), "a drained one serves on"
-        )
-        await drain(run, "0", "undrain")
-        await wait_shared_out(run, "0", "1")
+            joining = third(run)
+            joining.start()
+            await joining.wait_ready(deadline_s=DEADLINE_S)
+            await wait_shared_out(run, "0", "1", "2")
+            await joining.end(signal.SIGTERM, deadline_s=DEADLINE_S)
+            await wait_shared_out(run, "0", "1")
 
-        joining = third(run)
-        joining.start()
-        await joining.wait_ready(deadline_s=DEADLINE_S)
-        await wait_shared_out(run, "0", "1", "2")
-        await joining.end(signal.SIGTERM, deadline_s=DEADLINE_S)
-        await wait_shared_out(run, "0", "1")
+            enough.set()
 
-        enough.set()
-        made = await work
-        assert len(run.finished) == made
         assert not run.errors()
         assert run.mismatches() == 0
         assert sum(finished.host_blocks for finished in run.finished) > 0
@@ -142,18 +138,5 @@ async def test_host_tiers_join_drain_leave_and_die_under_traffic() -> None:
         assert verdict.leases_left == verdict.staged_left == 0
 
 
-async def keep_working(run: Running, enough: asyncio.Event) -> int:
-    """Round after round; returns how many requests were made."""
-    rounds = 0
-    while not enough.is_set():
-        await run.run(requests=REQUESTS, seed=rounds % 3, prefix=f"round-{rounds}")
-        rounds += 1
-    return rounds * REQUESTS
-
-
 def more_than(run: Running, done: int) -> bool:
     return len(run.finished) > done
-
-
-async def is_served(run: Running, wanted: dict[str, set[str]]) -> bool:
-    return await served(run, *wanted) == wanted
