@@ -19,6 +19,8 @@ from kvbm_host_tier.messages import AskDiskSnapshot
 
 AVOID_MS = 30_000
 """A disk in trouble is not asked for the same block by every request, nor written off for ever."""
+STARTING_MS = 500
+"""It had not mapped our arena yet, and asks for it once a second: no fault of the block's."""
 AVOID_MAX = 65_536
 AWAY_MAX = 1_048_576
 """Names of blocks; they were in the view before, so this is no memory that was not taken."""
@@ -86,10 +88,10 @@ class DiskView:
         """The disk tier does not have this block: not again until it is announced anew."""
         self._instance.pop(name, None)
 
-    def avoid(self, name: SequenceHash, now_ms: int) -> None:
+    def avoid(self, name: SequenceHash, now_ms: int, *, for_ms: int = AVOID_MS) -> None:
         """A fill of this block has failed, but it may be there: not again for a while."""
         self._avoid.pop(name, None)
-        self._avoid[name] = now_ms + AVOID_MS
+        self._avoid[name] = now_ms + for_ms
         while len(self._avoid) > AVOID_MAX:
             del self._avoid[next(iter(self._avoid))]
 

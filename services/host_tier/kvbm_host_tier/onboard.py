@@ -27,6 +27,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_host_tier.answers import OPERATOR, Answers, Medium, OnboardState
+from kvbm_host_tier.disk_view import AVOID_MS, STARTING_MS
 from kvbm_host_tier.explain import Explain
 from kvbm_host_tier.messages import (
     Answer,
@@ -45,6 +46,8 @@ HITS_MAX = 1024
 
 NOT_ON_DISK = ("gone", "corrupt")
 """The disk tier's own word that it does not have a block; any other failure may pass."""
+STARTING = "stale_arena"
+"""Of a lower tier that has not mapped our arena yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +365,7 @@ class Onboard:
         if reason in NOT_ON_DISK:
             view.forget(name)
         else:
-            view.avoid(name, now_ms)
+            view.avoid(name, now_ms, for_ms=STARTING_MS if reason == STARTING else AVOID_MS)
         self._tier.counts[f"dropped.fill_{reason}"] += 1
         self._not_coming(name, reason, fill.tier)
 

@@ -355,9 +355,11 @@ class Host:
         ]
         return self.step(FillDone(fill.fill, FillReply(slots=slots)))
 
-    def fill_failed(self, fill: AskFill, *, settled: bool = True) -> list[Effect]:
-        """The disk tier has not answered."""
-        return self.step(FillFailed(fill.fill, "deadline_exceeded", settled))
+    def fill_failed(
+        self, fill: AskFill, *, settled: bool = True, reason: str = "deadline_exceeded"
+    ) -> list[Effect]:
+        """The disk tier has not answered, or refused."""
+        return self.step(FillFailed(fill.fill, reason, settled))
 
     def lease(self, *wanted: int, lease_ms: int = LEASE_MS, epoch: int = EPOCH) -> Any:
         """The disk tier wants to copy blocks; a LeaseReply or an ErrorBody."""
