@@ -157,27 +157,30 @@ class WorkerHalf:
 
     def _lend(self, regions: Sequence[Region]) -> bytes:
         """Register the device memory; returns what others need to read it."""
+        if self._gpu is not None:
+            from kvbm_common.cuda.lending import wrap  # Only where there is a GPU.
+
+            return wrap(self._register_vram(regions), self._gpu.export(regions))
         for region in regions:
-            # Not beyond the last piece: regions may be interleaved up to the end of a storage.
-            length = region.stride * (region.blocks - 1) + region.piece_bytes
-            self._register(region.address, length)
-        agent = self._mover.metadata().result(CALL_DEADLINE_S)
-        if self._gpu is None:
-            return agent
-        from kvbm_common.cuda.lending import wrap  # Only where there is a GPU.
-
-        return wrap(agent, self._gpu.export(regions))
-
-    def _register(self, address: int, length: int) -> None:
-        if self._gpu is None:
-            self._mover.register_memory(address, length).result(CALL_DEADLINE_S)
-            return
-        device = self._gpu.runtime.device
-        try:
-            registering = self._mover.register_memory(address, length, kind="VRAM", device=device)
+            registering = self._mover.register_memory(region.address, _reach(region))
             registering.result(CALL_DEADLINE_S)
+        return self._mover.metadata().result(CALL_DEADLINE_S)
+
+    def _register_vram(self, regions: Sequence[Region]) -> bytes:
+        """NIXL's metadata. Where it does not take the memory it is that from before: nobody can
+        read the metadata of an agent that has failed to register something."""
+        assert self._gpu is not None
+        device = self._gpu.runtime.device
+        before = self._mover.metadata().result(CALL_DEADLINE_S)
+        try:
+            for region in regions:
+                self._mover.register_memory(
+                    region.address, _reach(region), kind="VRAM", device=device
+                ).result(CALL_DEADLINE_S)
         except TransferError as error:  # A host tier that shares the GPU needs CUDA IPC alone.
             self._limiter.warning("vram", f"NIXL does not take the GPU's memory: {error}")
+            return before
+        return self._mover.metadata().result(CALL_DEADLINE_S)
 
     def start(self) -> None:
         """Begin to attach."""
@@ -348,6 +351,11 @@ class WorkerHalf:
     def _from_host_tier(self, message: FromHostTier) -> None:
         if isinstance(message, Welcome):
             self._arena.welcomed(message)
+
+
+def _reach(region: Region) -> int:
+    """Not beyond the last piece: regions may be interleaved up to the end of a storage."""
+    return region.stride * (region.blocks - 1) + region.piece_bytes
 
 
 def _sums(read: ReadBlock, blocks: Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from kvbm_common.arena import Arena
 from kvbm_common.cuda.lending import unwrap
 from kvbm_common.cuda.reading import Gpu
+from kvbm_common.nixl import MoverThread
 from kvbm_common.wire.local import Hello, Region
 from kvbm_connectors.worker import WorkerHalf
 
@@ -66,6 +67,15 @@ def host(rank: GpuRank, arena: Arena, owner: Owner) -> Iterator[Host]:
         wait_for(lambda: rank.half.epoch == EPOCH)
         yield host
         rank.half.close()
+
+
+def test_where_nixl_refuses_the_memory_its_agent_can_still_be_met(rank: GpuRank) -> None:
+    """Nothing but CUDA IPC is needed beside the GPU; a host tier that cannot load the agent's
+    metadata refuses the worker, with all of its memory."""
+    with host_tier(rank.endpoint) as host, MoverThread("host") as mover:
+        rank.half.start()
+        agent, _ = unwrap(host.hear(Hello).agent)
+        assert mover.add_peer(agent).result(DEADLINE_S)
 
 
 def test_a_load_goes_into_device_memory_and_is_verified_there(rank: GpuRank, host: Host) -> None:
