@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.identity import Hasher, SequenceHash, request_extras
+from kvbm_common.identity import Hasher, SequenceHash, pack_tokens, request_extras
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
 from kvbm_common.wire.engine_events import (
     END_SEQ,
@@ -20,6 +20,7 @@ from kvbm_common.wire.engine_events import (
     EngineBatch,
     EngineHash,
     OtherEvent,
+    compact,
     decode_batch,
     encode_batch,
     published_frames,
@@ -129,6 +130,20 @@ def test_what_we_encode_is_what_vllm_decodes_and_what_we_decode() -> None:
     assert set(raw[1][1]) == {"type", "block_hashes", "medium"}
     assert raw[1][2] == {"type": "AllBlocksCleared"}
     assert decode_batch(encode_batch(batch)) == batch
+
+
+def test_a_compact_batch_says_the_same_in_one_piece_of_memory_an_event() -> None:
+    """Equal ids and equal bytes on the wire; what are no ids are left alone."""
+    payload = packed(STORED_MAP, STORED_MAP | {"token_ids": [5, -1, 7, 8]}, ["BlockRemoved", [9]])
+    good, bad, other = compact(decode_batch(payload)).events
+    assert isinstance(good, BlockStored)
+    assert isinstance(bad, BlockStored)
+    assert isinstance(good.token_ids, memoryview)
+    assert (len(good.token_ids), tuple(good.token_ids)) == (4, (5, 6, 7, 8))
+    assert pack_tokens(good.token_ids) == pack_tokens((5, 6, 7, 8))
+    assert (bad.token_ids, other) == ((5, -1, 7, 8), BlockRemoved(block_hashes=(9,)))
+    batch = EngineBatch(1.5, (good, bad, other), 0)
+    assert decode_batch(encode_batch(batch)) == decode_batch(payload)
 
 
 # ---- frames ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.engine_events import (
     EngineBatch,
     EngineFrame,
+    compact,
     decode_batch,
     split_published,
     split_replayed,
@@ -78,6 +79,6 @@ class FrameReader:
     def _decode(self, frame: EngineFrame, batches: list[tuple[int, EngineBatch]]) -> None:
         """What cannot be decoded leaves a gap, which the core repairs."""
         try:
-            batches.append((frame.seq, decode_batch(frame.payload)))
+            batches.append((frame.seq, compact(decode_batch(frame.payload))))
         except WireError as error:
             self._drop(error.kind, f"{self._name} seq {frame.seq}: {error}")

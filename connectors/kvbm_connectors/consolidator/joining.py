@@ -11,6 +11,7 @@ A joined event is only a shorter way: who cannot use it takes its parts, one by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import msgspec
@@ -69,8 +70,16 @@ def join(parts: Parts) -> BlockStored:
     return msgspec.structs.replace(
         parts[0],
         block_hashes=tuple(chain.from_iterable(part.block_hashes for part in parts)),
-        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        token_ids=_tokens_of(parts),
     )
+
+
+def _tokens_of(parts: Parts) -> Sequence[int]:
+    """The token ids of all parts, packed if they are, as those that came from a socket."""
+    packed = [part.token_ids for part in parts if isinstance(part.token_ids, memoryview)]
+    if len(packed) == len(parts):
+        return memoryview(b"".join(packed)).cast("I")
+    return tuple(chain.from_iterable(part.token_ids for part in parts))
 
 
 def _continues(event: BlockStored, first: BlockStored) -> bool:

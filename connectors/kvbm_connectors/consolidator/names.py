@@ -6,12 +6,11 @@ started has no tokens here, and routers that need them cannot be told of it unti
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import SequenceHash, pack_tokens
 from kvbm_common.wire.engine_events import BlockStored
 
 RETIRED_MAX = 65_536
@@ -33,7 +32,7 @@ class NamedBlocks(NamedTuple):
 
     hashes: list[SequenceHash]
     tokens: list[bytes]
-    """Of each block, its token ids as native u32."""
+    """Of each block, its token ids as LE u32."""
     kinds: list[Kind] | None = None
     """None: all are plain."""
 
@@ -41,7 +40,7 @@ class NamedBlocks(NamedTuple):
 def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:
     """What an event says of its blocks, which are ours under these hashes."""
     size, keys = event.block_size * 4, event.extra_keys or ()
-    packed = array("I", event.token_ids).tobytes()
+    packed = pack_tokens(event.token_ids)
     tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
     if event.lora_name is None and not any(keys):
         return NamedBlocks(hashes, tokens)
@@ -70,7 +69,7 @@ class Names:
         return block in self._tokens
 
     def tokens(self, blocks: Iterable[SequenceHash]) -> bytes:
-        """The token ids of blocks that have names, as native u32."""
+        """The token ids of blocks that have names, as u32."""
         return b"".join(map(self._tokens.__getitem__, blocks))
 
     def kind(self, block: SequenceHash) -> Kind:

@@ -251,7 +251,7 @@ class RouterStreams:
 
     def _stored(self, run: list[SequenceHash], first: Said) -> BlockStored:
         packed = self._names.tokens(run)
-        tokens = struct.unpack(f"{len(packed) // TOKEN_BYTES}I", packed)
+        tokens = struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
         return BlockStored(
             block_hashes=short_hashes(run),
             parent=None if first.parent is None else short_hash(first.parent),

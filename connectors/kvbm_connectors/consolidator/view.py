@@ -7,7 +7,7 @@ twice; here the block is held from the first to the last.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from kvbm_common.announcer import runs_of
@@ -55,7 +55,7 @@ class View:
     def names_for(
         self,
         engine_hashes: tuple[EngineHash, ...],
-        tokens: tuple[int, ...],
+        tokens: Sequence[int],
         *,
         parent: SequenceHash | None,
         extras: Mapping[int, Extras],

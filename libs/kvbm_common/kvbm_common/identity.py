@@ -178,6 +178,8 @@ def content_digest(tokens: Sequence[int] | np.ndarray) -> bytes:
 
 def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32. Raises IdentityError for ids outside 0..2**32-1."""
+    if isinstance(tokens, memoryview) and tokens.format == "I":
+        return tokens.tobytes()
     if isinstance(tokens, list | tuple):
         # A fifth of numpy's time; what it does not take is looked at below.
         try:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import Hasher, SequenceHash, request_extras
 from kvbm_common.wire.engine_events import (
+    compact,
     decode_batch,
     split_published,
 )
@@ -44,7 +45,7 @@ def test_the_capture_agrees_with_its_ground_truth() -> None:
     history: list[tuple[int, set[SequenceHash]]] = [(0, set())]
     for received_ns, frames in capture.load_messages():
         frame = split_published(frames)
-        harness.send(EngineBatchReceived(key(), frame.seq, decode_batch(frame.payload)))
+        harness.send(EngineBatchReceived(key(), frame.seq, compact(decode_batch(frame.payload))))
         assert len(harness.live[0]) <= capture.DEVICE_BLOCKS
         ever |= harness.live[0]
         history.append((received_ns, set(harness.live[0])))

@@ -8,7 +8,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.wire.engine_events import AllBlocksCleared, BlockStored, EngineBatch, EngineEvent
+from kvbm_common.wire.engine_events import (
+    AllBlocksCleared,
+    BlockStored,
+    EngineBatch,
+    EngineEvent,
+    compact,
+    decode_batch,
+    encode_batch,
+)
 from kvbm_common.wire.events import Stored
 from kvbm_connectors.consolidator.joining import Joiner, join
 from kvbm_connectors.consolidator.messages import EngineBatchesReceived
@@ -28,8 +36,9 @@ CHANGE = msgspec.structs.replace
 
 
 def together(harness: Harness, *events: EngineEvent) -> None:
-    """One batch per event, all of them at once."""
-    batches = tuple((seq, EngineBatch(100.0 + seq, (event,))) for seq, event in enumerate(events))
+    """One batch per event, all of them at once, as they come from a socket."""
+    payloads = [encode_batch(EngineBatch(100.0 + i, (event,))) for i, event in enumerate(events)]
+    batches = tuple(enumerate(compact(decode_batch(payload)) for payload in payloads))
     harness.send(EngineBatchesReceived(key(), batches))
 
 

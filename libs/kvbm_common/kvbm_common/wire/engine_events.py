@@ -20,11 +20,12 @@ layout, are in tests/golden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from kvbm_common.identity import IdentityError, pack_tokens
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
 
 EngineHash = int | bytes
@@ -42,6 +43,12 @@ EVENTS_MAX = 65_536
 _WireHash = int | Annotated[bytes, Meta(min_length=8, max_length=64)]
 _Natural = Annotated[int, Meta(ge=0)]
 
+# msgspec decodes the one; whoever reads them may as well have the other, a view of packed ones.
+if TYPE_CHECKING:
+    TokenIds = Sequence[int]
+else:
+    TokenIds = tuple[int, ...]
+
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, gc=False):
     pass
@@ -57,7 +64,7 @@ class BlockStored(_Event, frozen=True, kw_only=True, gc=False):
     block_hashes: tuple[_WireHash, ...]
     parent: _WireHash | None = msgspec.field(name="parent_block_hash", default=None)
     """The block before the first one; None at the start of a prompt."""
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None = None
     medium: str | None = None
@@ -230,6 +237,23 @@ def decode_batch(payload: bytes) -> EngineBatch:
     return _batch_of(batch.ts, map(_normalised, batch.events), batch.dp_rank)
 
 
+def compact(batch: EngineBatch) -> EngineBatch:
+    """The same batch, whose token ids are views of u32 from now on, one piece of memory an event.
+
+    To be called before anybody else has the batch. Where hundreds wait to be applied together, an
+    object for every id would cost more than all that is done with them. What are no ids stay as
+    they are: who names the blocks says so.
+    """
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            try:
+                packed = memoryview(pack_tokens(event.token_ids))
+            except IdentityError:
+                continue
+            msgspec.structs.force_setattr(event, "token_ids", packed.cast("I"))
+    return batch
+
+
 def _decode_slowly(payload: bytes) -> EngineBatch:
     try:
         raw = _any_decoder.decode(payload)
@@ -330,6 +354,8 @@ def _as_map(event: EngineEvent) -> dict[str, Any]:
     fields: dict[str, Any] = {"type": type(event).__name__}
     for name in event.__struct_fields__:
         value = getattr(event, name)
+        if isinstance(value, memoryview):
+            value = value.tolist()
         if value is not None or name in always:
             fields["parent_block_hash" if name == "parent" else name] = value
     return fields
