@@ -170,6 +170,11 @@ class Settings:
     onboard_deadline_ms: int = setting(
         "KVBM_ONBOARD_DEADLINE_MS", 2000, schema.integer(10, 600_000), section="transfers",
         unit="ms", help="After this an onboard is a miss and the engine recomputes.")
+    recompute_tokens_per_s: float = setting(
+        "KVBM_RECOMPUTE_TOKENS_PER_S", 0.0, schema.number(0), section="transfers",
+        unit="tokens/s", help="How fast an engine computes a prompt. Blocks on disk, in a bucket "
+        "or on another host that would take longer to come than to compute are then not brought; "
+        "0: all are.")
     onboard_mover: str = setting(
         "KVBM_ONBOARD_MOVER", "auto", schema.choice("auto", "mapped", "nixl"),
         section="transfers", help="How an engine's worker reads the arena: by a copy out of its "

@@ -21,6 +21,7 @@ MEANINGS: Mapping[str, str] = {
     "behind": "was there, behind a block that was missing",
     "deadline": "did not come by the lookup's deadline",
     "no_room": "no slot was free to bring it to",
+    "recompute_cheaper": "the engine computes it sooner than it would come",
     "fill_failed": "a lower tier refused to read it, or could not",
     "peer_failed": "another host has it, and did not bring it",
     "avoided": "has failed a short while ago, and was not asked for again",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +49,10 @@ class OnboardState:
     """To the index, which other host has the blocks behind the run; 0: none is open."""
     reply_to: int = 0
     """An operator's prefetch: it is answered there, and nothing stays pinned."""
+    block_bytes: int = 0
+    brings: Mapping[Medium, int] = field(default_factory=dict)
+    """Blocks on their way for it, by where they come from, as long as that is measured."""
+    began_ms: int = 0
 
     @property
     def trace(self) -> str:

@@ -295,7 +295,10 @@ class HostTierCore:
         if len(set(hashes)) != len(hashes):
             raise IdentityError("a chain cannot hold the same block twice")
         block_tokens = engine.hello.namespace.block_tokens
-        self.onboard.looked_up(connection, lookup, hashes, now_ms, block_tokens=block_tokens)
+        self.onboard.looked_up(
+            connection, lookup, hashes, now_ms,
+            block_tokens=block_tokens, block_bytes=engine.block_bytes,
+        )  # fmt: skip
 
     def _engine_release(self, release: Release) -> None:
         owner = str(EngineId(release.engine, release.incarnation))

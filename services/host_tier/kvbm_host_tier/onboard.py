@@ -9,6 +9,7 @@ index is asked for other hosts that have (`peers`), and the walk goes on with wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ from kvbm_host_tier.messages import (
 from kvbm_host_tier.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.peers import Outcome, Peers
 from kvbm_host_tier.tier import Tier
+from kvbm_host_tier.worth import Worth
 
 HITS_MAX = 1024
 """At most this many hits are told per lookup; the rest are told the next time."""
@@ -77,6 +79,7 @@ class Onboard:
         self._next_id = 1
         self.peers = Peers(tier)
         self.explain = Explain(tier)
+        self._worth = Worth(tier.limits.recompute_tokens_per_s)
         self._answers = Answers(tier, self.explain)
         self._questions: dict[int, int] = {}
         """Question to the index → the onboard that waits for it."""
@@ -92,6 +95,7 @@ class Onboard:
         now_ms: int,
         *,
         block_tokens: int,
+        block_bytes: int,
     ) -> None:
         """An engine asks which run of these blocks it can have."""
         if len(self._states) >= self._tier.limits.lookups_max:
@@ -109,6 +113,7 @@ class Onboard:
             run=0,
             block_tokens=block_tokens,
             asked=lookup,
+            block_bytes=block_bytes,
         )
         here = self._begin(state, now_ms)
         self._tell_hits(lookup, state.hashes[:here])  # The engine waits, the disk tier does not.
@@ -178,7 +183,7 @@ class Onboard:
             state.slots.append(slot)
         state.run = len(state.slots)
         state.reason = "not_stored" if state.run < len(state.hashes) else ""
-        return self._fit(state, fills)
+        return self._worth_it(state, self._fit(state, fills), now_ms)
 
     def _fit(self, state: OnboardState, fills: list[SequenceHash]) -> list[SequenceHash]:
         """Cut the run at the first fill for which there is no slot."""
@@ -190,6 +195,26 @@ class Onboard:
         self._tier.counts["dropped.fill_no_room"] += len(fills) - room
         self._cut(state, state.hashes.index(fills[room]), "no_room")
         return fills[:room]
+
+    def _worth_it(
+        self, state: OnboardState, fills: list[SequenceHash], now_ms: int
+    ) -> list[SequenceHash]:
+        """Cut the run at the first fill if the engine computes what is behind it sooner."""
+        if not fills or not self._worth.is_asked:
+            return fills
+        brings = Counter(self._medium_of(name, now_ms) for name in fills)
+        behind = state.run - state.hashes.index(fills[0])
+        if not self._worth.declines(state, brings, blocks=behind, now_ms=now_ms):
+            self._worth.began(state, brings, now_ms)
+            return fills
+        self._tier.counts["declined_blocks"] += behind
+        place = self._medium_of(fills[0], now_ms)
+        self._cut(state, state.run - behind, "recompute_cheaper", place)
+        return []
+
+    def _medium_of(self, name: SequenceHash, now_ms: int) -> Medium:
+        below = self._tier.below
+        return below.source(name, now_ms)[0] if below.usable(name, now_ms) else "remote"
 
     def _wait(self, state: OnboardState, fills: list[SequenceHash], now_ms: int) -> None:
         onboard_id = self._next_id
@@ -383,13 +408,17 @@ class Onboard:
         """The run ends before index `run`: give back what was pinned behind it."""
         self._tier.table.unpin(slot for slot in state.slots[run:] if slot is not None)
         del state.slots[run:]
+        state.brings = {}  # Not all of them have come.
         state.question = 0  # What is behind the cut is of no use any more.
         state.run = run
         state.reason, state.failed_at = reason, place
 
     def _answer_if_complete(self, onboard_id: int) -> None:
         state = self._states.get(onboard_id)
-        if state is not None and not state.question and None not in state.slots:
+        if state is None or None in state.slots:
+            return
+        self._worth.ended(state, self._tier.now_ms)
+        if not state.question:
             del self._states[onboard_id]
             self._answers.give(state)
 
@@ -399,6 +428,7 @@ class Onboard:
         for onboard_id in due:
             state = self._states.pop(onboard_id)
             if None in state.slots:
+                self._worth.ended(state, now_ms)
                 self._tier.counts["lookups_cut_by_deadline"] += 1
                 run = state.slots.index(None)
                 self._cut(state, run, "deadline", self._place_of(state.hashes[run]))

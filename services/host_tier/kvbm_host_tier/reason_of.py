@@ -19,7 +19,9 @@ CONTENTS_MAX = 65_536
 """First blocks whose tokens are remembered, to see that only salt or namespace differ."""
 NAMES_MAX = 4
 """Of one such block: tenants who begin with the same tokens."""
-OF_THE_RUN = ("no_room", "deadline", "busy", "draining", "engine_lost")
+OF_THE_RUN = (
+    "no_room", "deadline", "busy", "draining", "engine_lost", "recompute_cheaper",
+)  # fmt: skip
 """Why a run ends that are reasons as they are."""
 REASON_OF_FATE = {
     "evicted": "evicted",

@@ -501,6 +501,7 @@ def _limits(context: ServiceContext) -> Limits:
         peer_deadline_ms=settings.peer_deadline_ms,
         hit_window=settings.cache_stats_max_requests,
         explain_requests=settings.explain_requests,
+        recompute_tokens_per_s=settings.recompute_tokens_per_s,
         traces=wanted(settings, os.environ),
     )
 

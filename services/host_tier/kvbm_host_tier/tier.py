@@ -49,6 +49,8 @@ class Limits:
     peer_deadline_ms: int = 1000
     explain_requests: int = 100_000
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
+    recompute_tokens_per_s: float = 0.0
+    """What loads are weighed against (KVBM_RECOMPUTE_TOKENS_PER_S); 0: against nothing."""
     traces: bool = False
     """Onboards are traced (KVBM_OTLP_ENDPOINT)."""
     hit_window: int = 1000
