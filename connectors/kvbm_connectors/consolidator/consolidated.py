@@ -27,7 +27,8 @@ from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 
 from kvbm_connectors.consolidator.drafts import Drafts
 from kvbm_connectors.consolidator.merge import ClearedDraft, Draft, RemovedDraft, StoredDraft
-from kvbm_connectors.consolidator.tiers import Blocks, Change, Tiers
+from kvbm_connectors.consolidator.tiers import Change, Tiers
+from kvbm_connectors.consolidator.view import Held
 
 TIER_BITS: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "object": 8}
 DEVICE = TIER_BITS["device"]
@@ -42,13 +43,15 @@ class View:
     """What one rank of an engine can use, of one namespace, and what was said of it.
 
     A block that the device holds was said of the device alone, unless it is written down otherwise:
-    that is nearly every block.
+    that is nearly every block. What the device holds is in the book of the engines' half, and in
+    no second one here. While the drafts of a step are taken, the book has them all already:
+    whether a block is inside then is in the draft, not in the book.
     """
 
     namespace: str
     rank: int
     group: int = 0
-    device: Blocks = field(default_factory=dict)
+    device: Held = field(default_factory=dict)
     otherwise: dict[SequenceHash, int] = field(default_factory=dict)
     """Blocks of the device of which something else was said: of which tiers."""
     beyond: dict[SequenceHash, int] = field(default_factory=dict)
@@ -57,15 +60,12 @@ class View:
     def __len__(self) -> int:
         return len(self.device) + len(self.beyond)
 
-    def said(self, block: SequenceHash) -> int:
+    def said(self, block: SequenceHash, *, inside: bool) -> int:
         """The tiers that a block was said of."""
-        if block in self.device:
-            return self.otherwise.get(block, DEVICE)
-        return self.beyond.get(block, 0)
+        return self.otherwise.get(block, DEVICE) if inside else self.beyond.get(block, 0)
 
-    def say(self, block: SequenceHash, mask: int) -> None:
+    def say(self, block: SequenceHash, mask: int, *, inside: bool) -> None:
         """From now on it is said of these."""
-        inside = block in self.device
         assert mask or not inside, "what a device holds is said"
         apart, usual = (self.otherwise, DEVICE) if inside else (self.beyond, 0)
         if mask == usual:
@@ -73,19 +73,17 @@ class View:
         else:
             apart[block] = mask
 
-    def store(self, blocks: Blocks) -> None:
-        """The device has these; what was said of them stays as it was: perhaps nothing."""
-        for block in blocks.keys() - self.device.keys():
+    def store(self, blocks: Iterable[SequenceHash]) -> None:
+        """The device has these now; what was said of them stays as it was: perhaps nothing."""
+        for block in blocks:
             said = self.beyond.pop(block, 0)
             if said != DEVICE:
                 self.otherwise[block] = said
-        self.device.update(blocks)
 
     def remove(self, blocks: Iterable[SequenceHash]) -> None:
         """The device has these no more; what was said stays as it was."""
         for block in blocks:
-            if self.device.pop(block, None) is not None:
-                self.beyond[block] = self.otherwise.pop(block, DEVICE)
+            self.beyond[block] = self.otherwise.pop(block, DEVICE)
 
     def all_said(self) -> Iterator[tuple[SequenceHash, int]]:
         """Every block that was said, and of which tiers."""
@@ -102,8 +100,9 @@ class View:
 
     def clear(self) -> None:
         """Nothing is there, and nothing was said."""
-        for blocks in (self.device, self.otherwise, self.beyond):
-            blocks.clear()
+        self.device = {}
+        self.otherwise.clear()
+        self.beyond.clear()
 
 
 @dataclass(slots=True)
@@ -150,8 +149,8 @@ class Consolidated:
         match draft, event:
             case ClearedDraft(), Cleared():
                 self._engine_cleared(engine, event)
-            case StoredDraft(blocks=blocks), Stored():
-                self._engine_stored(engine, event, blocks)
+            case StoredDraft(), Stored():
+                self._engine_stored(engine, event, draft)
             case RemovedDraft(blocks=gone), Removed():
                 self._engine_removed(engine, event, gone)
             case _:
@@ -233,7 +232,7 @@ class Consolidated:
                 if not engine.epoch or view.rank in engine.cleared:
                     continue
                 for block, said in view.all_said():
-                    have = self._tiers_of(view, block)
+                    have = self._beyond(view, block) | (DEVICE if block in view.device else 0)
                     assert have, f"{block.hex()} is nowhere, and {engine.name} is told it is"
                     assert said == have if not self._dedup else said in TIERS
 
@@ -261,30 +260,31 @@ class Consolidated:
                     rank_only=event.rank_only)
         )  # fmt: skip
 
-    def _engine_stored(self, engine: Engine, event: Stored, blocks: Blocks) -> None:
+    def _engine_stored(self, engine: Engine, event: Stored, draft: StoredDraft) -> None:
+        """The engine's half says a block's first copy only: none of these was in the device."""
         view = self._join(engine, event.rank, event.namespace, event.group)
-        device, beyond = view.device, view.beyond
-        new = device.keys().isdisjoint(blocks) and beyond.keys().isdisjoint(blocks)
-        if new and not self._in_tiers(blocks, view):
-            device.update(blocks)
+        view.device = draft.held
+        blocks = [block for _, run in draft.blocks for block in run]
+        if view.beyond.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
             self._pass_on(engine, event)
-        else:
-            view.store(blocks)
-            self._settle(engine, view, blocks.items(), event.ts_ms)
+            return
+        view.store(blocks)
+        pairs = [
+            pair for parent, run in draft.blocks for pair in zip(run, [parent, *run], strict=False)
+        ]
+        self._settle(engine, view, pairs, event.ts_ms, inside=True)
 
     def _engine_removed(
         self, engine: Engine, event: Removed, blocks: Collection[SequenceHash]
     ) -> None:
+        """And its last copy: all of these were there."""
         view = self._join(engine, event.rank, event.namespace, event.group)
-        alone = view.device.keys() >= set(blocks) and view.otherwise.keys().isdisjoint(blocks)
-        if alone and not self._in_tiers(blocks, view):
-            for block in blocks:
-                del view.device[block]
+        if view.otherwise.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
             self._pass_on(engine, event)
-        else:
-            view.remove(blocks)
-            gone = [(block, block) for block in blocks]
-            self._settle(engine, view, gone, event.ts_ms, event.reason)
+            return
+        view.remove(blocks)
+        gone = [(block, block) for block in blocks]
+        self._settle(engine, view, gone, event.ts_ms, event.reason, inside=False)
 
     def _pass_on(self, engine: Engine, event: Stored | Removed) -> None:
         """The engine's event is the consolidated one: only its number differs."""
@@ -313,16 +313,23 @@ class Consolidated:
         blocks: Iterable[tuple[SequenceHash, SequenceHash]],
         ts_ms: int,
         reason: str = "",
+        *,
+        inside: bool | None = None,
     ) -> None:
-        """Compare what was said of some blocks with what is true now, and say the difference."""
+        """Compare what was said of some blocks with what is true now, and say the difference.
+
+        `inside`: the device has all of them, or none. None: the book says which.
+        """
         drafts = Drafts()
         for block, parent in blocks:
-            said, have = view.said(block), self._tiers_of(view, block)
+            here = block in view.device if inside is None else inside
+            said = view.said(block, inside=here)
+            have = self._beyond(view, block) | (DEVICE if here else 0)
             # The lowest bit of what it has is the tier that an engine reaches first.
             want = (said or have & -have) if self._dedup and have else have
             if want == said:
                 continue
-            view.say(block, want)
+            view.say(block, want, inside=here)
             for bit in BITS[said & ~want]:
                 drafts.removed(TIERS[bit], block)
             for bit in BITS[want & ~said]:
@@ -337,8 +344,9 @@ class Consolidated:
                 )
             )  # fmt: skip
 
-    def _tiers_of(self, view: View, block: SequenceHash) -> int:
-        mask = DEVICE if block in view.device else 0
+    def _beyond(self, view: View, block: SequenceHash) -> int:
+        """The tiers that have it, without the device."""
+        mask = 0
         for tier in self.tiers.holding(block, view.namespace):
             mask |= TIER_BITS[tier]
         return mask

@@ -14,7 +14,7 @@ from kvbm_common.announcer import EVENT_BLOCKS_MAX
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Run
 
-from kvbm_connectors.consolidator.view import BlockRun
+from kvbm_connectors.consolidator.view import BlockRun, Held, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,10 @@ class StoredDraft:
     group: int
     namespace: str
     runs: list[Run]
-    blocks: dict[SequenceHash, SequenceHash]
-    """The same, as they are before they are written down: each with its parent."""
+    blocks: list[BlockRun]
+    """The same, as they are before they are written down."""
+    held: Held
+    """All that the rank holds in this group, with what drafts behind this one have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class _Open:
     """What is gathered of one group."""
 
     namespace: str
+    held: Held
     removed: list[SequenceHash] = field(default_factory=list)
     runs: list[BlockRun] = field(default_factory=list)
     stored: set[SequenceHash] = field(default_factory=set)
@@ -70,9 +73,9 @@ class Merger:
         self._open: dict[int, _Open] = {}
         self._drafts: list[Draft] = []
 
-    def stored(self, group: int, namespace: str, runs: Sequence[BlockRun]) -> None:
+    def stored(self, group: int, view: View, runs: Sequence[BlockRun]) -> None:
         """These blocks are new."""
-        opened = self._open_of(group, namespace)
+        opened = self._open_of(group, view)
         for parent, hashes in runs:
             opened.uncompared.append(hashes)
             if opened.runs and opened.runs[-1][1][-1] == parent:
@@ -80,14 +83,14 @@ class Merger:
             else:
                 opened.runs.append((parent, list(hashes)))
 
-    def removed(self, group: int, namespace: str, hashes: Sequence[SequenceHash]) -> None:
+    def removed(self, group: int, view: View, hashes: Sequence[SequenceHash]) -> None:
         """These blocks are gone."""
-        opened = self._open_of(group, namespace)
+        opened = self._open_of(group, view)
         opened.stored.update(*opened.uncompared)
         opened.uncompared.clear()
         if not opened.stored.isdisjoint(hashes):
             self._close(group)
-            opened = self._open_of(group, namespace)
+            opened = self._open_of(group, view)
         opened.removed.extend(hashes)
 
     def cleared(self, reason: str) -> None:
@@ -102,10 +105,10 @@ class Merger:
         drafts, self._drafts = self._drafts, []
         return drafts
 
-    def _open_of(self, group: int, namespace: str) -> _Open:
+    def _open_of(self, group: int, view: View) -> _Open:
         opened = self._open.get(group)
         if opened is None:
-            opened = self._open[group] = _Open(namespace)
+            opened = self._open[group] = _Open(view.namespace_hex, view.held)
         return opened
 
     def _close(self, group: int) -> None:
@@ -115,16 +118,10 @@ class Merger:
             hashes = [block.hex() for block in gone]
             self._drafts.append(RemovedDraft(group, opened.namespace, hashes, gone))
         for portion in _cut(opened.runs, self._blocks_max):
-            self._drafts.append(_stored_draft(group, opened.namespace, portion))
-
-
-def _stored_draft(group: int, namespace: str, runs: list[BlockRun]) -> StoredDraft:
-    written: list[Run] = []
-    blocks: dict[SequenceHash, SequenceHash] = {}
-    for parent, hashes in runs:
-        written.append(Run(parent=parent.hex(), hashes=[block.hex() for block in hashes]))
-        blocks.update(zip(hashes, [parent, *hashes[:-1]], strict=True))
-    return StoredDraft(group, namespace, written, blocks)
+            runs = [
+                Run(parent=parent.hex(), hashes=[b.hex() for b in run]) for parent, run in portion
+            ]
+            self._drafts.append(StoredDraft(group, opened.namespace, runs, portion, opened.held))
 
 
 def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[BlockRun]]:

@@ -127,7 +127,7 @@ class Rank:
     def everything(self) -> list[Draft]:
         """All that is held, as drafts: the beginning of an epoch."""
         for group, view in self._views.items():
-            self._merger.stored(group, view.namespace_hex, view.block_runs())
+            self._merger.stored(group, view, view.block_runs())
         return self._merger.take()
 
     def parts(self) -> list[SnapshotPart]:
@@ -215,7 +215,7 @@ class Rank:
         group, hashes = self._group_of(event), event.block_hashes
         if self._limits.naming:
             self._named.append(named(names, event))
-        self._merger.stored(group, view.namespace_hex, view.store(hashes, names, parent))
+        self._merger.stored(group, view, view.store(hashes, names, parent))
         return self.orphans.adopt(group, hashes) if self.orphans else []
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -235,7 +235,7 @@ class Rank:
             elif not held and not self.orphans.remove(group, engine_hash):
                 self._drops["removed_unknown"] += 1
         if gone:
-            self._merger.removed(group, view.namespace_hex, gone)
+            self._merger.removed(group, view, gone)
 
     def _clear(self, reason: str) -> None:
         if self.block_count:

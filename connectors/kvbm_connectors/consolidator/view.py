@@ -21,6 +21,8 @@ windows do that). An engine's hash stands for the same content during a whole li
 
 _Key = TypeVar("_Key", bound=Hashable)
 
+Held = Mapping[SequenceHash, SequenceHash]
+"""Blocks that are held, each with its parent."""
 BlockRun = tuple[SequenceHash, list[SequenceHash]]
 """A parent, and blocks that follow it one after the other."""
 
@@ -41,6 +43,11 @@ class View:
         """How often it is held under one name, where that is more than once."""
         # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
         self._retired: OrderedDict[EngineHash, None] = OrderedDict()
+
+    @property
+    def held(self) -> Held:
+        """Every block held, with its parent: the book itself, which changes with each event."""
+        return self._parents
 
     def __len__(self) -> int:
         return len(self._parents)

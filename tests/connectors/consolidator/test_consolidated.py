@@ -473,7 +473,7 @@ PROMPTS = st.lists(st.sampled_from([(0, 0), (1, 1)]), min_size=1, max_size=3).ma
 )
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["compute", "host", "disk"]), PROMPTS),
+        st.tuples(st.sampled_from(["compute", "churn", "host", "disk"]), PROMPTS),
         st.tuples(st.sampled_from(["evict", "drop host", "lose host", "drop disk", "lose disk"]),
                   st.integers(0, 30)),
         st.tuples(st.sampled_from(["reset", "detach", "host restarts", "disk lost", "stream lost"]),
@@ -497,9 +497,13 @@ class World:
         """One of the actions above; one that makes no sense now does nothing."""
         match name.split(), argument:
             case ["compute"], tuple(prompt):
-                ends = range(0, len(prompt), 2)
-                start = max(end for end in ends if not end or self.device.copies[prompt[:end]])
-                self.publish(self.device.store(prompt, start // 2))
+                self.publish(self.compute(prompt))
+            case ["churn"], tuple(prompt):
+                # One batch in which blocks come, go and come again: the core knows its end first.
+                batch: list[EngineEvent] = [self.compute(prompt)]
+                batch += [self.device.evict(0) for _ in prompt[3::2]]
+                batch += [self.compute(prompt), self.device.evict(1), self.device.evict(0)]
+                self.publish(*batch)
             case ["evict"], int(index) if +self.device.copies:
                 self.publish(self.device.evict(index))
             case ["reset"], _:
@@ -523,9 +527,15 @@ class World:
             case ["stream", "lost"], _:
                 self.lose_stream()
 
-    def publish(self, event: EngineEvent) -> None:
+    def compute(self, prompt: tuple[int, ...]) -> BlockStored:
+        """Hold what is not held of a prompt, and its last block anew."""
+        ends = range(0, len(prompt), 2)
+        start = max(end for end in ends if not end or self.device.copies[prompt[:end]])
+        return self.device.store(prompt, start // 2)
+
+    def publish(self, *events: EngineEvent) -> None:
         """A live batch of the engine."""
-        seq = self.device.publish(event)
+        seq = self.device.publish(*events)
         self.harness.send(EngineBatchReceived(key(), seq, self.device.batches[seq]))
 
     def store(self, tier: TierModel, prompt: tuple[int, ...]) -> None:
