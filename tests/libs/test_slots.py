@@ -24,7 +24,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import InvalidTransition, SlotTable
 
-from tests.libs.helpers import StrictLru, block, name
+from tests.libs.helpers import StrictLru, block, name, names
 
 
 def table_of(*numbers: int, slot_count: int = 4) -> SlotTable:
@@ -177,11 +177,35 @@ def test_after_a_restore_leaves_leave_before_their_roots() -> None:
     """Two chains, 1 ← 2 ← 3 and 4 ← 5, the first committed first."""
     chain = {1: 0, 2: 1, 3: 2, 4: 0, 5: 4}
     blocks = [msgspec.structs.replace(block(n), parent=name(p)) for n, p in chain.items()]
-    for policy in (make_policy("lru"), make_policy("lfu")):
+    for policy in map(make_policy, ("lru", "lfu")):
         table = SlotTable(5, policy)
         table.restore(dict(enumerate(blocks)))
         table.check()
         assert policy.victims(5) == [name(number) for number in (3, 2, 1, 5, 4)]
+
+
+def test_restored_blocks_are_unfolded_in_their_order_and_once() -> None:
+    """1. Of four one leaves, one is discarded under a pin, and a new one takes a slot.
+    2. What is unfolded is what is left of the four; nobody sees a difference otherwise.
+    """
+    table = SlotTable(4, StrictLru())
+    table.restore({3: block(1), 0: block(2), 1: block(3), 2: block(4)})
+    assert table.folded([name(2), name(7)]) == {name(2)}
+    assert table.unfold(1) == [block(1)]
+    table.pin(1)
+    assert table.discard(name(3)) == block(3)
+    assert table.evict(name(2)) == block(2)
+    assert commit(table, 9) == 0
+    assert table.blocks() == [block(1), block(4), block(9)]
+    assert table.unfolded_blocks() == [block(1), block(9)]
+    assert table.folded(names(1, 2, 3, 4, 9)) == {name(4)}
+    table.check()
+    assert table.unfold(9) == [block(4)]
+    assert table.folded_count == 0
+    assert table.unfold(1) == []
+    table.unpin([1])
+    table.check()
+    assert table.blocks() == table.unfolded_blocks() == [block(1), block(4), block(9)]
 
 
 def test_restore_wants_an_empty_table() -> None:
@@ -331,6 +355,14 @@ class SlotsAndLeases(RuleBasedStateMachine):
             self.note("restored", name(number))
             self.committed[name(number)] = slot
             self.generations[slot] += 1
+
+    @rule(count=st.integers(1, 3))
+    def unfold(self, count: int) -> None:
+        before = self.table.unfolded_blocks()
+        found = self.table.unfold(count)
+        after = self.table.unfolded_blocks()
+        assert {*after} == {*before, *found}
+        assert len(after) == len(before) + len(found)
 
     @rule(number=NUMBERS)
     def stage(self, number: int) -> None:

@@ -52,7 +52,7 @@ class DiskTier(Service):
             instance="0",
             epoch=self.epoch,
             frequency_filter=FrequencyFilter(enabled=self.world.plan.filtered),
-            limits=Limits(batch_blocks_max=4, writes_max=2, reads_max=3),
+            limits=Limits(batch_blocks_max=4, writes_max=2, reads_max=3, announced_blocks_max=2),
         )
         self._arena: Memory | None = None
         self._recovered: set[SequenceHash] = set()
@@ -134,6 +134,8 @@ class DiskTier(Service):
                     self._read(effect)
                 case disk.Answer(reply_to, reply):
                     self._verbs.pop(reply_to)(reply)
+                case disk.AnnounceLater():
+                    self.later(VERB_MS, partial(self.step, disk.AnnounceMore()))
                 case disk.Publish(event):
                     self.publish(event)
                 case disk.SayAccepting():

@@ -132,12 +132,17 @@ class CoreLoop(Generic[Input, Effect]):
             text = f"{self.depth} inputs and {self._in_flight} effects left after {deadline_s} s"
             raise DeadlineExceeded(text) from error
 
-    async def run(self) -> None:
-        """Own the core until cancelled. Effects in flight are cancelled with it."""
+    async def run(self, first: Sequence[Effect] = ()) -> None:
+        """Carry out what is due at `first`, and own the core until cancelled.
+
+        Effects in flight are cancelled with it.
+        """
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             if self._tick is not None:
                 tasks.create_task(self._run_ticker(), name="ticker")
+            for effect in first:
+                self._start(effect, tasks)
             while True:
                 await self._wake.wait()
                 self._burst(tasks)

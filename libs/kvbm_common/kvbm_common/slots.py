@@ -33,11 +33,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 
-import msgspec
+import numpy as np
 
-from kvbm_common.eviction import EvictionPolicy, restore_policy
+from kvbm_common.blocks import Block, BlockColumns
+from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.identity import SequenceHash
+
+__all__ = ["Block", "InvalidTransition", "SlotState", "SlotTable"]
 
 
 class SlotState(Enum):
@@ -68,17 +72,8 @@ class InvalidTransition(AssertionError):
     """Our mistake: a slot was asked for a move that its state does not have."""
 
 
-class Block(msgspec.Struct, frozen=True, gc=False):
-    """What a tier knows of a committed block.
-
-    `checksum` is the xxh3-64 of its `bytes` bytes; `namespace` is a 32-byte digest.
-    """
-
-    hash: SequenceHash
-    parent: SequenceHash
-    namespace: bytes
-    checksum: int
-    bytes: int
+_FOLDED = Block(SequenceHash(b""), SequenceHash(b""), b"", 0, 0)
+"""Stands for a block of a former life of which only the columns are there."""
 
 
 class SlotTable:
@@ -101,6 +96,9 @@ class SlotTable:
         self._abandoned: set[int] = set()
         self._retired: list[int] = []
         self._block_bytes = 0
+        self._former = BlockColumns.of({})
+        self._unfolded = 0
+        """So many of the former blocks, or their slots, are like all others."""
 
     # --- questions --------------------------------------------------------------------------
 
@@ -120,7 +118,7 @@ class SlotTable:
         """The committed block in a slot."""
         block = self._block[slot]
         assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
-        return block
+        return block if block is not _FOLDED else self._former[slot]
 
     def generation(self, slot: int) -> int:
         """How often the slot was staged."""
@@ -132,11 +130,32 @@ class SlotTable:
 
     def blocks(self) -> list[Block]:
         """All blocks that can be found."""
-        return [self.block(slot) for slot in self._slot.values()]
+        return list(self.each_block())
+
+    def unfolded_blocks(self) -> list[Block]:
+        """Those that are not folded."""
+        found = map(self._block.__getitem__, self._slot.values())
+        return [block for block in found if block is not None and block is not _FOLDED]
+
+    def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
+        """Which of these blocks are here, and folded."""
+        if not self.folded_count:
+            return set()
+        slots = ((name, self._slot.get(name)) for name in names)
+        return {name for name, slot in slots if slot is not None and self._block[slot] is _FOLDED}
+
+    @property
+    def folded_count(self) -> int:
+        """How many `restore`d slots are still to be unfolded."""
+        return len(self._former) - self._unfolded
 
     def each_block(self) -> Iterator[Block]:
         """The same one after the other; nothing may be moved meanwhile."""
         return (self.block(slot) for slot in self._slot.values())
+
+    def latest(self, count: int) -> list[SequenceHash]:
+        """The `count` blocks that were committed last, oldest first."""
+        return list(islice(reversed(self._slot), count))[::-1]
 
     def pin_count(self, slot: int) -> int:
         """How often a slot is pinned."""
@@ -231,22 +250,41 @@ class SlotTable:
     def restore(self, blocks: Mapping[int, Block]) -> None:
         """Put committed blocks where a former life had them, from the oldest on.
 
-        Only into an all-RESET table: each is staged and registered in one.
+        Only into an all-RESET table: each is staged and registered in one. They are *folded*: like
+        all others, but that a `Block` is made of one when it is wanted, until it is unfolded.
+        Columns are taken over: their `slot_of` becomes the table's own.
         """
         assert len(self._reset) == self.slot_count
-        self._reset = [slot for slot in self._reset if slot not in blocks]
-        for slot, block in blocks.items():
-            self._state[slot] = SlotState.INACTIVE
-            self._generation[slot] = 1
-            self._block[slot] = block
-            self._slot[block.hash] = slot
-            self._block_bytes += block.bytes
-        assert len(self._slot) == len(blocks), "a block is in two slots"
-        restore_policy(
-            self.policy,
-            ((block.hash, block.parent) for block in blocks.values()),
-            _leaves_first(blocks.values()),
-        )
+        former = BlockColumns.of(blocks)
+        assert len(former.slot_of) == len(former), "a block is in two slots"
+        taken = np.zeros(self.slot_count, bool)
+        taken[former.slots] = True
+        self._reset = np.flatnonzero(~taken)[::-1].tolist()
+        self._state = [SlotState.INACTIVE] * self.slot_count
+        self._generation = [1] * self.slot_count
+        self._block = [_FOLDED] * self.slot_count
+        for slot in self._reset:
+            self._state[slot], self._generation[slot], self._block[slot] = SlotState.RESET, 0, None
+        self._slot = former.slot_of
+        self._block_bytes = former.total_bytes
+        self._former, self._unfolded = former, 0
+        self.policy.fill(former)
+
+    def unfold(self, count: int) -> list[Block]:
+        """Unfold the next `count` restored blocks; returns those that can still be found."""
+        start = self._unfolded
+        blocks = self._former.blocks(start, start + count)
+        slots = self._former.slots[start : start + count].tolist()
+        self._unfolded += len(blocks)
+        found: list[Block] = []
+        for slot, block in zip(slots, blocks, strict=True):
+            if self._block[slot] is _FOLDED:  # Else it has left, and perhaps another has come.
+                self._block[slot] = block
+                if slot not in self._discarded:
+                    found.append(block)
+        if self._unfolded == len(self._former):
+            self._former, self._unfolded = BlockColumns.of({}), 0
+        return found
 
     def pin(self, slot: int, *, used: bool = False) -> None:
         """Keep a committed block from eviction; counts. `used`: somebody asked for it by name."""
@@ -343,10 +381,8 @@ class SlotTable:
 
     def _free(self, slot: int) -> None:
         self._move(slot, "unpin")
-        block = self._block[slot]
-        assert block is not None
         if slot not in self._discarded:
-            self.policy.free(block.hash)
+            self.policy.free(self.block(slot).hash)
             return
         self._discarded.remove(slot)
         self._move(slot, "evict")
@@ -386,21 +422,10 @@ class SlotTable:
             assert (self._pins[slot] > 0) == (state is SlotState.ACTIVE)
             committed = state in (SlotState.INACTIVE, SlotState.ACTIVE)
             assert (self._block[slot] is not None) == committed
-        assert self._block_bytes == sum(block.bytes for block in self._block if block is not None)
+        held = [slot for slot, block in enumerate(self._block) if block is not None]
+        assert self._block_bytes == sum(self.block(slot).bytes for slot in held)
+        folded = {slot for slot in held if self._block[slot] is _FOLDED}
+        assert folded <= set(self._former.slots[self._unfolded :].tolist())
         counts = self.counts()
         assert counts["total"] == self.slot_count - by_state[SlotState.RETIRED]
         assert all(counts[state.value] == by_state[state] for state in SlotState), counts
-
-
-def _leaves_first(blocks: Iterable[Block]) -> list[SequenceHash]:
-    """The same order, but every run of children behind their parents is turned round."""
-    names: list[SequenceHash] = []
-    run: list[SequenceHash] = []
-    last = None
-    for block in blocks:
-        if block.parent != last:
-            names += reversed(run)
-            run = []
-        last = block.hash
-        run.append(last)
-    return names + run[::-1]

@@ -26,6 +26,7 @@ from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.hosts import Hosts
 from kvbm_disk_tier.messages import (
     AdminAsked,
+    AnnounceMore,
     Answer,
     ArenaFailed,
     ArenaKnown,
@@ -128,6 +129,8 @@ class DiskTierCore:
             case StoreOpened():
                 self.tier.opened(event, now_ms)
                 self.writes.budget.spend(event.depth.written_bytes)
+            case AnnounceMore():
+                self.tier.announce_former()
             case StoreFailed():
                 self.tier.open_failed(event, now_ms)
             case StoreDown(reason):
@@ -239,9 +242,8 @@ class DiskTierCore:
     # --- questions --------------------------------------------------------------------------
 
     def snapshot(self) -> SnapshotReply:
-        """Everything that is committed, as of the last event."""
-        blocks = [] if self.tier.stopping else self.tier.table.blocks()
-        return self.tier.announcer.snapshot(blocks)
+        """Everything that is committed and announced, as of the last event."""
+        return self.tier.announcer.snapshot(self.tier.told_blocks())
 
     def statistics(self) -> StatsReply:
         """Figures for metrics and admin API."""

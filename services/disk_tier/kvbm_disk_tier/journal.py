@@ -24,15 +24,13 @@ name a block whose bytes are gone, and the checksum of the block catches that on
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
+from kvbm_common.blocks import COLUMNS, Block, BlockColumns
 from kvbm_common.checksum import block_checksum, record_checksums
-from kvbm_common.identity import SequenceHash
-from kvbm_common.slots import Block
 from numpy.typing import NDArray
 
 RECORD_BYTES = 128
@@ -42,9 +40,8 @@ _CHECK = struct.Struct("<Q")
 assert _BODY.size + _CHECK.size == RECORD_BYTES
 _RECORD = np.dtype(
     {
-        "names": ["magic", "operation", "order", "slot", "bytes", "hash", "parent", "namespace",
-                  "checksum", "check"],
-        "formats": ["S4", "u1", "<u8", "<u4", "<u4", "V16", "V16", "V32", "<u8", "<u8"],
+        "names": ["magic", "operation", "order", *COLUMNS, "check"],
+        "formats": ["S4", "u1", "<u8", *COLUMNS.values(), "<u8"],
         "offsets": [0, 4, 8, 16, 20, 24, 40, 56, 88, 120],
         "itemsize": RECORD_BYTES,
     }
@@ -73,7 +70,7 @@ class Record:
 class Replay:
     """What a journal says: the live block of each slot, and where to go on."""
 
-    blocks: dict[int, Block]
+    blocks: Mapping[int, Block]
     """In the order in which they were committed."""
     next_order: int
     records: int
@@ -139,42 +136,7 @@ def _by_order(records: NDArray[np.void], indices: NDArray[np.intp]) -> NDArray[n
     return indices[np.argsort(records["order"][indices], kind="stable")]
 
 
-def _live(records: NDArray[np.void], newest: NDArray[np.intp]) -> dict[int, Block]:
-    """The committed blocks by slot. A million take a second or two: mind what is made anew."""
+def _live(records: NDArray[np.void], newest: NDArray[np.intp]) -> BlockColumns:
+    """The committed blocks by slot."""
     chosen = newest[records["operation"][newest] == Operation.COMMITTED]
-    slots: list[int] = records["slot"][chosen].tolist()
-    hashes = records["hash"][chosen]
-    names: list[SequenceHash] = hashes.tolist()
-    blocks = map(
-        Block,
-        names,
-        _parents(hashes, records["parent"][chosen], names),
-        _column(records["namespace"][chosen]),
-        records["checksum"][chosen].tolist(),
-        _column(records["bytes"][chosen]),
-    )
-    found = dict(zip(slots, blocks, strict=True))
-    slot_of = dict(zip(names, slots, strict=True))
-    if len(slot_of) < len(names):
-        newer = set(slot_of.values())
-        found = {slot: block for slot, block in found.items() if slot in newer}
-    return found
-
-
-def _parents(
-    hashes: NDArray[np.void], parents: NDArray[np.void], names: list[SequenceHash]
-) -> list[SequenceHash]:
-    """The parents. Most are the name before: those are not made anew."""
-    found = names[-1:] + names[:-1]
-    continues = np.zeros(len(names), bool)
-    continues[1:] = parents[1:] == hashes[:-1]
-    for index in np.flatnonzero(~continues).tolist():
-        found[index] = parents[index].item()
-    return found
-
-
-def _column(values: NDArray[Any]) -> list[Any]:
-    """A column as Python's objects; one for all if all are the same, as they mostly are."""
-    if len(values) and bool((values == values[0]).all()):
-        return [values[0].item()] * len(values)
-    return list(values.tolist())
+    return BlockColumns(records, chosen).without_older()

@@ -195,6 +195,11 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceMore:
+    """Others have had their turn: go on with the announcement of a former life's blocks."""
+
+
+@dataclass(frozen=True, slots=True)
 class WritersKnown:
     """These instances of this host, this one included or not, take blocks now."""
 
@@ -230,6 +235,7 @@ class Tick:
 Input = (
     StoreOpened
     | StoreFailed
+    | AnnounceMore
     | StoreDown
     | StoreUp
     | HostSeen
@@ -330,6 +336,11 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceLater:
+    """There is more to announce: let others have their turn. Ends in AnnounceMore."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenStore:
     """Make a store of slots of this size, whatever was there before.
 
@@ -386,6 +397,7 @@ Effect = (
     | ReadSlots
     | AppendJournal
     | Answer
+    | AnnounceLater
     | Publish
     | SayAccepting
 )

@@ -51,6 +51,8 @@ from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.medium import Medium
 from kvbm_disk_tier.messages import (
     AdminAsked,
+    AnnounceLater,
+    AnnounceMore,
     Answer,
     AppendJournal,
     ArenaFailed,
@@ -108,6 +110,8 @@ GOODBYE_S = 1.0
 LOCK_DEADLINE_S = 4.5
 """A predecessor whose place we have taken is gone by then (kvbm_common.service.EXIT_DEADLINE_S)."""
 LOCK_TRY_S = 0.1
+ANNOUNCE_DEADLINE_S = 0.25
+"""How long the next step that announces a former life's blocks waits for the one before."""
 SEALED_BATCHES = 6
 """Batches that are sealed or opened at once: a sealed store takes so much more memory."""
 ACCEPTING = "accepting"
@@ -159,17 +163,16 @@ class TierShell:
         own = {"fill": self._fill, "snapshot": self._snapshot, "fates": self._fates}
         further = {"filter": _filter_request}
         await context.add_verbs(own | tier_verbs(self._admin, context.audit, further=further))
+        first = list(self._core.start())
+        if recovered is not None:  # Ready is who has it in its tables.
+            first += self._core.step(recovered, monotonic_ms())
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._loop.run(), name="core"),
+                tasks.create_task(self._loop.run(first), name="core"),
                 tasks.create_task(self._publisher.run(), name="publisher"),
                 tasks.create_task(self._follow_hosts(), name="host events"),
                 tasks.create_task(self._medium.run(self._loop), name="medium"),
             ]
-            for effect in self._core.start():
-                self._carry_out(effect)
-            if recovered is not None:
-                self._loop.complete(recovered)
             forget = context.registry.watch(self._registry_changed)
             blocks = len(recovered.replay.blocks) if isinstance(recovered, StoreOpened) else 0
             context.ready(f"{self._medium.where} with {blocks} blocks")
@@ -308,11 +311,19 @@ class TierShell:
                 self._answer(reply_to, reply)
             case Publish(event):
                 self._publish(event)
+            case AnnounceLater():
+                return self._pause()
             case SayAccepting(accepting):
                 return self._say_accepting(accepting)
             case _:
                 assert_never(effect)
         return None
+
+    async def _pause(self) -> AnnounceMore:
+        """Others have their turn, and NATS its time: what the outbox dropped would be a gap."""
+        with contextlib.suppress(DeadlineExceeded):
+            await self._publisher.flush(deadline_s=ANNOUNCE_DEADLINE_S)
+        return AnnounceMore()
 
     async def _say_accepting(self, accepting: bool) -> None:
         """Whoever does not hear of it goes on as before: a block is written twice, or not."""

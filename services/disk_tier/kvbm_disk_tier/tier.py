@@ -7,10 +7,10 @@ made anew as soon as nothing flies. A store that cannot be made is tried again, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvbm_common.announcer import Announcer
+from kvbm_common.announcer import EVENT_BLOCKS_MAX, Announcer
 from kvbm_common.breaker import Breaker, BreakerState
 from kvbm_common.config import Settings
 from kvbm_common.diary import DIARY_ENTRIES_MAX, Diary
@@ -25,6 +25,7 @@ from kvbm_common.wire.verbs import ArenaReply
 
 from kvbm_disk_tier.journal import RECORD_BYTES, Operation, Record
 from kvbm_disk_tier.messages import (
+    AnnounceLater,
     AppendJournal,
     Depth,
     Effect,
@@ -91,6 +92,8 @@ class Limits:
     lease_ms: int = 5_000
     journal_records_per_slot: int = 4
     """The journal is rewritten when it holds more than this per slot (and 65,536)."""
+    announced_blocks_max: int = EVENT_BLOCKS_MAX
+    """Of a former life's blocks so many are announced in one step, within some 5 ms."""
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -228,17 +231,18 @@ class Tier:
         if self._opening or self.stopping or now_ms < self._open_again_ms:
             return
         self._is_open, self._opening = False, True
+        untold = {block.hash for block in self.table.unfold(self.table.folded_count)}
         blocks = self.table.blocks()
         self.counts["dropped.store_reformatted"] += len(blocks)
         self.table = SlotTable(0, make_policy(self._policy_name))
         for lease in self.leases.all():  # What they held is gone, and so are its slots.
             self.leases.release(lease.id)
         self.slot_bytes = 0
-        self.announce_removed(blocks, "reformatted")
+        self.announce_removed(blocks, "reformatted", untold)
         self.emit(OpenStore(slot_bytes))
 
     def opened(self, event: StoreOpened, now_ms: int) -> None:
-        """Take over what the journal says is there, and announce it."""
+        """Take over what the journal says is there, and begin to announce it."""
         assert len(self.table) == 0
         self._is_open, self._opening = True, False
         self.problem = ""
@@ -249,13 +253,12 @@ class Tier:
         self._journal_records = event.replay.records
         self.counts["journal_damaged_records"] += event.replay.damaged
         self.table.restore(event.replay.blocks)
-        blocks = self.table.blocks()
-        self.counts["recovered_blocks"] += len(blocks)
+        self.counts["recovered_blocks"] += len(self.table)
         self.counts["bytes.measuring"] += event.depth.written_bytes
         self._use_depth(event.depth)
-        for block in blocks[-DIARY_ENTRIES_MAX:]:
-            self.diary.note(now_ms, "recovered from the journal", block.hash)
-        self.announce_stored(blocks)
+        for name in self.table.latest(DIARY_ENTRIES_MAX):
+            self.diary.note(now_ms, "recovered from the journal", name)
+        self.announce_former()
 
     def _use_depth(self, depth: Depth) -> None:
         reads, writes = self.limits.read_blocks_max, self.limits.write_blocks_max
@@ -306,9 +309,10 @@ class Tier:
     def make_room(self, count: int) -> int:
         """Evict for `count` slots; returns how many can be staged now."""
         victims = self.table.policy.victims(max(0, count - self.table.counts()["reset"]))
+        untold = self.table.folded(victims)
         evicted = [(self.table.find(name), self.table.evict(name)) for name in victims]
         self.journal_removed(evicted)
-        self.announce_removed([block for _, block in evicted], "evicted")
+        self.announce_removed([block for _, block in evicted], "evicted", untold)
         return min(count, self.table.counts()["reset"])
 
     def quarantine(self, corrupt: Iterable[tuple[int, Block]]) -> None:
@@ -317,12 +321,14 @@ class Tier:
 
     def lose(self, lost: Iterable[tuple[int, Block]], reason: str) -> None:
         """Blocks that cannot be had any more; `gone`: the store has lost them already."""
+        lost = list(lost)
+        untold = self.table.folded(block.hash for _, block in lost)
         found = [
             (slot, block) for slot, block in lost if self.table.discard(block.hash) is not None
         ]
         if reason != "gone":
             self.journal_removed(found)
-        self.announce_removed([block for _, block in found], reason)
+        self.announce_removed([block for _, block in found], reason, untold)
 
     def remove(self, names: Iterable[SequenceHash], reason: str) -> None:
         """Blocks that leave at once, pinned or not."""
@@ -335,13 +341,30 @@ class Tier:
             self.table.unpin(lease.slots)
 
     # --- announcements ----------------------------------------------------------------------
+    #
+    # A block of a former life is announced when it is unfolded. Until then nobody was told of it,
+    # so that no snapshot has it, and nobody is told when it leaves.
+
+    def announce_former(self) -> None:
+        """Tell the world of the next of a former life's blocks: it is served meanwhile."""
+        if not self.table.folded_count or self.stopping:
+            return
+        self.announce_stored(self.table.unfold(self.limits.announced_blocks_max))
+        if self.table.folded_count:
+            self.emit(AnnounceLater())
+
+    def told_blocks(self) -> list[Block]:
+        """The blocks that the world believes to be here."""
+        return [] if self.stopping else self.table.unfolded_blocks()
 
     def announce_stored(self, blocks: Sequence[Block]) -> None:
         """Tell the world of committed blocks."""
         self._publish(self.announcer.stored(blocks) if not self.stopping else [])
 
-    def announce_removed(self, blocks: Sequence[Block], reason: str) -> None:
-        """Tell the world of lost blocks."""
+    def announce_removed(
+        self, blocks: Sequence[Block], reason: str, untold: Collection[SequenceHash] = ()
+    ) -> None:
+        """Tell the world of lost blocks, but for those that it was never told of."""
         self.counts[f"evictions.{reason}"] += len(blocks)
         for block in blocks:
             self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
@@ -349,7 +372,8 @@ class Tier:
             (block.hash for block in blocks), reason, self.now_ms,
             detail=self.policy_name if reason == "evicted" else "",
         )  # fmt: skip
-        self._publish(self.announcer.removed(blocks, reason) if not self.stopping else [])
+        told = [block for block in blocks if block.hash not in untold] if untold else blocks
+        self._publish(self.announcer.removed(told, reason) if not self.stopping else [])
 
     def _publish(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -369,8 +393,8 @@ class Tier:
 
     def rewrite_long_journal(self, committing: Iterable[tuple[int, Block]]) -> None:
         """Keep only what is live: committed blocks, and those whose record is on its way."""
-        if not self.kind.sized:
-            return  # What is there is said by what is there.
+        if not self.kind.sized or self.table.folded_count:
+            return  # What is there is said by what is there; or there is more urgent work.
         longest = max(
             JOURNAL_RECORDS_MIN, self.limits.journal_records_per_slot * self.table.slot_count
         )

@@ -152,8 +152,9 @@ class Disk:
         """One input; returns the effects other than announcements."""
         effects = self._take(self.core.step(event, self.now_ms))
         self.core.check()
-        there = set(numbers(self.core.table.blocks()))
-        expected = set() if self.core.tier.stopping else there
+        here = {block.hash for block in self.core.table.blocks()}
+        told = here - self.core.table.folded(here)
+        expected = set() if self.core.tier.stopping else {int.from_bytes(n, "big") for n in told}
         assert self.announced == expected, "the events say something else than the table"
         return effects
 
@@ -300,7 +301,8 @@ class Disk:
 
     def on_disk(self) -> dict[int, int]:
         """Block → slot of what is committed."""
-        found = {number: self.core.table.find(name(number)) for number in self.announced}
+        here = [] if self.core.tier.stopping else numbers(self.core.table.blocks())
+        found = {number: self.core.table.find(name(number)) for number in here}
         return {number: slot for number, slot in found.items() if slot is not None}
 
     def recovered(self) -> dict[int, int]:

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from kvbm_common.breaker import FAILURES_MAX, PAUSE_MAX_MS, PAUSE_MS
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.events import Removed, Stored
-from kvbm_common.wire.verbs import FillRequest, FillSlot, Hits, LeaseReply
+from kvbm_common.wire.events import Cleared, Removed, Stored
+from kvbm_common.wire.verbs import FillRequest, FillSlot, Hits, LeaseReply, SnapshotReply
 from kvbm_disk_tier.core import DiskTierCore, Limits
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.journal import Operation
 from kvbm_disk_tier.messages import (
+    AnnounceLater,
+    AnnounceMore,
     AppendJournal,
     ArenaFailed,
     ArenaKnown,
@@ -621,6 +623,71 @@ def test_a_warm_restart_announces_what_the_journal_says() -> None:
     assert one(disk.fill(1, 2), ReadSlots).sources == (0, 3)
     disk.store(5)
     assert disk.on_disk() == {1: 0, 2: 3, 5: 1}
+
+
+def in_steps(slots: int, *there: int, at_once: int = 2) -> tuple[Disk, list[Effect]]:
+    """After a restart with these blocks in slots 0, 1, …, the first of which are announced."""
+    disk = Disk(ready=False, slots=slots, limits=Limits(announced_blocks_max=at_once))
+    disk.step(ArenaKnown(arena()))
+    effects = disk.step(opened(slots, {slot: block(number) for slot, number in enumerate(there)}))
+    return disk, effects
+
+
+def test_a_warm_restart_is_announced_in_steps_and_serves_meanwhile() -> None:
+    """1. Five blocks, two at once. 2. What nobody was told of is read, too. 3. A snapshot between
+    two steps is what was announced so far. 4. The last step asks for no other.
+    """
+    disk, effects = in_steps(5, 1, 2, 3, 4, 5)
+    assert disk.announced == {1, 2}
+    assert of(effects, AnnounceLater) == [AnnounceLater()]
+    disk.finish(disk.fill(5, 1))
+    snapshot = disk.core.snapshot()
+    assert snapshot_numbers(snapshot) == {1, 2}
+    assert snapshot.seq == len(disk.events)
+    assert of(disk.step(AnnounceMore()), AnnounceLater) == [AnnounceLater()]
+    assert disk.announced == {1, 2, 3, 4}
+    assert of(disk.step(AnnounceMore()), AnnounceLater) == []
+    assert disk.announced == {1, 2, 3, 4, 5}
+    assert disk.step(AnnounceMore()) == []
+
+
+def test_what_leaves_before_it_is_announced_is_never_heard_of() -> None:
+    """Evicted for another block, found to be rotten, and discarded while it is read."""
+    disk, _ = in_steps(4, 1, 3, 5, 7)
+    assert disk.announced == {1, 3}
+    disk.finish(disk.fill(1, 3))  # Used just now: the others leave before them.
+    [reading] = of(disk.fill(7), ReadSlots)
+    disk.store(9)
+    assert disk.announced == {1, 3, 9}
+    disk.read(reading, 7)
+    assert disk.counts["evictions.evicted"] == disk.counts["evictions.corrupt"] == 1
+    disk.step(AnnounceMore())
+    assert disk.announced == {1, 3, 9}
+    assert of(disk.events, Removed) == []
+    disk.store(5)
+    assert disk.announced == {1, 3, 5, 9}
+
+
+def test_a_store_that_is_made_anew_removes_what_was_announced_only() -> None:
+    """Another model's arena is known before all of the former life's blocks are announced."""
+    disk, _ = in_steps(4, 1, 3, 5, 7)
+    disk.step(ArenaKnown(arena(epoch=HOST_EPOCH + 1, slot_bytes=2 * SLOT_BYTES)))
+    assert one(disk.events, Removed).hashes == [name(1).hex(), name(3).hex()]
+    assert disk.counts["dropped.store_reformatted"] == 4
+    assert disk.step(AnnounceMore()) == []
+
+
+def test_who_stops_while_it_announces_is_silent_afterwards() -> None:
+    """The last `cleared` is the last event, and the blocks are there after the next restart."""
+    disk, _ = in_steps(4, 1, 3, 5, 7)
+    disk._take(disk.core.stop())
+    assert of(disk.step(AnnounceMore()), AnnounceLater) == []
+    assert isinstance(disk.events[-1], Cleared)
+
+
+def snapshot_numbers(snapshot: SnapshotReply) -> set[int]:
+    """The blocks in a snapshot."""
+    return {int(text, 16) for part in snapshot.parts for run in part.runs for text in run.hashes}
 
 
 def test_a_store_of_another_slot_size_is_made_anew_once_nothing_flies() -> None:

@@ -16,9 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvbm_common.eviction import POLICIES
 from kvbm_common.wire.admin import PolicyRequest, ResizeRequest
 from kvbm_disk_tier.core import Limits
-from kvbm_disk_tier.journal import Operation
+from kvbm_disk_tier.journal import Operation, Record, Replay
 from kvbm_disk_tier.messages import (
     AdminAsked,
+    AnnounceLater,
+    AnnounceMore,
     Answer,
     AppendJournal,
     ArenaKnown,
@@ -32,15 +34,18 @@ from kvbm_disk_tier.messages import (
     ReadSlots,
     ReleaseHost,
     StoreFailed,
+    StoreOpened,
     WriteSlots,
 )
 from kvbm_disk_tier.tier import STORE_RETRY_MS
 
 from tests.services.disk_tier.helpers import (
     HOST_EPOCH,
+    SLOT_BYTES,
     Disk,
     arena,
     asked,
+    block,
     filled,
     numbers,
     of,
@@ -73,18 +78,38 @@ class Everything(RuleBasedStateMachine):
         self.held: set[int] = set()
         """Leases that the host tier has granted and not got back."""
         self.unanswered = 0
+        self.untold = False
+        """Of a former life's blocks some are still to be announced."""
 
-    @initialize(filtered=st.booleans(), staging=st.booleans(), writes_max=st.integers(1, 3))
-    def begin(self, filtered: bool, staging: bool, writes_max: int) -> None:
+    @initialize(
+        filtered=st.booleans(), staging=st.booleans(), writes_max=st.integers(1, 3),
+        former=st.lists(st.integers(1, 8), max_size=SLOTS, unique=True),
+    )  # fmt: skip
+    def begin(self, filtered: bool, staging: bool, writes_max: int, former: list[int]) -> None:
         limits = Limits(
             writes_max=writes_max, commits_max=2, reads_max=2, reads_waiting_max=3,
             batch_blocks_max=2, pending_max=6, journal_records_per_slot=1,
+            announced_blocks_max=1,
         )  # fmt: skip
         self.disk = Disk(
             slots=SLOTS, filtered=filtered, staging=staging, ready=False, limits=limits
         )
         self.take(self.disk.step(HostSeen("0")))
+        if former:
+            self.wake_up(former)
         self.host_lives("arena")
+
+    def wake_up(self, former: list[int]) -> None:
+        """A former life has left these blocks; only the first is announced at once."""
+        self.bytes_in = dict(enumerate(former))
+        found = {slot: block(number) for slot, number in enumerate(former)}
+        records = [
+            Record(Operation.COMMITTED, 1 + slot, slot, there) for slot, there in found.items()
+        ]
+        self.disk.journal += records
+        replay = Replay(found, 1 + len(records), len(records), 0)
+        self.take(self.disk.step(StoreOpened(SLOTS, SLOT_BYTES, replay)))
+        assert self.disk.on_disk() == {number: slot for slot, number in enumerate(former)}
 
     def take(self, effects: list[Effect]) -> None:
         """What the outside world makes of effects."""
@@ -111,6 +136,8 @@ class Everything(RuleBasedStateMachine):
                     self.questions.append(effect)
                 case Answer():
                     self.unanswered -= 1
+                case AnnounceLater():
+                    self.untold = True
                 case _:
                     pass
 
@@ -131,8 +158,8 @@ class Everything(RuleBasedStateMachine):
 
     def check_read(self, read: ReadSlots) -> None:
         """What is read is what was written, with the checksum of that block."""
-        for slot, block in zip(read.sources, read.blocks, strict=True):
-            assert self.bytes_in[slot] == numbers([block])[0]
+        for slot, number in zip(read.sources, numbers(read.blocks), strict=True):
+            assert self.bytes_in[slot] == number
         assert read.epoch == self.epoch
 
     @staticmethod
@@ -292,6 +319,12 @@ class Everything(RuleBasedStateMachine):
         self.take(self.disk.step(AdminAsked(0, "policy", PolicyRequest(policy=policy))))
         assert self.disk.on_disk() == before
 
+    @precondition(lambda self: self.untold)
+    @rule()
+    def announce(self) -> None:
+        self.untold = False
+        self.take(self.disk.step(AnnounceMore()))
+
     @rule(ms=st.sampled_from([1, 100, STORE_RETRY_MS]))
     def wait(self, ms: int) -> None:
         self.take(self.disk.wait(ms))
@@ -300,6 +333,9 @@ class Everything(RuleBasedStateMachine):
         """Everything ends: nothing is staged, pinned or leased, and a restart finds the truth."""
         while self.leases or self.writes or self.releases or self.appends or self.reads:
             self.end_one()
+        while self.untold:
+            self.announce()
+        assert self.disk.announced == set(self.disk.on_disk())
         table = self.disk.core.table
         assert table.staged() == set()
         assert table.pins() == {}

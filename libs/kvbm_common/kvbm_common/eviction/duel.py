@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvbm_common.identity import SequenceHash
 
 GHOSTS_MAX = 8192
@@ -64,6 +67,10 @@ class Duel:
     def samples(self, word: int) -> bool:
         """Is this name in the sample? `word` is its `mix`."""
         return word >> (64 - SAMPLE_BITS) < self._sampled_below
+
+    def all_sampled(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """The same for many, given their `mixed`."""
+        return words >> np.uint64(64 - SAMPLE_BITS) < np.uint64(self._sampled_below)
 
     def used(self, name: SequenceHash, *, hit: bool, again: bool) -> None:
         """A sampled block was asked for, before too or not; the tier had it, or not."""

@@ -7,9 +7,10 @@ key of the last victim at its last use. Old fame is outlived that way. Among equ
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict
 from itertools import chain, islice
 
+from kvbm_common.blocks import BlockColumns
+from kvbm_common.eviction.order import FreeOrder
 from kvbm_common.identity import SequenceHash
 
 
@@ -21,11 +22,19 @@ class Lfu:
     def __init__(self) -> None:
         self._uses: dict[SequenceHash, int] = {}
         self._key: dict[SequenceHash, int] = {}
-        self._queues: dict[int, OrderedDict[SequenceHash, None]] = {}
+        self._queues: dict[int, FreeOrder] = {}
         self._keys: list[int] = []
         """Of the queues, sorted."""
         self._age = 0
         self._free_count = 0
+
+    def fill(self, former: BlockColumns) -> None:
+        if not len(former):
+            return
+        self._uses = dict.fromkeys(former.slot_of, 1)
+        self._key = self._uses.copy()
+        self._queue(1).fill(former)
+        self._free_count = len(former)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         assert block not in self._uses
@@ -38,20 +47,20 @@ class Lfu:
         old = self._key.get(block)
         new = self._key[block] = uses + self._age
         if old is not None and block in self._queues.get(old, ()):
-            del self._queues[old][block]
+            self._queues[old].remove(block)
             self._drop_if_empty(old)
-            self._queue(new)[block] = None
+            self._queue(new).add(block)
 
     def hold(self, block: SequenceHash) -> None:
         key = self._key[block]
-        del self._queues[key][block]
+        self._queues[key].remove(block)
         self._drop_if_empty(key)
         self._free_count -= 1
 
     def free(self, block: SequenceHash) -> None:
         queue = self._queue(self._key[block])
         assert block not in queue
-        queue[block] = None
+        queue.add(block)
         self._free_count += 1
 
     def forget(self, block: SequenceHash) -> None:
@@ -65,13 +74,13 @@ class Lfu:
     def __len__(self) -> int:
         return self._free_count
 
-    def _queue(self, key: int) -> OrderedDict[SequenceHash, None]:
+    def _queue(self, key: int) -> FreeOrder:
         if key not in self._queues:
-            self._queues[key] = OrderedDict()
+            self._queues[key] = FreeOrder()
             insort(self._keys, key)
         return self._queues[key]
 
     def _drop_if_empty(self, key: int) -> None:
-        if not self._queues[key]:
+        if not len(self._queues[key]):
             del self._queues[key]
             self._keys.remove(key)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
 from itertools import islice
 
+from kvbm_common.blocks import BlockColumns
+from kvbm_common.eviction.order import FreeOrder
 from kvbm_common.identity import SequenceHash
 
 
@@ -16,29 +16,27 @@ class Lru:
     """
 
     def __init__(self) -> None:
-        self._free: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._free = FreeOrder()
 
-    def fill(self, blocks: Iterable[SequenceHash]) -> None:
-        """Free blocks, oldest first; only into an empty policy."""
-        assert not self._free
-        self._free = OrderedDict.fromkeys(blocks)
+    def fill(self, former: BlockColumns) -> None:
+        self._free.fill(former)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
         assert block not in self._free
-        self._free[block] = None
+        self._free.add(block)
 
     def hold(self, block: SequenceHash) -> None:
-        del self._free[block]
+        self._free.remove(block)
 
     def free(self, block: SequenceHash) -> None:
         assert block not in self._free
-        self._free[block] = None
+        self._free.add(block)
 
     def touch(self, block: SequenceHash) -> None:
         pass  # `free` follows, and moves it.
 
     def forget(self, block: SequenceHash) -> None:
-        del self._free[block]
+        self._free.remove(block)
 
     def victims(self, count: int) -> list[SequenceHash]:
         return list(islice(self._free, count))

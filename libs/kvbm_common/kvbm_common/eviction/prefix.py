@@ -17,50 +17,31 @@ long as nothing looked at is worse. While LRU does better (see `duel`), its orde
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+
+from kvbm_common.blocks import BlockColumns
 from kvbm_common.eviction.duel import Duel
+from kvbm_common.eviction.nodes import (
+    DEPTH_KIND,
+    DEPTH_KINDS,
+    KINDS,
+    TURN_KIND,
+    Former,
+    Node,
+    Nodes,
+)
+from kvbm_common.eviction.order import FreeOrder
 from kvbm_common.eviction.returns import Returns, bucket_of
-from kvbm_common.eviction.sketch import SPREAD, WORD, Sketch, mix
+from kvbm_common.eviction.sketch import SPREAD, WORD, Sketch, mix, mixed
 from kvbm_common.identity import SequenceHash
 
 LOOKED_AT = 32
 """Leaves that are looked at before one of them is chosen."""
 CHOSEN_PER_LOOK = 2
-TURN_ENDS = (1, 2, 3, 5, 9)
-"""Turns up to each are of one kind, and all beyond the last."""
-DEPTH_ENDS = (3, 15, 63)
-DEPTH_KINDS = len(DEPTH_ENDS) + 1
-KINDS = (len(TURN_ENDS) + 1) * DEPTH_KINDS
 TURN_MAX = 255
-
-
-def _kinds(ends: tuple[int, ...]) -> list[int]:
-    return [sum(value > end for end in ends) for value in range(ends[-1] + 2)]
-
-
-TURN_KIND = _kinds(TURN_ENDS)
-DEPTH_KIND = _kinds(DEPTH_ENDS)
-
-
-class Node:
-    """What is known of a block that is here."""
-
-    __slots__ = ("count", "depth", "kind", "parent", "place", "sampled", "turn", "used")
-
-    def __init__(self, parent: SequenceHash, *, turn: int, depth: int, sampled: bool) -> None:
-        self.parent = parent
-        self.turn = turn
-        self.depth = depth
-        self.sampled = sampled
-        self.count = 0
-        """How often it was asked for lately, here or not."""
-        self.used = 0
-        self.kind = 0
-        self.place = -1
-        """Index among the free leaves, or -1."""
-
 
 Rank = tuple[float, int, int, SequenceHash]
 
@@ -69,9 +50,8 @@ class PrefixPolicy:
     """Eviction that knows prefixes. The same calls give the same victims, in every process."""
 
     def __init__(self, slot_count: int = 0) -> None:
-        self._nodes: dict[SequenceHash, Node] = {}
-        self._children: dict[SequenceHash, int] = {}
-        self._free: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._nodes = Nodes()
+        self._free = FreeOrder()
         self._leaves: list[SequenceHash] = []
         self._now = 0
         self._draw = SPREAD
@@ -81,22 +61,45 @@ class PrefixPolicy:
 
     # --- what the tier tells ----------------------------------------------------------------
 
+    def fill(self, former: BlockColumns) -> None:
+        """Nobody knows how often they were used: once. That none has come back is no lesson."""
+        words = mixed(former.hashes)
+        self._sketch.fill(words)
+        in_duel = self.duel.all_sampled(words)
+        known = Former(former, in_duel)
+        self._nodes.fill(known)
+        self._leaves = known.leaves
+        self._free.fill(former)
+        self._now = len(former)
+        waited = np.flatnonzero(self.returns.samples(words)).tolist()
+        uses = ((former.names[row], int(known.kinds[row]), row + 1) for row in waited)
+        self.returns.fill(uses, self._now)
+        sampled = {former.names[row]: None for row in np.flatnonzero(in_duel).tolist()}
+        for name in sampled:
+            self.duel.used(name, hit=False, again=False)
+        for name in filter(sampled.__contains__, self._free):
+            self.duel.freed(name)
+
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
-        assert block not in self._nodes
+        assert not self._nodes.has(block)
         word = mix(block)
         count = self._sketch.add(word)
-        above = self._nodes.get(parent)
+        above = self._nodes.find(parent)
         turn, depth = 1, 0
         if above is not None:
             turn = min(above.turn + (above.count > count), TURN_MAX)
             depth = above.depth + 1
         node = Node(parent, turn=turn, depth=depth, sampled=self.duel.samples(word))
+        node.children = self._nodes.orphans.pop(block, 0)
         self._nodes[block] = node
-        self._children[parent] = self._children.get(parent, 0) + 1
-        if above is not None and above.place >= 0:
-            self._cover(above)
-        self._free[block] = None
-        if block not in self._children:
+        if above is None:
+            self._nodes.adopt(parent)
+        else:
+            above.children += 1
+            if above.place >= 0:
+                self._cover(above)
+        self._free.add(block)
+        if not node.children:
             self._uncover(block, node)
         self._used(block, node, word, count)
         if node.sampled:
@@ -110,35 +113,34 @@ class PrefixPolicy:
             self.duel.used(block, hit=True, again=True)
 
     def hold(self, block: SequenceHash) -> None:
-        del self._free[block]
+        self._free.remove(block)
         node = self._nodes[block]
         if node.place >= 0:
             self._cover(node)
 
     def free(self, block: SequenceHash) -> None:
         assert block not in self._free
-        self._free[block] = None
+        self._free.add(block)
         node = self._nodes[block]
         if node.sampled:
             self.duel.freed(block)
-        if block not in self._children:
+        if not node.children:
             self._uncover(block, node)
 
     def forget(self, block: SequenceHash) -> None:
-        del self._free[block]
-        node = self._nodes.pop(block)
+        self._free.remove(block)
+        node = self._nodes.take(block)
         if node.place >= 0:
             self._cover(node)
         if node.sampled:
             self.duel.forgot(block)
         self._draw = self._draw * SPREAD + 1 & WORD
-        left = self._children[node.parent] - 1
-        if left:
-            self._children[node.parent] = left
+        above = self._nodes.find(node.parent)
+        if above is None:
+            self._nodes.lose(node.parent)
             return
-        del self._children[node.parent]
-        above = self._nodes.get(node.parent)
-        if above is not None and node.parent in self._free:
+        above.children -= 1
+        if not above.children and node.parent in self._free:
             self._uncover(node.parent, above)
 
     def _used(self, block: SequenceHash, node: Node, word: int, count: int) -> None:
@@ -168,7 +170,7 @@ class PrefixPolicy:
         return len(self._free)
 
     def victims(self, count: int) -> list[SequenceHash]:
-        chosen = _Chosen(self._nodes, self._free, self._children, count)
+        chosen = _Chosen(self._nodes, self._free, count)
         if self.duel.follows_lru:
             chosen.take_in_order()
         else:
@@ -215,30 +217,23 @@ class PrefixPolicy:
         """Assert every invariant; O(blocks)."""
         for place, name in enumerate(self._leaves):
             assert self._nodes[name].place == place
-        leaves = {name for name in self._free if name not in self._children}
+        leaves = {name for name in self._free if not self._nodes[name].children}
         assert set(self._leaves) == leaves
-        assert sum(self._children.values()) == len(self._nodes)
+        self._nodes.check()
         for name, node in self._nodes.items():
-            assert self._children[node.parent] > 0
             assert (node.place >= 0) == (name in leaves)
 
 
 class _Chosen:
     """Victims being chosen, leaves first."""
 
-    def __init__(
-        self,
-        nodes: dict[SequenceHash, Node],
-        free: OrderedDict[SequenceHash, None],
-        children: dict[SequenceHash, int],
-        count: int,
-    ) -> None:
+    def __init__(self, nodes: Nodes, free: FreeOrder, count: int) -> None:
         self.count = min(count, len(free))
         self.names: dict[SequenceHash, None] = {}
         self._nodes = nodes
         self._free = free
-        self._children = children
         self._left: dict[SequenceHash, int] = {}
+        """Of those that lose children, how many they have left."""
 
     @property
     def full(self) -> bool:
@@ -249,9 +244,14 @@ class _Chosen:
         """Take one; returns its parent when that is a free leaf now."""
         self.names[name] = None
         parent = self._nodes[name].parent
-        left = self._left.get(parent, self._children[parent]) - 1
-        self._left[parent] = left
-        return parent if left == 0 and parent in self._free else None
+        if parent not in self._free:
+            return None
+        left = self._left[parent] = self._children(parent) - 1
+        return parent if left == 0 else None
+
+    def _children(self, name: SequenceHash) -> int:
+        left = self._left.get(name)
+        return self._nodes[name].children if left is None else left
 
     def take_in_order(self) -> None:
         """LRU: in the order in which they were freed, but no parent before its children."""
@@ -259,7 +259,7 @@ class _Chosen:
         for name in self._free:
             if self.full:
                 return
-            if self._left.get(name, self._children.get(name, 0)):
+            if self._children(name):
                 passed.add(name)
                 continue
             parent = self.take(name)

@@ -20,6 +20,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvbm_common.identity import SequenceHash
 
 BUCKETS = 40
@@ -95,6 +98,18 @@ class Returns:
             self._back[last[1]][bucket_of(now - last[0])] += 1
         waited[name] = (now, kind)
         self._expire(now)
+
+    def fill(self, uses: Iterable[tuple[SequenceHash, int, int]], now: int) -> None:
+        """What was used until now, once each: (name, kind, when), all of them in the sample."""
+        for name, kind, when in uses:
+            self._waited[name] = (when, kind)
+            self._expire(when)
+        self._due = now + self._period
+        self.learn(now)
+
+    def samples(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which of these names are in the sample, given their `mixed`."""
+        return words >> np.uint64(64 - SAMPLE_BITS) < np.uint64(self._sampled_below)
 
     def _expire(self, now: int) -> None:
         waited = self._waited

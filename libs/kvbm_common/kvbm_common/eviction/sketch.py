@@ -7,6 +7,9 @@ tier does not hold, too.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvbm_common.identity import SequenceHash
 
 COUNT_MAX = 255
@@ -28,6 +31,14 @@ def mix(name: SequenceHash) -> int:
     return (word ^ (word >> 29)) * SPREAD & WORD
 
 
+def mixed(names: NDArray[np.void]) -> NDArray[np.uint64]:
+    """The same for many names."""
+    spread = np.uint64(SPREAD)
+    words = np.ascontiguousarray(names).view("<u8").reshape(-1, 2)[:, 1] * spread
+    mixed: NDArray[np.uint64] = (words ^ (words >> np.uint64(29))) * spread
+    return mixed
+
+
 class Sketch:
     """Counts of names."""
 
@@ -36,6 +47,13 @@ class Sketch:
         self._mask = (1 << (places - 1).bit_length()) - 1
         self._table = bytearray(self._mask + 1)
         self._added = 0
+
+    def fill(self, words: NDArray[np.uint64]) -> None:
+        """Count each of these names once, given their `mixed`; only into an empty sketch."""
+        table = np.frombuffer(self._table, np.uint8)
+        for shift in (0, 32):
+            table[(words >> np.uint64(shift)) & np.uint64(self._mask)] = 1
+        self._added += len(words)
 
     def add(self, word: int) -> int:
         """Count a name, given its `mix`; returns its count, this time included."""
