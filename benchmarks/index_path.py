@@ -28,6 +28,7 @@ SINGLES, SINGLES_PER_S = 120_000, 30_000
 """Events of one block, and how many come a second: half of what the consolidator takes."""
 SAMPLE_EVENTS = 500
 """One event of so many is looked for in the index until it is there."""
+ASK_EVERY_S = 0.01
 DEADLINE_S = 120.0
 
 Sent = tuple[bytes, int, SequenceHash]
@@ -97,19 +98,22 @@ async def _measure_singles(bus: Bus, probe: Probe, events: list[Sent], stack: St
 
 async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str, before: int) -> list[Row]:
     delays: list[float] = []
-    sampling: list[asyncio.Task[None]] = []
-    begun_s, sent, chain = time.perf_counter(), 0, SequenceHash(b"")
+    samples: asyncio.Queue[tuple[SequenceHash, float] | None] = asyncio.Queue()
+    watching = asyncio.create_task(_watch(bus, samples, delays))
+    begun_s, sent, chain, taken = time.perf_counter(), 0, SequenceHash(b""), 0
     for number, (payload, blocks, first) in enumerate(events):
         pause_s = begun_s + sent / BLOCKS_PER_S - time.perf_counter()
         if pause_s > 0 or number % 64 == 0:
             await asyncio.sleep(max(0.0, pause_s))
         probe.events.publish(payload)
         sent += blocks
-        if first != chain and len(sampling) * SAMPLE_EVENTS < number:
-            sampling.append(asyncio.create_task(_wait_known(bus, first, delays)))
+        if first != chain and taken * SAMPLE_EVENTS < number:
+            samples.put_nowait((first, time.perf_counter()))
+            taken += 1
         chain = first
     sent_s = time.perf_counter() - begun_s
-    await asyncio.wait_for(asyncio.gather(*sampling), DEADLINE_S)
+    samples.put_nowait(None)
+    await asyncio.wait_for(watching, DEADLINE_S)
     held = await _settled(bus, host, before + sent) - before
     whole_s = time.perf_counter() - begun_s
     return [
@@ -122,15 +126,22 @@ async def _measure(bus: Bus, probe: Probe, events: list[Sent], host: str, before
     ]  # fmt: skip
 
 
-async def _wait_known(bus: Bus, name: SequenceHash, delays: list[float]) -> None:
-    begun_s = time.perf_counter()
-    request = msgspec.json.encode(MatchRequest(hashes=[name.hex()]))
-    while True:
-        reply = await bus.request(verb_subject("index", "match"), request, deadline_s=DEADLINE_S)
-        if msgspec.json.decode(reply, type=MatchReply).matches:
-            delays.append(time.perf_counter() - begun_s)
-            return
-        await asyncio.sleep(0.01)
+async def _watch(
+    bus: Bus, samples: asyncio.Queue[tuple[SequenceHash, float] | None], delays: list[float]
+) -> None:
+    """One sample after the other, as they were sent: the more is on its way, the more are not asked
+    for at once. Who asks for all of them makes the lag that he measures."""
+    while (sample := await samples.get()) is not None:
+        name, begun_s = sample
+        request = msgspec.json.encode(MatchRequest(hashes=[name.hex()]))
+        while not await _is_known(bus, request):  # noqa: ASYNC110 - nobody announces it.
+            await asyncio.sleep(ASK_EVERY_S)
+        delays.append(time.perf_counter() - begun_s)
+
+
+async def _is_known(bus: Bus, request: bytes) -> bool:
+    reply = await bus.request(verb_subject("index", "match"), request, deadline_s=DEADLINE_S)
+    return bool(msgspec.json.decode(reply, type=MatchReply).matches)
 
 
 async def _settled(bus: Bus, host: str, blocks: int) -> int:
