@@ -72,8 +72,8 @@ bench-sglang: setup ## HiCache pages in KVBM and in SGLang's own file back end, 
 bench-index: setup ## the index against Dynamo's RadixTree, from the wheel on PyPI
 	$(PY) -m benchmarks index
 
-bench-disk: setup ## the disk tier in several block sizes, beside fio and plain NIXL
-	$(PY) -m benchmarks disk
+bench-disk: setup ## the disk tier in several block sizes, beside fio and plain NIXL; restarts
+	$(PY) -m benchmarks disk restart
 
 bench-scale: setup ## two host tiers beside one, three index replicas beside one, and a million blocks that move
 	$(PY) -m benchmarks scale

@@ -1,24 +1,16 @@
-"""The disk path in several block sizes, what it costs, onboards beside writes, and a restart."""
+"""The disk path in several block sizes, what it costs, and onboards beside writes."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
 from kvbm_common.bus import Bus
 from kvbm_common.counters import Counters
-from kvbm_common.identity import SequenceHash
-from kvbm_common.slots import Block
 from kvbm_common.stack import Stack
-from kvbm_disk_tier.core import DiskTierCore
-from kvbm_disk_tier.frequency_filter import FrequencyFilter
-from kvbm_disk_tier.journal import Operation, Record, encode_records, replay
-from kvbm_disk_tier.messages import StoreOpened
-from kvbm_disk_tier.tier import Limits
 
 from benchmarks.disk_path import MIB, measure, stored_on_disk, tell_hits
 from benchmarks.harness import Row, info_row, time_row
@@ -35,8 +27,6 @@ ARENA_CHAINS = 24
 ONBOARDS = 300
 READS_PER_WRITE = 70 / 30
 SLOWER_MAX = 3.0
-RESTORED_BLOCKS = 1_000_000
-RESTORED_S_MAX = 1.0
 ONBOARD = "an onboard of 16 MiB from disk"
 
 
@@ -56,40 +46,7 @@ async def _run() -> list[Row]:
                          unit="cores", target=CORES_AT_2_GB_S_MAX)
                 for verb, cpu_s in measured.cpu_s_per_gb.items()
             ]  # fmt: skip
-    return [*rows, *await _mixed(), _restart()]
-
-
-def _restart() -> Row:
-    """A million blocks of a former life, in chains of 256: journal, slots, eviction, events."""
-    numbers = range(1, RESTORED_BLOCKS + 1)
-    names = [SequenceHash(number.to_bytes(16, "little")) for number in numbers]
-    root = SequenceHash(bytes(16))
-    namespace = bytes(32)
-    records = (
-        Record(
-            Operation.COMMITTED, slot + 1, slot,
-            Block(name, names[slot - 1] if slot % 256 else root, namespace, slot, 4096),
-        )
-        for slot, name in enumerate(names)
-    )  # fmt: skip
-    journal = encode_records(records)
-    seconds = statistics.median(_recovered_in(journal) for _ in range(3))
-    return time_row(
-        f"{RESTORED_BLOCKS:,} blocks after a restart, from the journal to their events",
-        seconds, unit="s", target=RESTORED_S_MAX,
-    )  # fmt: skip
-
-
-def _recovered_in(journal: bytes) -> float:
-    core = DiskTierCore(
-        host="host", instance="bench", epoch=1, frequency_filter=FrequencyFilter(enabled=True),
-        limits=Limits(), policy="lru", write_budget=0,
-    )  # fmt: skip
-    started = time.perf_counter()
-    found = replay(journal, slot_count=RESTORED_BLOCKS, slot_bytes=4096)
-    core.step(StoreOpened(RESTORED_BLOCKS, 4096, found), 1)
-    assert len(core.tier.table) == RESTORED_BLOCKS
-    return time.perf_counter() - started
+    return [*rows, *await _mixed()]
 
 
 async def _mixed() -> list[Row]:

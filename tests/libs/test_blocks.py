@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +57,11 @@ def test_columns_are_the_dict_that_they_were_made_of(blocks: dict[int, Block]) -
     ]
     assert columns.slot_of == {one.hash: slot for slot, one in blocks.items()}
     assert columns.leaves_first() == runs_turned_round(blocks)
+    some = np.flatnonzero(np.arange(len(columns)) % 3)
+    chosen = {columns.names[row] for row in some.tolist()}
+    assert columns.leaves_first_of(some) == [
+        found for found in columns.leaves_first() if found in chosen
+    ]
     assert columns.total_bytes == sum(one.bytes for one in blocks.values())
     assert columns.without_older() is columns
 

@@ -139,6 +139,13 @@ class BlockColumns(Mapping[int, Block]):
             turned += self.names[start:end][::-1]
         return turned
 
+    def leaves_first_of(self, rows: NDArray[np.intp]) -> list[SequenceHash]:
+        """The same of some rows only, which are in ascending order."""
+        starts, lengths = self.runs()
+        run = np.searchsorted(starts, rows, side="right") - 1
+        turned = rows[np.argsort(2 * starts[run] + lengths[run] - rows)]
+        return [self.names[row] for row in turned.tolist()]
+
     def runs(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Where each run of children behind their parents begins, and how long it is."""
         starts = np.flatnonzero(~self.continues)

@@ -74,10 +74,10 @@ class PrefixPolicy:
         waited = np.flatnonzero(self.returns.samples(words)).tolist()
         uses = ((former.names[row], int(known.kinds[row]), row + 1) for row in waited)
         self.returns.fill(uses, self._now)
-        sampled = {former.names[row]: None for row in np.flatnonzero(in_duel).tolist()}
-        for name in sampled:
-            self.duel.used(name, hit=False, again=False)
-        for name in filter(sampled.__contains__, self._free):
+        sampled = np.flatnonzero(in_duel)
+        for row in sampled.tolist():
+            self.duel.used(former.names[row], hit=False, again=False)
+        for name in former.leaves_first_of(sampled):
             self.duel.freed(name)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
