@@ -93,7 +93,7 @@ ONE_PLACE = {
     "botocore": {"objects/bucket.py"},
     "cryptography": {"kvbm_disk_tier/sealing.py"},
     "opentelemetry": {"kvbm_common/tracing.py"},
-    "nats": {"kvbm_common/bus.py", "kvbm_common/verb_server.py"},
+    "nats": {"kvbm_common/bus.py", "kvbm_common/nats_client.py", "kvbm_common/verb_server.py"},
     "etcd3": {"kvbm_common/etcd_client.py"},
     "grpc": {"kvbm_common/etcd_client.py"},
 }

@@ -1,4 +1,4 @@
-"""The bus: NATS as KVBM uses it. The only module that knows the NATS client library.
+"""The bus: NATS as KVBM uses it. With nats_client.py the only module that knows the client library.
 
 A `Bus` reconnects for ever. While NATS is away, core messages are dropped and counted, requests
 fail at once with BusUnavailable, and event publishers and subscriptions wait and then go on where
@@ -19,7 +19,7 @@ import msgspec
 import nats
 import nats.errors
 from nats import micro
-from nats.aio.client import Client, Server
+from nats.aio.client import Server
 from nats.aio.msg import Msg
 from nats.micro.request import ERROR_CODE_HEADER
 from nats.micro.service import EndpointConfig, Service, ServiceConfig
@@ -36,6 +36,7 @@ from kvbm_common.event_publisher import EventPublisher
 from kvbm_common.event_subscription import EventMessage, EventSubscription, Start
 from kvbm_common.jetstream import BACKOFF_S, EVENTS, RawMessage, StreamSpec, ensure_stream
 from kvbm_common.logs import OncePerKind
+from kvbm_common.nats_client import NO_HEADERS, DirectClient
 from kvbm_common.verb_server import Request, VerbHandler, VerbServer
 from kvbm_common.wire.verbs import ErrorReply, verb_subject
 
@@ -66,7 +67,7 @@ class Bus:
         self.counters = counters
         self.closed_by_server = asyncio.Event()
         """Set when the server ends the connection for good, for example for a wrong password."""
-        self._client = Client()
+        self._client = DirectClient()
         self._generation = 0
         self._connected = asyncio.Event()
         self._closing = False
@@ -305,13 +306,22 @@ class Bus:
     async def subscribe_raw(
         self, subject: str, callback: Callable[[RawMessage], None]
     ) -> Unsubscribe:
-        """Call back for every message; returns the function that ends it."""
+        """Call back for every message, as it is read; returns the function that ends it.
+
+        Nothing waits between the socket and the callback: the reader bounds what is in flight, by
+        flow control or a window.
+        """
+
+        def take(message: RawMessage) -> None:
+            try:
+                callback(message)
+            except Exception as error:
+                self._log.warning("nats", f"{type(error).__name__} {error}")
 
         async def on_message(message: Msg) -> None:
-            callback(_raw(message))
+            take(_raw(message))
 
-        # The reader bounds what is in flight (flow control, window), so this limit is a fuse.
-        return await self._subscribe(subject, on_message, queue="", pending_max=100_000)
+        return await self._subscribe(subject, on_message, queue="", pending_max=100, direct=take)
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -322,6 +332,7 @@ class Bus:
         *,
         queue: str,
         pending_max: int,
+        direct: Callable[[RawMessage], None] | None = None,
     ) -> Unsubscribe:
         try:
             subscription = await self._client.subscribe(
@@ -330,9 +341,12 @@ class Bus:
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
         self._patterns[subscription._id] = _label(subject)
+        if direct is not None:
+            self._client.make_direct(subscription._id, direct)
 
         async def unsubscribe() -> None:
             self._patterns.pop(subscription._id, None)
+            self._client.forget(subscription._id)
             try:
                 await subscription.unsubscribe()
             except nats.errors.Error as error:
@@ -398,7 +412,7 @@ def _next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, 
 
 
 def _raw(message: Msg) -> RawMessage:
-    return RawMessage(message.subject, message.data, message.reply, message.headers or {})
+    return RawMessage(message.subject, message.data, message.reply, message.headers or NO_HEADERS)
 
 
 def _label(subject: str) -> str:

@@ -64,6 +64,8 @@ INACTIVE_S = 5.0
 """The server drops a consumer that nobody listens to after this time."""
 CONTROL = "100"
 """The status header of heartbeats and flow control requests."""
+PLACED = "$JS.ACK."
+"""How the reply subject of an event begins; behind it is its place in the stream."""
 
 _log = logging.getLogger(__name__)
 
@@ -180,24 +182,27 @@ class EventSubscription:
     async def _take(self) -> list[EventMessage]:
         batch: list[EventMessage] = []
         while self._arrived and len(batch) < self._batch_max:
-            message = self._arrived.popleft()
-            if message.headers.get("Status") == CONTROL:
+            message = self._arrived[0]
+            # An event says where it stands; its headers need not be read to tell what it is.
+            control = not message.reply.startswith(PLACED)
+            if control and message.headers.get("Status") == CONTROL:
+                self._arrived.popleft()
                 intact = await self._take_control(message)
-            elif batch and self._is_behind_hole(message):
-                self._arrived.appendleft(message)
-                break
             else:
-                intact = self._take_message(message, batch)
+                place = positions_of(message.reply)
+                if batch and self._whole and 0 < self._position < place[0] - 1:
+                    break  # What is behind a hole is a batch of its own.
+                self._arrived.popleft()
+                intact = self._take_message(message, place, batch)
             if not intact:
                 _log.info("%s: messages lost on the way", self._spec.name)
                 await self._drop_consumer()
         return batch
 
-    def _is_behind_hole(self, message: RawMessage) -> bool:
-        return self._whole and 0 < self._position < positions_of(message.reply)[0] - 1
-
-    def _take_message(self, message: RawMessage, batch: list[EventMessage]) -> bool:
-        stream_position, consumer_position, pending = positions_of(message.reply)
+    def _take_message(
+        self, message: RawMessage, place: tuple[int, int, int], batch: list[EventMessage]
+    ) -> bool:
+        stream_position, consumer_position, pending = place
         if consumer_position != self._consumer_position + 1:
             return False
         if self._whole and 0 < self._position < stream_position - 1:

@@ -1,0 +1,90 @@
+"""Direct subscriptions: every message, once, in order, however the bytes come in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbm_common.jetstream import RawMessage
+from kvbm_common.nats_client import DirectClient
+
+DIRECT, OTHER = 7, 8
+STATUS = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 3\r\n\r\n"
+PLAIN = b"NATS/1.0\r\nNats-Msg-Id: a:1:2\r\nTwo:  words \r\n\r\n"
+
+Sent = tuple[int, str, str, bytes, bytes]
+"""Subscription, subject, reply, headers and payload."""
+
+MESSAGES = st.lists(
+    st.tuples(
+        st.sampled_from([DIRECT, DIRECT, OTHER]),
+        st.sampled_from(["a", "a.b.c"]),
+        st.sampled_from(["", "$JS.ACK.S.c.1.2.3.4.5"]),
+        st.sampled_from([b"", b"", PLAIN, STATUS]),
+        st.sampled_from([b"", b"x", b"\r\n", b"MSG a 7 1\r\nx\r\n", b"PING\r\n", b"y" * 5000]),
+    ),
+    max_size=12,
+)
+
+
+def as_bytes(sent: Sent) -> bytes:
+    """A message as the server writes it."""
+    subscription, subject, reply, headers, payload = sent
+    words = ["HMSG" if headers else "MSG", subject, str(subscription), *([reply] if reply else [])]
+    if headers:
+        words.append(str(len(headers)))
+    words.append(str(len(headers) + len(payload)))
+    return " ".join(words).encode() + b"\r\n" + headers + payload + b"\r\n"
+
+
+def as_message(sent: Sent) -> RawMessage:
+    """What its reader should see."""
+    _, subject, reply, block, payload = sent
+    headers = {
+        b"": {},
+        PLAIN: {"Nats-Msg-Id": "a:1:2", "Two": "words"},
+        STATUS: {"Status": "100", "Description": "Idle Heartbeat", "Nats-Last-Consumer": "3"},
+    }[block]
+    return RawMessage(subject, payload, reply, headers)
+
+
+@settings(max_examples=300, deadline=None)
+@given(MESSAGES, st.lists(st.integers(1, 6000), max_size=8), st.booleans())
+def test_messages_come_whole_and_in_order_however_they_are_cut(
+    messages: list[Sent], cuts: list[int], byte_by_byte: bool
+) -> None:
+    """1. Messages of a direct subscription and of another one, payloads that look like messages.
+    2. The bytes come in pieces of any size. 3. Exactly the direct ones arrive, in order."""
+    stream = b"".join(map(as_bytes, messages))
+    ends = range(len(stream)) if byte_by_byte and len(stream) < 500 else sorted(cuts)
+    pieces = [
+        stream[begin:end] for begin, end in zip([0, *ends], [*ends, len(stream)], strict=True)
+    ]
+    arrived: list[RawMessage] = []
+
+    async def read() -> None:
+        client = DirectClient()
+        client.make_direct(DIRECT, arrived.append)
+        for piece in pieces:
+            await client._ps.parse(piece)
+        assert not client._ps.buf, "nothing is left over"
+
+    asyncio.run(read())
+    wanted = [as_message(one) for one in messages if one[0] == DIRECT]
+    assert [one._replace(headers=dict(one.headers)) for one in arrived] == wanted
+
+
+def test_who_is_forgotten_hears_nothing_more() -> None:
+    arrived: list[RawMessage] = []
+    message = as_bytes((DIRECT, "a", "", b"", b"x"))
+
+    async def read() -> None:
+        client = DirectClient()
+        client.make_direct(DIRECT, arrived.append)
+        await client._ps.parse(message)
+        client.forget(DIRECT)
+        await client._ps.parse(message)
+
+    asyncio.run(read())
+    assert len(arrived) == 1
