@@ -16,6 +16,7 @@ from kvbm_common.bus import Bus
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.event_subscription import EventMessage, Start
 from kvbm_common.events_command import start_of
+from kvbm_common.jetstream import EVENTS, ensure_stream
 from kvbm_common.wire.events import SUBJECT_PREFIX
 
 from kvbm_metrics import problems
@@ -29,6 +30,8 @@ TELL_SKIPPED_S = 1.0
 FEEDS_MAX = 32
 """Each is a consumer of the stream in NATS."""
 POSITION_MAX = 2**63 - 2
+EVERYTHING = f"{SUBJECT_PREFIX}.*.*.*"
+"""Of this, positions in the stream count the events."""
 
 Part = Annotated[str, Query(pattern=r"^(\*|[A-Za-z0-9_-]{1,64})$")]
 
@@ -118,11 +121,22 @@ class Sample:
         self._second = -1
         self._room = 0
         self._skipped = 0
+        self.position = 0
+        """Of the last event of a turn, as long as more are to come."""
 
     @property
     def owes(self) -> bool:
         """Events were left out, and nobody has been told."""
         return self._skipped > 0
+
+    def wait_s(self, now_s: float) -> float:
+        """How long no event passes any more."""
+        is_full = self._per_second and self._room <= 0 and int(now_s) == self._second
+        return self._second + 1 - now_s if is_full else 0.0
+
+    def leave_out(self, count: int) -> None:
+        """Events that were not even read."""
+        self._skipped += count
 
     def take(self, messages: Sequence[EventMessage], now_s: float) -> bytes:
         """What the reader gets now, as text; at the turn of a second also what it has missed."""
@@ -146,9 +160,29 @@ async def feed(
     heartbeat_s: float = HEARTBEAT_S,
     per_second: int = 0,
 ) -> AsyncGenerator[bytes, None]:
-    """Batches of messages, as text; comments in between, while nothing happens."""
+    """Batches of messages, as text; comments in between, while nothing happens.
+
+    A sample of everything is read in turns: what nobody sees is not even fetched, since reading the
+    events of a busy host costs more than all else that a page asks for.
+    """
     sample = Sample(per_second)
     yield b": kvbm\n\n"  # The headers go out at once.
+    while True:
+        turn = _turn(bus, subject, start, sample, heartbeat_s=heartbeat_s)
+        async with contextlib.aclosing(turn):
+            async for said in turn:
+                yield said
+        if not sample.position:
+            return
+        await _pause(sample.wait_s(_now_s()))
+        start = await _behind_the_rest(bus, sample)
+
+
+async def _turn(
+    bus: Bus, subject: str, start: Start, sample: Sample, *, heartbeat_s: float
+) -> AsyncGenerator[bytes, None]:
+    """Until the sample of everything has no room in this second, and says its position."""
+    sample.position = 0
     async with bus.event_subscription(start=start, subject=subject) as batches:
         batch = asyncio.ensure_future(anext(batches, None))
         try:
@@ -156,17 +190,38 @@ async def feed(
                 timeout_s = TELL_SKIPPED_S if sample.owes else heartbeat_s
                 done, _ = await asyncio.wait({batch}, timeout=timeout_s)
                 if not done:
-                    yield sample.take((), time.monotonic()) or b": alive\n\n"
+                    yield sample.take((), _now_s()) or b": alive\n\n"
                     continue
                 messages = batch.result()
                 if messages is None:
                     return
-                if said := sample.take(messages, time.monotonic()):
+                if said := sample.take(messages, _now_s()):
                     yield said
+                if subject == EVERYTHING and sample.wait_s(_now_s()):
+                    sample.position = messages[-1].sequence
+                    return
                 batch = asyncio.ensure_future(anext(batches, None))
         finally:
             batch.cancel()
             await asyncio.gather(batch, return_exceptions=True)
+
+
+def _now_s() -> float:
+    return time.monotonic()
+
+
+async def _pause(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
+    """Where the next turn begins: what came meanwhile is left out, and counted."""
+    try:
+        last = (await ensure_stream(bus, EVENTS)).state.last_seq
+    except KvbmError:  # NATS is away: the next turn waits for it.
+        return sample.position + 1
+    sample.leave_out(max(0, last - sample.position))
+    return last + 1
 
 
 def _text(message: EventMessage) -> bytes:

@@ -23,6 +23,7 @@ from kvbm_metrics.fleet import Fleet
 from kvbm_metrics.state import Api
 
 DEADLINE_S = 10
+HUNDREDS = 300
 
 
 class Publisher:
@@ -200,6 +201,39 @@ async def test_a_reader_of_a_sample_is_told_what_it_has_not_seen(
             lines = [line async for line in _until_skipped(response)]
     assert sum(line.startswith("id: ") for line in lines) <= 2
     assert int(lines[-1].split(":")[-1].strip(" }")) >= 8
+
+
+async def test_what_a_sample_leaves_out_is_not_even_read(
+    stack: Stack, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. One event fills the second. 2. Hundreds come, of which the reader's connection hears
+    nothing. 3. In the next second they are counted."""
+    clock_s, paused, goes_on = 7.0, asyncio.Event(), asyncio.Event()
+
+    async def pause(seconds: float) -> None:
+        assert 0 < seconds <= 1
+        paused.set()
+        await goes_on.wait()
+
+    monkeypatch.setattr(event_feed, "_pause", pause)
+    monkeypatch.setattr(event_feed, "_now_s", lambda: clock_s)
+    reader = await Bus.connect(stack.nats_url, "reader")
+    await publisher.clears("first")
+    parts = feed(reader, event_feed.EVERYTHING, "all", per_second=1)
+    said = [await anext(parts) for _ in range(2)]
+    assert places(said[1]) == [1]
+    async with asyncio.timeout(DEADLINE_S):
+        next_part = asyncio.ensure_future(anext(parts))
+        await paused.wait()
+        before = reader._client.stats["in_msgs"]
+        for number in range(HUNDREDS):
+            await publisher.clears(f"e{number}")
+        assert reader._client.stats["in_msgs"] - before < HUNDREDS / 10
+        clock_s = 8.0
+        goes_on.set()
+        assert await next_part == b'event: skipped\ndata: {"skipped": %d}\n\n' % HUNDREDS
+    await parts.aclose()
+    await reader.close()
 
 
 async def _until_skipped(response: httpx.Response) -> AsyncIterator[str]:
