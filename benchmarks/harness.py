@@ -53,6 +53,12 @@ def time_row(
     )  # fmt: skip
 
 
+def bound_row(name: str, value: float, *, low: float, high: float, unit: str, target: float) -> Row:
+    """A row where less is better, known to be between two ends: between them `met` is open."""
+    met = True if high <= target else False if low > target else None
+    return Row(name=name, unit=unit, value=round(value, 3), target=target, met=met)
+
+
 def info_row(name: str, value: float, *, unit: str) -> Row:
     """A figure without a target: for scale."""
     return Row(name=name, unit=unit, value=round(value, 3))

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -25,18 +21,14 @@ from kvbm_common.wire.holders import HoldersReply
 from kvbm_common.wire.verbs import verb_subject
 
 from benchmarks.fleet_stub import recorded, serve_fleet
-from benchmarks.harness import Row, info_row, percentile, processor_s, rate_row, time_row
-from benchmarks.probe import Probe
+from benchmarks.harness import Row, info_row, percentile, processor_s, time_row
+from benchmarks.watched import SERVICES, Onlooker, cost_rows
 
 SOURCES = 100
 BLOCKS_OF_A_SOURCE = 100
 ASKED = 40
 VERBS_ASKED = 300
 KINDS = ("index", "host-tier", "disk-tier", "metrics", "consolidator")
-MIB = 1 << 20
-BLOCKS = 256
-ROUND_S = 2.0
-ROUNDS = 30
 LOOKED_S = 12.0
 PROCESSOR_MS_PER_S = 20.0
 """1 % of two cores."""
@@ -142,12 +134,9 @@ async def _processor() -> list[Row]:
     async with Stack.private({"cpu_cache_gb": 0.1}) as stack:
         await asyncio.sleep(5)  # What starting takes is over.
         alone_s = await _computed(stack)
-        onlooker = await asyncio.to_thread(_onlooker, stack)
-        try:
+        with Onlooker(stack) as onlooker:
+            await asyncio.to_thread(onlooker.tell, looks=True)
             watched_s = await _computed(stack)
-        finally:
-            onlooker.kill()
-            await asyncio.to_thread(onlooker.wait)
     return [
         time_row("processor time of five services for a page and a scrape each second",
                  (watched_s - alone_s) / LOOKED_S * 1e3, unit="ms/s", target=PROCESSOR_MS_PER_S)
@@ -162,73 +151,6 @@ async def _computed(stack: Stack) -> float:
     return sum(map(processor_s, pids)) - before_s
 
 
-def _onlooker(stack: Stack) -> subprocess.Popen[str]:
-    """One that looks."""
-    url = stack.services["metrics"].description
-    started = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.onlooker", url], stdout=subprocess.PIPE, text=True
-    )
-    assert started.stdout is not None
-    assert started.stdout.readline() == "looking\n"
-    return started
-
-
 async def _throughput() -> list[Row]:
-    services = ("consolidator", "index", "host-tier", "metrics")
-    async with Stack.private({"cpu_cache_gb": 1.0}, services=services) as stack:
-        return await asyncio.to_thread(_in_turns, stack)
-
-
-def _in_turns(stack: Stack) -> list[Row]:
-    """Rounds with and without an onlooker, in changing order; the median of their ratios."""
-    source = Probe(stack.settings, "source", block_bytes=MIB, block_count=BLOCKS)
-    onlooker = _onlooker(stack)
-    try:
-        source.start()
-        load = _Load(source)
-        load.round()
-        watched: list[float] = []
-        alone: list[float] = []
-        for number in range(ROUNDS):
-            for looks in (True, False) if number % 2 else (False, True):
-                onlooker.send_signal(signal.SIGCONT if looks else signal.SIGSTOP)
-                (watched if looks else alone).append(load.round())
-        assert onlooker.poll() is None, "the onlooker has ended"
-    finally:
-        onlooker.kill()
-        onlooker.wait()
-        source.close()
-    ratios = [one / other for one, other in zip(watched, alone, strict=True)]
-    usual = statistics.median(alone)
-    spread = percentile(ratios, 0.75) - percentile(ratios, 0.25)
-    return [
-        rate_row("offload and onboard, with a page open and a scrape each second",
-                 statistics.median(ratios) * usual, unit="GB/s", reference=usual, target=0.99),
-        info_row("spread of that ratio over rounds (middle half)", spread, unit=""),
-    ]  # fmt: skip
-
-
-class _Load:
-    """Blocks go to host memory and back, as fast as they do."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-        self._number = 0
-
-    def round(self) -> float:
-        """GB/s over a while."""
-        started_s, moved = time.perf_counter(), 0
-        while time.perf_counter() - started_s < ROUND_S:
-            moved += self._once()
-        return moved * MIB / (time.perf_counter() - started_s) / 1e9
-
-    def _once(self) -> int:
-        self._number += 1
-        names = self._probe.chain(self._number, BLOCKS)
-        assert self._probe.offload(names) == BLOCKS
-        request = str(self._number)
-        assert self._probe.lookup(request, names).blocks == BLOCKS
-        self._probe.start_load(request, range(BLOCKS))
-        results = self._probe.wait_loads(1)
-        assert all(all(result.intact) for result in results), [r.reason for r in results]
-        return 2 * BLOCKS
+    async with Stack.private({"cpu_cache_gb": 1.0}, services=SERVICES) as stack:
+        return await asyncio.to_thread(cost_rows, stack)
