@@ -96,9 +96,9 @@ class Replica:
         await self._process.end(signal.SIGKILL, deadline_s=5)
 
 
-def chains(blocks: int) -> list[list[str]]:
+def chains(blocks: int, *, seed: int = 2) -> list[list[str]]:
     """Names of the same length, in hex."""
-    rng = random.Random(2)
+    rng = random.Random(seed)
     packed = [rng.randbytes(16 * CHAIN_BLOCKS).hex() for _ in range(-(-blocks // CHAIN_BLOCKS))]
     return [[one[at : at + 32] for at in range(0, len(one), 32)] for one in packed]
 

@@ -7,6 +7,7 @@ from functools import partial
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.verbs import ErrorBody, SnapshotReply
 from kvbm_index import messages as index
+from kvbm_index.arrival import Arrival
 from kvbm_index.core import IndexCore
 from kvbm_index.image import pack, unpack
 
@@ -83,7 +84,7 @@ class Index(Service):
 
         def done(reply: object) -> None:
             if isinstance(reply, SnapshotReply):
-                self.step(index.SnapshotReceived(reply))
+                self.step(index.SnapshotReceived(Arrival.whole(reply)))
             else:
                 self.step(index.SnapshotFailed(key, str(reply)))
 

@@ -58,7 +58,7 @@ SILENCE_S = 2.0
 """After so long without a message or heartbeat the consumer is taken for lost."""
 CHECK_S = 5.0
 """How often a subscription to a part of a stream looks whether something was dropped."""
-BATCH_MAX = 256
+BATCH_MAX = 128
 """Messages per batch: enough to amortise a wake-up, few enough to keep the event loop alive."""
 INACTIVE_S = 5.0
 """The server drops a consumer that nobody listens to after this time."""

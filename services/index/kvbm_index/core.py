@@ -13,17 +13,15 @@ from typing import assert_never
 
 from kvbm_common.identity import IdentityError
 from kvbm_common.wire.events import Cleared, Removed, Stored
-from kvbm_common.wire.verbs import SnapshotReply
 
-from kvbm_index.holdings import HolderTuple
+from kvbm_index.arrival import Arrival
+from kvbm_index.chains import HolderTuple
 from kvbm_index.image import Image
 from kvbm_index.knowledge import Knowledge
 from kvbm_index.lean import (
     LeanCleared,
     LeanRemoved,
     LeanStored,
-    NamedRun,
-    named_runs,
     removed_of,
     runs_of,
 )
@@ -68,8 +66,8 @@ class IndexCore(Knowledge):
                 self._position, self._stream = position, stream
             case Restored(image):
                 self._on_restored(image, now_ms)
-            case SnapshotReceived(snapshot):
-                self._on_snapshot(snapshot, now_ms)
+            case SnapshotReceived(arrival):
+                self._on_snapshot(arrival, now_ms)
             case SnapshotFailed(key):
                 self._on_snapshot_failed(key, now_ms)
             case SourceSeen(key, epoch):
@@ -201,7 +199,8 @@ class IndexCore(Knowledge):
                 effects.append(RequestSnapshot(source.key))
         return effects
 
-    def _on_snapshot(self, snapshot: SnapshotReply, now_ms: int) -> None:
+    def _on_snapshot(self, arrival: Arrival, now_ms: int) -> None:
+        snapshot = arrival.snapshot
         source = self._landed(SourceKey(snapshot.host, snapshot.source))
         if source is None or source.state is not State.BEHIND:
             return
@@ -209,18 +208,15 @@ class IndexCore(Knowledge):
             self._drops["old_snapshot"] += 1
             source.retry_later(now_ms, self._limits)
             return
-        try:
-            runs = _runs_of(snapshot)
-        except IdentityError:
+        if arrival.malformed:
             self._drops["malformed"] += 1
             source.retry_later(now_ms, self._limits)
             return
         if snapshot.epoch > source.epoch:
             self._begin(source, snapshot.epoch)
         self._holdings.drop(source.key)
-        for holder, named in runs:
-            for parent, run, rooted in named:
-                self._holdings.add(holder, parent, run, rooted=rooted)
+        for holder, chains in arrival.chains.items():
+            self._holdings.take(holder, chains)
         self._snapshot_count += 1
         source.jump(snapshot.seq)
         self._apply_waiting(source, now_ms)
@@ -281,6 +277,7 @@ class IndexCore(Knowledge):
             )  # fmt: skip
         for holder in image.holders:
             self._holdings.load(holder)
+        self._holdings.tidy(self._holdings.block_count)
         self._asking = True
 
     def _on_stream_lost(self, now_ms: int) -> None:
@@ -292,6 +289,7 @@ class IndexCore(Knowledge):
 
     def _on_tick(self, now_ms: int) -> None:
         self._asking = True
+        self._holdings.tidy(self._limits.tidied_per_tick)
         for source in self._sources.values():
             asked_at_ms = source.asked_at_ms
             if asked_at_ms is not None and (
@@ -338,12 +336,3 @@ class IndexCore(Knowledge):
 
 def _holder_of(event: Stored | Removed | LeanStored | LeanRemoved) -> HolderTuple:
     return (event.host, event.source, event.tier, event.rank, event.group)
-
-
-def _runs_of(snapshot: SnapshotReply) -> list[tuple[HolderTuple, list[NamedRun]]]:
-    """The runs of a snapshot by holder; raises IdentityError."""
-    host, source, tier = snapshot.host, snapshot.source, snapshot.tier
-    return [
-        ((host, source, tier, part.rank, part.group), named_runs(part.runs, part.namespace))
-        for part in snapshot.parts
-    ]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash
-from kvbm_common.wire.events import Tier
 
-from kvbm_index.chains import Chains
+from kvbm_index.chains import Chains, HolderTuple
 from kvbm_index.image import HolderImage
 from kvbm_index.messages import Holder, SourceKey
-
-HolderTuple = tuple[str, str, Tier, int, int]
-"""A `Holder` before it has a name: equal to it, and a third of the time to make."""
-
 
 STARTS_MIN = 1_024
 """So many first blocks may be listed in vain before anybody looks."""
@@ -28,6 +24,8 @@ class Holdings:
         self._starts: dict[bytes, tuple[HolderTuple, ...]] = {}
         """First blocks of chains, and who was ever told to have them (`_forget_starts`)."""
         self._starts_room = STARTS_MIN
+        self._leavings: deque[Chains] = deque()
+        """What nobody holds any more, and is forgotten piece by piece (`tidy`)."""
 
     @property
     def holder_count(self) -> int:
@@ -56,10 +54,29 @@ class Holdings:
     def load(self, image: HolderImage) -> None:
         """What a holder had."""
         holder = (image.host, image.source, image.tier, image.rank, image.group)
-        self._new(holder).load(image.segments)
-        for segment in image.segments:
-            if segment.rooted:
-                self._note_start(segment.blocks[:HASH_BYTES], holder)
+        chains = self._new(holder)
+        chains.load(image.segments)
+        self._note_starts(holder, chains)
+
+    def take(self, holder: HolderTuple, chains: Chains) -> None:
+        """All that a holder has, of which nothing was known."""
+        if chains:
+            self._new(holder, chains)
+            self._note_starts(holder, chains)
+
+    def tidy(self, room: int) -> None:
+        """List what has come, and let go of what has gone, by at most about so many blocks.
+
+        Python takes 40 ms to free the names of a million.
+        """
+        while self._leavings and room > 0:
+            room -= self._leavings[0].shed()
+            if not self._leavings[0]:
+                self._leavings.popleft()
+        for chains in self._chains.values():
+            if room <= 0:
+                return
+            room = chains.list_some(room)
 
     def images(self) -> list[HolderImage]:
         """What every holder has."""
@@ -130,6 +147,14 @@ class Holdings:
             assert holders, f"{key} has no holder"
             assert all((holder.host, holder.source) == key for holder in holders)
 
+    def _note_starts(self, holder: HolderTuple, chains: Chains) -> None:
+        fresh = dict.fromkeys(chains.starts(), (holder,))
+        for block in fresh.keys() & self._starts.keys():
+            del fresh[block]
+            self._note_start(block, holder)
+        self._starts.update(fresh)
+        self._starts_room -= len(fresh)
+
     def _note_start(self, block: bytes, holder: HolderTuple) -> None:
         listed = self._starts.get(block, ())
         if holder in listed:
@@ -149,15 +174,17 @@ class Holdings:
         self._starts = {block: holders for block, holders in kept.items() if holders}
         self._starts_room = max(STARTS_MIN, sum(map(len, self._starts.values())))
 
-    def _new(self, holder: HolderTuple) -> Chains:
+    def _new(self, holder: HolderTuple, chains: Chains | None = None) -> Chains:
         named = Holder(*holder)
         self._holders.setdefault(SourceKey(named.host, named.source), set()).add(named)
-        chains = self._chains[named] = Chains()
-        return chains
+        found = self._chains[named] = Chains() if chains is None else chains
+        return found
 
     def _forget(self, holder: Holder) -> None:
         key = SourceKey(holder.host, holder.source)
-        self._chains.pop(holder, None)
+        gone = self._chains.pop(holder, None)
+        if gone:
+            self._leavings.append(gone)
         holders = self._holders.get(key, set())
         holders.discard(holder)
         if not holders:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvbm_common.wire.events import Event, Tier
-from kvbm_common.wire.verbs import SnapshotReply
 
+from kvbm_index.arrival import Arrival
 from kvbm_index.image import Image
 from kvbm_index.lean import LeanEvent
 
@@ -58,7 +58,7 @@ class Restored:
 class SnapshotReceived:
     """A source has said what it holds."""
 
-    snapshot: SnapshotReply
+    arrival: Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,8 @@ class Limits:
     """Snapshots that fly at the same time; each may have megabytes."""
     snapshot_deadline_ms: int = 10_000
     """The shell answers earlier; this is the fuse."""
+    tidied_per_tick: int = 8_192
+    """Blocks that are listed or forgotten: some 3 ms of every 50, while there are so many."""
     retry_ms: int = 200
     retry_max_ms: int = 5_000
     settle_ms: int = 500

@@ -43,6 +43,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_index import lean
+from kvbm_index.arrival import Arrival
 from kvbm_index.core import IndexCore
 from kvbm_index.keeper import Keeper
 from kvbm_index.lean import LeanEvent
@@ -65,7 +66,9 @@ from kvbm_index.messages import (
 from kvbm_index.requests import decoded, encoded, hashes_of
 
 INBOX_BATCHES_MAX = 64
-"""Batches of up to 256 events that wait for the core: flow control holds the rest at NATS."""
+"""Batches of up to 128 events that wait for the core: flow control holds the rest at NATS."""
+TURNS = 4
+"""Of everybody else after each batch: from a question's arrival to its answer there are as many."""
 INBOX_DEADLINE_S = 30.0
 """A core that takes nothing for so long is broken."""
 TICK_MS = 50
@@ -179,6 +182,8 @@ class IndexShell:
                     events, batch[-1].sequence, stream.isoformat() if stream else ""
                 )
                 await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
 
     def _stream_lost(self) -> None:
         """Behind the events that wait: taken before them, they would pass for news after it."""
@@ -256,7 +261,10 @@ class IndexShell:
             return SnapshotFailed(key, error.code)
         if (reply.host, reply.source) != key:
             return SnapshotFailed(key, "wrong_source")
-        return SnapshotReceived(reply)
+        arrival = Arrival(reply)
+        while not arrival.go_on():  # noqa: ASYNC110 - nothing is waited for: others have turns.
+            await asyncio.sleep(0)
+        return SnapshotReceived(arrival)
 
     def _owner_of(self, key: SourceKey) -> tuple[str, str]:
         """Who answers for a source: a tier for itself, the consolidator of its host for an engine.

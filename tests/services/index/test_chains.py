@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +60,12 @@ class Pair:
         self.held.difference_update(numbers)
         self.compare()
 
+    def list(self, numbers: Sequence[int]) -> None:
+        """Bring the list up to date by as many blocks."""
+        room = len(numbers)
+        assert 0 <= self.chains.list_some(room) <= room
+        self.chains.check()
+
     def compare(self) -> None:
         """Equal blocks, and equal parts of chains from every start to every end."""
         self.chains.check()
@@ -80,7 +88,8 @@ STEPS = st.lists(
     st.tuples(st.just("add"), RUNS)
     | st.tuples(st.just("discard"), RUNS)
     | st.tuples(st.just("discard"), RUNS.map(lambda run: run[::-1]))
-    | st.tuples(st.just("discard"), st.lists(st.sampled_from(sorted(PARENTS)), max_size=6)),
+    | st.tuples(st.just("discard"), st.lists(st.sampled_from(sorted(PARENTS)), max_size=6))
+    | st.tuples(st.just("list"), RUNS),
     max_size=25,
 )
 
@@ -97,6 +106,24 @@ def test_chains_equal_the_oracle(
     pair = Pair(rooted=rooted, anywhere=anywhere)
     for verb, numbers in steps:
         getattr(pair, verb)(numbers)
+
+
+def test_a_list_is_brought_up_to_date_piece_by_piece() -> None:
+    chains = Chains()
+    chains.add(block(ROOT), packed(chain_to(11)), rooted=True)
+    left = [chains.list_some(room) for room in (5, 5, 5, 5)]
+    assert left == [0, 0, 3, 5]
+    chains.check()
+
+
+def test_what_nobody_asks_any_more_is_shed() -> None:
+    chains = Chains()
+    chains.add(block(ROOT), packed(chain_to(11)), rooted=True)
+    chains.list_some(6)
+    assert chains.shed() == 7
+    assert chains
+    assert chains.shed() == 2
+    assert not chains
 
 
 def test_what_continues_a_chain_is_one_segment() -> None:

@@ -6,12 +6,14 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+from kvbm_index.arrival import Arrival
 from kvbm_index.core import IndexCore
 from kvbm_index.messages import (
     Effect,
@@ -108,7 +110,7 @@ class Harness:
 
     def snapshot(self, reply: SnapshotReply) -> list[Effect]:
         """A snapshot comes."""
-        return self.send(SnapshotReceived(reply))
+        return self.send(SnapshotReceived(Arrival.whole(reply)))
 
     def tick(self, after_ms: int) -> list[Effect]:
         """Time passes."""
@@ -259,6 +261,19 @@ def test_snapshots_in_flight_are_bounded() -> None:
     asked = harness.events(*(stored(5, 1, source=f"s{number}") for number in range(4)))
     assert len(asked) == 2
     assert harness.snapshot(snapshot(5, 1, source="s0")) == [RequestSnapshot(SourceKey("h", "s2"))]
+
+
+def test_a_malformed_snapshot_is_asked_for_again(harness: Harness) -> None:
+    harness.events(stored(1, 0, 1))
+    harness.events(stored(3, 2))
+    part = SnapshotPart(namespace=NAMESPACE, runs=[Run(parent="x", hashes=[])])
+    reply = msgspec.structs.replace(snapshot(3, 0), parts=[part])
+    assert not harness.snapshot(reply)
+    assert harness.dropped("malformed") == 1
+    assert harness.held() == {block(0), block(1)}, "what it holds stays"
+    assert harness.tick(200) == [RequestSnapshot(SourceKey("h", "s"))]
+    harness.snapshot(snapshot(3, 0, 1, 2))
+    assert harness.held() == {block(0), block(1), block(2)}
 
 
 def test_a_malformed_event_is_repaired_by_a_snapshot(harness: Harness) -> None:
