@@ -78,6 +78,9 @@ class BlockColumns(Mapping[int, Block]):
         newest = np.array([self.slot_of[name] for name in self.names]) == self.slots
         return BlockColumns(self._records, self._rows[newest])
 
+    def __repr__(self) -> str:
+        return f"BlockColumns({len(self)} blocks, {self.total_bytes} bytes)"
+
     def __len__(self) -> int:
         return len(self._rows)
 
