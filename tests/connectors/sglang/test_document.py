@@ -8,7 +8,7 @@ from pathlib import Path
 
 import kvbm_connectors.sglang
 import pytest
-from kvbm_common.config import Settings
+from kvbm_common.config import Settings, settings_by_name
 from kvbm_connectors.sglang.events import stream_of
 from kvbm_connectors.sglang.options import Options
 
@@ -30,6 +30,14 @@ def test_the_extra_config_is_that_of_the_tests(
     assert extra["class_name"] in kvbm_connectors.sglang.__all__
     Options.read(json.loads(text), {})
     assert "is not a setting" not in caplog.text
+
+
+def test_variables_exist() -> None:
+    """Goal: no variable in the document that nobody reads."""
+    declared = {setting.variable for setting in settings_by_name().values()}
+    named = set(re.findall(r"`?((?:DYN_)?KVBM_[A-Z_]+)", DOCUMENT))
+    assert len(named) > 3
+    assert named <= declared
 
 
 def test_the_events_can_be_followed() -> None:

@@ -261,9 +261,14 @@ def test_a_promise_outlives_the_host_tier(stack: LiveStack, monkeypatch: Monkey)
 
 
 def test_an_engine_without_a_host_tier_computes(stack: LiveStack, monkeypatch: Monkey) -> None:
-    """Nobody listens where it was told to look: every request is computed, and nothing is held."""
-    variables = {"KVBM_HOST_TIER_ENDPOINT": f"ipc://{stack.settings.runtime_dir}/nobody"}
+    """Nobody listens where it was told to look: every request is computed, and nothing is held.
+    After a while the log says so."""
+    variables = {
+        "KVBM_HOST_TIER_ENDPOINT": f"ipc://{stack.settings.runtime_dir}/nobody",
+        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "1",
+    }
     with engine_on(stack, monkeypatch, variables=variables, wait=False) as engine:
         assert engine.ask(range(8000, 8020)).external == 0
         assert not engine.saving
         assert engine.count("lookups_passed_through") == 1
+        wait_for(lambda: engine.count("init_timeouts") == 1, "nobody says that they have not met")
