@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvbm_common.announcer import PAGE_BLOCKS, Announcer
 from kvbm_common.snapshots import (
     KEPT_MAX,
     PAGE_BYTES,
+    Page,
+    Pages,
     SnapshotGone,
     SnapshotPages,
     ask_snapshot,
@@ -19,6 +23,8 @@ from kvbm_common.snapshots import (
 )
 from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, SnapshotRequest
+
+from tests.libs.helpers import block
 
 REQUEST = SnapshotRequest(source="disk-tier-0")
 
@@ -49,9 +55,9 @@ def blocks(reply: SnapshotReply) -> dict[tuple[str, str], str]:
     for part in reply.parts:
         for run in part.runs:
             parents = [run.parent, *run.hashes]
-            for parent, block in zip(parents, run.hashes, strict=False):
-                assert (part.namespace, block) not in found
-                found[part.namespace, block] = parent
+            for parent, child in zip(parents, run.hashes, strict=False):
+                assert (part.namespace, child) not in found
+                found[part.namespace, child] = parent
     return found
 
 
@@ -104,6 +110,48 @@ async def test_a_million_blocks_are_of_one_moment_though_the_source_goes_on() ->
     assert len(blocks(reply)) == 1_000_000
     assert 8 <= len(sizes) <= 10
     assert max(sizes) < 1.1 * PAGE_BYTES
+
+
+async def test_pages_are_made_when_they_are_asked_for_and_once() -> None:
+    """1. A source holds three pages' worth. 2. It goes on between the pages, which are of the
+    moment of the first. 3. Who asks again for a page gets the same bytes.
+    """
+    announcer = Announcer(host="here", source="disk-tier-0", tier="disk", epoch=7)
+    held = [block(number, parent=number - 1) for number in range(1, 2 * PAGE_BLOCKS + 2)]
+    announcer.cleared("start")
+    asked = 0
+
+    def make(_request: SnapshotRequest) -> Pages:
+        def counted(page: Page) -> SnapshotReply:
+            nonlocal asked
+            asked += 1
+            return page()
+
+        return [functools.partial(counted, page) for page in announcer.moment(held)]
+
+    source = SnapshotPages(make)
+    sizes: list[int] = []
+
+    async def ask(payload: bytes) -> bytes:
+        page = source.answer(payload)
+        sizes.append(asked)
+        if len(sizes) == 1:
+            announcer.cleared("something else")
+        assert msgspec.json.decode(payload)["page"] == 0 or source.answer(payload) is page
+        return page
+
+    reply = await ask_snapshot(ask, REQUEST)
+    assert (reply.seq, announcer.seq) == (1, 2)
+    assert sizes == [1, 2, 3]
+    assert blocks(reply) == {
+        (one.namespace.hex(), one.hash.hex()): one.parent.hex() for one in held
+    }
+
+
+async def test_a_source_without_blocks_has_one_page() -> None:
+    announcer = Announcer(host="here", source="disk-tier-0", tier="disk", epoch=7)
+    source = SnapshotPages(lambda _request: announcer.moment([]))
+    assert await ask_snapshot(asking(source), REQUEST) == announcer.snapshot([])
 
 
 async def test_a_moment_that_is_forgotten_is_an_error() -> None:

@@ -13,7 +13,7 @@ A source that has forgotten the moment says so, and the asker, as after any fail
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -26,7 +26,7 @@ PAGE_BYTES = 4 * 1024 * 1024
 """Of JSON, half of what our NATS servers take: some 115,000 blocks in long runs."""
 KEPT_S = 30.0
 KEPT_MAX = 8
-"""Moments that are kept; each costs 35 bytes per block."""
+"""Moments that are kept; each costs some 50 bytes per block."""
 _HASH_BYTES = 35
 _RUN_BYTES = 64
 """What a hash and an empty run take in JSON."""
@@ -35,6 +35,11 @@ _request: JsonCodec[SnapshotRequest] = JsonCodec(SnapshotRequest)
 _reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
 _Moment = tuple[str, bool, int, int]
 """Source, whether consolidated, epoch, seq."""
+
+
+Page = Callable[[], SnapshotReply]
+"""Makes a page of a moment, at any time."""
+Pages = Sequence[Page]
 
 
 class SnapshotGone(KvbmError):
@@ -47,10 +52,10 @@ class SnapshotGone(KvbmError):
 class SnapshotPages:
     """The source's side: answers requests, and keeps the pages of what did not fit into one."""
 
-    def __init__(self, make: Callable[[SnapshotRequest], SnapshotReply]) -> None:
+    def __init__(self, make: Callable[[SnapshotRequest], SnapshotReply | Pages]) -> None:
         """`make` says what a source holds now; it may raise KvbmError."""
         self._make = make
-        self._kept: dict[_Moment, list[bytes]] = {}
+        self._kept: dict[_Moment, list[bytes | Page]] = {}
 
     def answer(self, payload: bytes) -> bytes:
         """A page as JSON; raises WireError, SnapshotGone and whatever `make` raises."""
@@ -61,21 +66,37 @@ class SnapshotPages:
             if request.page >= len(pages):
                 raise SnapshotGone(f"no page {request.page} of seq {request.seq} is kept")
             self._kept[moment] = self._kept.pop(moment)  # The least recently asked for goes first.
-            return pages[request.page]
-        reply = self._make(request)
-        moment = _moment(request, reply.epoch, reply.seq)
+            return _encoded(pages, request.page)
+        made = self._make(request)
+        if isinstance(made, SnapshotReply):
+            made = [_made(page) for page in pages_of(made)]
+        first = made[0]()
+        moment = _moment(request, first.epoch, first.seq)
         if moment in self._kept:  # Replicas ask at the same time.
-            return self._kept[moment][0]
-        pages = [_reply.encode(page) for page in pages_of(reply)]
+            return _encoded(self._kept[moment], 0)
+        pages = [_reply.encode(first), *made[1:]]
         if len(pages) > 1:
             self._keep(moment, pages)
-        return pages[0]
+        return _encoded(pages, 0)
 
-    def _keep(self, moment: _Moment, pages: list[bytes]) -> None:
+    def _keep(self, moment: _Moment, pages: list[bytes | Page]) -> None:
         if len(self._kept) >= KEPT_MAX:
             del self._kept[next(iter(self._kept))]
         self._kept[moment] = pages
         asyncio.get_running_loop().call_later(KEPT_S, self._kept.pop, moment, None)
+
+
+def _made(page: SnapshotReply) -> Page:
+    return lambda: page
+
+
+def _encoded(pages: list[bytes | Page], number: int) -> bytes:
+    """A page as JSON, made when it is asked for the first time."""
+    page = pages[number]
+    if isinstance(page, bytes):
+        return page
+    encoded = pages[number] = _reply.encode(page())
+    return encoded
 
 
 def _moment(request: SnapshotRequest, epoch: int, seq: int) -> _Moment:

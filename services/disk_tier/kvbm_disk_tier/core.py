@@ -9,7 +9,7 @@ has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from kvbm_common.breaker import BreakerState
@@ -244,6 +244,10 @@ class DiskTierCore:
     def snapshot(self) -> SnapshotReply:
         """Everything that is committed and announced, as of the last event."""
         return self.tier.announcer.snapshot(self.tier.told_blocks())
+
+    def snapshot_pages(self) -> Sequence[Callable[[], SnapshotReply]]:
+        """The same in pages, to be made later: whoever asks is answered by one at a time."""
+        return self.tier.announcer.moment(self.tier.told_blocks())
 
     def statistics(self) -> StatsReply:
         """Figures for metrics and admin API."""

@@ -132,7 +132,7 @@ class TierShell:
     def __init__(self, context: ServiceContext, core: DiskTierCore, medium: Medium) -> None:
         self._context = context
         self._core = core
-        self._snapshots = SnapshotPages(lambda _: core.snapshot())
+        self._snapshots = SnapshotPages(lambda _: core.snapshot_pages())
         self._medium = medium
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
         self._answers: dict[int, asyncio.Future[_VerbReply]] = {}
@@ -464,7 +464,7 @@ def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) ->
 async def serve_nothing(context: ServiceContext, core: DiskTierCore, why: str) -> None:
     """Answer those who ask every source, so that they do not ask for ever."""
 
-    snapshots = SnapshotPages(lambda _: core.snapshot())
+    snapshots = SnapshotPages(lambda _: core.snapshot_pages())
 
     async def snapshot(payload: bytes) -> bytes:
         return snapshots.answer(payload)

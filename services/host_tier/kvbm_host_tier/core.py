@@ -8,7 +8,7 @@ attached is in `engines`; slots, leases and announcements are in `tier`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from kvbm_common.errors import KvbmError
@@ -403,6 +403,10 @@ class HostTierCore:
     def snapshot(self) -> SnapshotReply:
         """Everything that is committed, as of the last event."""
         return self.tier.announcer.snapshot(self.tier.own_blocks())
+
+    def snapshot_pages(self) -> Sequence[Callable[[], SnapshotReply]]:
+        """The same in pages, to be made later: whoever asks is answered by one at a time."""
+        return self.tier.announcer.moment(self.tier.own_blocks())
 
     def statistics(self, now_ms: int) -> StatsReply:
         """Figures for metrics and admin API."""

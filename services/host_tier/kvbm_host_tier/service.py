@@ -137,7 +137,7 @@ class HostTierShell:
     ) -> None:
         self._context = context
         self._core = core
-        self._snapshots = SnapshotPages(lambda _: core.snapshot())
+        self._snapshots = SnapshotPages(lambda _: core.snapshot_pages())
         self._puller = puller
         self._engines = engines
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbm_common.announcer import Announcer
+from kvbm_common.announcer import EVENT_BLOCKS_MAX, Announcer
 from kvbm_common.arena import Arena
 from kvbm_common.bus import Bus
 from kvbm_common.checksum import block_checksum
@@ -51,8 +51,9 @@ from kvbm_common.wire.verbs import (
     hits_subject,
     verb_subject,
 )
-from kvbm_disk_tier.journal import RECORD_BYTES
+from kvbm_disk_tier.journal import RECORD_BYTES, Operation, Record
 from kvbm_disk_tier.service import serve
+from kvbm_disk_tier.store import Store, StoreOptions
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 from tests.waiting import wait_until
@@ -313,6 +314,37 @@ async def test_blocks_come_back_after_kill_9(
         await host.wait_announced(1, 2, 3, 4)
 
 
+async def test_many_blocks_are_served_before_all_are_announced(
+    nats_server: NatsServer, host: Host, tmp_path: Path
+) -> None:
+    """1. A former life has left three events' worth of blocks, of which the last has bytes.
+    2. They are announced in order, each once, and the snapshot is of what was announced.
+    """
+    count = 2 * EVENT_BLOCKS_MAX + 10
+    store = Store(StoreOptions(tmp_path / "kvbm-h-0", 0, count, direct=False))
+    store.create(SLOT_BYTES)
+    bare = [Block(name(n), name(n - 1), NAMESPACE, 0, BLOCK_BYTES) for n in range(1, count)]
+    records = [
+        Record(Operation.COMMITTED, 1 + slot, slot, there)
+        for slot, there in enumerate([*bare, block(count)])
+    ]
+    os.pwrite(store.fd, content(count), (count - 1) * SLOT_BYTES)
+    store.append(tuple(records), commit=True)
+    store.close()
+    settings = settings_of(nats_server, tmp_path, disk_cache_override_num_blocks=count)
+    async with living(settings):
+        await wait_stats(host._bus, "ready", True)
+        await until(lambda: can_fill(host, count))
+        await host.wait_announced(*range(1, count + 1))
+        assert [len(run.hashes) for event in host.events if isinstance(event, Stored)
+                for run in event.runs] == [EVENT_BLOCKS_MAX, EVENT_BLOCKS_MAX, 10]  # fmt: skip
+        reply = msgspec.json.decode(
+            await ask(host._bus, "snapshot", b'{"source":"disk-tier-0"}'), type=SnapshotReply
+        )
+        assert sum(len(run.hashes) for part in reply.parts for run in part.runs) == count
+        assert reply.seq == len(host.events)
+
+
 async def test_sealed_blocks_come_back_as_well(
     nats_server: NatsServer, host: Host, tmp_path: Path
 ) -> None:
@@ -345,10 +377,10 @@ def epochs(host: Host) -> int:
     return len({event.epoch for event in host.events})
 
 
-async def can_fill(host: Host) -> bool:
-    """Whether blocks 1, 2 and 3 can be read; the arena may not be mapped yet."""
+async def can_fill(host: Host, *wanted: int) -> bool:
+    """Whether these, or blocks 1, 2 and 3, can be read; the arena may not be mapped yet."""
     try:
-        answers = await host.fill(1, 2, 3)
+        answers = await host.fill(*wanted or (1, 2, 3))
     except RequestFailed as error:
         return error.code != "stale_arena"
     return all(answer.ok for answer in answers.values())
