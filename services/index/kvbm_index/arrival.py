@@ -14,8 +14,8 @@ from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_index.chains import Chains, HolderTuple
 from kvbm_index.lean import named_runs
 
-PIECE_BLOCKS = 4_096
-"""Some 3 ms."""
+PIECE_BLOCKS = 2_048
+"""Some 1.5 ms."""
 
 
 class Arrival:

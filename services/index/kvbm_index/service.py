@@ -68,7 +68,7 @@ from kvbm_index.requests import decoded, encoded, hashes_of
 INBOX_BATCHES_MAX = 64
 """Batches of up to 128 events that wait for the core: flow control holds the rest at NATS."""
 TURNS = 4
-"""Of everybody else after each batch: from a question's arrival to its answer there are as many."""
+"""Of everybody else after each piece of work: a question needs as many from its arrival on."""
 INBOX_DEADLINE_S = 30.0
 """A core that takes nothing for so long is broken."""
 TICK_MS = 50
@@ -90,7 +90,8 @@ class IndexShell:
     """Translates between NATS and the core."""
 
     def __init__(self, context: ServiceContext, core: IndexCore, events: Bus) -> None:
-        """`events`: a connection of its own, so that no question waits behind a flood of events."""
+        """`events`: a connection of its own, so that no question waits behind a flood of events or
+        a snapshot."""
         self._context = context
         self._events = events
         self._core = core
@@ -182,8 +183,7 @@ class IndexShell:
                     events, batch[-1].sequence, stream.isoformat() if stream else ""
                 )
                 await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
-                for _ in range(TURNS):
-                    await asyncio.sleep(0)
+                await _others()
 
     def _stream_lost(self) -> None:
         """Behind the events that wait: taken before them, they would pass for news after it."""
@@ -253,7 +253,8 @@ class IndexShell:
     async def _fetch_snapshot(self, key: SourceKey) -> Input:
         kind, instance = self._owner_of(key)
         subject = verb_subject(kind, "snapshot", host=key.host, instance=instance)
-        ask = functools.partial(self._context.bus.request, subject, deadline_s=SNAPSHOT_DEADLINE_S)
+        # Pages are long, and no question waits behind one.
+        ask = functools.partial(self._events.request, subject, deadline_s=SNAPSHOT_DEADLINE_S)
         try:
             reply = await ask_snapshot(ask, SnapshotRequest(source=key.source))
         except KvbmError as error:
@@ -262,8 +263,8 @@ class IndexShell:
         if (reply.host, reply.source) != key:
             return SnapshotFailed(key, "wrong_source")
         arrival = Arrival(reply)
-        while not arrival.go_on():  # noqa: ASYNC110 - nothing is waited for: others have turns.
-            await asyncio.sleep(0)
+        while not arrival.go_on():
+            await _others()
         return SnapshotReceived(arrival)
 
     def _owner_of(self, key: SourceKey) -> tuple[str, str]:
@@ -342,6 +343,12 @@ class IndexShell:
     def _reasons(self) -> list[str]:
         reasons = [] if self._caught_up else ["reading the event stream"]
         return reasons if self._registry_read else [*reasons, "reading the registry"]
+
+
+async def _others() -> None:
+    """Everybody else has turns."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
 
 
 def _source_of(record: ServiceRecord) -> SourceKey | None:
