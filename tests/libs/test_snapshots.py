@@ -102,7 +102,8 @@ async def test_a_million_blocks_are_of_one_moment_though_the_source_goes_on() ->
     async def ask(payload: bytes) -> bytes:
         page = source.answer(payload)
         sizes.append(len(page))
-        source.answer(msgspec.json.encode(REQUEST))  # Somebody else, of another moment.
+        if len(sizes) < 4:
+            source.answer(msgspec.json.encode(REQUEST))  # Somebody else, of another moment.
         return page
 
     reply = await ask_snapshot(ask, REQUEST)
