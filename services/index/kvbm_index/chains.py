@@ -37,6 +37,9 @@ from kvbm_common.wire.events import Tier
 from kvbm_index.image import SegmentImage
 from kvbm_index.listing import Listing
 
+ALL = 1 << 32
+"""More blocks than there can be."""
+
 HolderTuple = tuple[str, str, Tier, int, int]
 """A `Holder` before it has a name: equal to it, and a third of the time to make."""
 
@@ -350,8 +353,7 @@ class Chains:
         return (segment, at) if at >= 0 else None
 
     def _list(self) -> None:
-        while self._unlisted:
-            self.list_some(len(self))
+        self.list_some(ALL)
 
     def list_some(self, room: int) -> int:
         """Bring the list up to date by at most so many blocks; returns how many are left of it."""
