@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from kvbm_common.fates import Fate, Fates
 from kvbm_common.identity import SequenceHash
 
@@ -33,3 +35,20 @@ def test_what_left_first_is_forgotten_first_and_it_says_until_when() -> None:
     assert fates.get(name(2)) is None
     assert fates.get(name(1)) is not None
     assert (len(fates), before, fates.forgotten_ms) == (2, None, 20)
+
+
+def test_a_full_memory_takes_a_fate_as_quickly_as_an_empty_one() -> None:
+    """The oldest name of a plain dict is found behind the holes of all that have left: in a tier
+    that had evicted 262,144 blocks, each further eviction took 0.1 to 0.4 ms."""
+    count = 2_000
+    fates = Fates(50 * count)
+
+    def note(batch: int) -> float:
+        names = [name(batch * count + number) for number in range(count)]
+        started_s = time.thread_time()
+        fates.note(names, "evicted", batch)
+        return time.thread_time() - started_s
+
+    filling = sorted(note(batch) for batch in range(50))[25]
+    full = sorted(note(batch) for batch in range(50, 80))[15]
+    assert full < 10 * filling

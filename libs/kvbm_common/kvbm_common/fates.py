@@ -5,6 +5,7 @@ Blocks that left together share one fate. What was forgotten first is what left 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -30,8 +31,9 @@ class Fates:
         self.forgotten_ms: int | None = None
         """What left until then may be forgotten; None: nothing is."""
         self._entries_max = entries_max
-        self._fates: dict[SequenceHash, Fate] = {}
-        """In the order of the times."""
+        self._fates: OrderedDict[SequenceHash, Fate] = OrderedDict()
+        """In the order of the times. In a plain dict the first is found behind the holes of all
+        that have left: 0.1 to 0.4 ms for every block, once this is full."""
 
     def __len__(self) -> int:
         return len(self._fates)
@@ -45,7 +47,7 @@ class Fates:
             fates.pop(name, None)
             fates[name] = fate
         while len(fates) > self._entries_max:
-            self.forgotten_ms = fates.pop(next(iter(fates))).at_ms
+            self.forgotten_ms = fates.popitem(last=False)[1].at_ms
 
     def get(self, name: SequenceHash) -> Fate | None:
         """The last fate of a block. It says nothing of whether the block is back."""
