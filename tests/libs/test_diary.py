@@ -23,3 +23,15 @@ def test_the_oldest_entries_are_forgotten() -> None:
     for now_ms in (1, 2, 3):
         diary.note(now_ms, "was seen", name(1))
     assert diary.story(name(1)) == ["2 ms was seen", "3 ms was seen"]
+
+
+def test_blocks_that_go_together_are_noted_together() -> None:
+    diary = Diary(entries_max=4)
+    diary.note(1, "was seen", name(3))
+    diary.note_all(2, "staged in slot {slot} for {a} fill", [name(1), name(2)], [7, 8])
+    assert diary.story(name(2)) == ["2 ms staged in slot 8 for {a} fill"]
+    diary.note_all(3, "removed: evicted", [name(1), name(2)])
+    assert diary.story(name(1)) == [
+        "2 ms staged in slot 7 for {a} fill", "3 ms removed: evicted",
+    ]  # fmt: skip
+    assert diary.story(name(3)) == [], "five blocks are one too many"

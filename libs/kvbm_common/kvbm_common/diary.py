@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
 
 DIARY_ENTRIES_MAX = 20_000
-"""About 3 MB: minutes of a busy tier, enough for the story of any block in flight."""
+"""Blocks. About 3 MB: minutes of a busy tier, enough for the story of any block in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     now_ms: int
     what: str
-    block: SequenceHash
+    blocks: Sequence[SequenceHash]
+    slots: Sequence[int]
+
+    def told_of(self, block: SequenceHash) -> str:
+        if not self.slots:
+            return self.what
+        return self.what.replace("{slot}", str(self.slots[self.blocks.index(block)]))
 
 
 class Diary:
-    """A bounded log of (when, what, which block), newest last."""
+    """A bounded log of (when, what, which blocks), newest last."""
 
     def __init__(self, entries_max: int = DIARY_ENTRIES_MAX) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=entries_max)
+        self._entries: deque[_Entry] = deque()
+        self._entries_max = entries_max
+        self._blocks = 0
 
     def note(self, now_ms: int, what: str, block: SequenceHash) -> None:
         """Remember that `what` happened to `block`."""
-        self._entries.append(_Entry(now_ms, what, block))
+        self.note_all(now_ms, what, (block,))
+
+    def note_all(
+        self, now_ms: int, what: str, blocks: Sequence[SequenceHash], slots: Sequence[int] = ()
+    ) -> None:
+        """Remember that `what` happened to all of these, and `{slot}` in it is the slot of each.
+
+        Neither sequence may change any more.
+        """
+        self._entries.append(_Entry(now_ms, what, blocks, slots))
+        self._blocks += len(blocks)
+        while self._blocks > self._entries_max:
+            self._blocks -= len(self._entries.popleft().blocks)
 
     def entries(self, block: SequenceHash) -> list[tuple[int, str]]:
         """All that is remembered of one block, (when in ms, what), oldest first."""
-        return [(entry.now_ms, entry.what) for entry in self._entries if entry.block == block]
+        return [
+            (entry.now_ms, entry.told_of(block)) for entry in self._entries if block in entry.blocks
+        ]
 
     def story(self, block: SequenceHash) -> list[str]:
         """The same as text."""

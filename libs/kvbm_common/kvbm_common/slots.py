@@ -211,16 +211,21 @@ class SlotTable:
 
     def stage(self, block: SequenceHash) -> int | None:
         """Take a RESET slot for a block that is neither committed nor staged; None: no room."""
-        assert block not in self._slot
-        assert block not in self._staging
-        if not self._reset:
-            return None
-        slot = self._reset.pop()
-        self._move(slot, "stage")
-        self._generation[slot] += 1
-        self._staged[slot] = block
-        self._staging[block] = slot
-        return slot
+        return self.stage_all([block])[0] if self._reset else None
+
+    def stage_all(self, blocks: Sequence[SequenceHash]) -> list[int]:
+        """The same for each of these, for all of which there is room."""
+        slots: list[int] = []
+        for block in blocks:
+            assert block not in self._slot
+            assert block not in self._staging
+            slot = self._reset.pop()
+            self._move(slot, "stage")
+            self._generation[slot] += 1
+            self._staged[slot] = block
+            self._staging[block] = slot
+            slots.append(slot)
+        return slots
 
     def register(self, slot: int, block: Block) -> None:
         """Commit: from now on the block can be found."""

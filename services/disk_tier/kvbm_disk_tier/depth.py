@@ -18,11 +18,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 import numpy as np
+from kvbm_common.batches import batch_blocks
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 
 from kvbm_disk_tier.messages import Depth
 from kvbm_disk_tier.mover import CALL_DEADLINE_S, SETTLE_DEADLINE_S, NotSettled
-from kvbm_disk_tier.pieces import batch_blocks
 
 BUDGET_S = 0.28
 WRITES_SHARE = 0.5
@@ -41,6 +41,9 @@ GOOD_ENOUGH = 0.9
 RISES = 1.05
 """What counts as faster; after two steps that are not, the measurement ends."""
 TRANSFER_DEADLINE_S = 5.0
+BATCHES_MIN = 4
+"""The kernel sorts what is in flight by its place on the disk, so two or three batches end at the
+same time: others move while these are summed up and answered for."""
 TURN_S = 0.01
 """From the end of a batch until it is answered for and another one is handed over."""
 RANDOM_BYTES = 1024 * 1024
@@ -58,7 +61,7 @@ class Tuning:
     """Blocks; None: measured."""
     batch_blocks: int = 16
     batch_bytes: int = 0
-    """Two full batches always may fly: one is answered while the other moves."""
+    """BATCHES_MIN full batches always may fly."""
 
     def depth(
         self, mover: MoverThread, fd: int, stride: int, slot_count: int, taken: Mapping[int, object]
@@ -72,11 +75,9 @@ class Tuning:
         if max(len(free), len(held)) < SLOTS_MIN:
             return Depth()
         found = measure(mover, fd, stride, free, held)
-        writes = batch_blocks(self.batch_blocks, self.batch_bytes, stride)
+        least = BATCHES_MIN * batch_blocks(self.batch_blocks, self.batch_bytes, stride)
         return Depth(
-            _at_least(2 * self.batch_blocks, found.reads),
-            _at_least(2 * writes, found.writes),
-            found.written_bytes,
+            _at_least(least, found.reads), _at_least(least, found.writes), found.written_bytes
         )
 
 

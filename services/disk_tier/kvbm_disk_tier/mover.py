@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 from kvbm_common.arena import Arena
-from kvbm_common.checksum import checksums
+from kvbm_common.checksum import block_checksum
 from kvbm_common.counters import Counters, TransferFigures
 from kvbm_common.errors import KvbmError
 from kvbm_common.loop import monotonic_ms
@@ -204,10 +203,9 @@ def left_s(effect: ReadSlots) -> float:
 
 
 def _intact(arena: Arena, effect: ReadSlots) -> tuple[bool, ...]:
-    found: list[int] = []
-    for slot, block in zip(effect.targets, effect.blocks, strict=True):
-        offset = np.asarray([slot * effect.slot_bytes], dtype=np.uint64)
-        found += checksums(arena.array, offset, block.bytes)
+    memory, slot_bytes = arena.array.data, effect.slot_bytes
     return tuple(
-        checksum == block.checksum for checksum, block in zip(found, effect.blocks, strict=True)
+        block_checksum(memory[slot * slot_bytes : slot * slot_bytes + block.bytes])
+        == block.checksum
+        for slot, block in zip(effect.targets, effect.blocks, strict=True)
     )

@@ -11,19 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from kvbm_common.transfers import Spans
 
-BATCH_UNIT_BYTES = 1024 * 1024
-BATCH_BLOCKS_MOST = 256
 PIECE_BYTES_MAX = 512 * 1024
 """Longer pieces were not faster, and a lone batch has fewer of them side by side."""
-
-
-def batch_blocks(blocks_max: int, bytes_max: int, slot_bytes: int) -> int:
-    """Blocks of one write: `blocks_max`, and of small ones as many as have `bytes_max`.
-
-    Lease, confirmation, record and synchronisation cost the same for any batch: with 16 blocks of
-    256 KiB in each the disk waited for leases.
-    """
-    return max(blocks_max, min(bytes_max // max(1, slot_bytes), BATCH_BLOCKS_MOST))
 
 
 def pieces_of(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 from kvbm_common import logs
 from kvbm_common.admin_verbs import tier_verbs
+from kvbm_common.batches import batch_blocks
 from kvbm_common.config import Settings
 from kvbm_common.counters import families_of_counts, families_of_gauges
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable, RequestFailed
@@ -85,7 +86,6 @@ from kvbm_disk_tier.messages import (
     WriteSlots,
 )
 from kvbm_disk_tier.mover import DiskMover
-from kvbm_disk_tier.pieces import batch_blocks
 from kvbm_disk_tier.retries import UNANSWERED
 from kvbm_disk_tier.shards import writers_of
 from kvbm_disk_tier.store import (

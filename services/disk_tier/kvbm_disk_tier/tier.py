@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbm_common.announcer import EVENT_BLOCKS_MAX, Announcer
+from kvbm_common.batches import BATCH_UNIT_BYTES, batch_blocks
 from kvbm_common.breaker import Breaker, BreakerState
 from kvbm_common.config import Settings
 from kvbm_common.diary import DIARY_ENTRIES_MAX, Diary
@@ -35,7 +36,6 @@ from kvbm_disk_tier.messages import (
     StoreFailed,
     StoreOpened,
 )
-from kvbm_disk_tier.pieces import BATCH_UNIT_BYTES, batch_blocks
 
 SLOW_MS = 5_000
 """A batch of sixteen blocks that takes so long is slower than computing them anew."""
@@ -86,7 +86,7 @@ class Limits:
     """Blocks in flight, as far as nothing was measured; one batch may always fly."""
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """A write's batch has more blocks when they are small: see `pieces.batch_blocks`."""
+    """A write has more blocks when they are small, fewer when large: see `batches.batch_blocks`."""
     pending_max: int = 65_536
     """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
     lease_ms: int = 5_000

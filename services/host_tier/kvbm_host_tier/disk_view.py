@@ -7,6 +7,7 @@ failed is forgotten when the disk tier does not have it, and left alone for a wh
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import assert_never
 
@@ -35,7 +36,7 @@ class DiskView:
         self._position: dict[str, tuple[int, int]] = {}
         self._asking: set[str] = set()
         self._there: dict[str, None] = {}
-        self._avoid: dict[SequenceHash, int] = {}
+        self._avoid: OrderedDict[SequenceHash, int] = OrderedDict()
         """Block whose fill failed → when it may be asked for again."""
         self._away: set[SequenceHash] = set()
         """What instances had that are away now: to explain misses, nothing else."""
@@ -72,17 +73,19 @@ class DiskView:
         """Did an instance have it that is away?"""
         return name in self._away
 
-    def instance(self, name: SequenceHash) -> str:
-        """Who has a block that is in the view."""
-        return self._instance[name]
-
     def epoch(self, instance: str) -> int:
         """The life of a disk tier that we know of, 0 when there is none."""
         return self._position.get(instance, (0, 0))[0]
 
     def usable(self, name: SequenceHash, now_ms: int) -> bool:
         """Is it worth while to ask for this block now?"""
-        return name in self._instance and now_ms >= self._avoid.get(name, now_ms)
+        return self.source(name, now_ms) is not None
+
+    def source(self, name: SequenceHash, now_ms: int) -> str | None:
+        """Whom to ask for this block now; None: it is not worth while."""
+        instance = self._instance.get(name)
+        avoided = instance is not None and self._avoid and now_ms < self._avoid.get(name, now_ms)
+        return None if avoided else instance
 
     def forget(self, name: SequenceHash) -> None:
         """The disk tier does not have this block: not again until it is announced anew."""
@@ -93,7 +96,7 @@ class DiskView:
         self._avoid.pop(name, None)
         self._avoid[name] = now_ms + for_ms
         while len(self._avoid) > AVOID_MAX:
-            del self._avoid[next(iter(self._avoid))]
+            self._avoid.popitem(last=False)
 
     def seen(self, instance: str) -> list[AskDiskSnapshot]:
         """A disk tier is there: what does it hold?"""

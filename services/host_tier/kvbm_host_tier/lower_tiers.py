@@ -18,6 +18,7 @@ class LowerTiers:
 
     def __init__(self) -> None:
         self.views: Mapping[Tier, DiskView] = {tier: DiskView(tier) for tier in LOWER}
+        self._nearest_first = list(self.views.items())
 
     def __contains__(self, name: SequenceHash) -> bool:
         return any(name in view for view in self.views.values())
@@ -35,11 +36,12 @@ class LowerTiers:
 
     def usable(self, name: SequenceHash, now_ms: int) -> bool:
         """Is it worth while to ask for this block now?"""
-        return any(view.usable(name, now_ms) for view in self.views.values())
+        return self.source(name, now_ms) is not None
 
-    def source(self, name: SequenceHash, now_ms: int) -> tuple[Tier, str]:
-        """Whom to ask for a block that is usable: the tier, and its instance."""
-        for tier, view in self.views.items():
-            if view.usable(name, now_ms):
-                return tier, view.instance(name)
-        raise AssertionError("nobody has it")
+    def source(self, name: SequenceHash, now_ms: int) -> tuple[Tier, str] | None:
+        """Whom to ask for a block now: the tier, and its instance. None: it is not worth while."""
+        for tier, view in self._nearest_first:
+            instance = view.source(name, now_ms)
+            if instance is not None:
+                return tier, instance
+        return None

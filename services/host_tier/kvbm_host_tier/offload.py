@@ -172,18 +172,17 @@ class Offload:
             self._give_up_rest(state, 0, "incomplete_engine")
             return
         batch = self._next_batch(state)
-        slots: list[int] = []
         room = self._tier.make_room(len(batch))
         if room < len(batch):
             self._not_stored((one.hash for one in batch[room:]), "no_room")
             self._give_up_rest(state, len(batch) - room, "no_room")
-        for wanted in batch[:room]:
-            slot = self._tier.table.stage(wanted.hash)
-            assert slot is not None
-            slots.append(slot)
-            self._tier.diary.note(now_ms, f"staged in slot {slot} for {state.engine}", wanted.hash)
-        if not slots:
+        if not room:
             return
+        names = [wanted.hash for wanted in batch[:room]]
+        slots = self._tier.table.stage_all(names)
+        self._tier.diary.note_all(
+            now_ms, f"staged in slot {{slot}} for {state.engine}", names, slots
+        )
         pull = Pull(state, tuple(batch[:room]), tuple(slots), engine.block_bytes)
         self._pulls[self._next_pull] = pull
         state.pulls.add(self._next_pull)
@@ -303,14 +302,16 @@ class Offload:
         del self._offers[key]
         for slot, block in state.arrived:
             self._tier.table.register(slot, block)
-            self._tier.diary.note(now_ms, f"committed in slot {slot}", block.hash)
+        slots = [slot for slot, _ in state.arrived]
         blocks = [block for _, block in state.arrived]
+        names = [block.hash for block in blocks]
+        self._tier.diary.note_all(now_ms, "committed in slot {slot}", names, slots)
         self._tier.counts["offload_blocks_d2h"] += len(blocks)
         self._tier.counts["bytes.d2h"] += sum(block.bytes for block in blocks)
         # A chain is freed leaves first: touch it once so that its root outlives its leaf.
-        for slot, _ in state.arrived:
+        for slot in slots:
             self._tier.table.pin(slot)
-        self._tier.table.unpin(slot for slot, _ in state.arrived)
+        self._tier.table.unpin(slots)
         self._tier.announce_stored(blocks)
         self.advance(now_ms)
 

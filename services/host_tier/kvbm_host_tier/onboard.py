@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
 from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.explain import Place
@@ -213,8 +213,8 @@ class Onboard:
         return []
 
     def _medium_of(self, name: SequenceHash, now_ms: int) -> Medium:
-        below = self._tier.below
-        return below.source(name, now_ms)[0] if below.usable(name, now_ms) else "remote"
+        source = self._tier.below.source(name, now_ms)
+        return "remote" if source is None else source[0]
 
     def _wait(self, state: OnboardState, fills: list[SequenceHash], now_ms: int) -> None:
         onboard_id = self._next_id
@@ -266,13 +266,9 @@ class Onboard:
     def _stage(
         self, names: Sequence[SequenceHash], why: str, now_ms: int
     ) -> dict[SequenceHash, int]:
-        slots: dict[SequenceHash, int] = {}
-        for name in names:
-            slot = self._tier.table.stage(name)
-            assert slot is not None
-            slots[name] = slot
-            self._tier.diary.note(now_ms, f"staged in slot {slot} {why}", name)
-        return slots
+        slots = self._tier.table.stage_all(names)
+        self._tier.diary.note_all(now_ms, f"staged in slot {{slot}} {why}", names, slots)
+        return dict(zip(names, slots, strict=True))
 
     def peer_pulled(self, event: PeerPulled, now_ms: int) -> None:
         """A pull has ended; others may fly."""
@@ -292,17 +288,19 @@ class Onboard:
                 self._tier.guests[name] = None
                 self._tier.counts["peer_pulled_blocks"] += 1
                 self._tier.counts["bytes.r2h"] += outcome.bytes
-                self._landed(outcome, slot, "remote", now_ms)
+                self._landed([(slot, outcome)], "remote", now_ms)
 
     # --- fills ------------------------------------------------------------------------------
 
     def _start_fills(self, state: OnboardState, names: Sequence[SequenceHash], now_ms: int) -> None:
         """Batches, prefix first, each to one disk tier; they are in flight side by side."""
-        batch_max = self._tier.limits.batch_blocks_max
         by_source: dict[tuple[WireTier, str], list[SequenceHash]] = {}
         for name in names:
-            by_source.setdefault(self._tier.below.source(name, now_ms), []).append(name)
+            source = self._tier.below.source(name, now_ms)
+            assert source is not None, self._tier.diary.story(name)
+            by_source.setdefault(source, []).append(name)
         for (tier, instance), wanted in by_source.items():
+            batch_max = self._tier.batch_blocks(tier)
             for start in range(0, len(wanted), batch_max):
                 slots = self._stage(wanted[start : start + batch_max], "for a fill", now_ms)
                 fill = Fill(tier, instance, slots, state.answer_by_ms, start, state.trace)
@@ -323,17 +321,22 @@ class Onboard:
     def fill_done(self, event: FillDone, now_ms: int) -> None:
         """A disk tier has answered; whatever it did not mention has failed."""
         fill = self._fills.pop(event.fill)
-        answered = {hash_from_hex(filled.hash): filled for filled in event.reply.slots}
-        blocks: list[Block] = []
+        hashes = hashes_from_hex([filled.hash for filled in event.reply.slots])
+        answered = dict(zip(hashes, event.reply.slots, strict=True))
+        arrived: list[tuple[int, Block]] = []
+        missing: list[tuple[SequenceHash, str]] = []
         for name, slot in fill.slots.items():
             filled = answered.get(name)
             if filled is not None and filled.ok and filled.slot == slot:
-                blocks.append(self._arrived(fill, name, filled, now_ms))
+                arrived.append((slot, _block_of(name, filled)))
             else:
                 self._tier.table.abort(slot)
-                reason = filled.reason if filled is not None else "no_answer"
-                self._missing(fill, name, reason, now_ms)
-        self._tier.announce_stored(blocks)
+                missing.append((name, filled.reason if filled is not None else "no_answer"))
+        self._tier.counts["promoted_blocks"] += len(arrived)
+        self._landed(arrived, fill.tier, now_ms)
+        for name, reason in missing:
+            self._missing(fill, name, reason, now_ms)
+        self._tier.announce_stored([block for _, block in arrived])
 
     def fill_failed(self, event: FillFailed, now_ms: int) -> None:
         """No answer. Unless that is settled, the slots stay lent until the disk tier is done."""
@@ -358,30 +361,27 @@ class Onboard:
         for slot in fill.slots.values():
             self._tier.table.abort(slot)
 
-    def _arrived(self, fill: Fill, name: SequenceHash, filled: FilledSlot, now_ms: int) -> Block:
-        parent = hash_from_hex(filled.parent)
-        block = Block(name, parent, bytes.fromhex(filled.namespace), filled.checksum, filled.bytes)
-        self._tier.counts["promoted_blocks"] += 1
-        self._landed(block, fill.slots[name], fill.tier, now_ms)
-        return block
-
-    def _landed(self, block: Block, slot: int, source: Medium, now_ms: int) -> None:
-        """A block is here: those who wait for it have it."""
-        table, name = self._tier.table, block.hash
-        table.register(slot, block)
-        self._tier.diary.note(now_ms, f"came from {source} to slot {slot}", name)
-        waiting = self._waiting.pop(name, [])
-        uses = 0
-        for onboard_id, index in waiting:
-            state = self._states.get(onboard_id)
-            if state is not None and index < state.run:
-                table.pin(slot)
-                state.slots[index] = slot
-                state.came_from[index] = source
-                uses += 2 if state.reply_to else 1  # An operator wants it to stay.
-        if uses > 1:
-            self._tier.admit([name])
-        for onboard_id, _ in waiting:
+    def _landed(self, arrived: Sequence[tuple[int, Block]], source: Medium, now_ms: int) -> None:
+        """Blocks are here, with their slots: those who wait for them have them."""
+        table = self._tier.table
+        served: dict[int, None] = {}
+        for slot, block in arrived:
+            table.register(slot, block)
+            waiting = self._waiting.pop(block.hash, ())
+            uses = 0
+            for onboard_id, index in waiting:
+                served[onboard_id] = None
+                state = self._states.get(onboard_id)
+                if state is not None and index < state.run:
+                    table.pin(slot)
+                    state.slots[index] = slot
+                    state.came_from[index] = source
+                    uses += 2 if state.reply_to else 1  # An operator wants it to stay.
+            if uses > 1:
+                self._tier.admit([block.hash])
+        names, slots = [block.hash for _, block in arrived], [slot for slot, _ in arrived]
+        self._tier.diary.note_all(now_ms, f"came from {source} to slot {{slot}}", names, slots)
+        for onboard_id in served:
             self._answer_if_complete(onboard_id)
 
     def _missing(self, fill: Fill, name: SequenceHash, reason: str, now_ms: int) -> None:
@@ -479,3 +479,8 @@ class Onboard:
         for state in self._states.values():
             assert state.question or None in state.slots, "a complete lookup was not answered"
             assert len(state.slots) == state.run
+
+
+def _block_of(name: SequenceHash, filled: FilledSlot) -> Block:
+    parent = hash_from_hex(filled.parent)
+    return Block(name, parent, bytes.fromhex(filled.namespace), filled.checksum, filled.bytes)

@@ -15,7 +15,7 @@ tier has had since the block came into its memory.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,7 +78,7 @@ class Peers:
         self._unsettled: dict[int, PeerPull] = {}
         self._settled_early: set[int] = set()
         """Pulls that are known to have settled before they are known to have failed."""
-        self._avoid: dict[SequenceHash, int] = {}
+        self._avoid: OrderedDict[SequenceHash, int] = OrderedDict()
         """Block that came wrong → when it may be asked for again."""
         self._door_open = False
 
@@ -250,7 +250,7 @@ class Peers:
         self._avoid.pop(name, None)
         self._avoid[name] = now_ms + AVOID_MS
         while len(self._avoid) > AVOID_MAX:
-            del self._avoid[next(iter(self._avoid))]
+            self._avoid.popitem(last=False)
 
     def _take_id(self) -> int:
         self._next_id += 1

@@ -15,6 +15,7 @@ import msgspec
 from kvbm_common import logs
 from kvbm_common.admin_verbs import tier_verbs
 from kvbm_common.arena import remove_stale
+from kvbm_common.batches import BATCH_UNIT_BYTES
 from kvbm_common.counters import families_of_counts
 from kvbm_common.errors import (
     BusUnavailable,
@@ -497,6 +498,7 @@ def _limits(context: ServiceContext) -> Limits:
         slot_count=settings.cpu_cache_override_num_blocks,
         transfers_max=settings.max_concurrent_transfers,
         batch_blocks_max=settings.max_transfer_batch_size,
+        batch_bytes=settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
         peer_pulls_max=settings.peer_pulls_max if settings.peer_pulls else 0,
         peer_deadline_ms=settings.peer_deadline_ms,
         hit_window=settings.cache_stats_max_requests,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from kvbm_common.announcer import Announcer
+from kvbm_common.batches import batch_blocks
 from kvbm_common.diary import Diary
 from kvbm_common.eviction import make_policy
 from kvbm_common.fates import Fates
 from kvbm_common.identity import SequenceHash
 from kvbm_common.leases import Lease, LeaseTable
 from kvbm_common.slots import Block, SlotTable
+from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.verbs import Hits
 
 from kvbm_host_tier.lower_tiers import LowerTiers
@@ -34,6 +36,9 @@ class Limits:
     None: as many as fit into the arena that there is."""
     transfers_max: int = 4
     batch_blocks_max: int = 16
+    batch_bytes: int = 0
+    """A fill from disk has more blocks when they are small, fewer when large: see
+    `batches.batch_blocks`."""
     offers_max: int = 1024
     """Offers waiting or in flight; more are dropped and counted, never queued without end."""
     lookups_max: int = 4096
@@ -101,7 +106,7 @@ class Tier:
         self.started_ms = 0
         """When this life took its first step: nothing older is known."""
         self.below = LowerTiers()
-        self.guests: dict[SequenceHash, None] = {}
+        self.guests: OrderedDict[SequenceHash, None] = OrderedDict()
         """Committed blocks that a peer has, and that were used once here: not announced, and the
         first to go. The oldest first."""
         self.effects: list[Effect] = []
@@ -160,6 +165,12 @@ class Tier:
         self._policy_name = name
         self.table.use_policy(make_policy(name, self.table.slot_count))
         return True
+
+    def batch_blocks(self, tier: WireTier) -> int:
+        """How many blocks one fill brings at most."""
+        if tier != "disk":  # Every object is a request of its own.
+            return self.limits.batch_blocks_max
+        return batch_blocks(self.limits.batch_blocks_max, self.limits.batch_bytes, self.slot_bytes)
 
     def make_room(self, count: int) -> int:
         """Evict for `count` slots; returns how many can be staged now.
@@ -232,10 +243,12 @@ class Tier:
     def announce_removed(self, blocks: Sequence[Block], reason: str) -> None:
         """Tell the world of lost blocks."""
         self.counts[f"evictions.{reason}"] += len(blocks)
-        for block in blocks:
-            self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
+        if not blocks:
+            return
+        names = [block.hash for block in blocks]
+        self.diary.note_all(self.now_ms, f"removed: {reason}", names)
         self.fates.note(
-            (block.hash for block in blocks), reason, self.now_ms,
+            names, reason, self.now_ms,
             detail=self.policy_name if reason == "evicted" else "",
         )  # fmt: skip
         if self.guests:

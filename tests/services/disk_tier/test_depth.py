@@ -75,16 +75,16 @@ def test_free_slots_are_measured_and_blocks_left_alone(mover: MoverThread, path:
     assert found.written_bytes >= len(changed) * STRIDE
 
 
-def test_two_batches_may_always_fly(mover: MoverThread, path: Path) -> None:
+def test_four_batches_may_always_fly(mover: MoverThread, path: Path) -> None:
     found = depth(mover, path, Tuning(batch_blocks=1000))
-    assert (found.reads, found.writes) == (2000, 2000)
+    assert (found.reads, found.writes) == (4000, 4000)
 
 
-def test_small_blocks_fly_in_two_batches_of_as_many_bytes(
+def test_small_blocks_fly_in_four_batches_of_as_many_bytes(
     mover: MoverThread, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depth_module, "measure", lambda *_: Depth(1, 1))
-    assert depth(mover, path, Tuning(batch_blocks=16, batch_bytes=100 * STRIDE)) == Depth(32, 200)
+    assert depth(mover, path, Tuning(batch_blocks=16, batch_bytes=100 * STRIDE)) == Depth(400, 400)
 
 
 def test_memory_that_takes_its_time_costs_the_disk_nothing(

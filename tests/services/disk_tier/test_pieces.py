@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_disk_tier.pieces import BATCH_BLOCKS_MOST, PIECE_BYTES_MAX, batch_blocks, pieces_of
+from kvbm_disk_tier.pieces import PIECE_BYTES_MAX, pieces_of
 
 ADDRESS = 1 << 20
 SLOT_BYTES = PIECE_BYTES_MAX // 4
@@ -65,15 +65,3 @@ def test_what_moves_is_what_was_asked_for(pairs: list[tuple[int, int]]) -> None:
     again = [(near + i, far + i) for near, far, count in pieces for i in range(count)]
     assert again == sorted(pairs, key=lambda pair: pair[1])
     assert all(count * SLOT_BYTES <= PIECE_BYTES_MAX for _, _, count in pieces)
-
-
-@pytest.mark.parametrize(
-    ("slot_bytes", "blocks"),
-    [(8 << 20, 16), (1 << 20, 16), (1 << 18, 64), (1 << 12, BATCH_BLOCKS_MOST), (0, 256)],
-)
-def test_small_blocks_fill_a_batch_by_their_bytes(slot_bytes: int, blocks: int) -> None:
-    assert batch_blocks(16, 16 << 20, slot_bytes) == blocks
-
-
-def test_without_a_measure_in_bytes_a_batch_is_counted_in_blocks() -> None:
-    assert batch_blocks(2, 0, 4096) == 2

@@ -58,7 +58,7 @@ def test_it_follows_events() -> None:
     assert view.apply("0", stored(source, 2, 3)) == (1, [])
     assert view.apply("0", removed(source, 1)) == (0, [])
     assert content(view) == {2, 3}
-    assert view.instance(name(2)) == "0"
+    assert view.source(name(2), 0) == "0"
     assert view.apply("0", source.cleared("reformatted")) == (0, [])
     assert content(view) == set()
 
