@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.identity import SequenceHash, hashes_from_hex
 from kvbm_common.slots import Block
 from kvbm_common.transfers import TransferTimeout
 from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, FillRequest, FillSlot
@@ -116,8 +116,8 @@ class Reads:
         table = self._tier.table
         slots: dict[SequenceHash, int] = {}
         targets: list[int] = []
-        for asked in event.request.slots:
-            name = hash_from_hex(asked.hash)
+        names = hashes_from_hex([asked.hash for asked in event.request.slots])
+        for asked, name in zip(event.request.slots, names, strict=True):
             slot = table.find(name)
             if slot is None:
                 self._tier.counts["dropped.fill_gone"] += 1
@@ -198,8 +198,8 @@ def _reply(
 ) -> FillReply:
     """One entry per asked slot, in the asked order; `told`: why a block that was read is not ok."""
     slots: list[FilledSlot] = []
-    for asked in read.asked:
-        name = hash_from_hex(asked.hash)
+    names = hashes_from_hex([asked.hash for asked in read.asked])
+    for asked, name in zip(read.asked, names, strict=True):
         block = intact.get(name)
         if block is None:
             why = told.get(name, "gone")

@@ -366,10 +366,10 @@ class Tier:
     ) -> None:
         """Tell the world of lost blocks, but for those that it was never told of."""
         self.counts[f"evictions.{reason}"] += len(blocks)
-        for block in blocks:
-            self.diary.note(self.now_ms, f"removed: {reason}", block.hash)
+        names = [block.hash for block in blocks]
+        self.diary.note_all(self.now_ms, f"removed: {reason}", names)
         self.fates.note(
-            (block.hash for block in blocks), reason, self.now_ms,
+            names, reason, self.now_ms,
             detail=self.policy_name if reason == "evicted" else "",
         )  # fmt: skip
         told = [block for block in blocks if block.hash not in untold] if untold else blocks

@@ -13,13 +13,13 @@ while host tier and journal confirm it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
 from kvbm_common.breaker import BreakerState
-from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_to_hex
+from kvbm_common.identity import SequenceHash, hashes_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
 from kvbm_common.wire.verbs import ArenaReply, LeasedSlot, LeaseRequest
 
@@ -226,11 +226,11 @@ class Writes:
         wanted = self._wanted(arena, write, write.leased)
         room = tier.make_room(len(wanted))
         tier.counts["dropped.write_no_room"] += len(wanted) - room
-        for block, source in wanted[:room]:
-            target = tier.table.stage(block.hash)
-            assert target is not None
-            write.slots.append((target, block))
-            tier.diary.note(now_ms, f"being written from slot {source} to {target}", block.hash)
+        blocks = [block for block, _ in wanted[:room]]
+        names = [block.hash for block in blocks]
+        targets = tier.table.stage_all(names)
+        write.slots = list(zip(targets, blocks, strict=True))
+        tier.diary.note_all(now_ms, "being written to slot {slot}", names, targets)
         self._refund(write, len(write.slots))
         if not write.slots or arena is None:
             self._release(write_id)
@@ -243,9 +243,9 @@ class Writes:
                 write_id,
                 write.epoch,
                 tuple(source for _, source in wanted[:room]),
-                tuple(target for target, _ in write.slots),
+                tuple(targets),
                 arena.slot_bytes,
-                tuple(block for _, block in write.slots),
+                tuple(blocks),
             )
         )
 
@@ -265,14 +265,17 @@ class Writes:
             slots = []  # Those slots are of an arena that is mapped no more.
         sound = [slot for slot in slots if arena is not None and _is_sound(slot, arena)]
         self._tier.counts["dropped.write_bad_lease"] += len(slots) - len(sound)
-        leased = {hash_from_hex(slot.hash): slot for slot in sound}
+        leased = {
+            block.hash: (block, slot.slot)
+            for block, slot in zip(_blocks_of(sound), sound, strict=True)
+        }
         table = self._tier.table  # A listing may have found one of them meanwhile.
         wanted = [leased[n] for n in write.names if n in leased and table.find(n) is None]
         gone = len(write.names) - len(wanted) - (len(slots) - len(sound))
         self._tier.counts["dropped.write_gone"] += max(0, gone)
         left = (n for n in write.names if n not in leased and table.find(n) is None)
         self._not_written(left, "it had left host memory when its turn came")
-        return [(_block_of(slot), slot.slot) for slot in wanted]
+        return wanted
 
     def _refund(self, write: Write, blocks: int) -> None:
         """Only so many blocks go to the disk: the rest of the budget is another's."""
@@ -349,12 +352,13 @@ class Writes:
         tier, write = self._tier, self._writes[write_id]
         for slot, block in write.slots:
             tier.table.register(slot, block)
-            tier.diary.note(now_ms, f"committed in slot {slot}", block.hash)
+        slots, blocks = [slot for slot, _ in write.slots], [block for _, block in write.slots]
+        names = [block.hash for block in blocks]
+        tier.diary.note_all(now_ms, "committed in slot {slot}", names, slots)
         # A chain is freed leaves first: touch it once so that its root outlives its leaf.
-        for slot, _ in write.slots:
+        for slot in slots:
             tier.table.pin(slot)
-        tier.table.unpin(slot for slot, _ in write.slots)
-        blocks = [block for _, block in write.slots]
+        tier.table.unpin(slots)
         by_mode = "offload_blocks_d2d" if tier.staging else "offload_blocks_h2d"
         tier.counts[tier.kind.offloaded or by_mode] += len(blocks)
         tier.counts["bytes.written"] += tier.stored_bytes(blocks)
@@ -412,11 +416,9 @@ def _is_sound(slot: LeasedSlot, arena: ArenaReply) -> bool:
     return inside and 0 <= slot.checksum <= CHECKSUM_MAX
 
 
-def _block_of(slot: LeasedSlot) -> Block:
-    return Block(
-        hash_from_hex(slot.hash),
-        hash_from_hex(slot.parent),
-        bytes.fromhex(slot.namespace),
-        slot.checksum,
-        slot.bytes,
-    )
+def _blocks_of(slots: Sequence[LeasedSlot]) -> Iterator[Block]:
+    names = hashes_from_hex([slot.hash for slot in slots])
+    parents = hashes_from_hex([slot.parent for slot in slots])
+    namespaces = {text: bytes.fromhex(text) for text in {slot.namespace for slot in slots}}
+    for slot, name, parent in zip(slots, names, parents, strict=True):
+        yield Block(name, parent, namespaces[slot.namespace], slot.checksum, slot.bytes)
