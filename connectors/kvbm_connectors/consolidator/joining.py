@@ -38,10 +38,14 @@ class Joiner:
         if not event.block_hashes:
             return True
         group, parent = event.group_idx, event.parent
-        hashes = self._hashes.setdefault(group, set())
-        if not hashes.isdisjoint(event.block_hashes):
-            return False
+        hashes = self._hashes.get(group)
+        if hashes is None:
+            hashes = self._hashes[group] = set()
+        count = len(hashes) + len(event.block_hashes)
         hashes.update(event.block_hashes)
+        # One look at each instead of two. Who says a block twice in one event goes alone.
+        if len(hashes) < count and self._joined:
+            return False
         parts = None if parent is None else self._tails.get((group, parent))
         if parts is not None and _continues(event, parts[0]):
             assert parent is not None, "it has been found"

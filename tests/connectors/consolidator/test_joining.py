@@ -55,6 +55,17 @@ def test_pieces_of_two_prompts_are_put_together() -> None:
     assert join([FIRST, SECOND, THIRD]) == CHANGE(stored(PROMPT), extra_keys=FIRST.extra_keys)
 
 
+def test_an_event_that_says_a_block_twice_goes_alone() -> None:
+    twice = CHANGE(FIRST, block_hashes=FIRST.block_hashes[:1] * 2)
+    joiner = Joiner()
+    assert joiner.add(SECOND)
+    assert not joiner.add(twice)
+    assert joiner.take() == [[SECOND]]
+    assert joiner.add(twice)
+    assert not joiner.add(twice)
+    assert joiner.take() == [[twice]]
+
+
 def test_a_branch_is_an_event_of_its_own_behind_its_parent() -> None:
     branch = stored((*PROMPT[:2], 9, 9), start=1)
     assert joined(FIRST, SECOND, branch) == [[FIRST, SECOND], [branch]]
