@@ -41,9 +41,6 @@ GOOD_ENOUGH = 0.9
 RISES = 1.05
 """What counts as faster; after two steps that are not, the measurement ends."""
 TRANSFER_DEADLINE_S = 5.0
-BATCHES_MIN = 4
-"""The kernel sorts what is in flight by its place on the disk, so two or three batches end at the
-same time: others move while these are summed up and answered for."""
 TURN_S = 0.01
 """From the end of a batch until it is answered for and another one is handed over."""
 RANDOM_BYTES = 1024 * 1024
@@ -61,7 +58,8 @@ class Tuning:
     """Blocks; None: measured."""
     batch_blocks: int = 16
     batch_bytes: int = 0
-    """BATCHES_MIN full batches always may fly."""
+    """Two full batches always may fly: one is answered while the other moves. Of small blocks up to
+    four: the kernel sorts what is in flight by its place on the disk, and two end together."""
 
     def depth(
         self, mover: MoverThread, fd: int, stride: int, slot_count: int, taken: Mapping[int, object]
@@ -75,7 +73,8 @@ class Tuning:
         if max(len(free), len(held)) < SLOTS_MIN:
             return Depth()
         found = measure(mover, fd, stride, free, held)
-        least = BATCHES_MIN * batch_blocks(self.batch_blocks, self.batch_bytes, stride)
+        batch = batch_blocks(self.batch_blocks, self.batch_bytes, stride)
+        least = max(2 * batch, min(4 * batch, IN_FLIGHT_BYTES_MAX // stride))
         return Depth(
             _at_least(least, found.reads), _at_least(least, found.writes), found.written_bytes
         )

@@ -86,7 +86,7 @@ class Limits:
     """Blocks in flight, as far as nothing was measured; one batch may always fly."""
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """A write has more blocks when they are small, fewer when large: see `batches.batch_blocks`."""
+    """A write has more blocks when they are small: see `batches.batch_blocks`."""
     pending_max: int = 65_536
     """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
     lease_ms: int = 5_000

@@ -37,8 +37,7 @@ class Limits:
     transfers_max: int = 4
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """A fill from disk has more blocks when they are small, fewer when large: see
-    `batches.batch_blocks`."""
+    """A fill from disk has more blocks when they are small: see `batches.batch_blocks`."""
     offers_max: int = 1024
     """Offers waiting or in flight; more are dropped and counted, never queued without end."""
     lookups_max: int = 4096

@@ -75,9 +75,10 @@ def test_free_slots_are_measured_and_blocks_left_alone(mover: MoverThread, path:
     assert found.written_bytes >= len(changed) * STRIDE
 
 
-def test_four_batches_may_always_fly(mover: MoverThread, path: Path) -> None:
-    found = depth(mover, path, Tuning(batch_blocks=1000))
-    assert (found.reads, found.writes) == (4000, 4000)
+def test_two_batches_may_always_fly(mover: MoverThread, path: Path) -> None:
+    count = IN_FLIGHT_BYTES_MAX // STRIDE
+    found = depth(mover, path, Tuning(batch_blocks=count))
+    assert (found.reads, found.writes) == (2 * count, 2 * count)
 
 
 def test_small_blocks_fly_in_four_batches_of_as_many_bytes(
