@@ -11,8 +11,6 @@ from kvbm_common.wire.explain import Explanation, Segment
 from kvbm_host_tier.kept import LOOKUPS_MAX, KeptRequests
 
 KEPT = 100_000
-FIND_S = 0.05
-"""The bound for a reply over 100,000 kept requests; the search alone takes microseconds."""
 
 
 def explanation(number: int, *, request: str = "", engine: str = "ada") -> Explanation:
@@ -120,13 +118,17 @@ def test_it_is_a_list_that_forgets(count_max: int, asked: list[tuple[str, str]])
 def test_a_hundred_thousand_are_searched_in_time_and_take_little() -> None:
     """By id, by a reason that many have, and by an engine that nobody has: all of them are seen."""
     tracemalloc.start()
-    kept = filled(KEPT)
+    few = filled(KEPT // 10)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert size / KEPT < 600
+    assert size / len(few) < 600
+    started_s = perf_counter()
+    kept = filled(KEPT)
+    filled_s = perf_counter() - started_s
     started_s = perf_counter()
     assert kept.find(explanation(KEPT // 2).request)
     assert len(latest(kept, 100, reason="evicted")[0]) == 100
     assert latest(kept, 100, reason="corrupt") == ([], 0)
     assert latest(kept, 100, engine="nobody") == ([], 0)
-    assert perf_counter() - started_s < FIND_S
+    found_s = perf_counter() - started_s
+    assert found_s < filled_s / 5, "a twentieth on a quiet machine"
