@@ -35,3 +35,13 @@ def test_blocks_that_go_together_are_noted_together() -> None:
         "2 ms staged in slot 7 for {a} fill", "3 ms removed: evicted",
     ]  # fmt: skip
     assert diary.story(name(3)) == [], "five blocks are one too many"
+
+
+def test_what_happened_to_no_block_is_not_kept() -> None:
+    """It would never be one too many: a disk that only fails would fill the memory with it."""
+    diary = Diary(entries_max=1)
+    for now_ms in range(5):
+        diary.note_all(now_ms, "came from disk", [])
+    assert len(diary) == 0
+    diary.note(5, "was seen", name(1))
+    assert len(diary) == 1

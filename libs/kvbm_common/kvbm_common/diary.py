@@ -32,6 +32,10 @@ class Diary:
         self._entries_max = entries_max
         self._blocks = 0
 
+    def __len__(self) -> int:
+        """How many entries there are."""
+        return len(self._entries)
+
     def note(self, now_ms: int, what: str, block: SequenceHash) -> None:
         """Remember that `what` happened to `block`."""
         self.note_all(now_ms, what, (block,))
@@ -43,6 +47,8 @@ class Diary:
 
         Neither sequence may change any more.
         """
+        if not blocks:
+            return
         self._entries.append(_Entry(now_ms, what, blocks, slots))
         self._blocks += len(blocks)
         while self._blocks > self._entries_max:
