@@ -89,7 +89,9 @@ def measure(
         run = _Run(memory, fd)
         writes = run.rates(run.write, free, started_s + WRITES_SHARE * BUDGET_S)
         written_bytes = run.moved_bytes
-        reads = run.rates(run.read, free if writes else held, started_s + BUDGET_S)
+        # A disk that stalls in the first half is still read.
+        end_s = max(started_s + BUDGET_S, time.monotonic() + (1 - WRITES_SHARE) * BUDGET_S)
+        reads = run.rates(run.read, free if writes else held, end_s)
     depth = Depth(_enough(reads, stride), _enough(writes, stride), written_bytes)
     log.info(
         "queue depth for reads %s, for writes %s (blocks in flight: GB/s; reads %s; writes %s)",
