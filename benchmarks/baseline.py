@@ -63,37 +63,46 @@ def ucx_read_two_processes(block_bytes: int, blocks: int, rounds: int) -> list[f
         return _speeds(read_all, moved, rounds)
 
 
-def posix_plain(
-    directory: Path, block_bytes: int, blocks: int, depth: int, rounds: int
-) -> dict[str, float]:
-    """Plain NIXL POSIX with O_DIRECT on a written file of `blocks`: `depth` blocks per
-    transfer, in random order, one transfer at a time. Medians of the rounds."""
-    size = block_bytes * blocks
-    with tempfile.NamedTemporaryFile(dir=directory) as file:
-        fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-        os.posix_fallocate(fd, 0, size)
-        agent = _agent("baseline-files", "POSIX", nixl_pump.posix_defaults())
-        memory = page_aligned(size)
-        memory[:] = 1
-        _register(agent, "DRAM", memory.ctypes.data, size)
-        _register(agent, "FILE", 0, size, fd)
+class PlainFile:
+    """A file of `blocks`, O_DIRECT, moved by plain NIXL POSIX: `depth` blocks per transfer, in
+    random order, one transfer at a time."""
+
+    def __init__(self, directory: Path, block_bytes: int, blocks: int, depth: int) -> None:
+        self._block_bytes, self._depth = block_bytes, depth
+        self._size = block_bytes * blocks
+        self._file = tempfile.NamedTemporaryFile(dir=directory)  # noqa: SIM115 - see close.
+        self._fd = os.open(self._file.name, os.O_RDWR | os.O_DIRECT)
+        os.posix_fallocate(self._fd, 0, self._size)
+        self._agent = _agent("baseline-files", "POSIX", nixl_pump.posix_defaults())
+        self._memory = page_aligned(self._size)
+        self._memory[:] = 1
+        _register(self._agent, "DRAM", self._memory.ctypes.data, self._size)
+        _register(self._agent, "FILE", 0, self._size, self._fd)
         order = np.random.default_rng(1).permutation(blocks).astype(np.uint64)
-        offsets = order * np.uint64(block_bytes)
+        self._offsets = order * np.uint64(block_bytes)
 
-        def move_all(operation: str) -> Callable[[], None]:
-            def run() -> None:
-                for begin in range(0, blocks, depth):
-                    part = offsets[begin : begin + depth]
-                    local = _descriptors(agent, "DRAM", memory.ctypes.data + part, block_bytes)
-                    remote = _descriptors(agent, "FILE", part, block_bytes, fd)
-                    _move(agent, operation, local, remote, agent.name)
+    def write(self) -> float:
+        """Every block once; GB/s."""
+        return self._move_all("WRITE")
 
-            return run
+    def read(self) -> float:
+        """Every block once; GB/s."""
+        return self._move_all("READ")
 
-        write = statistics.median(_speeds(move_all("WRITE"), size, rounds))
-        read = statistics.median(_speeds(move_all("READ"), size, rounds))
-        os.close(fd)
-        return ReadWrite(read, write)._asdict()
+    def close(self) -> None:
+        """Nobody needs it any more."""
+        os.close(self._fd)
+        self._file.close()
+
+    def _move_all(self, operation: str) -> float:
+        agent, size = self._agent, self._block_bytes
+        started = time.perf_counter()
+        for begin in range(0, len(self._offsets), self._depth):
+            part = self._offsets[begin : begin + self._depth]
+            local = _descriptors(agent, "DRAM", self._memory.ctypes.data + part, size)
+            remote = _descriptors(agent, "FILE", part, size, self._fd)
+            _move(agent, operation, local, remote, agent.name)
+        return self._size / (time.perf_counter() - started) / 1e9
 
 
 def fio(directory: Path, block_bytes: int, depth: int, seconds: float) -> dict[str, float] | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 
 import msgspec
 from kvbm_common.bus import Bus
@@ -16,52 +15,71 @@ from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.stack import Stack
 from kvbm_common.wire.verbs import Hits, StatsReply, hits_codec, hits_subject, verb_subject
 
-from benchmarks.baseline import fio, posix_plain
-from benchmarks.harness import Row, rate_row
+from benchmarks.baseline import PlainFile, fio
+from benchmarks.harness import Row, paired_rate_row, processor_s
 from benchmarks.probe import Probe
 
 MIB = 1 << 20
 ROUND_BYTES = 1024 * MIB
 """Long enough that the first and the last batch, which nothing overlaps, are a small part."""
-ROUNDS = 6
+CHAINS = 4
+"""Sequences in a round, which are asked for at the same time: no request is a gigabyte."""
+PAIRS = 10
 DEPTH_BYTES = 64 * MIB
 """In flight: four batches of sixteen blocks of 1 MiB, on all three sides."""
 TARGET = 0.8
 STORED_ROUNDS = 3.1
 """The file is full after three rounds: later ones rewrite it, as the references do theirs."""
 WARM_UP = 3
-SIDES = ("write", "read", "plain write", "plain read", "fio write", "fio read")
+FIO_S = 3.0
+VERBS = ("write", "read")
+WHAT = {
+    "write": "host → disk, hit to journaled and announced",
+    "read": "disk → host, lookup to leased, verified",
+}
+
+Rates = dict[str, float]
+"""GB/s of each verb."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians of one block size."""
+    """One block size: rounds of the path, each between two of plain NIXL."""
 
     block_bytes: int
-    rates: dict[str, float]
-    """GB/s, of each of SIDES."""
+    ours: list[Rates]
+    plain: list[Rates]
+    """One more than of ours."""
+    fio: Rates
     cpu_s_per_gb: dict[str, float]
-    """The disk tier's processor time, for `write` and `read`."""
+    """The disk tier's processor time."""
 
     def rows(self, target: float) -> list[Row]:
         """The path beside the better of its references."""
         small = self.block_bytes < MIB
         size = f"{self.block_bytes >> 10} KiB" if small else f"{self.block_bytes >> 20} MiB"
         return [
-            rate_row(f"{verb}, {size} blocks, {what}", self.rates[verb], unit="GB/s",
-                     reference=max(self.rates[f"plain {verb}"], self.rates[f"fio {verb}"]),
-                     target=target)
-            for verb, what in (("write", "host → disk, hit to journaled and announced"),
-                               ("read", "disk → host, lookup to leased, verified"))
+            paired_rate_row(f"{verb}, {size} blocks, {WHAT[verb]}", self._pairs(verb), unit="GB/s",
+                            target=target, scale=self._scale(verb))
+            for verb in VERBS
         ]  # fmt: skip
+
+    def _pairs(self, verb: str) -> list[tuple[float, float]]:
+        around = [(a[verb] + b[verb]) / 2 for a, b in pairwise(self.plain)]
+        return list(zip((one[verb] for one in self.ours), around, strict=True))
+
+    def _scale(self, verb: str) -> float:
+        """fio instead of plain NIXL, where it is faster."""
+        plain = statistics.median(one[verb] for one in self.plain)
+        return max(1.0, self.fio.get(verb, 0.0) / plain)
 
 
 def run() -> list[Row]:
-    """1 MiB blocks, 1 GiB a round, path and references in turn; medians."""
+    """1 MiB blocks, 1 GiB a round, path and reference in turn."""
     return asyncio.run(measure(MIB)).rows(TARGET)
 
 
-async def measure(block_bytes: int, rounds: int = ROUNDS) -> Measured:
+async def measure(block_bytes: int, pairs: int = PAIRS) -> Measured:
     """One block size on a stack of its own."""
     overrides = {
         "cpu_cache_gb": 1.05 * ROUND_BYTES / 1e9,
@@ -70,10 +88,32 @@ async def measure(block_bytes: int, rounds: int = ROUNDS) -> Measured:
     services = ("consolidator", "host-tier", "disk-tier")
     async with Stack.private(overrides, services=services) as stack:
         bus = await Bus.connect(stack.nats_url, "bench", counters=Counters(), deadline_s=5)
+        directory, depth = stack.settings.disk_cache_dir, DEPTH_BYTES // block_bytes
+        plain = PlainFile(directory, block_bytes, ROUND_BYTES // block_bytes, depth)
+        path = _Path(stack, bus, block_bytes)
         try:
-            return await _Path(stack, bus, block_bytes).measure(rounds)
+            await asyncio.to_thread(path.start)
+            for _ in range(WARM_UP):
+                await path.round()
+                await asyncio.to_thread(_plain_round, plain)
+            path.cpu_s_per_gb.clear()
+            ours, around = [], [await asyncio.to_thread(_plain_round, plain)]
+            for _ in range(pairs):
+                ours.append(await path.round())
+                around.append(await asyncio.to_thread(_plain_round, plain))
+            found = await asyncio.to_thread(fio, directory, block_bytes, depth, FIO_S)
+            cpu = {
+                verb: statistics.median(one[verb] for one in path.cpu_s_per_gb) for verb in VERBS
+            }
+            return Measured(block_bytes, ours, around, found or {}, cpu)
         finally:
+            path.close()
+            plain.close()
             await bus.close()
+
+
+def _plain_round(plain: PlainFile) -> Rates:
+    return {"write": plain.write(), "read": plain.read()}
 
 
 class _Path:
@@ -86,70 +126,69 @@ class _Path:
         self._probe = Probe(
             stack.settings, "probe", block_bytes=block_bytes, block_count=self._blocks
         )
-        self._rates: dict[str, list[float]] = {side: [] for side in SIDES}
-        self._cpu: dict[str, list[float]] = {"write": [], "read": []}
+        self._rounds = 0
+        self.cpu_s_per_gb: list[dict[str, float]] = []
+        """The disk tier's, of each round and verb."""
 
-    async def measure(self, rounds: int) -> Measured:
-        """Path and references in turn, each first in every other round: what went before leaves
-        its mark."""
-        try:
-            await asyncio.to_thread(self._probe.start)
-            for number in range(WARM_UP + rounds):
-                if number % 2:
-                    await asyncio.to_thread(self._references)
-                await self._write_round(number)
-                if number:
-                    # Round 0's blocks have been evicted from the arena by now, and so on.
-                    await asyncio.to_thread(self._read_round, number - 1)
-                if not number % 2:
-                    await asyncio.to_thread(self._references)
-        finally:
-            self._probe.close()
-        steady = {side: values[WARM_UP:] or [0.0] for side, values in self._rates.items()}
-        return Measured(
-            self._block_bytes,
-            {side: statistics.median(values) for side, values in steady.items()},
-            {verb: statistics.median(values[WARM_UP:]) for verb, values in self._cpu.items()},
-        )
+    def start(self) -> None:
+        """Attach the engine."""
+        self._probe.start()
 
-    def _references(self) -> None:
-        directory, depth = self._stack.settings.disk_cache_dir, DEPTH_BYTES // self._block_bytes
-        for name, found in (
-            ("plain", posix_plain(directory, self._block_bytes, self._blocks, depth, 1)),
-            ("fio", fio(directory, self._block_bytes, depth, 1)),
+    def close(self) -> None:
+        """Detach it."""
+        self._probe.close()
+
+    async def round(self) -> Rates:
+        """Write new blocks, and read those of the round before, which have left the arena."""
+        number, self._rounds = self._rounds, self._rounds + 1
+        rates: Rates = {}
+        cpu: dict[str, float] = {}
+        await asyncio.to_thread(self._offload, number)
+        for verb, move, chains in (
+            ("write", self._write, self._chains(number)),
+            ("read", self._read, self._chains(number - 1) if number else []),
         ):
-            for verb, rate in (found or {}).items():
-                self._rates[f"{name} {verb}"].append(rate)
+            cpu_s, started = self._cpu_s(), time.perf_counter()
+            moved = await move(chains)
+            seconds, gigabytes = time.perf_counter() - started, moved * self._block_bytes / 1e9
+            if moved:
+                rates[verb], cpu[verb] = gigabytes / seconds, (self._cpu_s() - cpu_s) / gigabytes
+        self.cpu_s_per_gb.append(cpu)
+        return rates
 
-    def _took(self, verb: str, moved_bytes: int, seconds: float, cpu_s: float) -> None:
-        self._rates[verb].append(moved_bytes / seconds / 1e9)
-        self._cpu[verb].append(cpu_s / (moved_bytes / 1e9))
+    def _chains(self, number: int) -> list[list[SequenceHash]]:
+        first = number * CHAINS
+        return [self._probe.chain(first + i, self._blocks // CHAINS) for i in range(CHAINS)]
 
-    def _cpu_s(self) -> float:
-        return processor_seconds(self._stack.pids["disk-tier"])
+    def _offload(self, number: int) -> None:
+        for names in self._chains(number):
+            self._probe.offload(names)
 
-    async def _write_round(self, number: int) -> None:
+    async def _write(self, chains: list[list[SequenceHash]]) -> int:
         """From a hit that lets all blocks through the filter to the last one on disk."""
-        stack, wanted = self._stack, (number + 1) * self._blocks
-        names = self._probe.chain(number, self._blocks)
-        await asyncio.to_thread(self._probe.offload, names)
-        cpu_s, started = self._cpu_s(), time.perf_counter()
-        await tell_hits(stack, self._bus, self._probe, names)
-        while await stored_on_disk(stack, self._bus) < wanted:
+        started, wanted = time.perf_counter(), self._rounds * self._blocks
+        for names in chains:
+            await tell_hits(self._stack, self._bus, self._probe, names)
+        while await stored_on_disk(self._stack, self._bus) < wanted:
             assert time.perf_counter() - started < 60, "the blocks do not reach the disk"
             await asyncio.sleep(0.01)  # A tenth of the disk tier's time went into answers at 3 ms.
-        seconds = time.perf_counter() - started
-        self._took("write", ROUND_BYTES, seconds, self._cpu_s() - cpu_s)
+        return self._blocks
 
-    def _read_round(self, number: int) -> None:
-        names = self._probe.chain(number, self._blocks)
-        cpu_s, started = self._cpu_s(), time.perf_counter()
-        hit = self._probe.lookup(f"read-{number}", names)
-        seconds = time.perf_counter() - started
-        self._probe.scheduler.forget(f"read-{number}")
-        assert hit.blocks == self._blocks, hit
-        assert hit.disk > 0, hit
-        self._took("read", hit.disk * self._block_bytes, seconds, self._cpu_s() - cpu_s)
+    async def _read(self, chains: list[list[SequenceHash]]) -> int:
+        return await asyncio.to_thread(self._look_up, chains)
+
+    def _look_up(self, chains: list[list[SequenceHash]]) -> int:
+        requests = {f"read-{self._rounds}-{i}": names for i, names in enumerate(chains)}
+        hits = self._probe.lookups(requests)
+        for request in requests:
+            self._probe.scheduler.forget(request)
+        assert all(hit.blocks == self._blocks // CHAINS for hit in hits), hits
+        moved = sum(hit.disk for hit in hits)
+        assert moved or not chains, hits
+        return moved
+
+    def _cpu_s(self) -> float:
+        return processor_s(self._stack.pids["disk-tier"])
 
 
 async def tell_hits(stack: Stack, bus: Bus, probe: Probe, names: list[SequenceHash]) -> None:
@@ -165,9 +204,3 @@ async def stored_on_disk(stack: Stack, bus: Bus) -> float:
     )
     reply = await bus.request(subject, b"{}", deadline_s=5)
     return msgspec.json.decode(reply, type=StatsReply).figures.get("offload_blocks_h2d", 0)
-
-
-def processor_seconds(pid: int) -> float:
-    """What a process has used, in all its threads; see proc(5)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+
+RESAMPLED = 4_000
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,21 @@ def rate_row(
         name=name, unit=unit, value=round(value, 3),
         reference=round(reference, 3) if reference else None,
         ratio=round(ratio, 3) if ratio is not None else None, target=target, met=met,
+    )  # fmt: skip
+
+
+def paired_rate_row(
+    name: str, pairs: Sequence[tuple[float, float]], *, unit: str, target: float, scale: float = 1.0
+) -> Row:
+    """Values, each beside the reference of its own minute: the median of the ratios, and where it
+    is with a probability of 95 %. `scale`: of the reference."""
+    values, references = zip(*pairs, strict=True)
+    low, ratio, high = interval([a / (b * scale) for a, b in pairs], statistics.median)
+    return Row(
+        name=f"{name} (95 %: {low:.2f} to {high:.2f})", unit=unit,
+        value=round(statistics.median(values), 3),
+        reference=round(statistics.median(references) * scale, 3),
+        ratio=round(ratio, 3), target=target, met=ratio >= target,
     )  # fmt: skip
 
 
@@ -69,6 +89,15 @@ def median_rate(measure: Callable[[], float], rounds: int) -> float:
     return statistics.median(measure() for _ in range(rounds))
 
 
+def interval(
+    values: Sequence[float], middle: Callable[[Sequence[float]], float]
+) -> tuple[float, float, float]:
+    """The middle between the ends of its 95 % interval, by drawing from the values anew."""
+    drawn = random.Random(0)
+    found = sorted(middle(drawn.choices(values, k=len(values))) for _ in range(RESAMPLED))
+    return found[RESAMPLED // 40], middle(values), found[-(RESAMPLED // 40)]
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The value that `share` of all values do not exceed."""
     ordered = sorted(values)
@@ -82,6 +111,16 @@ def wait_for(condition: Callable[[], bool], *, deadline_s: float, what: str) -> 
         if time.perf_counter() > give_up_s:
             raise TimeoutError(f"{what} took more than {deadline_s} s")
         time.sleep(0.0005)
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Another process stands still meanwhile; what it is sent waits for it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def processor_s(pid: int) -> float:

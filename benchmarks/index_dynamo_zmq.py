@@ -20,7 +20,7 @@ from kvbm_common.wire.engine_events import (
     published_frames,
 )
 
-from benchmarks.harness import processor_s, wait_for
+from benchmarks.harness import paused, processor_s, wait_for
 from benchmarks.index_workload import CHAIN_BLOCKS
 from tests.dynamo_env import dynamo_python
 
@@ -46,8 +46,9 @@ def stored_cpu_s(batch: int, blocks: int) -> tuple[int, float]:
             assert publisher.poll(int(DEADLINE_S * 1000)), "it subscribes"
             publisher.recv()
             before_s = processor_s(process.pid)
-            for number, frames in enumerate(batches):
-                publisher.send_multipart(published_frames(b"", number, frames))
+            with paused(process.pid):
+                for number, frames in enumerate(batches):
+                    publisher.send_multipart(published_frames(b"", number, frames))
             _wait_idle(process.pid)
             spent_s = processor_s(process.pid) - before_s
             assert _held(f"http://127.0.0.1:{port}") == _count(blocks)

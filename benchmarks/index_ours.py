@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from kvbm_common.event_subscription import BATCH_MAX
+from kvbm_common.event_subscription import BATCH_MAX, EventMessage
 from kvbm_common.identity import SequenceHash
 from kvbm_common.service import GC_ALLOCATIONS
+from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX
-from kvbm_index import lean
+from kvbm_index import lean, together
 from kvbm_index.core import IndexCore
 from kvbm_index.messages import EventsReceived
 
@@ -30,16 +31,16 @@ class Encoder:
     def __init__(self) -> None:
         self._sequences: Counter[int] = Counter()
 
-    def stored(self, source: int, parent: bytes, blocks: list[bytes]) -> tuple[str, bytes]:
-        """Subject and payload."""
+    def stored(self, source: int, parent: bytes, blocks: list[bytes]) -> EventMessage:
+        """As the stream delivers it."""
         runs = [{"parent": parent.hex(), "hashes": [one.hex() for one in blocks]}]
         return self._event(source, "stored", {"runs": runs})
 
-    def removed(self, source: int, _: bytes, blocks: list[bytes]) -> tuple[str, bytes]:
-        """Subject and payload."""
+    def removed(self, source: int, _: bytes, blocks: list[bytes]) -> EventMessage:
+        """The same, of blocks that are gone."""
         return self._event(source, "removed", {"hashes": [one.hex() for one in blocks]})
 
-    def _event(self, source: int, kind: str, data: dict[str, Any]) -> tuple[str, bytes]:
+    def _event(self, source: int, kind: str, data: dict[str, Any]) -> EventMessage:
         self._sequences[source] += 1
         event = {
             "kind": kind, "v": 1, "host": "gpu-a", "source": f"engine-{source}", "tier": "device",
@@ -47,7 +48,8 @@ class Encoder:
             "ts_ms": 1_760_000_000_123, "rank": 0, "group": 0, "namespace": NAMESPACE,
         }  # fmt: skip
         subject = f"{SUBJECT_PREFIX}.gpu-a.engine-{source}.{kind}"
-        return subject, json.dumps(event | data, separators=(",", ":")).encode()
+        payload = json.dumps(event | data, separators=(",", ":")).encode()
+        return EventMessage(subject, payload, self._sequences[source])
 
 
 def main() -> None:
@@ -80,8 +82,11 @@ def feeder(core: IndexCore) -> Callable[[list[Any]], None]:
 
     def apply(chunk: list[Any]) -> None:
         for at in range(0, len(chunk), BATCH_MAX):
-            events = tuple(lean.read(*message) for message in chunk[at : at + BATCH_MAX])
+            events = tuple(together.read(chunk[at : at + BATCH_MAX], refuse))
             core.step(EventsReceived(events), 0)
+
+    def refuse(message: EventMessage, error: WireError) -> None:
+        raise AssertionError(message) from error
 
     return apply
 
@@ -108,8 +113,8 @@ def shared() -> list[float]:
     core, encoder = IndexCore(), Encoder()
     asked = workload.long_chains()[:200]
     for source, names in itertools.product(range(workload.SOURCES), asked):
-        event = lean.read(*encoder.stored(source, workload.NO_PARENT, names))
-        core.step(EventsReceived((event,)), 0)
+        message = encoder.stored(source, workload.NO_PARENT, names)
+        core.step(EventsReceived((lean.read(message.subject, message.payload),)), 0)
     assert [found.blocks for found in core.match(asked[0])] == [512] * workload.SOURCES  # type: ignore[arg-type]
     return workload.match_seconds(core.match, _again, asked)  # type: ignore[arg-type]
 

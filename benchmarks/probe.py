@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,21 @@ class Probe:
             self._news.wait(DEADLINE_MS / 1000)
             self._news.clear()
         return hit
+
+    def lookups(self, requests: Mapping[str, list[SequenceHash]]) -> list[Hit]:
+        """Ask all at once and wait for all answers, in their order."""
+        hits = {
+            request: self.scheduler.lookup(request, names) for request, names in requests.items()
+        }
+        while None in hits.values():
+            self._news.wait(DEADLINE_MS / 1000)
+            self._news.clear()
+            hits |= {
+                request: self.scheduler.lookup(request, requests[request])
+                for request, hit in hits.items()
+                if hit is None
+            }
+        return [hit for hit in hits.values() if hit is not None]
 
     def start_load(self, request: str, blocks: range) -> None:
         """Load what a lookup has found into device blocks."""

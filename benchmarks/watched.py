@@ -19,7 +19,7 @@ from typing import Self
 
 from kvbm_common.stack import Stack
 
-from benchmarks.harness import Row, bound_row, info_row, processor_s
+from benchmarks.harness import Row, bound_row, info_row, interval, processor_s
 from benchmarks.probe import Probe
 
 SERVICES = ("consolidator", "index", "host-tier", "metrics")
@@ -30,7 +30,6 @@ ROUND_S = 2.0
 PAIRS = 60
 TRIMMED = 0.1
 """Of the pairs at either end: a round in which something else took the machine."""
-RESAMPLED = 4_000
 COST_PERCENT = 1.0
 
 
@@ -119,7 +118,7 @@ def cost_rows(stack: Stack) -> list[Row]:
 
 def cost_row(name: str, percents: Sequence[float]) -> Row:
     """The mean over pairs, and where it is with a probability of 95 %."""
-    low, mean, high = interval(percents)
+    low, mean, high = interval(percents, _trimmed_mean)
     name = f"{name} (95 %: {low:.1f} to {high:.1f})"
     return bound_row(name, mean, low=low, high=high, unit="%", target=COST_PERCENT)
 
@@ -143,13 +142,6 @@ def in_pairs(stack: Stack) -> list[tuple[Round, Round]]:
     finally:
         source.close()
     return pairs
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The trimmed mean between the ends of its 95 % interval, by drawing from the values anew."""
-    drawn = random.Random(0)
-    means = sorted(_trimmed_mean(drawn.choices(values, k=len(values))) for _ in range(RESAMPLED))
-    return means[RESAMPLED // 40], _trimmed_mean(values), means[-(RESAMPLED // 40)]
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.jetstream import RawMessage
+from kvbm_common.raw_messages import RawMessage
 from kvbm_common.nats_client import DirectClient
 
 DIRECT, OTHER = 7, 8
@@ -41,12 +42,22 @@ def as_bytes(sent: Sent) -> bytes:
 def as_message(sent: Sent) -> RawMessage:
     """What its reader should see."""
     _, subject, reply, block, payload = sent
-    headers = {
-        b"": {},
-        PLAIN: {"Nats-Msg-Id": "a:1:2", "Two": "words"},
-        STATUS: {"Status": "100", "Description": "Idle Heartbeat", "Nats-Last-Consumer": "3"},
-    }[block]
-    return RawMessage(subject, payload, reply, headers)
+    return RawMessage(subject, payload, reply, block)
+
+
+@pytest.mark.parametrize(
+    ("block", "headers"),
+    [
+        (b"", {}),
+        (PLAIN, {"Nats-Msg-Id": "a:1:2", "Two": "words"}),
+        (STATUS, {"Status": "100", "Description": "Idle Heartbeat", "Nats-Last-Consumer": "3"}),
+        (b"NATS/1.0 503\r\n\r\n", {"Status": "503"}),
+        (b"NATS/1.0\r\nodd\r\nA:b:c\r\n\r\n", {"A": "b:c"}),
+        (b"NATS/1.0\r\nA: \xff\r\n\r\n", {"A": "\ufffd"}),
+    ],
+)
+def test_headers_are_read_when_they_are_asked_for(block: bytes, headers: dict[str, str]) -> None:
+    assert RawMessage("a", b"", "", block).headers == headers
 
 
 @settings(max_examples=300, deadline=None)
@@ -65,14 +76,14 @@ def test_messages_come_whole_and_in_order_however_they_are_cut(
 
     async def read() -> None:
         client = DirectClient()
-        client.make_direct(DIRECT, arrived.append)
+        client._direct[b"%d" % DIRECT] = arrived.extend
         for piece in pieces:
             await client._ps.parse(piece)
         assert not client._ps.buf, "nothing is left over"
 
     asyncio.run(read())
     wanted = [as_message(one) for one in messages if one[0] == DIRECT]
-    assert [one._replace(headers=dict(one.headers)) for one in arrived] == wanted
+    assert arrived == wanted
 
 
 def test_who_is_forgotten_hears_nothing_more() -> None:
@@ -81,7 +92,7 @@ def test_who_is_forgotten_hears_nothing_more() -> None:
 
     async def read() -> None:
         client = DirectClient()
-        client.make_direct(DIRECT, arrived.append)
+        client._direct[b"%d" % DIRECT] = arrived.extend
         await client._ps.parse(message)
         client.forget(DIRECT)
         await client._ps.parse(message)

@@ -21,6 +21,7 @@ import nats.errors
 from nats import micro
 from nats.aio.client import Server
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.micro.request import ERROR_CODE_HEADER
 from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
@@ -34,9 +35,10 @@ from kvbm_common.errors import (
 )
 from kvbm_common.event_publisher import EventPublisher
 from kvbm_common.event_subscription import EventMessage, EventSubscription, Start
-from kvbm_common.jetstream import BACKOFF_S, EVENTS, RawMessage, StreamSpec, ensure_stream
+from kvbm_common.jetstream import BACKOFF_S, EVENTS, StreamSpec, ensure_stream
 from kvbm_common.logs import OncePerKind
-from kvbm_common.nats_client import NO_HEADERS, DirectClient
+from kvbm_common.nats_client import DirectClient
+from kvbm_common.raw_messages import RawMessage
 from kvbm_common.verb_server import Request, VerbHandler, VerbServer
 from kvbm_common.wire.verbs import ErrorReply, verb_subject
 
@@ -121,7 +123,7 @@ class Bus:
             ping_interval=PING_S,
         )
         self._inbox = self.new_inbox()
-        await self.subscribe_raw(f"{self._inbox}.*", self._on_answer)
+        await self.subscribe_raw(f"{self._inbox}.*", self._on_answers)
         self._connected.set()
 
     @property
@@ -200,7 +202,10 @@ class Bus:
             except Exception as error:
                 self._server.count_failure(subject, error)
 
-        return await self._subscribe(subject, on_message, queue=queue, pending_max=pending_max)
+        begin = self._client.subscribe(
+            subject, queue=queue, cb=on_message, pending_msgs_limit=pending_max
+        )
+        return await self._subscribed(subject, begin)
 
     async def add_verbs(
         self,
@@ -304,45 +309,30 @@ class Bus:
         return reply
 
     async def subscribe_raw(
-        self, subject: str, callback: Callable[[RawMessage], None]
+        self, subject: str, callback: Callable[[list[RawMessage]], None]
     ) -> Unsubscribe:
-        """Call back for every message, as it is read; returns the function that ends it.
+        """Call back with messages, as they are read; returns the function that ends it.
 
         Nothing waits between the socket and the callback: the reader bounds what is in flight, by
         flow control or a window.
         """
 
-        def take(message: RawMessage) -> None:
+        def take(messages: list[RawMessage]) -> None:
             try:
-                callback(message)
+                callback(messages)
             except Exception as error:
                 self._log.warning("nats", f"{type(error).__name__} {error}")
 
-        async def on_message(message: Msg) -> None:
-            take(_raw(message))
-
-        return await self._subscribe(subject, on_message, queue="", pending_max=100, direct=take)
+        return await self._subscribed(subject, self._client.subscribe_direct(subject, take))
 
     # ---- inside ------------------------------------------------------------------------------
 
-    async def _subscribe(
-        self,
-        subject: str,
-        on_message: Callable[[Msg], Awaitable[None]],
-        *,
-        queue: str,
-        pending_max: int,
-        direct: Callable[[RawMessage], None] | None = None,
-    ) -> Unsubscribe:
+    async def _subscribed(self, subject: str, begin: Awaitable[Subscription]) -> Unsubscribe:
         try:
-            subscription = await self._client.subscribe(
-                subject, queue=queue, cb=on_message, pending_msgs_limit=pending_max
-            )
+            subscription = await begin
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
         self._patterns[subscription._id] = _label(subject)
-        if direct is not None:
-            self._client.make_direct(subscription._id, direct)
 
         async def unsubscribe() -> None:
             self._patterns.pop(subscription._id, None)
@@ -364,10 +354,11 @@ class Bus:
                 self._services[kind, instance] = await micro.add_service(self._client, config)
         return self._services[kind, instance]
 
-    def _on_answer(self, reply: RawMessage) -> None:
-        answer = self._answers.get(reply.subject.rsplit(".", 1)[-1])
-        if answer is not None and not answer.done():
-            answer.set_result(reply)
+    def _on_answers(self, replies: list[RawMessage]) -> None:
+        for reply in replies:
+            answer = self._answers.get(reply.subject.rsplit(".", 1)[-1])
+            if answer is not None and not answer.done():
+                answer.set_result(reply)
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
@@ -409,10 +400,6 @@ def _next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, 
     server = min(servers, key=lambda candidate: candidate.reconnects)
     pause_s = BACKOFF_S[min(server.reconnects, len(BACKOFF_S) - 1)]
     return server, pause_s * random.uniform(0.5, 1.0)
-
-
-def _raw(message: Msg) -> RawMessage:
-    return RawMessage(message.subject, message.data, message.reply, message.headers or NO_HEADERS)
 
 
 def _label(subject: str) -> str:

@@ -26,12 +26,12 @@ from kvbm_common.jetstream import (
     Backoff,
     JetStreamError,
     Link,
-    RawMessage,
     StreamSpec,
     ensure_stream,
     raise_for_error,
 )
 from kvbm_common.logs import OncePerKind
+from kvbm_common.raw_messages import RawMessage
 
 OUTBOX_MAX = 10_000
 """Messages kept while NATS is away: minutes of events of a busy tier."""
@@ -159,7 +159,7 @@ class EventPublisher:
         while True:
             await self._link.wait_connected()
             try:
-                return await self._link.subscribe_raw(f"{self._inbox}.*", self._on_ack)
+                return await self._link.subscribe_raw(f"{self._inbox}.*", self._on_acks)
             except BusUnavailable:
                 continue
 
@@ -207,6 +207,10 @@ class EventPublisher:
                 self._dropped.add(reason="too_large")
                 self._log.warning("too_large", str(error))
                 self._acknowledge(entry.number)
+
+    def _on_acks(self, messages: list[RawMessage]) -> None:
+        for message in messages:
+            self._on_ack(message)
 
     def _on_ack(self, message: RawMessage) -> None:
         if message.headers.get("Status") == "503":

@@ -23,6 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from itertools import islice, repeat, takewhile
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -31,13 +32,13 @@ from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.jetstream import (
     Backoff,
     Link,
-    RawMessage,
     StreamInfo,
     StreamSpec,
     StreamState,
     call_api,
     ensure_stream,
 )
+from kvbm_common.raw_messages import RawMessage
 from kvbm_common.stream_horizon import ConsumerInfo, Horizon, look
 
 
@@ -182,10 +183,11 @@ class EventSubscription:
     async def _take(self) -> list[EventMessage]:
         batch: list[EventMessage] = []
         while self._arrived and len(batch) < self._batch_max:
+            if self._take_several(batch):
+                continue
             message = self._arrived[0]
             # An event says where it stands; its headers need not be read to tell what it is.
-            control = not message.reply.startswith(PLACED)
-            if control and message.headers.get("Status") == CONTROL:
+            if not _is_event(message) and message.headers.get("Status") == CONTROL:
                 self._arrived.popleft()
                 intact = await self._take_control(message)
             else:
@@ -198,6 +200,35 @@ class EventSubscription:
                 _log.info("%s: messages lost on the way", self._spec.name)
                 await self._drop_consumer()
         return batch
+
+    def _take_several(self, batch: list[EventMessage]) -> bool:
+        """Take what has arrived, as much as there is room for, if no number is missing in it.
+
+        False: nothing was taken.
+        """
+        room = self._batch_max - len(batch)
+        arrived = list(takewhile(_is_event, islice(self._arrived, room)))
+        count = len(arrived)
+        placed = several_positions([message.reply for message in arrived]) if count > 1 else None
+        if placed is None:
+            return False
+        positions, consumer_positions, pending = placed
+        taken = self._consumer_position
+        if consumer_positions != list(range(taken + 1, taken + 1 + count)):
+            return False
+        before = self._position or positions[0] - 1
+        if self._whole and positions != list(range(before + 1, before + 1 + count)):
+            return False
+        subjects, payloads, _, _ = zip(*arrived, strict=True)
+        columns = zip(subjects, payloads, positions, strict=True)
+        batch += map(tuple.__new__, repeat(EventMessage), columns)
+        self._consumer_position = taken + count
+        self._position = positions[-1]
+        if 0 in pending:
+            self._caught_up.set()
+        for _ in arrived:
+            self._arrived.popleft()
+        return True
 
     def _take_message(
         self, message: RawMessage, place: tuple[int, int, int], batch: list[EventMessage]
@@ -270,7 +301,7 @@ class EventSubscription:
         stream = await ensure_stream(self._link, self._spec)
         self._place_start(stream)
         inbox = self._link.new_inbox()
-        self._unsubscribe = await self._link.subscribe_raw(inbox, self._on_message)
+        self._unsubscribe = await self._link.subscribe_raw(inbox, self._on_messages)
         self._consumer_name = name = inbox.rsplit(".", 1)[-1]
         request = {
             "stream_name": self._spec.name,
@@ -359,9 +390,13 @@ class EventSubscription:
         if unsubscribe is not None:
             await unsubscribe()
 
-    def _on_message(self, message: RawMessage) -> None:
-        self._arrived.append(message)
+    def _on_messages(self, messages: list[RawMessage]) -> None:
+        self._arrived.extend(messages)
         self._arrival.set()
+
+
+def _is_event(message: RawMessage) -> bool:
+    return message.reply.startswith(PLACED)
 
 
 def positions_of(reply: str) -> tuple[int, int, int]:
@@ -371,5 +406,23 @@ def positions_of(reply: str) -> tuple[int, int, int]:
     two tokens (domain, account) more in front of the stream's name and one at the end in clusters.
     """
     tokens = reply.split(".")
-    shift = 2 if len(tokens) >= 11 else 0
-    return int(tokens[5 + shift]), int(tokens[6 + shift]), int(tokens[8 + shift])
+    at = _first_number(len(tokens))
+    return int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 3])
+
+
+def several_positions(replies: list[str]) -> tuple[list[int], list[int], list[int]] | None:
+    """The same of many, in columns. None: they have not all one form."""
+    size = replies[0].count(".") + 1
+    if {reply.count(".") for reply in replies} != {size - 1}:
+        return None
+    tokens = ".".join(replies).split(".")
+    at = _first_number(size)
+    positions, consumer_positions, pending = (
+        list(map(int, tokens[first::size])) for first in (at, at + 1, at + 3)
+    )
+    return positions, consumer_positions, pending
+
+
+def _first_number(tokens: int) -> int:
+    """Which of so many tokens is the position in the stream."""
+    return 7 if tokens >= 11 else 5

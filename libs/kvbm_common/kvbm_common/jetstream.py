@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.raw_messages import RawMessage
 
 API_DEADLINE_S = 2.0
 """An answer of the JetStream API on a busy single server takes milliseconds; a dead one none."""
@@ -23,15 +24,6 @@ NO_STREAM = 10059
 """The server's error code for a stream that is not there."""
 NAME_IN_USE = 10058
 """The server's error code for a stream that is there with other limits."""
-
-
-class RawMessage(NamedTuple):
-    """A message as it arrived."""
-
-    subject: str
-    payload: bytes
-    reply: str
-    headers: Mapping[str, str]
 
 
 class JetStreamError(KvbmError):
@@ -85,9 +77,9 @@ class Link(Protocol):
         """Send and wait for one reply; raises BusUnavailable, NoResponder, DeadlineExceeded."""
 
     async def subscribe_raw(
-        self, subject: str, callback: Callable[[RawMessage], None]
+        self, subject: str, callback: Callable[[list[RawMessage]], None]
     ) -> Callable[[], Awaitable[None]]:
-        """Call back for every message; returns the function that ends it."""
+        """Call back with what was read together; returns the function that ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

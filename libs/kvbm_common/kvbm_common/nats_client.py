@@ -2,50 +2,27 @@
 
 The library gives every subscription a queue and a task, and its parser copies: that is most of what
 a small message costs. What a *direct* subscription is sent is cut out of the bytes that were read,
-and handed over at once. Everything else, and what is not whole yet, takes the library's way: a
-message that came in pieces arrives here again, in its place.
+and what was read together is handed over together, at once. Everything else, and what is not whole
+yet, takes the library's way: a message that came in pieces arrives here again, in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
 from nats.protocol.parser import AWAITING_MSG_PAYLOAD, Parser
 
-from kvbm_common.jetstream import RawMessage
+from kvbm_common.raw_messages import LINE_END, RawMessage, cut_front
 
-LINE_END = b"\r\n"
-PLAIN = b"NATS/1.0\r\n"
-"""How headers begin when the server has no status to say."""
-NO_HEADERS: Mapping[str, str] = {}
+MESSAGES = (b"MSG ", b"HMSG ")
+HELD_BYTES_MAX = 65_536
+"""What has come of a message waits for its end here, unless it is long: then it would be copied
+again with everything that is read."""
 
-Take = Callable[[RawMessage], None]
-"""Takes one message. It never raises, and never waits."""
-
-
-class Headers(Mapping[str, str]):
-    """Headers that are read when somebody asks for them: most messages are asked for none."""
-
-    __slots__ = ("_block", "_read")
-
-    def __init__(self, block: bytes) -> None:
-        self._block = block
-        self._read: dict[str, str] | None = None
-
-    def __getitem__(self, name: str) -> str:
-        return self._all()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def _all(self) -> dict[str, str]:
-        if self._read is None:
-            self._read = Client._parse_header_lines(self._block[len(PLAIN) :])
-        return self._read
+Take = Callable[[list[RawMessage]], None]
+"""Takes what was read together. It never raises, and never waits."""
 
 
 class DirectClient(Client):
@@ -57,9 +34,13 @@ class DirectClient(Client):
         """By the id of the subscription, as it stands in the protocol."""
         self._ps = _DirectParser(self, self._direct)
 
-    def make_direct(self, subscription_id: int, take: Take) -> None:
-        """From now on `take` is called with its messages; the handler it was made with is not."""
+    async def subscribe_direct(self, subject: str, take: Take) -> Subscription:
+        """From now on `take` is called with the messages of a new subscription."""
+        subscription_id = self._sid + 1
         self._direct[b"%d" % subscription_id] = take
+        subscription = await self.subscribe(subject, cb=_never)
+        assert subscription._id == subscription_id, "nothing waits before it has its id"
+        return subscription
 
     def forget(self, subscription_id: int) -> None:
         """It is none any more."""
@@ -73,8 +54,12 @@ class DirectClient(Client):
         if take is None:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
-        parsed = await self._process_headers(headers)
-        take(RawMessage(bytes(subject).decode(), data, bytes(reply).decode(), parsed or NO_HEADERS))
+        message = RawMessage(bytes(subject).decode(), data, bytes(reply).decode(), headers or b"")
+        take([message])
+
+
+async def _never(_: object) -> None:
+    raise AssertionError("a message of a direct subscription in the library's queue")
 
 
 class _DirectParser(Parser):
@@ -92,45 +77,23 @@ class _DirectParser(Parser):
         elif self.buf:
             data = bytes(self.buf) + data
             self.buf.clear()
-        if data and (rest := self._take_front(data)):
+        rest = self._take_front(data) if data else b""
+        if len(rest) < HELD_BYTES_MAX and rest.startswith(MESSAGES) and not self._is_whole(rest):
+            self.buf.extend(rest)
+        elif rest:
             await super().parse(rest)
+
+    def _is_whole(self, data: bytes) -> bool:
+        """Whether a message begins here that is all here, so that it is not ours."""
+        return bool(cut_front(data, 0)[1])
 
     def _take_front(self, data: bytes) -> bytes:
         """Hand messages over until something else comes; returns it and what is behind it."""
-        at, size = 0, len(data)
-        while at < size:
-            line_end = data.find(LINE_END, at)
-            words = data[at:line_end].split() if line_end >= 0 else []
-            take = self._direct.get(words[2]) if len(words) > 3 else None
-            length = _length(words)
-            begin = line_end + len(LINE_END)
-            end = begin + length
-            if take is None or length < 0 or end + len(LINE_END) > size:
-                break
-            message = _message(words, data[begin:end])
-            if message is None:
-                break
-            take(message)
-            at = end + len(LINE_END)
-        return data[at:]
-
-
-def _length(words: list[bytes]) -> int:
-    """How much comes behind the line of a message; negative: it is none, or not for us to read."""
-    return int(words[-1]) if words and words[0] in _WORDS and words[-1].isdigit() else -1
-
-
-_WORDS: Mapping[bytes, int] = {b"MSG": 4, b"HMSG": 5}
-"""How many words such a line has, without a subject to reply to."""
-
-
-def _message(words: list[bytes], content: bytes) -> RawMessage | None:
-    """None: it has a status, which the library reads."""
-    replying = len(words) > _WORDS[words[0]]
-    headers = NO_HEADERS
-    if words[0] == b"HMSG":
-        if not words[-2].isdigit() or not content.startswith(PLAIN):
-            return None
-        cut = int(words[-2])
-        headers, content = Headers(content[:cut]), content[cut:]
-    return RawMessage(words[1].decode(), content, words[3].decode() if replying else "", headers)
+        at = 0
+        while True:
+            subscription, messages, end = cut_front(data, at)
+            take = self._direct.get(subscription)
+            if take is None or not messages:
+                return data[at:]
+            take(messages)
+            at = end

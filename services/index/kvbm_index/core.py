@@ -9,7 +9,9 @@ gone. Queries are plain methods between steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_never
+from itertools import groupby, repeat
+from operator import attrgetter
+from typing import assert_never, cast
 
 from kvbm_common.identity import IdentityError
 from kvbm_common.wire.events import Cleared, Removed, Stored
@@ -43,8 +45,12 @@ from kvbm_index.messages import (
     Tick,
 )
 from kvbm_index.source import Source, State
+from kvbm_index.together import removed_by, stored_by
 
 CLEARED = (Cleared, LeanCleared)
+
+_seq = attrgetter("seq")
+_holder_and_kind = attrgetter("host", "source", "epoch", "__class__", "tier", "rank", "group")
 
 
 class IndexCore(Knowledge):
@@ -87,28 +93,61 @@ class IndexCore(Knowledge):
     # ---- events ------------------------------------------------------------------------------
 
     def _on_events(self, events: Sequence[AnyEvent], now_ms: int) -> None:
+        """Neighbours of one holder and kind are applied together, if nothing is odd about them."""
+        for _, group in groupby(events, _holder_and_kind):
+            several = list(group)
+            if len(several) == 1 or not self._apply_together(several, now_ms):
+                for event in several:
+                    self._on_next(event, now_ms)
+
+    def _apply_together(self, events: list[AnyEvent], now_ms: int) -> bool:
+        """The next ones of a source that is current. False: nothing was done."""
+        first, count = events[0], len(events)
+        source = self._sources.get((first.host, first.source))  # type: ignore[call-overload]
+        if source is None or source.state is not State.CURRENT or first.epoch != source.epoch:
+            return False
+        seq = source.seq + 1
+        if list(map(_seq, events)) != list(range(seq, seq + count)):
+            return False
+        if isinstance(first, LeanStored):
+            runs = stored_by(cast("list[LeanStored]", events))
+            if runs is None:
+                return False
+            holder = _holder_of(first)
+            for parent, run, rooted in runs:
+                self._holdings.add(holder, parent, run, rooted=rooted)
+        elif isinstance(first, LeanRemoved):
+            blocks = removed_by(cast("list[LeanRemoved]", events))
+            if blocks is None:
+                return False
+            self._holdings.discard(_holder_of(first), blocks)
+        else:
+            return False
+        source.seq += count  # Nothing waits: it is `jump`, in short.
+        self._event_count += count
+        self._applied.extend(zip(repeat(now_ms), events))
+        return True
+
+    def _on_next(self, event: AnyEvent, now_ms: int) -> None:
         """The usual event, the next one of a source that is current, takes the short way."""
-        sources, change, remember = self._sources, self._change, self._applied.append
-        for event in events:
-            # A plain tuple is as good a key as a SourceKey, and a third of the time to make.
-            source = sources.get((event.host, event.source))  # type: ignore[call-overload]
-            if (
-                source is not None
-                and event.seq == source.seq + 1
-                and event.epoch == source.epoch
-                and source.state is State.CURRENT
-            ):
-                try:
-                    change(source.key, event)
-                except IdentityError:
-                    self._refuse(source, now_ms)
-                    continue
-                # Nothing waits: it is `jump`, in short.
-                source.seq = event.seq
-                self._event_count += 1
-                remember((now_ms, event))
-            else:
-                self._on_event(event, now_ms)
+        # A plain tuple is as good a key as a SourceKey, and a third of the time to make.
+        source = self._sources.get((event.host, event.source))  # type: ignore[call-overload]
+        if (
+            source is None
+            or event.seq != source.seq + 1
+            or event.epoch != source.epoch
+            or source.state is not State.CURRENT
+        ):
+            self._on_event(event, now_ms)
+            return
+        try:
+            self._change(source.key, event)
+        except IdentityError:
+            self._refuse(source, now_ms)
+            return
+        source.seq = event.seq
+        self._event_count += 1
+        self._applied.append((now_ms, event))
 
     def _on_event(self, event: AnyEvent, now_ms: int) -> None:
         source = self._source_of(SourceKey(event.host, event.source), now_ms)

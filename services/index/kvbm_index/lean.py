@@ -106,11 +106,18 @@ def _only_run(text: bytes, namespace: str) -> NamedRun | None:
     """Nearly always it is one run, written by us: no string is made of it. None: not this way."""
     if text[:RUN_BEGINS] != RUN[0] or text[PARENT_ENDS:HASHES_BEGIN] != RUN[1]:
         return None
-    blocks = packed_from_json(text[HASHES_BEGIN:-RUN_ENDS])
-    if not blocks or text[-RUN_ENDS:] != RUN[2]:
+    if text[-RUN_ENDS:] != RUN[2]:
+        return None
+    return named_run(text[RUN_BEGINS:PARENT_ENDS], text[HASHES_BEGIN:-RUN_ENDS], namespace)
+
+
+def named_run(digits: bytes, hashes: bytes, namespace: str) -> NamedRun | None:
+    """A run from its parent's digits and a JSON array of ours. None: not this way."""
+    blocks = packed_from_json(hashes)
+    if not blocks:
         return None
     try:
-        parent = unhexlify(text[RUN_BEGINS:PARENT_ENDS])
+        parent = unhexlify(digits)
     except ValueError:
         return None
     return parent, blocks, parent == _root(namespace)
@@ -150,7 +157,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
 
 
 @lru_cache(maxsize=SUBJECTS_MAX)
-def _names_on(subject: str) -> tuple[str, str, type[LeanEvent] | None]:
+def names_on(subject: str) -> tuple[str, str, type[LeanEvent] | None]:
     """Host, source and kind that a subject names."""
     prefix, *names = subject.rsplit(".", SUBJECT_NAMES)
     if prefix != SUBJECT_PREFIX or len(names) != SUBJECT_NAMES:
@@ -161,7 +168,7 @@ def _names_on(subject: str) -> tuple[str, str, type[LeanEvent] | None]:
 def read(subject: str, payload: bytes) -> LeanEvent:
     """The event of a message; raises WireError."""
     event = lean_codec.decode(payload)
-    host, source, kind = _names_on(subject)
+    host, source, kind = names_on(subject)
     if event.host != host or event.source != source or type(event) is not kind:
         text = f"an event of {event.host}/{event.source} on another subject"
         raise WireError(text, kind="wrong_subject")

@@ -42,7 +42,7 @@ from kvbm_common.wire.verbs import (
     verb_subject,
 )
 
-from kvbm_index import lean
+from kvbm_index import together
 from kvbm_index.arrival import Arrival
 from kvbm_index.core import IndexCore
 from kvbm_index.keeper import Keeper
@@ -175,7 +175,7 @@ class IndexShell:
 
     async def _follow(self, subscription: EventSubscription) -> None:
         async for batch in subscription:
-            events = tuple(event for message in batch if (event := self._event_of(message)))
+            events = tuple(together.read(batch, self._refuse))
             if events:
                 self._observe_lag(events[-1])
                 stream = subscription.created
@@ -192,13 +192,9 @@ class IndexShell:
             offering = self._loop.offer(StreamLost(), deadline_s=INBOX_DEADLINE_S)
             self._running.append(asyncio.create_task(offering, name="stream lost"))
 
-    def _event_of(self, message: EventMessage) -> LeanEvent | None:
-        try:
-            return lean.read(message.subject, message.payload)
-        except WireError as error:
-            self._dropped.add(reason=error.kind)
-            self._log.warning(error.kind, f"{message.subject}: {error}")
-            return None
+    def _refuse(self, message: EventMessage, error: WireError) -> None:
+        self._dropped.add(reason=error.kind)
+        self._log.warning(error.kind, f"{message.subject}: {error}")
 
     def _observe_lag(self, event: LeanEvent) -> None:
         lag_s = time.time() - event.ts_ms / 1000
