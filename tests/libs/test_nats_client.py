@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.raw_messages import RawMessage
 from kvbm_common.nats_client import DirectClient
+from kvbm_common.raw_messages import RawMessage
 
 DIRECT, OTHER = 7, 8
 STATUS = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 3\r\n\r\n"
