@@ -8,7 +8,6 @@ Speeds are GB/s (1e9 bytes).
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from kvbm_common import nixl_pump
+from kvbm_common.mapping import make_huge, map_shared
 from numpy.typing import NDArray
 
 # Beyond the caches of every machine that we know; a batch below it would measure the cache.
@@ -136,8 +136,10 @@ def memory_owner(size_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def page_aligned(size_bytes: int) -> NDArray[np.uint8]:
-    """Anonymous shared memory as bytes; it lives as long as the array."""
-    return np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
+    """Shared memory as bytes, in huge pages as the arena; it lives as long as the array."""
+    memory = map_shared(-1, size_bytes)
+    make_huge(memory.ctypes.data, size_bytes)
+    return memory
 
 
 def _own_memory(size_bytes: int) -> None:

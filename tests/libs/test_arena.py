@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from kvbm_common import arena as arena_module
+from kvbm_common import mapping
 from kvbm_common.arena import Arena, ArenaNoSpace, ArenaUnavailable, remove_stale
 
 SIZE = 8 << 20
@@ -80,7 +80,7 @@ def test_populating_takes_the_memory_and_keeps_the_contents(
 ) -> None:
     """The old kernel is one that does not know the advice: an advice that no kernel knows."""
     if kernel == "old":
-        monkeypatch.setattr(arena_module, "MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(mapping, "MADV_POPULATE_WRITE", 9999)
     monkeypatch.setattr(arena_module, "POPULATE_SLICE_BYTES", 1 << 20)
     with Arena.create(shm_dir, "kvbm-a", SIZE + 4096) as owner:
         done = owner.populate()
@@ -141,7 +141,7 @@ def test_a_mapping_that_fails_leaves_no_file_open(shm_dir: Path) -> None:
     with Arena.create(shm_dir, "arena", 4096) as arena:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
+            patch.setattr(mapping, "_mapped", Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
             with pytest.raises(ArenaUnavailable, match="cannot map"):
                 Arena.attach(arena.path)
         assert len(os.listdir("/proc/self/fd")) == before

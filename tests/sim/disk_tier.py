@@ -32,6 +32,9 @@ from tests.sim.peers import Peers
 from tests.sim.service import DISK_TIER, HOST, HOST_TIER, VERB_MS, Service
 from tests.sim.world import Call, World
 
+ANNOUNCE_MS = 250
+"""How long the service waits at most between the announcements of what a former life has left."""
+
 
 class DiskTier(Service):
     """G3. Its store outlives it."""
@@ -135,7 +138,7 @@ class DiskTier(Service):
                 case disk.Answer(reply_to, reply):
                     self._verbs.pop(reply_to)(reply)
                 case disk.AnnounceLater():
-                    self.later(VERB_MS, partial(self.step, disk.AnnounceMore()))
+                    self.later(ANNOUNCE_MS, partial(self.step, disk.AnnounceMore()))
                 case disk.Publish(event):
                     self.publish(event)
                 case disk.SayAccepting():
@@ -238,7 +241,12 @@ class DiskTier(Service):
             self.world.marks["read late"] += 1
             self.later(duration_ms, lambda: self.step(failed))
             return
-        self.later(duration_ms, lambda: self._read_ended(effect, arena))
+        self.later(duration_ms, lambda: self._read_landed(effect, arena))
+
+    def _read_landed(self, effect: disk.ReadSlots, arena: Memory) -> None:
+        """The bytes are there; summing them up takes a while."""
+        self.step(disk.ReadLanded(effect.read))
+        self.later(self.world.rng.randint(0, 3), lambda: self._read_ended(effect, arena))
 
     def _read_ended(self, effect: disk.ReadSlots, arena: Memory) -> None:
         sums = [arena.checksum(slot) for slot in effect.targets]

@@ -6,11 +6,8 @@ drops the lock with the process, so `remove_stale` can tell a killed owner's fil
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from concurrent.futures import Future
@@ -21,18 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.mapping import make_huge, map_shared, populate
 
-# Linux 5.14; Python's mmap module does not name it, and its madvise() would hold the GIL.
-MADV_POPULATE_READ = 22
-MADV_POPULATE_WRITE = 23
 # A slice takes about 20 ms to populate, which bounds how long `close` waits for the thread.
 POPULATE_SLICE_BYTES = 64 << 20
 POPULATE_STOP_S = 10.0
 # Only a `remove_stale` in the same instant makes a second attempt necessary.
 CREATE_ATTEMPTS_MAX = 3
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class ArenaNoSpace(KvbmError):
@@ -67,9 +59,8 @@ class Arena:
         self._fd = fd
         self._owner = owner
         self._writable = writable
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._mapping: mmap.mmap | None = mmap.mmap(fd, self.bytes, prot=protection)
-        self.address: int = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        self._memory: NDArray[np.uint8] | None = map_shared(fd, self.bytes, writable=writable)
+        self.address: int = self._memory.ctypes.data
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
 
@@ -115,13 +106,14 @@ class Arena:
     @property
     def array(self) -> NDArray[np.uint8]:
         """The whole arena as bytes; it shares the memory."""
-        return np.frombuffer(self._live, dtype=np.uint8)
+        assert self._memory is not None, f"{self.path} is closed"
+        return self._memory
 
     def view(self, offset: int, length: int) -> memoryview:
         """A view of `length` bytes at `offset`, writable where the mapping is."""
         assert offset >= 0, offset
         assert offset + length <= self.bytes, (offset, length, self.bytes)
-        return memoryview(self._live)[offset : offset + length]
+        return self.array.data[offset : offset + length]
 
     def populate(self) -> Future[None]:
         """Take the memory now, in the background, so that no transfer pays for page faults.
@@ -140,23 +132,15 @@ class Arena:
 
     def close(self) -> None:
         """Unlink (the owner), release the lock and unmap; without effect the second time."""
-        if self._mapping is None:
+        if self._memory is None:
             return
         self._stop.set()
         if self._populating is not None:
             self._populating.join(POPULATE_STOP_S)
         if self._owner:
             self.path.unlink(missing_ok=True)
-        mapping, self._mapping = self._mapping, None
+        self._memory = None
         os.close(self._fd)
-        # BufferError: somebody still has a view. The mapping ends with the last of them.
-        with contextlib.suppress(BufferError):
-            mapping.close()
-
-    @property
-    def _live(self) -> mmap.mmap:
-        assert self._mapping is not None, f"{self.path} is closed"
-        return self._mapping
 
     def _populate(self, done: Future[None]) -> None:
         for offset in range(0, self.bytes, POPULATE_SLICE_BYTES):
@@ -172,17 +156,17 @@ class Arena:
         done.set_result(None)
 
     def _populate_slice(self, offset: int, length: int) -> None:
-        advice = MADV_POPULATE_WRITE if self._writable else MADV_POPULATE_READ
-        if _libc.madvise(self.address + offset, length, advice) == 0:
-            return
-        reason = ctypes.get_errno()
-        if reason != errno.EINVAL:
-            raise OSError(reason, os.strerror(reason))
-        if not self._writable:
-            return
-        # An older kernel. Touching pages could undo what a transfer writes at the same moment;
-        # allocating them in the file cannot, and leaves only cheap faults.
-        os.posix_fallocate(self._fd, offset, length)
+        if self._writable:
+            make_huge(self.address + offset, length)
+        try:
+            populate(self.address + offset, length, writable=self._writable)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            if self._writable:
+                # An older kernel. Touching pages could undo what a transfer writes at the same
+                # moment; allocating them in the file cannot, and leaves only cheap faults.
+                os.posix_fallocate(self._fd, offset, length)
 
 
 def remove_stale(shm_dir: str | Path, prefix: str) -> list[Path]:

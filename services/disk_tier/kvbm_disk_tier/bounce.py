@@ -4,11 +4,10 @@ their way back, because the arena holds them in the clear for engines to read.""
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import numpy as np
+from kvbm_common.mapping import make_huge, map_shared
 from kvbm_common.transfers import TransferFailed, TransferTimeout
 
 
@@ -18,9 +17,10 @@ class BouncePool:
     def __init__(self, slot_count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.bytes = slot_count * slot_bytes
-        self._mapping = mmap.mmap(-1, self.bytes)
-        self._view = memoryview(self._mapping)
-        self.address: int = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        memory = map_shared(-1, self.bytes)
+        self._view = memory.data
+        self.address: int = memory.ctypes.data
+        make_huge(self.address, self.bytes)
         self._slot_count = slot_count
         self._free = list(range(slot_count))
         self._given_back = asyncio.Condition()

@@ -46,6 +46,7 @@ from kvbm_disk_tier.messages import (
     Publish,
     ReadDone,
     ReadFailed,
+    ReadLanded,
     Released,
     SayAccepting,
     StoreDown,
@@ -171,6 +172,8 @@ class DiskTierCore:
                 self.writes.journal_failed(write, reason, now_ms)
             case FillAsked():
                 self.reads.asked(event, now_ms)
+            case ReadLanded(read):
+                self.reads.landed(read)
             case ReadDone():
                 self.reads.done(event, now_ms)
             case ReadFailed():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from kvbm_common.batches import batch_blocks
+from kvbm_common.mapping import make_huge, map_shared
 from kvbm_common.nixl import Moved, MoverThread, Spans, TransferError
 
 from kvbm_disk_tier.messages import Depth
@@ -129,9 +129,8 @@ class _Memory:
         self.mover = mover
         self.stride = stride
         self.slots = max(4, min(DEPTH_MAX, IN_FLIGHT_BYTES_MAX // stride))
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        self._mapping = mmap.mmap(-1, self.slots * stride, flags=flags)
-        array = np.frombuffer(self._mapping, dtype=np.uint8)
+        self._array = array = map_shared(-1, self.slots * stride)
+        make_huge(array.ctypes.data, len(array))
         noise = np.frombuffer(os.urandom(RANDOM_BYTES), np.uint8)
         for start in range(0, len(array), RANDOM_BYTES):
             array[start : start + RANDOM_BYTES] = noise[: len(array) - start]

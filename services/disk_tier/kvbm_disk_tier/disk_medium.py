@@ -21,6 +21,7 @@ from kvbm_disk_tier.messages import (
     JournalFailed,
     ReadDone,
     ReadFailed,
+    ReadLanded,
     ReadSlots,
     RewriteJournal,
     StoreFailed,
@@ -123,8 +124,9 @@ class DiskMedium:
         except OSError as error:
             self._log.warning("journal", f"the journal cannot be rewritten: {error}")
 
-    async def run(self, _loop: CoreLoop[Any, Effect]) -> None:
-        """Synchronise every second, if that was asked for."""
+    async def run(self, loop: CoreLoop[Any, Effect]) -> None:
+        """Say what has landed; synchronise every second, if that was asked for."""
+        self._mover.on_landed = lambda read: loop.complete(ReadLanded(read))
         while self._store.options.sync == "interval":
             await asyncio.sleep(SYNCHRONISE_S)
             await asyncio.wrap_future(self._thread.call(self._store.synchronise))

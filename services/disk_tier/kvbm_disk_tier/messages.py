@@ -147,6 +147,16 @@ class FillAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLanded:
+    """A read's bytes are in the arena, and are summed up now: the disk has time for others.
+
+    A medium may say so, before the read's end.
+    """
+
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadDone:
     """A read has ended; `intact[i]` says whether block i is there and has the right checksum.
 
@@ -254,6 +264,7 @@ Input = (
     | Journaled
     | JournalFailed
     | FillAsked
+    | ReadLanded
     | ReadDone
     | ReadFailed
     | WritersKnown

@@ -66,6 +66,8 @@ class DiskMover:
         self._fd = -1
         self._flying = 0
         self._figures = TransferFigures(counters)
+        self.on_landed: Callable[[int], None] = lambda _: None
+        """Told of each read whose bytes are there."""
 
     def close(self) -> None:
         """End both threads and unmap."""
@@ -171,12 +173,14 @@ class DiskMover:
     async def _get(self, arena: Arena, effect: ReadSlots) -> tuple[Moved, tuple[bool, ...]]:
         """Read a batch; also which of its blocks are right."""
         memory, file = pieces_of(arena.address, effect.targets, effect.sources, effect.slot_bytes)
-        moved = await self._from_file(memory, file, left_s(effect))
+        moved = await self._from_file(memory, file, effect)
         return moved, await self._in_thread(_intact, arena, effect)
 
-    async def _from_file(self, memory: Spans, file: Spans, deadline_s: float) -> Moved:
-        future = self._mover.read_file(self._fd, memory, file, deadline_s=deadline_s)
-        return await asyncio.wrap_future(future)
+    async def _from_file(self, memory: Spans, file: Spans, effect: ReadSlots) -> Moved:
+        future = self._mover.read_file(self._fd, memory, file, deadline_s=left_s(effect))
+        moved = await asyncio.wrap_future(future)
+        self.on_landed(effect.read)
+        return moved
 
     async def _in_thread(self, work: Callable[[Arena, E], T], arena: Arena, effect: E) -> T:
         """What takes processor time: it keeps off the event loop."""

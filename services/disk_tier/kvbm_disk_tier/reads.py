@@ -29,6 +29,8 @@ from kvbm_disk_tier.tier import SLOW_MS, Tier
 AHEAD_MS = 1
 """A block that is asked for ahead costs a fill so much of its turn: the front of a short run
 overtakes the tail of a long one, and no tail waits for ever."""
+SUMMED_UP = 2
+"""So many times what may fly may be on its way, with what is summed up."""
 NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
 """Reasons of failed reads."""
 
@@ -49,6 +51,8 @@ class Reads:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._reads: dict[int, Read] = {}
+        self._landed: set[int] = set()
+        """Reads whose bytes are there and are summed up: the disk has done with them."""
         self._waiting: list[tuple[int, int, FillAsked]] = []
         """A heap of (turn, number of arrival, fill)."""
         self._arrivals = 0
@@ -109,8 +113,11 @@ class Reads:
 
     def _may_start(self) -> bool:
         limits = self._tier.limits
-        blocks = sum(len(read.slots) for read in self._reads.values())
-        return len(self._reads) < limits.reads_max and blocks < limits.read_blocks_max
+        sizes = {read_id: len(read.slots) for read_id, read in self._reads.items()}
+        blocks = sum(sizes.values())
+        flying = blocks - sum(sizes[read_id] for read_id in self._landed)
+        free = flying < limits.read_blocks_max and blocks < SUMMED_UP * limits.read_blocks_max
+        return free and len(self._reads) < limits.reads_max
 
     def _start(self, event: FillAsked, now_ms: int) -> None:
         table = self._tier.table
@@ -146,10 +153,19 @@ class Reads:
             )
         )
 
+    def landed(self, read_id: int) -> None:
+        """Its bytes are there: another one may fly."""
+        if read_id in self._reads:
+            self._landed.add(read_id)
+
+    def _ended(self, read_id: int) -> Read:
+        self._landed.discard(read_id)
+        return self._reads.pop(read_id)
+
     def done(self, event: ReadDone, now_ms: int) -> None:
         """The bytes are there and summed up: answer, and quarantine what is wrong."""
         tier = self._tier
-        read = self._reads.pop(event.read)
+        read = self._ended(event.read)
         tier.disk_ended(read.started_ms, now_ms, failed=False)
         intact: dict[SequenceHash, Block] = {}
         lost: dict[str, list[tuple[int, Block]]] = {"corrupt": [], "gone": []}
@@ -174,7 +190,7 @@ class Reads:
 
     def failed(self, event: ReadFailed, now_ms: int) -> None:
         """Nothing of it can be believed."""
-        read = self._reads.pop(event.read)
+        read = self._ended(event.read)
         # A short deadline that has passed says nothing of the disk, an old arena neither.
         if event.reason not in NOT_THE_DISK or now_ms - read.started_ms >= SLOW_MS:
             self._tier.disk_ended(read.started_ms, now_ms, failed=True)
@@ -191,6 +207,7 @@ class Reads:
         """Assert every invariant."""
         assert len(self._reads) <= self._tier.limits.reads_max
         assert len(self._waiting) <= self._tier.limits.reads_waiting_max
+        assert self._landed <= self._reads.keys()
 
 
 def _reply(

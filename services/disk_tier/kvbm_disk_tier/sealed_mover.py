@@ -90,7 +90,7 @@ class SealedMover(DiskMover):
 
             memory, file = pieces_of(pool.address, slots, effect.sources, pool.slot_bytes)
             try:
-                moved = await self._from_file(memory, file, left_s(effect))
+                moved = await self._from_file(memory, file, effect)
             except TransferError as error:
                 await wait_settled(error)
                 raise

@@ -32,6 +32,7 @@ from kvbm_disk_tier.messages import (
     LeaseHost,
     OpenStore,
     ReadFailed,
+    ReadLanded,
     ReadSlots,
     ReleaseHost,
     RewriteJournal,
@@ -520,6 +521,25 @@ def test_what_the_disk_was_measured_to_take_is_in_flight() -> None:
     second = one(disk.fill(2, 3), ReadSlots)
     assert disk.fill(4) == []
     assert one(disk.read(second), ReadSlots).blocks == (block(4),)
+
+
+def test_while_blocks_are_summed_up_the_disk_reads_others() -> None:
+    """1. One block may fly: the second waits. 2. The first has landed: the second flies. 3. It has
+    landed, too: with two that are summed up the third waits. 4. It flies when the first has ended;
+    what lands after its end is no news."""
+    disk = Disk(limits=Limits(read_blocks_max=1))
+    disk.store(1, 2, 3)
+    first = one(disk.fill(1), ReadSlots)
+    assert disk.fill(2) == []
+    second = one(disk.step(ReadLanded(first.read)), ReadSlots)
+    assert disk.fill(3) == []
+    assert disk.step(ReadLanded(second.read)) == []
+    third = one(disk.read(first), ReadSlots)
+    assert third.blocks == (block(3),)
+    assert disk.step(ReadLanded(first.read)) == []
+    disk.read(second)
+    disk.read(third)
+    assert disk.core.idle()
 
 
 def test_what_was_written_to_measure_is_of_the_budget() -> None:

@@ -31,6 +31,7 @@ from kvbm_disk_tier.messages import (
     LeaseHost,
     OpenStore,
     ReadFailed,
+    ReadLanded,
     ReadSlots,
     ReleaseHost,
     StoreFailed,
@@ -283,6 +284,12 @@ class Everything(RuleBasedStateMachine):
         self.unanswered += 1
         until_ms = self.disk.now_ms + ms
         self.take(self.disk.fill(*blocks, epoch=self.epoch, until_ms=until_ms))
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        """Its bytes are there; it has not ended."""
+        self.take(self.disk.step(ReadLanded(data.draw(st.sampled_from(self.reads)).read)))
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "rotten", "failed"]))
