@@ -367,6 +367,33 @@ class TestFiles:
             futures[3].result(LIMIT_S)
         assert short.value.settled
 
+    @pytest.mark.parametrize("blocks", [1, 4])
+    def test_so_many_bytes_of_files_fly_and_the_rest_waits(
+        self, files: MoverThread, memory: Memory, fd: int, blocks: int
+    ) -> None:
+        """Goal: as much as fits, never more; larger than that flies alone; each is followed at
+        once. Method: from inside the mover, see what is in flight whenever one has ended."""
+        os.posix_fallocate(fd, 0, SIZE)
+        files.register_file(fd, SIZE).result(LIMIT_S)
+        files.limit_files(2 * BLOCK).result(LIMIT_S)
+        flying: list[tuple[int, int]] = []
+
+        def note(_: Future[Moved]) -> None:
+            now = files.statistics()
+            flying.append((now.in_flight, now.waiting))
+
+        futures = []
+        for start in range(0, 32, blocks):
+            order = range(start, start + blocks)
+            future = files.write_file(fd, memory.blocks(order), spans(0, order), deadline_s=LIMIT_S)
+            future.add_done_callback(note)
+            futures.append(future)
+        wait(futures, LIMIT_S)
+        most = 2 if blocks == 1 else 1
+        assert max(in_flight for in_flight, _ in flying) <= most
+        followed = [in_flight > 0 for in_flight, waiting in flying if waiting]
+        assert all(followed), "who hears of an end finds the next one in flight"
+
     def test_an_unregistered_file_is_refused(
         self, files: MoverThread, memory: Memory, fd: int
     ) -> None:

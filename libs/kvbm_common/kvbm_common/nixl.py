@@ -145,6 +145,11 @@ class MoverThread:
         """Make the first `length` bytes of an open file usable. The caller keeps `fd` open."""
         return self._call(lambda pump: pump.register(Registration("FILE", 0, length, fd)))
 
+    def limit_files(self, flying_bytes: int | None) -> Future[None]:
+        """Have so many bytes of files in flight, and the rest wait here: one that ends makes way
+        for the next without anybody else. One transfer always may fly. None: no limit."""
+        return self._call(lambda pump: pump.limit_files(flying_bytes))
+
     def deregister(self, registration: Registration) -> Future[None]:
         """Undo a registration. `MoverBusy` while an unsettled transfer uses it: NIXL would
         report such a transfer as done."""

@@ -89,6 +89,11 @@ NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
 )
 
 
+DONE = "done"
+Outcome = str | Exception
+"""How a transfer has ended: DONE, or NIXL's error."""
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
     operation: str
@@ -100,11 +105,16 @@ class Transfer:
     name: str = ""  # Of an object: it is known to NIXL only while the transfer lasts.
     handle: Any = None
     posted: float = 0.0
+    ended: float = 0.0
     settling: Future[None] | None = None  # Set when the future has failed and NIXL has not ended.
 
     @property
     def file_ios(self) -> int:
         return self.remote.count if self.remote.kind == "FILE" else 0
+
+    @property
+    def file_bytes(self) -> int:
+        return self.local.bytes if self.remote.kind == "FILE" else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +153,8 @@ class Pump:
         self._last_event = 0.0
         self._serve_at = 0.0
         self._file_ios = 0
+        self._file_bytes = 0
+        self._file_bytes_max: int | None = None
         self._draining = 0
         self._transfers_done = 0
         self._bytes_moved = 0
@@ -180,10 +192,14 @@ class Pump:
     def poll(self) -> None:
         """One round: start what may start, ask NIXL about the rest, fail what is late."""
         now = time.monotonic()
+        ended = [(one, outcome) for one in self._flights if (outcome := self._ask(one)) is not None]
+        for transfer, _ in ended:
+            self._take_out(transfer)
+        # Before anybody hears of the end: that takes as long as whoever hears keeps the lock.
         while self._waiting and self._may_start(self._waiting[0]):
             self._start(self._waiting.popleft())
-        for transfer in self._flights[:]:
-            self._ask(transfer)
+        for transfer, outcome in ended:
+            self._land(transfer, outcome)
         for transfer in self._flights:
             if transfer.settling is None and now > transfer.deadline:
                 self._timeouts += 1
@@ -214,6 +230,9 @@ class Pump:
                 raise MoverBusy(f"a transfer still uses {registration}")
         descriptors = self._agent.get_reg_descs([_row_of(registration)], registration.kind)
         self._agent.deregister_memory(descriptors)
+
+    def limit_files(self, flying_bytes: int | None) -> None:
+        self._file_bytes_max = flying_bytes
 
     def attend(self, *, expected: bool) -> None:
         self._attentive = expected
@@ -257,7 +276,10 @@ class Pump:
     def _may_start(self, transfer: Transfer) -> bool:
         if len(self._flights) - self._draining >= IN_FLIGHT_COUNT_MAX:
             return False
-        return self._file_ios + transfer.file_ios <= POSIX_IO_COUNT_MAX
+        if self._file_ios + transfer.file_ios > POSIX_IO_COUNT_MAX:
+            return False
+        limit, flying = self._file_bytes_max, self._file_bytes
+        return limit is None or not flying or flying + transfer.file_bytes <= limit
 
     def _start(self, transfer: Transfer) -> None:
         if time.monotonic() > transfer.deadline:
@@ -272,13 +294,17 @@ class Pump:
             return
         self._flights.append(transfer)
         self._file_ios += transfer.file_ios
+        self._file_bytes += transfer.file_bytes
         self._last_event = transfer.posted = time.monotonic()
+        outcome: Outcome | None
         try:
             transfer.handle = self._prepare(transfer)
-            if self._agent.transfer(transfer.handle) == "DONE":
-                self._land(transfer, None)
+            outcome = DONE if self._agent.transfer(transfer.handle) == "DONE" else None
         except NIXL_ERRORS as error:
-            self._land(transfer, error)
+            outcome = error
+        if outcome is not None:
+            self._take_out(transfer)
+            self._land(transfer, outcome)
 
     def _prepare(self, transfer: Transfer) -> Any:
         if transfer.name:
@@ -293,12 +319,20 @@ class Pump:
         self._next_object += 1
         self._agent.register_memory(_object_rows(transfer), "OBJ")
 
-    def _ask(self, transfer: Transfer) -> None:
+    def _ask(self, transfer: Transfer) -> Outcome | None:
+        """None: it has not ended."""
         try:
-            if self._agent.check_xfer_state(transfer.handle) == "DONE":
-                self._land(transfer, None)
+            return DONE if self._agent.check_xfer_state(transfer.handle) == "DONE" else None
         except NIXL_ERRORS as error:
-            self._land(transfer, error)
+            return error
+
+    def _take_out(self, transfer: Transfer) -> None:
+        """NIXL has ended the transfer: another one has room."""
+        self._flights.remove(transfer)
+        self._file_ios -= transfer.file_ios
+        self._file_bytes -= transfer.file_bytes
+        self._draining -= transfer.settling is not None
+        self._last_event = transfer.ended = time.monotonic()
 
     def _drain(self, transfer: Transfer, kind: type[TransferError], reason: str) -> None:
         """Fail the transfer for its caller while NIXL still has it."""
@@ -314,15 +348,13 @@ class Pump:
             transfer.future.set_exception(error)
         self._finished()
 
-    def _land(self, transfer: Transfer, error: Exception | None) -> None:
-        """NIXL has ended the transfer, well or not."""
-        self._flights.remove(transfer)
-        self._file_ios -= transfer.file_ios
-        self._last_event = time.monotonic()
+    def _land(self, transfer: Transfer, outcome: Outcome) -> None:
+        """Tell how a transfer that is taken out has ended."""
+        error = outcome if isinstance(outcome, Exception) else None
         proven = error is None or self._proves_end(transfer, error)
         settling = transfer.settling
         if settling is not None:
-            self._draining -= 1
+            pass  # The caller has heard.
         elif error is not None:
             settling = None if proven else Future()
             self._failures += 1
@@ -330,7 +362,7 @@ class Pump:
         else:
             self._transfers_done += 1
             self._bytes_moved += transfer.local.bytes
-            seconds = self._last_event - transfer.posted
+            seconds = transfer.ended - transfer.posted
             transfer.future.set_result(Moved(transfer.local.bytes, seconds))
         transfer.handle = None  # Its wrapper releases it.
         if transfer.remote.kind == "OBJ":

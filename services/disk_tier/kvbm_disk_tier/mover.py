@@ -117,7 +117,11 @@ class DiskMover:
     ) -> Depth:
         """How much in flight keeps the file busy; nothing may fly. `taken`: slots with blocks."""
         assert self._flying == 0
-        return tuning.depth(self._mover, self._fd, stride, slot_count, taken)
+        self._mover.limit_files(None)
+        found = tuning.depth(self._mover, self._fd, stride, slot_count, taken)
+        known = [depth for depth in (found.reads, found.writes) if depth is not None]
+        self._mover.limit_files(max(known) * stride if known else None)
+        return found
 
     def drop_file(self) -> None:
         """The file is about to be closed; nothing may fly."""

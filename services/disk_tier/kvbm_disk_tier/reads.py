@@ -112,11 +112,12 @@ class Reads:
                 self._start(event, now_ms)
 
     def _may_start(self) -> bool:
-        limits = self._tier.limits
+        limits, ahead = self._tier.limits, self._tier.ahead_blocks
         sizes = {read_id: len(read.slots) for read_id, read in self._reads.items()}
         blocks = sum(sizes.values())
         flying = blocks - sum(sizes[read_id] for read_id in self._landed)
-        free = flying < limits.read_blocks_max and blocks < SUMMED_UP * limits.read_blocks_max
+        free = flying < limits.read_blocks_max + ahead
+        free = free and blocks < SUMMED_UP * limits.read_blocks_max + ahead
         return free and len(self._reads) < limits.reads_max
 
     def _start(self, event: FillAsked, now_ms: int) -> None:

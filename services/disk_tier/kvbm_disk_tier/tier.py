@@ -84,6 +84,9 @@ class Limits:
     read_blocks_max: int = 256
     write_blocks_max: int = 64
     """Blocks in flight, as far as nothing was measured; one batch may always fly."""
+    ahead_batches: int = 2
+    """Reads, or writes, that are handed over beyond that: they wait in the mover, and the disk has
+    the next one at once when one has ended."""
     batch_blocks_max: int = 16
     batch_bytes: int = 0
     """A write has more blocks when they are small: see `batches.batch_blocks`."""
@@ -290,6 +293,11 @@ class Tier:
         if not self.kind.sized:  # Every object is a request of its own.
             return self.limits.batch_blocks_max
         return batch_blocks(self.limits.batch_blocks_max, self.limits.batch_bytes, self.slot_bytes)
+
+    @property
+    def ahead_blocks(self) -> int:
+        """How many blocks wait in the mover at most."""
+        return self.limits.ahead_batches * self.batch_blocks if self.kind.sized else 0
 
     def stored_bytes(self, blocks: Iterable[Block]) -> int:
         """What blocks take up in the store: slots, or their own size."""

@@ -154,7 +154,7 @@ class Writes:
         for write_id in [i for i, write in self._writes.items() if write.phase is Phase.LEASED]:
             if breaker.state is BreakerState.OPEN:
                 self._give_up(write_id)
-            elif self._may_write(fly_max) and breaker.allows(now_ms):
+            elif self._may_write(beside_reads=beside_reads) and breaker.allows(now_ms):
                 self._begin(write_id, now_ms)
         while self._pending and breaker.allows(now_ms) and self._may_lease(fly_max, now_ms):
             if not self._lease(now_ms):
@@ -163,10 +163,14 @@ class Writes:
     def _count(self, *phases: Phase) -> int:
         return sum(write.phase in phases for write in self._writes.values())
 
-    def _may_write(self, fly_max: int) -> bool:
+    def _may_write(self, *, beside_reads: bool) -> bool:
+        limits = self._tier.limits
         writing = [write for write in self._writes.values() if write.phase is Phase.WRITING]
-        blocks = sum(len(write.slots) for write in writing)
-        return len(writing) < fly_max and blocks < self._tier.limits.write_blocks_max
+        if beside_reads:  # And none waits in the mover: a read would wait behind it.
+            return len(writing) < limits.writes_beside_reads_max
+        blocks, ahead = sum(len(write.slots) for write in writing), self._tier.ahead_blocks
+        free = len(writing) < limits.writes_max + (limits.ahead_batches if ahead else 0)
+        return free and blocks < limits.write_blocks_max + ahead
 
     def _may_lease(self, fly_max: int, now_ms: int) -> bool:
         committing = self._count(*COMMITTING)
@@ -401,9 +405,10 @@ class Writes:
     def check(self) -> None:
         """Assert every invariant."""
         limits = self._tier.limits
-        assert self._count(Phase.WRITING) <= limits.writes_max
+        assert self._count(Phase.WRITING) <= limits.writes_max + limits.ahead_batches
         assert self._count(*AHEAD) <= limits.writes_max
-        assert len(self._writes) <= 2 * limits.writes_max + limits.commits_max
+        writes_max = 2 * limits.writes_max + limits.ahead_batches + limits.commits_max
+        assert len(self._writes) <= writes_max
         assert len(self._pending) <= limits.pending_max
         assert self._writing == {n for write in self._writes.values() for n in write.names}
         assert not self._writing & self._pending.keys()

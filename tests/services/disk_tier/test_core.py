@@ -157,7 +157,7 @@ def test_after_lost_events_a_snapshot_tells_what_there_is() -> None:
 
 def test_writes_have_limits_and_as_many_are_leased_ahead() -> None:
     """Two batches are written and two leased, of one block each; the fifth block waits."""
-    disk = Disk(slots=8, limits=Limits(writes_max=2, batch_blocks_max=1))
+    disk = Disk(slots=8, limits=Limits(writes_max=2, batch_blocks_max=1, ahead_batches=0))
     leases = of(disk.host_stored(1, 2, 3, 4, 5), LeaseHost)
     assert [asked(lease) for lease in leases] == [[1], [2]]
     writes: list[WriteSlots] = []
@@ -172,6 +172,28 @@ def test_writes_have_limits_and_as_many_are_leased_ahead() -> None:
     assert asked(one(effects, LeaseHost)) == [5]
     disk.finish([*effects, *disk.written(writes[1])])
     assert disk.announced == {1, 2, 3, 4, 5}
+
+
+def test_one_more_than_may_fly_waits_in_the_mover() -> None:
+    """One batch may be written and one wait for it: of three that are leased two are handed over.
+    Beside a read none waits, and of reads one does."""
+    limits = Limits(writes_max=1, batch_blocks_max=1, write_blocks_max=1, ahead_batches=1,
+                    read_blocks_max=1)  # fmt: skip
+    disk = Disk(slots=9, limits=limits)
+    writes, effects = [], disk.host_stored(1, 2, 3)
+    for _ in range(3):
+        effects = disk.leased(one(effects, LeaseHost))
+        writes += of(effects, WriteSlots)
+    assert [write.sources for write in writes] == [(1,), (2,)]
+    ended = disk.written(writes[0])
+    assert one(ended, WriteSlots).sources == (3,)
+    disk.finish([*ended, *disk.written(writes[1])])
+    assert disk.announced == {1, 2, 3}
+
+    reads = [*disk.fill(1), *disk.fill(2), *disk.fill(3)]
+    assert [numbers(read.blocks) for read in of(reads, ReadSlots)] == [[1], [2]]
+    first = one(disk.leased(one(disk.host_stored(4, 5), LeaseHost)), WriteSlots)
+    assert first.sources == (4,)
 
 
 def test_what_waits_for_the_journal_is_limited_too() -> None:
@@ -199,7 +221,7 @@ def test_what_waits_for_the_journal_is_limited_too() -> None:
 
 def test_a_lease_that_waited_while_the_arena_changed_is_not_written() -> None:
     """Its turn comes in another life of the host tier: those slots are gone."""
-    disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1))
+    disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1, ahead_batches=0))
     effects = disk.leased(one(disk.host_stored(1, 2), LeaseHost))
     disk.leased(one(effects, LeaseHost))
     disk.step(ArenaKnown(arena(epoch=HOST_EPOCH + 1)))
@@ -508,7 +530,7 @@ def test_reads_have_limits_and_a_fill_that_waited_too_long_is_refused() -> None:
 
 def test_what_the_disk_was_measured_to_take_is_in_flight() -> None:
     """Two blocks read and one written keep it busy: a fill more than that is begun, no second."""
-    disk = Disk(slots=9, limits=Limits(batch_blocks_max=2), ready=False)
+    disk = Disk(slots=9, limits=Limits(batch_blocks_max=2, ahead_batches=0), ready=False)
     disk.step(ArenaKnown(arena()))
     disk.step(replace(opened(9), depth=Depth(2, 1, 4096)))
     assert disk.counts["bytes.measuring"] == 4096
@@ -527,7 +549,7 @@ def test_while_blocks_are_summed_up_the_disk_reads_others() -> None:
     """1. One block may fly: the second waits. 2. The first has landed: the second flies. 3. It has
     landed, too: with two that are summed up the third waits. 4. It flies when the first has ended;
     what lands after its end is no news."""
-    disk = Disk(limits=Limits(read_blocks_max=1))
+    disk = Disk(limits=Limits(read_blocks_max=1, ahead_batches=0))
     disk.store(1, 2, 3)
     first = one(disk.fill(1), ReadSlots)
     assert disk.fill(2) == []

@@ -101,7 +101,7 @@ def test_writes_that_fail_count_too() -> None:
 
 
 def test_what_is_leased_for_a_bypassed_disk_is_given_back() -> None:
-    limits = Limits(writes_max=FAILURES_MAX, batch_blocks_max=1)
+    limits = Limits(writes_max=FAILURES_MAX, batch_blocks_max=1, ahead_batches=0)
     disk = Disk(slots=9, limits=limits)
     leases = of(disk.host_stored(*range(1, 8)), LeaseHost)
     effects = [effect for lease in leases for effect in disk.leased(lease)]
