@@ -18,7 +18,7 @@ from benchmarks.probe import Probe
 
 SIZES = ((256 << 10, 0.85), (MIB, 0.95), (4 * MIB, 0.95))
 """Bytes of a block, and the part of the reference's speed that is the goal."""
-PAIRS = 8
+PAIRS = 5
 CORES_AT_2_GB_S_MAX = 1.0
 CHAIN_BLOCKS = 16
 CHAINS = 96

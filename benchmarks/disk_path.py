@@ -20,17 +20,17 @@ from benchmarks.harness import Row, paired_rate_row, processor_s
 from benchmarks.probe import Probe
 
 MIB = 1 << 20
-ROUND_BYTES = 1024 * MIB
+ROUND_BYTES = 2048 * MIB
 """Long enough that the first and the last batch, which nothing overlaps, are a small part."""
-CHAINS = 4
+CHAINS = 8
 """Sequences in a round, which are asked for at the same time: no request is a gigabyte."""
-PAIRS = 10
+PAIRS = 7
 DEPTH_BYTES = 64 * MIB
 """In flight: four batches of sixteen blocks of 1 MiB, on all three sides."""
 TARGET = 0.8
-STORED_ROUNDS = 3.1
-"""The file is full after three rounds: later ones rewrite it, as the references do theirs."""
-WARM_UP = 3
+STORED_ROUNDS = 2.1
+"""The file is full after two rounds: later ones rewrite it, as the references do theirs."""
+WARM_UP = 2
 FIO_S = 3.0
 VERBS = ("write", "read")
 WHAT = {
@@ -75,7 +75,7 @@ class Measured:
 
 
 def run() -> list[Row]:
-    """1 MiB blocks, 1 GiB a round, path and reference in turn."""
+    """1 MiB blocks, 2 GiB a round, path and reference in turn."""
     return asyncio.run(measure(MIB)).rows(TARGET)
 
 

@@ -58,7 +58,7 @@ from kvbm_disk_tier.store import Store, StoreOptions
 from tests.services.disk_tier.helpers import NAMESPACE, name
 from tests.waiting import wait_until
 
-DEADLINE_S = 4.0
+DEADLINE_S = 10.0
 TTL_S = 1.0
 SLOT_BYTES = 8192
 BLOCK_BYTES = 5000
