@@ -28,9 +28,9 @@ PAIRS = 7
 DEPTH_BYTES = 64 * MIB
 """In flight: four batches of sixteen blocks of 1 MiB, on all three sides."""
 TARGET = 0.8
-STORED_ROUNDS = 2.1
-"""The file is full after two rounds: later ones rewrite it, as the references do theirs."""
-WARM_UP = 2
+STORED_ROUNDS = 3.1
+"""The file is full after three rounds: later ones rewrite it, as the references do theirs."""
+WARM_UP = 3
 FIO_S = 3.0
 VERBS = ("write", "read")
 WHAT = {
