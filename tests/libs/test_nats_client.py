@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import nats.errors
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,6 +85,14 @@ def test_messages_come_whole_and_in_order_however_they_are_cut(
     asyncio.run(read())
     wanted = [as_message(one) for one in messages if one[0] == DIRECT]
     assert arrived == wanted
+
+
+async def test_a_subscription_that_fails_leaves_nothing() -> None:
+    """Goal: the id of one that never was does not catch another one's messages."""
+    client = DirectClient()
+    with pytest.raises(nats.errors.Error):
+        await client.subscribe_direct("no subject", lambda _: None)
+    assert not client._direct
 
 
 def test_who_is_forgotten_hears_nothing_more() -> None:

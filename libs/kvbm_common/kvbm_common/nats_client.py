@@ -38,7 +38,11 @@ class DirectClient(Client):
         """From now on `take` is called with the messages of a new subscription."""
         subscription_id = self._sid + 1
         self._direct[b"%d" % subscription_id] = take
-        subscription = await self.subscribe(subject, cb=_never)
+        try:
+            subscription = await self.subscribe(subject, cb=_never)
+        except BaseException:
+            self.forget(subscription_id)  # Else the next one with this id would be taken for it.
+            raise
         assert subscription._id == subscription_id, "nothing waits before it has its id"
         return subscription
 

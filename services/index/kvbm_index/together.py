@@ -1,8 +1,8 @@
 """What came together is read together: many events of one source for the price of a few.
 
-Engines store and evict a block at a time, one event each. Read one by one, such an event costs four
-times what its block does in an event of sixteen; neighbours of one source nearly always continue
-each other, and then they are one run. Whatever is out of the ordinary is left to those who read one
+Engines store and evict a block at a time, one event each. Read one by one, most of what such an
+event costs is not its block; neighbours of one source nearly always continue each other, and then
+they are one run. Whatever is out of the ordinary is left to those who read one
 event at a time (lean.py), and say what is wrong with which.
 """
 
