@@ -224,21 +224,22 @@ class Chains:
             self._discard_others(unpack_hashes(packed))
 
     def _discard_others(self, blocks: Sequence[bytes]) -> None:
-        """Engines evict from the leaf on; of several chains, or none, one by one."""
+        """Engines evict from the leaf on; of several chains, whole ends first."""
         turned = b"".join(reversed(blocks))
         one = self._tails.get(blocks[0])
         if one is not None and one.blocks.endswith(turned):
             self._cut_end(one, len(turned))
             return
-        inner = []
+        gone = set(blocks)
         for block in blocks:
-            if block in self._tails or block in self._heads:
-                self.discard(block)
-            else:
-                inner.append(block)
+            if block in gone and (one := self._tails.get(block)):
+                self._cut_end(one, _count_behind(one.blocks, gone))
+            elif block in gone and (one := self._heads.get(block)):
+                self._cut_front(one, _count_before(one.blocks, gone))
         # From the root on, the last is the end of a chain by the time that its turn comes.
-        for block in reversed(inner):
-            self.discard(block)
+        for block in reversed(blocks):
+            if block in gone:
+                self.discard(block)
 
     def _discard_inner(self, block: bytes) -> None:
         found = self._find(block)
@@ -435,3 +436,21 @@ class Chains:
         )
         assert self._unlisted <= set(self._heads.values())
         assert all(behind.get(one.parent) != head for head, one in self._heads.items())
+
+
+def _count_behind(blocks: bytearray, gone: set[bytes]) -> int:
+    """How many bytes of the end are blocks of `gone`; these are taken out of it."""
+    end = len(blocks)
+    while end and (block := bytes(blocks[end - HASH_BYTES : end])) in gone:
+        gone.remove(block)
+        end -= HASH_BYTES
+    return len(blocks) - end
+
+
+def _count_before(blocks: bytearray, gone: set[bytes]) -> int:
+    """How many bytes of the beginning are blocks of `gone`; these are taken out of it."""
+    start = 0
+    while start < len(blocks) and (block := bytes(blocks[start : start + HASH_BYTES])) in gone:
+        gone.remove(block)
+        start += HASH_BYTES
+    return start

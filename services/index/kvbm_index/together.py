@@ -92,8 +92,11 @@ def stored_by(events: Sequence[LeanStored]) -> list[lean.NamedRun] | None:
 
 
 def removed_by(events: Sequence[LeanRemoved]) -> bytes | None:
-    """The blocks that are gone with all of these. None: not this way."""
-    text = b",".join([bytes(hashes)[1:-1] for hashes in map(_hashes, events)])
+    """The blocks that are gone with all of these. None: not this way.
+
+    The last event first: engines evict from the leaf on, so this is from the root on, like chains.
+    """
+    text = b",".join([bytes(hashes)[1:-1] for hashes in map(_hashes, reversed(events))])
     return packed_from_json(b"[" + text + b"]")
 
 

@@ -116,6 +116,17 @@ def test_a_list_is_brought_up_to_date_piece_by_piece() -> None:
     chains.check()
 
 
+@pytest.mark.parametrize("gone", [[8, 9, 10, 11, 4, 5, 6, 7], [11, 10, 0, 1, 9, 2], [0, 1, 11]])
+def test_ends_are_cut_without_a_look_into_the_middle(gone: list[int]) -> None:
+    """Events of an engine that are taken together: in no order, but at the ends of a chain."""
+    chains = Chains()
+    chains.add(block(ROOT), packed(chain_to(11)), rooted=True)
+    chains.discard(packed(gone))
+    chains.check()
+    left = 12 - len(gone)
+    assert (len(chains), chains.list_some(100)) == (left, 100 - left)
+
+
 def test_what_nobody_asks_any_more_is_shed() -> None:
     chains = Chains()
     chains.add(block(ROOT), packed(chain_to(11)), rooted=True)

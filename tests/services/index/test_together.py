@@ -130,8 +130,8 @@ def test_what_is_odd_is_read_one_by_one(odd: Stored) -> None:
 
 
 def test_blocks_that_are_gone_are_gone_at_once() -> None:
-    events = [one for one in read(removed(1, 2), removed(2, 1, 0)) if isinstance(one, LeanRemoved)]
-    assert together.removed_by(events) == block(2) + block(1) + block(0)
+    events = [one for one in read(removed(1, 2), removed(2, 0, 1)) if isinstance(one, LeanRemoved)]
+    assert together.removed_by(events) == block(0) + block(1) + block(2)
     nothing = [one for one in read(removed(1, 2), removed(2)) if isinstance(one, LeanRemoved)]
     assert together.removed_by(nothing) is None
 
