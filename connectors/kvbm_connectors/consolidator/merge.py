@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_common.announcer import EVENT_BLOCKS_MAX
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.wire.events import Run
 
 from kvbm_connectors.consolidator.view import BlockRun, Held, View
@@ -115,12 +115,10 @@ class Merger:
         opened = self._open.pop(group)
         for start in range(0, len(opened.removed), self._blocks_max):
             gone = opened.removed[start : start + self._blocks_max]
-            hashes = [block.hex() for block in gone]
+            hashes = hashes_to_hex(gone)
             self._drafts.append(RemovedDraft(group, opened.namespace, hashes, gone))
         for portion in _cut(opened.runs, self._blocks_max):
-            runs = [
-                Run(parent=parent.hex(), hashes=[b.hex() for b in run]) for parent, run in portion
-            ]
+            runs = [Run(parent=parent.hex(), hashes=hashes_to_hex(run)) for parent, run in portion]
             self._drafts.append(StoredDraft(group, opened.namespace, runs, portion, opened.held))
 
 

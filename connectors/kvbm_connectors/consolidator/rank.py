@@ -179,10 +179,10 @@ class Rank:
         parent = None if event.parent is None else view.name_of(event.parent)
         if parent is None and event.parent is not None:
             return NO_PARENT
-        names = _names_for(event, view, parent)
-        if isinstance(names, str):
-            return names
-        self._hold_with_orphans(event, view, names, parent)
+        waiting = self._hold(event, view, parent)
+        if isinstance(waiting, str):
+            return waiting
+        self._hold_orphans(waiting, view)
         return ""
 
     def _let_wait_or_drop(self, event: BlockStored, trouble: str, now_ms: int) -> None:
@@ -192,30 +192,33 @@ class Rank:
             trouble = "orphans_full"
         self._drops[trouble] += len(event.block_hashes)
 
-    def _hold_with_orphans(
-        self, event: BlockStored, view: View, names: list[SequenceHash], parent: SequenceHash | None
-    ) -> None:
-        """Hold blocks, and with them whoever waited for them; children come after their parents."""
-        waiting = self._hold(event, view, names, parent)
+    def _hold_orphans(self, waiting: list[Orphan], view: View) -> None:
+        """Hold those who have waited; children come after their parents."""
         while waiting:
             orphan = waiting.pop()
             assert orphan.event.parent is not None, "an orphan has a parent"
-            parent = view.name_of(orphan.event.parent)
-            found = _names_for(orphan.event, view, parent)
+            found = self._hold(orphan.event, view, view.name_of(orphan.event.parent))
             if isinstance(found, str):
                 self._drops[found] += len(orphan.event.block_hashes)
                 continue
-            waiting += self._hold(orphan.event, view, found, parent)
+            waiting += found
             self._let_go(view, orphan.group, orphan.removed)
 
     def _hold(
-        self, event: BlockStored, view: View, names: list[SequenceHash], parent: SequenceHash | None
-    ) -> list[Orphan]:
-        """Hold blocks; returns who waited for them."""
+        self, event: BlockStored, view: View, parent: SequenceHash | None
+    ) -> list[Orphan] | str:
+        """Hold blocks; returns who waited for them. Or why they have no names: nothing is held."""
         group, hashes = self._group_of(event), event.block_hashes
+        try:
+            chain = view.hasher.chain(event.token_ids, parent=parent, extras=extras_of(event))
+        except IdentityError:
+            return "bad_tokens"
+        runs = view.store(hashes, chain, parent)
+        if runs is None:
+            return "name_conflict"
         if self._limits.naming:
-            self._named.append(named(names, event))
-        self._merger.stored(group, view, view.store(hashes, names, parent))
+            self._named.append(named(chain, event))
+        self._merger.stored(group, view, runs)
         return self.orphans.adopt(group, hashes) if self.orphans else []
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -281,16 +284,3 @@ def _misfit(event: BlockStored, view: View) -> str:
         # Blocks were left out, and which ones we are not told: better no name than a wrong one.
         return "masked_blocks"
     return "short_tokens" if spare < 0 else ""
-
-
-def _names_for(
-    event: BlockStored, view: View, parent: SequenceHash | None
-) -> list[SequenceHash] | str:
-    """Our names of an event's blocks, or why they have none."""
-    try:
-        names = view.names_for(
-            event.block_hashes, event.token_ids, parent=parent, extras=extras_of(event)
-        )
-    except IdentityError:
-        return "bad_tokens"
-    return "name_conflict" if names is None else names

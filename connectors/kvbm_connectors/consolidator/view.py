@@ -7,11 +7,12 @@ twice; here the block is held from the first to the last.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import islice
 from typing import TypeVar
 
 from kvbm_common.announcer import runs_of
-from kvbm_common.identity import Extras, Hasher, SequenceHash
+from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.wire.engine_events import EngineHash
 from kvbm_common.wire.events import Run
 
@@ -59,62 +60,54 @@ class View:
         """Our name of a block that the engine has stored before."""
         return self._names.get(engine_hash)
 
-    def names_for(
-        self,
-        engine_hashes: tuple[EngineHash, ...],
-        tokens: Sequence[int],
-        *,
-        parent: SequenceHash | None,
-        extras: Mapping[int, Extras],
-    ) -> list[SequenceHash] | None:
-        """Our names of new blocks; None if the engine uses one of its hashes for two contents.
-
-        Raises IdentityError for token ids that are none.
-        """
-        chain = self.hasher.chain(tokens, parent=parent, extras=extras)
-        assert len(chain) == len(engine_hashes), (len(chain), len(engine_hashes))
-        if len(set(engine_hashes)) < len(engine_hashes):
-            return None
-        if not self._names.keys().isdisjoint(engine_hashes):
-            known = map(self._names.get, engine_hashes)
-            if any(name not in (None, ours) for name, ours in zip(known, chain, strict=True)):
-                return None
-        return chain
-
     def store(
         self,
         engine_hashes: tuple[EngineHash, ...],
         chain: list[SequenceHash],
         parent: SequenceHash | None,
-    ) -> list[BlockRun]:
-        """Hold these blocks once more; returns those that were not held before."""
-        first_parent = self.hasher.root if parent is None else parent
-        new = self._parents.keys().isdisjoint(chain)
-        if not new:
-            self._count_names(engine_hashes)
-        self._names.update(zip(engine_hashes, chain, strict=True))
-        for engine_hash in self._retired.keys() & engine_hashes if self._retired else ():
-            del self._retired[engine_hash]
-        parents = [first_parent, *chain[:-1]]
-        if new:
-            self._parents.update(zip(chain, parents, strict=True))
-            return [(first_parent, chain)]
-        return self._store_some(chain, parents)
+    ) -> list[BlockRun] | None:
+        """Hold these blocks once more; returns those that were not held before.
 
-    def _count_names(self, engine_hashes: tuple[EngineHash, ...]) -> None:
-        """Some of these stand for blocks held already: perhaps under the same names."""
-        for engine_hash in (self._names.keys() & engine_hashes) - self._retired.keys():
+        None: the engine uses one of its hashes for two contents; then nothing has changed.
+        """
+        assert len(chain) == len(engine_hashes), (len(chain), len(engine_hashes))
+        # A look at a block among a million is a wait for memory, so each book is opened once: what
+        # is new there is what is last in it.
+        names, count = self._names, len(self._names)
+        agreed = list(map(names.setdefault, engine_hashes, chain))
+        fresh = len(names) - count
+        if agreed != chain:
+            for _ in range(fresh):
+                names.popitem()
+            return None
+        first_parent = self.hasher.root if parent is None else parent
+        parents, held = self._parents, len(self._parents)
+        parents.update(zip(chain, [first_parent, *chain[:-1]], strict=True))
+        new = len(parents) - held
+        if fresh < len(chain):
+            if new < len(chain):
+                self._count_names(engine_hashes, fresh)
+            for engine_hash in self._retired.keys() & engine_hashes:
+                del self._retired[engine_hash]
+        if new == len(chain):
+            return [(first_parent, chain)]
+        return self._count_copies(chain, new)
+
+    def _count_names(self, engine_hashes: tuple[EngineHash, ...], fresh: int) -> None:
+        """All but so many of these were known: perhaps they stand for blocks held already."""
+        known = set(engine_hashes).difference(islice(reversed(self._names), fresh))
+        for engine_hash in known - self._retired.keys():
             self._name_copies[engine_hash] = self._name_copies.get(engine_hash, 1) + 1
 
-    def _store_some(self, chain: list[SequenceHash], parents: list[SequenceHash]) -> list[BlockRun]:
-        """The slow way: some are held already. Copies are counted, holes split the run."""
+    def _count_copies(self, chain: list[SequenceHash], new: int) -> list[BlockRun]:
+        """All but so many of these were held: they are split by those."""
         runs: list[BlockRun] = []
-        for block, parent in zip(chain, parents, strict=True):
-            if block in self._parents:
+        fresh = set(islice(reversed(self._parents), new))
+        for block in chain:
+            parent = self._parents[block]
+            if block not in fresh:
                 self._copies[block] = self._copies.get(block, 1) + 1
-                continue
-            self._parents[block] = parent
-            if runs and runs[-1][1][-1] == parent:
+            elif runs and runs[-1][1][-1] == parent:
                 runs[-1][1].append(block)
             else:
                 runs.append((parent, [block]))

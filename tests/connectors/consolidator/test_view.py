@@ -21,9 +21,9 @@ def a_view() -> View:
 
 def store(view: View, engine_hash: int) -> bool:
     """Store one block behind the root: whether it was new."""
-    chain = view.names_for((engine_hash,), TOKENS[engine_hash], parent=None, extras={})
-    assert chain is not None
-    return bool(view.store((engine_hash,), chain, None))
+    runs = view.store((engine_hash,), view.hasher.chain(TOKENS[engine_hash]), None)
+    assert runs is not None
+    return bool(runs)
 
 
 def test_two_names_of_a_block_are_counted_each() -> None:
@@ -48,6 +48,30 @@ def test_a_name_holds_as_often_as_it_was_stored() -> None:
     assert view.remove(1) == (None, True)
     block, held = view.remove(1)
     assert (block is not None, held) == (True, True)
+    view.check()
+
+
+def test_a_name_for_two_contents_changes_nothing() -> None:
+    """1. Known for another content. 2. Twice in one event."""
+    view = a_view()
+    chain = view.hasher.chain((1, 1, 2, 2))
+    assert view.store((1, 2), chain, None) == [(view.hasher.root, chain)]
+    for engine_hashes in ((7, 2, 8), (7, 8, 7)):
+        assert view.store(engine_hashes, view.hasher.chain((3, 3, 4, 4, 5, 5)), None) is None
+        assert [view.name_of(name) for name in (7, 8)] == [None, None]
+    assert list(view.blocks()) == chain
+    view.check()
+
+
+def test_what_is_new_is_cut_by_what_is_held() -> None:
+    """Of 0 1 2 3 4, one name and one block are known: 2 under its name, 3 under another."""
+    view = a_view()
+    chain = view.hasher.chain((0, 0, 1, 1, 2, 2, 3, 3, 4, 4))
+    assert view.store((12, 33), chain[2:4], chain[1]) == [(chain[1], chain[2:4])]
+    runs = view.store((10, 11, 12, 13, 14), chain, None)
+    assert runs == [(view.hasher.root, chain[:2]), (chain[3], chain[4:])]
+    assert [view.remove(name) for name in (12, 13)] == [(None, True)] * 2
+    assert [view.remove(name) for name in (33, 12)] == [(chain[3], True), (chain[2], True)]
     view.check()
 
 
