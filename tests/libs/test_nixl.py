@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvbm_common import nixl_pump
 from kvbm_common.nixl import (
     JOB_COUNT_MAX,
     BadPeerMetadata,
@@ -393,6 +395,42 @@ class TestFiles:
         assert max(in_flight for in_flight, _ in flying) <= most
         followed = [in_flight > 0 for in_flight, waiting in flying if waiting]
         assert all(followed), "who hears of an end finds the next one in flight"
+
+    @pytest.mark.parametrize(("overtaken_s", "place"), [(60.0, 0), (-1.0, 4)])
+    def test_a_read_overtakes_writes_that_have_not_waited_long(
+        self,
+        files: MoverThread,
+        memory: Memory,
+        fd: int,
+        monkeypatch: pytest.MonkeyPatch,
+        overtaken_s: float,
+        place: int,
+    ) -> None:
+        """One flies at a time. Method: four writes and a read are handed over at one moment, from
+        inside the mover, when the write before them has ended."""
+        monkeypatch.setattr(nixl_pump, "OVERTAKEN_S", overtaken_s)
+        os.posix_fallocate(fd, 0, SIZE)
+        files.register_file(fd, SIZE).result(LIMIT_S)
+        files.limit_files(BLOCK).result(LIMIT_S)
+        ended: list[str] = []
+        all_ended = threading.Event()
+
+        def note(name: str) -> None:
+            ended.append(name)
+            if len(ended) == 5:
+                all_ended.set()
+
+        def hand_over(_: Future[Moved]) -> None:
+            for i in range(1, 6):
+                move = files.read_file if i == 5 else files.write_file
+                future = move(fd, memory.blocks([i]), spans(0, [i]), deadline_s=LIMIT_S)
+                name = "read" if i == 5 else "write"
+                future.add_done_callback(lambda _, name=name: note(name))  # type: ignore[misc]
+
+        first = files.write_file(fd, memory.blocks([0]), spans(0, [0]), deadline_s=LIMIT_S)
+        first.add_done_callback(hand_over)
+        assert all_ended.wait(LIMIT_S)
+        assert ended.index("read") == place
 
     def test_an_unregistered_file_is_refused(
         self, files: MoverThread, memory: Memory, fd: int

@@ -57,6 +57,8 @@ QUIET_POLL_S = 0.02
 # sum up and journal, and was a fifth slower for it; 0.2 ms were as good, 1 ms was not.
 SPIN_S = 0.02
 PAUSE_S = 0.00005
+# Reads overtake writes that wait, for somebody waits for them; but no write for longer than this.
+OVERTAKEN_S = 0.1
 # Object stores answer in milliseconds at best, and threads of their own move the bytes.
 OBJECT_PAUSE_S = 0.001
 
@@ -104,6 +106,7 @@ class Transfer:
     future: Future[Moved] = field(default_factory=Future)
     name: str = ""  # Of an object: it is known to NIXL only while the transfer lasts.
     handle: Any = None
+    accepted: float = 0.0
     posted: float = 0.0
     ended: float = 0.0
     settling: Future[None] | None = None  # Set when the future has failed and NIXL has not ended.
@@ -176,6 +179,7 @@ class Pump:
 
     def accept(self, job: Call | Transfer) -> None:
         if isinstance(job, Transfer):
+            job.accepted = time.monotonic()
             self._waiting.append(job)
             return
         if job.future.set_running_or_notify_cancel():
@@ -196,8 +200,9 @@ class Pump:
         for transfer, _ in ended:
             self._take_out(transfer)
         # Before anybody hears of the end: that takes as long as whoever hears keeps the lock.
-        while self._waiting and self._may_start(self._waiting[0]):
-            self._start(self._waiting.popleft())
+        while self._waiting and self._may_start(following := self._next(now)):
+            self._waiting.remove(following)
+            self._start(following)
         for transfer, outcome in ended:
             self._land(transfer, outcome)
         for transfer in self._flights:
@@ -272,6 +277,12 @@ class Pump:
             timeouts=self._timeouts,
             notifications_dropped=self._notifications_dropped,
         )
+
+    def _next(self, now: float) -> Transfer:
+        first = self._waiting[0]
+        if first.operation == "READ" or now > first.accepted + OVERTAKEN_S:
+            return first
+        return next((one for one in self._waiting if one.operation == "READ"), first)
 
     def _may_start(self, transfer: Transfer) -> bool:
         if len(self._flights) - self._draining >= IN_FLIGHT_COUNT_MAX:

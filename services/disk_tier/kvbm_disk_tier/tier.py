@@ -84,7 +84,7 @@ class Limits:
     read_blocks_max: int = 256
     write_blocks_max: int = 64
     """Blocks in flight, as far as nothing was measured; one batch may always fly."""
-    ahead_batches: int = 2
+    ahead_batches: int = 4
     """Reads, or writes, that are handed over beyond that: they wait in the mover, and the disk has
     the next one at once when one has ended."""
     batch_blocks_max: int = 16
