@@ -348,3 +348,8 @@ def refusal(effects: Sequence[Effect]) -> str:
     reply = one(effects, Answer).reply
     assert isinstance(reply, ErrorBody)
     return reply.code
+
+
+def writing(disk: Disk, *wanted: int) -> WriteSlots:
+    """A write whose bytes are on their way."""
+    return one(disk.leased(one(disk.host_stored(*wanted), LeaseHost)), WriteSlots)
