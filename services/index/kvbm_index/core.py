@@ -61,6 +61,7 @@ class IndexCore(Knowledge):
         self._registry_read = False
         self._asking = False
         """Some source may be due for a snapshot: look at all of them at the end of the step."""
+        self._looked_ms = -self._limits.look_after_ms
 
     # ---- the only door -----------------------------------------------------------------------
 
@@ -327,8 +328,11 @@ class IndexCore(Knowledge):
                 self._fall_behind(source, now_ms + self._limits.settle_ms)
 
     def _on_tick(self, now_ms: int) -> None:
-        self._asking = True
         self._holdings.tidy(self._limits.tidied_per_tick)
+        if now_ms - self._looked_ms < self._limits.look_after_ms:
+            return
+        self._looked_ms = now_ms
+        self._asking = True
         for source in self._sources.values():
             asked_at_ms = source.asked_at_ms
             if asked_at_ms is not None and (

@@ -71,7 +71,8 @@ TURNS = 4
 """Of everybody else after each piece of work: a question needs as many from its arrival on."""
 INBOX_DEADLINE_S = 30.0
 """A core that takes nothing for so long is broken."""
-TICK_MS = 50
+TICK_MS = 10
+LOOK_AFTER_MS = 50
 SNAPSHOT_DEADLINE_S = 5.0
 """A million blocks take about a second to say."""
 READY_DEADLINE_S = 3.0
@@ -225,7 +226,7 @@ class IndexShell:
         while self._reasons() and time.monotonic() < give_up_s:
             if self._context.stopping.is_set():
                 return
-            await asyncio.sleep(TICK_MS / 5000)
+            await asyncio.sleep(TICK_MS / 1000)
 
     def _registry_changed(self, event: RegistryEvent) -> None:
         record = event.record
@@ -382,7 +383,9 @@ def _families(statistics: Statistics) -> list[Family]:
 
 async def serve_index(context: ServiceContext) -> None:
     """The life of the service."""
-    limits = Limits(unregistered_ms=int(context.settings.registry_ttl_s * 1000))
+    limits = Limits(
+        unregistered_ms=int(context.settings.registry_ttl_s * 1000), look_after_ms=LOOK_AFTER_MS
+    )
     name, url = f"{context.bus.name}-events", context.settings.nats_url
     events = await Bus.connect(url, name, counters=context.counters)
     try:

@@ -333,6 +333,15 @@ def test_a_registered_source_without_events_is_asked(harness: Harness) -> None:
     assert harness.held() == set(blocks(1))
 
 
+def test_sources_are_not_looked_at_at_every_tick() -> None:
+    """There may be thousands. 1. A tick between two looks. 2. The next look."""
+    harness = Harness(Limits(look_after_ms=50))
+    harness.send(SourceSeen(KEY, 3))
+    assert harness.tick(499) == []
+    assert harness.tick(1) == harness.tick(48) == []
+    assert harness.tick(1) == [RequestSnapshot(KEY)]
+
+
 def test_a_source_back_in_the_registry_is_asked(harness: Harness) -> None:
     harness.events(cleared(1), stored(2, 1))
     harness.send(SourceLost(KEY, 1))
