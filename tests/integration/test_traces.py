@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import threading
 from collections.abc import Iterator
@@ -120,7 +121,12 @@ async def test_an_onboard_from_disk_is_one_trace(
         "otlp_endpoint": collector.url,
     }  # fmt: skip
     async with running(values, engines=1) as run:
-        for number in range(1, 30):
+        await ask(run, "stored", 1, 16)
+        # Else a disk that stands still for a moment lets it leave host memory first.
+        async with asyncio.timeout(DEADLINE_S):
+            while (await run.view.stats("disk-tier")).figures.get("offload_blocks_h2d", 0) < 16:
+                await asyncio.sleep(0.02)
+        for number in range(2, 31):
             await ask(run, f"filler-{number}", number, 16)
         await ask(run, "from-disk", 1, 16)
         trace = collector.trace_of("from-disk")
