@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.integration.running import running
+from tests.integration.running import Running, running
 from tests.integration.test_explain import ask
 
 DEADLINE_S = 20
@@ -100,6 +100,11 @@ def attributes(span: Span) -> dict[str, str]:
     return {one.key: one.value.string_value for one in span.attributes}
 
 
+async def written_blocks(run: Running) -> float:
+    """How many blocks the disk tier has announced."""
+    return (await run.view.stats("disk-tier")).figures.get("offload_blocks_h2d", 0)
+
+
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with Collector() as server:
@@ -124,7 +129,7 @@ async def test_an_onboard_from_disk_is_one_trace(
         await ask(run, "stored", 1, 16)
         # Else a disk that stands still for a moment lets it leave host memory first.
         async with asyncio.timeout(DEADLINE_S):
-            while (await run.view.stats("disk-tier")).figures.get("offload_blocks_h2d", 0) < 16:
+            while await written_blocks(run) < 16:  # noqa: ASYNC110 - nobody announces it.
                 await asyncio.sleep(0.02)
         for number in range(2, 31):
             await ask(run, f"filler-{number}", number, 16)
