@@ -130,7 +130,7 @@ class View:
         self._parents.clear()
         self._copies.clear()
         self._name_copies.clear()
-        # Taken from the end: to forget a million from the front, one by one, took a second.
+        # Taken from the end: to forget all others one by one takes longer than it took to store.
         last = list(islice(reversed(self._names.items()), self._retired_max))
         self._names = dict(reversed(last))
         self._retired = OrderedDict.fromkeys(self._names)

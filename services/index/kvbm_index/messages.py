@@ -140,8 +140,8 @@ class Limits:
     snapshot_deadline_ms: int = 10_000
     """The shell answers earlier; this is the fuse."""
     tidied_per_tick: int = 1_024
-    """Blocks that are listed or forgotten while there are so many: 1 ms of every 10. Who asks
-    waits for it: of 8,192 in every 50 ms one in a hundred waited for 8 ms."""
+    """Blocks that are listed or forgotten while there are so many. Who asks waits for it: few and
+    often, about a millisecond of every ten."""
     look_after_ms: int = 0
     """How often sources are looked at whose time may have come; 0: at every tick."""
     retry_ms: int = 200

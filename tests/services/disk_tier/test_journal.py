@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -346,12 +347,19 @@ def test_what_waits_together_is_synchronised_once_and_in_order(
     again.close()
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty one."""
+    made = Store(options(tmp_path))
+    made.create(4096)
+    yield made
+    made.close()
+
+
 def test_data_and_journal_are_synchronised_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits for the other to be under way; the record is written by then."""
-    store = Store(options(tmp_path))
-    store.create(4096)
     both = threading.Barrier(2, timeout=5.0)
     sizes: list[int] = []
 
@@ -359,28 +367,23 @@ def test_data_and_journal_are_synchronised_at_the_same_time(
         both.wait()
         sizes.append((tmp_path / "store" / "journal").stat().st_size)
 
-    monkeypatch.setattr("os.fdatasync", synchronise)
-    store.append((committed(1, 0, 1),), commit=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fdatasync", synchronise)
+        store.append((committed(1, 0, 1),), commit=True)
     assert sizes == [RECORD_BYTES] * 2
-    monkeypatch.undo()
-    store.close()
 
 
 def test_data_that_cannot_be_synchronised_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(options(tmp_path))
-    store.create(4096)
-
     def synchronise(fd: int) -> None:
         if fd == store.fd:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("os.fdatasync", synchronise)
-    with pytest.raises(OSError, match="Input/output"):
-        store.append((committed(1, 0, 1),), commit=True)
-    monkeypatch.undo()
-    store.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fdatasync", synchronise)
+        with pytest.raises(OSError, match="Input/output"):
+            store.append((committed(1, 0, 1),), commit=True)
 
 
 def test_a_group_that_fails_fails_for_each_and_leaves_no_torn_record(
