@@ -67,8 +67,13 @@ CONTROL = "100"
 """The status header of heartbeats and flow control requests."""
 PLACED = "$JS.ACK."
 """How the reply subject of an event begins; behind it is its place in the stream."""
+PLACE_NUMBERS = 4
+"""At its end: positions in stream and consumer, time, messages pending."""
+DOTS = (4, 6)
+"""Before these, without and with a domain; a cluster's replies end with something else."""
 
 _log = logging.getLogger(__name__)
+_numbers = msgspec.json.Decoder(list[int])
 
 
 class EventMessage(NamedTuple):
@@ -206,10 +211,13 @@ class EventSubscription:
 
         False: nothing was taken.
         """
-        room = self._batch_max - len(batch)
-        arrived = list(takewhile(_is_event, islice(self._arrived, room)))
+        arrived = list(islice(self._arrived, self._batch_max - len(batch)))
+        placed = alike_positions([message.reply for message in arrived])
+        if placed is None:
+            arrived = list(takewhile(_is_event, arrived))
+            replies = [message.reply for message in arrived]
+            placed = several_positions(replies) if len(replies) > 1 else None
         count = len(arrived)
-        placed = several_positions([message.reply for message in arrived]) if count > 1 else None
         if placed is None:
             return False
         positions, consumer_positions, pending = placed
@@ -410,8 +418,30 @@ def positions_of(reply: str) -> tuple[int, int, int]:
     return int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 3])
 
 
-def several_positions(replies: list[str]) -> tuple[list[int], list[int], list[int]] | None:
-    """The same of many, in columns. None: they have not all one form."""
+Columns = tuple[list[int], list[int], list[int]]
+"""Stream positions, consumer positions and messages pending."""
+
+
+def alike_positions(replies: list[str]) -> Columns | None:
+    """The same of many, in columns, where only the numbers differ. None: not this way."""
+    beginning = replies[0].rsplit(".", PLACE_NUMBERS)[0]
+    if len(replies) < 2 or not beginning.startswith(PLACED) or beginning.count(".") not in DOTS:
+        return None
+    text = ",".join(replies).replace(f"{beginning}.", "").replace(".", ",")
+    try:
+        numbers = _numbers.decode(f"[{text}]")
+    except msgspec.DecodeError:
+        return None
+    if len(numbers) != PLACE_NUMBERS * len(replies):
+        return None
+    positions, consumer_positions, _, pending = (
+        numbers[column::PLACE_NUMBERS] for column in range(PLACE_NUMBERS)
+    )
+    return positions, consumer_positions, pending
+
+
+def several_positions(replies: list[str]) -> Columns | None:
+    """The same of many of one form. None: they have not all one."""
     size = replies[0].count(".") + 1
     if {reply.count(".") for reply in replies} != {size - 1}:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from nats.aio import client as library
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.protocol.parser import AWAITING_MSG_PAYLOAD, Parser
@@ -20,6 +21,9 @@ MESSAGES = (b"MSG ", b"HMSG ")
 HELD_BYTES_MAX = 65_536
 """What has come of a message waits for its end here, unless it is long: then it would be copied
 again with everything that is read."""
+
+library.DEFAULT_BUFFER_SIZE = 131_072
+"""Read at once; the library's 32 KiB are seventy events of one block, and cost the index 6 %."""
 
 Take = Callable[[list[RawMessage]], None]
 """Takes what was read together. It never raises, and never waits."""

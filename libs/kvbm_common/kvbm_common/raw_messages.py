@@ -47,17 +47,17 @@ def cut_front(data: bytes, at: int) -> tuple[bytes, list[RawMessage], int]:
     """
     subscription, messages = b"", list[RawMessage]()
     subject, named = b"", ""
-    find, new, size = data.find, tuple.__new__, len(data)
+    find, new, known, size = data.find, tuple.__new__, _NUMBERS, len(data)
     while (line_end := find(LINE_END, at)) >= 0:
         words = data[at:line_end].split(b" ")
         sizes = _SIZES.get(words[0], 0)
         replying = len(words) == 4 + sizes
         if not sizes or not (replying or len(words) == 3 + sizes):
             break
+        begin = line_end + LINE_ENDS
         try:
-            begin = line_end + LINE_ENDS
-            end = begin + int(words[-1])
-            cut = begin if sizes == 1 else begin + int(words[-2])
+            end = begin + (known.get(words[-1]) or int(words[-1]))
+            cut = begin if sizes == 1 else begin + (known.get(words[-2]) or int(words[-2]))
         except ValueError:
             break
         if end + LINE_ENDS > size or (words[2] != subscription and messages):
@@ -74,3 +74,5 @@ def cut_front(data: bytes, at: int) -> tuple[bytes, list[RawMessage], int]:
 
 _SIZES: Mapping[bytes, int] = {b"MSG": 1, b"HMSG": 2}
 """How many sizes are at the end of a line."""
+_NUMBERS: Mapping[bytes, int] = {b"%d" % number: number for number in range(4096)}
+"""Sizes as they are written: to look one up takes a third of what it takes to read it."""

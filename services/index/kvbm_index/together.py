@@ -9,10 +9,12 @@ event at a time (lean.py), and say what is wrong with which.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import groupby, pairwise
 from operator import attrgetter, itemgetter
 
 import msgspec
+import numpy as np
 from kvbm_common.event_subscription import EventMessage
 from kvbm_common.identity import packed_from_json
 from kvbm_common.wire.codec import WireError
@@ -26,6 +28,8 @@ HASHES_END = -len(b"]" + RUN[2])
 TAIL_BEGINS, TAIL_ENDS = HASHES_END - len(b'"') - DIGITS, HASHES_END - len(b'"')
 """The last name of a run, from its end."""
 SHAPE = RUN[1] + b"[", b"]" + RUN[2]
+LAYOUTS_MAX = 256
+"""Lengths whose layouts are remembered."""
 
 _subject, _payload = itemgetter(0), itemgetter(1)
 _names = attrgetter("host", "source", "__class__")
@@ -70,25 +74,74 @@ def stored_by(events: Sequence[LeanStored]) -> list[lean.NamedRun] | None:
     None: not this way.
     """
     namespaces = set(map(_namespace, events))
-    # Of a run, what is behind its first words.
-    first, *runs = b"".join(map(_runs, events)).split(RUN[0])
-    if len(namespaces) != 1 or first or len(runs) != len(events):
+    if len(namespaces) != 1:
         return None
-    begin, end = PARENT_ENDS - len(RUN[0]), HASHES_BEGIN - len(RUN[0]) + 1
-    if {(run[begin:end], run[HASHES_END:]) for run in runs} != {SHAPE}:
+    texts = list(map(_runs, events))
+    columns = _equal_columns(texts) if len(set(map(len, texts))) == 1 else _columns(texts)
+    if columns is None:
         return None
-    parents = [run[:begin] for run in runs]
-    tails = [run[TAIL_BEGINS:TAIL_ENDS] for run in runs]
-    breaks = [0, *_breaks(parents, tails), len(runs)]
+    parents, tails, hashes = columns
+    breaks = [0, *_breaks(parents, tails), len(events)]
     found = []
     (namespace,) = namespaces
     for at, behind in pairwise(breaks):
-        text = b",".join([run[end:HASHES_END] for run in runs[at:behind]])
-        run = lean.named_run(parents[at], b"[" + text + b"]", namespace)
+        run = lean.named_run(parents[at], b"[" + b",".join(hashes[at:behind]) + b"]", namespace)
         if run is None:
             return None
         found.append(run)
     return found
+
+
+Columns = tuple[list[bytes], list[bytes], list[bytes]]
+"""Of each event's only run: its parent, its last block, and its blocks as in a JSON array."""
+
+
+def _columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
+    """None: not this way."""
+    # Of a run, what is behind its first words.
+    first, *runs = b"".join(texts).split(RUN[0])
+    if first or len(runs) != len(texts):
+        return None
+    begin, end = PARENT_ENDS - len(RUN[0]), HASHES_BEGIN - len(RUN[0]) + 1
+    if {(run[begin:end], run[HASHES_END:]) for run in runs} != {SHAPE}:
+        return None
+    return (
+        [run[:begin] for run in runs],
+        [run[TAIL_BEGINS:TAIL_ENDS] for run in runs],
+        [run[end:HASHES_END] for run in runs],
+    )
+
+
+def _equal_columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
+    """The same of texts of one length, which are a table: a third of the time."""
+    length = len(texts[0])
+    if length < PARENT_ENDS + len(SHAPE[0]) + len(SHAPE[1]) + DIGITS + 2:
+        return None
+    table = np.frombuffer(b"".join(texts), _layout(length))
+    for field, words in zip(("0", "1", "2"), (RUN[0], *SHAPE), strict=True):
+        if table[field].tobytes() != words * len(texts):
+            return None
+    parents, tails, hashes = (table[field].tolist() for field in ("parent", "tail", "hashes"))
+    return parents, tails, hashes
+
+
+@lru_cache(maxsize=LAYOUTS_MAX)
+def _layout(length: int) -> np.dtype[np.void]:
+    """Where the parts of a run are whose text has this length."""
+    hashes = PARENT_ENDS + len(SHAPE[0])
+    return np.dtype(
+        {
+            "names": ["0", "parent", "1", "hashes", "tail", "2"],
+            "formats": [
+                f"V{len(RUN[0])}", f"S{DIGITS}", f"V{len(SHAPE[0])}",
+                f"S{length + HASHES_END - hashes}", f"S{DIGITS}", f"V{len(SHAPE[1])}",
+            ],
+            "offsets": [
+                0, len(RUN[0]), PARENT_ENDS, hashes, length + TAIL_BEGINS, length + HASHES_END,
+            ],
+            "itemsize": length,
+        }
+    )  # fmt: skip
 
 
 def removed_by(events: Sequence[LeanRemoved]) -> bytes | None:

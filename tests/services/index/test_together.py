@@ -129,6 +129,25 @@ def test_what_is_odd_is_read_one_by_one(odd: Stored) -> None:
     assert stored_by(stored(1, 0), odd, stored(3, 7)) is None
 
 
+def test_runs_of_one_length_but_another_form_are_read_one_by_one() -> None:
+    """1. Twice as it is written. 2. The second one's fields the other way round: as long."""
+    texts = [event_codec.encode(stored(seq, seq - 1, seq)) for seq in (1, 3)]
+    parent, hashes = (f'"{name}":{value}'.encode() for name, value in _fields(texts[1]))
+    turned = texts[1].replace(parent + b"," + hashes, hashes + b"," + parent)
+    assert len(turned) == len(texts[1])
+    assert turned != texts[1]
+    subject = event_subject(stored(1, 0))
+    for second, together_too in ((texts[1], True), (turned, False)):
+        events = [lean.read(subject, text) for text in (texts[0], second)]
+        found = together.stored_by([one for one in events if isinstance(one, LeanStored)])
+        assert (found is not None) == together_too
+
+
+def _fields(text: bytes) -> list[tuple[str, str]]:
+    (run,) = msgspec.json.decode(text)["runs"]
+    return [(name, msgspec.json.encode(run[name]).decode()) for name in ("parent", "hashes")]
+
+
 def test_blocks_that_are_gone_are_gone_at_once() -> None:
     events = [one for one in read(removed(1, 2), removed(2, 0, 1)) if isinstance(one, LeanRemoved)]
     assert together.removed_by(events) == block(0) + block(1) + block(2)
