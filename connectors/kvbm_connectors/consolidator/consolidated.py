@@ -300,11 +300,24 @@ class Consolidated:
         ts_ms = event.ts_ms if event else 0
         reason = event.reason if isinstance(event, Removed) else ""
         for change in changes:
-            blocks = [*change.stored, *((block, block) for block in change.removed)]
             for engine in self._engines.values():
                 for view in engine.views.values():
                     if view.namespace == change.namespace and engine.epoch:
-                        self._settle(engine, view, blocks, ts_ms, reason)
+                        self._settle(engine, view, self._news(view, change), ts_ms, reason)
+
+    def _news(self, view: View, change: Change) -> Iterator[tuple[SequenceHash, SequenceHash]]:
+        """The blocks of a change that may matter to a view. With `dedup` these are few: not what
+        was said, and is in one more tier now, nor what has left one of several."""
+        stored, removed = change.stored, change.removed
+        if self._dedup:
+            new = {block for block, _ in stored}.difference(view.beyond).difference(view.device)
+            if len(new) < len(stored):
+                stored = [pair for pair in stored if pair[0] in new]
+            gone = self.tiers.without(set(removed).difference(view.device), view.namespace)
+            if len(gone) < len(removed):
+                removed = [block for block in removed if block in gone]
+        yield from stored
+        yield from ((block, block) for block in removed)
 
     def _settle(
         self,

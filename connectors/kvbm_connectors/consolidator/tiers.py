@@ -165,6 +165,12 @@ class Tiers:
             for source in self._sources.values()
         )
 
+    def without(self, blocks: set[SequenceHash], namespace: str) -> set[SequenceHash]:
+        """Those of these blocks that no tier has."""
+        for source in self._sources.values():
+            blocks = blocks.difference(source.blocks.get(namespace, ()))
+        return blocks
+
     def parent_of(self, block: SequenceHash, namespace: str) -> SequenceHash:
         """The parent of a block that some tier has."""
         return next(
@@ -210,7 +216,9 @@ class Tiers:
                 return self._become(event.source, source, {})
             case Stored():
                 blocks = source.blocks.setdefault(event.namespace, {})
-                new = [pair for pair in pairs_of(event.runs) if pair[0] not in blocks]
+                new = pairs_of(event.runs)
+                if not blocks.keys().isdisjoint([block for block, _ in new]):
+                    new = [pair for pair in new if pair[0] not in blocks]
                 blocks.update(new)
                 return [Change(event.source, source.tier, event.namespace, new, [])]
             case Removed():
