@@ -159,7 +159,7 @@ class DiskTier(Service):
     def _append(self, effect: disk.AppendJournal) -> None:
         self.store.append(effect.records, commit=effect.write is not None)
         if effect.write is not None:
-            self.step(disk.Journaled(effect.write))
+            self.step(disk.Journaled((effect.write,)))
 
     def _rewrite(self, records: tuple[Record, ...]) -> None:
         self.store.journal.clear()

@@ -237,6 +237,16 @@ class SlotTable:
         self._slot[block.hash] = slot
         self.policy.admit(block.hash, block.parent)
 
+    def register_all(self, entries: Sequence[tuple[int, Block]]) -> None:
+        """Commit a batch, and free it leaf first: the root of a chain outlives its leaf."""
+        for slot, block in entries:
+            self.register(slot, block)
+        hold, free = self.policy.hold, self.policy.free
+        for _, block in entries:
+            hold(block.hash)
+        for _, block in reversed(entries):
+            free(block.hash)
+
     def abort(self, slot: int) -> None:
         """The bytes did not arrive, or not intact."""
         self._move(slot, "abort")

@@ -166,8 +166,8 @@ class DiskTierCore:
                 self.writes.write_failed(write, reason, now_ms)
             case Released(write, valid, answered):
                 self.writes.released(write, now_ms, valid=valid, answered=answered)
-            case Journaled(write):
-                self.writes.journaled(write, now_ms)
+            case Journaled(writes):
+                self.writes.journaled(writes, now_ms)
             case JournalFailed(write, reason):
                 self.writes.journal_failed(write, reason, now_ms)
             case FillAsked():

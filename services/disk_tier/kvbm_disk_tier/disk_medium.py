@@ -108,13 +108,13 @@ class DiskMedium:
 
     async def append(self, effect: AppendJournal) -> Journaled | JournalFailed | None:
         """Into the journal."""
-        commit = effect.write is not None
+        appended = self._thread.append(effect.records, write=effect.write)
         try:
-            await asyncio.wrap_future(self._thread.append(effect.records, commit=commit))
+            writes = await asyncio.wrap_future(appended)
         except OSError as error:
             self._log.warning("journal", f"the journal cannot be written: {error}")
             return None if effect.write is None else JournalFailed(effect.write, "journal")
-        return None if effect.write is None else Journaled(effect.write)
+        return Journaled(writes) if writes else None
 
     async def rewrite(self, effect: RewriteJournal) -> None:
         """A shorter journal."""

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 from kvbm_common.blocks import COLUMNS, Block, BlockColumns
 from kvbm_common.checksum import block_checksum, record_checksums
@@ -56,8 +57,7 @@ class Operation(IntEnum):
     REMOVED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, gc=False):
     """One line of the journal."""
 
     operation: Operation

@@ -125,9 +125,10 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Journaled:
-    """The records of a batch are as durable as the configuration asks."""
+    """The records of batches are as durable as the configuration asks."""
 
-    write: int
+    writes: tuple[int, ...]
+    """Those that became so together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,8 +316,8 @@ class Store:
 @dataclass(slots=True)
 class _Append:
     records: tuple[Record, ...]
-    commit: bool
-    done: Future[None] = field(default_factory=Future)
+    write: int | None
+    done: Future[tuple[int, ...]] = field(default_factory=Future)
 
 
 class StoreThread:
@@ -336,9 +336,13 @@ class StoreThread:
         """Finish what was asked for, and end."""
         self._thread.shutdown(wait=True)
 
-    def append(self, records: tuple[Record, ...], *, commit: bool) -> Future[None]:
-        """`Store.append`, together with what else waits; fails with OSError."""
-        append = _Append(records, commit)
+    def append(self, records: tuple[Record, ...], *, write: int | None) -> Future[tuple[int, ...]]:
+        """`Store.append`, together with what else waits; fails with OSError.
+
+        `write`: the batch that these records commit, if they do. The first one of those that were
+        appended together is told of all, the others of none.
+        """
+        append = _Append(records, write)
         self._add(append)
         return append.done
 
@@ -376,14 +380,17 @@ class StoreThread:
 
     def _append_group(self, group: list[_Append]) -> None:
         records = tuple(record for append in group for record in append.records)
+        writes = tuple(append.write for append in group if append.write is not None)
         try:
-            self.store.append(records, commit=any(append.commit for append in group))
+            self.store.append(records, commit=bool(writes))
         except BaseException as error:
             for append in group:
                 append.done.set_exception(error)
-        else:
-            for append in group:
-                append.done.set_result(None)
+            return
+        first, *others = group
+        first.done.set_result(writes)
+        for append in others:
+            append.done.set_result(())
 
 
 def stride_of(slot_bytes: int, cipher: str) -> int:

@@ -96,10 +96,15 @@ class Writes:
 
     def seen(self, names: Sequence[SequenceHash], instance: str) -> None:
         """Blocks that are in a host tier: those that deserve it wait for their write."""
-        for name in self.shards.owned(names):
-            if not self._passes(name) or self._is_known(name):
-                continue
-            self._await_turn(name, instance)
+        names, filtered = self.shards.owned(names), 0
+        if not self._tier.staging:
+            passing = [name for name in names if self.filter.see(name)]
+            filtered = len(names) - len(passing)
+            names = passing
+        self._tier.counts["filtered_blocks"] += filtered
+        for name in names:
+            if not self._is_known(name):
+                self._await_turn(name, instance)
 
     def _await_turn(self, name: SequenceHash, instance: str) -> None:
         if len(self._pending) >= self._tier.limits.pending_max:
@@ -112,12 +117,6 @@ class Writes:
     def listed(self, names: Sequence[SequenceHash], instance: str) -> None:
         """Blocks of a snapshot: one that was counted when it was announced is not wanted twice."""
         self.seen([name for name in names if name not in self.filter], instance)
-
-    def _passes(self, name: SequenceHash) -> bool:
-        if self._tier.staging or self.filter.see(name):
-            return True
-        self._tier.counts["filtered_blocks"] += 1
-        return False
 
     def _is_known(self, name: SequenceHash) -> bool:
         committed = self._tier.table.find(name) is not None
@@ -351,24 +350,23 @@ class Writes:
             write.phase = Phase.JOURNALING
             self._tier.journal_committed(write_id, write.slots)
 
-    def journaled(self, write_id: int, now_ms: int) -> None:
-        """Data and record are durable: commit and announce."""
-        tier, write = self._tier, self._writes[write_id]
-        for slot, block in write.slots:
-            tier.table.register(slot, block)
-        slots, blocks = [slot for slot, _ in write.slots], [block for _, block in write.slots]
-        names = [block.hash for block in blocks]
-        tier.diary.note_all(now_ms, "committed in slot {slot}", names, slots)
-        # A chain is freed leaves first: touch it once so that its root outlives its leaf.
-        for slot in slots:
-            tier.table.pin(slot)
-        tier.table.unpin(slots)
+    def journaled(self, write_ids: Sequence[int], now_ms: int) -> None:
+        """Data and records are durable: commit and announce."""
+        tier = self._tier
+        blocks: list[Block] = []
+        for write_id in write_ids:
+            entries = self._writes[write_id].slots
+            tier.table.register_all(entries)
+            names = [block.hash for _, block in entries]
+            slots = [slot for slot, _ in entries]
+            tier.diary.note_all(now_ms, "committed in slot {slot}", names, slots)
+            blocks += [block for _, block in entries]
+            self._end(write_id)
         by_mode = "offload_blocks_d2d" if tier.staging else "offload_blocks_h2d"
         tier.counts[tier.kind.offloaded or by_mode] += len(blocks)
         tier.counts["bytes.written"] += tier.stored_bytes(blocks)
         tier.counts["bytes.payload"] += sum(block.bytes for block in blocks)
         tier.announce_stored(blocks)
-        self._end(write_id)
 
     def journal_failed(self, write_id: int, reason: str, now_ms: int) -> None:
         """Whether the records are in the journal is not known: take them back."""

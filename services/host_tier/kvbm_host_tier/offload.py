@@ -300,18 +300,13 @@ class Offload:
             self._kill(state, "revoked")
             return
         del self._offers[key]
-        for slot, block in state.arrived:
-            self._tier.table.register(slot, block)
+        self._tier.table.register_all(state.arrived)
         slots = [slot for slot, _ in state.arrived]
         blocks = [block for _, block in state.arrived]
         names = [block.hash for block in blocks]
         self._tier.diary.note_all(now_ms, "committed in slot {slot}", names, slots)
         self._tier.counts["offload_blocks_d2h"] += len(blocks)
         self._tier.counts["bytes.d2h"] += sum(block.bytes for block in blocks)
-        # A chain is freed leaves first: touch it once so that its root outlives its leaf.
-        for slot in slots:
-            self._tier.table.pin(slot)
-        self._tier.table.unpin(slots)
         self._tier.announce_stored(blocks)
         self.advance(now_ms)
 

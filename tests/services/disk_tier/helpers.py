@@ -237,7 +237,7 @@ class Disk:
         """The records are durable."""
         assert append.write is not None
         self.journal += append.records
-        return self.step(Journaled(append.write))
+        return self.step(Journaled((append.write,)))
 
     def journal_failed(self, append: AppendJournal, *, torn: bool = False) -> list[Effect]:
         """They are not, as far as one knows; `torn`: yet they are."""

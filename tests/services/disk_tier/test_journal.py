@@ -329,12 +329,13 @@ def test_what_waits_together_is_synchronised_once_and_in_order(
     thread.call(go_on.wait)
     synchronised: list[int] = []
     monkeypatch.setattr("os.fdatasync", synchronised.append)
-    first = [thread.append((committed(1 + i, i, 1 + i),), commit=True) for i in range(3)]
+    first = [thread.append((committed(1 + i, i, 1 + i),), write=i) for i in range(3)]
     rewritten = thread.call(lambda: store.rewrite((committed(4, 0, 1),)))
-    second = [thread.append((committed(5 + i, 1 + i, 5 + i),), commit=True) for i in range(2)]
+    second = [thread.append((committed(5 + i, 1 + i, 5 + i),), write=i) for i in range(2)]
     go_on.set()
-    for done in (*first, rewritten, *second):
-        done.result(5.0)
+    rewritten.result(5.0)
+    told = [done.result(5.0) for done in (*first, *second)]
+    assert told == [(0, 1, 2), (), (), (0, 1), ()]
     thread.close()
     # Data and journal for each of the two groups, and the new journal in between.
     assert len(synchronised) == 5
@@ -403,13 +404,13 @@ def test_a_group_that_fails_fails_for_each_and_leaves_no_torn_record(
         return write(fd, bytes(data)[: RECORD_BYTES + 40])
 
     monkeypatch.setattr("os.write", full)
-    failed = [thread.append((committed(1 + i, i, 1 + i),), commit=True) for i in range(2)]
+    failed = [thread.append((committed(1 + i, i, 1 + i),), write=i) for i in range(2)]
     go_on.set()
     for done in failed:
         with pytest.raises(OSError, match="No space"):
             done.result(5.0)
     monkeypatch.undo()
-    thread.append((committed(3, 3, 3),), commit=True).result(5.0)
+    thread.append((committed(3, 3, 3),), write=3).result(5.0)
     thread.close()
     store.close()
     assert (tmp_path / "store/journal").stat().st_size == RECORD_BYTES

@@ -59,7 +59,7 @@ async def test_there_and_back(place: Place) -> None:
     blocks = {0: place.fill(0, 10), 1: place.fill(1, 11), 2: place.fill(2, 12)}
     write = place.writing(blocks)
     assert await place.medium.write(write) == Written(write.write)
-    assert await place.medium.append(AppendJournal(write.write, ())) == Journaled(write.write)
+    assert await place.medium.append(AppendJournal(write.write, ())) == Journaled((write.write,))
     read = place.reading({5: blocks[0], 3: blocks[1], 4: blocks[2]})
     done = await place.medium.read(read)
     assert isinstance(done, ReadDone)

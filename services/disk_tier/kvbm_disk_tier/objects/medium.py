@@ -157,7 +157,7 @@ class ObjectMedium:
         """An object that is written is its own record; one that is removed is deleted."""
         removed = [r.block for r in effect.records if r.operation is Operation.REMOVED]
         self._deletes.add(map(self._names.name_of, removed))
-        return None if effect.write is None else Journaled(effect.write)
+        return None if effect.write is None else Journaled((effect.write,))
 
     async def rewrite(self, _effect: RewriteJournal) -> None:
         """There is no journal."""

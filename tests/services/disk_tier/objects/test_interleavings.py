@@ -66,7 +66,7 @@ class Chaos:
                         lambda w=write, v=valid: self.bucket.step(Released(w, v))  # type: ignore[misc]
                     )
                 case AppendJournal(write=int(write)):
-                    self.outcomes.append(lambda w=write: self.bucket.step(Journaled(w)))  # type: ignore[misc]
+                    self.outcomes.append(lambda w=write: self.bucket.step(Journaled((w,))))  # type: ignore[misc]
                 case ReadSlots():
                     self.outcomes.append(lambda e=effect: self.read(e))  # type: ignore[misc]
                 case _:

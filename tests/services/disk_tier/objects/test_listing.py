@@ -306,7 +306,7 @@ def offload(bucket: Bucket, *wanted: int, valid: bool = True, lost: Iterable[int
     assert write.slot_bytes == SLOT_BYTES
     release = one(bucket.step(Written(write.write, tuple(lost))), ReleaseHost)
     journal = bucket.step(Released(release.write, valid))
-    bucket.step(Journaled(one(journal, AppendJournal).write or 0))
+    bucket.step(Journaled((one(journal, AppendJournal).write or 0,)))
 
 
 def fill(bucket: Bucket, *wanted: int) -> list[Effect]:
