@@ -220,7 +220,7 @@ class DiskTierCore:
         if self.tier.stopping or self.tier.draining:
             self.writes.forget_pending("stopping" if self.tier.stopping else "draining")
         self.writes.advance(now_ms, beside_reads=len(self.reads) > 0)
-        self.tier.rewrite_long_journal(self.writes.committing())
+        self.tier.rewrite_long_journal(self.writes.committing)
         if self.tier.accepting != self._said_accepting:
             self._said_accepting = self.tier.accepting
             self.tier.emit(SayAccepting(self._said_accepting))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvbm_common.arena import Arena
@@ -36,10 +37,15 @@ CALL_DEADLINE_S = 10.0
 """Registrations take milliseconds; a machine in trouble gets some more."""
 SETTLE_DEADLINE_S = 0.8 * FILL_GRACE_MS / 1000
 """Soon the host tier will reuse the slots of a late fill: end this process before."""
+TRANSFER_BYTES = 16 * 1024 * 1024
+"""A batch of writes is cut into these: one ends, and the disk has the next, and reads get between
+them."""
 WRITE_DEADLINE_S = 30.0
 """A disk that takes longer for one batch is as good as broken."""
 
 
+Put = tuple[Moved, tuple[int, ...]]
+"""What was moved, and which blocks had been lost before."""
 E = TypeVar("E", WriteSlots, ReadSlots)
 T = TypeVar("T")
 
@@ -137,19 +143,36 @@ class DiskMover:
             return WriteFailed(effect.write, STALE_ARENA)
         self._flying += 1
         try:
-            moved, lost = await self._put(arena, effect)
-        except TransferError as error:
-            # A late write may meet its slot's next block; that block's checksum would tell.
-            await wait_settled(error)
-            return WriteFailed(effect.write, error.code)
+            parts = [self._put(arena, part) for part in _parts(effect)]
+            outcomes = await asyncio.gather(*parts, return_exceptions=True)
+            return await self._written(effect, outcomes)
         finally:
             self._flying -= 1
             self._unmap_retired()
-        self._observe("h2disk", moved)
-        return Written(effect.write, lost)
 
-    async def _put(self, arena: Arena, effect: WriteSlots) -> tuple[Moved, tuple[int, ...]]:
-        """Write a batch; also which entries of it cannot be had again."""
+    async def _written(
+        self, effect: WriteSlots, outcomes: Sequence[Put | BaseException]
+    ) -> Written | WriteFailed:
+        """All parts of a batch have ended."""
+        failed: WriteFailed | None = None
+        lost: list[int] = []
+        before = 0
+        for part, outcome in zip(_parts(effect), outcomes, strict=True):
+            if isinstance(outcome, TransferError):
+                # A late write may meet its slot's next block; that block's checksum would tell.
+                await wait_settled(outcome)
+                failed = failed or WriteFailed(effect.write, outcome.code)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                moved, lost_here = outcome
+                self._observe("h2disk", moved)
+                lost += [before + index for index in lost_here]
+            before += len(part.targets)
+        return failed or Written(effect.write, tuple(lost))
+
+    async def _put(self, arena: Arena, effect: WriteSlots) -> Put:
+        """Write a part of a batch; also which entries of it cannot be had again."""
         memory, file = pieces_of(arena.address, effect.sources, effect.targets, effect.slot_bytes)
         return await self._to_file(memory, file), ()
 
@@ -192,6 +215,21 @@ class DiskMover:
 
     def _observe(self, path: str, moved: Moved) -> None:
         self._figures.observe(path, moved.seconds, moved.bytes)
+
+
+def _parts(effect: WriteSlots) -> list[WriteSlots]:
+    count = max(1, TRANSFER_BYTES // effect.slot_bytes)
+    if len(effect.targets) <= count:
+        return [effect]
+    return [
+        replace(
+            effect,
+            sources=effect.sources[at : at + count],
+            targets=effect.targets[at : at + count],
+            blocks=effect.blocks[at : at + count],
+        )
+        for at in range(0, len(effect.targets), count)
+    ]
 
 
 async def wait_settled(error: TransferError) -> None:

@@ -15,6 +15,7 @@ from kvbm_disk_tier.mover import (
     CALL_DEADLINE_S,
     WRITE_DEADLINE_S,
     DiskMover,
+    Put,
     left_s,
     wait_settled,
 )
@@ -50,7 +51,7 @@ class SealedMover(DiskMover):
         known = self._mover.register_memory(pool.address, pool.bytes)
         self._pool_known = known.result(CALL_DEADLINE_S)
 
-    async def _put(self, arena: Arena, effect: WriteSlots) -> tuple[Moved, tuple[int, ...]]:
+    async def _put(self, arena: Arena, effect: WriteSlots) -> Put:
         pool = self._pool
         assert pool is not None
         async with pool.lend(len(effect.targets), deadline_s=WRITE_DEADLINE_S) as slots:

@@ -7,7 +7,7 @@ made anew as soon as nothing flies. A store that cannot be made is tried again, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbm_common.announcer import EVENT_BLOCKS_MAX, Announcer
@@ -89,7 +89,9 @@ class Limits:
     the next one at once when one has ended."""
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """A write has more blocks when they are small: see `batches.batch_blocks`."""
+    """A transfer has more blocks when they are small: see `batches.batch_blocks`."""
+    batch_transfers_max: int = 4
+    """Of one batch of writes, on a disk that is fast: see `batch_size`."""
     pending_max: int = 65_536
     """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
     lease_ms: int = 5_000
@@ -288,8 +290,8 @@ class Tier:
         self.is_down, self.problem = False, ""
 
     @property
-    def batch_blocks(self) -> int:
-        """How many blocks one write moves at most."""
+    def transfer_blocks(self) -> int:
+        """How many blocks one transfer moves at most."""
         if not self.kind.sized:  # Every object is a request of its own.
             return self.limits.batch_blocks_max
         return batch_blocks(self.limits.batch_blocks_max, self.limits.batch_bytes, self.slot_bytes)
@@ -297,7 +299,7 @@ class Tier:
     @property
     def ahead_blocks(self) -> int:
         """How many blocks wait in the mover at most."""
-        return self.limits.ahead_batches * self.batch_blocks if self.kind.sized else 0
+        return self.limits.ahead_batches * self.transfer_blocks if self.kind.sized else 0
 
     def stored_bytes(self, blocks: Iterable[Block]) -> int:
         """What blocks take up in the store: slots, or their own size."""
@@ -399,7 +401,7 @@ class Tier:
         if records:
             self._append(None, records)
 
-    def rewrite_long_journal(self, committing: Iterable[tuple[int, Block]]) -> None:
+    def rewrite_long_journal(self, committing: Callable[[], Iterable[tuple[int, Block]]]) -> None:
         """Keep only what is live: committed blocks, and those whose record is on its way."""
         if not self.kind.sized or self.table.folded_count:
             return  # What is there is said by what is there; or there is more urgent work.
@@ -409,7 +411,7 @@ class Tier:
         if self._journal_records <= longest:
             return
         live = [(self.table.find(block.hash), block) for block in self.table.blocks()]
-        records = self._records(Operation.COMMITTED, [*live, *committing])
+        records = self._records(Operation.COMMITTED, [*live, *committing()])
         self._journal_records = len(records)
         self.counts["bytes.journal"] += len(records) * RECORD_BYTES
         self.emit(RewriteJournal(records))

@@ -23,6 +23,7 @@ from kvbm_common.identity import SequenceHash, hashes_from_hex, hashes_to_hex
 from kvbm_common.slots import Block
 from kvbm_common.wire.verbs import ArenaReply, LeasedSlot, LeaseRequest
 
+from kvbm_disk_tier.batch_size import BatchSize
 from kvbm_disk_tier.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.messages import STALE_ARENA, Leased, LeaseHost, ReleaseHost, WriteSlots
 from kvbm_disk_tier.retries import UNANSWERED, Retries
@@ -33,6 +34,9 @@ from kvbm_disk_tier.write_budget import WriteBudget
 CHECKSUM_MAX = 2**64 - 1
 SCAN_MAX = 256
 """Blocks that are looked at for a batch: with several host tiers a batch is of one of them."""
+BATCH_BYTES_MAX = 64 * 1024 * 1024
+ARENA_SHARE = 32
+"""No batch pins more than one part of so many of a host tier's memory, if that is a transfer."""
 
 
 class Phase(Enum):
@@ -83,6 +87,7 @@ class Writes:
         self._writes: dict[int, Write] = {}
         self._writing: set[SequenceHash] = set()
         self._retries = Retries()
+        self._size = BatchSize(tier.limits.batch_transfers_max)
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -212,9 +217,21 @@ class Writes:
                 self._pending.move_to_end(name)
             elif chosen is not None and arena.epoch == chosen.epoch:
                 names.append(name)
-            if len(names) == self._tier.batch_blocks:
-                break
+                if len(names) == self._batch_blocks(chosen):
+                    break
         return chosen, names
+
+    def _batch_blocks(self, arena: ArenaReply) -> int:
+        """How many blocks are leased, written, recorded and announced together at most."""
+        tier = self._tier
+        if not tier.kind.sized:
+            return tier.transfer_blocks
+        size = min(
+            self._size.transfers * tier.transfer_blocks,
+            BATCH_BYTES_MAX // tier.slot_bytes,
+            arena.slot_count // ARENA_SHARE,
+        )
+        return max(size, tier.transfer_blocks)
 
     def leased(self, event: Leased) -> None:
         """The host tier holds what it had of the batch: that waits for its turn."""
@@ -316,7 +333,8 @@ class Writes:
         self._tier.counts["dropped.write_lost"] += len(lost)
         for index in sorted(lost, reverse=True):
             table.abort(write.slots.pop(index)[0])
-        self._tier.disk_ended(self._writes[write_id].started_ms, now_ms, failed=False)
+        self._size.ended(now_ms - write.started_ms)
+        self._tier.disk_ended(write.started_ms, now_ms, failed=False)
         self._release(write_id)
 
     def write_failed(self, write_id: int, reason: str, now_ms: int) -> None:

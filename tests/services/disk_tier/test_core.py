@@ -255,7 +255,7 @@ def test_a_rewrite_keeps_what_fails_later_out(monkeypatch: pytest.MonkeyPatch) -
 
 def test_after_the_last_cleared_nothing_is_announced_or_begun() -> None:
     """What flies ends in silence, and is back after the restart."""
-    disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1, writes_beside_reads_max=1))
+    disk = Disk(limits=Limits(writes_max=1, batch_blocks_max=1, batch_transfers_max=1))
     disk.store(1)
     effects = disk.leased(one(disk.host_stored(2, 3, 4), LeaseHost))
     write, ahead = one(effects, WriteSlots), one(effects, LeaseHost)

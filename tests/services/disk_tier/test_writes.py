@@ -145,6 +145,7 @@ def test_one_more_than_may_fly_waits_in_the_mover() -> None:
     """One batch may be written and one wait for it: of three that are leased two are handed over.
     Beside a read none waits, and of reads one does."""
     limits = Limits(writes_max=1, batch_blocks_max=1, write_blocks_max=1, ahead_batches=1,
+                    batch_transfers_max=1,
                     read_blocks_max=1)  # fmt: skip
     disk = Disk(slots=9, limits=limits)
     writes, effects = [], disk.host_stored(1, 2, 3)
@@ -392,7 +393,7 @@ def test_no_room_at_all_means_no_lease() -> None:
 
 def test_reads_hold_writes_back() -> None:
     """Onboarding goes ahead: beside a read one batch flies, not four."""
-    disk = Disk(slots=8, limits=Limits(batch_blocks_max=1))
+    disk = Disk(slots=8, limits=Limits(batch_blocks_max=1, batch_transfers_max=1))
     disk.store(1)
     read = one(disk.fill(1), ReadSlots)
     assert len(of(disk.host_stored(2, 3, 4), LeaseHost)) == 1
