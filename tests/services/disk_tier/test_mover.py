@@ -21,7 +21,7 @@ from kvbm_disk_tier.messages import (
     WriteSlots,
     Written,
 )
-from kvbm_disk_tier.mover import DiskMover
+from kvbm_disk_tier.mover import DiskMover, Put
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 
@@ -120,3 +120,51 @@ async def test_an_arena_is_mapped_once_in_its_life(mover: DiskMover, arenas: lis
     mover.use_arena(str(arenas[0].path), 1)
     arenas[0].path.with_suffix(".away").rename(arenas[0].path)
     assert await mover.write(WriteSlots(1, 1, (1,), (0,), SLOT_BYTES)) == Written(1)
+
+
+def writing(epoch: int, blocks: list[Block], *, first: int = 0) -> WriteSlots:
+    """Arena slots from 0 on to file slots from `first` on."""
+    count = len(blocks)
+    targets = tuple(range(first, first + count))
+    return WriteSlots(5, epoch, tuple(range(count)), targets, SLOT_BYTES, tuple(blocks))
+
+
+async def test_a_large_batch_is_several_transfers(
+    mover: DiskMover, arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three blocks, two to a transfer: all are there, each with its own bytes."""
+    monkeypatch.setattr("kvbm_disk_tier.mover.TRANSFER_BYTES", 2 * SLOT_BYTES)
+    blocks = [fill(arenas[0], slot, 10 + slot) for slot in range(3)]
+    mover.use_arena(str(arenas[0].path), 1)
+    assert await mover.write(writing(1, blocks)) == Written(5, ())
+    assert mover._mover.statistics().transfers_done == 2
+    for slot, block in enumerate(blocks):
+        assert await mover.read(reading(1, 3, block, source=slot)) == ReadDone(1, (True,))
+
+
+async def test_a_batch_of_which_a_transfer_fails_has_failed(
+    mover: DiskMover, arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of its transfers goes beyond the file."""
+    monkeypatch.setattr("kvbm_disk_tier.mover.TRANSFER_BYTES", SLOT_BYTES)
+    blocks = [fill(arenas[0], slot, slot) for slot in range(2)]
+    mover.use_arena(str(arenas[0].path), 1)
+    failed = await mover.write(writing(1, blocks, first=SLOTS - 1))
+    assert failed == WriteFailed(5, "transfer_failed")
+
+
+async def test_what_was_lost_in_a_later_transfer_is_named_by_its_place_in_the_batch(
+    mover: DiskMover, arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of transfers of two blocks, each has lost its second: 1 and 3."""
+    monkeypatch.setattr("kvbm_disk_tier.mover.TRANSFER_BYTES", 2 * SLOT_BYTES)
+    put = mover._put
+
+    async def put_and_lose(arena: Arena, effect: WriteSlots) -> Put:
+        moved, _ = await put(arena, effect)
+        return moved, (1,)
+
+    monkeypatch.setattr(mover, "_put", put_and_lose)
+    blocks = [fill(arenas[0], slot, slot) for slot in range(4)]
+    mover.use_arena(str(arenas[0].path), 1)
+    assert await mover.write(writing(1, blocks)) == Written(5, (1, 3))
