@@ -167,13 +167,12 @@ async def _stored_cpu_s(batch: int, blocks: int) -> tuple[int, float]:
     return count, spent_s
 
 
-def alone() -> tuple[list[Row], float]:
+def alone() -> list[Row]:
     """Processor seconds of one process that hears of blocks: ours on NATS, Dynamo's on ZMQ.
 
-    Both find everything waiting when they begin, so that neither waits for a publisher. And what
-    Dynamo's pays for an event of one block, in µs.
+    Both find everything waiting when they begin, so that neither waits for a publisher.
     """
-    rows, single_us = [], 0.0
+    rows = []
     for batch, blocks in BATCHES.items():
         ours, theirs = [], []
         for _ in range(ROUNDS):
@@ -181,11 +180,9 @@ def alone() -> tuple[list[Row], float]:
             ours.append(count / spent_s / 1e6)
             count, spent_s = index_dynamo_zmq.stored_cpu_s(batch, blocks)
             theirs.append(count / spent_s / 1e6)
-        if batch == 1:
-            single_us = 1 / median(theirs)
         rows.append(rate_row(f"stored over the network, {batch} blocks per event", median(ours),
                              unit="M blocks/s", reference=median(theirs), target=1.0))  # fmt: skip
-    return rows, single_us
+    return rows
 
 
 async def restarts(batch: int = 16) -> list[Row]:
@@ -264,5 +261,4 @@ async def _queries(
 
 def run() -> list[Row]:
     """About three minutes."""
-    rows, single_us = alone()
-    return [*rows, *asyncio.run(restarts()), *index_path.run(single_us)]
+    return [*alone(), *asyncio.run(restarts()), *index_path.run()]

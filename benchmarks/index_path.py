@@ -60,15 +60,12 @@ class _Round:
     """From the socket to an answer."""
 
 
-def run(single_us: float) -> list[Row]:
-    """As fast as the target says, for some seconds, several times.
-
-    `single_us`: what another indexer pays for an event of one block that it hears from an engine.
-    """
-    return asyncio.run(_run(single_us))
+def run() -> list[Row]:
+    """As fast as the target says, for some seconds, several times."""
+    return asyncio.run(_run())
 
 
-async def _run(single_us: float) -> list[Row]:
+async def _run() -> list[Row]:
     services = ("consolidator", "index", "host-tier")
     async with Stack.private({"cpu_cache_gb": 0.1}, services=services) as stack:
         bus = await Bus.connect(stack.nats_url, "bench", deadline_s=5)
@@ -77,7 +74,7 @@ async def _run(single_us: float) -> list[Row]:
             await asyncio.to_thread(probe.start)
             host = stack.settings.host
             singles = list(_events(probe, SINGLES, blocks=(1, 1), seed=1 << 20))
-            rows = await _measure_singles(bus, probe, singles, stack, single_us)
+            rows = await _measure_singles(bus, probe, singles, stack)
             rounds = []
             for number in range(ROUNDS):
                 await _clear(bus, probe, host)
@@ -109,9 +106,7 @@ def _events(
             at += len(run)
 
 
-async def _measure_singles(
-    bus: Bus, probe: Probe, events: list[Sent], stack: Stack, single_us: float
-) -> list[Row]:
+async def _measure_singles(bus: Bus, probe: Probe, events: list[Sent], stack: Stack) -> list[Row]:
     """Events of one block at a steady rate: what each of two processes pays for all of them."""
     kinds = ("consolidator", "index")
     before = {kind: processor_s(stack.pids[kind]) for kind in kinds}
@@ -124,15 +119,11 @@ async def _measure_singles(
     held = await _settled(bus, stack.settings.host, len(events))
     assert held == len(events), (held, len(events))
     spent = {kind: processor_s(stack.pids[kind]) - before[kind] for kind in kinds}
-    what = (
-        f"{SINGLES_PER_S:,} events of 1 block a second on ZMQ, through the consolidator: what the"
-    )
-    us = {kind: seconds / len(events) * 1e6 for kind, seconds in spent.items()}
+    what = f"{SINGLES_PER_S:,} events of 1 block a second from an engine's socket: what the"
     return [
-        info_row(f"{what} consolidator pays", us["consolidator"], unit="µs/block"),
-        time_row(f"{what} index pays (reference: Dynamo's indexer, from ZMQ)", us["index"],
-                 unit="µs/block", reference=single_us, target=1.0),
-    ]  # fmt: skip
+        info_row(f"{what} {kind} pays", seconds / len(events) * 1e6, unit="µs/block")
+        for kind, seconds in spent.items()
+    ]
 
 
 async def _clear(bus: Bus, probe: Probe, host: str) -> None:

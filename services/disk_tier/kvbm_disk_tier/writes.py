@@ -209,15 +209,18 @@ class Writes:
     def _next_batch(self) -> tuple[ArenaReply | None, list[SequenceHash]]:
         """The oldest blocks of one host tier. Those whose arena is not known wait behind."""
         chosen: ArenaReply | None = None
+        most = 0
         names: list[SequenceHash] = []
         for name, instance in list(islice(self._pending.items(), SCAN_MAX)):
             arena = self._tier.arena_for(instance)
-            chosen = chosen or arena
             if arena is None:
                 self._pending.move_to_end(name)
-            elif chosen is not None and arena.epoch == chosen.epoch:
+                continue
+            if chosen is None:
+                chosen, most = arena, self._batch_blocks(arena)
+            if arena.epoch == chosen.epoch:
                 names.append(name)
-                if len(names) == self._batch_blocks(chosen):
+                if len(names) == most:
                     break
         return chosen, names
 
