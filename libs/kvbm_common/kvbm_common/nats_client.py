@@ -23,7 +23,7 @@ HELD_BYTES_MAX = 65_536
 again with everything that is read."""
 
 library.DEFAULT_BUFFER_SIZE = 131_072
-"""Read at once; the library's 32 KiB are seventy events of one block, and cost the index 6 %."""
+"""Read at once, by every client of this process: the library's 32 KiB are few events."""
 
 Take = Callable[[list[RawMessage]], None]
 """Takes what was read together. It never raises, and never waits."""

@@ -38,8 +38,8 @@ CALL_DEADLINE_S = 10.0
 SETTLE_DEADLINE_S = 0.8 * FILL_GRACE_MS / 1000
 """Soon the host tier will reuse the slots of a late fill: end this process before."""
 TRANSFER_BYTES = 16 * 1024 * 1024
-"""A batch of writes is cut into these: one ends, and the disk has the next, and reads get between
-them."""
+"""No transfer of a write is larger, if it has several blocks: one ends, and the disk has the next,
+and reads get between them."""
 WRITE_DEADLINE_S = 30.0
 """A disk that takes longer for one batch is as good as broken."""
 

@@ -291,7 +291,7 @@ class Tier:
 
     @property
     def transfer_blocks(self) -> int:
-        """How many blocks one transfer moves at most."""
+        """How many blocks are moved at once, as configured."""
         if not self.kind.sized:  # Every object is a request of its own.
             return self.limits.batch_blocks_max
         return batch_blocks(self.limits.batch_blocks_max, self.limits.batch_bytes, self.slot_bytes)

@@ -113,7 +113,7 @@ def _columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
 
 
 def _equal_columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
-    """The same of texts of one length, which are a table: a third of the time."""
+    """The same of texts of one length, which are a table, and cut by numpy."""
     length = len(texts[0])
     if length < PARENT_ENDS + len(SHAPE[0]) + len(SHAPE[1]) + DIGITS + 2:
         return None

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvbm_disk_tier.batch_size import FAST_MS, SLOW_MS, BatchSize
-from kvbm_disk_tier.messages import (
-    AppendJournal,
-    Journaled,
-    LeaseHost,
-    ReleaseHost,
-    WriteSlots,
-)
+from kvbm_disk_tier.messages import LeaseHost, WriteSlots
 from kvbm_disk_tier.tier import Limits
 from kvbm_disk_tier.writes import ARENA_SHARE
 
@@ -60,18 +54,3 @@ def test_no_batch_pins_more_than_a_part_of_the_arena() -> None:
         disk.store(number)
     assert ARENA_SLOTS // ARENA_SHARE == 3
     assert asked(of(disk.host_stored(*range(11, 30)), LeaseHost)[0]) == [11, 12, 13]
-
-
-def test_what_became_durable_together_is_announced_together() -> None:
-    """Two batches, one event; and one that failed beside them is not in it."""
-    disk = Disk(slots=8, limits=Limits(batch_blocks_max=1, batch_transfers_max=1))
-    appends = []
-    for lease in of(disk.host_stored(1, 2, 3), LeaseHost):
-        write = one(disk.leased(lease), WriteSlots)
-        appends.append(one(disk.released(one(disk.written(write), ReleaseHost)), AppendJournal))
-    disk.journal_failed(appends[2])
-    said = len(disk.events)
-    disk.journal += [record for append in appends[:2] for record in append.records]
-    disk.step(Journaled(tuple(append.write or 0 for append in appends[:2])))
-    assert len(disk.events) == said + 1
-    assert disk.announced == {1, 2} == set(disk.on_disk())

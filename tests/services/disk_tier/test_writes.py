@@ -14,6 +14,7 @@ from kvbm_disk_tier.messages import (
     ArenaKnown,
     AskHostSnapshot,
     HostEventsLost,
+    Journaled,
     Leased,
     LeaseHost,
     ReadSlots,
@@ -398,3 +399,15 @@ def test_reads_hold_writes_back() -> None:
     read = one(disk.fill(1), ReadSlots)
     assert len(of(disk.host_stored(2, 3, 4), LeaseHost)) == 1
     assert len(of(disk.read(read), LeaseHost)) == 2
+
+
+def test_what_became_durable_together_is_announced_together() -> None:
+    """Two batches, one event; and one that failed beside them is not in it."""
+    disk = Disk(slots=8)
+    appends = [journaling(disk, number) for number in (1, 2, 3)]
+    disk.journal_failed(appends[2])
+    said = len(disk.events)
+    disk.journal += [record for append in appends[:2] for record in append.records]
+    disk.step(Journaled(tuple(append.write or 0 for append in appends[:2])))
+    assert len(disk.events) == said + 1
+    assert disk.announced == {1, 2} == set(disk.on_disk())
