@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -30,7 +31,7 @@ from kvbm_common.nixl import (
     TransferTimeout,
     probe_posix,
 )
-from kvbm_common.nixl_pump import IDLE_POLL_S, PAUSE_S, QUIET_POLL_S
+from kvbm_common.nixl_pump import IDLE_POLL_S, PAUSE_S, QUIET_POLL_S, RING_PAUSE_S
 from numpy.typing import NDArray
 
 from tests.libs.nixl_owner import Owner, content
@@ -94,6 +95,16 @@ def read_blocks(
     return mover.read(
         peer, memory.blocks(blocks), spans(owner.address, blocks), deadline_s=deadline_s
     )
+
+
+def on_files(queue: str) -> MoverThread:
+    """A mover that asks the kernel in this way, if it may."""
+    try:
+        return MoverThread(
+            "files", backends=("POSIX",), posix_params={queue: "true", "ios_pool_size": "16384"}
+        )
+    except MoverUnavailable:
+        pytest.skip(f"{queue} is not allowed here")
 
 
 class TestRead:
@@ -309,12 +320,7 @@ class TestClose:
 class TestFiles:
     @pytest.fixture(params=["use_uring", "use_aio"])
     def files(self, request: pytest.FixtureRequest, memory: Memory) -> Iterator[MoverThread]:
-        params = {request.param: "true", "ios_pool_size": "16384"}
-        try:
-            mover = MoverThread("files", backends=("POSIX",), posix_params=params)
-        except MoverUnavailable:
-            pytest.skip(f"{request.param} is not allowed here")
-        with mover:
+        with on_files(request.param) as mover:
             mover.register_memory(memory.address, SIZE).result(LIMIT_S)
             yield mover
 
@@ -377,7 +383,7 @@ class TestFiles:
         once. Method: from inside the mover, see what is in flight whenever one has ended."""
         os.posix_fallocate(fd, 0, SIZE)
         files.register_file(fd, SIZE).result(LIMIT_S)
-        files.limit_files(2 * BLOCK).result(LIMIT_S)
+        files.limit_files(read_bytes=BLOCK, written_bytes=2 * BLOCK).result(LIMIT_S)
         flying: list[tuple[int, int]] = []
 
         def note(_: Future[Moved]) -> None:
@@ -411,7 +417,7 @@ class TestFiles:
         monkeypatch.setattr(nixl_pump, "OVERTAKEN_S", overtaken_s)
         os.posix_fallocate(fd, 0, SIZE)
         files.register_file(fd, SIZE).result(LIMIT_S)
-        files.limit_files(BLOCK).result(LIMIT_S)
+        files.limit_files(read_bytes=BLOCK, written_bytes=BLOCK).result(LIMIT_S)
         ended: list[str] = []
         all_ended = threading.Event()
 
@@ -462,6 +468,32 @@ def test_a_file_that_never_answers_times_out_and_drains(memory: Memory) -> None:
     os.close(write_end)
 
 
+def test_writes_that_fly_leave_reads_their_room(memory: Memory, tmp_path: Path) -> None:
+    """A full pipe stands for a disk that takes its time: the write that flies is all that may."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(BLOCK))
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_end, bytes(4096))
+    os.set_blocking(write_end, True)
+    with path.open("rb") as file, on_files("use_uring") as files:
+        files.register_memory(memory.address, SIZE).result(LIMIT_S)
+        for fd in (write_end, file.fileno()):
+            files.register_file(fd, BLOCK).result(LIMIT_S)
+        files.limit_files(read_bytes=BLOCK, written_bytes=4096).result(LIMIT_S)
+        one, page = Spans.of([0], BLOCK), Spans.of([0], 4096)
+        writing = files.write_file(write_end, memory.blocks([1], 4096), page, deadline_s=LIMIT_S)
+        reading = files.read_file(file.fileno(), memory.blocks([0]), one, deadline_s=LIMIT_S)
+        reading.result(LIMIT_S)
+        assert not writing.done()
+        os.read(read_end, 4096)
+        writing.result(LIMIT_S)
+    os.close(read_end)
+    os.close(write_end)
+
+
 def test_where_an_error_proves_nothing_the_memory_is_not_settled(
     memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,15 +513,18 @@ def test_where_an_error_proves_nothing_the_memory_is_not_settled(
     assert short.value.settled, "the agent has ended"
 
 
-def test_a_disk_does_not_cost_a_core(memory: Memory, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("queue", "pause_s"), [("use_uring", RING_PAUSE_S), ("use_aio", PAUSE_S)])
+def test_a_disk_does_not_cost_a_core(
+    memory: Memory, tmp_path: Path, queue: str, pause_s: float
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZE))
     pauses: set[float | None] = set()
-    with path.open("rb") as file, MoverThread("files", backends=("POSIX",)) as files:
+    with path.open("rb") as file, on_files(queue) as files:
         files.register_memory(memory.address, SIZE).result(LIMIT_S)
         files.register_file(file.fileno(), SIZE).result(LIMIT_S)
         ends_s = time.monotonic() + LIMIT_S
-        while PAUSE_S not in pauses and time.monotonic() < ends_s:
+        while pause_s not in pauses and time.monotonic() < ends_s:
             every = range(SIZE // BLOCK)
             reading = files.read_file(
                 file.fileno(), memory.blocks(every), spans(0, every), deadline_s=LIMIT_S
@@ -497,8 +532,29 @@ def test_a_disk_does_not_cost_a_core(memory: Memory, tmp_path: Path) -> None:
             while not reading.done():
                 pauses.add(files._call(lambda pump: pump.pause_s).result(LIMIT_S))
             reading.result(LIMIT_S)
-    assert PAUSE_S in pauses
+    assert pause_s in pauses
     assert 0.0 not in pauses
+
+
+def test_the_kernel_wakes_who_waits_for_a_file(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody polls within the test's time. A pipe answers when it is written to."""
+    monkeypatch.setattr(nixl_pump, "RING_PAUSE_S", 100 * LIMIT_S)
+    read_end, write_end = os.pipe()
+    with on_files("use_uring") as files:
+        files.register_memory(memory.address, SIZE).result(LIMIT_S)
+        files.register_file(read_end, SIZE).result(LIMIT_S)
+        reading = files.read_file(
+            read_end, memory.blocks([0], 4096), Spans.of([0], 4096), deadline_s=99 * LIMIT_S
+        )
+        while not files.statistics().in_flight:
+            time.sleep(0)
+        os.write(write_end, b"x" * 4096)
+        reading.result(LIMIT_S)
+        assert memory.array[0] == ord("x")
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Memory) -> None:

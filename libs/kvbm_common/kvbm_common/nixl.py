@@ -34,7 +34,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
+from kvbm_common.doorbell import Doorbell
 from kvbm_common.nixl_pump import (
+    PAUSE_S,
     POSIX_IO_COUNT_MAX,
     Call,
     Pump,
@@ -112,6 +114,7 @@ class MoverThread:
         self._work = threading.Condition()
         self._unfinished = 0
         self._close_by: float | None = None
+        self._bell: Doorbell | None = None
         started: Future[Pump] = Future()
         given = {"POSIX": posix_params, "OBJ": object_params}
         parameters = {name: dict(value) for name, value in given.items() if value is not None}
@@ -145,10 +148,13 @@ class MoverThread:
         """Make the first `length` bytes of an open file usable. The caller keeps `fd` open."""
         return self._call(lambda pump: pump.register(Registration("FILE", 0, length, fd)))
 
-    def limit_files(self, flying_bytes: int | None) -> Future[None]:
-        """Have so many bytes of files in flight, and the rest wait here: one that ends makes way
-        for the next without anybody else. One transfer always may fly. None: no limit."""
-        return self._call(lambda pump: pump.limit_files(flying_bytes))
+    def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> Future[None]:
+        """Have so many bytes in flight from files, and to files, and the rest wait here: one that
+        ends makes way for the next without anybody else. One transfer of each direction always may
+        fly. None: no limit."""
+        return self._call(
+            lambda pump: pump.limit_files(read_bytes=read_bytes, written_bytes=written_bytes)
+        )
 
     def deregister(self, registration: Registration) -> Future[None]:
         """Undo a registration. `MoverBusy` while an unsettled transfer uses it: NIXL would
@@ -219,7 +225,7 @@ class MoverThread:
         with self._work:
             if self._close_by is None:
                 self._close_by = _after(timeout_s)
-            self._work.notify()
+            self._notify()
         self._thread.join(timeout_s + AGENT_END_S)
         atexit.unregister(self.close)
 
@@ -262,7 +268,12 @@ class MoverThread:
             else:
                 self._unfinished += 1
                 self._inbox.append(job)
-                self._work.notify()
+                self._notify()
+
+    def _notify(self) -> None:
+        self._work.notify()
+        if self._bell is not None:
+            self._bell.ring()
 
     def _finished(self) -> None:
         with self._work:
@@ -280,15 +291,21 @@ class MoverThread:
             reason = f"no NIXL agent {self.agent_name} with {backends}: {error!r}"
             started.set_exception(MoverUnavailable(reason))
             return
+        if pump.ring_fd is not None:
+            self._bell = Doorbell(pump.ring_fd)
         started.set_result(pump)
         try:
             while self._close_by is None:
-                self._wait_for_work(pump)
+                completed = self._wait_for_work(pump)
                 self._deliver(pump)
-                pump.poll()
+                if not pump.poll() and completed:
+                    time.sleep(PAUSE_S)  # The I/Os of a transfer complete one by one.
         finally:  # Even a bug of ours may not leave a caller with a future that never ends.
             with self._work:
                 self._close_by = self._close_by or time.monotonic()
+                bell, self._bell = self._bell, None
+            if bell is not None:
+                bell.close()
             self._deliver(pump)
             pump.finish(self._close_by)
 
@@ -296,13 +313,18 @@ class MoverThread:
         while self._inbox:
             pump.accept(self._inbox.popleft())
 
-    def _wait_for_work(self, pump: Pump) -> None:
+    def _wait_for_work(self, pump: Pump) -> bool:
+        """Whether the kernel has completed I/Os: only a ring tells."""
         pause_s = pump.pause_s
         if pause_s == 0.0:
-            return
+            return False
+        if self._bell is not None:
+            idle = not self._inbox and self._close_by is None
+            return idle and self._bell.wait(pause_s)
         with self._work:
             if not self._inbox and self._close_by is None:
                 self._work.wait(pause_s)
+        return False
 
 
 def _after(seconds: float) -> float:

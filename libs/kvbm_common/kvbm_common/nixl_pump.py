@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from kvbm_common.doorbell import rings
 from kvbm_common.transfers import (
     BadPeerMetadata,
     Moved,
@@ -57,6 +58,8 @@ QUIET_POLL_S = 0.02
 # sum up and journal, and was a fifth slower for it; 0.2 ms were as good, 1 ms was not.
 SPIN_S = 0.02
 PAUSE_S = 0.00005
+# Where the kernel wakes us this bounds the lateness of deadlines, and of a kernel that does not.
+RING_PAUSE_S = 0.001
 # Reads overtake writes that wait, for somebody waits for them; but no write for longer than this.
 OVERTAKEN_S = 0.1
 # Object stores answer in milliseconds at best, and threads of their own move the bytes.
@@ -138,15 +141,21 @@ class Pump:
     ) -> None:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(name, config)
+        others = rings()
         for backend in backends:
             if backend == "OBJ":
                 _prepare_object_plugin(self._agent)
             self._agent.create_backend(backend, parameters.get(backend) or _defaults_of(backend))
+        ours = rings() - others
+        self.ring_fd = ours.pop() if backends == ("POSIX",) and len(ours) == 1 else None
+        """Of files alone, where the kernel says when an I/O has ended; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
         self._serves = "UCX" in backends
         self._attentive = True
         self._spins = "UCX" in backends
         self._busy_pause_s = OBJECT_PAUSE_S if backends == ("OBJ",) else PAUSE_S
+        if self.ring_fd is not None:
+            self._busy_pause_s = RING_PAUSE_S
         self._next_object = 1
         self._finished = finished
         self._waiting: deque[Transfer] = deque()
@@ -156,8 +165,8 @@ class Pump:
         self._last_event = 0.0
         self._serve_at = 0.0
         self._file_ios = 0
-        self._file_bytes = 0
-        self._file_bytes_max: int | None = None
+        self._file_bytes = {"READ": 0, "WRITE": 0}
+        self._file_bytes_max: dict[str, int | None] = {"READ": None, "WRITE": None}
         self._draining = 0
         self._transfers_done = 0
         self._bytes_moved = 0
@@ -193,8 +202,9 @@ class Pump:
                 job.future.set_exception(error)
         self._finished()
 
-    def poll(self) -> None:
-        """One round: start what may start, ask NIXL about the rest, fail what is late."""
+    def poll(self) -> bool:
+        """One round: start what may start, ask NIXL about the rest, fail what is late. Whether
+        anything has ended."""
         now = time.monotonic()
         ended = [(one, outcome) for one in self._flights if (outcome := self._ask(one)) is not None]
         for transfer, _ in ended:
@@ -212,6 +222,7 @@ class Pump:
         if now >= self._serve_at:
             self._serve_at = now + IDLE_POLL_S / 2
             self._serve(now)
+        return bool(ended)
 
     def finish(self, close_by: float) -> None:
         """Fail everything, drain until `close_by`, and end the agent."""
@@ -236,8 +247,8 @@ class Pump:
         descriptors = self._agent.get_reg_descs([_row_of(registration)], registration.kind)
         self._agent.deregister_memory(descriptors)
 
-    def limit_files(self, flying_bytes: int | None) -> None:
-        self._file_bytes_max = flying_bytes
+    def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> None:
+        self._file_bytes_max = {"READ": read_bytes, "WRITE": written_bytes}
 
     def attend(self, *, expected: bool) -> None:
         self._attentive = expected
@@ -289,7 +300,8 @@ class Pump:
             return False
         if self._file_ios + transfer.file_ios > POSIX_IO_COUNT_MAX:
             return False
-        limit, flying = self._file_bytes_max, self._file_bytes
+        limit = self._file_bytes_max[transfer.operation]
+        flying = self._file_bytes[transfer.operation]
         return limit is None or not flying or flying + transfer.file_bytes <= limit
 
     def _start(self, transfer: Transfer) -> None:
@@ -305,7 +317,7 @@ class Pump:
             return
         self._flights.append(transfer)
         self._file_ios += transfer.file_ios
-        self._file_bytes += transfer.file_bytes
+        self._file_bytes[transfer.operation] += transfer.file_bytes
         self._last_event = transfer.posted = time.monotonic()
         outcome: Outcome | None
         try:
@@ -341,7 +353,7 @@ class Pump:
         """NIXL has ended the transfer: another one has room."""
         self._flights.remove(transfer)
         self._file_ios -= transfer.file_ios
-        self._file_bytes -= transfer.file_bytes
+        self._file_bytes[transfer.operation] -= transfer.file_bytes
         self._draining -= transfer.settling is not None
         self._last_event = transfer.ended = time.monotonic()
 

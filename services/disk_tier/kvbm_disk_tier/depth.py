@@ -43,6 +43,9 @@ RISES = 1.05
 TRANSFER_DEADLINE_S = 5.0
 TURN_S = 0.01
 """From the end of a batch until it is answered for and another one is handed over."""
+WRITES_TURN_S = 0.02
+"""Nobody waits for a write, and some disks end everything in flight at once: then they idle, the
+more often the less it is."""
 RANDOM_BYTES = 1024 * 1024
 """Some disks are faster with zeros."""
 
@@ -75,8 +78,12 @@ class Tuning:
         found = measure(mover, fd, stride, free, held)
         batch = batch_blocks(self.batch_blocks, self.batch_bytes, stride)
         least = max(2 * batch, min(4 * batch, IN_FLIGHT_BYTES_MAX // stride))
+        reads, writes = found.reads, found.writes
+        # What a full store does not let us measure is as deep as the other.
         return Depth(
-            _at_least(least, found.reads), _at_least(least, found.writes), found.written_bytes
+            _at_least(least, writes if reads is None else reads),
+            _at_least(least, reads if writes is None else writes),
+            found.written_bytes,
         )
 
 
@@ -92,7 +99,9 @@ def measure(
         # A disk that stalls in the first half is still read.
         end_s = max(started_s + BUDGET_S, time.monotonic() + (1 - WRITES_SHARE) * BUDGET_S)
         reads = run.rates(run.read, free if writes else held, end_s)
-    depth = Depth(_enough(reads, stride), _enough(writes, stride), written_bytes)
+    depth = Depth(
+        _enough(reads, stride, TURN_S), _enough(writes, stride, WRITES_TURN_S), written_bytes
+    )
     log.info(
         "queue depth for reads %s, for writes %s (blocks in flight: GB/s; reads %s; writes %s)",
         depth.reads, depth.writes, _shown(reads), _shown(writes),
@@ -112,10 +121,10 @@ def _at_least(least: int, depth: int | None) -> int | None:
     return None if depth is None else max(least, depth)
 
 
-def _enough(rates: Mapping[int, float], stride: int) -> int | None:
+def _enough(rates: Mapping[int, float], stride: int, turn_s: float) -> int | None:
     """The knee twice: some wait in the kernel. And what the disk moves in a turn of ours."""
     depth = knee(rates)
-    return None if depth is None else 2 * depth + round(TURN_S * max(rates.values()) / stride)
+    return None if depth is None else 2 * depth + round(turn_s * max(rates.values()) / stride)
 
 
 def _shown(rates: Mapping[int, float]) -> str:

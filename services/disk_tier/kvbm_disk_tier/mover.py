@@ -123,10 +123,12 @@ class DiskMover:
     ) -> Depth:
         """How much in flight keeps the file busy; nothing may fly. `taken`: slots with blocks."""
         assert self._flying == 0
-        self._mover.limit_files(None)
+        self._mover.limit_files(read_bytes=None, written_bytes=None)
         found = tuning.depth(self._mover, self._fd, stride, slot_count, taken)
-        known = [depth for depth in (found.reads, found.writes) if depth is not None]
-        self._mover.limit_files(max(known) * stride if known else None)
+        self._mover.limit_files(
+            read_bytes=None if found.reads is None else found.reads * stride,
+            written_bytes=None if found.writes is None else found.writes * stride,
+        )
         return found
 
     def drop_file(self) -> None:
