@@ -1,9 +1,9 @@
 """Writes, G2 → G3: which blocks deserve the disk, and their way there.
 
-    pending --> LEASING --> LEASED --> WRITING --> RELEASING --valid--> JOURNALING --> stored
-                   |          |           |            |                    |
-                   +--- nothing there, failed, lease lost, journal failed --+--> aborted
-                   +--- the host tier did not answer ----------------------------> pending
+    pending --> LEASING --> LEASED --> WRITING --> RELEASING --> RELEASED --> JOURNALING --> stored
+                   |          |           |            |                           |
+                   +--- nothing there, failed, lease lost, journal failed ---------+--> aborted
+                   +--- the host tier did not answer -----------------------------------> pending
 
 A block is announced only when its record is in the journal. The disk never waits for the host tier:
 as many batches as may be written are leased ahead, and one that is written makes way for the next
@@ -46,11 +46,12 @@ class Phase(Enum):
     LEASED = "leased"
     WRITING = "writing"
     RELEASING = "releasing"
+    RELEASED = "released"
     JOURNALING = "journaling"
 
 
 AHEAD = (Phase.LEASING, Phase.LEASED)
-COMMITTING = (Phase.RELEASING, Phase.JOURNALING)
+COMMITTING = (Phase.RELEASING, Phase.RELEASED, Phase.JOURNALING)
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class Writes:
         self._writing: set[SequenceHash] = set()
         self._retries = Retries()
         self._size = BatchSize(tier.limits.batch_transfers_max)
+        self._journal_next_ms = 0
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -154,6 +156,7 @@ class Writes:
     def advance(self, now_ms: int, *, beside_reads: bool) -> None:
         """Write as many batches as may be written, and lease as many ahead."""
         limits, breaker = self._tier.limits, self._tier.breaker
+        self._journal(now_ms)
         fly_max = limits.writes_beside_reads_max if beside_reads else limits.writes_max
         for write_id in [i for i, write in self._writes.items() if write.phase is Phase.LEASED]:
             if breaker.state is BreakerState.OPEN:
@@ -368,6 +371,21 @@ class Writes:
         elif not valid and not self._tier.kind.verifies_writes:
             self._abort(write_id, "lease_lost")
         else:
+            write.phase = Phase.RELEASED
+            self._journal(now_ms)
+
+    def _journal(self, now_ms: int) -> None:
+        """Record what is released: at once if nothing follows, else now and then.
+
+        A disk is slower while it flushes, and one flush is for all that was written before it.
+        """
+        released = [i for i, write in self._writes.items() if write.phase is Phase.RELEASED]
+        follows = self._tier.kind.sized and self._count(Phase.WRITING, Phase.RELEASING)
+        if not released or (follows and now_ms < self._journal_next_ms):
+            return
+        self._journal_next_ms = now_ms + self._tier.limits.journal_pause_ms
+        for write_id in released:
+            write = self._writes[write_id]
             write.phase = Phase.JOURNALING
             self._tier.journal_committed(write_id, write.slots)
 

@@ -78,6 +78,8 @@ class Everything(RuleBasedStateMachine):
         """Write → what it has written, until it ends."""
         self.held: set[int] = set()
         """Leases that the host tier has granted and not got back."""
+        self.believed: set[int] = set()
+        """Writes whose copy held, and whose records are still to come."""
         self.unanswered = 0
         self.untold = False
         """Of a former life's blocks some are still to be announced."""
@@ -85,12 +87,15 @@ class Everything(RuleBasedStateMachine):
     @initialize(
         filtered=st.booleans(), staging=st.booleans(), writes_max=st.integers(1, 3),
         former=st.lists(st.integers(1, 8), max_size=SLOTS, unique=True),
+        pause_ms=st.sampled_from([0, 1_000]),
     )  # fmt: skip
-    def begin(self, filtered: bool, staging: bool, writes_max: int, former: list[int]) -> None:
+    def begin(
+        self, filtered: bool, staging: bool, writes_max: int, former: list[int], pause_ms: int
+    ) -> None:
         limits = Limits(
             writes_max=writes_max, commits_max=2, reads_max=2, reads_waiting_max=3,
             batch_blocks_max=2, pending_max=6, journal_records_per_slot=1,
-            announced_blocks_max=1,
+            announced_blocks_max=1, journal_pause_ms=pause_ms,
         )  # fmt: skip
         self.disk = Disk(
             slots=SLOTS, filtered=filtered, staging=staging, ready=False, limits=limits
@@ -152,7 +157,9 @@ class Everything(RuleBasedStateMachine):
         assert not busy & set(write.targets), "a slot is used twice"
 
     def check_append(self, append: AppendJournal) -> None:
-        """Only bytes that are in the file are said to be."""
+        """Only bytes that are in the file, and held, are said to be."""
+        assert append.write is not None
+        self.believed.remove(append.write)
         for record in append.records:
             assert record.operation is Operation.COMMITTED
             assert self.bytes_in[record.slot] == numbers([record.block])[0]
@@ -222,13 +229,16 @@ class Everything(RuleBasedStateMachine):
         release = self.one_of(data, self.releases)
         valid = release.write in self.held and not expired
         self.held.discard(release.write)
-        write = self.written.pop(release.write, None)
-        effects = self.disk.released(release, valid=valid)
-        journals = [e for e in effects if isinstance(e, AppendJournal) and e.write is not None]
-        assert bool(journals) == (valid and write is not None), "only a copy that held is believed"
-        if journals and write is not None:
-            self.written[release.write] = write
-        self.take(effects)
+        self.end(release, valid=valid)
+
+    def end(self, release: ReleaseHost, *, valid: bool) -> None:
+        if release.write in self.written and valid:
+            self.believed.add(release.write)
+        else:
+            self.written.pop(release.write, None)
+        self.take(self.disk.released(release, valid=valid))
+        follows = self.writes or self.releases
+        assert follows or not self.believed, "nothing would make it record what is there"
 
     @precondition(lambda self: self.appends)
     @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "done", "failed", "torn"]))
@@ -264,9 +274,7 @@ class Everything(RuleBasedStateMachine):
             release = self.releases.pop(0)
             valid = release.write in self.held
             self.held.discard(release.write)
-            if not valid:
-                self.written.pop(release.write, None)
-            self.take(self.disk.released(release, valid=valid))
+            self.end(release, valid=valid)
         elif self.writes:
             write = self.writes.pop(0)
             self.bytes_in.update(zip(write.targets, write.sources, strict=True))
