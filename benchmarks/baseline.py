@@ -33,7 +33,7 @@ FIO_LIMIT_S = 60.0
 
 
 class ReadWrite(NamedTuple):
-    """GB/s."""
+    """Of reads and of writes: GB/s, or blocks in flight."""
 
     read: float
     write: float
@@ -64,12 +64,20 @@ def ucx_read_two_processes(block_bytes: int, blocks: int, rounds: int) -> list[f
 
 
 class PlainFile:
-    """A file of `blocks`, O_DIRECT, moved by plain NIXL POSIX: `depth` blocks per transfer, in
-    random order, one transfer at a time."""
+    """A file of `blocks`, O_DIRECT, moved by plain NIXL POSIX: as many blocks per transfer as
+    `depth` says, in random order, one transfer at a time; written from `source`."""
 
-    def __init__(self, directory: Path, block_bytes: int, blocks: int, depth: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        block_bytes: int,
+        blocks: int,
+        depth: ReadWrite,
+        source: NDArray[np.uint8],
+    ) -> None:
         self._block_bytes, self._depth = block_bytes, depth
         self._size = block_bytes * blocks
+        self._source = source
         self._file = tempfile.NamedTemporaryFile(dir=directory)  # noqa: SIM115 - see close.
         self._fd = os.open(self._file.name, os.O_RDWR | os.O_DIRECT)
         os.posix_fallocate(self._fd, 0, self._size)
@@ -77,29 +85,30 @@ class PlainFile:
         self._memory = page_aligned(self._size)
         self._memory[:] = 1
         _register(self._agent, "DRAM", self._memory.ctypes.data, self._size)
+        _register(self._agent, "DRAM", source.ctypes.data, len(source))
         _register(self._agent, "FILE", 0, self._size, self._fd)
         order = np.random.default_rng(1).permutation(blocks).astype(np.uint64)
         self._offsets = order * np.uint64(block_bytes)
 
     def write(self) -> float:
         """Every block once; GB/s."""
-        return self._move_all("WRITE")
+        return self._move_all("WRITE", self._source, int(self._depth.write))
 
     def read(self) -> float:
         """Every block once; GB/s."""
-        return self._move_all("READ")
+        return self._move_all("READ", self._memory, int(self._depth.read))
 
     def close(self) -> None:
         """Nobody needs it any more."""
         os.close(self._fd)
         self._file.close()
 
-    def _move_all(self, operation: str) -> float:
+    def _move_all(self, operation: str, memory: NDArray[np.uint8], depth: int) -> float:
         agent, size = self._agent, self._block_bytes
         started = time.perf_counter()
-        for begin in range(0, len(self._offsets), self._depth):
-            part = self._offsets[begin : begin + self._depth]
-            local = _descriptors(agent, "DRAM", self._memory.ctypes.data + part, size)
+        for begin in range(0, len(self._offsets), depth):
+            part = self._offsets[begin : begin + depth]
+            local = _descriptors(agent, "DRAM", memory.ctypes.data + part, size)
             remote = _descriptors(agent, "FILE", part, size, self._fd)
             _move(agent, operation, local, remote, agent.name)
         return self._size / (time.perf_counter() - started) / 1e9
