@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kvbm_common.doorbell import Doorbell
+from kvbm_common import doorbell
+from kvbm_common.doorbell import Doorbell, only_new_ring
 
 LIMIT_S = 10.0
 
@@ -46,7 +47,20 @@ def test_it_wakes_who_sleeps(bell: Doorbell) -> None:
 def test_the_end_of_an_io_is_told_until_it_is_taken(bell: Doorbell, pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"x")
     bell.ring()
-    assert bell.wait(None)
-    assert bell.wait(None)
+    assert bell.wait(LIMIT_S)
+    assert bell.wait(LIMIT_S)
     os.read(pipe[0], 1)
     assert not bell.wait(0.0)
+
+
+def test_what_nobody_waits_for_wakes_nobody(bell: Doorbell, pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], b"x")
+    bell.ring()
+    assert not bell.wait(None)
+
+
+def test_of_two_new_rings_nobody_knows_which_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorbell, "rings", lambda: {3, 4, 5})
+    assert only_new_ring({3, 4}) == 5
+    assert only_new_ring({3}) is None
+    assert only_new_ring({3, 4, 5}) is None

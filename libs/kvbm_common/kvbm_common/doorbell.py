@@ -21,9 +21,10 @@ class Doorbell:
     def __init__(self, ring_fd: int) -> None:
         self._ring_fd = ring_fd
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
+        self._rung, self._either = select.poll(), select.poll()
+        self._rung.register(self._event_fd, select.POLLIN)
         for fd in (self._event_fd, ring_fd):
-            self._poll.register(fd, select.POLLIN)
+            self._either.register(fd, select.POLLIN)
 
     def ring(self) -> None:
         """Wake who waits, or who will."""
@@ -31,8 +32,12 @@ class Doorbell:
             os.eventfd_write(self._event_fd, 1)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether I/O has ended. The timeout is rounded up to milliseconds."""
-        ready = dict(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
+        """Whether I/O has ended. The timeout is rounded up to milliseconds; without one there is
+        nothing to end, and a completion that is nobody's wakes nobody."""
+        if timeout_s is None:
+            ready = dict(self._rung.poll())
+        else:
+            ready = dict(self._either.poll(timeout_s * 1000))
         if self._event_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
@@ -41,6 +46,12 @@ class Doorbell:
     def close(self) -> None:
         """Nobody waits or rings any more. The ring is its owner's."""
         os.close(self._event_fd)
+
+
+def only_new_ring(before: set[int]) -> int | None:
+    """The ring that was not there before; None where there is none, or another one besides."""
+    new = rings() - before
+    return new.pop() if len(new) == 1 else None
 
 
 def rings() -> set[int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from kvbm_common.doorbell import rings
+from kvbm_common.doorbell import only_new_ring, rings
 from kvbm_common.transfers import (
     BadPeerMetadata,
     Moved,
@@ -141,14 +141,14 @@ class Pump:
     ) -> None:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(name, config)
-        others = rings()
+        only_files = tuple(backends) == ("POSIX",)
+        others = rings() if only_files else set()
         for backend in backends:
             if backend == "OBJ":
                 _prepare_object_plugin(self._agent)
             self._agent.create_backend(backend, parameters.get(backend) or _defaults_of(backend))
-        ours = rings() - others
-        self.ring_fd = ours.pop() if backends == ("POSIX",) and len(ours) == 1 else None
-        """Of files alone, where the kernel says when an I/O has ended; None: polls find it."""
+        self.ring_fd = only_new_ring(others) if only_files else None
+        """Where the kernel says when an I/O has ended; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
         self._serves = "UCX" in backends
         self._attentive = True

@@ -44,8 +44,8 @@ TRANSFER_DEADLINE_S = 5.0
 TURN_S = 0.01
 """From the end of a batch until it is answered for and another one is handed over."""
 WRITES_TURN_S = 0.02
-"""Nobody waits for a write, and some disks end everything in flight at once: then they idle, the
-more often the less it is."""
+"""Some disks end everything in flight at once, and idle until we have heard of it: the more often,
+the less that was. Nobody waits for a write, so it may be more."""
 RANDOM_BYTES = 1024 * 1024
 """Some disks are faster with zeros."""
 
