@@ -92,8 +92,8 @@ def run() -> list[Row]:
 
 
 async def measure(block_bytes: int) -> Measured:
-    """One block size, on several stacks one after the other: where their memory and their file lie
-    makes a tenth of difference."""
+    """One block size, on several stacks one after the other: each has a speed of its own, and its
+    reference, too; why, is not known."""
     measured = Measured(block_bytes)
     for _ in range(STARTS):
         await _measure_start(measured)

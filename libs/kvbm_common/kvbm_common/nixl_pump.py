@@ -54,8 +54,8 @@ IDLE_POLL_S = 0.001
 # about at this pace too.
 QUIET_POLL_S = 0.02
 # Memory is polled tightly until nothing has ended for so long, then with a pause: no silent peer is
-# worth a core. Files always with a pause: tight polling took a whole core from those that lease,
-# sum up and journal, and was a fifth slower for it; 0.2 ms were as good, 1 ms was not.
+# worth a core. Files always with a pause, where no ring wakes us: tight polling took a whole core
+# from those that lease, sum up and journal.
 SPIN_S = 0.02
 PAUSE_S = 0.00005
 # Where the kernel wakes us this bounds the lateness of deadlines, and of a kernel that does not.
