@@ -12,6 +12,7 @@ Or beside an `LLM`: `EventPump(of_llm(llm), block_tokens=32, port=20081).start()
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import queue
@@ -179,12 +180,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pump = EventPump(
         of_server(options.url), block_tokens=options.block_tokens, port=settings.trtllm_zmq_port
     )
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # The threads inherit it: we wait for them.
-    pump.start()
-    signal.sigwait(ends)
-    pump.close()
+    asyncio.run(_pump_until_signal(pump))
     return 0
+
+
+async def _pump_until_signal(pump: EventPump) -> None:
+    # Blocked signals would do only if no library had threads of its own yet: numpy has.
+    stopping = asyncio.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signal_number, stopping.set)
+    pump.start()
+    await stopping.wait()
+    pump.close()
 
 
 if __name__ == "__main__":

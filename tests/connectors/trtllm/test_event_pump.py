@@ -152,6 +152,23 @@ def test_the_command_publishes_until_it_is_told_to_stop(server: Server) -> None:
         assert pump.wait(10) == 0
 
 
+def test_a_signal_that_comes_before_it_is_waited_for_ends_it_too(server: Server) -> None:
+    """numpy's threads were there before any signal was blocked: one of them took it, and died."""
+    script = (
+        "import os, signal, sys\n"
+        "from kvbm_connectors.trtllm import event_pump\n"
+        "start = event_pump.EventPump.start\n"
+        "def start_and_be_told(pump):\n"
+        "    start(pump)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "event_pump.EventPump.start = start_and_be_told\n"
+        f"sys.exit(event_pump.main(['--url', {server.url!r}, '--block-tokens', '4']))\n"
+    )
+    environ = os.environ | {"DYN_KVBM_TRTLLM_ZMQ_PORT": str(free_pair())}
+    ended = subprocess.run([sys.executable, "-c", script], env=environ, timeout=30, check=False)
+    assert ended.returncode == 0
+
+
 def test_an_address_is_checked() -> None:
     with pytest.raises(ValueError, match="not the address"):
         of_server("file:///etc/passwd")
