@@ -128,6 +128,22 @@ def test_a_policy_keeps_its_promises(policy: str) -> None:
     case("runTest").runTest()
 
 
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("parents", [{1: 1}, {1: 2, 2: 1}, {1: 3, 2: 1, 3: 2, 4: 3}])
+def test_blocks_in_a_circle_leave_too(policy: str, parents: dict[int, int]) -> None:
+    """What engines say of parents may be nonsense: no slot is lost to it."""
+    table = SlotTable(SLOTS, make_policy(policy, SLOTS))
+    for number, parent in parents.items():
+        slot = table.stage(name(number))
+        assert slot is not None
+        table.register(slot, Block(name(number), name(parent), NAMESPACE, 1, 64))
+    for _ in parents:
+        [victim] = table.policy.victims(1)
+        table.evict(victim)
+        table.check()
+    assert len(table.policy) == 0
+
+
 def test_of_free_blocks_before_a_held_one_the_deepest_goes_first() -> None:
     """1 ← 2 ← 3, and 3 is in use: no leaf is free."""
     policy = PrefixPolicy(4)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 import numpy as np
 
@@ -279,3 +280,6 @@ class _Chosen:
             before[parent] -= 1
             if not before[parent] and parent in self._free:
                 ready.append(parent)
+        # Blocks that an engine says are before each other have no end to begin at.
+        circle = (name for name in rest if name not in self.names)
+        self.names.update(dict.fromkeys(islice(circle, self.count - len(self.names))))
