@@ -173,3 +173,30 @@ async def test_slow_steps_leave_turns_to_others_after_a_few_milliseconds() -> No
         await other()
     longest = max(after - before for before, after in itertools.pairwise(turns))
     assert longest <= BURST_MS
+
+
+async def test_what_a_step_asks_for_leaves_before_the_next_step() -> None:
+    """Goal: a request to another service does not wait for other inputs.
+
+    Method: an effect that hands on to another task, as the NATS client does to the one that sends.
+    """
+    outbox: asyncio.Queue[str] = asyncio.Queue(1)
+    sent: list[list[str]] = []
+
+    async def ask(effect: str) -> None:
+        await outbox.put(effect)
+
+    async def send() -> None:
+        while True:
+            await outbox.get()
+            sent.append(list(core.seen))
+
+    core, loop = make(ask)
+    sender = asyncio.create_task(send())
+    for word in ("ask!", "1", "2", "3"):
+        assert loop.offer_nowait(word)
+    async with running(loop):
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    sender.cancel()
+    assert sent == [["ask!"]]
+    assert core.seen == ["ask!", "1", "2", "3"]

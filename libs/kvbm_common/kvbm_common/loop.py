@@ -28,6 +28,9 @@ BURST_MAX = 128
 """Steps before other tasks get their turn: about 1 ms of core work."""
 BURST_MS = 2
 """How long others may wait for their turn, beside the step that is being taken."""
+TURNS = 2
+"""Turns of the event loop that an async effect gets before the next step: in the first it asks, in
+the second the NATS client sends. What waits outside for it, waits for no other steps."""
 
 Input = TypeVar("Input")
 Effect = TypeVar("Effect")
@@ -145,12 +148,15 @@ class CoreLoop(Generic[Input, Effect]):
                 self._start(effect, tasks)
             while True:
                 await self._wake.wait()
-                self._burst(tasks)
-                await asyncio.sleep(0)
+                for _ in range(self._burst(tasks)):
+                    await asyncio.sleep(0)
 
-    def _burst(self, tasks: asyncio.TaskGroup) -> None:
-        """Some steps, then others have their turn: an input may be a batch of many events."""
-        until_ms = self._now_ms() + BURST_MS
+    def _burst(self, tasks: asyncio.TaskGroup) -> int:
+        """Some steps, then others have their turn: an input may be a batch of many events.
+
+        Returns how many turns.
+        """
+        until_ms, flying = self._now_ms() + BURST_MS, self._in_flight
         for _ in range(BURST_MAX):
             if self._completions:
                 event = self._completions.popleft()
@@ -163,10 +169,11 @@ class CoreLoop(Generic[Input, Effect]):
             now_ms = self._now_ms()
             for effect in self.core.step(event, now_ms):
                 self._start(effect, tasks)
-            if now_ms >= until_ms:
+            if now_ms >= until_ms or self._in_flight > flying:
                 break
         if self._in_flight == 0 and self.depth == 0:
             self._idle.set()
+        return TURNS if self._in_flight > flying else 1
 
     def _start(self, effect: Effect, tasks: asyncio.TaskGroup) -> None:
         outcome = self._carry_out(effect)
