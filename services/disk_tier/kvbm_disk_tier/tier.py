@@ -78,8 +78,8 @@ class Limits:
     commits_max: int = 16
     """Batches that are written and not announced yet: they wait for the journal, not for the
     disk's bandwidth, and share its synchronisations."""
-    journal_pause_ms: int = 50
-    """From one record of what was written to the next, while more is being written."""
+    journal_wait_ms: int = 50
+    """How long the record of what was written waits for others, while more is being written."""
     reads_max: int = 64
     """Fills: as many as NIXL is given at a time."""
     reads_waiting_max: int = 4096

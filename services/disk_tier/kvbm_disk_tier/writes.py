@@ -71,6 +71,7 @@ class Write:
     charged: int = 0
     """Bytes taken from the budget."""
     started_ms: int = 0
+    released_ms: int = 0
 
 
 class Writes:
@@ -89,7 +90,6 @@ class Writes:
         self._writing: set[SequenceHash] = set()
         self._retries = Retries()
         self._size = BatchSize(tier.limits.batch_transfers_max)
-        self._journal_next_ms = 0
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -371,21 +371,20 @@ class Writes:
         elif not valid and not self._tier.kind.verifies_writes:
             self._abort(write_id, "lease_lost")
         else:
-            write.phase = Phase.RELEASED
+            write.phase, write.released_ms = Phase.RELEASED, now_ms
             self._journal(now_ms)
 
     def _journal(self, now_ms: int) -> None:
-        """Record what is released: at once if nothing follows, else now and then.
+        """Record what is released: at once if nothing follows, else together with what does.
 
         A disk is slower while it flushes, and one flush is for all that was written before it.
         """
-        released = [i for i, write in self._writes.items() if write.phase is Phase.RELEASED]
+        released = [(i, w) for i, w in self._writes.items() if w.phase is Phase.RELEASED]
         follows = self._tier.kind.sized and self._count(Phase.WRITING, Phase.RELEASING)
-        if not released or (follows and now_ms < self._journal_next_ms):
+        oldest_ms = min((write.released_ms for _, write in released), default=now_ms)
+        if follows and now_ms < oldest_ms + self._tier.limits.journal_wait_ms:
             return
-        self._journal_next_ms = now_ms + self._tier.limits.journal_pause_ms
-        for write_id in released:
-            write = self._writes[write_id]
+        for write_id, write in released:
             write.phase = Phase.JOURNALING
             self._tier.journal_committed(write_id, write.slots)
 

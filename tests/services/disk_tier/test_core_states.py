@@ -87,15 +87,15 @@ class Everything(RuleBasedStateMachine):
     @initialize(
         filtered=st.booleans(), staging=st.booleans(), writes_max=st.integers(1, 3),
         former=st.lists(st.integers(1, 8), max_size=SLOTS, unique=True),
-        pause_ms=st.sampled_from([0, 1_000]),
+        wait_ms=st.sampled_from([0, 1_000]),
     )  # fmt: skip
     def begin(
-        self, filtered: bool, staging: bool, writes_max: int, former: list[int], pause_ms: int
+        self, filtered: bool, staging: bool, writes_max: int, former: list[int], wait_ms: int
     ) -> None:
         limits = Limits(
             writes_max=writes_max, commits_max=2, reads_max=2, reads_waiting_max=3,
             batch_blocks_max=2, pending_max=6, journal_records_per_slot=1,
-            announced_blocks_max=1, journal_pause_ms=pause_ms,
+            announced_blocks_max=1, journal_wait_ms=wait_ms,
         )  # fmt: skip
         self.disk = Disk(
             slots=SLOTS, filtered=filtered, staging=staging, ready=False, limits=limits
