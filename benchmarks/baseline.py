@@ -64,54 +64,47 @@ def ucx_read_two_processes(block_bytes: int, blocks: int, rounds: int) -> list[f
 
 
 class PlainFile:
-    """A file of `blocks`, O_DIRECT, moved by plain NIXL POSIX: as many blocks per transfer as
-    `depth` says, in random order, one transfer at a time; written from `source`."""
+    """Slots of a file, O_DIRECT, moved by plain NIXL POSIX: as many per transfer as `depth` says,
+    in random order, one transfer at a time. What is written is what was there."""
 
-    def __init__(
-        self,
-        directory: Path,
-        block_bytes: int,
-        blocks: int,
-        depth: ReadWrite,
-        source: NDArray[np.uint8],
-    ) -> None:
+    def __init__(self, path: Path, block_bytes: int, blocks: int, depth: ReadWrite) -> None:
+        """`blocks`: how many are moved at a time."""
         self._block_bytes, self._depth = block_bytes, depth
-        self._size = block_bytes * blocks
-        self._source = source
-        self._file = tempfile.NamedTemporaryFile(dir=directory)  # noqa: SIM115 - see close.
-        self._fd = os.open(self._file.name, os.O_RDWR | os.O_DIRECT)
-        os.posix_fallocate(self._fd, 0, self._size)
+        self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         self._agent = _agent("baseline-files", "POSIX", nixl_pump.posix_defaults())
-        self._memory = page_aligned(self._size)
+        self._memory = page_aligned(block_bytes * blocks)
         self._memory[:] = 1
-        _register(self._agent, "DRAM", self._memory.ctypes.data, self._size)
-        _register(self._agent, "DRAM", source.ctypes.data, len(source))
-        _register(self._agent, "FILE", 0, self._size, self._fd)
-        order = np.random.default_rng(1).permutation(blocks).astype(np.uint64)
-        self._offsets = order * np.uint64(block_bytes)
+        _register(self._agent, "DRAM", self._memory.ctypes.data, len(self._memory))
+        _register(self._agent, "FILE", 0, os.fstat(self._fd).st_size, self._fd)
+        self._order = np.random.default_rng(1).permutation(blocks)
+        self._addresses = self._memory.ctypes.data + self._offsets(self._order)
 
-    def write(self) -> float:
-        """Every block once; GB/s."""
-        return self._move_all("WRITE", self._source, int(self._depth.write))
+    def read(self, slots: NDArray[np.intp]) -> float:
+        """Each slot once; GB/s."""
+        return self._move_all("READ", slots, int(self._depth.read))
 
-    def read(self) -> float:
-        """Every block once; GB/s."""
-        return self._move_all("READ", self._memory, int(self._depth.read))
+    def write_back(self, slots: NDArray[np.intp]) -> float:
+        """Each slot once, the bytes that it has; GB/s of the writing. Nobody else may write."""
+        self.read(slots)
+        return self._move_all("WRITE", slots, int(self._depth.write))
 
     def close(self) -> None:
         """Nobody needs it any more."""
         os.close(self._fd)
-        self._file.close()
 
-    def _move_all(self, operation: str, memory: NDArray[np.uint8], depth: int) -> float:
+    def _offsets(self, places: NDArray[np.intp]) -> NDArray[np.uint64]:
+        return places.astype(np.uint64) * np.uint64(self._block_bytes)
+
+    def _move_all(self, operation: str, slots: NDArray[np.intp], depth: int) -> float:
         agent, size = self._agent, self._block_bytes
+        offsets = self._offsets(slots[self._order])
         started = time.perf_counter()
-        for begin in range(0, len(self._offsets), depth):
-            part = self._offsets[begin : begin + depth]
-            local = _descriptors(agent, "DRAM", memory.ctypes.data + part, size)
-            remote = _descriptors(agent, "FILE", part, size, self._fd)
+        for begin in range(0, len(offsets), depth):
+            part = slice(begin, begin + depth)
+            local = _descriptors(agent, "DRAM", self._addresses[part], size)
+            remote = _descriptors(agent, "FILE", offsets[part], size, self._fd)
             _move(agent, operation, local, remote, agent.name)
-        return self._size / (time.perf_counter() - started) / 1e9
+        return len(self._memory) / (time.perf_counter() - started) / 1e9
 
 
 def fio(directory: Path, block_bytes: int, depth: int, seconds: float) -> dict[str, float] | None:

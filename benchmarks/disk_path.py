@@ -8,23 +8,19 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
 
 import msgspec
-from kvbm_common.arena import Arena
+import numpy as np
 from kvbm_common.bus import Bus
 from kvbm_common.counters import Counters
 from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.stack import Stack
 from kvbm_common.wire.events import SUBJECT_PREFIX, Stored, event_codec
-from kvbm_common.wire.verbs import (
-    ArenaReply,
-    Hits,
-    StatsReply,
-    hits_codec,
-    hits_subject,
-    verb_subject,
-)
+from kvbm_common.wire.verbs import Hits, StatsReply, hits_codec, hits_subject, verb_subject
+from kvbm_disk_tier.journal import replay
+from kvbm_disk_tier.store import Header
+from numpy.typing import NDArray
 
 from benchmarks.baseline import PlainFile, ReadWrite, fio
 from benchmarks.harness import Row, paired_rate_row, processor_s
@@ -40,8 +36,10 @@ PAIRS = 4
 """Of each start."""
 TARGET = 0.8
 STORED_ROUNDS = 3.1
-"""The file is full after three rounds: later ones rewrite it, as the references do theirs."""
+"""The file is full after the fourth round, which warms up, too: later ones rewrite it. With less
+room a round would drop the one before, whose blocks nobody has read yet."""
 WARM_UP = 3
+WARM_UP_PAIRS = 1
 FIO_S = 3.0
 ANNOUNCED_WITHIN_S = 60.0
 VERBS = ("write", "read")
@@ -52,16 +50,16 @@ WHAT = {
 
 Rates = dict[str, float]
 """Of each verb: GB/s, or seconds for a GB."""
-R = TypeVar("R")
+Slots = NDArray[np.intp]
 
 
 @dataclass(slots=True)
 class Measured:
-    """One block size, in several lives of the path: its rounds, each between two of plain NIXL."""
+    """One block size, in several lives of the path: its rounds, each followed by plain NIXL's."""
 
     block_bytes: int
     pairs: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    """By verb, GB/s: ours, and the mean of plain NIXL before and after it."""
+    """By verb, GB/s: ours, and plain NIXL's where the same blocks are."""
     fio: Rates = field(default_factory=dict)
     cpu_s_per_gb: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """The disk tier's processor time."""
@@ -87,13 +85,12 @@ class Measured:
 
 
 def run() -> list[Row]:
-    """1 MiB blocks, 2 GiB a round, path and reference in turn."""
+    """1 MiB blocks, path and reference in turn."""
     return asyncio.run(measure(MIB)).rows(TARGET)
 
 
 async def measure(block_bytes: int) -> Measured:
-    """One block size, on several stacks one after the other: each has a speed of its own, and its
-    reference, too; why, is not known."""
+    """One block size, on several stacks one after the other, each with a file of its own."""
     measured = Measured(block_bytes)
     for _ in range(STARTS):
         await _measure_start(measured)
@@ -116,29 +113,27 @@ async def _measure_start(measured: Measured) -> None:
         await path.start()
         for _ in range(WARM_UP):
             await path.round()
-        arena = ends.enter_context(Arena.attach(await path.arena(), writable=False))
-        await asyncio.wrap_future(arena.populate())
-        directory, depth = stack.settings.disk_cache_dir, await path.depth()
-        plain = PlainFile(directory, block_bytes, ROUND_BYTES // block_bytes, depth, arena.array)
+        depth = await path.depth()
+        plain = PlainFile(path.store / "slots", block_bytes, ROUND_BYTES // block_bytes, depth)
         ends.callback(plain.close)
-        await asyncio.to_thread(_plain_round, plain)
-        await path.round()
-        before = await asyncio.to_thread(_plain_round, plain)
-        for _ in range(PAIRS):
+        for number in range(WARM_UP_PAIRS + PAIRS):
+            read = path.written()
             rates, cpu_s_per_gb = await path.round()
-            after = await asyncio.to_thread(_plain_round, plain)
+            references = await asyncio.to_thread(_plain_round, plain, read, path.written())
+            if number < WARM_UP_PAIRS:
+                continue
             for verb in VERBS:
-                measured.pairs[verb].append((rates[verb], (before[verb] + after[verb]) / 2))
+                measured.pairs[verb].append((rates[verb], references[verb]))
                 measured.cpu_s_per_gb[verb].append(cpu_s_per_gb[verb])
-            before = after
         if not measured.fio:
-            deepest = int(max(depth))
+            directory, deepest = stack.settings.disk_cache_dir, int(max(depth))
             found = await asyncio.to_thread(fio, directory, block_bytes, deepest, FIO_S)
             measured.fio = found or {}
 
 
-def _plain_round(plain: PlainFile) -> Rates:
-    return {"write": plain.write(), "read": plain.read()}
+def _plain_round(plain: PlainFile, read: Slots, written: Slots) -> Rates:
+    """At the same places: on a virtual disk some are half as fast again as others."""
+    return {"read": plain.read(read), "write": plain.write_back(written)}
 
 
 class _Path:
@@ -163,21 +158,28 @@ class _Path:
         """Detach it."""
         self._probe.close()
 
-    async def arena(self) -> str:
-        """Where the memory is whose blocks it writes."""
-        return (await self._ask("host-tier", "arena", ArenaReply)).path
+    @property
+    def store(self) -> Path:
+        """The disk tier's directory."""
+        settings = self._stack.settings
+        return settings.disk_cache_dir / f"kvbm-{settings.host}-{settings.instance}"
+
+    def written(self) -> Slots:
+        """Where the blocks of the last round are, from the journal."""
+        header = msgspec.json.decode((self.store / "header").read_bytes(), type=Header)
+        journal = (self.store / "journal").read_bytes()
+        found = replay(journal, slot_count=header.slot_count, slot_bytes=header.slot_bytes)
+        slots = list(found.blocks)[-self._blocks :]
+        assert len(slots) == self._blocks, found
+        return np.array(slots)
 
     async def depth(self) -> ReadWrite:
         """How many blocks it has in flight."""
-        figures = (await self._ask("disk-tier", "stats", StatsReply)).figures
-        return ReadWrite(figures["disk_read_depth_blocks"], figures["disk_write_depth_blocks"])
-
-    async def _ask(self, kind: str, verb: str, reply: type[R]) -> R:
         settings = self._stack.settings
-        subject = verb_subject(kind, verb, host=settings.host, instance=settings.instance)
-        return msgspec.json.decode(
-            await self._bus.request(subject, b"{}", deadline_s=5), type=reply
-        )
+        subject = verb_subject("disk-tier", "stats", host=settings.host, instance=settings.instance)
+        reply = await self._bus.request(subject, b"{}", deadline_s=5)
+        figures = msgspec.json.decode(reply, type=StatsReply).figures
+        return ReadWrite(figures["disk_read_depth_blocks"], figures["disk_write_depth_blocks"])
 
     async def round(self) -> tuple[Rates, Rates]:
         """Write new blocks, and read those of the round before, which have left the arena. Also
