@@ -372,7 +372,6 @@ class Writes:
             self._abort(write_id, "lease_lost")
         else:
             write.phase, write.released_ms = Phase.RELEASED, now_ms
-            self._journal(now_ms)
 
     def _journal(self, now_ms: int) -> None:
         """Record what is released: at once if nothing follows, else together with what does.
