@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
+import random
 import signal
 import socket
 import sys
@@ -13,6 +15,11 @@ from pathlib import Path
 from typing import TextIO
 
 from kvbm_common.errors import KvbmError
+
+_FIRST_PORT = 10_000
+_PORT_ATTEMPTS = 100
+_KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DICE = random.SystemRandom()  # Two processes that seed `random` alike must not find the same port.
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -60,8 +67,35 @@ def take_lock(path: Path) -> TextIO:
     return lock
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nobody uses now. Somebody may take it before you do: retry then."""
+def free_port(address: str = "127.0.0.1", *, also_above: int = 0) -> int:
+    """A TCP port that nobody uses now, and with `also_above` the one so far above it, too.
+
+    Somebody may take it before you do: retry then. Where there is room it lies below those that
+    the kernel hands out (`ip_local_port_range`), to connections and to who asks for port 0.
+    """
+    end = _first_of_kernel()
+    if end <= _FIRST_PORT + also_above:
+        end = 65_536
+    for _ in range(_PORT_ATTEMPTS):
+        port = _DICE.randrange(_FIRST_PORT, end - also_above)
+        if all(_is_free(address, wanted) for wanted in {port, port + also_above}):
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free TCP port found on {address}")
+
+
+def _first_of_kernel() -> int:
+    try:
+        return int(_KERNELS_PORTS.read_text().split()[0])
+    except OSError:  # Not Linux.
+        return 49_152
+
+
+def _is_free(address: str, port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        return True
