@@ -75,10 +75,10 @@ class Limits:
     """Batches being written; as many are leased ahead."""
     writes_beside_reads_max: int = 1
     """Onboarding goes ahead of offloading: while reads are in flight, writes hold back."""
-    commits_max: int = 16
+    commits_max: int = 32
     """Batches that are written and not announced yet: they wait for the journal, not for the
     disk's bandwidth, and share its synchronisations."""
-    journal_wait_ms: int = 50
+    journal_wait_ms: int = 100
     """How long the record of what was written waits for others, while more is being written."""
     reads_max: int = 64
     """Fills: as many as NIXL is given at a time."""
