@@ -402,7 +402,7 @@ class TestFiles:
         followed = [in_flight > 0 for in_flight, waiting in flying if waiting]
         assert all(followed), "who hears of an end finds the next one in flight"
 
-    @pytest.mark.parametrize(("overtaken_s", "place"), [(60.0, 0), (-1.0, 4)])
+    @pytest.mark.parametrize(("overtaken_s", "place"), [(60.0, 1), (-1.0, 5)])
     def test_a_read_overtakes_writes_that_have_not_waited_long(
         self,
         files: MoverThread,
@@ -412,31 +412,34 @@ class TestFiles:
         overtaken_s: float,
         place: int,
     ) -> None:
-        """One flies at a time. Method: four writes and a read are handed over at one moment, from
-        inside the mover, when the write before them has ended."""
+        """One of each direction flies at a time: the order of their ends is the disk's. Method:
+        four writes and a read are handed over at one moment, from inside the mover, when the write
+        before them has ended."""
         monkeypatch.setattr(nixl_pump, "OVERTAKEN_S", overtaken_s)
+        started: list[str] = []
+        start = nixl_pump.Pump._start
+
+        def note(pump: nixl_pump.Pump, transfer: nixl_pump.Transfer) -> None:
+            started.append(transfer.operation)
+            start(pump, transfer)
+
+        monkeypatch.setattr(nixl_pump.Pump, "_start", note)
         os.posix_fallocate(fd, 0, SIZE)
         files.register_file(fd, SIZE).result(LIMIT_S)
         files.limit_files(read_bytes=BLOCK, written_bytes=BLOCK).result(LIMIT_S)
-        ended: list[str] = []
-        all_ended = threading.Event()
-
-        def note(name: str) -> None:
-            ended.append(name)
-            if len(ended) == 5:
-                all_ended.set()
+        left = threading.Semaphore(0)
 
         def hand_over(_: Future[Moved]) -> None:
             for i in range(1, 6):
                 move = files.read_file if i == 5 else files.write_file
                 future = move(fd, memory.blocks([i]), spans(0, [i]), deadline_s=LIMIT_S)
-                name = "read" if i == 5 else "write"
-                future.add_done_callback(lambda _, name=name: note(name))  # type: ignore[misc]
+                future.add_done_callback(lambda _: left.release())
 
         first = files.write_file(fd, memory.blocks([0]), spans(0, [0]), deadline_s=LIMIT_S)
         first.add_done_callback(hand_over)
-        assert all_ended.wait(LIMIT_S)
-        assert ended.index("read") == place
+        for _ in range(5):
+            assert left.acquire(timeout=LIMIT_S)
+        assert started.index("READ") == place
 
     def test_an_unregistered_file_is_refused(
         self, files: MoverThread, memory: Memory, fd: int
