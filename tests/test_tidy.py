@@ -87,7 +87,7 @@ CORES = [
 IMPURE = {"asyncio", "time", "datetime", "random", "os", "threading", "socket", "zmq", "nats"}
 
 ONE_PLACE = {
-    "nixl_cu12": {"kvbm_common/nixl_pump.py"},
+    "nixl_cu12": {"kvbm_common/nixl_library.py"},
     "xxhash": {"kvbm_common/checksum.py"},
     "boto3": {"objects/bucket.py"},
     "botocore": {"objects/bucket.py"},

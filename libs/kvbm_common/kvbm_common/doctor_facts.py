@@ -307,7 +307,7 @@ def _etcd(address: str) -> EtcdFacts:
 def _nixl_plugins() -> tuple[tuple[str, ...], str]:
     """The plug-ins that NIXL finds, and why there are none."""
     try:
-        from kvbm_common.nixl_pump import plugin_names
+        from kvbm_common.nixl_library import plugin_names
     except ImportError as error:
         return (), str(error)
     return plugin_names(), ""

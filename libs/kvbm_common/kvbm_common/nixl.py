@@ -35,15 +35,8 @@ from concurrent.futures import Future
 from typing import Self, TypeVar
 
 from kvbm_common.doorbell import Doorbell
-from kvbm_common.nixl_pump import (
-    PAUSE_S,
-    POSIX_IO_COUNT_MAX,
-    Call,
-    Pump,
-    Transfer,
-    posix_defaults,
-    probe_posix,
-)
+from kvbm_common.nixl_library import POSIX_IO_COUNT_MAX, posix_defaults, probe_posix
+from kvbm_common.nixl_pump import PAUSE_S, Call, Pump, Transfer
 from kvbm_common.transfers import (
     BadPeerMetadata,
     Moved,

@@ -1,4 +1,4 @@
-"""The single-threaded half of the mover: the agent, its transfers, and the import of NIXL.
+"""The single-threaded half of the mover: the agent and its transfers.
 
 `nixl.py` has the theory; this module is driven by its thread only, so nothing here locks.
 """
@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import importlib
-import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 from kvbm_common.doorbell import only_new_ring, rings
+from kvbm_common.nixl_library import (
+    IN_FLIGHT_COUNT_MAX,
+    NIXL_ERRORS,
+    POSIX_IO_COUNT_MAX,
+    api,
+    bindings,
+    defaults_of,
+    prepare_object_plugin,
+)
 from kvbm_common.transfers import (
     BadPeerMetadata,
     Moved,
     MoverBusy,
     MoverClosed,
     MoverStatistics,
-    MoverUnavailable,
     PeerLost,
     Registration,
     Spans,
@@ -35,17 +38,6 @@ from kvbm_common.transfers import (
     TransferTimeout,
 )
 
-# Transfers handed to NIXL at a time: past 16 × 1 MiB no path here got faster, and a short queue
-# inside NIXL leaves the order to the caller.
-IN_FLIGHT_COUNT_MAX = 64
-# I/Os in NIXL's POSIX pool, where one too many is an error: 1 GiB of 64 KiB blocks. NIXL's own
-# 65,536 costs memory for every agent and was not faster.
-POSIX_IO_COUNT_MAX = 16_384
-# 16 to 1,024 measured alike (1 MiB and 64 KiB, O_DIRECT); NIXL's default.
-POSIX_KERNEL_QUEUE = 256
-# A transfer takes one batch of GDS at least, and one too many is an error: as many as may fly,
-# and as many draining.
-GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
 # GDS reports a batch that failed while others of the same transfer may still be moving.
 UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
@@ -64,34 +56,6 @@ RING_PAUSE_S = 0.001
 OVERTAKEN_S = 0.1
 # Object stores answer in milliseconds at best, and threads of their own move the bytes.
 OBJECT_PAUSE_S = 0.001
-
-
-def _import_nixl() -> tuple[ModuleType, ModuleType]:
-    """The API and the bindings of whichever wheel is installed."""
-    # Debian's ibverbs-providers bring a second libnl, and the process then segfaults at exit. An
-    # operator with InfiniBand sets UCX_MODULES, and this default does not apply.
-    os.environ.setdefault("UCX_MODULES", "^ib")
-    # Both libraries print to stdout and stderr, though every failure reaches us as an exception.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    raise_exceptions = logging.raiseExceptions
-    for package in ("nixl_cu13", "nixl_cu12", "nixl"):  # cu12 always is there; cu13 was asked for.
-        try:
-            api = importlib.import_module(f"{package}._api")
-            return api, importlib.import_module(f"{package}._bindings")
-        except ModuleNotFoundError:
-            continue
-        finally:
-            logging.raiseExceptions = raise_exceptions  # NIXL turns it off for everybody.
-    raise ModuleNotFoundError("no NIXL wheel is installed (nixl-cu12 or nixl-cu13)")
-
-
-api, _bindings = _import_nixl()
-NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
-    value
-    for name, value in vars(_bindings).items()
-    if name.startswith("nixl") and name.endswith("Error")
-)
 
 
 DONE = "done"
@@ -145,8 +109,8 @@ class Pump:
         others = rings() if only_files else set()
         for backend in backends:
             if backend == "OBJ":
-                _prepare_object_plugin(self._agent)
-            self._agent.create_backend(backend, parameters.get(backend) or _defaults_of(backend))
+                prepare_object_plugin(self._agent)
+            self._agent.create_backend(backend, parameters.get(backend) or defaults_of(backend))
         self.ring_fd = only_new_ring(others) if only_files else None
         """Where the kernel says when an I/O has ended; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
@@ -412,10 +376,10 @@ class Pump:
         return never_posted or local or self._is_lost(transfer.peer, error)
 
     def _is_lost(self, peer: str, error: Exception) -> bool:
-        if isinstance(error, _bindings.nixlRemoteDisconnectError):
+        if isinstance(error, bindings.nixlRemoteDisconnectError):
             return True
         # One failed transfer makes NIXL forget the peer; the others then find nobody.
-        return isinstance(error, _bindings.nixlNotFoundError) and not (
+        return isinstance(error, bindings.nixlNotFoundError) and not (
             self._agent.check_remote_metadata(peer)
         )
 
@@ -463,52 +427,6 @@ def _leak(*things: object) -> None:
     seconds, and holds Python's lock all the time, so that not even a watchdog could run."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _defaults_of(backend: str) -> dict[str, str]:
-    if backend == "GDS":
-        return {"batch_pool_size": str(GDS_BATCHES)}
-    return posix_defaults() if backend == "POSIX" else {}
-
-
-def posix_defaults() -> dict[str, str]:
-    """Parameters of NIXL's POSIX back end, chosen for this machine."""
-    return {
-        probe_posix(): "true",
-        "ios_pool_size": str(POSIX_IO_COUNT_MAX),
-        "kernel_queue_size": str(POSIX_KERNEL_QUEUE),
-    }
-
-
-def _prepare_object_plugin(agent: Any) -> None:
-    """One request for one transfer: the AWS SDK tries 10 times by itself, for 25 s where nobody
-    listens and for a minute where nobody answers. Like this it takes 0 s and 3 to 10 s."""
-    os.environ.setdefault("AWS_RETRY_MODE", "standard")
-    os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")
-    agent.get_plugin_params("OBJ")  # Loads the plug-in: else the back end is not found.
-
-
-@functools.cache
-def probe_posix() -> str:
-    """`use_uring`, or `use_aio` where a container forbids io_uring. Raises `MoverUnavailable`.
-
-    Never `use_posix_aio`: one request's error fails its innocent neighbours, and it is 5 to 10
-    times slower.
-    """
-    for io_queue in ("use_uring", "use_aio"):
-        agent = api.nixl_agent(
-            "probe", api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        )
-        with contextlib.suppress(*NIXL_ERRORS):
-            agent.create_backend("POSIX", {io_queue: "true", "ios_pool_size": "64"})
-            return io_queue
-    raise MoverUnavailable("neither io_uring nor Linux AIO is allowed here")
-
-
-def plugin_names() -> tuple[str, ...]:
-    """The back ends that NIXL finds."""
-    config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-    return tuple(sorted(api.nixl_agent("probe", config).get_plugin_list()))
 
 
 def _object_rows(transfer: Transfer) -> list[tuple[int, int, int, str]]:
