@@ -20,7 +20,7 @@ def kernels_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_port_is_none_that_the_kernel_hands_out(kernels_ports: Path) -> None:
-    """Once a connection had taken such a port between the question and the `bind`."""
+    """One of those may be a connection's by the time that a service listens on it."""
     kernels_ports.write_text("12000\t60999\n")
     assert all(10_000 <= free_port() < 12_000 for _ in range(100))
     assert all(10_000 <= free_port(also_above=1000) < 11_000 for _ in range(100))
@@ -38,7 +38,7 @@ def test_without_a_kernel_that_says_so_there_are_ports_too(kernels_ports: Path) 
 
 
 def test_the_port_above_is_free_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of CI failed at a port for replays that another process listened on."""
+    """The one for replays was once another process's."""
     free = free_port(also_above=10)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

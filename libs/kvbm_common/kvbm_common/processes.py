@@ -71,7 +71,7 @@ def free_port(address: str = "127.0.0.1", *, also_above: int = 0) -> int:
     """A TCP port that nobody uses now, and with `also_above` the one so far above it, too.
 
     Somebody may take it before you do: retry then. Where there is room it lies below those that
-    the kernel hands out (`ip_local_port_range`), to connections and to who asks for port 0.
+    the kernel hands out (`ip_local_port_range`), to connections and for port 0.
     """
     end = _first_of_kernel()
     if end <= _FIRST_PORT + also_above:
