@@ -164,6 +164,11 @@ def test_long_events_are_shortened_and_ranks_shown() -> None:
 # ---- the document ----------------------------------------------------------------------------
 
 
+def _interruptible() -> None:
+    """What a shell starts in its background ignores the interrupt, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Running:
     """A process, line by line."""
 
@@ -176,7 +181,7 @@ class Running:
         environ = os.environ | {"NATS_URL": url, "KVBM_NATS_URL": url}
         return cls(
             await asyncio.create_subprocess_exec(
-                *command, env=environ, stdout=asyncio.subprocess.PIPE
+                *command, env=environ, stdout=asyncio.subprocess.PIPE, preexec_fn=_interruptible
             )
         )
 
@@ -193,7 +198,8 @@ class Running:
     async def end(self) -> int:
         """Interrupt it."""
         self.process.send_signal(signal.SIGINT)
-        await self.process.communicate()
+        async with asyncio.timeout(DEADLINE_S):
+            await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode
 
