@@ -88,6 +88,7 @@ class MappedReader:
         self._theirs = welcome.arena_address
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arena")
         self._thread.submit(lambda: None)  # Here, not in the engine's thread, which may be bound.
+        self._is_unmapped = False  # Only the thread of its own looks at it.
 
     def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
         try:
@@ -98,6 +99,8 @@ class MappedReader:
             return refused
 
     def _copy(self, target: Spans, source: Spans, deadline: float) -> Moved:
+        if self._is_unmapped:  # Asked for while `close` was between its two steps.
+            raise MoverClosed("the mapping is closed")
         if time.monotonic() >= deadline:
             raise TransferTimeout("the copy did not begin by its deadline")
         offsets = source.rows[:, 0].astype(np.int64) - self._theirs
@@ -115,8 +118,12 @@ class MappedReader:
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # Closed before.
-            self._thread.submit(self._arena.close)
+            self._thread.submit(self._unmap)
         self._thread.shutdown(wait=True)
+
+    def _unmap(self) -> None:
+        self._is_unmapped = True
+        self._arena.close()
 
 
 def readers_of(

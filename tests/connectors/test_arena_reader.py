@@ -127,6 +127,23 @@ def test_what_was_asked_for_before_the_end_ends_first(mapped: MappedReader) -> N
     mapped.close()
 
 
+def test_what_is_asked_for_while_it_closes_is_not_copied(mapped: MappedReader) -> None:
+    """Method: a read arrives between the end of the mapping and that of the thread. It crashed."""
+    ours = np.zeros(64, dtype=np.uint8)
+    reads: list[Future[Moved]] = []
+    shutdown = mapped._thread.shutdown
+
+    def after_a_read(*, wait: bool) -> None:
+        reads.append(mapped.read(rows(ours.ctypes.data, 0), rows(THEIRS, 64), deadline_s=1))
+        shutdown(wait=wait)
+
+    mapped._thread.shutdown = after_a_read  # type: ignore[assignment,method-assign]
+    mapped.close()
+    with pytest.raises(MoverClosed):
+        reads[0].result(DEADLINE_S)
+    assert not ours.any()
+
+
 def test_nixl_reads_another_process(mover: MoverThread, owner: Owner) -> None:
     reader = NixlReader(mover, mover.add_peer(owner.metadata).result(DEADLINE_S))
     ours = np.zeros((2, 64), dtype=np.uint8)
