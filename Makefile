@@ -2,19 +2,22 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
-PACKAGES := libs/kvbm_common services/index services/host_tier services/disk_tier services/metrics connectors
+PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier services/disk_tier services/metrics connectors
 
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-sglang test-compose up bench bench-vllm bench-sglang bench-index bench-disk bench-scale lint lock
+.PHONY: help setup demo test test-vllm test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale lint lock mutants
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(STAMP) ## make .venv from the hashed lock (idempotent)
 
-$(STAMP): requirements/lock.txt $(PACKAGES:=/pyproject.toml)
+# What is compiled, where there is a compiler: installing the package does it.
+NATIVE := libs/kvbm_common/hatch_build.py $(wildcard libs/kvbm_common/kvbm_common/copying/native/*)
+
+$(STAMP): requirements/lock.txt $(PACKAGES:=/pyproject.toml) $(NATIVE)
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "KVBM needs Python 3.11 or newer")'
 	test -x $(PY) || python3 -m venv $(VENV)
 	$(PY) -m pip install --quiet --require-hashes --no-deps -r requirements/lock.txt
@@ -45,12 +48,24 @@ test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a r
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
 	$(PY) -m pytest tests/vllm $(ARGS)
 
+fuzz-vllm: setup ## drawn programs on a real vLLM (CPU) with the connector and on vLLM alone; they must agree
+	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
+	$(PY) -m tests.vllm.fuzz $(ARGS)
+
 test-compose: setup ## the images and docker-compose.yml under a real engine: demo, kills, scaling
 	COMPOSE_TESTS=1 $(PY) -m pytest tests/compose $(ARGS)
 
 test-sglang: setup ## the storage back end on SGLang's real factory and host pools (CPU): its own environment
 	nice -n 5 python3 tests/sglang/make_env.py .venv-sglang
 	KVBM_TEST_SGLANG=1 $(PY) -m pytest tests/sglang $(ARGS)
+
+.venv-mutmut/.setup-stamp: tests/mutation/requirements.txt $(STAMP)
+	rm -rf .venv-mutmut
+	$(PY) -m pip install --quiet --no-deps --require-hashes --target .venv-mutmut -r tests/mutation/requirements.txt
+	touch $@
+
+mutants: setup .venv-mutmut/.setup-stamp ## changes to the cores that no test notices; ARGS="slots leases"
+	$(PY) -m tests.mutation $(ARGS)
 
 lint: setup ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .

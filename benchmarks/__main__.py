@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.report import report
 
 NAMES = ("identity", "eviction", "host_path", "disk_path", "latency", "operators")
-ON_DEMAND = ("vllm", "sglang", "index", "disk", "restart", "scale")
+ON_DEMAND = ("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy")
 """Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
 bench-disk`, `make bench-scale`."""
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from kvbm_common import nixl_library
-from kvbm_common.mapping import make_huge, map_shared
+from kvbm_common.memory.huge_pages import make_huge, map_shared
+from kvbm_common.nixl import library
 from numpy.typing import NDArray
 
 # Beyond the caches of every machine that we know; a batch below it would measure the cache.
@@ -71,7 +71,7 @@ class PlainFile:
         """`blocks`: how many are moved at a time."""
         self._block_bytes, self._depth = block_bytes, depth
         self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        self._agent = _agent("baseline-files", "POSIX", nixl_library.posix_defaults())
+        self._agent = _agent("baseline-files", "POSIX", library.posix_defaults())
         self._memory = page_aligned(block_bytes * blocks)
         self._memory[:] = 1
         _register(self._agent, "DRAM", self._memory.ctypes.data, len(self._memory))
@@ -157,8 +157,8 @@ def _own_memory(size_bytes: int) -> None:
 
 
 def _agent(name: str, backend: str, params: dict[str, str]) -> Any:
-    config = nixl_library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
-    agent = nixl_library.api.nixl_agent(f"{name}-{os.getpid()}", config)
+    config = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
+    agent = library.api.nixl_agent(f"{name}-{os.getpid()}", config)
     agent.create_backend(backend, params)
     return agent
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
-from kvbm_common.bus import Bus
-from kvbm_common.counters import Counters
-from kvbm_common.stack import Stack
+from kvbm_cli.stack import Stack
+from kvbm_common.nats.bus import Bus
+from kvbm_common.runtime.metrics import Metrics
 
 from benchmarks.disk_path import MIB, VERBS, Announced, measure, tell_hits
 from benchmarks.harness import Row, info_row, time_row
@@ -56,7 +56,7 @@ async def _mixed() -> list[Row]:
     }
     services = ("consolidator", "host-tier", "disk-tier")
     async with Stack.private(overrides, services=services) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Counters(), deadline_s=5)
+        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
         reader, writer = (
             Probe(stack.settings, name, block_bytes=MIB, block_count=CHAIN_BLOCKS)
             for name in ("reader", "writer")

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from kvbm_common.bus import Bus
-from kvbm_common.counters import Counters
+from kvbm_cli.stack import Stack
 from kvbm_common.identity import SequenceHash, hashes_to_hex
-from kvbm_common.stack import Stack
+from kvbm_common.nats.bus import Bus
+from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.events import SUBJECT_PREFIX, Stored, event_codec
 from kvbm_common.wire.verbs import Hits, StatsReply, hits_codec, hits_subject, verb_subject
-from kvbm_disk_tier.journal import replay
-from kvbm_disk_tier.store import Header
+from kvbm_disk_tier.core.journal import replay
+from kvbm_disk_tier.shell.store import Header
 from numpy.typing import NDArray
 
 from benchmarks.baseline import PlainFile, ReadWrite, fio
@@ -106,7 +106,7 @@ async def _measure_start(measured: Measured) -> None:
     services = ("consolidator", "host-tier", "disk-tier")
     async with contextlib.AsyncExitStack() as ends:
         stack = await ends.enter_async_context(Stack.private(overrides, services=services))
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Counters(), deadline_s=5)
+        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
         ends.push_async_callback(bus.close)
         path = _Path(stack, bus, block_bytes)
         ends.callback(path.close)

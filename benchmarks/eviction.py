@@ -9,9 +9,9 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 
+from kvbm_cli.replay import ROOT, Requests, bound_of, hits_of, requests_of
 from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.replay import ROOT, Requests, bound_of, hits_of, requests_of
 
 from benchmarks.eviction_loads import LOADS
 from benchmarks.harness import Row, info_row

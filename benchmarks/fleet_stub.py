@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kvbm_common.bus import Bus, VerbHandler
-from kvbm_common.registry import NatsRegistry
+from kvbm_common.nats.bus import Bus, VerbHandler
+from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.wire.verbs import verb_subject
 
 VERBS = ("stats", "metrics")

@@ -26,15 +26,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "libs/kvbm_common")]
 
 import numpy as np  # noqa: E402
-from kvbm_common.arena import Arena  # noqa: E402
 from kvbm_common.cuda.copies import Copies  # noqa: E402
 from kvbm_common.cuda.measure import choose, measure  # noqa: E402
 from kvbm_common.cuda.mover import DeviceMover  # noqa: E402
 from kvbm_common.cuda.pinning import Pinning  # noqa: E402
 from kvbm_common.cuda.reading import DeviceReader, DeviceSums, Gpu  # noqa: E402
 from kvbm_common.cuda.runtime import CudaError, CudaUnavailable, CupyRuntime, Runtime  # noqa: E402
-from kvbm_common.layout import CHUNK_BYTES, chunks_of, device_pieces, slot_pieces  # noqa: E402
-from kvbm_common.transfers import Moved, Spans  # noqa: E402
+from kvbm_common.memory.arena import Arena  # noqa: E402
+from kvbm_common.nixl.layout import CHUNK_BYTES, chunks_of, device_pieces, slot_pieces  # noqa: E402
+from kvbm_common.nixl.spans import Spans  # noqa: E402
+from kvbm_common.nixl.transfers import Transferred  # noqa: E402
 
 BUDGET_S = 420.0
 """Of the whole run; sections that begin after it are left out."""
@@ -109,7 +110,7 @@ def unnamed_arena(size_bytes: int) -> Arena:
     in the machine's memory. Its path is for this process."""
     fd = os.memfd_create("kvbm-gpu", os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
-    return Arena(Path(f"/proc/self/fd/{fd}"), fd, owner=False)
+    return Arena(Path(f"/proc/self/fd/{fd}"), fd, size_bytes, owner=False)
 
 
 class Bench:
@@ -357,7 +358,7 @@ def _ask(reader: DeviceReader, spans: list[tuple[Spans, Spans]]) -> float:
     began = time.perf_counter()
     reads: list[Any] = [reader.read(t, s, deadline_s=DEADLINE_S) for t, s in spans]
     for read in reads:
-        moved: Moved = read.result(DEADLINE_S)
+        moved: Transferred = read.result(DEADLINE_S)
         assert moved.bytes > 0
     return time.perf_counter() - began
 

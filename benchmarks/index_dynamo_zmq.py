@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import zmq
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 from kvbm_common.wire.engine_events import (
     BlockStored,
     EngineBatch,

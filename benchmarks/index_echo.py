@@ -8,8 +8,8 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvbm_common.bus import Bus
-from kvbm_common.service import GC_ALLOCATIONS
+from kvbm_common.nats.bus import Bus
+from kvbm_common.service.process import GC_ALLOCATIONS
 from kvbm_common.wire.verbs import verb_subject
 
 KIND, VERB = "echo", "match"

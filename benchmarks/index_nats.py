@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
+from kvbm_cli.stack import ServiceProcess
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.registry import NatsRegistry
-from kvbm_common.stack import ServiceProcess
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.wire.events import Cleared, Run, Stored, event_codec, event_subject
 from kvbm_common.wire.verbs import MatchReply, MatchRequest, StatsReply, verb_subject
 
@@ -222,8 +222,8 @@ async def restarts(batch: int = 16) -> list[Row]:
 
 
 async def _wait_image(bus: Bus) -> None:
-    from kvbm_common.object_store import ObjectStore
-    from kvbm_index.keeper import BUCKET, BUCKET_BYTES_MAX, NAME
+    from kvbm_common.nats.object_store import ObjectStore
+    from kvbm_index.shell.image_store import BUCKET, BUCKET_BYTES_MAX, NAME
 
     store = ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX)
     async with asyncio.timeout(DEADLINE_S):

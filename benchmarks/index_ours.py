@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from kvbm_common.event_subscription import BATCH_MAX, EventMessage
 from kvbm_common.identity import SequenceHash
-from kvbm_common.service import GC_ALLOCATIONS
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.event_subscription import BATCH_MAX
+from kvbm_common.service.process import GC_ALLOCATIONS
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX
-from kvbm_index import lean, together
-from kvbm_index.core import IndexCore
-from kvbm_index.messages import EventsReceived
+from kvbm_index.core import event_batch, event_decoder
+from kvbm_index.core.core import IndexCore
+from kvbm_index.core.messages import EventsReceived
 
 from benchmarks import index_workload as workload
 
@@ -82,7 +83,7 @@ def feeder(core: IndexCore) -> Callable[[list[Any]], None]:
 
     def apply(chunk: list[Any]) -> None:
         for at in range(0, len(chunk), BATCH_MAX):
-            events = tuple(together.read(chunk[at : at + BATCH_MAX], refuse))
+            events = tuple(event_batch.read(chunk[at : at + BATCH_MAX], refuse))
             core.step(EventsReceived(events), 0)
 
     def refuse(message: EventMessage, error: WireError) -> None:
@@ -114,7 +115,7 @@ def shared() -> list[float]:
     asked = workload.long_chains()[:200]
     for source, names in itertools.product(range(workload.SOURCES), asked):
         message = encoder.stored(source, workload.NO_PARENT, names)
-        core.step(EventsReceived((lean.read(message.subject, message.payload),)), 0)
+        core.step(EventsReceived((event_decoder.read(message.subject, message.payload),)), 0)
     assert [found.blocks for found in core.match(asked[0])] == [512] * workload.SOURCES  # type: ignore[arg-type]
     return workload.match_seconds(core.match, _again, asked)  # type: ignore[arg-type]
 

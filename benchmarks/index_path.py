@@ -11,10 +11,10 @@ from statistics import median
 
 import msgspec
 import numpy as np
-from kvbm_common.bus import Bus
+from kvbm_cli.stack import Stack
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
-from kvbm_common.stack import Stack
+from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockStored,

@@ -7,10 +7,10 @@ import time
 
 import msgspec
 import numpy as np
-from kvbm_common.bus import Bus
-from kvbm_common.counters import Counters
+from kvbm_cli.stack import Stack
 from kvbm_common.identity import hashes_to_hex
-from kvbm_common.stack import Stack
+from kvbm_common.nats.bus import Bus
+from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.verbs import MatchReply, MatchRequest, verb_subject
 
 from benchmarks.harness import Row, info_row, percentile, time_row
@@ -31,7 +31,7 @@ def run() -> list[Row]:
 async def _run() -> list[Row]:
     services = ("consolidator", "index", "host-tier")
     async with Stack.private({"cpu_cache_gb": 0.1}, services=services) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Counters(), deadline_s=5)
+        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
         probe = Probe(stack.settings, "probe", block_bytes=BLOCK_BYTES, block_count=LOOKUP_BLOCKS)
         try:
             await asyncio.to_thread(probe.start)

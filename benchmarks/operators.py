@@ -9,13 +9,13 @@ from functools import partial
 
 import httpx
 import msgspec
-from kvbm_common.announcer import Announcer
-from kvbm_common.bus import Bus
-from kvbm_common.counters import Counters
+from kvbm_cli.stack import Stack
 from kvbm_common.identity import hash_from_hex
-from kvbm_common.registry import NatsRegistry
-from kvbm_common.slots import Block
-from kvbm_common.stack import Stack
+from kvbm_common.nats.bus import Bus
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Event, event_codec, event_subject
 from kvbm_common.wire.holders import HoldersReply
 from kvbm_common.wire.verbs import verb_subject
@@ -48,7 +48,7 @@ def run() -> list[Row]:
 async def _answers(said: dict[str, bytes]) -> list[Row]:
     """A stack whose index follows many sources of events; keeps what its host tier says."""
     async with Stack.private({"cpu_cache_gb": 0.1}) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Counters(), deadline_s=5)
+        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
         try:
             await _many_sources(bus, stack.settings.host)
             said |= await recorded(bus, stack.settings.host)
@@ -90,7 +90,7 @@ async def _verb_row(bus: Bus, host: str, kind: str) -> Row:
 async def _fleet(said: dict[str, bytes]) -> list[Row]:
     """A metrics service that speaks for many instances, which this process plays."""
     async with Stack.private(services=("metrics",)) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Counters(), deadline_s=5)
+        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
         registry = NatsRegistry(bus, ttl_s=5.0)
         try:
             await serve_fleet(bus, registry, said, count=SOURCES)

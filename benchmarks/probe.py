@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import zmq
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
 from kvbm_common.identity import Hasher, Namespace, SequenceHash
 from kvbm_common.wire.local import Attach, Region
-from kvbm_connectors.core import Limits
-from kvbm_connectors.messages import Hit, LoadResult, OfferRun
-from kvbm_connectors.scheduler import SchedulerHalf, new_incarnation
+from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
+from kvbm_connectors.client.worker import WorkerHalf
+from kvbm_connectors.core.limits import ConnectorLimits
+from kvbm_connectors.core.messages import Hit, LoadResult, OfferRun
 from kvbm_connectors.sim.event_stream import EventStream
-from kvbm_connectors.worker import WorkerHalf
 
 from benchmarks.harness import wait_for
 
@@ -61,7 +61,7 @@ class Probe:
             namespace=self.namespace,
             regions=[region],
             host_tier_endpoint=settings.host_tier_endpoint,
-            read_block=self.memory.__getitem__ if verify else None,
+            verify_every=int(verify),
             on_news=self._news.set,
         )
         self.scheduler = SchedulerHalf(
@@ -79,7 +79,7 @@ class Probe:
                     namespace=self.namespace,
                 )
             ],
-            limits=Limits(
+            limits=ConnectorLimits(
                 lease_ms=DEADLINE_MS,
                 onboard_deadline_ms=DEADLINE_MS,
                 offer_deadline_ms=DEADLINE_MS,

@@ -21,19 +21,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from kvbm_common.blocks import Block
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
+from kvbm_cli.stack import ServiceProcess
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.service import GC_ALLOCATIONS
-from kvbm_common.stack import ServiceProcess
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.service.process import GC_ALLOCATIONS
+from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.verbs import StatsReply, verb_subject
-from kvbm_disk_tier.core import DiskTierCore
-from kvbm_disk_tier.journal import Operation, Record, encode_records
-from kvbm_disk_tier.messages import AnnounceLater, AnnounceMore, StoreOpened
-from kvbm_disk_tier.store import FORMAT, Header, Store, StoreOptions
+from kvbm_disk_tier.core.core import DiskTierCore
+from kvbm_disk_tier.core.effects import AnnounceLater
+from kvbm_disk_tier.core.journal import Operation, Record, encode_records
+from kvbm_disk_tier.core.messages import AnnounceMore, StoreOpened
+from kvbm_disk_tier.shell.store import FORMAT, Header, Store, StoreOptions
 
 from benchmarks.harness import Row, info_row, time_row
 
@@ -120,10 +121,10 @@ def _restored_once(directory: Path, policy: str) -> tuple[float, float]:
         assert found is not None
         effects = core.step(StoreOpened(BLOCKS, SLOT_BYTES, found), 1)
         ready_s = time.perf_counter()
-        assert len(core.table) == BLOCKS
+        assert len(core.inventory.table) == BLOCKS
         while any(isinstance(effect, AnnounceLater) for effect in effects):
             effects = core.step(AnnounceMore(), 2)
-        assert not core.table.folded_count
+        assert not core.inventory.table.folded_count
         return ready_s - started_s, time.perf_counter() - ready_s
     finally:
         store.close()

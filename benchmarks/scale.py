@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
-from kvbm_common.registry import NatsRegistry
-from kvbm_common.rendezvous import owner_of
-from kvbm_common.snapshots import SnapshotPages
-from kvbm_common.stack import Stack
+from kvbm_cli.stack import Stack
+from kvbm_common.config.settings import Settings
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.snapshots import SnapshotPages
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.tier.rendezvous import owner_of
 from kvbm_common.wire.events import Run
 from kvbm_common.wire.verbs import (
     MatchReply,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbm_common.processes import dying_with_parent, free_port
+from kvbm_common.runtime.processes import dying_with_parent, free_port
 
 from benchmarks.lmcache_env import PYTHON as LMCACHE_PYTHON
 from tests.vllm.harness import (
@@ -76,7 +76,7 @@ def arms() -> Iterator[Arms]:
             process = EngineProcess(
                 model, settings, log=directory / f"{name}.log", arguments=ENGINE | more,
                 environ=ONE_THREAD,
-                extra={"verify_host_reads": "sampled"}, **(LMCACHE if name == "lmcache" else {}),
+                **(LMCACHE if name == "lmcache" else {}),
             )  # fmt: skip
             stack.callback(process.stop)
             process.wait_started()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from kvbm_common.stack import Stack
+from kvbm_cli.stack import Stack
 
 from benchmarks.harness import Row, bound_row, info_row, interval, processor_s
 from benchmarks.probe import Probe

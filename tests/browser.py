@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +10,8 @@ from typing import Any, Literal
 
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
+
+from tests.waiting import ask_until
 
 CHROMIUM = shutil.which("chromium") or ""
 needs_chromium = pytest.mark.skipif(
@@ -49,9 +50,7 @@ class Tab:
 
     async def until(self, condition: str) -> None:
         """Wait for a condition, in JavaScript: asked from here, the page's policy forbids eval."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not await self.page.evaluate(condition):  # noqa: ASYNC110 - as `wait_until`.
-                await asyncio.sleep(POLL_S)
+        await ask_until(lambda: self.page.evaluate(condition), deadline_s=DEADLINE_S, poll_s=POLL_S)
 
     async def evaluate(self, code: str) -> Any:
         """What some JavaScript finds."""

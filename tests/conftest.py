@@ -9,8 +9,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from kvbm_common.bus import Bus
-from kvbm_common.nats_server import NatsServer
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
 
 from tests.etcd_server import EtcdServer
 

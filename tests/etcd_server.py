@@ -6,14 +6,15 @@ import asyncio
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from kvbm_common.processes import dying_with_parent, free_port
+from kvbm_common.runtime.processes import dying_with_parent, free_port
+
+from tests.waiting import ask_until
 
 START_DEADLINE_S = 20.0
 """It answers after a few tenths of a second."""
@@ -42,14 +43,22 @@ class EtcdServer:
         While it is away, a connection of somebody else's may have its port for an instant.
         """
         self._process = self._spawn()
-        end_s = time.monotonic() + START_DEADLINE_S
-        while not await self._answers():
-            tail = (self.directory / "log").read_text(errors="replace")[-500:]
-            assert time.monotonic() < end_s, tail
-            if self._process.poll() is not None:
-                assert "address already in use" in tail, tail
+
+        async def serves() -> bool:
+            if await self._answers():
+                return True
+            if self._process is not None and self._process.poll() is not None:
+                assert "address already in use" in self._log_tail(), self._log_tail()
                 self._process = self._spawn()
-            await asyncio.sleep(0.01)
+            return False
+
+        try:
+            await ask_until(serves, deadline_s=START_DEADLINE_S)
+        except TimeoutError:
+            raise AssertionError(self._log_tail()) from None
+
+    def _log_tail(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")[-500:]
 
     def kill(self) -> None:
         """End it like a crash, and wait for its death."""

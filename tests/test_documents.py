@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from kvbm_common import reasons
-from kvbm_common.cli import make_app
+from kvbm_cli.main import make_app
+from kvbm_common.tier import reasons
 
 from benchmarks.harness import Row
 from benchmarks.report import DOCUMENT, RESULTS, markdown
+from tests.test_words import BANNED_PATTERN
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 OPERATING = (ROOT / "docs/operating.md").read_text()
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+DECISIONS = ROOT / "docs/decisions.md"
+WALKTHROUGH = ROOT / "docs/walkthrough.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
+
+COLUMNS_MAX = 100
+ARCHITECTURE_LINES_MAX = 250
+STOPS_MAX = 12
+LINES_WITHOUT_LANDMARK_MAX = 15
+SENTENCE_WORDS_MAX = 25
+WITH_LANDMARKS = [
+    ROOT / "README.md", ARCHITECTURE, ROOT / "CONTRIBUTING.md", DECISIONS, WALKTHROUGH,
+]  # fmt: skip
+GENERATED = {"docs/configuration.md", "docs/benchmarks.md"}
 
 
 def by_name(path: Path) -> str:
@@ -72,7 +89,7 @@ def test_messages_that_are_explained_are_those_that_are_printed() -> None:
     # Adjacent literals are one message, and what stands in braces is any text.
     source = "\n".join(
         re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-        for path in [*ROOT.glob("services/*/kvbm_*/*.py"), *ROOT.glob("connectors/**/*.py")]
+        for path in [*ROOT.glob("services/*/kvbm_*/**/*.py"), *ROOT.glob("connectors/**/*.py")]
     )
     for message in quoted:
         for part in re.split(r"\s*…\s*", message):
@@ -97,10 +114,13 @@ def test_every_error_code_is_explained() -> None:
 def test_every_count_of_a_core_is_explained() -> None:
     """Goal: no counter without a line that says what it means."""
     names = documented_metrics()
-    for path in ROOT.glob("services/*/kvbm_*/*.py"):
+    counted = 0
+    for path in ROOT.glob("services/*/kvbm_*/**/*.py"):
         for name in re.findall(r"counts\[f?\"(\w+)[.\"]", path.read_text()):
             family = f"kvbm_{name.removesuffix('_total')}"
             assert {family, f"{family}_total"} & names, f"{name} of {path.name}"
+            counted += 1
+    assert counted > 50, "the counters have moved to where this test does not look"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -119,3 +139,155 @@ def test_every_reason_of_a_miss_is_explained() -> None:
     first, second = section.split("| outcome | meaning |")
     assert re.findall(r"^\| `(\w+)` \|", first, re.MULTILINE) == list(reasons.MEANINGS)
     assert re.findall(r"^\| `(\w+)` \|", second, re.MULTILINE) == list(reasons.OUTCOMES)
+
+
+def prose_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a document that are not in a code block."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith("    "):
+            yield number, line
+
+
+def headings(text: str) -> list[tuple[int, str]]:
+    """Return level and title of every heading."""
+    found = (re.fullmatch(r"(#+) (.*)", line) for _, line in prose_lines(text))
+    return [(len(match[1]), match[2]) for match in found if match]
+
+
+def anchor(title: str) -> str:
+    """Return the anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of paragraphs and lists, without tables and headings."""
+    lines = [line.strip() for _, line in prose_lines(text)]
+    prose = "\n".join("" if line.startswith(("|", "#")) else line for line in lines)
+    for paragraph in re.split(r"\n\n+|\n(?=- |\d+\. )", prose):
+        yield from re.split(r"(?<=[.:;?!*]) (?=[A-Z`*\[])", " ".join(paragraph.split()))
+
+
+def functions_of(path: Path) -> set[str]:
+    """Return the functions of a module, methods as `Class.method`."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, kinds):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            inner = (child.name for child in node.body if isinstance(child, kinds))
+            names |= {f"{node.name}.{name}" for name in inner}
+    return names
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=by_name)
+def test_anchors_of_links_are_headings(path: Path) -> None:
+    """Goal: a link into a page ends at the section that it means."""
+    for target, name in re.findall(r"\]\(([^)#]*)#([^)]+)\)", path.read_text()):
+        page = path.parent / target if target else path
+        if not target.startswith("http"):
+            anchors = {anchor(title) for _, title in headings(page.read_text())}
+            assert name in anchors, f"{target}#{name}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if by_name(path) not in GENERATED], ids=by_name
+)
+def test_lines_outside_of_tables_fit(path: Path) -> None:
+    """Goal: a document can be read beside the code; a table cell cannot be broken."""
+    text = path.read_text()
+    long = [n for n, line in prose_lines(text) if len(line) > COLUMNS_MAX and line[0] != "|"]
+    assert not long, f"lines {long}"
+
+
+def test_architecture_is_short() -> None:
+    """Goal: the map is read as a whole."""
+    lines = ARCHITECTURE.read_text().splitlines()
+    assert len(lines) <= ARCHITECTURE_LINES_MAX
+    assert max(map(len, lines)) <= COLUMNS_MAX
+
+
+@pytest.mark.parametrize("path", WITH_LANDMARKS, ids=by_name)
+def test_a_heading_or_table_comes_every_few_lines(path: Path) -> None:
+    """Goal: an eye that looks for something finds a place to stop."""
+    since = 0
+    for number, line in prose_lines(path.read_text()):
+        since = 0 if line.startswith(("#", "|")) else since + 1
+        assert since <= LINES_WITHOUT_LANDMARK_MAX, f"line {number}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if by_name(path) not in GENERATED], ids=by_name
+)
+def test_sentences_are_short(path: Path) -> None:
+    """Goal: a sentence is understood at the first reading."""
+    for sentence in sentences(path.read_text()):
+        assert len(sentence.split()) <= SENTENCE_WORDS_MAX, sentence
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if by_name(path) not in GENERATED], ids=by_name
+)
+def test_the_subject_is_the_thing(path: Path) -> None:
+    """Goal: documents follow the same list as docstrings; printed output is not theirs."""
+    prose = " ".join(" ".join(line for _, line in prose_lines(path.read_text())).split())
+    assert BANNED_PATTERN.findall(prose) == []
+
+
+def test_every_decision_has_context_decision_and_cost() -> None:
+    """Goal: a reader learns what a decision was for, and what it costs."""
+    sections = re.split(r"^### ", DECISIONS.read_text(), flags=re.MULTILINE)[1:]
+    assert len(sections) > 50
+    for section in sections:
+        parts = re.findall(r"^\*\*(\w+)\.\*\*", section, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Cost"], section.splitlines()[0]
+
+
+def test_every_decision_is_listed() -> None:
+    """Goal: the list of each subject, and its number in the contents, are complete."""
+    text = DECISIONS.read_text()
+    numbers = dict(re.findall(r"^\| \[([^]]+)\]\([^)]+\) \| (\d+) \|", text, re.MULTILINE))
+    subjects = re.split(r"^## ", text, flags=re.MULTILINE)[2:]
+    assert [subject.splitlines()[0] for subject in subjects] == list(numbers)
+    for subject in subjects:
+        listed = re.findall(r"^- \[(.+)\]\(", subject, re.MULTILINE)
+        assert listed == re.findall(r"^### (.+)$", subject, re.MULTILINE)
+        assert len(listed) == int(numbers[subject.splitlines()[0]])
+
+
+def test_walkthrough_names_functions_that_exist() -> None:
+    """Goal: each stop leads to the function that it speaks of."""
+    stops = re.split(r"^\d+\. ", WALKTHROUGH.read_text(), flags=re.MULTILINE)[1:]
+    assert 8 <= len(stops) <= STOPS_MAX
+    for stop in stops:
+        named = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", stop)
+        assert named, stop
+        for name, target in named:
+            assert name in functions_of(WALKTHROUGH.parent / target), f"{name} in {target}"
+
+
+def test_changelog_keeps_its_sections() -> None:
+    """Goal: a user finds what was added, changed and fixed, as keepachangelog.com has it."""
+    found = headings(CHANGELOG.read_text())
+    assert found[0] == (1, "Changelog")
+    releases = [title for level, title in found if level == 2]
+    assert releases[0] == "[Unreleased]"
+    for release in releases[1:]:
+        assert re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", release)
+    kinds = {title for level, title in found if level == 3}
+    assert {"Added", "Changed", "Fixed"} <= kinds
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=by_name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    """Goal: a module that has moved takes its mentions along."""
+    named = re.findall(r"`((?!/)[\w./]+\.(?:py|yml|conf))`", path.read_text())
+    named += [name + "/" for name in re.findall(r"`(kvbm_\w+(?:/\w+)+)`", path.read_text())]
+    product = [ROOT / name for name in ("libs", "services", "connectors", "tests", "compose")]
+    for name in named:
+        found = (ROOT / name).exists() or any(any(top.rglob(name)) for top in product)
+        assert found, name

@@ -7,12 +7,14 @@ into that image and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
+
+from tests.waiting import wait_for
 
 PULLED_BASE = "python:3.11-slim-bookworm"
 MADE_BASE = "kvbm-test-base:bookworm"
@@ -100,11 +102,14 @@ class DockerEngine:
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         os.environ["DOCKER_HOST"] = socket
-        give_up_s = time.monotonic() + START_DEADLINE_S
-        while time.monotonic() < give_up_s and self._process.poll() is None:
-            if _succeeds(["docker", "info"]):
+        process = self._process
+        with contextlib.suppress(AssertionError):
+            wait_for(
+                lambda: process.poll() is not None or _succeeds(["docker", "info"]),
+                deadline_s=START_DEADLINE_S, poll_s=0.2,
+            )  # fmt: skip
+            if process.poll() is None:
                 return
-            time.sleep(0.2)  # Nobody announces it.
         text = log_path.read_text(errors="replace")[-500:]
         self.__exit__()
         raise NoEngine(f"dockerd does not start here: …{text}")

@@ -6,16 +6,16 @@ import json
 import os
 import re
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.compose.engine import compose_command, docker
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE_FILE = "compose/docker-compose.yml"
@@ -31,10 +31,7 @@ def wait_until(
     condition: Callable[[], bool], what: str, *, deadline_s: float = READY_DEADLINE_S
 ) -> None:
     """Look until it holds; fails the test after the deadline."""
-    give_up_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < give_up_s, f"{what}: not after {deadline_s} s"
-        time.sleep(POLL_S)
+    wait_for(condition, f"{what}: not after {deadline_s} s", deadline_s=deadline_s, poll_s=POLL_S)
 
 
 class Project:

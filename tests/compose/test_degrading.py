@@ -18,7 +18,7 @@ NO_IO_URING = {
     ],
 }
 """What Docker's own profile does since version 25."""
-PROBE = "from kvbm_common.nixl_library import probe_posix; print(probe_posix())"
+PROBE = "from kvbm_common.nixl.library import probe_posix; print(probe_posix())"
 
 
 def doctor(images: dict[str, str], *options: str) -> dict[str, dict[str, str]]:

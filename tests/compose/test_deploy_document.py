@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.compose.engine import compose_command
 from tests.compose.project import (
@@ -38,7 +38,8 @@ def commands() -> list[tuple[str, str]]:
     """Host and command line, in order."""
     found: list[tuple[str, str]] = []
     host = "a"
-    for line in DOCUMENT.read_text().splitlines():
+    without_files = re.sub(r"(?ms)^```.*?^```$", "", DOCUMENT.read_text())
+    for line in without_files.splitlines():
         if match := re.match(r"<!-- on: (\w) -->", line):
             host = match[1]
         elif match := re.match(r" {4}(\S.*)", line):

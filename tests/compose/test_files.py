@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from kvbm_common.nats_server import PAYLOAD_BYTES_MAX, STORE_BYTES_MAX
-from kvbm_common.stack import SERVICES
+from kvbm_cli.stack import SERVICES
+from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX, STORE_BYTES_MAX
 
 from tests.compose.project import COMPOSE_FILE
 from tests.test_documents import documented_metrics
@@ -41,6 +41,14 @@ def test_every_service_has_a_target_and_a_health_check() -> None:
         assert f'CMD ["serve", "{kind}"]' in stage
     for name, service in services_of(COMPOSE_FILE).items():
         assert service["build"]["target"] in TARGETS, name
+
+
+def test_a_service_port_needs_an_address_of_its_own() -> None:
+    """Goal: each container answers probes; in the host's network two host tiers do not collide."""
+    assert "KVBM_SERVICE_PORT=6881 KVBM_SERVICE_BIND=0.0.0.0" in DOCKERFILE
+    for name, service in services_of("compose/docker-host-network.yml").items():
+        if name in SERVICES:
+            assert service["environment"]["KVBM_SERVICE_PORT"].endswith(":-0}"), name
 
 
 def test_no_image_runs_as_root() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.compose.engine import docker
 from tests.compose.project import (

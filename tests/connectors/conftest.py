@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.arena import Arena
+from kvbm_common.memory.arena import Arena
 
 from tests.connectors.endpoints import host_tier
 from tests.connectors.ranks import SIZE, THEIRS, Host, Rank

@@ -101,12 +101,3 @@ def welcome(epoch: int = 7, **changes: Any) -> Welcome:
 def attached(rank: int = 0, *, offers: bool = True) -> Attached:
     """A consolidator's."""
     return Attached(engine="ada", rank=rank, epoch=1, offers=offers)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Look again until it holds; raises TimeoutError. For what other threads do."""
-    give_up_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        if time.monotonic() > give_up_s:
-            raise TimeoutError
-        time.sleep(0.002)

@@ -21,8 +21,9 @@ from kvbm_common.wire.local import (
     ToConsolidator,
     ToHostTier,
 )
-from kvbm_connectors.core import ConnectorCore, Limits
-from kvbm_connectors.messages import (
+from kvbm_connectors.core.core import ConnectorCore
+from kvbm_connectors.core.limits import ConnectorLimits
+from kvbm_connectors.core.messages import (
     Effect,
     Hit,
     Load,
@@ -37,7 +38,7 @@ NAMESPACE = Namespace(model="test", block_tokens=4)
 INCARNATION = f"{1:016x}"
 EPOCH = 7
 BLOCK_BYTES = 64
-LIMITS = Limits(
+LIMITS = ConnectorLimits(
     lease_ms=1_000,
     onboard_deadline_ms=100,
     answer_margin_ms=50,
@@ -85,7 +86,7 @@ def answer(
 class Engine:
     """The core, the clock, and everybody who talks to it."""
 
-    def __init__(self, *, attach: bool = True, limits: Limits = LIMITS) -> None:
+    def __init__(self, *, attach: bool = True, limits: ConnectorLimits = LIMITS) -> None:
         self.core = ConnectorCore(
             engine="ada", incarnation=INCARNATION, namespace=NAMESPACE.digest, limits=limits
         )
@@ -117,13 +118,21 @@ class Engine:
         self.now_ms += ms
         return self.took(self.core.tick(self.now_ms))
 
-    def attached(self, epoch: int = EPOCH) -> None:
+    def attached(self, epoch: int = EPOCH, *, explains: bool = False) -> None:
         """A host tier says welcome."""
-        self.took(self.core.attached(epoch))
+        self.took(self.core.attached(epoch, explains=explains))
 
     def detached(self) -> None:
         """It is silent."""
         self.took(self.core.detached())
+
+    def idle(self) -> bool:
+        """Return whether nothing is on offer, asked or leased."""
+        return self.core.view.idle
+
+    def may_leave(self) -> bool:
+        """Return whether nothing is under way with the host tier."""
+        return self.core.view.may_leave
 
     # --- onboard ----------------------------------------------------------------------------
 

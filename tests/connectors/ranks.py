@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from kvbm_common.checksum import block_checksum
 from kvbm_common.wire.local import FromHostTier, Hello, Region, ToHostTier
-from kvbm_connectors.arena_reader import ArenaReader
-from kvbm_connectors.messages import Load, LoadResult
-from kvbm_connectors.worker import ReadBlock, WorkerHalf
+from kvbm_connectors.client.arena_reader import ArenaReader
+from kvbm_connectors.client.worker import WorkerHalf
+from kvbm_connectors.core.messages import Load, LoadResult
 
-from tests.connectors.endpoints import DEADLINE_S, Endpoint, wait_for, welcome
+from tests.connectors.endpoints import DEADLINE_S, Endpoint, welcome
 from tests.connectors.helpers import EPOCH, INCARNATION, NAMESPACE, name
 from tests.libs.nixl_owner import content
+from tests.waiting import wait_for
 
 BLOCK_BYTES = 4096
 SLOT_COUNT = 64
@@ -36,11 +37,11 @@ class Rank(WorkerHalf):
         directory: Path,
         *,
         pieces: int = 1,
-        verify: bool = True,
         mover: str = "mapped",
         block_bytes: int = BLOCK_BYTES,
-        read_block: ReadBlock | None = None,
         verify_every: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.news = threading.Semaphore(0)
         self.endpoint = f"ipc://{directory}/host.sock"
@@ -52,11 +53,10 @@ class Rank(WorkerHalf):
                    blocks=DEVICE_BLOCKS)
             for i in range(pieces)
         ]  # fmt: skip
-        read = read_block or (self.memory.__getitem__ if verify else None)
         super().__init__(
             engine="ada", incarnation=INCARNATION, namespace=NAMESPACE, regions=regions,
-            host_tier_endpoint=self.endpoint, read_block=read, verify_every=verify_every,
-            onboard_mover=mover, on_news=self.news.release,
+            host_tier_endpoint=self.endpoint, verify_every=verify_every, onboard_mover=mover,
+            on_news=self.news.release, rank=rank, world_size=world_size,
         )  # fmt: skip
 
     def meet(self, host: Host, **changes: Any) -> None:
@@ -99,7 +99,7 @@ def load(
         slots=tuple(slots),
         blocks=tuple(range(len(slots))),
         hashes=tuple(name(slot + 1) for slot in slots),
-        checksums=tuple(map(block_checksum, blocks)),
+        checksums=tuple((block_checksum(block),) for block in blocks),
         block_bytes=block_bytes,
         deadline_ms=time.monotonic_ns() // 1_000_000 + in_ms,
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbm_common.wire.local import Bye, Found, Hello, Moved, to_host_tier
-from kvbm_connectors.link import BEAT_MS, SILENCE_BEATS, LinkState, LinkThread
-from kvbm_connectors.messages import Hit
+from kvbm_connectors.client.link import BEAT_MS, SILENCE_BEATS, LinkState
+from kvbm_connectors.client.link_thread import LinkThread
+from kvbm_connectors.core.messages import Hit
 
-from tests.connectors.endpoints import host_tier, wait_for, welcome
+from tests.connectors.client.test_link import HELLO, Driven, make_link
+from tests.connectors.endpoints import host_tier, welcome
 from tests.connectors.helpers import INCARNATION, Engine, answer, of
-from tests.connectors.test_link import HELLO, Driven, make_link
+from tests.waiting import wait_for
 
 THERE = "ipc://there"
 BYE = Bye(engine="ada", incarnation=INCARNATION)
@@ -46,9 +48,8 @@ def test_a_link_stays_until_nothing_is_under_way_then_says_bye_and_goes() -> Non
     assert driven.wait() == [BYE], "what is under way goes on"
     busy = False
     assert driven.wait() == [BYE]
-    assert (driven.state(), driven.downs) == (LinkState.DOWN, 1)
+    assert (driven.state(), driven.downs) == (LinkState.MOVING, 1)
     assert (driven.link.endpoint, driven.link.shards) == (THERE, 5)
-    assert driven.link.wants_socket
     assert driven.wait(BEAT_MS) == [], "nothing more is said there"
 
 
@@ -56,7 +57,7 @@ def test_a_greeting_that_is_sent_on_says_by_which_map_it_comes() -> None:
     driven = Driven()
     assert driven.wait() == [HELLO]
     driven.hear(moved())
-    driven.link.wants_socket = False  # The thread has opened another one.
+    driven.reopen()
     [greeting] = of(driven.wait(), Hello)
     assert greeting.shards == 5
     assert driven.link.counts["moved"] == 1
@@ -67,11 +68,11 @@ def test_who_is_sent_in_circles_goes_home_and_waits() -> None:
     driven = Driven()
     driven.wait()
     driven.hear(moved(5))
-    driven.link.wants_socket = False
+    driven.reopen()
     driven.wait()
     driven.hear(moved(5, "ipc://elsewhere"))
     assert (driven.link.endpoint, driven.link.shards) == (driven.link.home, 0)
-    driven.link.wants_socket = False
+    driven.reopen()
     assert driven.wait(BEAT_MS - 1) == []
     assert driven.wait(1) == [HELLO]
 
@@ -93,7 +94,7 @@ def test_a_host_tier_that_falls_silent_while_we_leave_is_left_at_once() -> None:
     driven.wait()
     for _ in range(SILENCE_BEATS + 1):
         driven.wait(BEAT_MS)
-    assert (driven.state(), driven.link.endpoint) == (LinkState.DOWN, THERE)
+    assert (driven.state(), driven.link.endpoint) == (LinkState.MOVING, THERE)
 
 
 def test_on_real_sockets_it_follows_and_comes_home_when_nobody_is_there(tmp_path: Path) -> None:
@@ -156,16 +157,16 @@ def test_what_was_asked_is_answered_and_loaded_and_nothing_new_is_asked() -> Non
     assert offer is not None
     engine.look_up(1, 2)
     engine.core.moved(engine.now_ms, 500)
-    assert not engine.core.may_leave()
+    assert not engine.may_leave()
     assert engine.look_up(3, request="other") == Hit(0, reason="moving")
     assert engine.offer(7) is None
     engine.hear(answer(engine.lookups[-1].lookup, 2))
     assert engine.look_up(1, 2) == Hit(2, host=2)
     load = engine.take(70, 71)
     engine.pulled(offer, 2)
-    assert not engine.core.may_leave(), "a load is under way"
+    assert not engine.may_leave(), "a load is under way"
     engine.load_ended(load)
-    assert engine.core.may_leave()
+    assert engine.may_leave()
     assert engine.confirms == [(offer, True)]
     assert len(engine.released) == 1
     engine.detached()
@@ -190,9 +191,9 @@ def test_what_has_not_ended_in_time_is_given_up_but_for_loads() -> None:
     engine.wait(1)
     assert engine.held == set()
     assert engine.look_up(3, request="asked") == Hit(0, reason="moving")
-    assert not engine.core.may_leave()
+    assert not engine.may_leave()
     engine.load_ended(load)
-    assert engine.core.may_leave()
+    assert engine.may_leave()
     late: Found = answer(engine.lookups[-1].lookup, 1, lease=77)
     engine.hear(late)
     assert 77 in engine.released, "an answer that nobody waits for gives its lease back"

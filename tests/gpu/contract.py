@@ -59,6 +59,16 @@ class RuntimeContract:
         assert np.array_equal(read(runtime, address, SIZE, stream), noise(1))
         runtime.free(address)
 
+    def test_zeros_are_written_in_the_streams_order(self, runtime: Runtime, stream: int) -> None:
+        """A copy, zeros over a part of it, and nothing beside that part."""
+        address = filled(runtime, noise(2), stream)
+        source = filled(runtime, noise(1), stream)
+        runtime.copy(address, source, SIZE, stream)
+        runtime.zero(address + 100, 1000, stream)
+        expected = noise(1)
+        expected[100:1100] = 0
+        assert np.array_equal(read(runtime, address, SIZE, stream), expected)
+
     def test_a_stream_keeps_its_order(self, runtime: Runtime, stream: int) -> None:
         """A copy, and one that reads what it has written."""
         first, second = filled(runtime, noise(1), stream), filled(runtime, noise(2), stream)

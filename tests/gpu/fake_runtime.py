@@ -143,6 +143,10 @@ class FakeRuntime:
         self._say("copy", target, source, length, stream)
         self._put(stream, lambda: _move(target, source, length), lambda: True)
 
+    def zero(self, target: int, length: int, stream: int) -> None:
+        self._say("zero", target, length, stream)
+        self._put(stream, lambda: _zero(target, length), lambda: True)
+
     def copy_batch(self, copies: Copies, stream: int) -> None:
         rows = [tuple(row) for row in copies.rows.tolist()]
         self._say("copy_batch", len(rows), stream)
@@ -230,6 +234,10 @@ class FakeRuntime:
 
 def _move(target: int, source: int, length: int) -> None:
     ctypes.memmove(target, source, length)
+
+
+def _zero(target: int, length: int) -> None:
+    ctypes.memset(target, 0, length)
 
 
 def _array(address: int, shape: tuple[int, ...]) -> NDArray[np.uint64]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -11,6 +10,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.waiting import wait_until
 
 PREFIX = "10.213.7"
 """Of the addresses; the bridge has .1, the hosts follow."""
@@ -87,10 +88,10 @@ class Network:
 
     async def wait_wires(self) -> None:
         """Until every wire has its carrier: UCX takes no interface that has none."""
-        async with asyncio.timeout(WIRE_DEADLINE_S):
-            for host in self.hosts:
-                while not self._has_carrier(host):  # noqa: ASYNC110 - nobody announces it.
-                    await asyncio.sleep(0.05)
+        await wait_until(
+            lambda: all(map(self._has_carrier, self.hosts)),
+            deadline_s=WIRE_DEADLINE_S, poll_s=0.05,
+        )  # fmt: skip
 
     def _has_carrier(self, host: str) -> bool:
         return "state UP" in _run(f"ip -n {self.namespace(host)} link show dev wire")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -11,17 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kvbm_common.bus import Bus
-from kvbm_common.counters import Counters
-from kvbm_common.processes import free_port
-from kvbm_common.stack import Stack
+from kvbm_cli.demo.check import StackView, Verdict, check_stack, wait_until
+from kvbm_cli.demo.command import DemoOptions
+from kvbm_cli.stack import Stack
+from kvbm_common.nats.bus import Bus
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.runtime.processes import free_port
 from kvbm_common.wire.verbs import verb_subject
-from kvbm_connectors.sim.check import StackView, Verdict, check_stack, wait_until
-from kvbm_connectors.sim.command import DemoOptions
 from kvbm_connectors.sim.control import Finished
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.workload import Turn
 
+from tests import waiting
 from tests.hosts.network import Network
 
 HOST_SERVICES = ("consolidator", "host-tier", "disk-tier")
@@ -145,7 +145,7 @@ async def _host(
             Stack(own | overrides, state_dir=home / "state", services=HOST_SERVICES,
                   nats_url=nats_url, log_dir=_logs(home))
         )  # fmt: skip
-        bus = await Bus.connect(nats_url, f"test-{name}", counters=Counters(), deadline_s=5)
+        bus = await Bus.connect(nats_url, f"test-{name}", counters=Metrics(), deadline_s=5)
         cleanup.push_async_callback(bus.close)
         config = DemoOptions(engines=1, block_kib=BLOCK_KIB).engine_config(
             0, stack.settings, name=f"sim-{name}"
@@ -197,6 +197,4 @@ async def wait_peers(hosts: Hosts) -> None:
 async def wait_sent(network: Network, host: str, size: int) -> None:
     """Until the host has sent so many more bytes."""
     start = network.sent_bytes(host)
-    async with asyncio.timeout(10):
-        while network.sent_bytes(host) < start + size:  # noqa: ASYNC110 - nobody announces it.
-            await asyncio.sleep(0.005)
+    await waiting.wait_until(lambda: network.sent_bytes(host) >= start + size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvbm_connectors.sim.check import wait_until
+from kvbm_cli.demo.check import wait_until
 
 from tests.hosts.network import reason_not_here
 from tests.hosts.running import (

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvbm_common.bus import Bus
-from kvbm_common.counters import Counters
-from kvbm_common.stack import Stack
-from kvbm_connectors.sim.check import StackView
-from kvbm_connectors.sim.command import DemoOptions
+from kvbm_cli.demo.check import StackView
+from kvbm_cli.demo.command import DemoOptions
+from kvbm_cli.stack import Stack
+from kvbm_common.nats.bus import Bus
+from kvbm_common.runtime.metrics import Metrics
 from kvbm_connectors.sim.control import Finished
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.workload import Turn, conversations
@@ -73,7 +73,7 @@ async def running(
     options = DemoOptions(engines=engines, block_kib=64, tensor_parallel=tensor_parallel)
     async with AsyncExitStack() as cleanup:
         stack = await cleanup.enter_async_context(Stack.private(overrides))
-        bus = await Bus.connect(stack.nats_url, "test", counters=Counters(), deadline_s=5)
+        bus = await Bus.connect(stack.nats_url, "test", counters=Metrics(), deadline_s=5)
         cleanup.push_async_callback(bus.close)
         handles: list[EngineHandle] = []
         for number in range(engines):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbm_common.bus import Bus
+from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.explain import ExplainRequest, explain_reply
 from kvbm_common.wire.verbs import verb_subject
 from kvbm_connectors.sim.control import Submit

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kvbm_common.registry import ENGINE, Left, RegistryEvent
-from kvbm_common.registry_etcd import EtcdRegistry
-from kvbm_connectors.sim.check import check_stack
+from kvbm_cli.demo.check import check_stack
+from kvbm_common.registry.etcd import EtcdRegistry
+from kvbm_common.registry.records import ENGINE, Left, RegistryEvent
 
 from tests.etcd_server import EtcdServer
 from tests.integration.running import Running, running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from kvbm_connectors.sim.check import wait_until
+from kvbm_cli.demo.check import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.running import running

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from kvbm_common.bus import Bus
+from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.events import Run, Stored, event_codec, event_subject
 from playwright.async_api import Browser
 
@@ -111,7 +111,9 @@ async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
         await shown.until("!document.querySelector('#story').open")
         await shown.page.fill("#hash", "f" * 32)
         await shown.page.keyboard.press("Enter")
-        await shown.until("document.querySelector('#story-body').textContent.includes('nobody')")
+        await shown.until(
+            "document.querySelector('#story-body').textContent.includes('no tier has')"
+        )
         done.set()
         # A block that nobody knows is a 404, which Chromium writes to the console.
         assert [one for one in shown.complaints if "404" not in one] == []

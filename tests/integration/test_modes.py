@@ -10,14 +10,14 @@ from typing import Any
 
 import orjson
 import pytest
-from kvbm_connectors.sim.check import check_stack, wait_until
+from kvbm_cli.demo.check import check_stack, wait_until
 
 from tests.integration.running import running
 
 
 def demo(*arguments: str, json: Path) -> tuple[int, dict[str, Any]]:
     """Run `kvbm demo`; returns its exit code and figures."""
-    command = [sys.executable, "-m", "kvbm_common.cli", "demo", "--json", str(json), *arguments]
+    command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(json), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert json.exists(), done.stdout + done.stderr
     return done.returncode, orjson.loads(json.read_bytes())

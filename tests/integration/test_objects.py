@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.processes import free_port
-from kvbm_connectors.sim.check import check_stack, wait_until
+from kvbm_cli.demo.check import check_stack, wait_until
+from kvbm_common.runtime.processes import free_port
 
 from tests.integration.running import Running, running
 from tests.services.disk_tier.s3_server import S3Server

@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbm_common.bus import Bus
+from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.verbs import SnapshotReply, verb_subject
 
 from tests.integration.running import Running, running
+from tests.waiting import ask_until
 
 KVBM = Path(sys.executable).parent / "kvbm"
 TOKEN = "an-operators-token"
@@ -56,14 +57,15 @@ async def on_disk(run: Running) -> list[str]:
     subject = verb_subject("disk-tier", "snapshot", host=run.stack.settings.host, instance="0")
     bus = await Bus.connect(run.stack.nats_url, "test")
     try:
-        async with asyncio.timeout(20):
-            while True:
-                payload = await bus.request(subject, b'{"source": "disk-tier-0"}', deadline_s=5.0)
-                reply = msgspec.json.decode(payload, type=SnapshotReply)
-                runs = [one.hashes for part in reply.parts for one in part.runs]
-                if len(longest := max(runs, key=len, default=[])) > 1:
-                    return longest
-                await asyncio.sleep(0.05)
+
+        async def longest() -> list[str] | None:
+            payload = await bus.request(subject, b'{"source": "disk-tier-0"}', deadline_s=5.0)
+            reply = msgspec.json.decode(payload, type=SnapshotReply)
+            runs = [one.hashes for part in reply.parts for one in part.runs]
+            found = max(runs, key=len, default=[])
+            return found if len(found) > 1 else None
+
+        return await ask_until(longest, deadline_s=20, poll_s=0.05)
     finally:
         await bus.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -15,9 +16,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.integration.running import Running, running
+from tests.waiting import ask_until
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "compose/prometheus/alerts.yml"
@@ -71,11 +73,13 @@ class Prometheus:
     async def wait(self, question: str) -> list[float]:
         """Its series, as soon as one of them is a number; what there is at the deadline."""
         values: list[float] = []
-        for _ in range(20):
-            values = await self.values(question)
-            if any(value == value for value in values):
-                break
-            await asyncio.sleep(0.5)
+
+        async def is_number() -> bool:
+            values[:] = await self.values(question)
+            return any(value == value for value in values)
+
+        with contextlib.suppress(TimeoutError):
+            await ask_until(is_number, poll_s=0.5)
         return values
 
 
@@ -96,10 +100,12 @@ async def prometheus(target: str, folder: Path) -> AsyncIterator[Prometheus]:
         )  # fmt: skip
     asked = Prometheus(port)
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            while await asked.values('up{job="kvbm"} == 1') == []:
-                assert process.returncode is None, (folder / "log").read_text()
-                await asyncio.sleep(0.2)
+
+        async def scrapes() -> bool:
+            assert process.returncode is None, (folder / "log").read_text()
+            return await asked.values('up{job="kvbm"} == 1') != []
+
+        await ask_until(scrapes, deadline_s=DEADLINE_S, poll_s=0.2)
         yield asked
     finally:
         await asked.close()

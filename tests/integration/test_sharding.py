@@ -9,15 +9,15 @@ from functools import partial
 
 import msgspec
 import pytest
+from kvbm_cli.demo.check import check_stack
+from kvbm_cli.stack import ServiceProcess
 from kvbm_common.errors import KvbmError
-from kvbm_common.rendezvous import owner_of
-from kvbm_common.stack import ServiceProcess
+from kvbm_common.tier.rendezvous import owner_of
 from kvbm_common.wire.admin import DrainRequest
 from kvbm_common.wire.verbs import StatsReply, verb_subject
-from kvbm_connectors.sim.check import check_stack
 
 from tests.integration.running import Running, running
-from tests.waiting import wait_until
+from tests.waiting import ask_until, wait_until
 
 TIERS = {
     "cpu_cache_gb": 0.2,
@@ -59,14 +59,17 @@ async def wait_shared_out(run: Running, *instances: str) -> None:
 async def wait_served(run: Running, wanted: dict[str, set[str]]) -> None:
     """Until these instances serve these engines, and no others."""
     found: object = None
+
+    async def right() -> bool:
+        nonlocal found
+        try:
+            found = await served(run, *wanted)
+        except KvbmError as error:
+            found = error
+        return found == wanted
+
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            while found != wanted:  # Nobody announces it.
-                await asyncio.sleep(0.05)
-                try:
-                    found = await served(run, *wanted)
-                except KvbmError as error:
-                    found = error
+        await ask_until(right, deadline_s=DEADLINE_S, poll_s=0.05)
     except TimeoutError:
         raise AssertionError(f"{found} instead of {wanted}") from None
 

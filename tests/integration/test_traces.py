@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from kvbm_common.config import Settings
-from kvbm_common.tracing import tracer_of, wanted
+from kvbm_common.config.settings import Settings
+from kvbm_common.service.tracing import tracer_of, wanted
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -19,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.integration.running import Running, running
 from tests.integration.test_explain import ask
+from tests.waiting import ask_until
 
 DEADLINE_S = 20
 
@@ -127,10 +127,12 @@ async def test_an_onboard_from_disk_is_one_trace(
     }  # fmt: skip
     async with running(values, engines=1) as run:
         await ask(run, "stored", 1, 16)
+
         # Else a disk that stands still for a moment lets it leave host memory first.
-        async with asyncio.timeout(DEADLINE_S):
-            while await written_blocks(run) < 16:  # noqa: ASYNC110 - nobody announces it.
-                await asyncio.sleep(0.02)
+        async def written() -> bool:
+            return await written_blocks(run) >= 16
+
+        await ask_until(written, deadline_s=DEADLINE_S)
         for number in range(2, 31):
             await ask(run, f"filler-{number}", number, 16)
         await ask(run, "from-disk", 1, 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbm_common.eviction import Lru
 from kvbm_common.identity import SequenceHash
-from kvbm_common.slots import Block
+from kvbm_common.tier.slots import Block
 
 NAMESPACE = b"n" * 32
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Self
 
 import numpy as np
-from kvbm_common.nixl import MoverThread
+from kvbm_common.nixl.mover_thread import MoverThread
 from numpy.typing import NDArray
 
 SEED = 7

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from kvbm_common.registry import ENGINE, Changed, Joined, Left, Registry, RegistryEvent
+from kvbm_common.registry.nats_kv import Registry
+from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
 
 from tests.waiting import wait_until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 SAMPLE = """
 import asyncio
 import sys
-from kvbm_common.service import ServiceContext, run
+from kvbm_common.service.process import ServiceContext, run
 from kvbm_common.wire.verbs import StatsReply
 
 def stats(context):
@@ -15,7 +15,7 @@ def stats(context):
                       epoch=context.epoch, ready=True)
 
 async def serve(context: ServiceContext) -> None:
-    context.counters.counter("kvbm_samples_total", "Samples.").add(3)
+    context.counters.counter("kvbm_samples_total", "Samples.").inc(3)
     context.set_stats(lambda: stats(context))
     context.ready(f"epoch {context.epoch}")
     await context.stopping.wait()

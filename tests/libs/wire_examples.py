@@ -15,6 +15,7 @@ import msgspec
 from kvbm_common.identity import Hasher, Namespace, hash_to_hex, pack_hashes
 from kvbm_common.wire import admin, events, local, scores, verbs
 from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
+from msgspec.structs import replace
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wire"
 
@@ -76,6 +77,8 @@ FILLED = verbs.FilledSlot(
     checksum=0xFEED_FACE_CAFE_BEEF,
     bytes=2_097_152,
 )
+PARTS: dict[str, Any] = {"checksum": 0x11, "part_checksums": [2**64 - 1, 0]}
+"""Of a block of two ranks."""
 HOLDER: dict[str, Any] = {"host": "gpu-a", "source": "disk-tier-0", "tier": "disk"}
 OFFER_RUN = verbs.OfferRun(parent=PARENT.hex(), hashes=HEX, blocks=[4, 9, 2])
 
@@ -107,6 +110,7 @@ VERBS: dict[str, msgspec.Struct] = {
         owner="disk-tier-0", epoch=EPOCH, hashes=HEX, lease_ms=10_000
     ),
     "lease_reply": verbs.LeaseReply(lease=12, slots=[LEASED]),
+    "lease_reply_parts": verbs.LeaseReply(lease=12, slots=[replace(LEASED, **PARTS)]),
     "release_request": verbs.ReleaseRequest(lease=12),
     "release_reply": verbs.ReleaseReply(valid=True),
     "fill_request": verbs.FillRequest(
@@ -115,6 +119,7 @@ VERBS: dict[str, msgspec.Struct] = {
     "fill_reply": verbs.FillReply(
         slots=[FILLED, verbs.FilledSlot(hash=HEX[1], slot=8, ok=False, reason="checksum")]
     ),
+    "fill_reply_parts": verbs.FillReply(slots=[replace(FILLED, **PARTS)]),
     "match_request": verbs.MatchRequest(hashes=HEX),
     "match_reply": verbs.MatchReply(asked=3, matches=[verbs.HolderMatch(**HOLDER, blocks=2)]),
     "match_batch_request": scores.MatchBatchRequest(
@@ -171,6 +176,7 @@ ADMIN: dict[str, msgspec.Struct] = {
         leases=[admin.BlockLease(id=7, owner="ada over HTTP", reason="pin", left_ms=60_000)],
         story=[admin.BlockEntry(ago_ms=1_500, what="committed")],
     ),
+    "block_reply_parts": admin.BlockReply(held=True, slot=3, bytes=65_536, part_count=2, **PARTS),
     "remove_request": admin.RemoveRequest(hashes=HEX, actor="ada"),
     "remove_reply": admin.RemoveReply(removed=2, kept=1, missing=HEX[2:], more=True),
     "pin_request": admin.PinRequest(hashes=HEX[:1], ttl_ms=60_000, actor="ada"),
@@ -204,6 +210,12 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
         **_engine(role="worker", namespace=NAMESPACE, pid=4_242),
         agent=b"nixl-metadata",
         regions=[local.Region(address=2**46, stride=65_536, piece_bytes=65_536, blocks=1_024)],
+    ),
+    "hello_verify": local.Hello(
+        **_engine(role="worker", namespace=NAMESPACE, pid=4_242),
+        agent=b"nixl-metadata",
+        regions=[local.Region(address=2**46, stride=65_536, piece_bytes=65_536, blocks=1_024)],
+        verify="sampled",
     ),
     "beat": local.Beat(**_engine()),
     "bye": local.Bye(**_engine()),
@@ -244,12 +256,23 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         reason="not stored",
         object_blocks=[0],
     ),
+    "found_parts": local.Found(
+        lookup=5,
+        epoch=EPOCH,
+        lease=12,
+        slots=[7, 8],
+        checksums=[2**64 - 1, 1],
+        block_bytes=2_097_152,
+        part_checksums=[2, 3, 4, 2**64 - 1],
+    ),
     "pulled": local.Pulled(offer=3, pulled=2, skipped=1),
 }
 TO_CONSOLIDATOR: Mapping[str, local.ToConsolidator] = {
     "attach": local.Attach(
         **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),
         replay_endpoint="ipc:///run/kvbm/sim-0-replay.sock",
+        generation="0123456789abcdef",
+        adapters=[local.Adapter(id=1, name="sql", content="00112233445566778899aabbccddeeff")],
     ),
     "detach": local.Detach(**_engine()),
     "offered": local.Offered(

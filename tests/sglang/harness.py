@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
 
 from tests.line_process import LineProcess
 from tests.sglang.conversation import Command, Pool, Reply
@@ -66,7 +66,6 @@ def extra_of(settings: Settings) -> dict[str, Any]:
         "interface_v1": 1,
         "runtime_dir": str(settings.runtime_dir),
         "state_dir": str(settings.state_dir),
-        "verify_host_reads": "always",
         "onboard_deadline_ms": PATIENCE_MS,
         "offer_deadline_ms": PATIENCE_MS,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ import msgspec
 
 from tests.sglang import hollow
 from tests.sglang.conversation import Command, Pool, Reply
+from tests.sglang.plants import PLANTS
 
 hollow.install()
 
@@ -300,6 +302,8 @@ def answer(rank: Rank, command: Command) -> Reply:
 def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO)
     faulthandler.register(signal.SIGUSR1)
+    if plant := os.environ.get("KVBM_TEST_PLANT"):
+        PLANTS[plant]()
     rank = Rank()
     for line in sys.stdin.buffer:
         reply = answer(rank, msgspec.json.decode(line, type=Command))

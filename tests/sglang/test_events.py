@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.sglang.harness import RankProcess
 from tests.vllm.harness import LiveStack, wait_for

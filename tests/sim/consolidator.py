@@ -19,48 +19,52 @@ from kvbm_common.wire.local import (
     to_consolidator,
 )
 from kvbm_common.wire.verbs import Offer, OfferRun, SnapshotReply
-from kvbm_connectors.consolidator import messages as con
-from kvbm_connectors.consolidator.core import ConsolidatorCore
-from kvbm_connectors.consolidator.whole import Whole
-from kvbm_host_tier import messages as host
+from kvbm_connectors.consolidator.core import messages as con
+from kvbm_connectors.consolidator.core.core import ConsolidatorCore
+from kvbm_connectors.consolidator.core.engines import EnginesCore
+from kvbm_host_tier.core import messages as host_tier
 
 from tests.connectors.consolidator.model import Reader, Router
 from tests.sim.bus import Bus, Done
-from tests.sim.engine import EngineNode
-from tests.sim.peers import Peers
-from tests.sim.service import DISK_TIER, HOST, HOST_TIER, SNAPSHOT_MS, Service
+from tests.sim.cluster import Cluster, Host
+from tests.sim.engine_node import EngineNode
+from tests.sim.registry import News
+from tests.sim.service import SNAPSHOT_MS, Service
 from tests.sim.world import World
 
-TIERS: dict[str, Tier] = {HOST_TIER: "host", DISK_TIER: "disk"}
-"""Whose events it hears on the bus."""
+KINDS: dict[str, Tier] = {"host-tier": "host", "disk-tier": "disk", "object-tier": "object"}
+"""The services of its host of which it hears the events on the bus."""
 
 
 class Consolidator(Service):
     """The consolidator of the host: engines' streams in, events out; it passes offers on."""
 
-    whole: Whole
+    whole: ConsolidatorCore
 
-    def __init__(self, world: World, bus: Bus, peers: Peers) -> None:
-        super().__init__(world, bus, peers, "consolidator")
+    def __init__(self, world: World, bus: Bus, cluster: Cluster, host: Host) -> None:
+        super().__init__(world, bus, cluster, host, "consolidator")
         self.readers: dict[str, Reader] = defaultdict(Reader)
         """Of the consolidated stream of each engine, over all our lives."""
         self.routers: dict[tuple[str, int], Router] = {}
         """Those that listen in this life of ours, by engine and rank."""
-        peers.consolidator = self
+        host.consolidator = self
 
     @property
-    def core(self) -> ConsolidatorCore:
+    def core(self) -> EnginesCore:
         """The half that hears the engines."""
         return self.whole.engines
 
     def boot(self) -> None:
         self.begin()
-        dedup = self.world.seed % 2 == 0
-        self.whole = Whole(HOST, con.Limits(naming=True), dedup=dedup)
+        # To routers disk and objects are one medium: without dedup they hear of a block twice.
+        dedup = self.world.seed % 2 == 0 or self.world.plan.below == "both"
+        self.whole = ConsolidatorCore(
+            self.host.name, con.ConsolidatorLimits(naming=True), dedup=dedup
+        )
         self.routers.clear()
         self.every(100, lambda: self.step(con.Tick(self.world.bus_up)))
-        for source in TIERS:
-            self._follow(source)
+        for tier in self.host.tiers:
+            self._follow(tier.source)
         self.bus.registry.watch(self, self._registry)
 
     def step(self, event: con.Input) -> None:
@@ -74,20 +78,22 @@ class Consolidator(Service):
     def _follow(self, source: str) -> None:
         self.bus.stream.follow(
             self,
-            lambda event: event.source == source,
+            lambda event: (event.host, event.source) == (self.host.name, source),
             lambda events: self.step(con.TierEvents(tuple(events))),
             new=True,
             lost=lambda: self.step(con.TierStreamLost(source)),
         )
 
-    def _registry(self, source: str, epoch: int, there: bool) -> None:
-        if source in TIERS:
-            seen = con.TierSeen(source, TIERS[source], epoch)
-            self.step(seen if there else con.TierLost(source, epoch))
+    def _registry(self, news: News) -> None:
+        host, source = news.name.split("/")
+        kind = KINDS.get(source.rpartition("-")[0])
+        if host == self.host.name and kind is not None:
+            seen = con.TierJoined(source, kind, news.epoch)
+            self.step(seen if news.is_there else con.TierLeft(source, news.epoch))
 
     def _ask(self, source: str) -> None:
         self.world.marks["consolidator asked a tier"] += 1
-        tier = self.peers.source(source)
+        tier = self.host.find(source)
 
         def serve(reply: Done) -> None:
             reply(tier.snapshot(source))
@@ -113,8 +119,13 @@ class Consolidator(Service):
                 refused = Refused(about="offered", code="", message="", offer=offered.offer)
                 self._carry_out(con.Reply(connection, refused))
             case Offered() as offered:
-                tier, received = self.peers.host_tier, host.OfferReceived(_offer_of(offered))
-                self.bus.publish(self, tier, lambda: tier.step(received))
+                self._pass_on(_offer_of(offered, self.host.name))
+
+    def _pass_on(self, offer: Offer) -> None:
+        """Publish an offer: every host tier of this host hears it."""
+        received = host_tier.OfferReceived(offer)
+        for tier in self.host.host_tiers.values():
+            self.bus.publish(self, tier, partial(tier.step, received))
 
     def batch(self, key: con.StreamKey, seq: int, batch: EngineBatch) -> None:
         """A message on an engine's PUB."""
@@ -122,7 +133,7 @@ class Consolidator(Service):
 
     def died(self) -> None:
         super().died()
-        for engine in self.peers.engines.values():
+        for engine in self.host.engines.values():
             if engine.up:
                 engine.subscribed = False
 
@@ -152,19 +163,19 @@ class Consolidator(Service):
             case con.AskEpoch(engine, incarnation):
                 self.later(self.world.delay(2), lambda: self._register(engine, incarnation))
             case con.RevokeEpoch(engine):
-                registry = self.bus.registry
-                registry.leave(engine, registry.entries.get(engine, 0))
+                registry, name = self.bus.registry, f"{self.host.name}/{engine}"
+                registry.leave(name, registry.epoch(name))
             case con.Describe() | con.Learn():
                 pass
             case con.Reply(peer, message):
-                receiver = self.peers.engines[peer.decode().split(":")[0]]
+                receiver = self.host.engines[peer.decode().split(":")[0]]
                 data = from_consolidator.encode(message)
                 self.world.send(self.name, receiver, lambda: receiver.receive(peer, data))
             case _:
                 assert_never(effect)
 
     def _engine(self, key: con.StreamKey) -> EngineNode:
-        return self.peers.engines[key.engine]
+        return self.host.engines[key.engine]
 
     def _subscribe(self, key: con.StreamKey) -> None:
         engine = self._engine(key)
@@ -176,7 +187,9 @@ class Consolidator(Service):
             self.step(con.EpochFailed(engine, incarnation, "bus_unavailable"))
             return
         epoch = self.bus.registry.register(
-            engine, self, lambda lost: self.step(con.EngineLost(engine, lost, "superseded"))
+            f"{self.host.name}/{engine}",
+            self,
+            lambda lost: self.step(con.EngineLeft(engine, lost, "superseded")),
         )
         self.step(con.EpochGranted(engine, incarnation, epoch))
 
@@ -196,7 +209,7 @@ class Consolidator(Service):
         self.later(self.world.queue("replay", self.name), partial(self.step, event))
 
 
-def _offer_of(offered: Offered) -> Offer:
+def _offer_of(offered: Offered, host: str) -> Offer:
     runs = [
         OfferRun(
             parent=run.parent.hex(),
@@ -206,7 +219,7 @@ def _offer_of(offered: Offered) -> Offer:
         for run in offered.runs
     ]
     return Offer(
-        host=HOST,
+        host=host,
         engine=offered.engine,
         incarnation=offered.incarnation,
         offer=offered.offer,

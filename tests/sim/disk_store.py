@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvbm_common.identity import SequenceHash
-from kvbm_disk_tier import messages as disk
-from kvbm_disk_tier.journal import RECORD_BYTES, Record, Replay, encode_records, replay
+from kvbm_disk_tier.core import messages as disk
+from kvbm_disk_tier.core.journal import RECORD_BYTES, Record, Replay, encode_records, replay
 
 from tests.sim.memory import Memory
 from tests.sim.world import World
@@ -16,7 +16,7 @@ class Store:
     def __init__(self, world: World) -> None:
         self.world = world
         self.slot_bytes = 0
-        self.file = Memory(world, world.plan.disk_slots)
+        self.file = Memory(world, world.plan.disk_slots, parts=world.plan.ranks)
         self.journal = bytearray()
         self.durable = 0
         """Bytes of the journal that are synchronised."""
@@ -33,7 +33,7 @@ class Store:
         if not self.slot_bytes:
             return None
         del self.journal[len(self.journal) - len(self.journal) % RECORD_BYTES :]
-        slot_count = len(self.file.slots)
+        slot_count = self.file.slot_count
         journal = bytes(self.journal)
         return self._opened(replay(journal, slot_count=slot_count, slot_bytes=self.slot_bytes))
 
@@ -44,7 +44,7 @@ class Store:
         return self._opened(Replay(blocks={}, next_order=1, records=0, damaged=0))
 
     def _opened(self, found: Replay) -> disk.StoreOpened:
-        return disk.StoreOpened(len(self.file.slots), self.slot_bytes, found)
+        return disk.StoreOpened(self.file.slot_count, self.slot_bytes, found)
 
     def append(self, records: tuple[Record, ...], *, commit: bool) -> None:
         """Write records; with `commit` data and journal are durable afterwards."""
@@ -62,5 +62,5 @@ class Store:
             self.journal[rng.randrange(self.durable, len(self.journal))] ^= 0xFF
         for slot in sorted(self.dirty):
             if rng.random() < 0.5:
-                self.file.slots[slot] = self.file.garbage()
+                self.file.tear(slot)
         self.dirty.clear()

@@ -1,50 +1,30 @@
 """An engine, as small as the connector's core lets it be: requests, a paged cache, events.
 
-    WAITING --answered, blocks--> LOADING --ended--> COMPUTING --> finished
-       ^                                                |
-       +------------------- preempted ------------------+
+    WAITING --answered, blocks--> TAKING --> LOADING --ended--> COMPUTING --> finished
+       ^                                                           |
+       +---------------------- preempted --------------------------+
 
 Requests are turns of conversations, so that prefixes are shared. The engine may abort and preempt
-requests and revoke offers at any time. The links are the product's own, on a socket of ours.
+requests and revoke offers at any time, and may dawdle between an answer and its load: beyond the
+lease's end, or into another life of the host tier.
 """
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvbm_common.checksum import block_checksum
-from kvbm_common.identity import Hasher, SequenceHash
-from kvbm_common.wire.engine_events import BlockRemoved, BlockStored, EngineBatch
-from kvbm_common.wire.local import Attached, Bye, Detach, Found, Pulled, Refused, Welcome
-from kvbm_connectors.consolidator.messages import StreamKey
-from kvbm_connectors.core import ConnectorCore, Limits
-from kvbm_connectors.messages import (
-    Effect,
-    FromService,
-    Hit,
-    Load,
-    LoadResult,
-    OfferEnded,
-    OfferRun,
-    ToHost,
-)
-from kvbm_connectors.sim.event_stream import engine_hash
-from kvbm_connectors.sim.paged import BlockPool
+from kvbm_common.identity import SequenceHash
+from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun, merge_results
 
 from tests.sim import invariants
-from tests.sim.engine_sockets import NAMESPACE, Sockets
-from tests.sim.memory import Memory, copy
-from tests.sim.peers import Peers
-from tests.sim.world import Node, World
+from tests.sim.engine_node import REQUEST_MS_MAX, EngineNode
 
-HASHER = Hasher(NAMESPACE)
 RUNNING_MAX = 3
 PREFILL_MS = 3.0
-REQUEST_MS_MAX = 45_000
-"""A request that takes longer was forgotten: all deadlines that it can meet are far shorter."""
+DAWDLE_MS_MAX = 9_000
+"""Beyond every lease, and long enough for another life of the host tier."""
 
 
 @dataclass(slots=True)
@@ -62,152 +42,68 @@ class Request:
     """Counts its beginnings: a timer of a former one means nothing."""
     asked_ms: float = 0.0
     aborted: bool = False
+    results: list[LoadResult] = field(default_factory=list)
+    """Of the ranks whose part of the load has ended."""
 
 
-class EngineNode(Node):
-    """One engine. Its device memory, cache and requests die with it."""
+class PlainEngine(EngineNode):
+    """An engine around the connector's core."""
 
-    core: ConnectorCore
-    pool: BlockPool
-    device: Memory
-    incarnation = ""
-
-    def __init__(self, world: World, peers: Peers, name: str) -> None:
-        super().__init__(world, name)
-        self.peers = peers
-        peers.engines[name] = self
-        self.finished = 0
-        self.conversations: list[list[int]] = [[0]]
-
-    def boot(self) -> None:
-        plan = self.world.plan
-        self.incarnation = f"{self.world.rng.getrandbits(64):016x}"
-        self.pool = BlockPool(plan.device_blocks)
-        self.device = Memory(self.world, plan.device_blocks)
-        self.core = ConnectorCore(
-            engine=self.name,
-            incarnation=self.incarnation,
-            namespace=NAMESPACE.digest,
-            limits=Limits(lease_ms=plan.lease_ms, avoid_ms=5_000),
-        )
+    def begin(self) -> None:
         self.waiting: list[Request] = []
         self.loading: dict[str, Request] = {}
+        """Those that take what was found for them, and those that load it."""
         self.computing: list[Request] = []
         self.offered: dict[int, list[int]] = {}
-        self._ended: list[LoadResult] = []
-        self.buffer: deque[tuple[int, EngineBatch]] = deque(maxlen=plan.replay_batches)
-        self.subscribed = False
-        """The consolidator listens to our PUB."""
-        self._events: list[BlockStored | BlockRemoved] = []
-        self._seq = 0
-        self._poked = False
-        self.sockets = Sockets(self, self._take, self._host_down)
-        self.every(100, self.step)
+        self._ended: list[Callable[[], None]] = []
 
-    def receive(self, connection: bytes, data: bytes) -> None:
-        """A frame for one of our sockets; one of a former life is nobody's."""
-        if self.sockets.receive(connection, data):
-            self.poke()
+    def offer_ended(self, ended: OfferEnded) -> None:
+        self.pool.release(self.offered.pop(ended.offer))
 
-    def stop(self) -> None:
-        """End in order."""
-        bye = Bye(engine=self.name, incarnation=self.incarnation)
-        detach = Detach(engine=self.name, incarnation=self.incarnation)
-        self.sockets.host_tier.outbox.append(bye)
-        self.sockets.consolidator.outbox.append(detach)
-        self.step()
-        self.kill()
-
-    # --- the connector ----------------------------------------------------------------------
-
-    def _take(self, message: FromService) -> None:
-        if self.world.traced:
-            self.world.note(f"{self.name} < {message}")
-        match message:
-            case Welcome():
-                self._carry_out(self.core.attached(message.epoch))
-            case Found():
-                self._carry_out(self.core.found(message))
-            case Pulled():
-                self._carry_out(self.core.pulled(message))
-            case Attached():
-                self.core.events_attached = message.offers
-            case Refused(offer=int(offer)):
-                self._carry_out(self.core.revoke(offer, "refused"))
-
-    def _host_down(self) -> None:
-        self._carry_out(self.core.detached())
-
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, OfferEnded):
-                self.pool.release(self.offered.pop(effect.offer))
-                continue
-            if self.world.traced:
-                self.world.note(f"{self.name} > {effect}")
-            is_host = isinstance(effect, ToHost)
-            link = self.sockets.host_tier if is_host else self.sockets.consolidator
-            link.outbox.append(effect.message)
-
-    # --- the loop ---------------------------------------------------------------------------
-
-    def poke(self) -> None:
-        """Something has happened: look soon."""
-        if not self._poked:
-            self._poked = True
-            self.later(self.world.rng.uniform(0.1, 2.0), self.step)
-
-    def step(self) -> None:
-        """Do what can be done now, as an engine's scheduler between two forward passes."""
-        self._poked = False
-        now_ms = self.world.now_ms
-        self.sockets.tick(now_ms)
-        self._carry_out(self.core.tick(now_ms))
+    def work(self) -> None:
         ended, self._ended = self._ended, []
-        for result in ended:
-            self._loaded(result)
+        for end in ended:
+            end()
         for request in list(self.waiting):
             if len(self.loading) + len(self.computing) >= RUNNING_MAX:
                 break
             if not self._admit(request):
                 break
-        self._flush()
-        self.sockets.flush(now_ms)
-        if self.due_check():
-            self.core.check()
-            self.pool.check()
 
     def submit(self) -> None:
-        """A user says something: as before, the next turn, or another turn from some point on."""
-        rng, longest = self.world.rng, self.world.plan.device_blocks - 2
-        index = rng.randrange(len(self.conversations))
-        tokens, says = self.conversations[index], [_say(rng) for _ in range(rng.randint(1, 6))]
-        roll = rng.random()
-        if len(tokens) < 2 or roll < 0.3:
-            tokens = (tokens + says)[:longest]
-            self.conversations[index] = tokens
-        elif roll < 0.45:
-            tokens = (tokens[: rng.randint(1, len(tokens))] + says)[:longest]
-            self._begin(tokens)
-        name = f"{self.name}/{self.life}/{self._seq}/{rng.getrandbits(32)}"
-        self.waiting.append(Request(name, tokens, HASHER.chain(tokens), self.world.now))
+        tokens = self.conversations.next()
+        name = f"{self.name}/{self.life}/{self.world.rng.getrandbits(32)}"
+        self.waiting.append(Request(name, tokens, self.hasher.chain(tokens), self.world.now))
         self.poke()
 
-    def _begin(self, tokens: list[int]) -> None:
-        """Another conversation; beyond the plan's number it takes the place of one."""
-        if len(self.conversations) < self.world.plan.conversations:
-            self.conversations.append(tokens)
-        else:
-            self.conversations[self.world.rng.randrange(len(self.conversations))] = tokens
+    def disturb(self) -> None:
+        rng = self.world.rng
+        if self.offered and rng.random() < 0.05:
+            self.revoke(rng.choice(list(self.offered)))
+        if self.computing and rng.random() < 0.05:
+            self.preempt(rng.choice(self.computing))
+        requests = [request for request in self.requests() if not request.aborted]
+        if requests and rng.random() < 0.05:
+            self.abort(rng.choice(requests))
 
     def requests(self) -> list[Request]:
-        """All that are in the engine."""
+        """Return all that are in the engine."""
         return [*self.waiting, *self.loading.values(), *self.computing]
+
+    @property
+    def request_count(self) -> int:
+        return len(self.waiting) + len(self.loading) + len(self.computing)
+
+    def check_idle(self) -> None:
+        left = [request.name for request in self.requests()]
+        invariants.require(not left, f"{self.name} has not finished {left}")
+        text = f"{self.name}: blocks of {self.offered} are still held"
+        invariants.require(not self.offered, text)
 
     # --- admission --------------------------------------------------------------------------
 
     def _admit(self, request: Request) -> bool:
-        """Start a request if its answer and its blocks are there; False: nobody else either."""
+        """Start a request if its answer and its blocks are there; False: no other can start."""
         local: list[int] = []
         for name in request.names[:-1]:
             block = self.pool.find(name)
@@ -224,11 +120,10 @@ class EngineNode(Node):
             self._make_room()
             return False
         blocks, evicted = allocated
-        if evicted:
-            hashes = tuple(engine_hash(name) for name in evicted)
-            self._events.append(BlockRemoved(block_hashes=hashes, medium="GPU"))
-        for block in blocks:
-            self.device.slots[block] = self.device.garbage()
+        self.say_removed(evicted)
+        for worker in self.workers:
+            for block in blocks:
+                worker.device.tear(block)
         request.blocks, request.local, request.computed = local + blocks, len(local), len(local)
         self.waiting.remove(request)
         self._start(request, hit)
@@ -239,15 +134,15 @@ class EngineNode(Node):
         if not missing:
             return Hit(0)
         hit, effects = self.core.lookup(request.name, missing, self.world.now_ms)
-        self._carry_out(effects)
+        self.carry_out(effects)
         if effects:
             request.asked_ms = self.world.now
         if hit is None:
-            invariants.check_patience(self.core.limits, request.asked_ms, self.world.now)
+            invariants.check_patience(self.limits, request.asked_ms, self.world.now)
         return hit
 
     def _make_room(self) -> None:
-        """No blocks: take some back from somebody, or wait."""
+        """Take blocks back from something, or wait."""
         rng = self.world.rng
         if self.offered and rng.random() < 0.3:
             self.revoke(rng.choice(list(self.offered)))
@@ -257,7 +152,7 @@ class EngineNode(Node):
     def revoke(self, offer: int) -> None:
         """Take offered blocks back."""
         self.world.marks["offer revoked"] += 1
-        self._carry_out(self.core.revoke(offer))
+        self.carry_out(self.core.revoke(offer))
         self.poke()
 
     def preempt(self, request: Request) -> None:
@@ -268,7 +163,7 @@ class EngineNode(Node):
         self.waiting.insert(0, request)
 
     def abort(self, request: Request) -> None:
-        """Nobody wants the answer any more. A load cannot be stopped: its blocks stay held."""
+        """Drop a request. A load cannot be stopped: its blocks stay held."""
         self.world.marks["request aborted"] += 1
         request.aborted = True
         if request in self.waiting:
@@ -276,63 +171,59 @@ class EngineNode(Node):
         elif request in self.computing:
             self.computing.remove(request)
             self._let_go(request)
-        self._carry_out(self.core.forget(request.name))
+        self.carry_out(self.core.forget(request.name))
 
     def _let_go(self, request: Request) -> None:
         request.run += 1
         self.pool.release(request.blocks)
         request.blocks, request.computed = [], 0
-        self._carry_out(self.core.forget(request.name))
+        self.carry_out(self.core.forget(request.name))
 
     # --- loads ------------------------------------------------------------------------------
 
     def _start(self, request: Request, hit: Hit) -> None:
         if hit.blocks == 0:
-            self._carry_out(self.core.forget(request.name))
+            self.carry_out(self.core.forget(request.name))
             self._compute(request)
             return
+        self.loading[request.name] = request
+        if not self.world.calm and self.world.rng.random() < self.world.plan.dawdles:
+            self.world.marks["take delayed"] += 1
+            dawdle_ms = self.world.rng.choice((self.world.plan.lease_ms, DAWDLE_MS_MAX))
+            self.later(self.world.rng.uniform(0, dawdle_ms), partial(self._taken, request, hit))
+        else:
+            self._take(request, hit)
+
+    def _taken(self, request: Request, hit: Hit) -> None:
+        """Take late what was found, unless the request was dropped meanwhile."""
+        if request.aborted:
+            del self.loading[request.name]
+            self._let_go(request)
+        else:
+            self._take(request, hit)
+
+    def _take(self, request: Request, hit: Hit) -> None:
         targets = request.blocks[request.local : request.local + hit.blocks]
         load = self.core.take(request.name, targets, self.world.now_ms)
-        self.loading[request.name] = request
-        self.world.marks["blocks from host"] += hit.host
-        self.world.marks["blocks from disk"] += hit.disk
-        self._pull(load)
+        if load.deadline_ms <= self.world.now_ms:
+            self.world.marks["take after its lease"] += 1
+        if load.epoch != self.core.view.epoch:
+            self.world.marks["take from a former life"] += 1
+        self.mark_hit(hit)
+        request.results.clear()
+        for worker in self.workers:
+            worker.start(load, partial(self._part_ended, request))
 
-    def _pull(self, load: Load) -> None:
-        """What every rank's worker half does. It reports only when nothing flies any more."""
-        if any(epoch != load.epoch for epoch in self.sockets.welcomed):
-            self._load_ended(LoadResult(load, (False,) * len(load.blocks), (), "arena_changed"))
-            return
-        duration_ms = self.world.transfer_ms("load")
-        copy(
-            self,
-            (self.peers.host_tier.arenas[load.epoch], load.slots),
-            (self.device, load.blocks),
-            duration_ms,
-        )
-        self.later(duration_ms, lambda: self._pulled(load))
+    def _part_ended(self, request: Request, result: LoadResult) -> None:
+        """Report a load when nothing of it flies any more, on any rank."""
+        request.results.append(result)
+        if len(request.results) == len(self.workers):
+            self._ended.append(partial(self._loaded, request, merge_results(request.results)))
+            self.poke()
 
-    def _pulled(self, load: Load) -> None:
-        if self.world.now_ms >= load.deadline_ms:
-            self.world.marks["load outlived its lease"] += 1
-            self._load_ended(LoadResult(load, (False,) * len(load.blocks), (), "lease_ended"))
-            return
-        corrupt: list[int] = []
-        if self.world.plan.verified:
-            sums = [block_checksum(self.device.slots[block]) for block in load.blocks]
-            corrupt = [i for i, found in enumerate(sums) if found != load.checksums[i]]
-        self.world.marks["host block corrupt"] += len(corrupt)
-        invariants.check_corrupt([self.device.slots[load.blocks[i]] for i in corrupt])
-        intact = tuple(index not in corrupt for index in range(len(load.blocks)))
-        self._load_ended(LoadResult(load, intact, tuple(corrupt), "corrupt" if corrupt else ""))
-
-    def _load_ended(self, result: LoadResult) -> None:
-        self._ended.append(result)
-        self.poke()
-
-    def _loaded(self, result: LoadResult) -> None:
-        request = self.loading.pop(result.load.request)
-        self._carry_out(self.core.load_ended(result, self.world.now_ms))
+    def _loaded(self, request: Request, result: LoadResult) -> None:
+        del self.loading[request.name]
+        self.carry_out(self.core.load_ended(result, self.world.now_ms))
         if request.aborted:
             self._let_go(request)
             return
@@ -357,7 +248,7 @@ class EngineNode(Node):
         self.computing.remove(request)
         first = request.computed
         for index in range(first, len(request.names)):
-            self.device.slots[request.blocks[index]] = request.names[index]
+            self.write_block(request.names[index], request.blocks[index])
         request.computed = len(request.names)
         self._check(request)
         self._give_names(request, first, request.computed)
@@ -368,26 +259,17 @@ class EngineNode(Node):
         self.poke()
 
     def _check(self, request: Request) -> None:
-        """Everything that is about to be used is what it must be."""
+        """Require that everything that is about to be used is what it must be."""
         for index in range(request.computed):
-            content = self.device.slots[request.blocks[index]]
-            invariants.check_content(request.names[index], content, f"{request.name} block {index}")
+            where = f"{request.name} block {index}"
+            self.check_block(request.names[index], request.blocks[index], where)
 
     def _give_names(self, request: Request, first: int, end: int) -> None:
         if first == end:
             return
         for index in range(first, end):
             self.pool.give_name(request.blocks[index], request.names[index])
-        names = request.names
-        self._events.append(
-            BlockStored(
-                block_hashes=tuple(engine_hash(name) for name in names[first:end]),
-                parent=engine_hash(names[first - 1]) if first else None,
-                token_ids=tuple(request.tokens[first:end]),
-                block_size=1,
-                medium="GPU",
-            )
-        )
+        self.say_stored(request.names, first, end, request.tokens)
 
     def _offer(self, request: Request, first: int) -> None:
         """Offer what was computed, sometimes in two parts."""
@@ -396,30 +278,11 @@ class EngineNode(Node):
         for start, stop in ((first, middle), (middle, end)):
             if start == stop:
                 continue
-            parent = request.names[start - 1] if start else HASHER.root
+            parent = request.names[start - 1] if start else self.hasher.root
             blocks = request.blocks[start:stop]
             run = OfferRun(parent, tuple(request.names[start:stop]), tuple(blocks))
             offer, effects = self.core.offer([run], self.world.now_ms)
             if offer is not None:
                 self.pool.hold(blocks)
                 self.offered[offer] = blocks
-            self._carry_out(effects)
-
-    def _flush(self) -> None:
-        """Publish the step's events, as one batch, to whoever has subscribed."""
-        if not self._events:
-            return
-        batch = EngineBatch(self.world.now, tuple(self._events), 0)
-        self._events.clear()
-        seq, self._seq = self._seq, self._seq + 1
-        self.buffer.append((seq, batch))
-        if self.subscribed:
-            consolidator, key = self.peers.consolidator, StreamKey(self.name, self.incarnation, 0)
-            self.world.send(
-                f"{self.name} pub", consolidator, lambda: consolidator.batch(key, seq, batch)
-            )
-
-
-def _say(rng: random.Random) -> int:
-    """A token: often one that others have said, too."""
-    return rng.randint(0, 3 if rng.random() < 0.5 else 10**6)
+            self.carry_out(effects)

@@ -6,27 +6,44 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import assert_never
 
-from kvbm_common.identity import SequenceHash, hashes_from_hex
-from kvbm_common.wire.events import Event
+import msgspec
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.slots import SlotTable
+from kvbm_common.wire.events import Event, Removed, Tier
 from kvbm_common.wire.local import FromHostTier, from_host_tier, to_host_tier
-from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply
-from kvbm_disk_tier import messages as disk
-from kvbm_host_tier import messages as host
-from kvbm_host_tier.core import HostTierCore
-from kvbm_host_tier.peer_messages import AskHolders, OpenDoor, PullFromPeer, ReleaseAtPeer
-from kvbm_host_tier.shard_messages import HandedOver, SayPlace
-from kvbm_host_tier.tier import Limits
+from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, Hits, SnapshotReply
+from kvbm_disk_tier.core import messages as disk
+from kvbm_host_tier.core import messages as host
+from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.peer_messages import (
+    AskHolders,
+    OpenDoor,
+    PeerEffect,
+    PeerId,
+    PullFromPeer,
+    ReleaseAtPeer,
+)
+from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFound, ScrubSlots
+from kvbm_host_tier.core.shard_messages import HandedOver, SayPlace, ShardEffect
 
 from tests.sim import invariants
 from tests.sim.bus import Bus, Done, Failure
+from tests.sim.cluster import Cluster, Host
+from tests.sim.host_peers import HostPeers
+from tests.sim.host_siblings import HostSiblings
+from tests.sim.lower_tier import LowerTier
 from tests.sim.memory import Memory, copy
-from tests.sim.peers import Peers
-from tests.sim.service import DISK_TIER, HOST, HOST_TIER, SNAPSHOT_MS, Service
+from tests.sim.registry import Change, News
+from tests.sim.service import SNAPSHOT_MS, Service
 from tests.sim.world import World
 
 SLOT_BYTES = 4096
+SCRUB_MS = 150
+"""A batch of the scrubber takes so long on a busy machine, and is not pinned."""
 FILL_MARGIN_MS = 500
-"""The shell waits so much longer for a fill than the disk tier has time for it."""
+"""The shell waits so much longer for a fill than the lower tier has time for it."""
+LOWER: tuple[Tier, ...] = ("disk", "object")
 
 
 class HostTier(Service):
@@ -34,84 +51,129 @@ class HostTier(Service):
 
     core: HostTierCore
     arena: Memory
+    peers: HostPeers
+    siblings: HostSiblings
 
-    def __init__(self, world: World, bus: Bus, peers: Peers) -> None:
-        super().__init__(world, bus, peers, HOST_TIER)
-        peers.host_tier = self
-        self.arenas: dict[int, Memory] = {}
-        """By epoch: a mapping outlives the process that made it."""
+    def __init__(self, world: World, bus: Bus, cluster: Cluster, host: Host, instance: str) -> None:
+        super().__init__(world, bus, cluster, host, f"host-tier-{instance}")
+        self.instance = instance
+        host.host_tiers[instance] = self
 
     def boot(self) -> None:
         self.begin()
         plan = self.world.plan
-        self.arena = self.arenas[self.epoch] = Memory(self.world, plan.host_slots)
+        self.arena = Memory(self.world, plan.host_slots, parts=plan.ranks)
+        self.cluster.arenas[self.epoch] = self.arena
         self.core = HostTierCore(
-            host=HOST,
-            instance="0",
+            host=self.host.name,
+            instance=self.instance,
             epoch=self.epoch,
             arena=host.NO_ARENA if plan.counted else _arena(plan.host_slots * SLOT_BYTES),
-            limits=Limits(
+            limits=HostTierLimits(
                 slot_count=plan.host_slots if plan.counted else None,
                 batch_blocks_max=4,
                 transfers_max=2,
+                peer_pulls_max=2,
+                scrub_cpu_percent=5.0,
+                confirm_ms=plan.confirm_ms,
             ),
             staging=plan.staging,
         )
         self._verbs: dict[int, Done] = {}
+        self._asked = 0
+        self._scrubbing: dict[SequenceHash, tuple[bytes, ...]] = {}
+        """What the scrubber has read last."""
+        self.peers, self.siblings = HostPeers(self), HostSiblings(self)
         self._carry_out(self.core.start())
+        self.siblings.start()
         self.bus.registry.watch(self, self._registry)
-        self.bus.stream.follow(self, _is_disk, self._disk_events, new=True)
+        self.bus.stream.follow(self, self._is_lower, self._lower_events, new=True)
         self.every(100, lambda: self.step(host.Tick()))
 
     def stop(self) -> None:
-        """End in order: it works on while it says good-bye."""
-        self._carry_out(self.core.stop())
-        self.later(self.world.rng.uniform(0, 1_000), self._leave)
+        """End in order: engines go elsewhere first, if they can."""
+        self.siblings.hand_over()
 
-    def _leave(self) -> None:
-        self.bus.registry.leave(self.name, self.epoch)
-        self.kill()
+    def say_goodbye(self) -> None:
+        """Say the last words, and work on meanwhile."""
+        self._carry_out(self.core.stop())
+        self.later(self.world.rng.uniform(0, 1_000), self.leave)
 
     def step(self, event: host.Input) -> None:
-        """One input."""
+        """Take one input."""
         self.heard(event)
         self._carry_out(self.core.step(event, self.world.now_ms))
         if self.due_check():
-            self.core.check()
+            self.check()
 
-    def contents(self) -> Mapping[SequenceHash, bytes]:
-        return invariants.contents(self.core.tier.table, self.arena)
+    def check(self) -> None:
+        """Check the core, and the checksums in its table."""
+        self.core.check()
+        invariants.check_sums(self.table, self.world.plan.ranks, self.name)
+
+    @property
+    def table(self) -> SlotTable:
+        """The slots, as only tests see them."""
+        return self.core._held.table
+
+    def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]]:
+        return invariants.contents(self.table, self.arena)
 
     def snapshot(self, _source: str) -> SnapshotReply:
-        return self.core.snapshot()
+        return self.core.view.snapshot()
 
     def from_engine(self, connection: bytes, data: bytes) -> None:
-        """A frame on the ROUTER."""
+        """Take a frame on the ROUTER."""
         self.step(host.FromEngine(connection, to_host_tier.decode(data)))
 
-    def _registry(self, source: str, _epoch: int, there: bool) -> None:
-        if source == DISK_TIER:
-            self.step(host.DiskSeen("0") if there else host.DiskLost("0"))
+    def _registry(self, news: News) -> None:
+        source = news.name.partition("/")[2]
+        is_ours = news.name.startswith(f"{self.host.name}/")
+        if source.startswith("host-tier-"):
+            if is_ours:
+                self.siblings.heard(news)
+            if news.name != self.name:
+                peer = PeerId(news.name.partition("/")[0], source.removeprefix("host-tier-"))
+                self.peers.changed(peer, news)
+            return
+        tier = next((tier for tier in LOWER if source == f"{tier}-tier-0"), None)
+        if not is_ours or tier is None or news.change is Change.CHANGED:
+            return
+        self.step(
+            host.LowerTierJoined("0", tier) if news.is_there else host.LowerTierLeft("0", tier)
+        )
 
-    def _disk_events(self, events: list[Event]) -> None:
+    def _is_lower(self, event: Event) -> bool:
+        return event.host == self.host.name and event.tier in LOWER
+
+    def _lower_events(self, events: list[Event]) -> None:
         for event in events:
-            self.step(host.DiskEvent("0", event))
+            self.step(host.DiskEvent("0", event, event.tier))
 
-    def ask(self, request: host.LeaseAsked | host.ReleaseAsked, done: Done) -> None:
-        """A verb."""
+    def next_verb(self) -> int:
+        """Return a number for a question to the core."""
+        self._asked += 1
+        return self._asked
+
+    def ask(
+        self, request: host.LeaseAsked | host.ReleaseAsked | host.AdminAsked, done: Done
+    ) -> None:
+        """Ask the core, for a verb."""
         self._verbs[request.reply_to] = done
         self.step(request)
 
     # --- effects ----------------------------------------------------------------------------
 
     def _carry_out(self, effects: Sequence[host.Effect]) -> None:
+        events = [one.event for one in effects if isinstance(one, host.Publish)]
+        gone = {text for event in events if isinstance(event, Removed) for text in event.hashes}
         for effect in effects:
             match effect:
                 case host.ToEngine(connection, message):
                     self._to_engine(connection, message)
                 case host.AttachPeer(engine, rank):
                     # NIXL's name of an agent says which life of which engine it is.
-                    attached = host.PeerAttached(engine, rank, str(engine))
+                    attached = host.PeerAttached(engine, rank, f"{engine}:{rank}")
                     self.later(self.world.delay(2), partial(self.step, attached))
                 case host.DetachPeer():
                     pass
@@ -119,8 +181,8 @@ class HostTier(Service):
                     self._pull(effect)
                 case host.AskFill():
                     self._fill(effect)
-                case host.AskDiskSnapshot():
-                    self._disk_snapshot()
+                case host.AskDiskSnapshot(_, tier):
+                    self._lower_snapshot(self._lower(tier))
                 case host.AskFates():
                     self._fates(effect)
                 case host.MakeArena(size_bytes):
@@ -128,22 +190,42 @@ class HostTier(Service):
                 case host.Answer(reply_to, reply):
                     self._verbs.pop(reply_to)(reply)
                 case host.Publish(event):
-                    self.publish(event)
+                    self.publish(event, gone)
                 case host.TellHits(hits):
                     self._tell_hits(hits)
-                case AskHolders() | PullFromPeer() | ReleaseAtPeer() | OpenDoor():
-                    raise AssertionError("here is one host: who should be its peer?")
-                case SayPlace() | HandedOver():
-                    raise AssertionError("here is one host tier: whom should it tell?")
+                case ScrubSlots():
+                    self.later(SCRUB_MS, partial(self._scrubbed, effect))
+                case ScrubFound(names):
+                    self._found_rot(names)
                 case _:
-                    assert_never(effect)
+                    self._carry_to_others(effect)
+
+    def _carry_to_others(self, effect: PeerEffect | ShardEffect) -> None:
+        match effect:
+            case AskHolders():
+                self.peers.holders(effect)
+            case PullFromPeer():
+                self.peers.pull(effect)
+            case ReleaseAtPeer(peer, lease):
+                self.peers.release(peer, lease)
+            case OpenDoor():
+                self.peers.open_door()
+            case SayPlace():
+                self.siblings.say(effect)
+            case HandedOver():
+                self.siblings.handed_over()
+            case _:
+                assert_never(effect)
+
+    def _lower(self, tier: Tier) -> LowerTier:
+        return next(one for one in self.host.lower if one.tier == tier)
 
     def _fates(self, effect: host.AskFates) -> None:
-        """A question that nobody waits for: lost, or late, or of a life that has ended."""
-        disk_tier = self.peers.disk_tier
+        """Ask what nothing waits for: lost, or late, or of a life that has ended."""
+        lower = self._lower(effect.tier)
         names = hashes_from_hex(effect.request.hashes)
-        reply = disk_tier.core.fates(names, self.world.now_ms) if disk_tier.up else None
-        told = host.FatesTold(effect.question, effect.instance, reply)
+        reply = lower.core.view.fates(names, self.world.now_ms) if lower.up else None
+        told = host.FatesTold(effect.question, effect.instance, reply, effect.tier)
         self.later(self.world.delay(5), partial(self.step, told))
 
     def _make_arena(self, size_bytes: int) -> None:
@@ -153,26 +235,31 @@ class HostTier(Service):
         self.later(self.world.delay(50), partial(self.step, outcome))
 
     def _tell_hits(self, hits: Hits) -> None:
-        disk_tier, told = self.peers.disk_tier, disk.HitsTold("", hits)
-        self.bus.publish(self, disk_tier, lambda: disk_tier.step(told))
+        told = disk.HitsTold(self.instance, hits)
+        for lower in self.host.lower:
+            self.bus.publish(self, lower, partial(lower.step, told))
 
     def _to_engine(self, connection: bytes, message: FromHostTier) -> None:
-        engine = self.peers.engines[connection.decode().split(":")[0]]
+        engine = self.host.engines[connection.decode().split(":")[0]]
         data = from_host_tier.encode(message)
         if engine.up:
             self.world.send(self.name, engine, lambda: engine.receive(connection, data))
 
     def _pull(self, effect: host.StartPull) -> None:
-        """NIXL READ from an engine's device; fails when that engine's life is over."""
-        name, incarnation = effect.parts[0].peer.split(":")
-        engine = self.peers.engines[name]
+        """Read from an engine's devices; fails when that engine's life is over."""
+        name, incarnation, _ = effect.parts[0].peer.split(":")
+        engine = self.host.engines[name]
         if not engine.up or engine.incarnation != incarnation:
             failed = host.PullFailed(effect.pull, "peer_lost", settled=True)
             self.later(1, lambda: self.step(failed))
             return
         duration_ms = self.world.transfer_ms("pull")
-        device = engine.device
-        copy(self, (device, effect.blocks), (self.arena, effect.slots), duration_ms)
+        for part in effect.parts:
+            rank = int(part.peer.rpartition(":")[2])
+            device = engine.workers[rank].device
+            blocks = (device, [device.whole(block) for block in effect.blocks])
+            slots = (self.arena, [self.arena.part(slot, rank) for slot in effect.slots])
+            copy(self, blocks, slots, duration_ms)
         if duration_ms > effect.deadline_ms:
             # NIXL gives up, and the late bytes arrive all the same.
             failed = host.PullFailed(effect.pull, "transfer_timeout", settled=False)
@@ -184,18 +271,39 @@ class HostTier(Service):
         self.later(duration_ms, lambda: self._pulled(effect))
 
     def _pulled(self, effect: host.StartPull) -> None:
-        sums = tuple(self.arena.checksum(slot) for slot in effect.slots)
+        sums = tuple(self.arena.sums(slot) for slot in effect.slots)
         self.step(host.PullDone(effect.pull, sums))
 
+    def _scrubbed(self, effect: ScrubSlots) -> None:
+        """Report what a batch of the scrubber has read, some time after it was wanted."""
+        read = [self.arena.content(slot) for slot in effect.slots]
+        self._scrubbing = {b.hash: seen for b, seen in zip(effect.blocks, read, strict=True)}
+        wrong = tuple(
+            index
+            for index, (slot, block) in enumerate(zip(effect.slots, effect.blocks, strict=True))
+            if not block.has_sums(self.arena.sums(slot))
+        )
+        self.step(ScrubDone(wrong, cpu_us=1_000))
+
+    def _found_rot(self, names: Sequence[SequenceHash]) -> None:
+        self.world.marks["rot found by the scrubber"] += len(names)
+        for name in names:
+            cells = self._scrubbing.get(name, (b"another block",) * self.arena.parts)
+            invariants.check_corrupt_block(name, cells)
+
     def _fill(self, effect: host.AskFill) -> None:
-        disk_tier = self.peers.disk_tier
+        lower = self._lower(effect.tier)
+        if not self.world.bus_up:
+            failed = host.FillFailed(effect.fill, "bus_unavailable", settled=True)
+            self.later(0, partial(self.step, failed))
+            return
 
         def serve(reply: Done) -> None:
-            disk_tier.fill(effect.request, reply)
+            lower.fill(effect.request, reply)
 
         def done(reply: object) -> None:
             if isinstance(reply, FillReply):
-                self.step(host.FillDone(effect.fill, reply))
+                self._filled(effect, reply)
                 return
             assert isinstance(reply, ErrorBody | Failure)
             settled = reply.code not in ("deadline_exceeded", "bus_unavailable")
@@ -203,24 +311,49 @@ class HostTier(Service):
             self.step(host.FillFailed(effect.fill, reply.code, settled=settled))
 
         limit_ms = max(10, effect.request.until_ms - self.world.now_ms + FILL_MARGIN_MS)
-        self.bus.request(self, disk_tier, serve, done, limit_ms=limit_ms)
+        self.bus.request(self, lower, serve, done, limit_ms=limit_ms)
 
-    def _disk_snapshot(self) -> None:
-        disk_tier = self.peers.disk_tier
+    def _filled(self, effect: host.AskFill, reply: FillReply) -> None:
+        good = [filled for filled in reply.slots if filled.ok]
+        may_cross = len(good) > 1 and not self.world.calm
+        if may_cross and self.world.rng.random() < self.world.plan.crossed:
+            self._cross(good[0], good[1])
+            reply = msgspec.structs.replace(reply, slots=_crossed(reply.slots, good[:2]))
+        self.step(host.FillDone(effect.fill, reply))
+        self.check_arrived([(hash_from_hex(one.hash), one.slot) for one in effect.request.slots])
 
+    def _cross(self, one: FilledSlot, other: FilledSlot) -> None:
+        """Put two blocks into each other's slots, as a tier in error would."""
+        self.world.marks["fill crossed"] += 1
+        first, second = self.arena.content(one.slot), self.arena.content(other.slot)
+        self.arena.put(one.slot, second)
+        self.arena.put(other.slot, first)
+
+    def check_arrived(self, arrived: Sequence[tuple[SequenceHash, int]]) -> None:
+        """Require that what was just committed is right: nothing of the world's was too late for
+        its checksum to find."""
+        for name, slot in arrived:
+            if self.table.find(name) == slot:
+                for rank, content in enumerate(self.arena.content(slot)):
+                    invariants.check_content(name, rank, content, f"{self.name}, just filled,")
+
+    def _lower_snapshot(self, lower: LowerTier) -> None:
         def serve(reply: Done) -> None:
-            reply(disk_tier.core.snapshot())
+            reply(lower.core.view.snapshot())
 
         def done(reply: object) -> None:
             good = reply if isinstance(reply, SnapshotReply) else None
-            self.step(host.DiskSnapshot("0", good))
+            self.step(host.DiskSnapshot("0", good, lower.tier))
 
-        self.bus.request(self, disk_tier, serve, done, limit_ms=SNAPSHOT_MS)
+        self.bus.request(self, lower, serve, done, limit_ms=SNAPSHOT_MS)
+
+
+def _crossed(slots: Sequence[FilledSlot], pair: Sequence[FilledSlot]) -> list[FilledSlot]:
+    """Return an answer that says where two blocks are by now."""
+    one, other = pair
+    where = {one.hash: other.slot, other.hash: one.slot}
+    return [msgspec.structs.replace(s, slot=where.get(s.hash, s.slot)) for s in slots]
 
 
 def _arena(size_bytes: int) -> host.ArenaInfo:
     return host.ArenaInfo("arena", 4096, size_bytes, b"agent")
-
-
-def _is_disk(event: Event) -> bool:
-    return event.source == DISK_TIER

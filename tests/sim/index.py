@@ -6,18 +6,20 @@ from functools import partial
 
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.verbs import ErrorBody, SnapshotReply
-from kvbm_index import messages as index
-from kvbm_index.arrival import Arrival
-from kvbm_index.core import IndexCore
-from kvbm_index.image import pack, unpack
+from kvbm_index.core import messages as index
+from kvbm_index.core.core import IndexCore
+from kvbm_index.core.image import pack, unpack
+from kvbm_index.core.snapshot_loader import SnapshotLoader
 
 from tests.sim.bus import Bus, Done
-from tests.sim.peers import Peers
-from tests.sim.service import HOST, SNAPSHOT_MS, Service
+from tests.sim.cluster import Cluster, Host
+from tests.sim.registry import News
+from tests.sim.service import SNAPSHOT_MS, Service
 from tests.sim.stream import Subscription
 from tests.sim.world import World
 
 IMAGE_MS = 1_000
+UNINDEXED = ("index", "consolidator")
 
 
 class Index(Service):
@@ -26,11 +28,11 @@ class Index(Service):
     core: IndexCore
     reading: Subscription
 
-    def __init__(self, world: World, bus: Bus, peers: Peers) -> None:
-        super().__init__(world, bus, peers, "index")
+    def __init__(self, world: World, bus: Bus, cluster: Cluster, host: Host) -> None:
+        super().__init__(world, bus, cluster, host, "index")
         self.kept: bytes | None = None
         """The newest image, in an object store that survives us."""
-        peers.index = self
+        cluster.index = self
 
     def boot(self) -> None:
         self.begin()
@@ -46,17 +48,19 @@ class Index(Service):
         self.every(200, lambda: self.step(index.Tick()))
 
     def step(self, event: index.Input) -> None:
-        """One input."""
+        """Take one input."""
         self.heard(event)
         for effect in self.core.step(event, self.world.now_ms):
             self._ask_snapshot(effect.key)
         if self.due_check():
             self.core.check()
 
-    def _registry(self, source: str, epoch: int, there: bool) -> None:
-        key = index.SourceKey(HOST, source)
-        if source not in ("index", "consolidator"):
-            self.step(index.SourceSeen(key, epoch) if there else index.SourceLost(key, epoch))
+    def _registry(self, news: News) -> None:
+        host, source = news.name.split("/")
+        if source not in UNINDEXED:
+            key = index.SourceKey(host, source)
+            seen, lost = index.SourceJoined(key, news.epoch), index.SourceLeft(key, news.epoch)
+            self.step(seen if news.is_there else lost)
 
     def _events(self, events: list[Event]) -> None:
         position, life = self.reading.position, self.reading.life
@@ -67,7 +71,7 @@ class Index(Service):
             self.kept = pack(self.core.image())
 
     def _restore(self) -> tuple[int, int]:
-        """Begin with the image; returns the life of the stream, and how far it was read."""
+        """Begin with the image; return the life of the stream, and how far it was read."""
         assert self.kept is not None
         self.world.marks["index restored"] += 1
         image = unpack(self.kept)
@@ -76,7 +80,7 @@ class Index(Service):
 
     def _ask_snapshot(self, key: index.SourceKey) -> None:
         self.world.marks["index asked for a snapshot"] += 1
-        source = self.peers.source(key.source)
+        source = self.cluster.hosts[key.host].find(key.source)
 
         def serve(reply: Done) -> None:
             found = source.snapshot(key.source)
@@ -84,7 +88,7 @@ class Index(Service):
 
         def done(reply: object) -> None:
             if isinstance(reply, SnapshotReply):
-                self.step(index.SnapshotReceived(Arrival.whole(reply)))
+                self.step(index.SnapshotReceived(SnapshotLoader.whole(reply)))
             else:
                 self.step(index.SnapshotFailed(key, str(reply)))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.slots import SlotTable
+from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.events import Cleared, Event, Stored
-from kvbm_connectors.core import Limits
+from kvbm_connectors.core.limits import ConnectorLimits
 
-from tests.sim.memory import ROT, Memory
+from tests.sim.memory import ROT, Memory, right, right_checksum
+
+Contents = Mapping[SequenceHash, tuple[bytes, ...]]
+"""By block, what each rank's part of it holds."""
 
 
 class Violation(AssertionError):
@@ -29,7 +32,7 @@ class Announced:
         self._position: dict[str, tuple[int, int]] = {}
 
     def take(self, event: Event) -> None:
-        """Epochs only grow and begin with `cleared`; numbers have no hole."""
+        """Check an event: epochs only grow and begin with `cleared`; numbers have no hole."""
         epoch, seq = self._position.get(event.source, (0, 0))
         fresh = event.epoch > epoch and event.seq == 1 and isinstance(event, Cleared)
         text = f"{event.source} published {event.epoch}/{event.seq} after {epoch}/{seq}"
@@ -37,48 +40,72 @@ class Announced:
         self._position[event.source] = (event.epoch, event.seq)
 
 
-def contents(table: SlotTable, memory: Memory) -> dict[SequenceHash, bytes]:
-    """What is truly in the slot of each block that can be found."""
+def contents(table: SlotTable, memory: Memory) -> dict[SequenceHash, tuple[bytes, ...]]:
+    """Return what is truly in the slot of each block that can be found."""
     found = {block.hash: table.find(block.hash) for block in table.blocks()}
-    return {name: memory.slots[slot] for name, slot in found.items() if slot is not None}
+    return {name: memory.content(slot) for name, slot in found.items() if slot is not None}
 
 
-def check_content(name: SequenceHash, content: bytes, where: str) -> None:
-    """No wrong bytes."""
-    if content != name:
-        raise Violation(f"{where} should hold {name.hex()}, holds {content!r} ({content.hex()})")
+def check_content(name: SequenceHash, rank: int, content: bytes, where: str) -> None:
+    """Require the right bytes in one rank's part of a block."""
+    if content != right(name, rank):
+        text = f"rank {rank} of {where} should hold {name.hex()}"
+        raise Violation(f"{text}, holds {content!r} ({content.hex()})")
 
 
-def check_contents(found: Mapping[SequenceHash, bytes], where: str) -> None:
-    """No wrong bytes in a whole tier."""
-    for name, content in found.items():
-        if not content.startswith(ROT):
-            check_content(name, content, where)
+def check_contents(found: Contents, where: str) -> None:
+    """Require the right bytes in a whole tier, but for what the world has rotted."""
+    for name, cells in found.items():
+        for rank, content in enumerate(cells):
+            if not content.startswith(ROT):
+                check_content(name, rank, content, where)
 
 
-def check_stored(event: Stored, found: Mapping[SequenceHash, bytes] | None) -> None:
-    """Nothing is announced before it is committed, and what is committed is right."""
+def check_stored(
+    event: Stored, found: Contents | None, ranks: int, gone: Collection[str] = ()
+) -> None:
+    """Require that what is announced is committed, and that what is committed is right.
+
+    Blocks in `gone` were evicted by the step that has announced them.
+    """
     if found is None or event.tier == "device":
         return
     for run in event.runs:
         for text in run.hashes:
             name = SequenceHash(bytes.fromhex(text))
+            if text in gone:
+                continue
             require(name in found, f"{event.source} announced {text} before its commit")
+            require(len(found[name]) == ranks, f"{text} has {len(found[name])} parts")
     check_contents(found, event.source)
 
 
-def check_corrupt(seen: Sequence[bytes]) -> None:
-    """A checksum may only find what the world has rotted: our own mistakes are no accidents."""
+def check_sums(table: SlotTable, ranks: int, where: str) -> None:
+    """Require of each committed block the checksum of its name's content: a wrong one would make
+    good bytes look bad, or bad ones good."""
+    for block in table.blocks():
+        good = block.checksum == right_checksum(block.hash, ranks)
+        require(good, f"{where} has a wrong checksum of {block.hash.hex()}")
+
+
+def check_corrupt(seen: Iterable[bytes]) -> None:
+    """Require that a checksum finds only what the world has rotted: our own mistakes are no
+    accidents."""
     for content in seen:
         require(content.startswith(ROT), f"a checksum was needed against {content!r}")
 
 
-def check_patience(limits: Limits, asked_ms: float, now_ms: float) -> None:
-    """An engine is told to ask again only for so long."""
+def check_corrupt_block(name: SequenceHash, cells: Sequence[bytes]) -> None:
+    """Require the same of a block of which some rank's part is wrong."""
+    check_corrupt(c for rank, c in enumerate(cells) if c != right(name, rank))
+
+
+def check_patience(limits: ConnectorLimits, asked_ms: float, now_ms: float) -> None:
+    """Require that an engine is told to ask again only for so long."""
     limit_ms = limits.onboard_deadline_ms + limits.answer_margin_ms
     require(now_ms - asked_ms <= limit_ms + 1, f"no answer after {now_ms - asked_ms:.0f} ms")
 
 
 def check_request_time(took_ms: float, limit_ms: float) -> None:
-    """Requests finish."""
+    """Require that requests finish."""
     require(took_ms <= limit_ms, f"a request took {took_ms:.0f} ms")

@@ -1,4 +1,4 @@
-"""The plan of a seed: how large everything is, and what may go wrong."""
+"""The plan of a seed: what there is, how large everything is, and what may go wrong."""
 
 from __future__ import annotations
 
@@ -7,22 +7,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Transfer = Literal["pull", "load", "read", "write"]
-"""Device to arena, arena to device, disk to arena, arena to disk."""
+Transfer = Literal["pull", "load", "read", "write", "peer"]
+"""Device to arena, arena to device, store to arena, arena to store, arena to arena."""
 TRANSFERS: tuple[Transfer, ...] = get_args(Transfer)
+Below = Literal["disk", "object", "both"]
+"""What is below the host tiers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is drawn before the start: sizes, and what may go wrong (each seed another part)."""
 
-    engines: int
+    hosts: int
+    host_tiers: int
+    """Instances on the first host; any other has one."""
+    below: Below
+    engines: tuple[int, ...]
+    """How many each host has."""
+    vllm: bool
+    """The first engine of each host is one with vLLM's scheduler."""
+    overlapped: bool
+    """vLLM schedules a step while another one is computed."""
+    sync_loads: bool
+    """vLLM's step waits for its loads."""
     ranks: int
     conversations: int
     """How many an engine goes on with: few share much, many overflow every tier."""
     device_blocks: int
     host_slots: int
     disk_slots: int
+    """Of the disk, or names that an object tier keeps."""
+    object_ttl_ms: int
+    listing_lag_ms: float
     counted: bool
     """The arena's size is a number of blocks: it is made when the first engine says hello."""
     staging: bool
@@ -30,6 +46,12 @@ class Plan:
     verified: bool
     """Engines compare checksums after each load."""
     lease_ms: int
+    confirm_ms: int
+    """How long a host tier waits for the engine's word that it has held what was pulled."""
+    crossed: float
+    """How often a tier below answers a fill with two blocks in each other's slots."""
+    dawdles: float
+    """How often an engine takes late what was found for it."""
     loss: float
     duplicates: float
     delay_ms: float
@@ -43,32 +65,76 @@ class Plan:
     faults: tuple[str, ...]
     fault_every_ms: float
 
+    @property
+    def has_peers(self) -> bool:
+        """Return whether a host tier can pull from another one."""
+        return self.hosts * self.host_tiers > 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether two steps may be in flight: one that waits for its loads is alone."""
+        return self.overlapped and not self.sync_loads
+
+    @property
+    def has_disk(self) -> bool:
+        """Return whether there is a disk tier."""
+        return self.below != "object"
+
+    @property
+    def has_objects(self) -> bool:
+        """Return whether there is an object tier."""
+        return self.below != "disk"
+
 
 FAULTS = (
     *("kill host", "kill disk", "kill index", "kill consolidator", "kill engine"),
     *("stop engine", "stop host", "stop disk", "power", "outage", "stream lost", "cut"),
     *("rot disk", "rot arena"),
 )
+PEER_FAULTS = ("kill reader", "part hosts")
+SHARD_FAULTS = ("drain host", "undrain host")
+OBJECT_FAULTS = ("kill objects", "stop objects", "vanish", "rot objects", "bucket outage")
+DISK_FAULTS = ("kill disk", "stop disk", "rot disk")
+ALL_FAULTS = (*FAULTS, *PEER_FAULTS, *SHARD_FAULTS, *OBJECT_FAULTS)
 
 
 def draw_plan(rng: random.Random) -> Plan:
     """Swarm testing: leaving faults out reaches states that all of them together never would."""
+    hosts = rng.choice((1, 1, 1, 2))
+    host_tiers = rng.choice((1, 1, 1, 2)) if hosts == 1 else 1
+    below: Below = rng.choice(("disk", "disk", "disk", "object", "both"))
     counted = rng.random() < 0.2
-    verified = rng.random() < 0.4
-    faults = tuple(f for f in FAULTS if rng.random() < 0.4 and (verified or f != "rot arena"))
+    staging = not counted and below != "object" and rng.random() < 0.2
+    verified = rng.random() < 0.5
     rough = rng.random() < 0.6
+    has_peers = hosts * host_tiers > 1
     return Plan(
-        engines=rng.choice((1, 2, 2)),
+        hosts=hosts,
+        host_tiers=host_tiers,
+        below=below,
+        engines=(1, 1)
+        if hosts > 1
+        else (rng.choice((2, 3)),)
+        if has_peers
+        else (rng.choice((1, 2, 2)),),
+        vllm=rng.random() < 0.4,
+        overlapped=rng.random() < 0.6,
+        sync_loads=rng.random() < 0.3,
         ranks=rng.choice((1, 1, 2)),
         conversations=rng.choice((3, 6, 12)),
         device_blocks=rng.randint(16, 36),
         host_slots=rng.choice((rng.randint(8, 30), rng.randint(30, 80))),
         disk_slots=rng.randint(10, 90),
+        object_ttl_ms=rng.choice((0, 0, 4_000)),
+        listing_lag_ms=rng.choice((0.0, 0.0, 1_000.0)),
         counted=counted,
-        staging=not counted and rng.random() < 0.2,
+        staging=staging,
         filtered=rng.random() < 0.2,
         verified=verified,
         lease_ms=rng.choice((800, 2_000, 5_000)),
+        confirm_ms=rng.choice((300, 2_000)),
+        crossed=rng.choice((0.0, 0.0, 0.05)),
+        dawdles=rng.choice((0.0, 0.05, 0.2)),
         loss=rng.choice((0.002, 0.02)) if rough else 0.0,
         duplicates=rng.choice((0.0, 0.05)) if rough else 0.0,
         delay_ms=rng.choice((0.5, 3.0, 20.0)),
@@ -77,6 +143,26 @@ def draw_plan(rng: random.Random) -> Plan:
         outbox_max=rng.choice((8, 10_000)),
         stream_max=rng.choice((20, 10_000)),
         replay_batches=rng.choice((5, 10_000, 10_000)),
-        faults=faults,
+        faults=_draw_faults(rng, below, hosts=hosts, host_tiers=host_tiers, verified=verified),
         fault_every_ms=rng.choice((700.0, 2_500.0)),
     )
+
+
+def _draw_faults(
+    rng: random.Random, below: Below, *, hosts: int, host_tiers: int, verified: bool
+) -> tuple[str, ...]:
+    """Choose among what can happen in this world."""
+    impossible: set[str] = set()
+    if not verified:
+        impossible.add("rot arena")  # What rots in the arena only engines find.
+    if hosts == 1:
+        impossible.add("part hosts")
+    if hosts * host_tiers == 1:
+        impossible.add("kill reader")
+    if host_tiers == 1:
+        impossible.update(SHARD_FAULTS)
+    if below == "disk":
+        impossible.update(OBJECT_FAULTS)
+    if below == "object":
+        impossible.update(DISK_FAULTS)
+    return tuple(f for f in ALL_FAULTS if rng.random() < 0.4 and f not in impossible)

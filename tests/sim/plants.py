@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
-from kvbm_common.announcer import Announcer
-from kvbm_common.leases import LeaseTable
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.leases import LeaseTable
 from kvbm_common.wire.local import Confirm, Pulled
 from kvbm_common.wire.verbs import SnapshotReply
-from kvbm_connectors import messages as connector
-from kvbm_connectors.consolidator.consolidated import Consolidated
-from kvbm_connectors.core import ConnectorCore
-from kvbm_disk_tier import messages as disk
-from kvbm_disk_tier.core import DiskTierCore
-from kvbm_host_tier import messages as host
-from kvbm_host_tier.core import HostTierCore
-from kvbm_host_tier.tier import Tier
-from kvbm_index.chains import Chains
-from kvbm_index.holdings import Holdings
-from kvbm_index.image import SegmentImage
+from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
+from kvbm_connectors.core import messages as connector
+from kvbm_connectors.core.core import ConnectorCore
+from kvbm_disk_tier.core import effects as wanted
+from kvbm_disk_tier.core import messages as disk
+from kvbm_disk_tier.core.core import DiskTierCore
+from kvbm_host_tier.core import messages as host
+from kvbm_host_tier.core.arena_leases import ArenaLeases
+from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.scrub import Scrubber
+from kvbm_host_tier.core.scrub_messages import ScrubDone
+from kvbm_index.core.chains import Chains
+from kvbm_index.core.holdings import Holdings
+from kvbm_index.core.image import SegmentImage
 
+from tests.sim import plants_engines, plants_tiers
 from tests.sim.disk_tier import DiskTier
-
-WRONG_BYTES = "should hold|a checksum was needed"
-"""What the checkers of content say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plant:
-    """A mistake, and what the checker says that finds it."""
-
-    name: str
-    sow: Callable[[pytest.MonkeyPatch], None]
-    found_as: str
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    """What the world must do often, or the mistake seldom shows."""
-
+from tests.sim.plant import ONE_HOST, WRONG_BYTES, Plant
 
 # --- wrong bytes ------------------------------------------------------------------------------
 
@@ -82,7 +71,7 @@ def believe_a_late_write(patch: pytest.MonkeyPatch) -> None:
     """The disk tier keeps what it has copied under a lease that was over."""
     step = DiskTierCore.step
 
-    def planted(core: DiskTierCore, event: disk.Input, now_ms: int) -> Sequence[disk.Effect]:
+    def planted(core: DiskTierCore, event: disk.Input, now_ms: int) -> Sequence[wanted.Effect]:
         if isinstance(event, disk.Released):
             event = replace(event, valid=True)
         return step(core, event, now_ms)
@@ -123,7 +112,24 @@ def give_a_lent_slot_away(patch: pytest.MonkeyPatch) -> None:
 
 def never_take_a_lent_slot_back(patch: pytest.MonkeyPatch) -> None:
     """The grace of a fill without an answer never ends."""
-    patch.setattr("kvbm_host_tier.onboard.FILL_GRACE_MS", 10**9)
+    patch.setattr("kvbm_host_tier.core.fills.FILL_GRACE_MS", 10**9)
+
+
+def scrub_without_generations(patch: pytest.MonkeyPatch) -> None:
+    """The scrubber takes what is in a slot now for what was there when it began to read."""
+    done = Scrubber.done
+
+    def planted(scrubber: Scrubber, event: ScrubDone, now_ms: int) -> None:
+        table = scrubber._table
+        scrubber._reading = tuple(
+            one
+            if (block := table.idle_block(one.slot)) is None
+            else replace(one, name=block.hash, generation=table.generation(one.slot))
+            for one in scrubber._reading
+        )
+        done(scrubber, event, now_ms)
+
+    patch.setattr(Scrubber, "done", planted)
 
 
 # --- leases -----------------------------------------------------------------------------------
@@ -141,10 +147,10 @@ def never_end_a_lease_by_deadline(patch: pytest.MonkeyPatch) -> None:
 def never_unpin(patch: pytest.MonkeyPatch) -> None:
     """A lease ends, and its slots stay pinned."""
 
-    def planted(_tier: Tier, _leases: Iterable[object]) -> None:
+    def planted(_arena: ArenaLeases, _leases: Iterable[object]) -> None:
         return None
 
-    patch.setattr(Tier, "end_leases", planted)
+    patch.setattr(ArenaLeases, "end", planted)
 
 
 # --- views ------------------------------------------------------------------------------------
@@ -181,19 +187,19 @@ def leave_blocks_out_of_images(patch: pytest.MonkeyPatch) -> None:
 def say_nothing_of_tiers(patch: pytest.MonkeyPatch) -> None:
     """After a clear the consolidator does not say again what the tiers hold."""
 
-    def planted(_consolidated: Consolidated) -> None:
+    def planted(_consolidated: MergedStreams) -> None:
         return None
 
-    patch.setattr(Consolidated, "rebuild", planted)
+    patch.setattr(MergedStreams, "rebuild", planted)
 
 
 def ignore_a_tiers_snapshot(patch: pytest.MonkeyPatch) -> None:
     """The consolidator takes a snapshot of a tier for read, and changes nothing."""
 
-    def planted(_consolidated: Consolidated, reply: SnapshotReply) -> None:
-        _consolidated.tiers.snapshot(reply)
+    def planted(_consolidated: MergedStreams, reply: SnapshotReply, now_ms: int) -> None:
+        _consolidated.tiers.snapshot(reply, now_ms)
 
-    patch.setattr(Consolidated, "tier_snapshot", planted)
+    patch.setattr(MergedStreams, "tier_snapshot", planted)
 
 
 ROTTEN = {"faults": ("rot disk",), "fault_every_ms": 500.0, "verified": False}
@@ -204,9 +210,11 @@ LATE_READS = {
     "fault_every_ms": 700.0,
 }
 
+CROWDED = {"host_slots": 6}
+STOPS = {"faults": ("stop engine",), "fault_every_ms": 700.0, "vllm": False}
 RESTARTS = {"faults": ("kill index",), "fault_every_ms": 700.0}
 
-PLANTS = (
+SERVICES = (
     Plant("no checksum is compared", compare_no_checksum, WRONG_BYTES, ROTTEN),
     Plant("a revoked offer is confirmed", confirm_a_revoked_offer, WRONG_BYTES),
     Plant("a late load is believed", believe_a_late_load, WRONG_BYTES, LATE),
@@ -214,11 +222,17 @@ PLANTS = (
     Plant("a slot is pulled into twice", pull_into_one_slot, WRONG_BYTES),
     Plant("a lent slot is given away", give_a_lent_slot_away, WRONG_BYTES, LATE_READS),
     Plant("a lent slot is kept for ever", never_take_a_lent_slot_back, "staged slots left"),
+    Plant("the scrubber mixes blocks up", scrub_without_generations, WRONG_BYTES, CROWDED),
     Plant("a lease never expires", never_end_a_lease_by_deadline, "leases left"),
     Plant("a slot stays pinned", never_unpin, "a pinned slot has no lease"),
     Plant("the index overlooks removals", overlook_removals, "index differs"),
     Plant("a tier keeps removals secret", keep_removals_secret, "(index|consolidated) differs"),
     Plant("an image leaves blocks out", leave_blocks_out_of_images, "index differs", RESTARTS),
-    Plant("tiers are not said again", say_nothing_of_tiers, "consolidated differs"),
-    Plant("a tier's snapshot changes nothing", ignore_a_tiers_snapshot, "is told it is|differs"),
+    Plant("tiers are not said again", say_nothing_of_tiers, "consolidated differs", STOPS),
+    Plant("a tier's snapshot changes nothing", ignore_a_tiers_snapshot, "announces it|differs"),
+)
+PLANTS = (
+    *(replace(plant, plan={**ONE_HOST, **plant.plan}) for plant in SERVICES),
+    *plants_engines.PLANTS,
+    *plants_tiers.PLANTS,
 )

@@ -2,105 +2,173 @@
 
 from __future__ import annotations
 
-from kvbm_common.identity import SequenceHash, hash_from_hex
-from kvbm_connectors.consolidator.router_stream import short_hash
+from collections.abc import Iterable
 
-from tests.sim.disk_tier import DiskTier
-from tests.sim.engine import EngineNode
+from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_connectors.consolidator.core.router_stream import short_hash
+
+from tests.sim.bucket import NAMES
+from tests.sim.cluster import Cluster
+from tests.sim.engine_node import EngineNode
 from tests.sim.host_tier import HostTier
 from tests.sim.invariants import check_contents, require
-from tests.sim.peers import Peers
+from tests.sim.lower_tier import LowerTier
+from tests.sim.object_tier import ObjectTier
+from tests.sim.service import Service
+from tests.sim.world import World
 
 ALL_BATCHES = 1_000
 """An engine whose replay buffer holds more has everything that it has ever published."""
 
 
-def check_rest(peers: Peers) -> None:
-    """Check every process against itself and against the others; raises `Violation`."""
-    for engine in peers.engines.values():
-        _check_engine(engine, peers)
-    _check_host_tier(peers.host_tier)
-    _check_disk_tier(peers.disk_tier)
-    for source in (peers.host_tier.name, peers.disk_tier.name, *peers.engines):
-        _check_index(source, peers)
+def check_rest(cluster: Cluster, world: World) -> None:
+    """Check every process against itself and against the others; raise `Violation`."""
+    for engine in cluster.engines:
+        _check_engine(engine, world)
+    for host in cluster.hosts.values():
+        for tier in host.host_tiers.values():
+            _check_host_tier(tier)
+        _check_map(list(host.host_tiers.values()))
+        for lower in host.lower:
+            _check_lower_tier(lower, arenas=_cut_arenas(host.host_tiers.values()))
+            if isinstance(lower, ObjectTier):
+                _check_listed(lower)
+        for service in host.tiers:
+            _check_index(service, service.source, cluster)
+        for engine in host.engines.values():
+            _check_index(host.consolidator, engine.name_alone, cluster)
+    _check_bucket(cluster)
 
 
-def _check_engine(engine: EngineNode, peers: Peers) -> None:
-    engine.core.check()
-    engine.pool.check()
-    left = [request.name for request in engine.requests()]
-    require(not left, f"{engine.name} has not finished {left}")
-    require(engine.core.idle(), f"{engine.name}: lookups or offers left")
-    require(not engine.offered, f"{engine.name}: blocks of {engine.offered} are still held")
+def _check_engine(engine: EngineNode, world: World) -> None:
+    engine.check()
+    engine.check_idle()
+    require(engine.core.view.idle, f"{engine.name}: lookups or offers left")
     held = engine.pool.block_count - engine.pool.free_count
     require(held == 0, f"{engine.name}: {held} blocks are still held")
-    require(engine.core.epoch == peers.host_tier.epoch, f"{engine.name} is not attached")
-    _check_consolidator(engine, peers)
-    _check_consolidated(engine, peers)
+    require(all(not worker.loading for worker in engine.workers), f"{engine.name}: loads left")
+    _check_place(engine)
+    _check_consolidator(engine, world)
+    _check_consolidated(engine)
 
 
-def _check_consolidator(engine: EngineNode, peers: Peers) -> None:
-    """Batches that nobody can replay are lost, and only those."""
-    core = peers.consolidator.core
-    held = {name for _, _, name in core.held(engine.name)}
+def _check_place(engine: EngineNode) -> None:
+    """All halves are with the host tier that the map names."""
+    tiers = engine.host.host_tiers
+    owner = tiers["0"].core.view.shard_map.owner(engine.name_alone)
+    assert owner is not None, "there is no map"
+    epoch = engine.core.view.epoch
+    where = next((name for name, tier in tiers.items() if tier.epoch == epoch), None)
+    require(where == owner, f"{engine.name} is attached to {where}, not {owner}")
+    for worker in engine.workers:
+        require(worker.access(epoch).value == "ready", f"{worker.rank} cannot read {epoch}")
+
+
+def _check_map(tiers: list[HostTier]) -> None:
+    """All host tiers of a host go by the same map, and everything of it serves."""
+    maps = {tier.core.view.shard_map.version for tier in tiers}
+    require(len(maps) == 1, f"host tiers go by maps {maps}")
+    named = set(tiers[0].core.view.shard_map.endpoints)
+    require(named == {tier.instance for tier in tiers}, f"the map names {named}")
+
+
+def _check_consolidator(engine: EngineNode, world: World) -> None:
+    """Batches that nothing can replay are lost, and only those."""
+    core = engine.host.consolidator.core
+    held = {name for _, _, name in core.held(engine.name_alone)}
     names = set(engine.pool.names())
     gave_up = core.statistics().drops.get("replay_failed", 0)
-    complete = engine.world.plan.replay_batches > ALL_BATCHES and not gave_up
+    complete = world.plan.replay_batches > ALL_BATCHES and not gave_up
     require(held <= names, f"{engine.name}: consolidator has {len(held - names)} blocks too many")
     missing = len(names - held)
     require(not (complete and missing), f"{engine.name}: consolidator misses {missing} blocks")
 
 
-def _check_consolidated(engine: EngineNode, peers: Peers) -> None:
-    """It is told of what its device has, and of what lies in the host's tiers."""
-    node = peers.consolidator
-    shared = set[SequenceHash]()
-    for tier in (peers.host_tier, peers.disk_tier):
-        truth = tier.snapshot(tier.name)
+def _check_consolidated(engine: EngineNode) -> None:
+    """The stream tells of what the engine's device has, and of what lies in the host's tiers."""
+    node, shared = engine.host.consolidator, set[SequenceHash]()
+    for tier in engine.host.tiers:
+        truth = tier.snapshot(tier.source)
         assert truth is not None, f"{tier.name} has no snapshot"
+        namespace = engine.namespace.digest.hex()
         shared |= {
-            hash_from_hex(t) for part in truth.parts for run in part.runs for t in run.hashes
+            hash_from_hex(text)
+            for part in truth.parts
+            if part.namespace == namespace
+            for run in part.runs
+            for text in run.hashes
         }
     # Ranks of the simulation are those of one model, not of several: there is one stream.
-    wanted = shared | {name for _, _, name in node.core.held(engine.name)}
-    said = node.readers[engine.name].blocks()
+    wanted = shared | {name for _, _, name in node.core.held(engine.name_alone)}
+    said = node.readers[engine.name_alone].blocks()
     differing = sorted(name.hex() for name in said ^ wanted)
     require(not differing, f"{engine.name}: consolidated differs by {differing}")
-    router = node.routers.get((engine.name, 0))
+    router = node.routers.get((engine.name_alone, 0))
     told = {block for _, block in router.held} if router is not None else set()
     stray = told - {short_hash(name) for name in said}
     require(not stray, f"{engine.name}: routers are told {len(stray)} too many")
 
 
 def _check_host_tier(node: HostTier) -> None:
-    core, tier = node.core, node.core.tier
-    core.check()
-    counts, unsettled = tier.table.counts(), core.offload.unsettled_count
-    require(len(tier.leases) == 0, f"leases left: {tier.leases.all()}")
+    core, leases = node.core, node.core._leases.leases
+    node.check()
+    counts, unsettled = node.table.counts(), core._offload.unsettled_count
+    require(len(leases) == 0, f"leases left: {leases.all()}")
     require(counts["active"] == 0, f"pinned slots left: {counts}")
     require(counts["staged"] == unsettled, f"staged slots left: {counts}, {unsettled} unsettled")
-    require(len(core.offload) == 0, "offers left")
-    require(len(core.onboard) == 0, "lookups left")
+    require(len(core._offload) == 0, "offers left")
+    require(len(core._onboard) == 0, "lookups left")
     check_contents(node.contents(), "arena")
 
 
-def _check_disk_tier(node: DiskTier) -> None:
+def _cut_arenas(tiers: Iterable[HostTier]) -> bool:
+    """Tell whether every arena has slots: a host tier that no engine has joined has none."""
+    return all(tier.core.view.slot_bytes for tier in tiers)
+
+
+def _check_lower_tier(node: LowerTier, *, arenas: bool) -> None:
     core = node.core
-    core.check()
-    counts = core.table.counts()
-    require(core.idle(), "the disk tier is not idle")
-    require(counts["active"] == 0, f"pinned slots left on disk: {counts}")
-    require(counts["staged"] == 0, f"staged slots left on disk: {counts}")
-    check_contents(node.contents(), "file")
+    node.check()
+    counts = core.inventory.table.counts()
+    # Writes out of an arena that is not cut yet wait until it is.
+    busy = len(core.writes.flying.by_id) + len(core.reads.flying) + len(core.reads.waiting)
+    require(core.view.idle() or not (arenas or busy), f"{node.name} is not idle")
+    require(counts["active"] == 0, f"pinned slots left in {node.name}: {counts}")
+    require(counts["staged"] == 0, f"staged slots left in {node.name}: {counts}")
+    found = node.contents()
+    assert found is not None
+    check_contents(found, node.name)
 
 
-def _check_index(source: str, peers: Peers) -> None:
-    truth = peers.source(source).snapshot(source)
+def _check_bucket(cluster: Cluster) -> None:
+    """Every object is what its name says, and every object tier has listed what there is."""
+    found = {}
+    for name, stored in cluster.bucket.objects.items():
+        block = NAMES.block_of(name)
+        assert block is not None, name
+        found[block.hash] = stored.content
+    check_contents(found, "bucket")
+
+
+def _check_listed(node: ObjectTier) -> None:
+    """The table is what the bucket has, as far as there is room for its names."""
+    table, bucket = node.core.inventory.table, node.bucket.objects
+    known = {NAMES.name_of(block) for block in table.blocks()}
+    gone = known - bucket.keys()
+    require(not gone, f"{node.name} names {len(gone)} objects that are gone")
+    unknown = bucket.keys() - known - node.deleting
+    is_full = len(bucket) > table.slot_count
+    require(is_full or not unknown, f"{node.name} does not know {len(unknown)} objects")
+
+
+def _check_index(service: Service, source: str, cluster: Cluster) -> None:
+    truth = service.snapshot(source)
     assert truth is not None, f"{source} has no snapshot"
     held = {text for part in truth.parts for run in part.runs for text in run.hashes}
-    core = peers.index.core
-    known = {text for dump in core.dump(source) for text in dump.hashes}
-    position = {key.source: at for key, at in core.positions().items()}.get(source)
-    at = (truth.epoch, truth.seq)
+    core, host = cluster.index.core, service.host.name
+    dumps = [dump for dump in core.dump(source) if dump.host == host]
+    known = {text for dump in dumps for text in dump.hashes}
+    positions = {(key.host, key.source): at for key, at in core.positions().items()}
+    position, at = positions.get((host, source)), (truth.epoch, truth.seq)
     require(position == at, f"index is at {position} of {source}, which is at {at}")
     require(known == held, f"index differs from {source} by {sorted(known ^ held)}")

@@ -1,13 +1,12 @@
 """A service of the simulation: a real core, with effects carried out in the world.
 
-What the shells do (deadlines, which failure is settled, when the arena is mapped) is repeated in
-`host_tier`, `disk_tier`, `index` and `consolidator` in a few lines each; everything that decides is
-the product's own code.
+What the shells do (deadlines, which failure is settled, when the arena is mapped) is repeated in a
+few lines each; everything that decides is the product's own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Event, Stored
@@ -15,20 +14,19 @@ from kvbm_common.wire.verbs import SnapshotReply
 
 from tests.sim import invariants
 from tests.sim.bus import Bus
-from tests.sim.peers import Peers
+from tests.sim.cluster import Cluster, Host
 from tests.sim.world import Node, World
 
-HOST, HOST_TIER, DISK_TIER = "h", "host-tier-0", "disk-tier-0"
 VERB_MS = 2_000
 SNAPSHOT_MS = 5_000
 
 
 class Service(Node):
-    """A process on the bus."""
+    """A process on the bus, named `<host>/<source>`."""
 
-    def __init__(self, world: World, bus: Bus, peers: Peers, name: str) -> None:
-        super().__init__(world, name)
-        self.bus, self.peers = bus, peers
+    def __init__(self, world: World, bus: Bus, cluster: Cluster, host: Host, source: str) -> None:
+        super().__init__(world, f"{host.name}/{source}")
+        self.bus, self.cluster, self.host, self.source = bus, cluster, host, source
         self.epoch = 0
         self.announced = invariants.Announced()
 
@@ -37,8 +35,13 @@ class Service(Node):
         self.epoch = self.bus.registry.register(self.name, self)
         self.publisher = self.bus.stream.publisher(self)
 
+    def leave(self) -> None:
+        """End in order: the entry goes with the process."""
+        self.bus.registry.leave(self.name, self.epoch)
+        self.kill()
+
     def died(self) -> None:
-        """Events that NATS has not got are lost."""
+        """Lose the events that NATS has not got."""
         self.publisher.died()
 
     def heard(self, event: object) -> None:
@@ -46,19 +49,19 @@ class Service(Node):
         if self.world.traced:
             self.world.note(f"{self.name} < {event}")
 
-    def publish(self, event: Event) -> None:
-        """Announce, under the eyes of the checkers."""
+    def publish(self, event: Event, gone: Collection[str] = ()) -> None:
+        """Announce, under the eyes of the checkers; blocks in `gone` have left in the same step."""
         if self.world.traced:
             self.world.note(f"{self.name} > {event}")
         self.announced.take(event)
         if isinstance(event, Stored):
-            invariants.check_stored(event, self.contents())
+            invariants.check_stored(event, self.contents(), self.world.plan.ranks, gone)
         self.publisher.publish(event)
 
-    def contents(self) -> Mapping[SequenceHash, bytes] | None:
-        """What is truly in the place of each committed block; None: nobody can say."""
+    def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]] | None:
+        """Return what is truly in the place of each committed block; None: that is not known."""
         return None
 
     def snapshot(self, _source: str) -> SnapshotReply | None:
-        """What a source that lives here says that it holds."""
+        """Return what a source that lives here says that it holds."""
         return None

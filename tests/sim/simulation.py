@@ -1,19 +1,23 @@
-"""One run: a host with everything on it, faults for a while, then calm; and the final checks."""
+"""One run: hosts with everything on them, faults for a while, then calm; and the final checks."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+from tests.sim.bucket import Bucket
 from tests.sim.bus import Bus
+from tests.sim.cluster import Cluster, Host
 from tests.sim.consolidator import Consolidator
 from tests.sim.disk_tier import DiskTier
-from tests.sim.engine import EngineNode
-from tests.sim.faults import Faults
+from tests.sim.engine import PlainEngine
+from tests.sim.engine_node import EngineNode
+from tests.sim.faults import Faults, undrain
 from tests.sim.host_tier import HostTier
 from tests.sim.index import Index
-from tests.sim.peers import Peers
+from tests.sim.object_tier import ObjectTier
 from tests.sim.rest import check_rest
+from tests.sim.vllm_engine import VllmEngine
 from tests.sim.world import World
 
 FAULTS_MS = 12_000
@@ -32,32 +36,53 @@ class Simulation:
     """The world of one seed, ready to run; fields of its plan may be given."""
 
     def __init__(
-        self, seed: int, *, traced: bool = False, check_every: int = 8, **plan: Any
+        self, seed: int, *, traced: bool = False, check_every: int = 16, **plan: Any
     ) -> None:
-        logging.getLogger("kvbm_connectors.link").setLevel(logging.CRITICAL)
+        for name in ("kvbm_connectors.client.link", "kvbm_connectors.vllm.scheduler_side"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self.world = world = World(seed, traced=traced, check_every=check_every, **plan)
-        self.bus, self.peers = Bus(world), Peers()
-        HostTier(world, self.bus, self.peers)
-        DiskTier(world, self.bus, self.peers)
-        Index(world, self.bus, self.peers)
-        Consolidator(world, self.bus, self.peers)
-        for number in range(world.plan.engines):
-            EngineNode(world, self.peers, f"sim-{number}")
+        self.bus, self.cluster = Bus(world), Cluster()
+        self.cluster.bucket = Bucket(world)
+        engine_count = 0
+        for number, engines in enumerate(world.plan.engines):
+            name = "hg"[number]
+            host = Host(name, self.cluster.endpoint(world, f"{name}/front"))
+            self.cluster.hosts[name] = host
+            self._furnish(host)
+            for place in range(engines):
+                kind = VllmEngine if world.plan.vllm and not place else PlainEngine
+                kind(world, self.cluster, host, f"sim-{engine_count}")
+                engine_count += 1
+
+    def _furnish(self, host: Host) -> None:
+        """Put the services on a host; the index is on the first one."""
+        world, plan = self.world, self.world.plan
+        for instance in range(plan.host_tiers):
+            HostTier(world, self.bus, self.cluster, host, str(instance))
+        if plan.has_disk:
+            DiskTier(world, self.bus, self.cluster, host)
+        if plan.has_objects:
+            ObjectTier(world, self.bus, self.cluster, host)
+        if len(self.cluster.hosts) == 1:
+            Index(world, self.bus, self.cluster, host)
+        Consolidator(world, self.bus, self.cluster, host)
 
     def run(self) -> None:
-        """Everything, in order; raises AssertionError (an `invariants.Violation`, or a core's)."""
+        """Run everything, in order; raise AssertionError (a `Violation`, or a core's)."""
         world = self.world
         self._revive()
-        for engine in self.peers.engines.values():
+        for engine in self.cluster.engines:
             self._submit(engine)
-        Faults(world, self.bus, self.peers).start()
+        Faults(world, self.bus, self.cluster).start()
         world.run_until(FAULTS_MS)
         world.calm_down()
+        self.cluster.bucket.is_up = True
+        world.later(SETTLE_MS / 2, lambda: undrain(self.cluster.host_tiers))
         world.run_until(FAULTS_MS + SETTLE_MS + CALM_MS)
-        check_rest(self.peers)
+        check_rest(self.cluster, world)
 
     def _revive(self) -> None:
-        """Whoever is down is started again, now and then. Services wait for NATS."""
+        """Start now and then what is down. Services wait for NATS."""
         world = self.world
         for node in world.nodes.values():
             can_start = world.bus_up or isinstance(node, EngineNode)
@@ -66,26 +91,16 @@ class Simulation:
         world.later(REVIVE_EVERY_MS, self._revive)
 
     def _submit(self, engine: EngineNode) -> None:
-        """The users of an engine, and its own troubles."""
+        """Be the users of an engine, and its own troubles."""
         world = self.world
 
         def again() -> None:
             if world.now >= FAULTS_MS + SETTLE_MS:
                 return
-            if engine.up and len(engine.requests()) < REQUESTS_MAX:
+            if engine.up and engine.request_count < REQUESTS_MAX:
                 engine.submit()
             if engine.up and not world.calm:
-                self._disturb(engine)
+                engine.disturb()
             world.later(world.rng.expovariate(1 / REQUEST_EVERY_MS), again)
 
         world.later(1_000, again)
-
-    def _disturb(self, engine: EngineNode) -> None:
-        rng = self.world.rng
-        if engine.offered and rng.random() < 0.05:
-            engine.revoke(rng.choice(list(engine.offered)))
-        if engine.computing and rng.random() < 0.05:
-            engine.preempt(rng.choice(engine.computing))
-        requests = [request for request in engine.requests() if not request.aborted]
-        if requests and rng.random() < 0.05:
-            engine.abort(rng.choice(requests))

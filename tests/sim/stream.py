@@ -80,7 +80,7 @@ class Stream:
 
 
 class Publisher:
-    """As kvbm_common.event_publisher: in order, bounded, the oldest is dropped."""
+    """As kvbm_common.nats.event_publisher: in order, bounded, the oldest is dropped."""
 
     def __init__(self, stream: Stream, node: Node) -> None:
         self._stream, self._node, self._life = stream, node, node.life
@@ -135,7 +135,7 @@ class Publisher:
 
 
 class Subscription:
-    """As kvbm_common.event_subscription: in order, complete as far as the stream reaches back."""
+    """As `event_subscription`: in order, complete as far as the stream reaches back."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class World:
     """Time, chance, and what was seen to happen (`marks`)."""
 
     def __init__(
-        self, seed: int, *, traced: bool = False, check_every: int = 8, **plan: Any
+        self, seed: int, *, traced: bool = False, check_every: int = 16, **plan: Any
     ) -> None:
         self.seed, self.traced, self.check_every = seed, traced, check_every
         self.rng = random.Random(seed)
@@ -104,9 +104,6 @@ class World:
 
         `parked`: it waits for a target that is down, as in a ZMQ socket that reconnects.
         """
-        if self.loses(source, target.name):
-            self.marks["message lost"] += 1
-            return
 
         def arrive() -> None:
             if target.up:
@@ -114,7 +111,15 @@ class World:
             elif parked:
                 target.parked.append(call)
 
-        self.later(self.queue(source, target.name), arrive)
+        self.post(source, target.name, arrive)
+
+    def post(self, source: str, target: str, call: Call, *, lane: str = "") -> None:
+        """Send a message that decides on its arrival what becomes of it; it may be lost. Those of
+        one lane do not overtake each other, whichever process they go to."""
+        if self.loses(source, target):
+            self.marks["message lost"] += 1
+            return
+        self.later(self.queue(source, lane or target), call)
 
     def queue(self, source: str, target: str) -> float:
         """How long a message takes now: it does not overtake those before it."""

@@ -17,12 +17,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.filterwarnings(ignored))
 
 
-def make_model(directory: Path, kind: str) -> str:
+def make_model(directory: Path, kind: str, seed: int = 0) -> str:
     """A random model; see make_model.py."""
     assert VLLM_PYTHON.exists(), "`make test-vllm` makes the environment"
     script = Path(__file__).with_name("make_model.py")
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    command = [str(VLLM_PYTHON), str(script), str(directory), "--kind", kind]
+    command = [str(VLLM_PYTHON), str(script), str(directory), "--kind", kind, "--seed", str(seed)]
     subprocess.run(command, check=True, env=environ)
     return str(directory)
 
@@ -33,13 +33,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("model"), "full")
 
 
+def make_lora(directory: Path, model: str, seed: int = 1) -> str:
+    """A random LoRA adapter for a model; see make_lora.py."""
+    script = Path(__file__).with_name("make_lora.py")
+    command = [str(VLLM_PYTHON), str(script), model, str(directory), str(seed)]
+    subprocess.run(command, check=True)
+    return str(directory)
+
+
 @pytest.fixture(scope="session")
 def lora(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory with a random LoRA adapter for the model."""
-    directory = tmp_path_factory.mktemp("lora")
-    script = Path(__file__).with_name("make_lora.py")
-    subprocess.run([VLLM_PYTHON, str(script), model, str(directory)], check=True)
-    return str(directory)
+    return make_lora(tmp_path_factory.mktemp("lora"), model)
 
 
 @pytest.fixture(scope="module")

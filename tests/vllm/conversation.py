@@ -12,18 +12,22 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     new_tokens: int = 8
     salt: str | None = None
+    lora: tuple[str, int, str] | None = None
+    """An adapter: its name, number and directory."""
     abort_after_steps: int = 0
     """0: let it finish."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`run` the asks, `reset` the prefix cache, `dump` its content, `load sync`, `load async`,
-    `verify never`, `hold loads`, `time calls`,
+    `verify never`, `hold loads`, `time calls`, `load weights`, `reset all`, `reset
+    refused` (while the first ask runs; ok: vLLM has refused), `pause`, `park`, `restore`,
     `state` (nothing but the reply) or `stop`."""
 
     what: str
     path: str = ""
-    """Of a file: as long as it is there, a step that loads does not go on (`hold loads`)."""
+    """Of a file: as long as it is there, a step that loads does not go on (`hold loads`). Of a
+    model's directory (`load weights`)."""
     asks: list[Ask] = []
     settle: bool = True
     """Go on stepping until no request holds blocks and nothing is on offer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
@@ -71,9 +72,28 @@ class Engine:
             case "load sync" | "load async":
                 self.connector._scheduler._sync = command.what == "load sync"
             case "verify never":
-                worker_of_this_process()._worker._half._sum_blocks = None
+                worker_of_this_process()._worker._half._pulls._verify_every = 0
             case "time calls":
                 self._time_calls()
+            case "load weights":
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": command.path})
+            case "reset all":
+                ok = bool(
+                    self._engine.reset_prefix_cache(
+                        reset_running_requests=True, reset_connector=True
+                    )
+                )
+            case "reset refused":
+                ok = self._reset_refused(command.asks[0])
+            case "pause":
+                self._engine.engine_core.engine_core.pause_scheduler(clear_cache=True)
+                self._engine.engine_core.engine_core.resume_scheduler()
+            case "park":
+                worker_of_this_process().unregister_kv_caches()
+                worker_of_this_process().unregister_kv_caches()
+            case "restore":
+                worker_of_this_process().restore_kv_caches()
+                worker_of_this_process().restore_kv_caches()
             case "hold loads":
                 hold_loads(Path(command.path))
         if command.settle:
@@ -88,24 +108,32 @@ class Engine:
             epochs=self._epochs(),
             streams_attached=self._half() is not None and self._half().streams_attached,
             cpus=cpus_of_threads(),
-            expects_reads=self._half() is not None and lent_half()._expects_reads,
+            expects_reads=bool(lent_half() and lent_half()._expects_reads)
+            if self._half() is not None
+            else False,
         )
 
     def _learn_names(self) -> None:
         """What we call the blocks that vLLM has its own hashes for."""
-        side = getattr(self.connector, "_scheduler", None)
+        side: Any = getattr(self.connector, "_scheduler", None)
         hasher = side._hasher if side is not None else None
         while self._requests:
             _, request = self._requests.popitem()
             if hasher is not None:
+                from kvbm_connectors.vllm.adapters import AdapterRefused
                 from kvbm_connectors.vllm.tracked import Tracked  # Others' engines have none.
 
-                names = Tracked(request, "").first_names(hasher, len(request.block_hashes))
+                try:
+                    marks = side.marks_of(request)
+                except AdapterRefused:
+                    continue  # Its blocks have no names.
+                names = Tracked(request, "", marks).first_names(hasher, len(request.block_hashes))
                 ours = (name.hex() for name in names)
                 self._names.update(zip(map(bytes, request.block_hashes), ours, strict=True))
 
     def _run(self, asks: list[Ask]) -> list[Answer]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         started: dict[str, float] = {}
         first: dict[str, float] = {}
@@ -118,7 +146,11 @@ class Engine:
             if ask.salt is not None:
                 prompt["cache_salt"] = ask.salt
             started[ask.name] = time.perf_counter()
-            self._engine.add_request(ask.name, prompt, parameters)
+            lora = None
+            if ask.lora is not None:
+                name, number, path = ask.lora
+                lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+            self._engine.add_request(ask.name, prompt, parameters, lora_request=lora)
         steps = 0
         seen: dict[str, int] = {}
         while self._engine.has_unfinished_requests():
@@ -139,6 +171,19 @@ class Engine:
             _answer(ask, outputs.get(ask.name), first.get(ask.name, 0) - started[ask.name])
             for ask in asks
         ]
+
+    def _reset_refused(self, beside: Ask) -> bool:
+        """Reset while a request runs; return whether vLLM has kept its device cache."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=beside.new_tokens, detokenize=False)
+        self._engine.add_request(beside.name, {"prompt_token_ids": beside.tokens}, parameters)
+        while self._engine.has_unfinished_requests() and not self.scheduler.running:
+            self._engine.step()
+        refused = not self._engine.reset_prefix_cache(reset_connector=True)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return refused
 
     def _settle(self) -> bool:
         """Step until nobody holds blocks: vLLM's own loop would do the same."""
@@ -238,12 +283,18 @@ def hold_loads(path: Path) -> None:
     side._start = start_later
 
 
+def _finite(logprob: float) -> float:
+    """Return a logprob, or a number that no answer has: JSON has no NaN."""
+    return logprob if math.isfinite(logprob) else -1e30
+
+
 def _answer(ask: Ask, output: Any, seconds: float) -> Answer:
     if output is None:
         return Answer(name=ask.name, tokens=[], logprobs=[], cached=0, seconds=0, finish="abort")
     text = output.outputs[0]
     picked = [
-        steps[token].logprob for token, steps in zip(text.token_ids, text.logprobs, strict=True)
+        _finite(steps[token].logprob)
+        for token, steps in zip(text.token_ids, text.logprobs, strict=True)
     ]
     return Answer(
         name=ask.name,

@@ -1,6 +1,6 @@
 """Make a LoRA adapter with random weights for the model that make_model.py makes.
 
-`python tests/vllm/make_lora.py MODEL DIRECTORY`
+`python tests/vllm/make_lora.py MODEL DIRECTORY [SEED]`
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     directory = Path(sys.argv[2])
     directory.mkdir(parents=True, exist_ok=True)
     hidden, width = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
-    torch.manual_seed(1)
+    torch.manual_seed(int(sys.argv[3]) if len(sys.argv) > 3 else 1)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbm_common.config import Settings
-from kvbm_common.processes import dying_with_parent, free_port
+from kvbm_common.config.settings import Settings
+from kvbm_common.runtime.processes import dying_with_parent, free_port
 
 from tests.vllm.conversation import Answer
 from tests.vllm.harness import (
@@ -35,7 +35,6 @@ TRANSFER = {
     "kv_connector": "KvbmConnector",
     "kv_connector_module_path": "kvbm_connectors.vllm",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
 }
 """What docs/vllm.md says that a user writes."""
 
@@ -71,7 +70,6 @@ class ServerProcess:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "KVBM_RUNTIME_DIR": str(settings.runtime_dir),
-            "KVBM_VERIFY_HOST_READS": "always",
             "KVBM_ONBOARD_DEADLINE_MS": str(PATIENCE_MS),
             "KVBM_OFFER_DEADLINE_MS": str(PATIENCE_MS),
         }

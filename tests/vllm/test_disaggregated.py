@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.vllm.harness import LiveStack, alike, live_stack, prompt, wait_for
 from tests.vllm.server import TRANSFER, ServerProcess
@@ -20,9 +20,9 @@ NIXL = {
 }
 """By default vLLM's agent has four threads that spin: more than a small machine has to give."""
 BOTH = {
-    "kv_connector": "MultiConnector",
+    "kv_connector": "PdConnector",
+    "kv_connector_module_path": "kvbm_connectors.vllm",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"connectors": [TRANSFER, NIXL]},
 }
 """What docs/vllm.md says for a prefill worker; KVBM's guide calls it `--connector kvbm nixl`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.vllm.harness import LiveStack, alike, live_stack, prompt, same, wait_for
 from tests.vllm.server import ServerProcess
@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BY_NAME = {
     "kv_connector": "DynamoConnector",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
 }
 """KVBM's own name for it; our entry point has told vLLM where it is."""
 

@@ -1,6 +1,6 @@
 """KVBM for SGLang: a HiCache storage back end, `class_name` KvbmHiCacheStorage in this module.
 
-Light on purpose: SGLang, and with it torch, is imported when somebody asks for the class.
+Light on purpose: SGLang, and with it torch, is imported when the class is asked for.
 """
 
 from __future__ import annotations

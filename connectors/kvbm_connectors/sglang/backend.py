@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvbm_common.errors import KvbmError
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
+from kvbm_connectors.sglang.adapters import process_start_ns
 from kvbm_connectors.sglang.events import Stream, stream_of
 from kvbm_connectors.sglang.options import Options
 from kvbm_connectors.sglang.pages import KV
@@ -26,9 +28,13 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         options = Options.read(storage_config.extra_config or {})
         arguments = _server_args()
-        if not options.revision:
-            options = options.of_revision(revision_of(arguments))
-        self.storage = Storage(storage_config, options, _stream(arguments, storage_config.dp_rank))
+        refusal = ""
+        try:
+            options = options.of_revision(_revision(arguments, options.revision))
+        except KvbmError as error:
+            refusal = f"{error} ({error.code})"
+        stream = _stream(arguments, storage_config.dp_rank)
+        self.storage = Storage(storage_config, options, stream, refusal=refusal)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -134,6 +140,14 @@ def _server_args() -> Any:
     except Exception as error:  # Another SGLang may keep them elsewhere, and say so in any way.
         log.info("the server's arguments are not known: %r", error)
         return None
+
+
+def _revision(arguments: Any, named: str) -> str:
+    """What stands for the weights and all that changes what is computed with them."""
+    import sglang
+
+    version = str(getattr(sglang, "__version__", ""))
+    return revision_of(arguments, named=named, since_ns=process_start_ns(), version=version)
 
 
 def _stream(arguments: Any, rank: int) -> Stream:

@@ -18,7 +18,7 @@ class HostPool(Protocol):
 
     @property
     def size(self) -> int:
-        """In token slots."""
+        """Return the size in token slots."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class HostPool(Protocol):
 
 
 class StorageConfig(Protocol):
-    """sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig."""
+    """SGLang's `HiCacheStorageConfig` (srt/mem_cache/hicache_storage.py), as used here."""
 
     @property
     def tp_rank(self) -> int: ...
@@ -76,7 +76,7 @@ class PoolTransfer(Protocol):
 
 
 class ExtraInfo(Protocol):
-    """sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo."""
+    """SGLang's `HiCacheStorageExtraInfo` (srt/mem_cache/hicache_storage.py), as used here."""
 
     @property
     def prefix_keys(self) -> Sequence[str] | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbm_common.arena import ArenaUnavailable
 from kvbm_common.identity import SequenceHash
-from kvbm_common.roster import RosterReader
+from kvbm_common.memory.arena import ArenaUnavailable
+from kvbm_common.memory.committed_table import CommittedTableReader
 from kvbm_common.wire.local import Welcome
 
 
@@ -20,7 +20,7 @@ class Known:
     """The roster of the host tier's present life. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._roster: RosterReader | None = None
+        self._roster: CommittedTableReader | None = None
 
     def which(
         self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int
@@ -34,19 +34,19 @@ class Known:
         roster = self._present(welcome, epoch)
         return roster is not None and roster.has_all(names)
 
-    def _present(self, welcome: Welcome | None, epoch: int) -> RosterReader | None:
+    def _present(self, welcome: Welcome | None, epoch: int) -> CommittedTableReader | None:
         if welcome is None or welcome.epoch != epoch or not epoch:
             return None
         if self._roster is None or self._roster.epoch != epoch:
             self.close()
             try:
-                self._roster = RosterReader(welcome.arena_path, epoch)
+                self._roster = CommittedTableReader(welcome.arena_path, epoch)
             except ArenaUnavailable:  # Nothing was stored yet, or it could not be made.
                 return None
         return self._roster
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the table, if mapped."""
         if self._roster is not None:
             self._roster.close()
             self._roster = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbm_common.errors import ConfigError
 
-from kvbm_connectors.engine_options import EngineOptions, settings_of
+from kvbm_connectors.client.engine_options import EngineOptions, settings_of
 
 WHERE = "hicache_storage_backend_extra_config"
 SGLANGS = frozenset({
@@ -26,7 +26,7 @@ class Options(EngineOptions):
     """What is in force in one rank of an engine."""
 
     revision: str = ""
-    """Of the weights, if SGLang's arguments do not say it."""
+    """An operator's name for the weights; then that, with all that changes what is computed."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:

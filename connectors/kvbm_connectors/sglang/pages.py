@@ -1,7 +1,9 @@
 """Pages: what SGLang's page keys and host pools are in our terms. Pure.
 
-A page key is a hash over the tokens up to the page's end. It says nothing of model, layout or rank,
-so it becomes a name only under the namespace of the pool:
+A page key is a hash over the tokens up to the page's end. Where a request has them, it begins with
+a cache salt and an extra key, which holds the id of a LoRA adapter: a hash of its name and path,
+not of its content (adapters.py). The key says nothing of model, layout or rank, so it becomes a
+name only under the namespace of the pool:
 
     name = BLAKE2b-128(key = namespace digest, person = "kvbm-page", generation ‖ page key)
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.logs import OncePerKind
+from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.local import Attach
 
-from kvbm_connectors.affinity import unbound
-from kvbm_connectors.scheduler import new_incarnation
+from kvbm_connectors.client.affinity import unbound
+from kvbm_connectors.client.scheduler import new_incarnation
 from kvbm_connectors.sglang.engine_types import (
     ExtraInfo,
     HostPool,
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Statistics:
+class StorageStatistics:
     """Batches since the last question: pages, and GB/s."""
 
     read_pages: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A registered pool."""
+    """A pool that SGLang has registered."""
 
     pool: HostPool
     store: Store
@@ -85,8 +85,14 @@ class _Pool:
 class Storage:
     """All pools of one rank."""
 
-    def __init__(self, config: StorageConfig, options: Options, stream: Stream) -> None:
+    def __init__(
+        self, config: StorageConfig, options: Options, stream: Stream, *, refusal: str = ""
+    ) -> None:
+        """`refusal` says why pages have no names: then nothing is stored, and nothing found."""
         self.counts: Counter[str] = Counter()
+        self._refusal = refusal
+        if refusal:
+            log.error("KVBM passes through: %s", refusal)
         self._config, self._options = config, options
         self._stream = stream
         self._incarnation = new_incarnation()
@@ -102,6 +108,8 @@ class Storage:
 
     def register(self, pool: HostPool, name: str) -> None:
         """Take a pool in. Raises UnknownPool, or KvbmError when its memory cannot be lent."""
+        if self._refusal:
+            return
         known = self._pools.get(name)
         if known is not None:
             if known.pool is not pool:
@@ -253,9 +261,12 @@ class Storage:
             self._batches.append((what, pages, pages * block_bytes / seconds / 1e9))
 
     def _guarded(self, what: str, instead: T, call: Callable[[], T]) -> T:
+        if self._refusal:
+            self.counts[f"refused.{what}"] += 1
+            return instead
         try:
             return call()
-        except Exception as error:  # SGLang would swallow it, and nobody would know.
+        except Exception as error:  # SGLang would swallow it, and no log would tell.
             self.counts[f"failed.{what}.{type(error).__name__}"] += 1
             self._limiter.warning(what, f"a call failed and counts as a miss: {error!r}")
             return instead
@@ -275,9 +286,9 @@ class Storage:
 
     # --- figures ----------------------------------------------------------------------------
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> StorageStatistics:
         """The batches since the last question."""
-        found = Statistics()
+        found = StorageStatistics()
         while self._batches:
             what, pages, rate = self._batches.popleft()
             if what == "read":

@@ -21,15 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvbm_common.identity import Namespace, SequenceHash
-from kvbm_common.logs import OncePerKind
+from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.local import Attach, Region
 
-from kvbm_connectors.messages import Hit, LoadResult, OfferEnded, OfferRun
-from kvbm_connectors.scheduler import SchedulerHalf
+from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.client.worker import WorkerHalf
+from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun
 from kvbm_connectors.sglang.known import Known
 from kvbm_connectors.sglang.options import Options
-from kvbm_connectors.tensors import block_reader
-from kvbm_connectors.worker import WorkerHalf
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +77,13 @@ class Store:
         self._known = Known()
         self._closed = False
         settings = options.settings
-        every = options.verify_every
         self._worker = WorkerHalf(
             engine=engine,
             incarnation=incarnation,
             namespace=namespace,
             regions=regions,
             host_tier_endpoint=settings.host_tier_endpoint,
-            read_block=block_reader(regions) if every else None,
-            verify_every=max(1, every),
+            verify_every=options.verify_every,
             onboard_mover=settings.onboard_mover,
             on_news=self._news,
         )
@@ -315,7 +312,7 @@ class Store:
         with self._changed:
             hit = self._answer(held)
             self._give_back(held)
-        # Of a page that failed to load lately nobody is asked: then the pull's word must do.
+        # A page that failed to load lately is not looked up: then the pull's word must do.
         return hit.blocks > 0 or hit.reason == "avoided"
 
     @contextmanager
@@ -331,7 +328,7 @@ class Store:
 
     def _offer(self, run: OfferRun) -> OfferEnded | None:
         with self._changed:
-            # The end is told by another thread, under this lock: it cannot be missed.
+            # Another thread tells the end, under this lock: it cannot be missed.
             offer = self._scheduler.offer([run])
             if offer is None:
                 return None

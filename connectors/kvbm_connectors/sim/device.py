@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.messages import Load, LoadResult, merge_results
+from kvbm_connectors.client.engine_options import VERIFY_EVERY
+from kvbm_connectors.client.worker import WorkerHalf
+from kvbm_connectors.core.messages import Load, LoadResult, merge_results
 from kvbm_connectors.sim.content import Content
 from kvbm_connectors.sim.control import EngineConfig
 from kvbm_connectors.sim.pages import DevicePages, HostPages, Pages
-from kvbm_connectors.worker import ReadBlock, SumBlocks, WorkerHalf
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu
@@ -28,7 +29,7 @@ class _Pending:
     results: list[LoadResult] = field(default_factory=list)
 
 
-class Device:
+class SimDevice:
     """Paged memory on every rank. A block is the parts of all ranks."""
 
     def __init__(
@@ -60,7 +61,6 @@ class Device:
         self._workers: list[WorkerHalf] = []
         if not config.connector:
             return
-        verified = config.ranks == 1 and config.verify == "always"
         for rank, memory in enumerate(self._memory):
             region = Region(
                 address=memory.address,
@@ -68,7 +68,6 @@ class Device:
                 piece_bytes=part_bytes,
                 blocks=config.block_count,
             )
-            read_block, sum_blocks = _verifier(memory, region, gpu) if verified else (None, None)
             self._workers.append(
                 WorkerHalf(
                     engine=config.name,
@@ -78,21 +77,20 @@ class Device:
                     host_tier_endpoint=config.host_tier_endpoint,
                     rank=rank,
                     world_size=config.ranks,
-                    read_block=read_block,
-                    sum_blocks=sum_blocks,
                     gpu=gpu,
+                    verify_every=VERIFY_EVERY[config.verify],
                     onboard_mover=config.onboard_mover,
                     on_news=on_news,
                 )
             )
 
     def start(self) -> None:
-        """Attach the workers."""
+        """Attach the workers of all ranks."""
         for worker in self._workers:
             worker.start()
 
     def close(self) -> None:
-        """Detach them."""
+        """Detach the workers of all ranks."""
         for worker in self._workers:
             worker.close()
 
@@ -113,7 +111,7 @@ class Device:
             worker.start_load(load)
 
     def drain_ended(self) -> list[LoadResult]:
-        """Loads of which every rank has reported."""
+        """Loads that every rank has reported."""
         ended: list[LoadResult] = []
         for worker in self._workers:
             for result in worker.drain_ended():
@@ -131,13 +129,3 @@ class Device:
             for name, count in worker.counts.items():
                 counts[name] = counts.get(name, 0) + count
         return counts
-
-
-def _verifier(
-    memory: Pages, region: Region, gpu: Gpu | None
-) -> tuple[ReadBlock | None, SumBlocks | None]:
-    """How a worker verifies blocks: it reads them, or its GPU sums them up."""
-    if isinstance(memory, HostPages):
-        return memory.array.__getitem__, None
-    assert gpu is not None
-    return None, gpu.sums([region])

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.identity import SequenceHash, unpack_hashes
-from kvbm_common.processes import dying_with_parent
+from kvbm_common.runtime.processes import dying_with_parent
 
 from kvbm_connectors.sim.control import (
     Ask,

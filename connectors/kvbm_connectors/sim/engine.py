@@ -1,12 +1,9 @@
 """The sim engine: a scheduler with a paged cache, chunk-free prefill and our connector.
 
-    WAITING --lookup answered--> LOADING --load ended--> READY --> COMPUTING --> finished
-       |                                                   ^
-       +---------------- nothing to load ------------------+
-
 It does what an engine does around its cache, and replaces the model: a prefill takes time per token
 and fills the blocks with bytes that follow from their names. It is single-threaded, as engines'
-schedulers are; transfers run in the connector's threads.
+schedulers are; transfers run in the connector's threads. The table of a request's states is drawn
+in `docs/state_machines.md`.
 """
 
 from __future__ import annotations
@@ -15,22 +12,43 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 from kvbm_common.identity import Hasher, SequenceHash, request_extras
+from kvbm_common.tier.machine import Machine
 
-from kvbm_connectors.messages import Hit, LoadResult, OfferRun
-from kvbm_connectors.scheduler import SchedulerHalf
+from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.core.messages import Hit, LoadResult, OfferRun, offers_of
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
-from kvbm_connectors.sim.device import Device
+from kvbm_connectors.sim.device import SimDevice
 from kvbm_connectors.sim.event_stream import EventStream
 from kvbm_connectors.sim.paged import BlockPool
 
-OFFER_BLOCKS_MAX = 256
-"""Blocks of one offer; a long prompt makes several, so that its first blocks are free early."""
-
 Tokens = npt.NDArray[np.uint32]
+
+
+class RunState(Enum):
+    """The states of a request in the engine."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    READY = "ready"
+    COMPUTING = "computing"
+
+
+RUN = Machine(
+    "simulated request",
+    {
+        (None, "submitted"): RunState.WAITING,
+        (RunState.WAITING, "nothing to load"): RunState.READY,
+        (RunState.WAITING, "load taken"): RunState.LOADING,
+        (RunState.LOADING, "load ended"): RunState.READY,
+        (RunState.READY, "prefill begins"): RunState.COMPUTING,
+        (RunState.COMPUTING, "prefill ended"): None,
+    },
+)
 
 
 @dataclass(slots=True)
@@ -55,6 +73,7 @@ class Run:
     verified: int = 0
     mismatches: int = 0
     ready_s: float = 0.0
+    state: RunState = field(default_factory=lambda: RUN.next(None, "submitted"))
 
 
 class SimEngine:
@@ -65,7 +84,7 @@ class SimEngine:
         config: EngineConfig,
         *,
         hasher: Hasher,
-        device: Device,
+        device: SimDevice,
         scheduler: SchedulerHalf | None,
         events: EventStream,
         finished: Callable[[Finished], None],
@@ -135,7 +154,7 @@ class SimEngine:
             if hit is None:
                 continue
             if not self._allocate(run, local):
-                return  # First come, first served: nobody overtakes for lack of blocks.
+                return  # First come, first served: no request overtakes for lack of blocks.
             self._waiting.remove(run)
             self._start(run, len(local), hit)
 
@@ -170,10 +189,12 @@ class SimEngine:
         run.device_hit, run.computed, run.hit = local, local, hit
         if self._scheduler is None or hit.blocks == 0:
             self._forget(run)
+            self._move(run, "nothing to load")
             self._ready.append(run)
             return
         targets = run.blocks[local : local + hit.blocks]
         load = self._scheduler.take(run.submit.request, targets)
+        self._move(run, "load taken")
         self._loading[run.submit.request] = run
         self._device.start_load(load)
 
@@ -191,6 +212,7 @@ class SimEngine:
             self._scheduler.load_ended(result)
             self.load_seconds += result.seconds
             self.load_bytes += sum(result.intact) * result.load.block_bytes
+            self._move(run, "load ended")
             self._ready.append(run)
 
     def _take_loaded(self, run: Run, result: LoadResult) -> None:
@@ -223,6 +245,7 @@ class SimEngine:
             run = self._ready.popleft()
             tokens = len(run.prompt) - run.computed * self.config.block_tokens
             assert tokens > 0
+            self._move(run, "prefill begins")
             run.ready_s = now_s + tokens * self.config.prefill_us_per_token / 1e6
             self._computing = run
 
@@ -237,7 +260,11 @@ class SimEngine:
             self._give_names(run, first, run.computed)
             self._offer(run, first)
         self.pool.release(run.blocks)
+        RUN.end(run.state, "prefill ended", run.submit.request)
         self._report(run, ttft_ms=ttft_ms)
+
+    def _move(self, run: Run, event: str) -> None:
+        run.state = RUN.next(run.state, event, run.submit.request)
 
     def _give_names(self, run: Run, first: int, end: int) -> None:
         if first == end:
@@ -260,14 +287,13 @@ class SimEngine:
         """Offer what was computed. The device blocks are held until the offer has ended."""
         if self._scheduler is None:
             return
-        for start in range(first, len(run.names), OFFER_BLOCKS_MAX):
-            end = min(start + OFFER_BLOCKS_MAX, len(run.names))
-            parent = run.names[start - 1] if start else self._hasher.root
-            blocks = run.blocks[start:end]
-            offer = self._scheduler.offer(
-                [OfferRun(parent, tuple(run.names[start:end]), tuple(blocks))]
-            )
+        count = len(run.names)
+        parent = run.names[first - 1] if first else self._hasher.root
+        computed = OfferRun(parent, tuple(run.names[first:]), tuple(run.blocks[first:count]))
+        for part in offers_of(computed):
+            offer = self._scheduler.offer([part])
             if offer is not None:
+                blocks = list(part.blocks)
                 self.pool.hold(blocks)
                 self._offered[offer] = blocks
 

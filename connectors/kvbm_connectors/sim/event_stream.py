@@ -16,13 +16,13 @@ from kvbm_common.wire.engine_events import (
     encode_batch,
 )
 
-from kvbm_connectors.event_publisher import EventPublisher
+from kvbm_connectors.client.zmq_event_publisher import EventPublisher
 
 EngineEvent = TypeVar("EngineEvent", BlockStored, BlockRemoved, AllBlocksCleared)
 
 
 def engine_hash(name: SequenceHash) -> int:
-    """This engine's own 64-bit hash of a block; nobody outside may read a meaning into it."""
+    """This engine's own 64-bit hash of a block; it has no meaning outside."""
     return int.from_bytes(name[:8], "big")
 
 
@@ -63,7 +63,7 @@ class EventStream(EventPublisher):
         )
 
     def removed(self, names: Sequence[SequenceHash]) -> None:
-        """Blocks were evicted."""
+        """Publish that blocks were evicted."""
         if names:
             hashes = tuple(map(engine_hash, names))
             self._events.append(BlockRemoved(block_hashes=hashes, medium="GPU"))

@@ -23,7 +23,7 @@ class BlockPool:
 
     @property
     def free_count(self) -> int:
-        """Blocks without references."""
+        """Return the number of blocks without references."""
         return len(self._free)
 
     def find(self, name: SequenceHash) -> int | None:
@@ -89,7 +89,7 @@ class BlockPool:
             del self._blocks[name]
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert every invariant of the pool."""
         assert len(self._free) == sum(count == 0 for count in self._references)
         named = {block for blocks in self._blocks.values() for block in blocks}
         assert named == {block for block, name in enumerate(self._name) if name is not None}

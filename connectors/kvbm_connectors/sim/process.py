@@ -19,8 +19,8 @@ from kvbm_common.identity import Hasher, Namespace, pack_hashes
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.local import Attach
 
-from kvbm_connectors.core import Limits
-from kvbm_connectors.scheduler import SchedulerHalf, new_incarnation
+from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
+from kvbm_connectors.core.limits import ConnectorLimits
 from kvbm_connectors.sim.control import (
     Ask,
     Done,
@@ -33,7 +33,7 @@ from kvbm_connectors.sim.control import (
     from_engine,
     to_engine,
 )
-from kvbm_connectors.sim.device import Device
+from kvbm_connectors.sim.device import SimDevice
 from kvbm_connectors.sim.engine import SimEngine
 from kvbm_connectors.sim.event_stream import EventStream
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from kvbm_common.cuda.runtime import Runtime
 
 ATTACH_DEADLINE_S = 10.0
-"""An engine does not wait for its cache for ever: then it starts without."""
+"""An engine waits no longer for its cache: then it starts without."""
 POLL_MS_MAX = 100
 
 
 def namespace_of(config: EngineConfig) -> Namespace:
-    """Sim engines with the same model and blocks share; nobody else does."""
+    """Sim engines with the same model and blocks share; no other engine does."""
     return Namespace(
         model=config.model,
         block_tokens=config.block_tokens,
@@ -81,7 +81,7 @@ class EngineProcess:
         self._events = EventStream(self._context, directory=config.directory, name=config.name)
         namespace = namespace_of(config)
         incarnation = new_incarnation()
-        self._device = Device(
+        self._device = SimDevice(
             config,
             incarnation=incarnation,
             namespace=namespace,
@@ -116,7 +116,7 @@ class EngineProcess:
             consolidator_endpoint=config.consolidator_endpoint,
             streams=[stream],
             world_size=config.ranks,
-            limits=Limits(
+            limits=ConnectorLimits(
                 lease_ms=config.lease_ms,
                 onboard_deadline_ms=config.onboard_deadline_ms,
                 offer_deadline_ms=config.offer_deadline_ms,

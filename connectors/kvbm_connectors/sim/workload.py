@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from kvbm_common.traces import TRACE_BLOCK_TOKENS, BadTrace, TraceLine, read_trace
+
+from kvbm_connectors.sim.mooncake_trace import TRACE_BLOCK_TOKENS, BadTrace, TraceLine, read_trace
 
 Tokens = npt.NDArray[np.uint32]
 VOCABULARY = 32_000

@@ -1,6 +1,6 @@
 """KVBM for TensorRT-LLM: `kv_connector_config.connector_module: kvbm_connectors.trtllm`.
 
-The classes, and with them the engine, are imported when somebody asks for one.
+The classes, and with them the engine, are imported when one is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The classes that TensorRT-LLM loads: its methods, handed on to the leader or the worker side.
 
 `kv_connector_config.connector_module: kvbm_connectors.trtllm`. Every rank makes a worker, rank 0 a
-leader as well, in two threads at the same time. What cannot be cached is said once, in the log; the
+leader as well, in two threads at the same time. What cannot be cached is logged once; the
 engine then computes as it would without us.
 
 This module has not run inside TensorRT-LLM: see docs/trtllm.md for what has.
@@ -17,20 +17,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Hasher
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.affinity import unbound
-from kvbm_connectors.core import Limits
-from kvbm_connectors.engine_options import log_beside
-from kvbm_connectors.scheduler import SchedulerHalf
-from kvbm_connectors.torch_device import gpu_maker
+from kvbm_connectors.client.affinity import unbound
+from kvbm_connectors.client.engine_options import log_beside
+from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.client.torch_device import gpu_maker
+from kvbm_connectors.core.limits import ConnectorLimits
 from kvbm_connectors.trtllm.identity import Lives, agree, namespace_of, refusal_of, stream_of
 from kvbm_connectors.trtllm.leader import LeaderSide
 from kvbm_connectors.trtllm.memory import regions_of_layout, regions_of_tensor
-from kvbm_connectors.trtllm.plan import StepPlan
+from kvbm_connectors.trtllm.plan import PromisePlan
 from kvbm_connectors.trtllm.promises import PromiseKeeper
 from kvbm_connectors.trtllm.protocols import SOURCES
 from kvbm_connectors.trtllm.worker import WorkerSide
@@ -97,7 +97,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         except KvbmError as error:
             log.error("KVBM passes through: %s (%s)", error, error.code)
             return
-        namespace = namespace_of(self._llm_args, _version())
+        namespace = namespace_of(self._llm_args, _version(), life.incarnation)
         news = threading.Event()
         world_size = int(self._llm_args.parallel_config.to_mapping().world_size)
         self._half = half = SchedulerHalf(
@@ -108,7 +108,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
             consolidator_endpoint=settings.consolidator_endpoint,
             streams=[stream_of(self._llm_args, life, namespace, settings.trtllm_zmq_port)],
             world_size=world_size,
-            limits=Limits.of(settings),
+            limits=ConnectorLimits.of(settings),
             on_news=news.set,
         )
         life.leader = self._side = LeaderSide(
@@ -149,17 +149,17 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """What matters of it is in the scheduler output, too, and there it is complete."""
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        """See LeaderSide.plan."""
+    def build_connector_meta(self, scheduler_output: Any) -> PromisePlan:
+        """Return the plan of this step: see LeaderSide.plan."""
         if self._side is None:
-            return StepPlan(0)
+            return PromisePlan(0)
         if time.monotonic() >= self._log_at_s:
             self._log_at_s = time.monotonic() + COUNTS_LOG_S
             log.info("KVBM so far: %s", self.counts())
         return self._side.plan(scheduler_output)
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """See LeaderSide.finished."""
+        """Offer what a request has computed: see LeaderSide.finished."""
         return self._side is not None and self._side.finished(request, cache_block_ids)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
@@ -168,7 +168,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
             self._side.cut(request, start)
 
     def request_reset(self, request: Any) -> None:
-        """1.3: the request begins anew, with other blocks."""
+        """1.3: the request begins again, with other blocks."""
         if self._side is not None:
             self._side.reset(request)
 
@@ -207,7 +207,7 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
             return
         self._side = WorkerSide(
             life,
-            namespace_of(llm_args, _version()),
+            namespace_of(llm_args, _version(), life.incarnation),
             Settings.load(),
             rank=int(mapping.rank),
             world_size=int(mapping.world_size),
@@ -239,7 +239,7 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
         """The promised blocks are in when this returns. Raises PromiseBroken. `stream` is the one
         that the step computes on; on it, what was in those blocks before may still be read."""
         plan = self.get_connector_meta()
-        if self._side is not None and isinstance(plan, StepPlan):
+        if self._side is not None and isinstance(plan, PromisePlan):
             self._side.start(plan, compute_stream=getattr(stream, "cuda_stream", None))
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:

@@ -1,8 +1,8 @@
 """The event pump: pulls TensorRT-LLM's KV events, and publishes them as other engines do.
 
-TensorRT-LLM 1.2 hands its events out to whoever asks, once: in its own process, or at a path of
-`trtllm-serve`. The pump asks, translates (events.py) and publishes on `DYN_KVBM_TRTLLM_ZMQ_PORT`,
-where the consolidator looks: the leader has told it.
+TensorRT-LLM 1.2 hands each event out once, to the first that asks: in its own process, or at a
+path of `trtllm-serve`. The pump asks, translates (events.py) and publishes on
+`DYN_KVBM_TRTLLM_ZMQ_PORT`, where the consolidator looks: the leader has told it.
 
     python -m kvbm_connectors.trtllm.event_pump --url http://127.0.0.1:8000 --block-tokens 32
 
@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import zmq
-from kvbm_common.config import Settings
-from kvbm_common.logs import OncePerKind, set_up
+from kvbm_common.config.settings import Settings
+from kvbm_common.runtime.logs import OncePerKind, set_up
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     EngineBatch,
@@ -35,7 +35,7 @@ from kvbm_common.wire.engine_events import (
     encode_batch,
 )
 
-from kvbm_connectors.event_publisher import EventPublisher
+from kvbm_connectors.client.zmq_event_publisher import EventPublisher
 from kvbm_connectors.trtllm.events import TrtllmEvents
 from kvbm_connectors.trtllm.identity import endpoints_of
 
@@ -49,10 +49,10 @@ HTTP_DEADLINE_S = 10.0
 RETRY_S = 1.0
 """After a pull that has failed."""
 POLL_MS = 50
-"""How long a batch may wait while nobody asks for a replay."""
+"""How long a batch may wait while no replay is asked for."""
 PULLS_MAX = 64
-"""Pulls that wait to be published. When there are more nobody pulls: the engine drops the oldest
-events then, and the hole in their numbers shows it."""
+"""Pulls that wait to be published. When there are more, the pump does not pull: the engine drops
+the oldest events then, and the hole in their numbers shows it."""
 
 
 class Llm(Protocol):
@@ -167,7 +167,7 @@ class EventPump:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the pump from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, prog="event_pump")
     parser.add_argument("--url", required=True, help="where trtllm-serve listens")
     parser.add_argument("--block-tokens", type=int, required=True,

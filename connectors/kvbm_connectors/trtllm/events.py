@@ -3,7 +3,7 @@
 `LLM.get_kv_cache_events` hands out JSON, numbered by `event_id`; nothing can be asked for again.
 What differs from vLLM's events, and what becomes of it:
 
-    a hole in the numbers       events are lost: `AllBlocksCleared`, and what comes is built anew
+    a hole in the numbers       events are lost: `AllBlocksCleared`, and what comes is built again
     `updated`, a cache level    the block has moved between device (0) and host (1): removed here,
                                 stored there, with the tokens remembered from its `stored`
     a block that is not full    left out: it has no name

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Attach
 
+from kvbm_connectors.client.weights import UnreadableWeights, label_of, resolve, revision_of
 from kvbm_connectors.trtllm.protocols import LlmArgs
-from kvbm_connectors.weights import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,10 @@ REPLAY_OFFSET = 1000
 """From the port of events to that of replays, as between the consolidator's own two."""
 LIVES_MAX = 16
 """Engines of one process that are remembered: their two halves are built at the same time."""
+
+
+CHECKPOINTS = ("hf", "mistral", "mistral_large_3")
+"""Formats of checkpoints that are read from the model's files."""
 
 
 class Leader(Protocol):
@@ -87,20 +91,33 @@ def refusal_of(args: LlmArgs) -> str:
         "attention data parallelism is not supported": bool(_get(args, "enable_attention_dp")),
         "beam search is not supported": (_get(args, "max_beam_width") or 1) > 1,
     }  # fmt: skip
-    return next((text for text, applies in refusals.items() if applies), "")
+    found = next((text for text, applies in refusals.items() if applies), "")
+    return found or _unreadable(args)
 
 
-def namespace_of(args: LlmArgs, version: str) -> Namespace:
-    """Everything that makes the bytes of two engines incompatible. The engine's version stands for
-    its layout: blocks do not outlive an update."""
+def _unreadable(args: LlmArgs) -> str:
+    try:
+        _revision(args, "")
+    except UnreadableWeights as error:
+        return f"the weights are not known: {error}"
+    return ""
+
+
+def namespace_of(args: LlmArgs, version: str, life: str) -> Namespace:
+    """Return everything that makes the bytes of two engines incompatible.
+
+    The engine's version stands for its layout: blocks do not outlive an update. `life` names the
+    weights of an engine that draws them (`load_format: dummy`): its incarnation, which all of its
+    ranks have agreed on.
+    """
     cache, mapping = args.kv_cache_config, args.parallel_config.to_mapping()
     quant = _get(args, "quant_config")
     algorithms = [_get(quant, name) for name in ("quant_algo", "kv_cache_quant_algo")]
     manager = "v2" if _get(cache, "use_kv_cache_manager_v2") else "v1"
     backend = _get(args, "attn_backend") or "TRTLLM"
     return Namespace(
-        model=str(args.model),
-        revision=_revision(args),
+        model=label_of(str(args.model)),
+        revision=_revision(args, life),
         block_tokens=int(cache.tokens_per_block),
         dtype=f"{_get(args, 'dtype') or 'auto'}/{cache.dtype}",
         quantisation="/".join(_text(algorithm) for algorithm in algorithms if algorithm),
@@ -109,15 +126,59 @@ def namespace_of(args: LlmArgs, version: str) -> Namespace:
     )
 
 
-def _revision(args: LlmArgs) -> str:
-    """The weights: a fingerprint of a directory. Of a hub model only what the arguments say."""
-    directory = Path(str(args.model))
-    return fingerprint(directory) if directory.is_dir() else str(_get(args, "revision") or "")
+def _revision(args: LlmArgs, life: str) -> str:
+    """The weights by their content. Raises UnreadableWeights."""
+    weights = _weights(args, life)
+    draft = _draft_of(_get(args, "speculative_config"))
+    if draft and not weights.startswith("dummy"):
+        weights += f"/{revision_of(resolve(draft))}"
+    names = ("max_seq_len", "speculative_config", "model_kwargs", "checkpoint_format")
+    changes = [f"{name}={_stable(value)}" for name in names if (value := _get(args, name))]
+    return "+".join([weights, load_format_of(args), *changes])
+
+
+def _weights(args: LlmArgs, life: str) -> str:
+    """The fingerprint of a model's files, or the engine's life for what is drawn or pushed."""
+    load_format = load_format_of(args)
+    if load_format == "dummy":
+        return f"dummy:{life}"
+    if load_format != "auto":
+        raise UnreadableWeights(f"load_format is {load_format}, and auto or dummy is supported")
+    if _get(args, "checkpoint_loader") is not None:
+        kind = type(_get(args, "checkpoint_loader")).__qualname__
+        raise UnreadableWeights(f"checkpoint_loader is {kind}, which may read them elsewhere")
+    checkpoint = str(_get(args, "checkpoint_format") or "HF")
+    if checkpoint.lower() not in CHECKPOINTS:
+        raise UnreadableWeights(
+            f"checkpoint_format is {checkpoint}, and {', '.join(CHECKPOINTS)} are supported"
+        )
+    return revision_of(resolve(str(args.model), _get(args, "revision")))
+
+
+def load_format_of(args: LlmArgs) -> str:
+    """Return the load format in small letters: the engine's enumeration counts its members."""
+    value = _get(args, "load_format")
+    return str(getattr(value, "name", value) or "auto").rpartition(".")[2].lower()
+
+
+def _draft_of(speculative: object) -> str:
+    """The draft model, which writes KV of its own into the same blocks."""
+    names = ("speculative_model_dir", "speculative_model")  # Before 1.2, and since.
+    return next((str(found) for name in names if (found := _get(speculative, name))), "")
+
+
+def _stable(value: Any) -> str:
+    """A part of the arguments as text, the same in every process: no address may be in it."""
+    if hasattr(value, "model_dump_json"):
+        return str(value.model_dump_json())
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True, default=lambda one: type(one).__qualname__)
+    return str(value) if isinstance(value, int | float | str) else type(value).__qualname__
 
 
 def stream_of(args: LlmArgs, life: Life, namespace: Namespace, port: int | None) -> Attach:
-    """Where the engine's KV events are published: by the engine itself (1.3), or on the port that
-    somebody who pulls them has been given. Otherwise an attachment for offers alone."""
+    """Where the engine's KV events are published: by the engine itself (1.3), or on the port of
+    the event pump. Otherwise an attachment for offers alone."""
     endpoint, replay_endpoint, topic = "", "", ""
     config = _get(args.kv_cache_config, "kv_events_config")
     if config is not None and _get(config, "publisher") == "zmq":

@@ -12,7 +12,7 @@ Three habits of the engine shape it (kv_cache_connector.py and py_executor.py of
   of one step together wait no longer than `onboard_deadline_ms`.
 - A promised load cannot fail: see promises.py.
 - A cancelled request is freed without a word to the connector. So nothing is offered while a
-  request runs, when a pull could meet its blocks in somebody else's hands; only at its end, when
+  request runs, when a pull could meet its blocks in another request's hands; only at its end, when
   the engine keeps them until every rank's worker has called the request saved. And what is
   followed of a request is bounded: the oldest make room.
 
@@ -24,34 +24,31 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvbm_common.arena import Arena, ArenaUnavailable
 from kvbm_common.identity import Hasher, SequenceHash
-from kvbm_common.logs import OncePerKind
+from kvbm_common.memory.arena import Arena, ArenaUnavailable
+from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.local import Welcome
 
-from kvbm_connectors.messages import Hit, Load, LoadResult, OfferRun
-from kvbm_connectors.scheduler import SchedulerHalf
-from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
+from kvbm_connectors.client.offered_names import OfferedNames
+from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.core.messages import Hit, Load, LoadResult, offers_of
+from kvbm_connectors.trtllm.plan import PromisedLoad, PromisePlan
 from kvbm_connectors.trtllm.promises import Kept, PromiseKeeper
 from kvbm_connectors.trtllm.protocols import Request, RequestData, SchedulerOutput
-from kvbm_connectors.trtllm.tracked import Tracked, refusal_of_request
+from kvbm_connectors.trtllm.tracked import PromisedRequest, refusal_of_request
 
 log = logging.getLogger(__name__)
 
-OFFER_BLOCKS_MAX = 256
-"""Blocks of one offer; a long prompt makes several, so that the host tier can share its time."""
-KNOWN_MAX = 65_536
-"""Names that the host tier has been offered in its present life: 6 MB."""
 TRACKED_MAX = 8_192
 """Requests that are followed; engines run some thousands at a time. Who was cancelled in silence is
 among them until younger ones push it out."""
 WAIT_MS_MIN = 10
 """Less is not worth a question: the host tier could answer with nothing else."""
 NEWS_WAIT_S = 0.05
-"""Between looks while nobody rings: the core ends a lookup that has no answer."""
+"""Between looks while no answer rings: the core ends a lookup that has no answer."""
 
 
 class LeaderSide:
@@ -74,10 +71,10 @@ class LeaderSide:
         self._news = news
         self._step_wait_ms = step_wait_ms
         self._step_until_ms: int | None = None
-        """When the lookups of this step have waited long enough; None: nobody has asked yet."""
+        """When the lookups of this step have waited long enough; None before the first of them."""
         self._min_priority = min_priority
         self._limiter = OncePerKind(log)
-        self._requests: dict[int, Tracked] = {}
+        self._requests: dict[int, PromisedRequest] = {}
         """In the order in which they were heard of last."""
         self._by_offer: dict[int, int] = {}
         self._saved: set[int] = set()
@@ -85,9 +82,7 @@ class LeaderSide:
         self._handed_out: list[int] = []
         """Promised slots that the last plan's workers read."""
         self._plan_number = 0
-        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
-        self._known: OrderedDict[SequenceHash, None] = OrderedDict()
-        self._known_epoch = 0
+        self._known = OfferedNames()
         self._arena: Arena | None = None
         self._arena_epoch = 0
 
@@ -101,7 +96,7 @@ class LeaderSide:
         tracked = self._track(request)
         if tracked is None or tracked.refused:
             return 0
-        self._give_up(tracked)  # It has been asked for before, and begins anew.
+        self._give_up(tracked)  # It was looked up before, and begins again.
         if computed_tokens % self._block_tokens:
             self.counts["partial_matches"] += 1
             return 0
@@ -165,8 +160,8 @@ class LeaderSide:
         self._half.load_ended(LoadResult(load, intact, corrupt, "corrupt" if corrupt else ""))
         self.counts["promises_lost.corrupt"] += len(corrupt)
         if not in_time:
-            # The checksums say that nobody had written there yet. But a read that ends after its
-            # lease has failed, here as everywhere.
+            # The checksums show that no other block was written there yet. But a read that ends
+            # after its lease has failed, here as everywhere.
             self.counts["promises_lost.lease_ended"] += len(kept.slots)
             self._keeper.give_up(kept.slots)
             return ()
@@ -197,19 +192,19 @@ class LeaderSide:
             tracked.promised = tracked.promised[:used]
 
     def reset(self, request: Request) -> None:
-        """The request begins anew, with other blocks."""
+        """The request begins again, with other blocks."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None and not tracked.offers:
             self._give_up(tracked)
             del self._requests[request.request_id]
 
-    def _give_up(self, tracked: Tracked) -> None:
+    def _give_up(self, tracked: PromisedRequest) -> None:
         self._keeper.give_up(tracked.promised)
         tracked.promised = ()
 
     # --- steps ------------------------------------------------------------------------------
 
-    def plan(self, output: SchedulerOutput | None) -> StepPlan:
+    def plan(self, output: SchedulerOutput | None) -> PromisePlan:
         """What the workers shall do in this step. Those of the last step have done it: since then
         all ranks have met in the engine's `get_finished`."""
         self._step_until_ms = None
@@ -224,7 +219,7 @@ class LeaderSide:
                 self._scheduled(data, loads, is_new=False)
         self._plan_number += 1
         offering = bool(self._by_offer)
-        return StepPlan(self._plan_number, self._keeper.slot_bytes, tuple(loads), offering)
+        return PromisePlan(self._plan_number, self._keeper.slot_bytes, tuple(loads), offering)
 
     def _scheduled(self, data: RequestData, loads: list[PromisedLoad], *, is_new: bool) -> None:
         tracked = self._requests.get(data.request_id)
@@ -239,7 +234,7 @@ class LeaderSide:
         if tracked.promised:
             loads += self._hand_out(data.request_id, tracked)
 
-    def _hand_out(self, request: int, tracked: Tracked) -> list[PromisedLoad]:
+    def _hand_out(self, request: int, tracked: PromisedRequest) -> list[PromisedLoad]:
         """A promise is kept in the request's first step. Where the engine has taken less than it
         was promised, it has no blocks for the rest, and computes that."""
         blocks = tuple(tracked.table[tracked.local : tracked.local + len(tracked.promised)])
@@ -248,8 +243,11 @@ class LeaderSide:
         tracked.loaded = len(blocks)
         self.counts["kept_blocks"] += len(blocks)
         first = tracked.local
-        self._remember(tracked.names[first : first + len(blocks)])
-        return [PromisedLoad(request, slots[: len(blocks)], blocks)] if blocks else []
+        self._known.add(tracked.names[first : first + len(blocks)])
+        if not blocks:
+            return []
+        taken = slots[: len(blocks)]
+        return [PromisedLoad(request, taken, blocks, self._keeper.checksums(taken))]
 
     # --- the end of a request ---------------------------------------------------------------
 
@@ -266,11 +264,11 @@ class LeaderSide:
             del self._requests[request.request_id]
         return bool(tracked.offers)
 
-    def _offer(self, request: Request, tracked: Tracked, blocks: Sequence[int]) -> None:
+    def _offer(self, request: Request, tracked: PromisedRequest, blocks: Sequence[int]) -> None:
         tokens = request.get_tokens(0)
         if len(tokens) <= request.prompt_len:
             # It has not generated anything: cancelled or failed in the middle of its prompt, and
-            # nobody says how much of it has been computed.
+            # the engine does not tell how much of it was computed.
             self.counts["unfinished_prompts"] += 1
             return
         # The last token was sampled, and not computed.
@@ -280,26 +278,24 @@ class LeaderSide:
         names = tracked.first_names(self._hasher, request, tokens, end)
         first = self._first_to_offer(tracked, names)
         run = tracked.run_to_offer(self._hasher, blocks, first, end)
-        for part in _parts(run):
+        for part in offers_of(run):
             offer = self._half.offer([part])
             if offer is None:
-                continue  # Nobody is there, or too much is on offer: the core has counted it.
+                continue  # No host tier is there, or too much is on offer: the core has counted it.
             tracked.offers.add(offer)
             self._by_offer[offer] = request.request_id
-            self._remember(part.hashes)
+            self._known.add(part.hashes)
 
-    def _first_to_offer(self, tracked: Tracked, names: Sequence[SequenceHash]) -> int:
+    def _first_to_offer(self, tracked: PromisedRequest, names: Sequence[SequenceHash]) -> int:
         """Blocks before this one came from the host tier, or have been offered before."""
-        if self._half.epoch != self._known_epoch:
-            self._known_epoch = self._half.epoch
-            self._known.clear()
+        self._known.serve(self._half.epoch)
         before = tracked.local + tracked.loaded
         unknown = (index for index in range(min(before, len(names)))
                    if names[index] not in self._known)  # fmt: skip
         return next(unknown, min(before, len(names)))
 
     def saved(self, requests: Iterable[int]) -> list[int]:
-        """Those of these finished requests whose blocks nobody needs any more; each once."""
+        """Those of these finished requests whose blocks are not needed any more; each once."""
         self._drain()
         saved = [request for request in requests if request in self._saved]
         self._saved.difference_update(saved)
@@ -316,14 +312,14 @@ class LeaderSide:
 
     # --- what is followed -------------------------------------------------------------------
 
-    def _track(self, request: Request) -> Tracked | None:
+    def _track(self, request: Request) -> PromisedRequest | None:
         """None: there are too many that must not be forgotten."""
         tracked = self._requests.get(request.request_id)
         if tracked is None and self._has_room():
             refused = refusal_of_request(request)
             if refused:
                 self.counts[f"requests_refused.{refused}"] += 1
-            tracked = self._requests[request.request_id] = Tracked(refused)
+            tracked = self._requests[request.request_id] = PromisedRequest(refused)
         return tracked
 
     def _has_room(self) -> bool:
@@ -339,20 +335,13 @@ class LeaderSide:
         self.counts["requests_refused.busy"] += 1
         return False
 
-    def _remember(self, names: Iterable[SequenceHash]) -> None:
-        for name in names:
-            self._known.pop(name, None)
-            self._known[name] = None
-        while len(self._known) > KNOWN_MAX:
-            self._known.popitem(last=False)
-
     @property
     def idle(self) -> bool:
         """No request is followed and nothing is on offer."""
         return not self._requests and not self._by_offer
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert every invariant of the leader."""
         self._keeper.check()
         promised = [slot for tracked in self._requests.values() for slot in tracked.promised]
         assert len(set(promised)) == len(promised)
@@ -370,15 +359,6 @@ class LeaderSide:
         arena, self._arena, self._arena_epoch = self._arena, None, 0
         if arena is not None:
             arena.close()
-
-
-def _parts(run: OfferRun) -> Iterable[OfferRun]:
-    """The same run, cut into parts of at most OFFER_BLOCKS_MAX blocks, prefix first."""
-    parent = run.parent
-    for start in range(0, len(run.hashes), OFFER_BLOCKS_MAX):
-        end = min(start + OFFER_BLOCKS_MAX, len(run.hashes))
-        yield OfferRun(parent, run.hashes[start:end], run.blocks[start:end])
-        parent = run.hashes[end - 1]
 
 
 def _now_ms() -> int:

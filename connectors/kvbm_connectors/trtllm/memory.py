@@ -12,7 +12,7 @@ from typing import Protocol
 from kvbm_common.errors import KvbmError
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.tensors import regions_of
+from kvbm_connectors.client.tensors import regions_of
 from kvbm_connectors.trtllm.protocols import Tensor
 
 DEVICES = ("cpu", "cuda")

@@ -1,38 +1,54 @@
 """Promises: memory of the engine's own, in which promised blocks wait for their workers.
 
-    free --keep--> promised --taken--> free        (or given up: cancelled, finished, forgotten)
-
-TensorRT-LLM counts on what it has been told of: a load can neither fail nor be called off. So a
-block is copied out of the arena and compared with its checksum *before* anything is said. From then
-on nothing that happens to the host tier, to its arena or to a lease touches it, and a load is a
-copy between two pieces of this host's memory.
+TensorRT-LLM counts on every hit that it learns of: a load can neither fail nor be called off. So a
+block is copied out of the arena and compared with its checksum *before* the engine hears of it.
+From then on nothing that happens to the host tier, to its arena or to a lease touches it, and a
+load is a copy between two pieces of this host's memory. Each rank compares its part once more while
+it copies it: a bit that has flipped, or a slot that was used again too early, ends the step.
 
 The leader creates the memory, as a file in shared memory that is locked while it lives; the workers
 of all ranks map it, read-only, before they introduce themselves to the host tier. A leader is
-welcomed when all its workers have been: who has been promised something can read it.
+welcomed when all its workers have been: every worker can read what the leader promises.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
-from kvbm_common.arena import Arena, remove_stale
-from kvbm_common.checksum import block_checksum
+from kvbm_common.copying import COPIER, Places, copy_threads, slot_places
+from kvbm_common.memory.arena import Arena, remove_stale
+from kvbm_common.tier.machine import Machine
 
-from kvbm_connectors.messages import Load
+from kvbm_connectors.core.messages import Load
 
 PREFIX = "kvbm-promises-"
 SLOT_ALIGNMENT = 64
 """Slots begin on a cache line."""
 
 
+class PromiseState(Enum):
+    """The states of a slot of the promised memory."""
+
+    FREE = "free"
+    KEPT = "kept"
+
+
+PROMISE = Machine(
+    "promised slot",
+    {
+        (PromiseState.FREE, "kept"): PromiseState.KEPT,
+        (PromiseState.KEPT, "given up"): PromiseState.FREE,
+    },
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What of a load is safe now: `slots[i]` holds its block i. `corrupt` is the index of the block
-    that was not what its checksum says; it and what is behind it are not kept."""
+    that was not what its checksums say; it and what is behind it are not kept."""
 
     slots: tuple[int, ...]
     corrupt: int | None = None
@@ -42,60 +58,88 @@ class PromiseKeeper:
     """The leader's side. Slots are cut when the first block comes: its size is known then."""
 
     def __init__(self, shm_dir: Path, incarnation: str, size_bytes: int) -> None:
-        """Raises ArenaNoSpace and ArenaUnavailable. The memory is taken when it is first used."""
+        """Allocate the memory. Raises ArenaNoSpace and ArenaUnavailable."""
         remove_stale(shm_dir, PREFIX)
-        self._memory = Arena.create(shm_dir, PREFIX + incarnation, size_bytes)
+        self._memory = Arena.create(
+            shm_dir, PREFIX + incarnation, size_bytes, setting="KVBM_PROMISE_GB"
+        )
         self.slot_bytes = 0
-        self._slot_count = 0
+        self._state: list[PromiseState] = []
+        """Of each slot."""
         self._free: list[int] = []
+        self._checksums: dict[int, tuple[int, ...]] = {}
+        """Of each rank's part of what is kept, by slot."""
+        self._threads = copy_threads("promises")
 
     def room(self, block_bytes: int) -> int:
-        """How many more blocks can be kept."""
+        """Return how many more blocks can be kept."""
         if not self.slot_bytes:
             self.slot_bytes = -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-            self._slot_count = self._memory.bytes // self.slot_bytes
-            self._free = list(range(self._slot_count))[::-1]
+            slot_count = self._memory.bytes // self.slot_bytes
+            self._state = [PromiseState.FREE] * slot_count
+            self._free = list(range(slot_count))[::-1]
         return len(self._free) if block_bytes <= self.slot_bytes else 0
 
     @property
     def promised(self) -> int:
         """Slots that are in use."""
-        return self._slot_count - len(self._free)
+        return len(self._state) - len(self._free)
 
     def keep(self, load: Load, count: int, arena: Arena, arena_slot_bytes: int) -> Kept:
-        """Copy the first `count` blocks of a load out of the arena, and compare each copy with its
-        checksum."""
+        """Copy the first `count` blocks of a load out of the arena, and compare what was stored
+        with its checksums, part by part."""
         assert 0 <= count <= self.room(load.block_bytes), "more than there is room for"
-        slots: list[int] = []
-        blocks = zip(load.slots[:count], load.checksums[:count], strict=True)
-        for index, (source, checksum) in enumerate(blocks):
-            slot = self._free.pop()
-            slots.append(slot)
-            self._copy(arena, source * arena_slot_bytes, slot, load.block_bytes)
-            view = self._memory.view(slot * self.slot_bytes, load.block_bytes)
-            if block_checksum(view) != checksum:
-                self.give_up([slots.pop()])
-                return Kept(tuple(slots), index)
-        return Kept(tuple(slots))
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
+            self._move(slot, "kept")
+        here = slot_places(load.slots[:count], load.block_bytes, arena_address=arena.address,
+                           slot_bytes=arena_slot_bytes, part_offset=0)  # fmt: skip
+        assert here.inside(arena.address, arena.bytes), "outside the arena"
+        ours = slot_places(slots, load.block_bytes, arena_address=self._memory.address,
+                           slot_bytes=self.slot_bytes, part_offset=0)  # fmt: skip
+        intact = self._threads.map(
+            lambda index: _copied(ours.only([index]), here.only([index]), load.checksums[index]),
+            range(count),
+        )
+        wrong = [index for index, is_intact in enumerate(intact) if not is_intact]
+        first = wrong[0] if wrong else count
+        self._checksums |= zip(slots, map(tuple, load.checksums[:count]), strict=True)
+        self.give_up(slots[first:])
+        return Kept(tuple(slots[:first]), first if wrong else None)
 
-    def _copy(self, arena: Arena, offset: int, slot: int, length: int) -> None:
-        assert 0 <= offset <= arena.bytes - length, "outside the arena"
-        target = self._memory.address + slot * self.slot_bytes
-        ctypes.memmove(target, arena.address + offset, length)  # Without the GIL.
+    def checksums(self, slots: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return those of each rank's part, for slots that are kept."""
+        return tuple(self._checksums[slot] for slot in slots)
 
     def give_up(self, slots: Sequence[int]) -> None:
-        """Nobody will read these slots any more."""
-        self._free.extend(slots)
-        assert len(self._free) <= self._slot_count, "a slot was given up twice"
+        """Free slots that are not read any more."""
+        for slot in slots:
+            self._move(slot, "given up")
+            self._free.append(slot)
+            del self._checksums[slot]
+
+    def _move(self, slot: int, event: str) -> None:
+        self._state[slot] = PROMISE.next(self._state[slot], event, f"slot {slot}")
 
     def close(self) -> None:
         """Unlink the memory; a worker that has mapped it can read on."""
+        self._threads.shutdown(wait=True)
         self._memory.close()
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert every invariant of the promises."""
         assert len(set(self._free)) == len(self._free)
-        assert all(0 <= slot < self._slot_count for slot in self._free)
+        assert len(self._checksums) == self.promised
+        assert all(self._state[slot] is PromiseState.FREE for slot in self._free)
+        assert all(self._state[slot] is PromiseState.KEPT for slot in self._checksums)
+
+
+def _copied(target: Places, source: Places, parts: Sequence[int]) -> bool:
+    """Copy one block; is every rank's part what its checksum says?"""
+    if not parts or target.block_bytes % len(parts):
+        return False
+    found = COPIER.copy(target.split(len(parts)), source.split(len(parts)))
+    return found == list(parts)
 
 
 class PromiseReader:
@@ -106,5 +150,5 @@ class PromiseReader:
         self.path, self.address = self._memory.path, self._memory.address
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the promised memory."""
         self._memory.close()

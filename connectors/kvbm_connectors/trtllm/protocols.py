@@ -73,7 +73,7 @@ class Mapping(Protocol):
 
 
 class ParallelConfig(Protocol):
-    """`_ParallelConfig` (llmapi/llm_args.py)."""
+    """What TensorRT-LLM's `_ParallelConfig` has of this (llmapi/llm_args.py)."""
 
     def to_mapping(self) -> Mapping: ...
 
@@ -112,7 +112,7 @@ class LlmArgs(Protocol):
 
 
 class Device(Protocol):
-    """torch.device."""
+    """What torch.device has of this."""
 
     @property
     def type(self) -> str: ...

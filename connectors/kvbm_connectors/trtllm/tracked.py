@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash, request_extras
 
-from kvbm_connectors.messages import OfferRun
+from kvbm_connectors.core.messages import OfferRun
 from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, Request
 
 
@@ -38,7 +38,7 @@ def extras_of(request: Request) -> dict[int, Extras]:
 
 
 @dataclass(slots=True)
-class Tracked:
+class PromisedRequest:
     """A request and what is known of its blocks. Indices count blocks from its first token."""
 
     refused: str = ""

@@ -3,40 +3,40 @@
 A load is a copy out of memory that this process has mapped, done when `start_load_kv` returns, in
 the engine's own thread: before the step's computation, and before anybody can free the blocks.
 What cannot be copied was promised all the same, so that it raises: computing on whatever is in
-those blocks would be worse than a failed step.
+those blocks would be worse than a failed step. Each rank compares what it has copied with the
+checksums of its parts, in the same pass or on its GPU: the promised bytes have lain in memory that
+they share since the leader verified them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
+from kvbm_common.copying import COPIER, Places, clear, slot_places
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
-from kvbm_common.layout import Addresses, device_pieces, part_bytes, slot_pieces
-from kvbm_common.transfers import Spans
+from kvbm_common.nixl.layout import device_pieces, part_bytes
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.arena_reader import ArenaReader
-from kvbm_connectors.torch_device import MakeGpu
+from kvbm_connectors.client.torch_device import MakeGpu
+from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.trtllm.identity import Life
-from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
+from kvbm_connectors.trtllm.plan import PromisedLoad, PromisePlan
 from kvbm_connectors.trtllm.promises import PromiseReader
-from kvbm_connectors.worker import WorkerHalf
 
 if TYPE_CHECKING:
-    from kvbm_common.cuda.reading import Gpu
+    from kvbm_common.cuda.reading import DeviceReader, Gpu, SumsOfBlocks
 
 log = logging.getLogger(__name__)
 
 
 COPY_DEADLINE_S = 10.0
 """A step's load is some hundred milliseconds of a GPU's bus: after so long it will never end."""
-Pieces = list[tuple[Addresses, int]]
 
 
 class PromiseBroken(KvbmError):
@@ -62,9 +62,12 @@ class WorkerSide:
         self._rank, self._world_size = rank, world_size
         self._half: WorkerHalf | None = None
         self._promises: PromiseReader | None = None
-        self._device: ArenaReader | None = None
+        self._device: DeviceReader | None = None
         """Reads the same memory into a GPU's."""
         self._gpu: Gpu | None = None
+        self._sums: SumsOfBlocks | None = None
+        self._summer: ThreadPoolExecutor | None = None
+        """The engine's own thread keeps its CUDA context."""
         self._regions: Sequence[Region] = ()
         self._plan_number = 0
         self._saving: dict[int, None] = {}
@@ -81,6 +84,8 @@ class WorkerSide:
         self._promises = PromiseReader(self._settings.shm_dir, self._life.incarnation)
         if gpu is not None:
             self._device = _device_reader(gpu, self._promises)
+            self._sums = gpu.sums(regions)
+            self._summer = ThreadPoolExecutor(1, thread_name_prefix="promise-sums")
         half = WorkerHalf(
             engine=self._life.engine,
             incarnation=self._life.incarnation,
@@ -90,6 +95,8 @@ class WorkerSide:
             rank=self._rank,
             world_size=self._world_size,
             gpu=gpu,
+            verify_every=0,
+            verify="always",  # By the leader, before it promises a block.
             onboard_mover="nixl",  # It never reads the arena: no need to map it.
         )
         self._half, self._regions = half, regions
@@ -97,7 +104,7 @@ class WorkerSide:
         size = part_bytes(regions)
         log.info("%d blocks of %d bytes are lent", regions[0].blocks, size)
 
-    def start(self, plan: StepPlan, *, compute_stream: int | None = None) -> None:
+    def start(self, plan: PromisePlan, *, compute_stream: int | None = None) -> None:
         """Carry a plan out, once, behind what is in the stream by now. Raises PromiseBroken."""
         if plan.number <= self._plan_number:
             return
@@ -115,31 +122,63 @@ class WorkerSide:
             raise PromiseBroken(f"request {load.request}: no memory was lent")
         if not all(0 <= block < regions[0].blocks for block in load.blocks):
             raise PromiseBroken(f"request {load.request}: blocks {load.blocks} are not in the pool")
-        targets = device_pieces(regions, load.blocks)
-        sources = slot_pieces(
-            regions, load.slots, arena_address=promises.address, slot_bytes=slot_bytes,
-            part_offset=self._rank * part_bytes(regions),
+        target = Places.of_pieces(device_pieces(regions, load.blocks))
+        whole = slot_places(
+            load.slots, part_bytes(regions), arena_address=promises.address,
+            slot_bytes=slot_bytes, part_offset=self._rank * part_bytes(regions),
         )  # fmt: skip
-        if self._device is None:
-            for (target, length), (source, _) in zip(targets, sources, strict=True):
-                for to, out_of in zip(target.tolist(), source.tolist(), strict=True):
-                    ctypes.memmove(to, out_of, length)  # Without the GIL.
-        else:
-            self._copy_to_device(self._device, load.request, targets, sources)
+        source = whole.cut_like(target)
+        try:
+            if self._device is None:
+                found = COPIER.copy(target, source)
+            else:
+                self._copy_to_device(self._device, load.request, target, source)
+                found = self._sums_on_device(load)
+            self._verify(load, found)
+        except PromiseBroken:
+            self._clear(target)
+            raise
         self.counts["copied_blocks"] += len(load.blocks)
         self.counts["bytes.h2d"] += len(load.blocks) * part_bytes(regions)
 
     def _copy_to_device(
-        self, device: ArenaReader, request: int, targets: Pieces, sources: Pieces
+        self, device: DeviceReader, request: int, target: Places, source: Places
     ) -> None:
         """Wait for the copy, which begins behind whatever the engine computes by now."""
-        read = device.read(
-            Spans.of_pieces(targets), Spans.of_pieces(sources), deadline_s=COPY_DEADLINE_S
-        )
+        read = device.read(target.spans, source.spans, deadline_s=COPY_DEADLINE_S)
         try:
             read.result(2 * COPY_DEADLINE_S)
         except (KvbmError, TimeoutError) as error:
+            late = getattr(error, "settling", None) or read
+            late.add_done_callback(lambda _: self._clear(target))
             raise PromiseBroken(f"request {request}: {error!r}") from error
+
+    def _clear(self, target: Places) -> None:
+        """Zero what was refused: no byte that failed its checksum stays in device memory."""
+        self.counts["cleared_blocks"] += len(target.addresses)
+        try:
+            if self._gpu is None:
+                clear(target)
+            else:
+                self._gpu.clear(target)
+        except KvbmError as error:  # A GPU that is lost takes the engine with it.
+            log.warning("%d blocks could not be zeroed: %s", len(target.addresses), error)
+
+    def _sums_on_device(self, load: PromisedLoad) -> list[int]:
+        sums, summer = self._sums, self._summer
+        assert sums is not None
+        assert summer is not None
+        try:
+            return summer.submit(sums, load.blocks).result(COPY_DEADLINE_S)
+        except (KvbmError, TimeoutError) as error:
+            raise PromiseBroken(f"request {load.request}: {error!r}") from error
+
+    def _verify(self, load: PromisedLoad, found: Sequence[int]) -> None:
+        """Compare this rank's parts with their checksums, which the arena's had when promised."""
+        promised = [parts[self._rank] for parts in load.checksums]
+        if list(found) != promised:
+            self.counts["promises_corrupt"] += 1
+            raise PromiseBroken(f"request {load.request}: a block is not what was promised")
 
     def finished(self, finished: Iterable[int]) -> list[int]:
         """Of the requests that are finished, now or before: those whose blocks may be freed.
@@ -165,7 +204,10 @@ class WorkerSide:
         half, self._half = self._half, None
         promises, self._promises = self._promises, None
         device, self._device = self._device, None
-        self._gpu = None
+        summer, self._summer = self._summer, None
+        self._gpu = self._sums = None
+        if summer is not None:
+            summer.shutdown()
         if half is not None:
             half.close()
         if device is not None:
@@ -174,7 +216,7 @@ class WorkerSide:
             promises.close()
 
 
-def _device_reader(gpu: Gpu, promises: PromiseReader) -> ArenaReader:
+def _device_reader(gpu: Gpu, promises: PromiseReader) -> DeviceReader:
     from kvbm_common.cuda.reading import DeviceReader  # Only where there is a GPU.
 
     return DeviceReader(gpu, arena_path=promises.path, arena_address=promises.address)

@@ -1,34 +1,38 @@
 """KVBM for vLLM: `kv_connector=KvbmConnector`, `kv_connector_module_path=kvbm_connectors.vllm`.
 
 Light on purpose: vLLM imports this in its front end too, and its plug-ins in every process. The
-connector itself, and with it vLLM, is imported when somebody asks for the class.
+connector itself, and with it vLLM, is imported when its class is asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbm_connectors.vllm.connector import DynamoConnector, KvbmConnector
+    from kvbm_connectors.vllm.pd_connector import PdConnector
 
-__all__ = ["DynamoConnector", "KvbmConnector", "register"]
+__all__ = ["DynamoConnector", "KvbmConnector", "PdConnector", "register"]
 
-_NAMES = ("KvbmConnector", "DynamoConnector")
-"""The second is what NVIDIA's KVBM calls it: its users change only the module path."""
+_MODULES = {
+    "KvbmConnector": "kvbm_connectors.vllm.connector",
+    "DynamoConnector": "kvbm_connectors.vllm.connector",
+    "PdConnector": "kvbm_connectors.vllm.pd_connector",
+}
+"""Class → its module. The last two names are NVIDIA KVBM's: its users change the module path."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        from kvbm_connectors.vllm import connector
-
-        return getattr(connector, name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:
-    """The entry point of `vllm.general_plugins`: make the connector known by name."""
+    """Make the connectors known by name: the entry point of `vllm.general_plugins`."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in _NAMES:
+    for name, module in _MODULES.items():
         if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, "kvbm_connectors.vllm.connector", name)
+            KVConnectorFactory.register_connector(name, module, name)

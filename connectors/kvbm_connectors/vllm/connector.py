@@ -1,16 +1,19 @@
 """The connector that vLLM loads: its methods, handed on to the scheduler or the worker side.
 
 vLLM makes one for its scheduler and one in each worker. What cannot be cached (several KV groups,
-device memory that NIXL is not told about yet) is said once, in the log; the engine then computes
+device memory that NIXL does not know yet) is logged once; the engine then computes
 as it would without us.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvbm_common.errors import KvbmError
@@ -23,11 +26,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvbm_connectors.affinity import unbound
-from kvbm_connectors.engine_options import log_beside
-from kvbm_connectors.scheduler import SchedulerHalf
-from kvbm_connectors.torch_device import gpu_maker
-from kvbm_connectors.vllm.namespace import Life, namespace_of, refusal_of, stream_of
+from kvbm_connectors.client.affinity import unbound
+from kvbm_connectors.client.engine_options import log_beside
+from kvbm_connectors.client.scheduler import SchedulerHalf
+from kvbm_connectors.client.torch_device import gpu_maker
+from kvbm_connectors.vllm.adapters import Adapters
+from kvbm_connectors.vllm.computation import application_of
+from kvbm_connectors.vllm.device_cache import evict_from, is_cleared
+from kvbm_connectors.vllm.load_failures import recompute_failed_loads
+from kvbm_connectors.vllm.namespace import (
+    Life,
+    drafts_write_kv,
+    namespace_of,
+    refusal_of,
+    stream_of,
+)
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
@@ -35,6 +48,9 @@ from kvbm_connectors.vllm.statistics import KvbmPromMetrics, KvbmStats, Meter
 from kvbm_connectors.vllm.worker_side import WorkerSide
 
 log = logging.getLogger(__name__)
+
+RESET_WAIT_S = 1.0
+"""For the consolidator's answer to a reset."""
 
 
 @dataclass
@@ -68,20 +84,21 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._meter = Meter(self.counts)
         self._block_pool: Any = None
+        self._lend: Callable[[], None] = lambda: None
+        self._parked = False
         refusal = refusal_of(vllm_config, kv_cache_config)
         if refusal:
             log.warning("KVBM passes through: %s", refusal)
             return
+        try:
+            self._namespace = namespace_of(vllm_config, kv_cache_config, self._options.revision)
+        except KvbmError as error:
+            log.error("KVBM passes through: %s (%s)", error, error.code)
+            return
         self._life = Life.of(vllm_config)
-        self._namespace = namespace_of(vllm_config, kv_cache_config)
         self._world_size = int(vllm_config.parallel_config.world_size)
         if role == KVConnectorRole.SCHEDULER:
-            if transfer.kv_load_failure_policy != "recompute":
-                log.warning(
-                    "kv_load_failure_policy is %r: a request whose blocks fail to load will fail; "
-                    'set it to "recompute"',
-                    transfer.kv_load_failure_policy,
-                )
+            recompute_failed_loads(transfer)
             with unbound():
                 self._start_scheduler()
 
@@ -92,7 +109,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         stream = stream_of(self._vllm_config, self._life, self._namespace)
         if not stream.endpoint:
             log.info("vLLM publishes no KV events: its device blocks will not be in the index")
-        self._scheduler_half = SchedulerHalf(
+        self._scheduler_half = half = SchedulerHalf(
             engine=self._life.engine,
             incarnation=self._life.incarnation,
             namespace=self._namespace,
@@ -108,6 +125,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Hasher(self._namespace),
             world_size=self._world_size,
             sync=self._options.load == "sync",
+            drafts=drafts_write_kv(self._vllm_config),
+            adapters=Adapters(
+                lambda adapters: half.describe(adapters=adapters),
+                applied=application_of(self._vllm_config.lora_config),
+                since_ns=time.time_ns(),
+            ),
         )
         self._scheduler_half.start()
         self._barrier = threading.Timer(
@@ -118,8 +141,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log.info("%s, namespace %s", self._life.engine, self._namespace)
 
     def _warn_if_ranks_are_missing(self) -> None:
-        """The host tier welcomes a scheduler half when all its ranks have come. Nobody waits for
-        that: until then the engine computes everything, and operators should know."""
+        """The host tier welcomes a scheduler half when all its ranks have come. The engine does not
+        wait for that: until then it computes everything, and operators should know."""
         half, side = self._scheduler_half, self._scheduler
         if half is not None and side is not None and not half.attached:
             side.counts["init_timeouts"] += 1
@@ -179,23 +202,23 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See SchedulerSide.matched."""
+        """Answer vLLM: see SchedulerSide.matched."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See SchedulerSide.allocated."""
+        """Take vLLM's blocks: see SchedulerSide.allocated."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvbmMetadata:
-        """See SchedulerSide.plan."""
+        """Plan a step: see SchedulerSide.plan."""
         plan = StepPlan() if self._scheduler is None else self._scheduler.plan(scheduler_output)
         return KvbmMetadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See SchedulerSide.reported."""
+        """Take the workers' reports: see SchedulerSide.reported."""
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(metadata, KvbmWorkerMetadata):
             self._scheduler.reported(metadata.report)
@@ -203,7 +226,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See SchedulerSide.finished."""
+        """End a request: see SchedulerSide.finished."""
         held = self._scheduler is not None and self._scheduler.finished(request, block_ids)
         return held, None
 
@@ -218,6 +241,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Where vLLM keeps the events that it has not published yet."""
         self._block_pool = gpu_block_pool
+        if self._scheduler is not None and hasattr(gpu_block_pool, "evict_blocks"):
+            self._scheduler.evict = partial(evict_from, gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
         """vLLM publishes events when it steps. After a reset of an idle engine's prefix cache it
@@ -225,7 +250,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(getattr(self._block_pool, "kv_event_queue", None))
 
     def has_pending_block_frees(self) -> bool:
-        """Offers that end free blocks: vLLM waits for that instead of preempting somebody."""
+        """Offers that end free blocks: vLLM waits for that instead of preempting a request."""
         return self._scheduler is not None and self._scheduler.holding
 
     def get_external_cache_hit_sources(
@@ -247,9 +272,28 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {source: tokens for source, tokens in split.items() if tokens}
 
     def reset_cache(self) -> bool | None:
-        """The tiers are shared with other engines: this one cannot empty them."""
-        log.warning("reset of the connector's cache refused: other engines share it")
-        return False
+        """Find nothing of what was stored so far: the weights may be others now.
+
+        The tiers are shared with other engines, so nothing is removed: from now on this engine's
+        blocks have other names. False: vLLM has refused to clear its device cache, because some
+        request holds blocks of before. What it still has there is stored under no name.
+        """
+        side, half = self._scheduler, self._scheduler_half
+        if side is None or half is None:
+            return True
+        generation = secrets.token_hex(8)
+        cleared = side.reset(generation, cleared=is_cleared(self._block_pool))
+        half.describe(generation=generation, adapters=[])
+        # vLLM publishes that its cache is cleared with its next step: the consolidator takes that
+        # for the beginning of the generation, and must have heard of it by then.
+        if not half.wait_described(RESET_WAIT_S):
+            log.warning("the consolidator has not heard of generation %s: device blocks may be "
+                        "missing in the index until the next reset", generation)  # fmt: skip
+        if not cleared:
+            log.warning("vLLM has not cleared its device cache: requests that hit it pass through "
+                        "until a reset succeeds")  # fmt: skip
+        log.info("generation %s begins", generation)
+        return cleared
 
     # --- the workers' -----------------------------------------------------------------------
 
@@ -266,6 +310,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             world_size=world_size,
         )
         self._worker = worker
+        self._lend = lambda: self._lend_to(worker, kv_caches)
+        self._lend()
+
+    def _lend_to(self, worker: WorkerSide, kv_caches: Mapping[str, Any]) -> None:
         group = self._kv_cache_config.kv_cache_groups[0]
         layers = [kv_caches[name] for name in group.layer_names if name in kv_caches]
         devices = {tensor.device.type for tensor in layers}
@@ -278,6 +326,27 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 worker.register(layers, self._kv_cache_config.num_blocks, make_gpu)
         except KvbmError as error:
             log.error("KVBM passes through: %s (%s)", error, error.code)
+
+    @classmethod
+    def supports_sleep_mode(cls, vllm_config: Any) -> bool:
+        """vLLM may unmap the KV tensors of an engine that sleeps (vLLM 0.33)."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Take the KV tensors back from the host tier: their memory is about to be unmapped."""
+        if self._worker is not None and not self._parked:
+            self._parked = True
+            self._worker.park()
+
+    def restore_kv_caches(self) -> None:
+        """Lend them again: they are mapped, at the same addresses, and empty.
+
+        Whether the weights are the same is not known here: vLLM has reset the caches before an
+        engine sleeps, which began another generation, and resets them again after a reload.
+        """
+        if self._parked:
+            self._parked = False
+            self._lend()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 
 
 class LoraRequest(Protocol):
-    """vllm.lora.request.LoRARequest."""
+    """vLLM's `LoRARequest` (vllm.lora.request), as used here."""
 
     @property
     def lora_name(self) -> str: ...
+    @property
+    def lora_int_id(self) -> int: ...
 
 
 class Position(Protocol):
@@ -32,7 +34,7 @@ class Feature(Protocol):
 
 
 class EngineRequest(Protocol):
-    """vllm.v1.request.Request."""
+    """vLLM's `Request` (vllm.v1.request), as used here."""
 
     @property
     def request_id(self) -> str: ...
@@ -63,22 +65,31 @@ class BlockTable(Protocol):
     """vllm.v1.core.kv_cache_manager.KVCacheBlocks: the blocks of one request."""
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Per KV group."""
+        """Return block ids for each KV group."""
         ...
 
 
-class BlockState(Protocol):
-    """vllm.v1.core.sched.output.KVConnectorBlockState."""
-
-    def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None: ...
-
-
 class SchedulerOutput(Protocol):
-    """vllm.v1.core.sched.output.SchedulerOutput."""
+    """vLLM's `SchedulerOutput` (vllm.v1.core.sched.output), as used here."""
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]: ...
     @property
+    def scheduled_spec_decode_tokens(self) -> Mapping[str, Sequence[int]]: ...
+    @property
     def preempted_req_ids(self) -> Iterable[str] | None: ...
     @property
-    def kv_connector_block_state(self) -> BlockState | None: ...
+    def kv_connector_block_state(self) -> Any:
+        """KVConnectorBlockState of the same module; None without one."""
+        ...
+
+
+def scheduled_blocks(output: SchedulerOutput, request: str) -> list[int]:
+    """Return the device blocks of a request that is scheduled in this step, or an empty list."""
+    state = output.kv_connector_block_state
+    if state is None:
+        return []
+    # vLLM 0.29 hands out the tables; later versions resolve them when they are asked for.
+    tables = getattr(state, "block_ids", None)
+    found = tables.get(request) if tables is not None else state.get_block_ids(request)
+    return found[0] if found is not None else []

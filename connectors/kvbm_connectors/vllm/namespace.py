@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Attach
 
-from kvbm_connectors.weights import fingerprint
+from kvbm_connectors.client.weights import label_of
+from kvbm_connectors.vllm.computation import digest_of
+from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,16 @@ class Life:
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         suffix = f"-dp{rank}" if config.parallel_config.data_parallel_size > 1 else ""
         return cls(f"vllm-{digest[:8]}{suffix}", digest, rank)
+
+
+DRAFTS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix"}
+"""Speculative methods that compute nothing: they look into the tokens."""
+
+
+def drafts_write_kv(config: Any) -> bool:
+    """Tell whether a draft model of this engine writes KV of its own."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV
 
 
 def refusal_of(config: Any, kv_cache_config: Any) -> str:
@@ -69,16 +79,20 @@ def _kinds(spec: Any) -> set[str]:
     return {type(one).__name__ for one in specs}
 
 
-def namespace_of(config: Any, kv_cache_config: Any) -> Namespace:
-    """Everything that makes the bytes of two engines incompatible."""
+def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namespace:
+    """Everything that makes the bytes of two engines incompatible.
+
+    `weights` is what an operator calls them, if their content cannot be read here. Raises
+    UnreadableWeights otherwise: in doubt an engine passes through.
+    """
     model = config.model_config
     group = kv_cache_config.kv_cache_groups[0]
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(config.cache_config.cache_dtype)
     layout = kv_cache_config.kv_cache_layout or config.cache_config.kv_cache_layout or "unknown"
     return Namespace(
-        model=str(model.model),
-        revision=_revision(config),
+        model=label_of(str(model.model)),
+        revision=_revision(config, weights),
         block_tokens=int(group.kv_cache_spec.block_size),
         dtype=dtype if cache_dtype == "auto" else f"{dtype}/{cache_dtype}",
         quantisation=str(model.quantization or ""),
@@ -91,23 +105,19 @@ def namespace_of(config: Any, kv_cache_config: Any) -> Namespace:
     )
 
 
-def _revision(config: Any) -> str:
-    """The weights: the commit of a hub model, a fingerprint of a directory, and what changes
-    the meaning of either."""
-    model = config.model_config
-    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
-    directory = Path(str(model.model))
-    if directory.is_dir():
-        commit = fingerprint(directory)
-    overrides = getattr(model, "hf_overrides", None)
-    changes = {
-        "overrides": overrides if isinstance(overrides, dict) else repr(overrides),
-        "draft": getattr(config.speculative_config, "model", None),
-    }
-    if not any(changes.values()):
-        return str(commit)
-    text = json.dumps(changes, sort_keys=True, default=repr)
-    return f"{commit}+{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+def _revision(config: Any, weights: str) -> str:
+    """The weights by their content, and everything that changes what is computed with them."""
+    from vllm import __version__
+
+    weights = weights or weights_of(config, _loaders())
+    return f"{weights}+{digest_of(config, str(__version__), beside=beside(config))}"
+
+
+def _loaders() -> Loaders:
+    """The loaders of vLLM and its plugins by format; a release may keep them elsewhere."""
+    from vllm.model_executor import model_loader
+
+    return getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
 
 
 def _packing(config: Any, spec: Any) -> str:
@@ -139,6 +149,7 @@ def stream_of(config: Any, life: Life, namespace: Namespace) -> Attach:
         topic=str(events.topic) if wanted else "",
         rank=rank,
         namespace=namespace,
+        adapters=[],
     )
 
 
@@ -151,8 +162,8 @@ def _reachable(endpoint: str | None, rank: int) -> str:
     own = str(ZmqEventPublisher.offset_endpoint_port(endpoint, rank))
     if own.startswith("ipc://"):
         return own
-    # Of TCP, vLLM binds wildcards and connects to the rest. Port 0 is chosen by the system, and
-    # nobody is told.
+    # Of TCP, vLLM binds wildcards and connects to the rest. Port 0 is chosen by the system, and is
+    # not reported.
     if own.endswith(":0") or not own.startswith(("tcp://*:", "tcp://[::]:")):
         log.warning("KV events at %s cannot be followed: use ipc://PATH or tcp://*:PORT", own)
         return ""

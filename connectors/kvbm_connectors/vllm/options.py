@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbm_common.errors import ConfigError
 
-from kvbm_connectors.engine_options import EngineOptions, settings_of
+from kvbm_connectors.client.engine_options import EngineOptions, settings_of
 
 WHERE = "kv_connector_extra_config"
 LOADS = ("async", "sync")
@@ -22,6 +22,8 @@ class Options(EngineOptions):
     load: str = "async"
     """`async`: other requests compute while blocks are loaded. `sync`: the step waits for them,
     which saves a lone request two steps."""
+    revision: str = ""
+    """What the weights are called in the names of blocks, if their content cannot be read here."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -29,4 +31,5 @@ class Options(EngineOptions):
         load = str(extra.get("load", "async"))
         if load not in LOADS:
             raise ConfigError(f"{WHERE}.load", load, " or ".join(LOADS))
-        return cls(settings_of(extra, environ, where=WHERE, others=("load",)), load)
+        settings = settings_of(extra, environ, where=WHERE, others=("load", "revision"))
+        return cls(settings, load, str(extra.get("revision", "")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from kvbm_connectors.messages import Load, LoadResult
+from kvbm_connectors.core.messages import Load, LoadResult
 
 NEWS = threading.Event()
 """Rung by both halves' threads. With one worker they share a process with vLLM's scheduler, which
@@ -22,7 +22,7 @@ class StepPlan:
     offering: bool = False
     """The host tier may be reading device blocks."""
     sent: tuple[str, ...] = ()
-    """Finished requests whose blocks may be freed: each is said exactly once."""
+    """Finished requests whose blocks may be freed: each appears exactly once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,27 +12,40 @@ It knows vLLM only by `engine_types`, and is called by one thread.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvbm_common.identity import Hasher, SequenceHash
+from kvbm_common.identity import ExtraTag, Hasher, SequenceHash, request_extras
 
-from kvbm_connectors.core import ConnectorMisuse
-from kvbm_connectors.messages import Hit, Load, LoadResult, OfferEnded, OfferRun, merge_results
-from kvbm_connectors.vllm.engine_types import BlockTable, EngineRequest, SchedulerOutput
+from kvbm_connectors.client.offered_names import OfferedNames
+from kvbm_connectors.core.messages import (
+    ConnectorMisuse,
+    Hit,
+    Load,
+    LoadResult,
+    OfferEnded,
+    OfferRun,
+    merge_results,
+    offers_of,
+)
+from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
+from kvbm_connectors.vllm.engine_types import (
+    BlockTable,
+    EngineRequest,
+    SchedulerOutput,
+    scheduled_blocks,
+)
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.vllm.tracked import Tracked, refusal_of_request
 
 log = logging.getLogger(__name__)
 
-OFFER_BLOCKS_MAX = 256
-"""Blocks of one offer; a long prompt makes several, so that the host tier can share its time."""
-KNOWN_MAX = 65_536
-"""Names that the host tier was offered in its present life: 6 MB. Who is forgotten is offered
-again when a prompt meets it on the device, and skipped by the host tier."""
 IDLE_WAIT_S = 0.001
-"""A step without work waits so long for news, as vLLM itself does, but no longer than they take."""
+"""The longest that a step without work waits; news end the wait. vLLM itself waits as long."""
+
+
+Evict = Callable[[EngineRequest, int], None]
 
 
 class Half(Protocol):
@@ -59,22 +72,41 @@ class Half(Protocol):
 class SchedulerSide:
     """All requests of one engine."""
 
-    def __init__(self, half: Half, hasher: Hasher, *, world_size: int = 1, sync: bool = False):
+    def __init__(
+        self,
+        half: Half,
+        hasher: Hasher,
+        *,
+        world_size: int = 1,
+        sync: bool = False,
+        drafts: bool = False,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """Follow the requests of an engine with `world_size` ranks.
+
+        With `sync` a step waits for its loads. `drafts`: a draft model writes KV of its own.
+        """
         self.counts: Counter[str] = Counter()
+        self._adapters = adapters or Adapters()
+        self._generation = ""
+        self._stale = False
+        """The device's cache has blocks of an earlier generation: a reset was refused."""
         self._half = half
         self._hasher = hasher
         self._block_tokens = hasher.namespace.block_tokens
         self._world_size = world_size
         self._sync = sync
+        self._steps_behind = 1 if drafts else 0
+        self.evict: Evict = lambda request, first: None
+        """Takes a request's blocks from an index on out of vLLM's prefix cache."""
         self._requests: dict[str, Tracked] = {}
-        self._by_offer: dict[int, str] = {}
+        self._by_offer: dict[int, tuple[str, tuple[SequenceHash, ...]]] = {}
+        """Offer → its request and its blocks."""
         self._loads: list[Load] = []
         """Taken since the last plan."""
         self._results: dict[str, list[LoadResult]] = {}
-        """Loads of which some ranks have reported, by request."""
-        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
-        self._known: OrderedDict[SequenceHash, None] = OrderedDict()
-        self._known_epoch = 0
+        """Loads that some ranks have reported, by request."""
+        self._known = OfferedNames()
         self._waiting = 0
         """Lookups that had no answer in this step."""
 
@@ -91,11 +123,15 @@ class SchedulerSide:
     # --- admission --------------------------------------------------------------------------
 
     def matched(self, request: EngineRequest, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond the device's own; None: ask again. May be asked often.
+        """Return the tokens that can be loaded beyond the device's own (None: ask again), and
+        whether they load while others compute. May be asked often.
 
         One token is always left to compute, as after a hit on the device: the answer is the same.
         """
         tracked = self._track(request)
+        tracked.readmitted()
+        if computed_tokens and self._stale:
+            self._refuse(tracked, "stale_device")
         if tracked.refused or request.skip_reading_prefix_cache:
             return 0, False
         usable = (request.num_tokens - 1) // self._block_tokens
@@ -115,16 +151,16 @@ class SchedulerSide:
     def _lookup(
         self, request: EngineRequest, names: Sequence[SequenceHash], local: int
     ) -> Hit | None:
-        plain = not local and not request.mm_features  # Else tokens are not all that is in a name.
+        begins_sequence = not local and not request.mm_features  # Then the tokens name the block.
         return self._half.lookup(
             request.request_id,
             names,
-            first_tokens=request.all_token_ids[: self._block_tokens] if plain else None,
+            first_tokens=request.all_token_ids[: self._block_tokens] if begins_sequence else None,
             trace=(getattr(request, "trace_headers", None) or {}).get("traceparent", ""),
         )
 
     def allocated(self, request: EngineRequest, blocks: BlockTable, external_tokens: int) -> None:
-        """The scheduler has blocks for a request, of which it will have so many tokens loaded."""
+        """Turn a request's hit into a load into the blocks that vLLM has allocated."""
         tracked = self._track(request)
         if not external_tokens:
             self._half.forget(request.request_id)  # A load in flight goes on.
@@ -137,7 +173,7 @@ class SchedulerSide:
         tracked.lease, tracked.sync = load.lease, self._sync
         tracked.loaded = (tracked.local, end)
         # What is loaded is in the host tier. It must count as known before anybody shares it.
-        self._remember(names)
+        self._known.add(names)
         self._loads.append(load)
 
     def _take(self, request: str, names: Sequence[SequenceHash], blocks: list[int]) -> Load:
@@ -149,7 +185,7 @@ class SchedulerSide:
             self.counts["loads_impossible"] += 1
             return Load(
                 request=request, epoch=0, lease=0, slots=(0,) * len(blocks), blocks=tuple(blocks),
-                hashes=tuple(names), checksums=(0,) * len(blocks), block_bytes=0, deadline_ms=0,
+                hashes=tuple(names), checksums=((0,),) * len(blocks), block_bytes=0, deadline_ms=0,
             )  # fmt: skip
 
     def hit_of(self, request: EngineRequest) -> Hit:
@@ -159,18 +195,20 @@ class SchedulerSide:
     # --- steps ------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """What the workers shall do in this step."""
+        """Return what the workers do in this step."""
         for request in output.preempted_req_ids or ():
             self._preempted(request)
-        sent = self._ended_offers()
-        state = output.kv_connector_block_state
+        sent = self._take_ended_offers()
         for request in output.num_scheduled_tokens:
             tracked = self._requests.get(request)
-            if tracked is None or tracked.computed(self._block_tokens) <= tracked.offered:
+            if tracked is None:
                 continue
-            table = state.get_block_ids(request) if state is not None else None
-            if table is not None:
-                self._offer(tracked, table[0])
+            tracked.scheduled(
+                output.num_scheduled_tokens[request],
+                len((output.scheduled_spec_decode_tokens or {}).get(request, ())),
+            )
+            if tracked.computed(self._block_tokens) > tracked.offered:
+                self._offer(tracked, scheduled_blocks(output, request))
         loads, self._loads = tuple(self._loads), []
         waiting, self._waiting = self._waiting, 0
         if not output.num_scheduled_tokens and not loads and not sent and self._expects(waiting):
@@ -185,7 +223,7 @@ class SchedulerSide:
         return bool(waiting) or loading or self.holding
 
     def reported(self, report: StepReport) -> None:
-        """Loads that have ended on some rank; over when all ranks have said so."""
+        """Collect the ranks' results; a load is over when every rank has reported."""
         for result in report.results:
             parts = self._results.setdefault(result.load.request, [])
             parts.append(result)
@@ -211,38 +249,30 @@ class SchedulerSide:
     def _offer(self, tracked: Tracked, blocks: list[int]) -> None:
         if tracked.refused:
             return
-        if self._half.epoch != self._known_epoch:
-            self._known_epoch = self._half.epoch
-            self._known.clear()
+        self._known.serve(self._half.epoch)
         runs = tracked.runs_to_offer(
             tracked.computed(self._block_tokens),
             hasher=self._hasher,
             blocks=blocks,
             is_known=self._known.__contains__,
         )
-        for part in _parts(runs):
-            offer = self._half.offer(part)
+        for part in (part for run in runs for part in offers_of(run)):
+            offer = self._half.offer([part])
             if offer is None:
-                continue  # Nobody is there, or too much is on offer: the core has counted it.
+                continue  # No host tier is there, or too much is on offer: the core has counted it.
             tracked.offers.add(offer)
-            self._by_offer[offer] = tracked.request.request_id
-            for run in part:
-                self._remember(run.hashes)
+            self._by_offer[offer] = (tracked.request.request_id, part.hashes)
+            self._known.add(part.hashes)
 
-    def _remember(self, names: Iterable[SequenceHash]) -> None:
-        for name in names:
-            self._known.pop(name, None)
-            self._known[name] = None
-        while len(self._known) > KNOWN_MAX:
-            self._known.popitem(last=False)
-
-    def _ended_offers(self) -> list[str]:
-        """Requests that had finished and whose last offer is over now."""
+    def _take_ended_offers(self) -> list[str]:
+        """Take the requests that had finished and whose last offer is over now."""
         sent: list[str] = []
         for ended in self._half.drain_ended():
-            request = self._by_offer.pop(ended.offer, None)
-            tracked = self._requests.get(request) if request is not None else None
-            if tracked is None or request is None:
+            request, names = self._by_offer.pop(ended.offer, ("", ()))
+            if not ended.complete:
+                self._known.discard(names)
+            tracked = self._requests.get(request)
+            if tracked is None:
                 continue  # Revoked, and ended meanwhile.
             tracked.offers.discard(ended.offer)
             if tracked.finished and not tracked.offers:
@@ -251,19 +281,23 @@ class SchedulerSide:
         return sent
 
     def _preempted(self, request: str) -> None:
-        """Its blocks are free since, and are overwritten in this step at the earliest."""
+        """vLLM has freed a request's blocks; the step now planned may overwrite them."""
         tracked = self._requests.get(request)
         if tracked is None or tracked.finished:
             return
+        # No request can have hit them yet: a `schedule` call that preempts admits none.
+        self.evict(tracked.request, tracked.unwritten_from(self._block_tokens))
         for offer in tracked.offers:
-            self._by_offer.pop(offer, None)
+            _, names = self._by_offer.pop(offer, ("", ()))
+            self._known.discard(names)
             self._half.revoke(offer)
         self.counts["offers_revoked"] += len(tracked.offers)
         tracked.offers.clear()
         tracked.offered = 0
+        tracked.readmitted()
 
     def finished(self, request: EngineRequest, blocks: list[int]) -> bool:
-        """A request is over; True: hold its blocks until a plan says that they are sent."""
+        """Return True to keep a finished request's blocks until a plan names it in `sent`."""
         name = request.request_id
         tracked = self._requests.get(name)
         if tracked is None:
@@ -283,17 +317,63 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             refused = refusal_of_request(request)
+            try:
+                marks = () if refused else self.marks_of(request)
+            except AdapterRefused as error:
+                refused, marks = error.code, ()
             if refused:
                 self.counts[f"requests_refused.{refused}"] += 1
-            tracked = self._requests[request.request_id] = Tracked(request, refused)
+            tracked = self._requests[request.request_id] = Tracked(
+                request, refused, marks, steps_behind=self._steps_behind
+            )
         return tracked
 
+    def marks_of(self, request: EngineRequest) -> tuple[tuple[ExtraTag, bytes], ...]:
+        """Return the extras of a request's first block. Raises AdapterRefused."""
+        lora = request.lora_request
+        value = None if lora is None else self._adapters.value_of(lora)
+        found = request_extras(lora=value, salt=request.cache_salt, generation=self._generation)
+        return tuple(found.get(0, ()))
 
-def _parts(runs: list[OfferRun]) -> Iterable[list[OfferRun]]:
-    """The same runs, cut into offers of at most OFFER_BLOCKS_MAX blocks, prefix first."""
-    for run in runs:
-        parent = run.parent
-        for start in range(0, len(run.hashes), OFFER_BLOCKS_MAX):
-            end = start + OFFER_BLOCKS_MAX
-            yield [OfferRun(parent, run.hashes[start:end], run.blocks[start:end])]
-            parent = run.hashes[min(end, len(run.hashes)) - 1]
+    @staticmethod
+    def _holds_blocks(tracked: Tracked) -> bool:
+        if tracked.finished:
+            return bool(tracked.offers or tracked.lease is not None)
+        return tracked.lease is not None or tracked.request.num_computed_tokens > 0
+
+    def _refuse(self, tracked: Tracked, reason: str) -> None:
+        """Store nothing of a request any more, and load nothing for it."""
+        if not tracked.refused:
+            tracked.refused = reason
+            self.counts[f"requests_refused.{reason}"] += 1
+
+    def reset(self, generation: str, *, cleared: bool | None = None) -> bool:
+        """Name blocks by another generation from now on.
+
+        Returns whether the device cache holds nothing of the generation before.
+
+        `cleared` says whether vLLM has cleared its device cache; None: it has unless a request
+        holds blocks. Where it has not, the cache still hits blocks that other weights may have
+        computed. Under the new generation they would be wrong, so requests that hit any block are
+        refused until a reset succeeds: which hits are younger is not known.
+
+        Requests that hold nothing are followed afresh. Those that hold blocks of the generation
+        before, or are loading some, compute on: what they compute is stored under no name. Offers
+        are revoked: the engine may be about to sleep, and its memory to be taken away.
+        """
+        if cleared is None:
+            cleared = not any(map(self._holds_blocks, self._requests.values()))
+        self._stale = not cleared
+        self._generation = generation
+        self._adapters.forget()
+        live = [(name, one) for name, one in self._requests.items() if not one.finished]
+        for name, tracked in live:
+            if tracked.lease is None and not tracked.request.num_computed_tokens:
+                self._half.forget(name)
+                self._preempted(name)
+                del self._requests[name]
+            else:
+                self._refuse(tracked, "reset")
+        for offer in self._by_offer:
+            self._half.revoke(offer)
+        return cleared

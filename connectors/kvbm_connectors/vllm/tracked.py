@@ -1,13 +1,24 @@
-"""One request of the engine, as the scheduler half follows it: names, hits, loads and offers."""
+"""One request of the engine, as the scheduler half follows it: names, hits, loads and offers.
+
+vLLM puts a block's hash into its prefix cache when the step that computes the block is *scheduled*.
+A request that is admitted in the same step gets such a block as a hit, although nothing has been
+written to it yet. So the blocks that a request has been given count as computed only when a step
+of its own has finished: steps finish in the order in which they were scheduled, and the step that
+wrote a hit was scheduled no later than the first step of the request that hit it.
+
+There is one exception: vLLM may preempt a request in the very `schedule` call that has allocated
+and hashed blocks for it. No step ever writes those blocks, and they keep their hashes.
+`unwritten_from` says where they begin, so that the scheduler side takes them out of vLLM's cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash, request_extras
+from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash
 
-from kvbm_connectors.messages import Hit, OfferRun
+from kvbm_connectors.core.messages import Hit, OfferRun
 from kvbm_connectors.vllm.engine_types import EngineRequest
 
 
@@ -26,6 +37,8 @@ class Tracked:
 
     request: EngineRequest
     refused: str
+    marks: tuple[tuple[ExtraTag, bytes], ...] = ()
+    """Extras of the first block: salt, LoRA and generation (`SchedulerSide.marks_of`)."""
     names: list[SequenceHash] = field(default_factory=list)
     """Of the first full blocks, as far as they were asked for."""
     local: int = 0
@@ -36,6 +49,16 @@ class Tracked:
     lease: int | None = None
     """Of the load that is not over yet."""
     sync: bool = False
+    admitted: int | None = None
+    """Tokens that the request was given (hits, loads) when a step first computed for it since its
+    last admission; None until such a step is scheduled."""
+    steps_behind: int = 0
+    """1 where a draft model writes KV of its own: its forward pass may outlast the step that has
+    been reported, so a step counts as finished when the next one is scheduled."""
+    finished_tokens: tuple[int, int] = (0, 0)
+    """Tokens of finished steps, as the last two plans saw them; the newest first."""
+    dispatched_tokens: int = 0
+    """Tokens that steps were sent out for since the last admission, drafts left out."""
     offered: int = 0
     """All blocks before this one have been offered, or need not be."""
     offers: set[int] = field(default_factory=set)
@@ -56,11 +79,8 @@ class Tracked:
         return self.names[:count]
 
     def _extras(self, first: int, end: int, size: int) -> Mapping[int, Extras]:
-        """By block, counted from `first`. What vLLM's events say is tagged alike (naming.py)."""
-        lora, salt = self.request.lora_request, self.request.cache_salt
-        extras: dict[int, Extras] = {}
-        if first == 0:
-            extras |= request_extras(lora=lora.lora_name if lora is not None else None, salt=salt)
+        """Return extras by block, counted from `first`, tagged as events are (hash_extras.py)."""
+        extras: dict[int, Extras] = {0: self.marks} if first == 0 and self.marks else {}
         for feature in self.request.mm_features or ():
             start = feature.mm_position.offset
             last = (start + feature.mm_position.length - 1) // size
@@ -70,13 +90,40 @@ class Tracked:
                 extras[block - first] = [*extras.get(block - first, ()), tagged]
         return extras
 
-    def computed(self, block_tokens: int) -> int:
-        """Full blocks whose content is there: every step that wrote them has ended."""
+    def readmitted(self) -> None:
+        """Forget what was computed: the engine admits the request (again)."""
+        self.admitted, self.finished_tokens = None, (0, 0)
+        self.dispatched_tokens = 0
+
+    def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
+        """Note that a step computes so many tokens, of them drafts, before they are counted."""
         request = self.request
+        if self.admitted is None:
+            self.admitted = request.num_computed_tokens
+        # Of tokens in flight some may be drafts that are rejected.
+        certain = request.num_computed_tokens - (request.num_in_flight_tokens if drafts else 0)
+        self.dispatched_tokens = certain + tokens - drafts
+        self.finished_tokens = (self._finished_tokens(), self.finished_tokens[0])
+
+    def unwritten_from(self, block_tokens: int) -> int:
+        """Return the first block that no step was sent out for, of a request that is preempted."""
+        return max(0, self.dispatched_tokens) // block_tokens
+
+    def computed(self, block_tokens: int) -> int:
+        """Return the full blocks whose content is there: every step that wrote them has ended."""
+        request = self.request
+        if self.admitted is None:
+            return 0
         if self.lease is not None and (not self.sync or request.num_in_flight_tokens):
             return 0
-        tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        return tokens // block_tokens
+        tokens = self.finished_tokens[1] if self.steps_behind else self._finished_tokens()
+        # Without a finished step of its own, even what the request was given may be unwritten.
+        return tokens // block_tokens if tokens > self.admitted else 0
+
+    def _finished_tokens(self) -> int:
+        """Tokens of steps that have ended; rejected speculative ones are not among them."""
+        request = self.request
+        return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
 
     def runs_to_offer(
         self,

@@ -13,13 +13,13 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.messages import Load, LoadResult
-from kvbm_connectors.tensors import Tensor, block_reader, regions_of
-from kvbm_connectors.torch_device import MakeGpu
+from kvbm_connectors.client.tensors import Tensor, regions_of
+from kvbm_connectors.client.torch_device import MakeGpu
+from kvbm_connectors.client.worker import WorkerHalf
+from kvbm_connectors.core.messages import Load, LoadResult
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
-from kvbm_connectors.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu
@@ -52,7 +52,7 @@ class WorkerSide:
         self._closing = threading.Event()
         self._lender: threading.Thread | None = None
         self._refused: list[LoadResult] = []
-        """Of loads that nobody could carry out."""
+        """Results of loads that could not be carried out."""
         self._sync: set[str] = set()
         """Requests that load synchronously: the scheduler does not wait for their names."""
         self._ended: list[LoadResult] = []
@@ -101,13 +101,8 @@ class WorkerSide:
         return True
 
     def _worker_half(self, regions: Sequence[Region]) -> WorkerHalf:
-        every = self._options.verify_every if self._world_size == 1 else 0
         if self._make_gpu is not None and self._gpu is None:
             self._gpu = self._make_gpu()
-        gpu = self._gpu
-        sums = gpu.sums(regions) if gpu is not None and every else None
-        if gpu is not None and every and sums is None:
-            log.warning("onboarded blocks are not verified: the GPU cannot sum up this layout")
         return WorkerHalf(
             engine=self._life.engine,
             incarnation=self._life.incarnation,
@@ -116,10 +111,8 @@ class WorkerSide:
             host_tier_endpoint=self._options.settings.host_tier_endpoint,
             rank=self._rank,
             world_size=self._world_size,
-            read_block=block_reader(regions) if every and gpu is None else None,
-            sum_blocks=sums,
-            gpu=gpu,
-            verify_every=max(1, every),
+            gpu=self._gpu,
+            verify_every=self._options.verify_every,
             onboard_mover=self._options.settings.onboard_mover,
             on_news=NEWS.set,
         )
@@ -160,7 +153,10 @@ class WorkerSide:
     def _drain(self) -> None:
         results = self._half.drain_ended() if self._half is not None else []
         refused, self._refused = self._refused, []
-        for result in [*results, *refused]:
+        self._take([*results, *refused])
+
+    def _take(self, results: Sequence[LoadResult]) -> None:
+        for result in results:
             self._ended.append(result)
             self._bad_blocks.update(_bad_blocks(result))
             if result.load.request in self._sync:
@@ -189,15 +185,25 @@ class WorkerSide:
         ended, self._ended = self._ended, []
         return StepReport(tuple(ended)) if ended else None
 
+    def park(self) -> None:
+        """Take the memory back until `register` lends it again; may be said twice.
+
+        Loads in flight end first, and those that begin meanwhile fail at once.
+        """
+        self.close()
+        self._closing.clear()
+
     def close(self) -> None:
         """Take the memory back. Loads in flight are given a moment to land."""
         self._closing.set()
         if self._lender is not None:
             self._lender.join(LEND_AGAIN_S_MAX)
+            self._lender = None
         half, self._half = self._half, None
         if half is not None:
             started_s = time.monotonic()
             half.close()
+            self._take(half.drain_ended())
             log.info("closed in %.1f s", time.monotonic() - started_s)
 
 

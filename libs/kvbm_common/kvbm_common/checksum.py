@@ -1,4 +1,7 @@
-"""The checksum of a block: xxh3-64 over its bytes, and the only place that imports xxhash.
+"""The checksums of blocks and of their parts: xxh3-64, and the only place that imports xxhash.
+
+A *part* is the share of a block that one rank of an engine has. Every part has a checksum of its
+own, so that a rank can verify what it has read; a block has the checksum of these checksums.
 
 It finds accidents (a torn copy, a wrong slot, a rotten sector), not attacks. xxhash 4.1 releases
 the GIL for large buffers: two threads on two cores hashed 8 MiB buffers at 1.6 to 1.8 times the
@@ -8,7 +11,7 @@ Blocks of 64 KiB gained nothing from a second thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +25,26 @@ PIECE_RECORDS = 8_192
 def block_checksum(data: bytes | memoryview | NDArray[Any]) -> int:
     """The xxh3-64 (seed 0) of a contiguous buffer, as an unsigned 64-bit number."""
     return xxhash.xxh3_64_intdigest(cast(bytes, data))
+
+
+def combined_checksum(parts: Sequence[int]) -> int:
+    """Return the checksum of a block from the checksums of its parts, in the order of the ranks.
+
+    A block of one part has the checksum of that part. Of several parts it is the xxh3-64 of their
+    checksums as little-endian unsigned 64-bit numbers back to back.
+    """
+    assert parts, "a block has at least one part"
+    if len(parts) == 1:
+        return parts[0]
+    return xxhash.xxh3_64_intdigest(np.asarray(parts, dtype="<u8").tobytes())
+
+
+def part_checksums(data: memoryview | NDArray[Any], part_count: int) -> tuple[int, ...]:
+    """Return the checksum of each of the `part_count` equal parts of a block's bytes."""
+    part_bytes, rest = divmod(len(data), part_count)
+    assert not rest, f"{len(data)} bytes are not {part_count} equal parts"
+    ends = range(part_bytes, len(data) + 1, part_bytes)
+    return tuple(block_checksum(data[end - part_bytes : end]) for end in ends)
 
 
 def parts_checksum(parts: Iterable[memoryview | NDArray[Any]]) -> int:

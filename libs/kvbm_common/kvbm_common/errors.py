@@ -6,11 +6,16 @@ from __future__ import annotations
 class KvbmError(Exception):
     """The base of every error that KVBM raises. `code` is stable and travels on the wire.
 
-    `field` names the part of the message or configuration at fault; empty where there is none.
+    `field` names the part of the message or configuration at fault; empty where no part is.
     """
 
     code: str = "error"
     field: str = ""
+
+    @property
+    def label(self) -> str:
+        """The error in one of few words, for log kinds and metric labels."""
+        return self.code
 
 
 class ConfigError(KvbmError):
@@ -33,7 +38,7 @@ class BusUnavailable(KvbmError):
 
 
 class NoResponder(BusUnavailable):
-    """NATS is there, but nobody serves this subject."""
+    """NATS is there, but no service answers on this subject."""
 
     code = "no_responder"
 
@@ -64,6 +69,11 @@ class RequestFailed(KvbmError):
         self.code = code
         self.message = message
         self.field = field
+
+    @property
+    def label(self) -> str:
+        """One word for all: the codes of peers are theirs to invent."""
+        return "peer_failed"
 
 
 class ServiceFailed(KvbmError):

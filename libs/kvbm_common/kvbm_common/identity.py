@@ -11,8 +11,8 @@ multimodal content) and everything in the `Namespace` is equal.
     tokens   exactly `Namespace.block_tokens` of them, so no separator is needed
     extras   each as: tag u8 ‖ length LE u32 ‖ bytes, in ascending order of (tag, bytes)
 
-The hash is cryptographic and keyed on purpose: nobody can construct a prompt that hits another
-tenant's blocks. BLAKE2b is RFC 7693. Test vectors: docs/wire.md, checked by tests/libs.
+The hash is cryptographic and keyed on purpose: a prompt that hits another tenant's blocks cannot be
+constructed. BLAKE2b is RFC 7693. Test vectors: docs/wire.md, checked by tests/libs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ JSON_HASH_BYTES = 2 * HASH_BYTES + len('"",')
 TOKEN_BYTES = 4
 BLOCK_TOKENS_MAX = 1024
 """KVBM's and every engine's largest page."""
+FORMAT = 2
+"""The version of the rules by which blocks are named, part of every namespace.
+
+1: weights by file names, sizes and times; LoRA by name alone; no generation. A tier or bucket may
+still hold blocks of that time: their bytes may not be what a name of today stands for.
+"""
 
 
 class IdentityError(KvbmError):
@@ -55,12 +61,18 @@ class ExtraTag(IntEnum):
     SALT = 2
     MULTIMODAL = 3
     EMBEDDING = 4
+    GENERATION = 5
     OTHER = 255
 
 
 Extras = Iterable[tuple[ExtraTag, bytes]]
-"""Extras of one block. LoRA and salt belong to the first block of a sequence (the chain carries
-them on); multimodal and embedding digests to every block that holds some of their content."""
+"""Extras of one block. LoRA, salt and generation belong to the first block of a sequence (the chain
+carries them on); multimodal and embedding digests to every block that holds some of their content.
+
+A generation stands for the weights of one engine since they were last replaced while it runs. It
+is an extra, not a field of the namespace: the host tier checks the namespace when an engine
+attaches, and what the engine has lent and offered by then stays valid across a reset.
+"""
 
 
 class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,8 +96,12 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     head_dim: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    format: int = FORMAT
+    """The naming rules; constant in one release, so that names of another one are never found."""
 
     def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise IdentityError(f"namespace.format is {self.format}, this release names {FORMAT}")
         if not self.model:
             raise IdentityError("namespace.model must not be empty")
         if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
@@ -156,15 +172,29 @@ class Hasher:
         return cast("list[SequenceHash]", hashes)
 
 
-def request_extras(*, lora: str | None = None, salt: str | None = None) -> dict[int, Extras]:
-    """The extras of a whole request: LoRA name and cache salt, in its first block.
+def request_extras(
+    *, lora: str | None = None, salt: str | None = None, generation: str | None = None
+) -> dict[int, Extras]:
+    """Return the extras of a whole request, all in its first block.
 
+    `lora` is what an engine calls an adapter and its content (`lora_extra`), `generation` is hex.
     An empty string is the same as None: absent.
     """
     first = [
         (tag, text.encode()) for tag, text in ((ExtraTag.LORA, lora), (ExtraTag.SALT, salt)) if text
     ]
+    if generation:
+        first.append((ExtraTag.GENERATION, bytes.fromhex(generation)))
     return {0: first} if first else {}
+
+
+def lora_extra(name: str, content: str) -> str:
+    """Return the value of a LoRA extra: an adapter's name and the digest of its content.
+
+    >>> lora_extra("sql", "00ff")
+    'sql@00ff'
+    """
+    return f"{name}@{content}"
 
 
 def content_digest(tokens: Sequence[int] | np.ndarray) -> bytes:
@@ -246,7 +276,7 @@ def packed_from_hex(texts: Sequence[str]) -> bytes:
 def packed_from_json(text: bytes) -> bytes | None:
     """The same from a JSON array without blanks, in a quarter of the time. None: not this way.
 
-    `text` is valid JSON of some kind; what is none of ours is for a decoder, which says why.
+    `text` is valid JSON of some kind; other kinds than ours are for a decoder, which says why.
     """
     count, rest = divmod(len(text), JSON_HASH_BYTES)
     if count == 1:  # Half of what it takes to look at the layout of more.

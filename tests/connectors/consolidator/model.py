@@ -21,14 +21,15 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
 from kvbm_common.wire.local import Attach, Attached, Refused
-from kvbm_connectors.consolidator.messages import (
+from kvbm_connectors.consolidator.core.core import ConsolidatorCore
+from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
     Broadcast,
+    ConsolidatorLimits,
     Effect,
     EngineBatchReceived,
     EpochGranted,
     Input,
-    Limits,
     Publish,
     PublishConsolidated,
     ReplayDone,
@@ -39,8 +40,7 @@ from kvbm_connectors.consolidator.messages import (
     StreamKey,
     Tick,
 )
-from kvbm_connectors.consolidator.router_stream import Frame, short_hash
-from kvbm_connectors.consolidator.whole import Whole
+from kvbm_connectors.consolidator.core.router_stream import Frame, short_hash
 
 NAMESPACE = Namespace(model="model", block_tokens=2)
 INCARNATION = "00000000000000aa"
@@ -92,7 +92,7 @@ def engine_hash(prefix: tuple[int, ...], salt: str | None = None) -> int:
     return hash((prefix, salt and len(salt))) & (2**64 - 1)
 
 
-def removed(*engine_hashes: int) -> BlockRemoved:
+def removed(*engine_hashes: int | bytes) -> BlockRemoved:
     """The event of evictions."""
     return BlockRemoved(block_hashes=engine_hashes, medium="GPU")
 
@@ -215,8 +215,10 @@ class Router:
 class Harness:
     """The core, and what it did: published events, checked for order as they come."""
 
-    def __init__(self, limits: Limits | None = None, *, dedup: bool = True) -> None:
-        self.whole = Whole("h", replace(limits or Limits(), naming=True), dedup=dedup)
+    def __init__(self, limits: ConsolidatorLimits | None = None, *, dedup: bool = True) -> None:
+        self.whole = ConsolidatorCore(
+            "h", replace(limits or ConsolidatorLimits(), naming=True), dedup=dedup
+        )
         self.core = self.whole.engines
         self.now_ms = 0
         self.truth, self.consolidated = Reader(), Reader()

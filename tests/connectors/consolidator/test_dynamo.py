@@ -12,26 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
 from kvbm_common.identity import SequenceHash
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.processes import free_port
-from kvbm_common.service import serve
-from kvbm_connectors.consolidator.router_stream import short_hash
-from kvbm_connectors.consolidator.service import serve_consolidator
-from kvbm_index.service import serve_index
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.runtime.processes import free_port
+from kvbm_common.service.process import serve
+from kvbm_connectors.consolidator.core.router_stream import short_hash
+from kvbm_connectors.consolidator.shell.service import serve_consolidator
+from kvbm_index.shell.service import serve_index
 
 from tests.connectors.consolidator.model import NAMESPACE, chain
-from tests.connectors.consolidator.test_router import HostTier, host_tier
-from tests.connectors.consolidator.test_service import (
+from tests.connectors.consolidator.shell.test_service import (
     Engine,
     held_by_index,
     running,
     settings_of,
     wait_for,
 )
+from tests.connectors.consolidator.test_router import HostTier, host_tier
 from tests.dynamo_env import dynamo_python
+from tests.waiting import ask_until
 
 pytestmark = pytest.mark.slow
 WORKER = 7
@@ -57,13 +58,12 @@ class Dynamo:
 
     async def register(self) -> None:
         """Make it listen to us, as soon as it answers."""
-        async with asyncio.timeout(20.0):
-            while True:
-                try:
-                    await asyncio.to_thread(self._post, "register", self._registration)
-                    return
-                except OSError:
-                    await asyncio.sleep(0.05)
+
+        async def registered() -> bool:
+            await asyncio.to_thread(self._post, "register", self._registration)
+            return True
+
+        await ask_until(registered, deadline_s=20, poll_s=0.05, despite=OSError)
 
     def _post(self, path: str, body: object) -> Any:
         request = urllib.request.Request(

@@ -17,7 +17,7 @@ from kvbm_common.wire.engine_events import (
     split_published,
     split_replayed,
 )
-from kvbm_connectors.consolidator.messages import EngineBatchReceived, ReplayDone
+from kvbm_connectors.consolidator.core.messages import EngineBatchReceived, ReplayDone
 from kvbm_connectors.trtllm.events import TrtllmEvents
 
 from tests.connectors.consolidator.model import HASHER, Harness, chain, key

@@ -10,27 +10,27 @@ import msgspec
 import pytest
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX
 from kvbm_common.wire.engine_events import END_SEQ, EngineEvent, encode_batch
-from kvbm_connectors.consolidator.frames import FrameReader
-from kvbm_connectors.consolidator.messages import (
+from kvbm_connectors.consolidator.core.core import ConsolidatorCore
+from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
     BeatReceived,
+    ConsolidatorLimits,
     EngineBatchesReceived,
     EngineBatchReceived,
     EpochGranted,
     Input,
-    Limits,
     ReplayDone,
     ReplayFailed,
     RequestReplay,
     StreamAttached,
     Tick,
 )
-from kvbm_connectors.consolidator.whole import Whole
+from kvbm_connectors.consolidator.shell.frames import FrameReader
 
 from tests.connectors.consolidator.model import INCARNATION, Device, attach, key
 
 HUGE = bytes(MESSAGE_BYTES_MAX + 1)
-LIMITS = Limits(pending_batches_max=100, orphan_blocks_max=200, naming=True)
+LIMITS = ConsolidatorLimits(pending_batches_max=100, orphan_blocks_max=200, naming=True)
 BURST = 50
 GROWTH_MIB_MAX = 64
 
@@ -150,7 +150,7 @@ class Consolidator:
         self.rng = random.Random(seed)
         self.drops: Counter[str] = Counter()
         self.taken = 0
-        self.core = Whole("h", LIMITS)
+        self.core = ConsolidatorCore("h", LIMITS)
         self.reader = FrameReader("sim-0", b"", self._drop)
         self.now_ms = 0
         self.replays: list[RequestReplay] = []

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from kvbm_common.announcer import Announcer
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
-from kvbm_common.event_publisher import EventPublisher
+from kvbm_common.config.settings import Settings
 from kvbm_common.identity import SequenceHash, hash_from_hex
-from kvbm_common.jetstream import CONSOLIDATED
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.registry import NatsRegistry
-from kvbm_common.service import serve
-from kvbm_common.slots import Block
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.event_publisher import EventPublisher
+from kvbm_common.nats.jetstream import CONSOLIDATED
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.service.process import serve
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.slots import Block
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -32,12 +32,12 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, event_codec, event_subject
 from kvbm_common.wire.verbs import SnapshotReply, verb_subject
-from kvbm_connectors.consolidator.router_sockets import endpoint_of
-from kvbm_connectors.consolidator.router_stream import short_hash
-from kvbm_connectors.consolidator.service import serve_consolidator
+from kvbm_connectors.consolidator.core.router_stream import short_hash
+from kvbm_connectors.consolidator.shell.router_sockets import endpoint_of
+from kvbm_connectors.consolidator.shell.service import serve_consolidator
 
 from tests.connectors.consolidator.model import NAMESPACE, chain, engine_hash, removed, stored
-from tests.connectors.consolidator.test_service import (
+from tests.connectors.consolidator.shell.test_service import (
     DEADLINE_S,
     Engine,
     dropped,

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvbm_common import nats_server as embedded
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
-from kvbm_common.jetstream import CONSOLIDATED, EVENTS, call_api
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.service import serve
+from kvbm_common.config.settings import Settings
+from kvbm_common.nats import embedded_server as embedded
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.jetstream import CONSOLIDATED, EVENTS, call_api
+from kvbm_common.service.process import serve
 from kvbm_common.wire.engine_events import AllBlocksCleared
 from kvbm_common.wire.local import Attached, Beat
 from kvbm_common.wire.verbs import verb_subject
-from kvbm_connectors.consolidator.messages import EngineBatchReceived
-from kvbm_connectors.consolidator.service import serve_consolidator
-from kvbm_index import keeper
-from kvbm_index.service import serve_index
+from kvbm_connectors.consolidator.core.messages import EngineBatchReceived
+from kvbm_connectors.consolidator.shell.service import serve_consolidator
+from kvbm_index.shell import image_store
+from kvbm_index.shell.service import serve_index
 
 from tests.connectors.consolidator.model import (
     INCARNATION,
@@ -34,8 +34,7 @@ from tests.connectors.consolidator.model import (
     removed,
     stored,
 )
-from tests.connectors.consolidator.test_router import Subscriber, consolidated_blocks, short
-from tests.connectors.consolidator.test_service import (
+from tests.connectors.consolidator.shell.test_service import (
     DEADLINE_S,
     Engine,
     held_by_index,
@@ -44,6 +43,7 @@ from tests.connectors.consolidator.test_service import (
     wait_agreed,
     wait_for,
 )
+from tests.connectors.consolidator.test_router import Subscriber, consolidated_blocks, short
 from tests.waiting import wait_until
 
 KVBM = Path(sys.executable).parent / "kvbm"
@@ -125,7 +125,7 @@ async def test_a_full_store_costs_one_stream_and_no_truth(
     fit, may refuse the other one instead.
     """
     monkeypatch.setattr(embedded, "STORE_BYTES_MAX", EVENTS.bytes_max + 80 * 1024 * 1024)
-    monkeypatch.setattr(keeper, "BUCKET_BYTES_MAX", 1024 * 1024)  # The index's images fit.
+    monkeypatch.setattr(image_store, "BUCKET_BYTES_MAX", 1024 * 1024)  # The index's images fit.
     async with NatsServer(tmp_path / "small") as server:
         settings, first, second = settings_of(server, tmp_path), asyncio.Event(), asyncio.Event()
         bus = await Bus.connect(server.url, "test")

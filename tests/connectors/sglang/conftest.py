@@ -45,7 +45,6 @@ def attach(stack: LiveStack) -> Iterator[Attach]:
             "interface_v1": 1,
             "runtime_dir": str(settings.runtime_dir),
             "state_dir": str(settings.state_dir),
-            "verify_host_reads": "always",
             "onboard_deadline_ms": PATIENCE_MS,
             "offer_deadline_ms": PATIENCE_MS,
         } | (extra or {})

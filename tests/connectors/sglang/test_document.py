@@ -8,7 +8,7 @@ from pathlib import Path
 
 import kvbm_connectors.sglang
 import pytest
-from kvbm_common.config import Settings, settings_by_name
+from kvbm_common.config.settings import Settings, settings_by_name
 from kvbm_connectors.sglang.events import stream_of
 from kvbm_connectors.sglang.options import Options
 

@@ -6,10 +6,13 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvbm_common.errors import ConfigError
-from kvbm_common.roster import Roster
+from kvbm_common.memory.committed_table import CommittedTable
+from kvbm_connectors.client.weights import UnreadableWeights
+from kvbm_connectors.sglang import weights
 from kvbm_connectors.sglang.events import Stream, stream_of
 from kvbm_connectors.sglang.generation import Generation
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
@@ -62,7 +65,7 @@ def test_known_pages_are_those_of_the_present_arena(tmp_path: Path) -> None:
     seven = welcome(7, arena_path=arena)
     known = Known()
     assert not known.covers([name(1)], seven, epoch=7)
-    roster = Roster.create(arena, slot_count=4, epoch=7)
+    roster = CommittedTable.create(arena, slot_count=4, epoch=7)
     roster.add([name(1), name(2)])
     assert known.covers([name(1), name(2)], seven, epoch=7)
     assert not known.covers([name(1), name(3)], seven, epoch=7)
@@ -114,22 +117,159 @@ def test_models_that_are_served_under_one_name_are_two(tmp_path: Path) -> None:
     def revision(**arguments: object) -> str:
         return revision_of(SimpleNamespace(**arguments))
 
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"1")
-    directory = revision(model_path=str(tmp_path))
-    weights.write_bytes(b"12")
+    path = str(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    before = revision(model_path=path)
+    file.write_bytes(b"2")
+    os.utime(file, ns=(0, 0))
     found = [
-        directory,
-        revision(model_path=str(tmp_path)),
-        revision(model_path="a/b"),
-        revision(model_path="a/c"),
-        revision(model_path="a/b", revision="1"),
-        revision(model_path="a/b", kv_cache_dtype="fp8_e5m2"),
-        revision(model_path="a/b", quantization="fp8"),
+        before,
+        revision(model_path=path),
+        revision(model_path=path, kv_cache_dtype="fp8_e5m2"),
+        revision(model_path=path, quantization="fp8"),
+        revision(model_path=path, context_length=8192),
+        revision(model_path=path, load_format="dummy"),
+        revision(model_path=path, speculative_draft_model_path=path),
     ]
     assert len(set(found)) == len(found)
-    assert revision(model_path="a/b", kv_cache_dtype="auto") == revision(model_path="a/b")
+    assert revision(model_path=path, kv_cache_dtype="auto") == revision(model_path=path)
     assert revision_of(None) == ""
+
+
+def test_dummy_weights_are_named_by_the_engine_s_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each life draws its own, or is given others later."""
+    arguments = SimpleNamespace(model_path="org/nowhere", load_format="dummy")
+    first, same = revision_of(arguments), revision_of(arguments)
+    monkeypatch.setattr(weights, "LIFE", "another")
+    assert first == same != revision_of(arguments)
+
+
+def test_the_file_of_scales_counts_by_content(tmp_path: Path) -> None:
+    """It lies outside the model's directory."""
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    path = tmp_path / "scales.other"
+    arguments = SimpleNamespace(model_path=str(tmp_path), quantization_param_path=str(path))
+    found = set()
+    for content in ("{}", '{"1": 2}'):
+        path.write_text(content)
+        found.add(revision_of(arguments))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("field", ["load_format", "speculative_draft_load_format"])
+@pytest.mark.parametrize("kind", ["remote", "remote_instance", "private"])
+def test_weights_that_are_not_the_model_s_files_have_no_name(
+    tmp_path: Path, field: str, kind: str
+) -> None:
+    """Another engine or a server may bring any others."""
+    path = str(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    named = {"model_path": path, "speculative_draft_model_path": path}
+    revision_of(SimpleNamespace(**named, load_format="safetensors"))
+    with pytest.raises(UnreadableWeights, match=f"load_format {kind}"):
+        revision_of(SimpleNamespace(**named, **{field: kind}))
+
+
+VITAL: list[dict[str, Any]] = [
+    {"kt_method": "AMXINT4"}, {"flashinfer_mxfp4_moe_precision": "bf16"},
+    {"moe_runner_backend": "marlin"}, {"rl_quant_profile": "p"}, {"enable_tf32_matmul": True},
+    {"enable_w4a4_mxfp4_megamoe": True}, {"startup_weight_load_mode": "overlap"},
+    {"speculative_draft_model_quantization": "fp8"}, {"of_a_later_release": 1},
+]  # fmt: skip
+HARMLESS: list[dict[str, Any]] = [
+    {"port": 30001, "nccl_port": 1, "node_rank": 1, "base_gpu_id": 3},
+    {"mem_fraction_static": 0.5, "max_total_tokens": 100, "cuda_graph_max_bs_decode": 8},
+    {"served_model_name": "poet", "api_key": "1", "log_level": "debug", "random_seed": 3},
+    {"hicache_ratio": 2.0, "hicache_storage_backend_extra_config": "{}"},
+]
+
+
+def revision(path: Path, *, version: str = "", **changed: Any) -> str:
+    """The revision of a model, with further arguments."""
+    (path / "model.safetensors").write_bytes(b"1")
+    return revision_of(SimpleNamespace(model_path=str(path), **changed), version=version)
+
+
+@pytest.mark.parametrize("changed", VITAL, ids=str)
+def test_arguments_enter_the_revision(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """Each changes what a page holds, or may."""
+    assert revision(tmp_path, **changed) != revision(tmp_path)
+
+
+@pytest.mark.parametrize("changed", HARMLESS, ids=str)
+def test_harmless_arguments_do_not(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """Ports, ranks, memory, names, logs."""
+    assert revision(tmp_path, **changed) == revision(tmp_path)
+
+
+def test_sglang_s_release_enters_the_revision(tmp_path: Path) -> None:
+    """Kernels differ, and what a default means."""
+    assert revision(tmp_path, version="0.5.23") != revision(tmp_path, version="0.5.24")
+
+
+def test_resolved_arguments_count(tmp_path: Path) -> None:
+    """What SGLang has chosen by itself, not what was left to it."""
+    found = {
+        revision(tmp_path, attention_backend=None, resolved_dict=lambda chosen=chosen: chosen)
+        for chosen in ({"attention_backend": "fa3"}, {"attention_backend": "triton"})
+    }
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("field", ["decrypted_config_file", "rl_quant_profile", "later_file"])
+def test_a_file_counts_by_content(tmp_path: Path, field: str) -> None:
+    """Its path says nothing of it, of any argument."""
+    found = []
+    for place, content in (("a", "{}"), ("b", "{}"), ("b", "[]")):
+        path = tmp_path / place
+        path.write_text(content)
+        found.append(revision(tmp_path, **{field: str(path)}))
+    first, copy, other = found
+    assert first == copy != other
+
+
+def test_further_weights_count_by_content(tmp_path: Path) -> None:
+    """KTransformers computes experts on the CPU, with weights of their own."""
+    further = tmp_path / "experts"
+    further.mkdir()
+    (tmp_path / "model").mkdir()
+    found = set()
+    for content in (b"1", b"2"):
+        (further / "experts.safetensors").write_bytes(content)
+        found.add(revision(tmp_path / "model", kt_weight_path=str(further)))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"weight_cache_mode": "client"},
+        {"custom_weight_loader": ["own.loader"]},
+        {"checkpoint_engine_wait_weights_before_ready": True},
+        {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "/srv/adapter"}'},
+        {"model_loader_extra_config": '{"pattern": "rank-{rank}.shard"}'},
+        {"model_loader_extra_config": "{"},
+        {"load_format": "npcache"},
+        {"decrypted_config_file": "/nowhere"},
+        {"trust_remote_code": True},
+    ],
+    ids=str,
+)
+def test_weights_and_code_from_elsewhere_have_no_name(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """Another process, another repository, files that are not looked at."""
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoModel": "other/repo--own.Model"}}')
+    revision(tmp_path, weight_cache_mode="off", model_loader_extra_config='{"num_threads": 2}')
+    with pytest.raises(UnreadableWeights):
+        revision(tmp_path, **given)
+
+
+def test_weights_that_are_not_there_have_no_name() -> None:
+    """What "main" stands for in a hub may change: only a copy on this host says what it is."""
+    with pytest.raises(UnreadableWeights):
+        revision_of(SimpleNamespace(model_path="org/nowhere"))
 
 
 # --- options and generations ----------------------------------------------------------------
@@ -149,7 +289,7 @@ def test_options_are_settings_and_sglangs_own_keys(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("extra", [{}, {"interface_v1": 0}, {"interface_v1": 1, "lease_ms": "x"}])
-def test_wrong_options_fail_the_attachment(extra: dict[str, object]) -> None:
+def test_wrong_options_fail_the_attachment(extra: dict[str, Any]) -> None:
     """Without `interface_v1` SGLang would copy every page, through calls that we do not serve."""
     with pytest.raises(ConfigError):
         Options.read(extra, {})

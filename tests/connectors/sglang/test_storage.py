@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-from kvbm_connectors import link as links
+from kvbm_connectors.client import link_thread
 from kvbm_connectors.sglang.pages import UnknownPool
 from kvbm_connectors.sglang.storage import Storage
 
-from tests.connectors.endpoints import wait_for
 from tests.connectors.sglang.conftest import PATIENCE_MS, Attach
 from tests.connectors.sglang.pool import Config, Extra, Pool, Transfer, keys_of
-from tests.vllm.harness import LiveStack
+from tests.vllm.harness import LiveStack, corrupt_arena
+from tests.waiting import wait_for
 
 COUNT = 5
 
@@ -104,7 +104,7 @@ def test_a_question_that_could_wait_is_sent_when_its_pages_are_wanted(
     pool, other = Pool(), Pool()
     put(attach(pool), pool, keys := keys_of("lying", COUNT))
     theirs = attach(other)
-    monkeypatch.setattr(links, "POLL_MS_MAX", 3 * PATIENCE_MS)
+    monkeypatch.setattr(link_thread, "POLL_MS_MAX", 3 * PATIENCE_MS)
     assert theirs.exists(["unknown"]) == 0
     assert theirs.exists(keys) == COUNT
     assert taken(theirs, other, keys, 6) == [True] * COUNT
@@ -236,7 +236,9 @@ def test_attached_again_and_again(attach: Attach) -> None:
     """A pool outlives its storages, and no thread outlives a storage."""
     pool = Pool()
     keys = keys_of("again", COUNT)
-    put(attach(pool), pool, keys)
+    first = attach(pool)
+    put(first, pool, keys)
+    assert taken(first, pool, keys, 6) == [True] * COUNT  # Its threads are there.
     before = threading.active_count()
     for _ in range(3):
         storage = attach(pool)
@@ -275,3 +277,18 @@ def test_a_host_tier_that_is_killed(attach: Attach, stack: LiveStack) -> None:
     assert storage.exists(keys) == 0
     put(storage, pool, keys)
     assert taken(storage, pool, keys, 6) == [True] * COUNT
+
+
+def test_a_page_that_has_rotted_is_zeroed_and_missed(attach: Attach, stack: LiveStack) -> None:
+    """With the settings that are shipped. 1. Somebody writes over the host tier's memory. 2. No
+    page of it comes back, and none of its bytes stays in the pool. 3. What is stored again is
+    found again."""
+    pool, other = Pool(), Pool()
+    ours, theirs = attach(pool), attach(other)
+    put(ours, pool, keys := keys_of("rot", COUNT))
+    corrupt_arena(stack.settings)
+    assert taken(theirs, other, keys, 6) == [False] * COUNT
+    assert theirs.all_counts()["kv.loads_failed.corrupt"] == 1
+    assert not other.memory.any()
+    put(ours, pool, again := keys_of("rot again", COUNT))
+    assert taken(theirs, other, again, 6) == [True] * COUNT

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvbm_common.config import Settings
+from kvbm_cli.demo.command import DemoOptions
+from kvbm_common.config.settings import Settings
 from kvbm_common.cuda.runtime import CudaUnavailable, CupyRuntime
-from kvbm_connectors.sim.command import DemoOptions
 from kvbm_connectors.sim.control import EngineConfig
-from kvbm_connectors.sim.device import Device
+from kvbm_connectors.sim.device import SimDevice
 from kvbm_connectors.sim.process import runtime_of
 
 from tests.connectors.helpers import INCARNATION, NAMESPACE, name
@@ -31,7 +31,7 @@ def config(directory: Path, **changes: object) -> EngineConfig:
 def test_a_block_holds_what_was_computed(tmp_path: Path, ranks: int, on_gpu: bool) -> None:
     """Every rank's part; another name's block does not pass for it."""
     runtime = FakeRuntime(seed=1) if on_gpu else None
-    device = Device(
+    device = SimDevice(
         config(tmp_path, ranks=ranks), incarnation=INCARNATION, namespace=NAMESPACE,
         on_news=lambda: None, runtime=runtime,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvbm_common.traces import TRACE_BLOCK_TOKENS, BadTrace
+from kvbm_connectors.sim.mooncake_trace import TRACE_BLOCK_TOKENS, BadTrace
 from kvbm_connectors.sim.workload import VOCABULARY, Turn, conversations, trace
 
 GOOD: dict[str, Any] = {

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -142,6 +143,14 @@ class KvCacheConfig:
     kv_events_config: Any = None
 
 
+class LoadFormat(Enum):
+    """TensorRT-LLM's own (llmapi/llm_args.py): numbers, and the text of one is no format."""
+
+    AUTO = 0
+    DUMMY = 1
+    VISION_ONLY = 2
+
+
 @dataclass
 class LlmArgs:
     """TorchLlmArgs."""
@@ -153,6 +162,11 @@ class LlmArgs:
     max_beam_width: int = 1
     dtype: str = "bfloat16"
     revision: str | None = None
+    load_format: Any = LoadFormat.DUMMY
+    checkpoint_format: str | None = None
+    checkpoint_loader: Any = None
+    speculative_config: Any = None
+    model_kwargs: Any = None
     attn_backend: str = "TRTLLM"
     quant_config: Any = None
 

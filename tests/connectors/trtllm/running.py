@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.connectors.trtllm.engine import BLOCK_TOKENS, Executor, LlmRequest
 from tests.connectors.trtllm.package import args_of, installed
 from tests.vllm.harness import LiveStack
+from tests.waiting import wait_for
 
 DEADLINE_S = 10.0
 
@@ -84,11 +86,14 @@ def engine_on(
     for name, value in (variables or {}).items():
         monkeypatch.setenv(name, value)
     cache = options.pop("cache", {"tokens_per_block": BLOCK_TOKENS})
+    model = settings.runtime_dir / "model"  # Its next life has the same weights.
+    model.mkdir(exist_ok=True)
+    (model / "model.safetensors").write_bytes(b"weights")
     with installed() as broadcast:
         module = importlib.import_module("kvbm_connectors.trtllm")
         workers = []
         for rank in range(ranks):
-            args = args_of(rank, ranks, **cache)
+            args = replace(args_of(rank, ranks, **cache), model=model, load_format="auto")
             broadcast.rank = rank
             if rank == 0:
                 leader = module.KvbmConnectorLeader(args)
@@ -106,14 +111,6 @@ def wait_attached(engine: Engine) -> None:
     """Until lookups and offers are answered."""
     half = engine.leader._half
     wait_for(lambda: half.attached and half.streams_attached, "the engine is not attached")
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Look at a condition that nobody announces until it holds."""
-    give_up_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.005)
 
 
 def promises_left(stack: LiveStack) -> list[str]:

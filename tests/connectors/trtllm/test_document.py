@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kvbm_common.config import Settings, settings_by_name
+from kvbm_common.config.settings import Settings, settings_by_name
 from kvbm_connectors.trtllm import event_pump
 from kvbm_connectors.trtllm.identity import refusal_of
 
@@ -55,7 +55,7 @@ def test_the_file_that_is_written_is_the_one_that_is_read() -> None:
     [path] = set(re.findall(r"`?(/tmp/\S+?\.yaml)", TEXT))
     commands = [
         *re.findall(r"^trtllm-serve .*$", TEXT, re.MULTILINE),
-        *re.findall(r"`(python3 -m dynamo\.trtllm .*?)`", TEXT),
+        *re.findall(r"^python3 -m dynamo\.trtllm .*$", TEXT, re.MULTILINE),
     ]
     assert [shlex.split(command)[-1] for command in commands] == [path, path]
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.connectors.trtllm.engine import BLOCK_TOKENS
-from tests.connectors.trtllm.running import Engine, engine_on, promises_left, wait_for
+from tests.connectors.trtllm.running import Engine, engine_on, promises_left
 from tests.vllm.harness import LiveStack, corrupt_arena
+from tests.waiting import wait_for
 
 Monkey = pytest.MonkeyPatch
 
@@ -207,7 +208,7 @@ def test_a_promise_waits_for_its_request(stack: LiveStack, monkeypatch: Monkey) 
         engine.forget()
         waits = engine.request(prompt, deferred=3)
         engine.run(engine.request(range(9100, 9110), 3))
-        released = engine.leader._half._core.limits.lease_ms * 2
+        released = engine.leader._half._core._limits.lease_ms * 2
         until_ms = time.monotonic() * 1000 + released
         wait_for(lambda: time.monotonic() * 1000 > until_ms, "the lease")
         engine.run(waits)

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 from kvbm_common.identity import Hasher, request_extras
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 from kvbm_connectors.trtllm import event_pump
 from kvbm_connectors.trtllm.event_pump import EventPump, of_llm, of_server
 
 from tests.connectors.trtllm.engine import BLOCK_TOKENS
 from tests.connectors.trtllm.package import args_of
-from tests.connectors.trtllm.running import engine_on, wait_for
+from tests.connectors.trtllm.running import engine_on
 from tests.vllm.harness import LiveStack
+from tests.waiting import wait_for
 
 
 class Server(ThreadingHTTPServer):
@@ -110,7 +111,8 @@ def test_pulled_events_reach_the_index_under_our_names(
 
         def on_device() -> set[str]:
             found = stack.indexed()
-            return next((found[name] for name in found if half._core.engine in name), set())
+            name = half._core._outbox._engine
+            return next((found[one] for one in found if name in one), set())
 
         wait_for(lambda: on_device() == {name.hex() for name in names}, "the index has them not")
         server.events += [{"event_id": 2, "data": {"type": "stored"}, "window_size": 4096}]

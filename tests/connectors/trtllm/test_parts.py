@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.arena import Arena
-from kvbm_common.checksum import block_checksum
-from kvbm_common.config import Settings
+from kvbm_common.checksum import part_checksums
+from kvbm_common.config.settings import Settings
 from kvbm_common.cuda.reading import Gpu
 from kvbm_common.identity import Hasher
-from kvbm_connectors.messages import Load
+from kvbm_common.memory.arena import Arena
+from kvbm_connectors.core.messages import Load
 from kvbm_connectors.trtllm import __all__ as names
 from kvbm_connectors.trtllm.identity import (
     Life,
@@ -30,16 +30,26 @@ from kvbm_connectors.trtllm.identity import (
     stream_of,
 )
 from kvbm_connectors.trtllm.memory import CannotLend, regions_of_layout, regions_of_tensor
-from kvbm_connectors.trtllm.plan import PromisedLoad, StepPlan
+from kvbm_connectors.trtllm.plan import PromisedLoad, PromisePlan
 from kvbm_connectors.trtllm.promises import PromiseKeeper, PromiseReader
 from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, SOURCES
-from kvbm_connectors.trtllm.tracked import Tracked, refusal_of_request
+from kvbm_connectors.trtllm.tracked import PromisedRequest, refusal_of_request
 from kvbm_connectors.trtllm.worker import PromiseBroken, WorkerSide
 
 from tests.connectors.helpers import NAMESPACE, name
 from tests.connectors.trtllm.engine import PART_BYTES, LlmRequest, Tensor
-from tests.connectors.trtllm.package import LlmArgs, Mapping, ParallelConfig, args_of, installed
+from tests.connectors.trtllm.package import (
+    KvCacheConfig,
+    LlmArgs,
+    LoadFormat,
+    Mapping,
+    ParallelConfig,
+    args_of,
+    installed,
+)
 from tests.gpu.fake_runtime import FakeRuntime
+
+LIFE = "0" * 16
 
 # ---- the classes and where they come from ----------------------------------------------------
 
@@ -122,22 +132,62 @@ def test_other_shapes_are_refused(args: LlmArgs, text: str) -> None:
 
 def test_what_makes_bytes_differ_is_in_the_namespace(tmp_path: Path) -> None:
     """The engine's release, the cache's precision, the quantisation, the ranks, the weights."""
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
     quant = SimpleNamespace(quant_algo=SimpleNamespace(value="FP8"), kv_cache_quant_algo=None)
-    args = replace(args_of(), model=tmp_path)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"draft")
+    draft = SimpleNamespace(speculative_model=tmp_path / "draft")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    args = replace(args_of(), model=tmp_path / "model", load_format="auto")
     kinds = [
-        namespace_of(args, "1.2.1"),
-        namespace_of(args, "1.2.2"),
-        namespace_of(replace(args_of(dtype="fp8"), model=tmp_path), "1.2.1"),
-        namespace_of(replace(args, quant_config=quant), "1.2.1"),
-        namespace_of(replace(args_of(world_size=2), model=tmp_path), "1.2.1"),
-        namespace_of(replace(args, model="hub/name"), "1.2.1"),
-        namespace_of(replace(args, model="hub/name", revision="main"), "1.2.1"),
+        namespace_of(args, "1.2.1", LIFE),
+        namespace_of(args, "1.2.2", LIFE),
+        namespace_of(replace(args, kv_cache_config=KvCacheConfig(dtype="fp8")), "1.2.1", LIFE),
+        namespace_of(replace(args, quant_config=quant), "1.2.1", LIFE),
+        namespace_of(replace(args, parallel_config=ParallelConfig(Mapping(0, 2))), "1.2.1", LIFE),
+        namespace_of(replace(args, load_format="dummy"), "1.2.1", LIFE),
+        namespace_of(replace(args, model_kwargs={"rope_theta": 1.0}), "1.2.1", LIFE),
+        namespace_of(replace(args, speculative_config=draft), "1.2.1", LIFE),
     ]
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    kinds.append(namespace_of(args, "1.2.1"))
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"other draft")
+    kinds.append(namespace_of(replace(args, speculative_config=draft), "1.2.1", LIFE))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
+    kinds.append(namespace_of(args, "1.2.1", LIFE))
     assert len({kind.digest for kind in kinds}) == len(kinds)
     assert kinds[3].quantisation == "FP8"
+
+
+@pytest.mark.parametrize("load_format", ["dummy", LoadFormat.DUMMY])
+def test_dummy_weights_are_named_by_the_engine_s_life(load_format: object) -> None:
+    """Each life draws its own, or is given others later; all of its ranks agree on the life."""
+    args = replace(args_of(), load_format=load_format)
+    first, same, other = (namespace_of(args, "1.2.1", life).digest for life in ("1", "1", "2"))
+    assert first == same != other
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"load_format": LoadFormat.VISION_ONLY}, "load_format is vision_only"),
+        ({"load_format": "gms"}, "load_format is gms"),
+        ({"checkpoint_format": "MX"}, "checkpoint_format is MX"),
+        ({"checkpoint_loader": object()}, "checkpoint_loader is object"),
+    ],
+)
+def test_weights_that_are_not_the_model_s_files_are_refused(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    """A server or a loader of the user's may bring any others."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    args = replace(args_of(), model=tmp_path, load_format=LoadFormat.AUTO)
+    assert refusal_of(args) == ""
+    assert text in refusal_of(replace(args, **change))
+
+
+def test_weights_that_are_not_there_are_refused() -> None:
+    """What "main" stands for in a hub may change: only a copy on this host says what it is."""
+    args = replace(args_of(), model="org/nowhere", load_format="auto")
+    assert "weights" in refusal_of(args)
 
 
 def test_all_ranks_of_an_engine_have_one_life() -> None:
@@ -199,7 +249,7 @@ def test_requests_whose_tokens_mean_something_else_are_refused() -> None:
 @given(st.lists(st.none() | st.integers(0, 100)), st.integers(0, 100))
 def test_the_prefix_of_high_priority(priorities: list[int | None], least: int) -> None:
     """The longest run from the first block on in which no block is below."""
-    tracked = Tracked(priorities=list(priorities), table=list(range(len(priorities))))
+    tracked = PromisedRequest(priorities=list(priorities), table=list(range(len(priorities))))
     count = tracked.deserving(least)
     values = [DEFAULT_PRIORITY if priority is None else priority for priority in priorities]
     assert all(value >= least for value in values[:count])
@@ -208,7 +258,7 @@ def test_the_prefix_of_high_priority(priorities: list[int | None], least: int) -
 
 def test_a_block_without_a_page_ends_what_is_offered() -> None:
     hasher = Hasher(NAMESPACE)
-    tracked = Tracked(names=[name(n) for n in (1, 2, 3)])
+    tracked = PromisedRequest(names=[name(n) for n in (1, 2, 3)])
     run = tracked.run_to_offer(hasher, [5, 6, BAD_PAGE], 1, 3)
     assert (run.parent, run.hashes, run.blocks) == (name(1), (name(2),), (6,))
     assert tracked.run_to_offer(hasher, [BAD_PAGE, 6, 7], 0, 3).blocks == ()
@@ -221,13 +271,13 @@ BLOCK_BYTES = 100
 
 def load_of(arena: Arena, slots: list[int], *, rotten: int | None = None) -> Load:
     """Of these slots of an arena, whose slots are as large as blocks."""
-    sums = [block_checksum(arena.view(slot * BLOCK_BYTES, BLOCK_BYTES)) for slot in slots]
+    sums = [part_checksums(arena.view(slot * BLOCK_BYTES, BLOCK_BYTES), 1) for slot in slots]
     if rotten is not None:
-        sums[rotten] ^= 1
+        sums[rotten] = (sums[rotten][0] ^ 1,)
     return Load(
         request="r", epoch=1, lease=1, slots=tuple(slots), blocks=tuple(range(len(slots))),
-        hashes=tuple(name(n) for n in slots), checksums=tuple(sums), block_bytes=BLOCK_BYTES,
-        deadline_ms=1 << 60,
+        hashes=tuple(name(n) for n in slots), checksums=tuple(sums),
+        block_bytes=BLOCK_BYTES, deadline_ms=1 << 60,
     )  # fmt: skip
 
 
@@ -338,7 +388,8 @@ class GpuPool(Tensor):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) -> None:
     """1. Each rank takes its part of the promised blocks. 2. The engine leaves a plan bound: the
-    second time it is offered nothing happens. 3. A plan that cannot be carried out raises."""
+    second time it is offered nothing happens. 3. A plan that cannot be carried out raises, and so
+    does one whose blocks have changed since they were promised."""
     settings = Settings.load({}, {"shm_dir": tmp_path, "runtime_dir": tmp_path})
     with Arena.create(tmp_path, "arena", 4 * ranks * PART_BYTES) as arena:
         arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.bytes, np.uint8)
@@ -348,12 +399,13 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
         size = ranks * PART_BYTES
         load = Load(
             request="r", epoch=1, lease=1, slots=(2, 1), blocks=(0, 1), hashes=(name(2), name(1)),
-            checksums=tuple(block_checksum(source[slot]) for slot in (2, 1)), block_bytes=size,
-            deadline_ms=1 << 60,
+            checksums=tuple(part_checksums(source[slot], ranks) for slot in (2, 1)),
+            block_bytes=size, deadline_ms=1 << 60,
         )  # fmt: skip
         assert keeper.room(size)
         kept = keeper.keep(load, 2, arena, size)
-        plan = StepPlan(1, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 0)),))
+        sums = keeper.checksums(kept.slots)
+        plan = PromisePlan(1, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 0), sums),))
         for rank in range(ranks):
             runtime = FakeRuntime(seed=rank)
             tensor = GpuPool(runtime) if on_gpu else Tensor(5)
@@ -375,7 +427,16 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
             tensor.memory[:] = 0
             side.start(plan)
             assert not tensor.memory.any()
+            outside = PromisedLoad(7, kept.slots, (3, 5), sums)
             with pytest.raises(PromiseBroken, match="not in the pool"):
-                side.start(StepPlan(2, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 5)),)))
+                side.start(PromisePlan(2, keeper.slot_bytes, (outside,)))
+            flipped = keeper._memory.view(kept.slots[1] * keeper.slot_bytes + part.stop - 1, 1)
+            flipped[0] ^= 1
+            with pytest.raises(PromiseBroken, match="not what was promised"):
+                side.start(PromisePlan(3, keeper.slot_bytes, plan.loads))
+            assert side.counts["promises_corrupt"] == 1
+            refused = list(plan.loads[0].blocks)
+            assert not blocks[refused].any(), "bytes that were refused stay in device memory"
+            flipped[0] ^= 1
             side.close()
         keeper.close()

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import pytest
 from kvbm_common.identity import Hasher
 from kvbm_common.wire.local import Attach, Hello, Lookup, Offered, Pulled
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
-from tests.connectors.endpoints import attached, consolidator, host_tier, wait_for, welcome
+from tests.connectors.client.test_scheduler import Consolidator, Half, Host
+from tests.connectors.endpoints import attached, consolidator, host_tier, welcome
 from tests.connectors.helpers import EPOCH, NAMESPACE, answer
-from tests.connectors.test_scheduler import Half
+from tests.connectors.vllm.requests import BlockSnapshot, BlockState, Output, Request
+from tests.waiting import wait_for
 
 
-@dataclass
-class Request:
-    """vllm.v1.request.Request, with a prompt of two blocks of four tokens and one token more."""
-
-    request_id: str = "r"
-    all_token_ids: Sequence[int] = tuple(range(9))
-    num_computed_tokens: int = 0
-    num_in_flight_tokens: int = 0
-    cache_salt: str | None = None
-    lora_request: Any = None
-    mm_features: Sequence[Any] = ()
-    prompt_embeds: Any = None
-    skip_reading_prefix_cache: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
+@contextmanager
+def both_attached(half: Half) -> Iterator[tuple[Host, Consolidator]]:
+    """The half, started and attached to both services."""
+    half.start()
+    with host_tier(half.host_endpoint) as host, consolidator(half.consolidator_endpoint) as events:
+        host.hear(Hello)
+        host.say(welcome(EPOCH))
+        events.hear(Attach)
+        events.say(attached())
+        wait_for(lambda: half.attached and half.streams_attached)
+        yield host, events
+        half.close()
 
 
-@dataclass
-class Output:
-    """vllm.v1.core.sched.output.SchedulerOutput, of a step that computes nothing."""
-
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    preempted_req_ids: Sequence[str] = ()
-    kv_connector_block_state: Any = None
+def admit(side: SchedulerSide, host: Host, request: Request, local: int) -> None:
+    """Look the request up; the host tier has nothing, the device `local` tokens."""
+    if side.matched(request, local) == (None, False):
+        host.say(answer(host.hear(Lookup).lookup, 0))
+        wait_for(lambda: side.matched(request, local) == (0, False))
+    request.num_computed_tokens = local
 
 
 def test_workers_are_told_whether_anything_is_on_offer(tmp_path: Path) -> None:
@@ -51,19 +47,13 @@ def test_workers_are_told_whether_anything_is_on_offer(tmp_path: Path) -> None:
     2. The host tier has them: they are sent, and nothing is on offer.
     """
     half = Half(tmp_path)
-    half.start()
     side, request = SchedulerSide(half, Hasher(NAMESPACE)), Request()
-    with host_tier(half.host_endpoint) as host, consolidator(half.consolidator_endpoint) as events:
-        host.hear(Hello)
-        host.say(welcome(EPOCH))
-        events.hear(Attach)
-        events.say(attached())
-        wait_for(lambda: half.attached and half.streams_attached)
+    with both_attached(half) as (host, events):
         assert not side.plan(Output()).offering
-        assert side.matched(request, 0) == (None, False)
-        host.say(answer(host.hear(Lookup).lookup, 0))
-        wait_for(lambda: side.matched(request, 0) == (0, False))
-        request.num_computed_tokens = 9
+        admit(side, host, request, 0)
+        side.plan(Output({"r": 9}, kv_connector_block_state=BlockState({"r": [3, 4, 5]})))
+        request.begin(9)
+        request.end(9)
         assert side.finished(request, [3, 4, 5])
         assert side.plan(Output()).offering
         offered = events.hear(Offered)
@@ -72,4 +62,79 @@ def test_workers_are_told_whether_anything_is_on_offer(tmp_path: Path) -> None:
         wait_for(lambda: not side.holding or side.plan(Output()).sent == ("r",))
         assert not side.plan(Output()).offering
         assert side.idle
-        half.close()
+
+
+def test_a_hit_of_the_same_step_is_offered_after_it(tmp_path: Path) -> None:
+    """Goal: an offer holds only blocks that a finished step has written.
+
+    1. Two requests with the same prompt arrive together: vLLM gives the second one the blocks
+       that the first one computes in this very step. The plan offers nothing.
+    2. The step has ended; the next plan offers the blocks once.
+    """
+    half = Half(tmp_path)
+    side = SchedulerSide(half, Hasher(NAMESPACE))
+    first, second = Request("first"), Request("second")
+    with both_attached(half) as (host, events):
+        admit(side, host, first, 0)
+        admit(side, host, second, 8)
+        state = BlockState({"first": [3, 4, 5], "second": [3, 4, 6]})
+        output = Output({"first": 9, "second": 1}, kv_connector_block_state=state)
+        assert not side.plan(output).offering
+        first.begin(9)
+        second.begin(1)
+        first.end(9)
+        second.end(1)
+        assert side.plan(output).offering
+        assert [run.blocks for run in events.hear(Offered).runs] == [[3, 4]]
+        assert half.counts()["offered_blocks"] == 2
+
+
+def test_a_preempted_request_loses_the_blocks_that_no_step_wrote(tmp_path: Path) -> None:
+    """Goal: blocks that vLLM has hashed in the call that preempts are taken out of its cache."""
+    half = Half(tmp_path)
+    side, request = SchedulerSide(half, Hasher(NAMESPACE)), Request()
+    evicted: list[tuple[str, int]] = []
+    side.evict = lambda one, first: evicted.append((one.request_id, first))
+    with both_attached(half) as (host, _):
+        admit(side, host, request, 0)
+        side.plan(Output({"r": 5}, kv_connector_block_state=BlockState({"r": [3, 4, 5]})))
+        side.plan(Output(preempted_req_ids=["r"]))
+        assert evicted == [("r", 1)]
+
+
+def test_what_was_not_stored_is_offered_with_the_next_hit(tmp_path: Path) -> None:
+    """Goal: an offer that ends without being stored does not keep its blocks from the tiers."""
+    half = Half(tmp_path)
+    side = SchedulerSide(half, Hasher(NAMESPACE))
+    with both_attached(half) as (host, events):
+        for number, stored in enumerate((0, 2)):
+            request = Request(f"r{number}")
+            admit(side, host, request, 8 * number)
+            state = BlockState({request.request_id: [3, 4, 5]})
+            side.plan(Output({request.request_id: 1}, kv_connector_block_state=state))
+            request.begin(9 - request.num_computed_tokens)
+            request.num_in_flight_tokens = 0
+            assert side.finished(request, [3, 4, 5])
+            offered = events.hear(Offered)
+            assert [run.blocks for run in offered.runs] == [[3, 4]]
+            host.say(Pulled(offer=offered.offer, pulled=stored, skipped=0, failed=2 - stored,
+                            confirm=False))  # fmt: skip
+            wait_for(lambda: side.plan(Output()).sent)
+        assert side.idle
+
+
+@pytest.mark.parametrize("state", [
+    BlockState({"r": [3, 4, 5]}), BlockSnapshot({"r": ([3, 4, 5],)}),
+])  # fmt: skip
+def test_both_shapes_of_a_steps_blocks_are_read(tmp_path: Path, state: object) -> None:
+    """Goal: vLLM 0.29 hands out block tables, later versions resolve them."""
+    half = Half(tmp_path)
+    side, request = SchedulerSide(half, Hasher(NAMESPACE)), Request()
+    with both_attached(half) as (host, events):
+        admit(side, host, request, 0)
+        output = Output({"r": 9}, kv_connector_block_state=state)
+        side.plan(output)
+        request.begin(9)
+        request.end(9)
+        side.plan(output)
+        assert [run.blocks for run in events.hear(Offered).runs] == [[3, 4]]

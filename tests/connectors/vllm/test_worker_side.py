@@ -8,20 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvbm_common.checksum import block_checksum
 from kvbm_common.cuda.lending import unwrap
 from kvbm_common.cuda.reading import Gpu
 from kvbm_common.cuda.runtime import CudaUnavailable
-from kvbm_common.nixl import MoverThread, Registration, TransferFailed
+from kvbm_common.memory.arena import Arena
+from kvbm_common.nixl.mover_thread import MoverThread, TransferFailed
+from kvbm_common.nixl.spans import Registration
 from kvbm_common.wire.local import Hello
-from kvbm_connectors.messages import Load
+from kvbm_connectors.core.messages import Load
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import StepPlan
 from kvbm_connectors.vllm.worker_side import WorkerSide
 
-from tests.connectors.endpoints import host_tier, wait_for
+from tests.connectors.endpoints import host_tier, welcome
 from tests.connectors.helpers import NAMESPACE, name
 from tests.gpu.fake_runtime import FakeRuntime
+from tests.waiting import wait_for
 
 BLOCKS, BLOCK_BYTES = 4, 4096
 
@@ -70,7 +74,7 @@ def test_memory_that_cannot_be_lent_is_lent_later(
         tensor = Tensor()
         side.register([tensor], BLOCKS)
         assert side.counts() == {"lend_failures": 1}
-        load = Load("r", 7, 5, (0,), (2,), (name(1),), (0,), BLOCK_BYTES, 2**60)
+        load = Load("r", 7, 5, (0,), (2,), (name(1),), ((0,),), BLOCK_BYTES, 2**60)
         side.start(StepPlan((load,)))
         assert (side.arrived(), side.bad_blocks()) == ({"r"}, {2})
         hello = host.hear(Hello)
@@ -104,5 +108,38 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
         assert memory is not None
         assert [a.address for a in memory.allocations] == [tensor.data_ptr()]
         assert side._half is not None
-        assert side._half._sum_blocks is not None
+        assert side._half._pulls._sum_on_gpu is not None
+        side.close()
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2)])
+def test_a_flipped_byte_is_found_with_the_settings_that_are_shipped(
+    tmp_path: Path, rank: int, world_size: int
+) -> None:
+    """By each rank in its own part: the block is bad, and zeroed; the one beside it is good."""
+    size = world_size * BLOCK_BYTES
+    tensor = Tensor()
+    options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
+    life = Life("ada", f"{1:016x}", 0)
+    side = WorkerSide(life, NAMESPACE, options, rank=rank, world_size=world_size)
+    with (
+        Arena.create(tmp_path, "arena", 4 * size) as arena,
+        MoverThread("host") as mover,
+        host_tier(options.settings.host_tier_endpoint) as host,
+    ):
+        arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.bytes, dtype=np.uint8)
+        parts = arena.array.reshape(4, world_size, BLOCK_BYTES)
+        sums = tuple(tuple(block_checksum(part) for part in parts[slot]) for slot in (3, 1))
+        parts[1, rank, 5] ^= 1
+        side.register([tensor], BLOCKS)
+        host.hear(Hello)
+        host.say(welcome(7, slot_bytes=size, slot_count=4, arena_path=str(arena.path),
+                         agent=mover.metadata().result(10)))  # fmt: skip
+        load = Load("r", 7, 5, (3, 1), (2, 0), (name(1), name(2)), sums, size, 2**60)
+        side.start(StepPlan((load,)))
+        wait_for(lambda: side.arrived() == {"r"})
+        assert side.bad_blocks() == {0}
+        assert np.array_equal(tensor._memory[2], parts[3, rank])
+        assert not tensor._memory[0].any()
+        assert side.counts()["loads_failed.corrupt"] == 1
         side.close()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.processes import free_port
+from kvbm_common.runtime.processes import free_port
 
 from tests.services.disk_tier.s3_server import Proxy, S3Server
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvbm_common.announcer import Announcer
 from kvbm_common.identity import SequenceHash
-from kvbm_common.slots import Block
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
 from kvbm_common.wire.verbs import (
     ArenaReply,
@@ -25,14 +25,24 @@ from kvbm_common.wire.verbs import (
     LeasedSlot,
     LeaseReply,
 )
-from kvbm_disk_tier.core import DiskTierCore, Limits
-from kvbm_disk_tier.frequency_filter import FrequencyFilter
-from kvbm_disk_tier.journal import Record, Replay, encode_records, replay
-from kvbm_disk_tier.messages import (
+from kvbm_disk_tier.core.core import DiskTierCore
+from kvbm_disk_tier.core.effects import (
     Answer,
     AppendJournal,
-    ArenaKnown,
     Effect,
+    LeaseHost,
+    OpenStore,
+    Publish,
+    ReadSlots,
+    ReleaseHost,
+    RewriteJournal,
+    WriteSlots,
+)
+from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.core.journal import Record, Replay, encode_records, replay
+from kvbm_disk_tier.core.limits import DiskTierLimits
+from kvbm_disk_tier.core.messages import (
+    ArenaKnown,
     FillAsked,
     HitsTold,
     HostEvent,
@@ -42,18 +52,11 @@ from kvbm_disk_tier.messages import (
     JournalFailed,
     Leased,
     LeaseFailed,
-    LeaseHost,
-    OpenStore,
-    Publish,
     ReadDone,
-    ReadSlots,
     Released,
-    ReleaseHost,
-    RewriteJournal,
     StoreOpened,
     Tick,
     WriteFailed,
-    WriteSlots,
     Written,
 )
 
@@ -119,7 +122,7 @@ class Disk:
 
     def __init__(
         self, *, slots: int = 4, filtered: bool = False, staging: bool = False, ready: bool = True,
-        limits: Limits | None = None, write_budget: int = 0
+        limits: DiskTierLimits | None = None, write_budget: int = 0
     ) -> None:  # fmt: skip
         self.filter = FrequencyFilter(enabled=filtered)
         self.core = DiskTierCore(
@@ -152,9 +155,11 @@ class Disk:
         """One input; returns the effects other than announcements."""
         effects = self._take(self.core.step(event, self.now_ms))
         self.core.check()
-        here = {block.hash for block in self.core.table.blocks()}
-        told = here - self.core.table.folded(here)
-        expected = set() if self.core.tier.stopping else {int.from_bytes(n, "big") for n in told}
+        here = {block.hash for block in self.core.inventory.table.blocks()}
+        told = here - self.core.inventory.table.folded(here)
+        expected = (
+            set() if self.core.announcements.stopped else {int.from_bytes(n, "big") for n in told}
+        )
         assert self.announced == expected, "the events say something else than the table"
         return effects
 
@@ -297,12 +302,14 @@ class Disk:
     @property
     def counts(self) -> dict[str, int]:
         """What was counted."""
-        return {key: count for key, count in self.core.tier.counts.items() if count}
+        return {key: count for key, count in self.core.counts.items() if count}
 
     def on_disk(self) -> dict[int, int]:
         """Block → slot of what is committed."""
-        here = [] if self.core.tier.stopping else numbers(self.core.table.blocks())
-        found = {number: self.core.table.find(name(number)) for number in here}
+        here = (
+            [] if self.core.announcements.stopped else numbers(self.core.inventory.table.blocks())
+        )
+        found = {number: self.core.inventory.table.find(name(number)) for number in here}
         return {number: slot for number, slot in found.items() if slot is not None}
 
     def recovered(self) -> dict[int, int]:

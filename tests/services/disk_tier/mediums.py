@@ -9,26 +9,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvbm_common.arena import Arena
-from kvbm_common.checksum import block_checksum
-from kvbm_common.counters import Counters
-from kvbm_common.loop import monotonic_ms
-from kvbm_common.nixl import MoverThread
-from kvbm_common.slots import Block
+from kvbm_common.checksum import block_checksum, combined_checksum, part_checksums
+from kvbm_common.memory.arena import Arena
+from kvbm_common.nixl.mover_thread import MoverThread
+from kvbm_common.runtime.loop import monotonic_ms
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.slots import Block
 from kvbm_common.wire.verbs import ArenaReply
-from kvbm_disk_tier.disk_medium import DiskMedium
-from kvbm_disk_tier.journal import Operation, Record
-from kvbm_disk_tier.medium import Medium
-from kvbm_disk_tier.messages import AppendJournal, ReadSlots, WriteSlots
-from kvbm_disk_tier.sealed_mover import SealedMover
-from kvbm_disk_tier.sealing import Keys
-from kvbm_disk_tier.store import CIPHER, Store, StoreOptions
+from kvbm_disk_tier.core.effects import AppendJournal, ReadSlots, WriteSlots
+from kvbm_disk_tier.core.journal import Operation, Record
+from kvbm_disk_tier.shell.cipher import Keys
+from kvbm_disk_tier.shell.file_medium import FileMedium
+from kvbm_disk_tier.shell.medium import Medium
+from kvbm_disk_tier.shell.sealed_mover import SealedMover
+from kvbm_disk_tier.shell.store import CIPHER, Store, StoreOptions
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 
 SLOT_BYTES = 8192
 BLOCK_BYTES = 5000
 """Smaller than its slot, and no multiple of anything."""
+PART_BYTES = 2500
 SLOTS = 8
 _names = itertools.count()
 
@@ -72,6 +73,15 @@ class Place:
         self.arena.view(slot * SLOT_BYTES, size)[:] = data
         return Block(name(number), name(number - 1), NAMESPACE, block_checksum(data), size)
 
+    def fill_parts(self, slot: int, *numbers: int) -> Block:
+        """Put a block into a slot whose parts are of these numbers; it is called by the first."""
+        size = len(numbers) * PART_BYTES
+        data = b"".join(bytes([number]) * PART_BYTES for number in numbers)
+        self.arena.view(slot * SLOT_BYTES, size)[:] = data
+        sums = part_checksums(memoryview(data), len(numbers))
+        parent, checksum = name(numbers[0] - 1), combined_checksum(sums)
+        return Block(name(numbers[0]), parent, NAMESPACE, checksum, size, len(numbers))
+
     def bytes_of(self, slot: int, *, size: int = BLOCK_BYTES) -> bytes:
         """What a slot of the arena holds."""
         return bytes(self.arena.view(slot * SLOT_BYTES, size))
@@ -98,16 +108,16 @@ class Place:
         return AppendJournal(None, tuple(records))
 
 
-def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> DiskMedium:
+def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> FileMedium:
     """A sealed store of `SLOTS` slots."""
     store = Store(
         StoreOptions(directory=directory, capacity_bytes=0, slot_count=SLOTS, cipher=CIPHER)
     )
     mover = MoverThread("test", backends=("POSIX",))
     sealed = SealedMover(
-        mover=mover, counters=Counters(), keys=keys, pool_slots=lambda _: pool_slots
+        mover=mover, counters=Metrics(), keys=keys, pool_slots=lambda _: pool_slots
     )
-    return DiskMedium(store, sealed)
+    return FileMedium(store, sealed)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from functools import cached_property
@@ -17,8 +16,10 @@ from typing import Any
 import boto3
 import httpx
 from botocore.config import Config
-from kvbm_common.processes import dying_with_parent
-from kvbm_disk_tier.objects.bucket import BucketOptions
+from kvbm_common.runtime.processes import dying_with_parent
+from kvbm_disk_tier.objects.shell.bucket import BucketOptions
+
+from tests.waiting import wait_for
 
 START_S = 20.0
 
@@ -40,13 +41,18 @@ class S3Server:
                 stdout=log, stderr=log, preexec_fn=dying_with_parent(),
                 env=os.environ | {"MOTO_S3_DEFAULT_MAX_KEYS": "1000"},
             )  # fmt: skip
-        give_up_s = time.monotonic() + START_S
-        while time.monotonic() < give_up_s:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.endpoint}/moto-api/data.json", trust_env=False).is_success:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"moto has not started: {self._log_path.read_text()[-2000:]}")
+        wait_for(
+            self._answers,
+            lambda: f"moto has not started: {self._log_path.read_text()[-2000:]}",
+            deadline_s=START_S,
+            poll_s=0.05,
+        )
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            url = f"{self.endpoint}/moto-api/data.json"
+            return httpx.get(url, trust_env=False).is_success
+        return False
 
     def kill(self) -> None:
         """End it; its contents go with it."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from kvbm_common.bus import Bus
-from kvbm_common.nats_server import NatsServer
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.wire.admin import (
     BlockReply,
     BlockRequest,
@@ -27,10 +27,11 @@ from kvbm_common.wire.admin import (
     UnpinReply,
     UnpinRequest,
 )
-from kvbm_disk_tier.messages import AdminAsked, Answer, ArenaKnown, OpenStore, SayAccepting
+from kvbm_disk_tier.core.effects import Answer, OpenStore, SayAccepting
+from kvbm_disk_tier.core.messages import AdminAsked, ArenaKnown
 
 from tests.services.disk_tier.helpers import Disk, arena, filled, name, one
-from tests.services.disk_tier.test_service import (
+from tests.services.disk_tier.shell.test_service import (
     Host,
     ask,
     living,
@@ -83,7 +84,7 @@ def test_a_reset_while_being_read_ends_the_name_at_once() -> None:
     assert disk.announced == set()
     disk.read(read)  # type: ignore[arg-type]
     assert filled(disk.fill(1)) == {1: "gone"}
-    assert disk.core.table.counts()["reset"] == 4
+    assert disk.core.inventory.table.counts()["reset"] == 4
 
 
 def test_a_pin_holds_against_newcomers() -> None:
@@ -105,9 +106,9 @@ def test_a_pin_ends_by_itself() -> None:
     disk = Disk()
     disk.store(1)
     admin(disk, "pin", PinRequest(hashes=hexes(1), ttl_ms=100), PinReply)
-    assert disk.core.table.counts()["active"] == 1
+    assert disk.core.inventory.table.counts()["active"] == 1
     disk.wait(100)
-    assert disk.core.table.counts()["active"] == 0
+    assert disk.core.inventory.table.counts()["active"] == 0
 
 
 def test_a_store_that_is_made_anew_has_no_pins() -> None:
@@ -117,7 +118,7 @@ def test_a_store_that_is_made_anew_has_no_pins() -> None:
     admin(disk, "pin", PinRequest(hashes=hexes(1), ttl_ms=60_000), PinReply)
     assert one(disk.step(ArenaKnown(arena(epoch=9, slot_bytes=8192))), OpenStore)
     assert disk.announced == set()
-    assert len(disk.core.tier.leases) == 0
+    assert len(disk.core.inventory.leases) == 0
 
 
 def test_a_drained_tier_reads_and_writes_nothing() -> None:
@@ -155,7 +156,7 @@ def test_the_policy_holds_for_a_store_that_is_made_anew() -> None:
     assert admin(disk, "policy", PolicyRequest(policy="prefix"), PolicyReply).was == "lru"
     assert disk.announced == {1}
     disk.step(ArenaKnown(arena(epoch=9, slot_bytes=8192)))
-    assert disk.core.statistics().policy == "prefix"
+    assert disk.core.view.statistics().policy == "prefix"
 
 
 def test_the_filter_changes_while_it_runs() -> None:
@@ -163,7 +164,7 @@ def test_the_filter_changes_while_it_runs() -> None:
     disk = Disk()
     reply = admin(disk, "filter", FilterRequest(pass_count=4), FilterReply)
     assert (reply.pass_count, reply.decay_ms) == (4, 600_000)
-    changed = disk.core.writes.filter
+    changed = disk.core.admission.filter
     changed.enabled = True
     assert [changed.see(name(1)) for _ in range(3)] == [False, False, True]
     admin(disk, "filter", FilterRequest(pass_count=1, decay_ms=1_000), FilterReply)
@@ -172,7 +173,7 @@ def test_the_filter_changes_while_it_runs() -> None:
     changed.decay_until(1_000)
     assert name(2) not in changed
     assert not admin(disk, "filter", FilterRequest(enabled=False), FilterReply).enabled
-    assert disk.core.statistics().figures["filter_enabled"] == 0
+    assert disk.core.view.statistics().figures["filter_enabled"] == 0
 
 
 async def test_over_nats_with_files(nats_server: NatsServer, bus: Bus, tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.counters import Counters
-from kvbm_common.nixl import MoverThread
-from kvbm_disk_tier.disk_medium import DiskMedium
-from kvbm_disk_tier.medium import Medium
-from kvbm_disk_tier.messages import (
-    AppendJournal,
+from kvbm_common.checksum import block_checksum
+from kvbm_common.nixl.mover_thread import MoverThread
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.blocks import Block
+from kvbm_disk_tier.core.effects import AppendJournal
+from kvbm_disk_tier.core.messages import (
     Journaled,
     ReadDone,
     ReadFailed,
@@ -20,11 +20,22 @@ from kvbm_disk_tier.messages import (
     WriteFailed,
     Written,
 )
-from kvbm_disk_tier.mover import DiskMover
-from kvbm_disk_tier.sealing import Keys
-from kvbm_disk_tier.store import Store, StoreOptions
+from kvbm_disk_tier.objects.shell.medium import ObjectMedium
+from kvbm_disk_tier.shell.cipher import Keys
+from kvbm_disk_tier.shell.file_medium import FileMedium
+from kvbm_disk_tier.shell.medium import Medium
+from kvbm_disk_tier.shell.mover import DiskMover
+from kvbm_disk_tier.shell.store import Store, StoreOptions
+from msgspec.structs import replace
 
-from tests.services.disk_tier.mediums import SLOT_BYTES, SLOTS, Place, arena, sealed_medium
+from tests.services.disk_tier.mediums import (
+    PART_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    Place,
+    arena,
+    sealed_medium,
+)
 from tests.services.disk_tier.objects.making import make_medium
 from tests.services.disk_tier.s3_server import S3Server
 
@@ -32,11 +43,11 @@ from tests.services.disk_tier.s3_server import S3Server
 @pytest.fixture(params=["disk", "sealed disk", "object", "sealed object"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
     """An open store and an arena."""
-    counters = Counters()
+    counters = Metrics()
     medium: Medium
     if request.param == "disk":
         store = Store(StoreOptions(directory=tmp_path / "store", capacity_bytes=SLOTS * SLOT_BYTES))
-        medium = DiskMedium(
+        medium = FileMedium(
             store, DiskMover(mover=MoverThread("test", backends=("POSIX",)), counters=counters)
         )
     elif request.param == "sealed disk":
@@ -65,6 +76,65 @@ async def test_there_and_back(place: Place) -> None:
     assert isinstance(done, ReadDone)
     assert done.intact == (True, True, True)
     assert [place.bytes_of(slot)[:1] for slot in (5, 3, 4)] == [b"\x0a", b"\x0b", b"\x0c"]
+
+
+async def test_the_parts_of_a_block_have_their_checksums_after_a_read(place: Place) -> None:
+    """Two ranks: what the store knows is how many there are; the bytes say the rest."""
+    blocks = {0: place.fill_parts(0, 10, 20), 1: place.fill_parts(1, 11, 21)}
+    write = place.writing(blocks)
+    assert await place.medium.write(write) == Written(write.write)
+    done = await place.medium.read(place.reading({5: blocks[0], 3: blocks[1]}))
+    assert isinstance(done, ReadDone)
+    assert done.intact == (True, True)
+    assert done.sums == ((sum_of(10), sum_of(20)), (sum_of(11), sum_of(21)))
+    assert place.bytes_of(5, size=2 * PART_BYTES) == b"\x0a" * PART_BYTES + b"\x14" * PART_BYTES
+
+
+@pytest.mark.parametrize("offset", [0, PART_BYTES, 2 * PART_BYTES - 1])
+async def test_a_flipped_byte_in_any_ranks_part_is_noticed(
+    place: Place, request: pytest.FixtureRequest, offset: int
+) -> None:
+    """In the first rank's part, and at both ends of the second one's; the neighbour is read."""
+    blocks = {0: place.fill_parts(0, 10, 20), 1: place.fill_parts(1, 11, 21)}
+    await place.medium.write(place.writing(blocks))
+    flip(place, request, blocks[0], offset)
+    done = await place.medium.read(place.reading({5: blocks[0], 3: blocks[1]}))
+    assert isinstance(done, ReadDone)
+    assert done.intact == (False, True)
+    assert done.sums == ((), (sum_of(11), sum_of(21)))
+
+
+async def test_parts_that_changed_places_are_noticed(place: Place) -> None:
+    """The right parts in the wrong order are another block."""
+    blocks = {0: place.fill_parts(0, 10, 20)}
+    await place.medium.write(place.writing(blocks))
+    turned = place.fill_parts(1, 20, 10)
+    wanted = replace(turned, hash=blocks[0].hash, parent=blocks[0].parent)
+    done = await place.medium.read(place.reading({5: wanted}))
+    assert isinstance(done, ReadDone)
+    assert done.intact == (False,)
+
+
+def sum_of(number: int) -> int:
+    """The checksum of a part that is full of this byte."""
+    return block_checksum(bytes([number]) * PART_BYTES)
+
+
+def flip(place: Place, request: pytest.FixtureRequest, block: Block, offset: int) -> None:
+    """Change one byte of a block in slot 0 of the store, or in its object."""
+    if isinstance(place.medium, FileMedium):
+        with (Path(place.medium.where) / "slots").open("r+b") as file:
+            file.seek(offset)
+            [old] = file.read(1)
+            file.seek(offset)
+            file.write(bytes([old ^ 1]))
+        return
+    client, bucket = request.getfixturevalue("s3").client, request.getfixturevalue("bucket_name")
+    assert isinstance(place.medium, ObjectMedium)
+    key = place.medium._names.name_of(block)
+    data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+    data[offset] ^= 1
+    client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
 
 
 async def test_wrong_bytes_are_never_intact(place: Place) -> None:

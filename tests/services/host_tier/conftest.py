@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
-from kvbm_common.nats_server import NatsServer
+from kvbm_common.config.settings import Settings
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
 
 from tests.services.host_tier.engine import RealEngine
 from tests.services.host_tier.running import ARENA_GB, TTL_S, living, wait_ready

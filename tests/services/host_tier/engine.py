@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
 from kvbm_common.identity import SequenceHash, pack_hashes
+from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.local import (
     Beat,
     Confirm,
@@ -31,8 +31,9 @@ from kvbm_common.wire.local import (
     to_host_tier,
 )
 from kvbm_common.wire.verbs import Offer, OfferRun, offers_subject
-from kvbm_connectors.messages import Load, LoadResult
-from kvbm_connectors.worker import WorkerHalf
+from kvbm_connectors.client.worker import WorkerHalf
+from kvbm_connectors.core.answers import checksums_of
+from kvbm_connectors.core.messages import Load, LoadResult
 
 from tests.services.host_tier.helpers import NAMESPACE, incarnation, name
 
@@ -62,7 +63,6 @@ class RealEngine:
             namespace=NAMESPACE,
             regions=[region],
             host_tier_endpoint=settings.host_tier_endpoint,
-            read_block=self.memory.__getitem__,
             on_news=self._ring,
         )
         self._ids = 0
@@ -157,7 +157,7 @@ class RealEngine:
         count = len(blocks)
         self.worker.start_load(
             Load("r", found.epoch, found.lease, tuple(found.slots), blocks,
-                 tuple(name(i) for i in range(count)), tuple(found.checksums), found.block_bytes,
+                 tuple(name(i) for i in range(count)), checksums_of(found), found.block_bytes,
                  2**60)
         )  # fmt: skip
         async with asyncio.timeout(DEADLINE_S):

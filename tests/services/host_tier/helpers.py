@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvbm_common.announcer import Announcer
 from kvbm_common.identity import Namespace, SequenceHash, hash_from_hex, pack_hashes
-from kvbm_common.slots import Block
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
 from kvbm_common.wire.local import (
     Beat,
@@ -38,8 +38,9 @@ from kvbm_common.wire.verbs import (
     ReleaseReply,
     ReleaseRequest,
 )
-from kvbm_host_tier.core import HostTierCore
-from kvbm_host_tier.messages import (
+from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.messages import (
     Answer,
     ArenaInfo,
     AskFill,
@@ -62,7 +63,6 @@ from kvbm_host_tier.messages import (
     Tick,
     ToEngine,
 )
-from kvbm_host_tier.tier import Limits
 
 NAMESPACE = Namespace(model="test", block_tokens=4)
 DIGEST = NAMESPACE.digest.hex()
@@ -90,6 +90,15 @@ def numbers(texts: Iterable[str]) -> list[int]:
 def checksum(number: int) -> int:
     """What the right bytes of a block sum up to."""
     return number * 1_000 + 1
+
+
+def part_sums(number: int, part_count: int) -> tuple[int, ...]:
+    """What the right bytes of a block's parts sum up to."""
+    return (
+        (checksum(number),)
+        if part_count == 1
+        else tuple(checksum(number) + 10 * rank for rank in range(part_count))
+    )
 
 
 def incarnation(life: int) -> str:
@@ -139,7 +148,7 @@ class Host:
             instance="0",
             epoch=EPOCH,
             arena=ArenaInfo("/arena", 4096, slots * SLOT_BYTES, b"arena"),
-            limits=Limits(**limits),
+            limits=HostTierLimits(**limits),
             staging=staging,
         )
         self.now_ms = 1_000
@@ -159,7 +168,7 @@ class Host:
         """One input; returns the effects other than announcements."""
         effects = self._take(self.core.step(event, self.now_ms))
         self.core.check()
-        there = {int.from_bytes(block.hash, "big") for block in self.core.tier.own_blocks()}
+        there = {int.from_bytes(block.hash, "big") for block in self.core._held.announced()}
         assert self.announced == there, "the events say something else than the table"
         return effects
 
@@ -240,7 +249,7 @@ class Host:
 
     def pulled(self, pull: StartPull) -> list[Effect]:
         """The bytes are in."""
-        sums = tuple(checksum(block) for block in pull.blocks)
+        sums = tuple(part_sums(block, len(pull.parts)) for block in pull.blocks)
         return self.step(PullDone(pull.pull, sums))
 
     def pull_failed(
@@ -293,7 +302,7 @@ class Host:
         [found] = of(self.told(effects), Found)
         assert len(found.slots) == len(found.checksums)
         for slot, expected in zip(found.slots, found.checksums, strict=True):
-            assert self.core.tier.table.block(slot).checksum == expected
+            assert self.core._held.table.block(slot).checksum == expected
         assert (found.lease == 0) == (not found.slots)
         return found
 
@@ -384,11 +393,11 @@ class Host:
     @property
     def slots(self) -> dict[str, int]:
         """Slots by state."""
-        return self.core.tier.table.counts()
+        return self.core._held.table.counts()
 
     def slot_of(self, number: int) -> int | None:
         """Where a block is."""
-        return self.core.tier.table.find(name(number))
+        return self.core._held.table.find(name(number))
 
     def refusal(self, effects: Sequence[Effect]) -> Refused:
         """The one refusal among the effects."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbm_common.wire.events import Stored
 from kvbm_common.wire.local import Pulled
-from kvbm_host_tier.messages import Effect, StartPull
+from kvbm_host_tier.core.messages import Effect, StartPull
 
 from tests.services.host_tier.helpers import Host, numbers, of
 

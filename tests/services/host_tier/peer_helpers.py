@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbm_common.wire.verbs import LeasedSlot
-from kvbm_host_tier.messages import Effect
-from kvbm_host_tier.peer_messages import (
+from kvbm_host_tier.core.messages import Effect
+from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
     PeerId,
@@ -52,7 +52,7 @@ class HostWithPeers(Host):
     ) -> list[Effect]:  # fmt: skip
         """A pull has ended: all came but `missing`, and `wrong` with other bytes."""
         blocks = [
-            PulledBlock(slot, leased(number), checksum(number) + (number in wrong))
+            PulledBlock(slot, leased(number), (checksum(number) + (number in wrong),))
             for number, slot in zip(asked_numbers(pull), pull.slots, strict=True)
             if number not in missing
         ]

@@ -8,18 +8,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
-from kvbm_common.service import serve
+from kvbm_common.nats.bus import Bus
+from kvbm_common.service.process import serve
 from kvbm_common.wire.verbs import (
     SnapshotReply,
     StatsReply,
     verb_subject,
 )
-from kvbm_host_tier import service
+from kvbm_host_tier.shell import service
 
 from tests.services.host_tier.engine import DEADLINE_S
+from tests.waiting import ask_until
 
 ARENA_GB = 0.001
 """A hundred slots."""
@@ -48,14 +49,7 @@ async def ask(bus: Bus, verb: str, request: object = b"{}", *, host: str = "h") 
 
 async def wait_ready(bus: Bus, *, host: str = "h") -> None:
     """Until it serves."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            try:
-                await stats_of(bus, host=host)
-            except KvbmError:
-                await asyncio.sleep(0.01)
-            else:
-                return
+    await ask_until(lambda: stats_of(bus, host=host), deadline_s=DEADLINE_S, despite=KvbmError)
 
 
 async def stats_of(bus: Bus, *, host: str = "h") -> StatsReply:
@@ -71,10 +65,12 @@ async def held(bus: Bus, *, host: str = "h") -> set[int]:
 
 async def wait_stats(bus: Bus, condition: Any, *, host: str = "h") -> StatsReply:
     """Until the figures are as they should be."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition(stats := await stats_of(bus, host=host)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return stats
+
+    async def right() -> StatsReply | None:
+        stats = await stats_of(bus, host=host)
+        return stats if condition(stats) else None
+
+    return await ask_until(right, deadline_s=DEADLINE_S)
 
 
 async def counted(bus: Bus, family: str, label: str = "reason") -> dict[str, float]:

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import msgspec
 import pytest
-from kvbm_common.audit import AUDIT
-from kvbm_common.bus import Bus
 from kvbm_common.errors import RequestFailed
+from kvbm_common.nats.bus import Bus
+from kvbm_common.service.audit import AUDIT
 from kvbm_common.wire.admin import (
     Audited,
     BlockReply,
@@ -37,7 +37,7 @@ from kvbm_common.wire.admin import (
 from kvbm_common.wire.events import Removed
 from kvbm_common.wire.local import Pulled
 from kvbm_common.wire.verbs import ErrorBody
-from kvbm_host_tier.messages import AdminAsked, Answer, AskFill
+from kvbm_host_tier.core.messages import AdminAsked, Answer, AskFill
 
 from tests.services.host_tier.engine import RealEngine
 from tests.services.host_tier.helpers import DIGEST, Host, name, of
@@ -103,7 +103,7 @@ def test_the_eviction_policy_changes_and_the_blocks_stay() -> None:
     host.release(found.lease)
     host.store(11, 12)
     assert host.announced == {1, 2, 11, 12}
-    assert host.core.statistics(host.now_ms).policy == "lfu"
+    assert host.core.view.statistics(host.now_ms).policy == "lfu"
     assert admin(host, "policy", PolicyRequest(policy="no"), ErrorBody).code == "unknown_policy"
     assert admin(host, "policy", PolicyRequest(policy="lfu"), PolicyReply).was == "lfu"
 
@@ -112,7 +112,7 @@ def test_a_staging_arena_keeps_its_policy() -> None:
     """It asks for all free blocks in order, and what is on disk may go anyway."""
     host = Host(staging=True)
     assert admin(host, "policy", PolicyRequest(policy="lfu"), ErrorBody).code == "fixed_policy"
-    assert host.core.statistics(host.now_ms).policy == "lru"
+    assert host.core.view.statistics(host.now_ms).policy == "lru"
 
 
 # --- evict and reset ----------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_whole_tier_or_namespace(request_: RemoveRequest, left: set[int]) -> N
 
 def test_many_blocks_go_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of five goes leaves first, two at a time: what is left stays in one piece."""
-    monkeypatch.setattr("kvbm_common.tier_admin.STEP_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvbm_common.tier.admin.STEP_BLOCKS_MAX", 2)
     host = Host(slots=8)
     host.store(1, 2, 3, 4, 5)
     request = RemoveRequest(prefix=name(1).hex())
@@ -271,7 +271,7 @@ def test_a_drained_tier_serves_and_takes_nothing() -> None:
     [pulled] = of(host.told(host.offer(2)), Pulled)
     assert (pulled.reason, pulled.failed) == ("draining", 1)
     assert len(host.found(host.look_up(1)).slots) == 1
-    assert host.core.statistics(host.now_ms).figures["draining"] == 1.0
+    assert host.core.view.statistics(host.now_ms).figures["draining"] == 1.0
     admin(host, "undrain", DrainRequest(), DrainReply)
     host.store(2)
     assert host.announced == {1, 2}
@@ -293,7 +293,7 @@ def test_prefetch_brings_what_the_disk_has() -> None:
     [answer] = of(host.filled(fill), Answer)
     assert answer.reply == PrefetchReply(blocks=3, filled=2, reason="not_stored")
     assert (host.announced, host.slots["active"]) == ({1, 2, 3}, 0)
-    assert host.core.statistics(host.now_ms).figures.get("lookups", 0.0) == 0.0
+    assert host.core.view.statistics(host.now_ms).figures.get("lookups", 0.0) == 0.0
 
 
 def test_prefetch_ends_at_its_deadline() -> None:

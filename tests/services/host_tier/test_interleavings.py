@@ -18,17 +18,17 @@ from kvbm_common.eviction import POLICIES
 from kvbm_common.wire.admin import PolicyRequest, ResizeReply, ResizeRequest
 from kvbm_common.wire.local import Found, Pulled
 from kvbm_common.wire.verbs import FILL_GRACE_MS, ErrorBody
-from kvbm_host_tier.messages import (
+from kvbm_host_tier.core.messages import (
     AdminAsked,
     Answer,
     AskFill,
     AttachPeer,
     DetachPeer,
     DiskEvent,
-    DiskLost,
-    DiskSeen,
     DiskSnapshot,
     Effect,
+    LowerTierJoined,
+    LowerTierLeft,
     PeerAttached,
     PeerFailed,
     PullSettled,
@@ -222,7 +222,7 @@ class Everything(RuleBasedStateMachine):
             case "removed":
                 self.host.disk_removed(*blocks)
             case "seen":
-                self.take(self.host.step(DiskSeen("0")))
+                self.take(self.host.step(LowerTierJoined("0")))
                 reply = self.host.disk.snapshot([on_disk(number) for number in blocks])
                 self.host.step(DiskSnapshot("0", reply if len(blocks) > 1 else None))
             case "stopped":
@@ -232,7 +232,7 @@ class Everything(RuleBasedStateMachine):
                 self.loans.clear()
                 self.host.disk_restarts()
             case _:
-                self.host.step(DiskLost("0"))
+                self.host.step(LowerTierLeft("0"))
 
     @precondition(lambda self: self.fills)
     @rule(
@@ -282,7 +282,7 @@ class Everything(RuleBasedStateMachine):
             return
         busy = before["active"] + before["staged"]
         assert answer.reply.slots >= max(slots, busy)
-        if not self.host.core.tier.staging:  # There, only what is on disk may go.
+        if not self.host.core._staging:  # There, only what is on disk may go.
             assert answer.reply.slots == max(slots, busy)
         self.take(effects)
 
@@ -318,9 +318,9 @@ class Everything(RuleBasedStateMachine):
             self.be_silent(2 * FILL_GRACE_MS)
         core = self.host.core
         assert not self.peers
-        assert len(core.tier.leases) == len(core.offload) == len(core.onboard) == 0
-        assert core.tier.table.staged() == {slot for pull in self.lost for slot in pull.slots}
-        assert core.tier.table.pins() == {}
+        assert len(core._leases.leases) == len(core._offload) == len(core._onboard) == 0
+        assert core._held.table.staged() == {slot for pull in self.lost for slot in pull.slots}
+        assert core._held.table.pins() == {}
 
 
 def sender(connection: bytes) -> tuple[str, int]:

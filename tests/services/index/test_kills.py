@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvbm_common.bus import Bus
+from kvbm_cli.stack import ServiceProcess
 from kvbm_common.identity import SequenceHash
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.stack import ServiceProcess
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
 
-from tests.connectors.consolidator.test_service import Engine, settings_of
+from tests.connectors.consolidator.shell.test_service import Engine, settings_of
 from tests.services.index.test_replicas import DEADLINE_S, KILLS, Replica, replicas
 
 CHANGES_MAX = 8

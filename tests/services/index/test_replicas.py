@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Protocol
 
 import msgspec
 import pytest
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
+from kvbm_cli.stack import ServiceProcess
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
-from kvbm_common.jetstream import EVENTS, call_api
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.stack import ServiceProcess
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.jetstream import EVENTS, call_api
 from kvbm_common.wire.verbs import DumpReply, StatsReply, verb_subject
 
-from tests.services.index.test_service import CHAIN, Source
+from tests.services.index.shell.test_service import CHAIN, Source
+from tests.waiting import ask_until
 
 DEADLINE_S = 30.0
 KILLS = int(os.environ.get("KVBM_TEST_KILLS", "1000"))
@@ -92,10 +92,14 @@ class Replica:
         truth = {
             source.name: {block.hex() for block in source.held} for source in sources if source.held
         }
-        give_up_s = time.monotonic() + DEADLINE_S
-        while (held := await self.held(bus)) != truth:
-            assert time.monotonic() < give_up_s, await self._difference(bus, held, truth)
-            await asyncio.sleep(0.01)
+
+        async def equal() -> bool:
+            return await self.held(bus) == truth
+
+        try:
+            await ask_until(equal, deadline_s=DEADLINE_S)
+        except TimeoutError:
+            pytest.fail(await self._difference(bus, await self.held(bus), truth))
 
     async def _difference(
         self, bus: Bus, held: dict[str, set[str]], truth: dict[str, set[str]]
@@ -126,8 +130,8 @@ async def replicas(server: NatsServer, directory: Path, count: int) -> AsyncIter
 
 async def image_position(bus: Bus) -> int:
     """Where the newest image is; 0 while there is none."""
-    from kvbm_common.object_store import ObjectStore
-    from kvbm_index.keeper import BUCKET, BUCKET_BYTES_MAX, NAME
+    from kvbm_common.nats.object_store import ObjectStore
+    from kvbm_index.shell.image_store import BUCKET, BUCKET_BYTES_MAX, NAME
 
     info = await ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX).info(NAME)
     return int(info.metadata["position"]) if info else 0
@@ -135,9 +139,11 @@ async def image_position(bus: Bus) -> int:
 
 async def wait_image(bus: Bus, position: int) -> None:
     """Until there is an image of this position, or a later one."""
-    async with asyncio.timeout(DEADLINE_S):
-        while await image_position(bus) < position:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+
+    async def there() -> bool:
+        return await image_position(bus) >= position
+
+    await ask_until(there, deadline_s=DEADLINE_S)
 
 
 async def test_a_replica_starts_from_the_image_without_asking(

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvbm_common.bus import Bus
-from kvbm_common.config import Settings
+from kvbm_common.config.settings import Settings
 from kvbm_common.identity import SequenceHash
-from kvbm_common.jetstream import (
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.jetstream import (
     CONSOLIDATED,
     EVENTS,
     JetStreamError,
@@ -22,21 +23,21 @@ from kvbm_common.jetstream import (
     ensure_stream,
     publish_acknowledged,
 )
-from kvbm_common.nats_server import NatsServer
-from kvbm_common.service import serve
+from kvbm_common.service.process import serve
 from kvbm_common.wire.verbs import verb_subject
-from kvbm_connectors.consolidator.service import serve_consolidator
-from kvbm_index.service import serve_index
+from kvbm_connectors.consolidator.shell.service import serve_consolidator
+from kvbm_index.shell.service import serve_index
 
-from tests.connectors.consolidator.test_service import (
+from tests.connectors.consolidator.shell.test_service import (
     Engine,
     running,
     settings_of,
     wait_agreed,
     wait_for,
 )
+from tests.services.index.shell.test_service import CHAIN, Source, held_by_index
 from tests.services.index.test_replicas import replicas
-from tests.services.index.test_service import CHAIN, Source, held_by_index
+from tests.waiting import stop_child
 
 STORE_BYTES = 32 * 1024 * 1024
 FILLER = {"name": "FILLER", "subjects": ["filler"], "retention": "limits", "discard": "new",
@@ -47,7 +48,7 @@ IMAGE_S = 0.1
 @pytest.fixture
 async def small_nats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NatsServer]:
     """A NATS with little room, of which our streams have reserved nothing."""
-    monkeypatch.setattr("kvbm_common.nats_server.STORE_BYTES_MAX", STORE_BYTES)
+    monkeypatch.setattr("kvbm_common.nats.embedded_server.STORE_BYTES_MAX", STORE_BYTES)
     async with NatsServer(tmp_path / "small") as server:
         bus = await Bus.connect(server.url, "make")
         for spec in (EVENTS, CONSOLIDATED):
@@ -175,7 +176,7 @@ async def test_a_reader_that_a_small_stream_outruns_asks_the_sources(
     ):
         quiet.store(CHAIN[:4])
         await index.wait_equal(bus, [quiet, loud])
-        os.kill(index.pid, signal.SIGSTOP)
+        stop_child(index.pid)
         # More than what the server sends ahead, before and after.
         for source, change in ((loud, flood), (quiet, last), (loud, flood)):
             change(source)

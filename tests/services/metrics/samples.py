@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbm_common.counters import Counters, MetricsSnapshot
 from kvbm_common.identity import Namespace
-from kvbm_common.registry import ServiceRecord
+from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply, WorkerStats
-from kvbm_metrics.collector import Instance
+from kvbm_metrics.core.collector import FleetView, Instance, Totals, kvbm_view
+from kvbm_metrics.shell import exposition
 
 NAMESPACE = Namespace(model="test", block_tokens=16)
 KINDS = ("index", "host-tier", "disk-tier", "metrics", "consolidator")
@@ -43,7 +45,7 @@ def tier_stats(kind: str, *, used: int, total: int, **fields: Any) -> StatsReply
 
 
 def snapshot(
-    counters: Counters, kind: str, *, host: str = "a", instance: str = "0", epoch: int = 1
+    counters: Metrics, kind: str, *, host: str = "a", instance: str = "0", epoch: int = 1
 ) -> MetricsSnapshot:
     """What `counters` hold, as the verb `metrics` answers it."""
     return MetricsSnapshot(
@@ -53,8 +55,8 @@ def snapshot(
 
 def counted(name: str, value: float, **identity: Any) -> MetricsSnapshot:
     """The snapshot of a host tier that has counted one thing."""
-    counters = Counters()
-    counters.counter(name, "Something.").add(value)
+    counters = Metrics()
+    counters.counter(name, "Something.").inc(value)
     return snapshot(counters, "host-tier", **identity)
 
 
@@ -66,6 +68,12 @@ def alive(reply: StatsReply, counted_so_far: MetricsSnapshot | None = None) -> I
         snapshot=counted_so_far,
         up=True,
     )
+
+
+def page_of(view: FleetView, totals: Totals | None = None, *, version: str = "1") -> str:
+    """The text of `/metrics`."""
+    values = kvbm_view(view, totals or Totals())
+    return exposition.render(view, values, version=version).decode()
 
 
 def silent(kind: str, **identity: Any) -> Instance:

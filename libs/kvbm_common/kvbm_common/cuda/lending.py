@@ -12,7 +12,7 @@ import msgspec
 
 from kvbm_common.cuda.copies import Lent
 from kvbm_common.cuda.runtime import Allocation, Runtime
-from kvbm_common.transfers import BadPeerMetadata
+from kvbm_common.nixl.transfers import BadPeerMetadata
 
 MAGIC = b"kvbm-cuda-1\0"
 

@@ -5,7 +5,7 @@
 
 A job is one or more waves: what fits into a table of rows. The thread puts a wave into the stream
 in one go: what it must wait for, the copies of the engine, the kernel's table and launch, an event.
-Nobody's compute stream is ever made to wait for ours; ours waits for events that are given.
+No compute stream is ever made to wait for ours; ours waits for events that are given.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvbm_common.cuda.copies import Copies, Plan, plan
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, Runtime, put
 from kvbm_common.errors import KvbmError
-from kvbm_common.transfers import (
-    Moved,
+from kvbm_common.nixl.transfers import (
     MoverBusy,
     MoverClosed,
     TransferFailed,
+    Transferred,
     TransferTimeout,
 )
 
@@ -53,7 +53,7 @@ class _Job:
     bytes: int
     deadline: float
     after: tuple[int, ...]
-    future: Future[Moved]
+    future: Future[Transferred]
     waves_left: int = 0
     failed: bool = False
     settling: Future[None] = field(default_factory=Future)
@@ -111,7 +111,7 @@ class DeviceMover:
 
     def move(
         self, copies: Copies, *, deadline_s: float, after: Sequence[int] = ()
-    ) -> Future[Moved]:
+    ) -> Future[Transferred]:
         """Copy, once the events of `after` are done. The future fails with a TransferError; unless
         it says `settled`, late bytes may still be written. The events end with the job."""
         deadline = time.monotonic() + deadline_s
@@ -275,7 +275,7 @@ class DeviceMover:
             self._jobs -= 1
         job.settling.set_result(None)
         if not job.failed:
-            job.future.set_result(Moved(job.bytes, time.monotonic() - job.started))
+            job.future.set_result(Transferred(job.bytes, time.monotonic() - job.started))
 
     def _end_events(self, job: _Job) -> None:
         for event in job.after:

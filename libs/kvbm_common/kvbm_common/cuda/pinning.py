@@ -88,7 +88,7 @@ class Pinning:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, give_up_s - time.monotonic()))
-        if self._pinned.any():  # Whose thread this is, nobody knows: CUDA may not be there yet.
+        if self._pinned.any():  # This may be any thread, and CUDA may not be there yet.
             giving_back = threading.Thread(target=self._unpin, name="unpin", daemon=True)
             giving_back.start()
             giving_back.join(CLOSE_DEADLINE_S)
@@ -159,7 +159,7 @@ def _lock_limit() -> int | None:
 
 
 def cpus_near(bus_id: str, devices: Path = PCI_DEVICES) -> set[int]:
-    """The processors of the NUMA node that a PCI device is on; empty: nobody says."""
+    """Return the processors of a PCI device's NUMA node; empty: it is not known."""
     try:
         return cpu_list((devices / bus_id / "local_cpulist").read_text())
     except (OSError, ValueError):

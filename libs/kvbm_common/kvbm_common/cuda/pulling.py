@@ -14,7 +14,8 @@ from kvbm_common.cuda.measure import choose, describe, measure
 from kvbm_common.cuda.mover import DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, CupyRuntime, Runtime
-from kvbm_common.transfers import Moved, PeerLost, Spans, TransferError, TransferFailed
+from kvbm_common.nixl.spans import Spans
+from kvbm_common.nixl.transfers import PeerLost, TransferError, TransferFailed, Transferred
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,9 @@ class DevicePuller:
         """Is this worker's memory open?"""
         return name in self._peers
 
-    def read(self, name: str, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+    def read(
+        self, name: str, target: Spans, source: Spans, *, deadline_s: float
+    ) -> Future[Transferred]:
         """As `MoverThread.read`: from the worker's addresses into ours."""
         with self._lock:
             peer = self._peers.get(name)
@@ -130,7 +133,7 @@ class DevicePuller:
         )  # fmt: skip
         return _Device(runtime, mover)
 
-    def _ended(self, peer: _Peer, done: Future[Moved]) -> None:
+    def _ended(self, peer: _Peer, done: Future[Transferred]) -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, TransferError) and error.settling is not None:
             error.settling.add_done_callback(lambda _: self._landed(peer))
@@ -154,7 +157,7 @@ def _close(peer: _Peer) -> None:
             log.warning("a worker's memory could not be closed: %s", error)
 
 
-def _failed(error: TransferError) -> Future[Moved]:
-    failed: Future[Moved] = Future()
+def _failed(error: TransferError) -> Future[Transferred]:
+    failed: Future[Transferred] = Future()
     failed.set_exception(error)
     return failed

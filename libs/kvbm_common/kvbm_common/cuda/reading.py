@@ -9,21 +9,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from kvbm_common.arena import Arena
 from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Copies, Lent, OutsideWindows, Window, through
 from kvbm_common.cuda.measure import choose, describe, measure
 from kvbm_common.cuda.mover import DeviceMover
 from kvbm_common.cuda.pinning import Pinning
 from kvbm_common.cuda.runtime import CudaError, Runtime
-from kvbm_common.transfers import Moved, Spans, TransferFailed
+from kvbm_common.memory.arena import Arena
+from kvbm_common.nixl.spans import Spans
+from kvbm_common.nixl.transfers import TransferFailed, Transferred
 
 if TYPE_CHECKING:
+    from kvbm_common.copying import Places
     from kvbm_common.cuda.lending import DeviceMemory
+    from kvbm_common.wire.local import Region
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +34,9 @@ T = TypeVar("T")
 
 CALL_DEADLINE_S = 60.0
 """Of what an engine's start waits for: the first of it compiles the kernels."""
-SUM_DEADLINE_S = 10.0
-SUM_POLL_S = 0.00005
+WAIT_DEADLINE_S = 10.0
+"""Of checksums, and of copies that are waited for."""
+WAIT_POLL_S = 0.00005
 SUM_BLOCKS_MAX = 4096
 """Blocks of one launch: more than any chunk has."""
 
@@ -43,6 +47,8 @@ class Gpu:
     def __init__(self, runtime: Runtime, *, compute_stream: int = 0) -> None:
         """Takes some measurements. Raises CudaError and TimeoutError."""
         self.runtime, self._compute_stream = runtime, compute_stream
+        self._lock = Lock()
+        self._stream: int | None = None
         self._own = ThreadPoolExecutor(1, thread_name_prefix="gpu")
         self.rates = self._apart(lambda: measure(runtime))
         log.info("copies of GPU %s: %s", runtime.bus_id(), describe(self.rates))
@@ -78,17 +84,98 @@ class Gpu:
         self.runtime.record(event, self._compute_stream)
         return event
 
-    def sums(self, regions: Sequence[Lent]) -> DeviceSums | None:
-        """Sums up blocks on the GPU; None for pieces that the kernel cannot read."""
-        return DeviceSums(self.runtime, regions) if DeviceSums.fits(regions) else None
+    def sums(self, regions: Sequence[Region]) -> SumsOfBlocks:
+        """What sums up blocks of these regions: the GPU, or, for pieces that its kernel cannot
+        read, this host, which copies them back."""
+        if DeviceSums.fits(regions):
+            return DeviceSums(self.runtime, regions)
+        log.warning("blocks are summed up by the host: the GPU's kernel cannot read this layout")
+        return HostSums(self, regions)
+
+    def clear(self, target: Places) -> None:
+        """Fill blocks with zeros, behind what the engine has begun to compute; for a thread of
+        ours. Raises CudaError."""
+
+        def put(stream: int) -> None:
+            for address, length, _ in target.spans.rows.tolist():
+                self.runtime.zero(address, length, stream)
+
+        self._on_stream(put)
+
+    def deliver(self, target: Places, source: Places, summed: bool) -> list[int]:
+        """Copy blocks from host memory into the GPU's, and sum up what was copied; for a thread of
+        ours. Raises CudaError."""
+        from kvbm_common.copying import COPIER  # xxhash: not for a benchmark.
+
+        sums = COPIER.sums(source) if summed else []
+        self._copy(target, source)
+        return sums
+
+    def fetch(self, target: Places, source: Places) -> None:
+        """Copy blocks from the GPU's memory into this host's. Raises CudaError."""
+        self._copy(target, source)
+
+    def _copy(self, target: Places, source: Places) -> None:
+        rows = zip(target.spans.rows.tolist(), source.spans.rows.tolist(), strict=True)
+
+        def put(stream: int) -> None:
+            for (to, length, _), (origin, _, _) in rows:
+                self.runtime.copy(to, origin, length, stream)
+
+        self._on_stream(put)
+
+    def _on_stream(self, put: Callable[[int], None]) -> None:
+        """Put something into a stream of ours, behind the engine's, and wait for its end."""
+        with self._lock:
+            self.runtime.enter()
+            if self._stream is None:
+                self._stream = self.runtime.stream(urgent=True)
+            begun = self.fence()
+            self.runtime.wait(self._stream, begun)
+            put(self._stream)
+            wait_for_stream(self.runtime, self._stream)
+            with contextlib.suppress(CudaError):  # A broken context has none.
+                self.runtime.end_event(begun)
+
+
+class SumsOfBlocks(Protocol):
+    """Sums up device blocks, by their number."""
+
+    def __call__(self, blocks: Sequence[int]) -> list[int]:
+        """Return the checksums of these blocks, in their order. Raises CudaError."""
+
+
+class HostSums:
+    """Sums up device blocks on this host, through a buffer of it."""
+
+    def __init__(self, gpu: Gpu, regions: Sequence[Region]) -> None:
+        self._gpu, self._regions = gpu, regions
+        self._buffer: np.ndarray | None = None
+
+    def __call__(self, blocks: Sequence[int]) -> list[int]:
+        """Copy each block back, and sum it up. For one thread at a time."""
+        from kvbm_common.copying import COPIER, Places
+        from kvbm_common.nixl.layout import device_pieces
+
+        found: list[int] = []
+        for block in blocks:
+            source = Places.of_pieces(device_pieces(self._regions, [block]))
+            if self._buffer is None:
+                self._gpu.runtime.enter()
+                self._buffer = self._gpu.runtime.pinned(source.block_bytes)
+            start = np.array([self._buffer.ctypes.data], dtype=np.uint64)
+            whole = source.whole(start)
+            self._gpu.fetch(whole.cut_like(source), source)
+            found += COPIER.sums(whole)
+        return found
 
 
 class DeviceReader:
     """Reads the arena into device memory, out of a mapping that is pinned while it is used.
 
-    A copy begins after what the engine had begun to compute: a block that is loaded may have been
-    somebody else's a moment ago. Whoever waits for the future may use the blocks on any stream.
-    Raises ArenaUnavailable, CudaError.
+    A copy begins after what the engine had begun to compute: a loaded block may have been another
+    request's a moment ago. When the future has ended, the blocks may be used on any stream. Raises
+    ArenaUnavailable, CudaError.
     """
 
     name = "cuda"
@@ -111,14 +198,14 @@ class DeviceReader:
             raise
         self._pinning.start()
 
-    def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Moved]:
+    def read(self, target: Spans, source: Spans, *, deadline_s: float) -> Future[Transferred]:
         """Copy row by row, from the host tier's addresses. The future fails with a
         TransferError."""
         try:
             ours = through([self._window], source.rows[:, 0], source.rows[:, 1])
             fence = self._gpu.fence()
         except (OutsideWindows, CudaError) as error:
-            failed: Future[Moved] = Future()
+            failed: Future[Transferred] = Future()
             failed.set_exception(TransferFailed(str(error)))
             return failed
         copies = Copies.of(target.rows[:, 0], ours, target.rows[:, 1])
@@ -195,12 +282,17 @@ class DeviceSums:
         self._runtime.copy(target, self._staging.ctypes.data, numbers.nbytes, self._stream)
 
     def _wait(self) -> None:
-        event = self._runtime.event()
-        self._runtime.record(event, self._stream)
-        give_up_s = time.monotonic() + SUM_DEADLINE_S
-        while not self._runtime.is_done(event):
-            if time.monotonic() > give_up_s:
-                raise CudaError(f"checksums took more than {SUM_DEADLINE_S} s")
-            time.sleep(SUM_POLL_S)
-        with contextlib.suppress(CudaError):
-            self._runtime.end_event(event)
+        wait_for_stream(self._runtime, self._stream)
+
+
+def wait_for_stream(runtime: Runtime, stream: int) -> None:
+    """Wait until what is in the stream by now is done. Raises CudaError."""
+    event = runtime.event()
+    runtime.record(event, stream)
+    give_up_s = time.monotonic() + WAIT_DEADLINE_S
+    while not runtime.is_done(event):
+        if time.monotonic() > give_up_s:
+            raise CudaError(f"a stream has not come to its end in {WAIT_DEADLINE_S} s")
+        time.sleep(WAIT_POLL_S)
+    with contextlib.suppress(CudaError):
+        runtime.end_event(event)

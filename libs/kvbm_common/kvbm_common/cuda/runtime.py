@@ -73,7 +73,7 @@ class Runtime(Protocol):
     kernels_reach_host: bool
     """Whether a kernel may read and write pinned host memory by its own addresses."""
     batches: bool
-    """Whether `copy_batch` can be used; whoever sees it fail says so here."""
+    """Whether `copy_batch` can be used; its caller clears this when it has failed."""
     pins_read_only: bool
     """Whether a mapping that this process may not write can be pinned."""
 
@@ -105,6 +105,9 @@ class Runtime(Protocol):
     def copy(self, target: int, source: int, length: int, stream: int) -> None:
         """One copy by a copy engine, between any two places."""
 
+    def zero(self, target: int, length: int, stream: int) -> None:
+        """Fill device memory with zeros."""
+
     def copy_batch(self, copies: Copies, stream: int) -> None:
         """Many copies in one call, in any order. Host memory must be pinned. Needs `batches`."""
 
@@ -126,7 +129,7 @@ class Runtime(Protocol):
         """Pinned host memory, which lives as long as the array."""
 
     def allocate(self, length: int) -> int:
-        """Device memory."""
+        """Allocate memory of the device."""
 
     def free(self, address: int) -> None: ...
 
@@ -137,7 +140,7 @@ class Runtime(Protocol):
         """Where another process's allocation is here."""
 
     def close(self, address: int) -> None:
-        """Undo `open`."""
+        """Close what `open` has opened."""
 
     def bus_id(self) -> str:
         """Where the device is on the PCI bus, as in sysfs."""
@@ -244,6 +247,9 @@ class CupyRuntime:
 
     def copy(self, target: int, source: int, length: int, stream: int) -> None:
         self._call(self._cuda.memcpyAsync, target, source, length, COPY_DEFAULT, stream)
+
+    def zero(self, target: int, length: int, stream: int) -> None:
+        self._call(self._cuda.memsetAsync, target, 0, length, stream)
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
         columns = [np.ascontiguousarray(column) for column in copies.rows.T]

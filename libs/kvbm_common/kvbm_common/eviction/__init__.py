@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvbm_common.blocks import BlockColumns
 from kvbm_common.errors import KvbmError
 from kvbm_common.eviction.lfu import Lfu
 from kvbm_common.eviction.lru import Lru
 from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import BlockColumns
 
 __all__ = [
     "POLICIES",
@@ -56,7 +56,7 @@ class EvictionPolicy(Protocol):
         """A held block is no longer in use. Chains are freed leaves first."""
 
     def touch(self, block: SequenceHash) -> None:
-        """A lookup or read found the block, free or held: whoever asked wants it again."""
+        """Count a use: a lookup or read found the block, free or held."""
 
     def forget(self, block: SequenceHash) -> None:
         """A free block has left the tier."""

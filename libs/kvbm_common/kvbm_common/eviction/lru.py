@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvbm_common.blocks import BlockColumns
 from kvbm_common.eviction.order import FreeOrder
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import BlockColumns
 
 
 class Lru:

@@ -11,8 +11,8 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm_common.blocks import BlockColumns
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import BlockColumns
 
 TURN_ENDS = (1, 2, 3, 5, 9)
 """Turns up to each are of one kind, and all beyond the last."""
@@ -67,7 +67,7 @@ class Nodes(dict[SequenceHash, Node]):
         self.orphans = dict(former.orphans)
 
     def has(self, name: SequenceHash) -> bool:
-        """Is it here?"""
+        """Tell whether a block is here."""
         return name in self or name in self._slot_of
 
     def find(self, name: SequenceHash) -> Node | None:
@@ -124,7 +124,7 @@ class Former:
         starts, lengths = blocks.runs()
         heads = blocks.parents[starts].tolist()
         above = self._rows_of(heads)
-        above[above == starts] = -1  # Nobody is before itself.
+        above[above == starts] = -1  # A block is never before itself.
         known = zip(heads, above.tolist(), strict=True)
         self.orphans = Counter(parent for parent, row in known if row < 0)
         self._children = np.zeros(len(blocks), np.int32)
@@ -139,7 +139,7 @@ class Former:
         self._places[leaves] = np.arange(len(leaves))
 
     def _rows_of(self, names: list[SequenceHash]) -> NDArray[np.intp]:
-        """The rows of blocks, -1 where there is none."""
+        """Return the rows of blocks, -1 for those without a row."""
         slots = np.array([self.slot_of.get(name, -1) for name in names], np.intp)
         rows = np.full(len(names), -1)
         here = slots >= 0
@@ -166,7 +166,8 @@ class Former:
 def _depths(
     starts: NDArray[np.intp], lengths: NDArray[np.intp], above: NDArray[np.intp]
 ) -> NDArray[np.int32]:
-    """Blocks before each one, by the row `above` each run of children, -1 where there is none."""
+    """Return how many blocks are before each one. `above`: the row above each run of children, or
+    -1."""
     runs = np.repeat(np.arange(len(starts)), lengths)
     offsets = np.arange(len(runs)) - np.repeat(starts, lengths)
     # A parent that came later was not known.

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
-from kvbm_common.blocks import BlockColumns
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import BlockColumns
 
 
 class FreeOrder:

@@ -23,7 +23,6 @@ from itertools import islice
 
 import numpy as np
 
-from kvbm_common.blocks import BlockColumns
 from kvbm_common.eviction.duel import Duel
 from kvbm_common.eviction.nodes import (
     DEPTH_KIND,
@@ -35,9 +34,10 @@ from kvbm_common.eviction.nodes import (
     Nodes,
 )
 from kvbm_common.eviction.order import FreeOrder
-from kvbm_common.eviction.returns import Returns, bucket_of
+from kvbm_common.eviction.reuse_curves import ReuseCurves, bucket_of
 from kvbm_common.eviction.sketch import SPREAD, WORD, Sketch, mix, mixed
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import BlockColumns
 
 LOOKED_AT = 32
 """Leaves that are looked at before one of them is chosen."""
@@ -57,13 +57,14 @@ class PrefixPolicy:
         self._now = 0
         self._draw = SPREAD
         self._sketch = Sketch(slot_count)
-        self.returns = Returns(KINDS, slot_count)
+        self.returns = ReuseCurves(KINDS, slot_count)
         self.duel = Duel(slot_count)
 
     # --- what the tier tells ----------------------------------------------------------------
 
     def fill(self, former: BlockColumns) -> None:
-        """Nobody knows how often they were used: once. That none has come back is no lesson."""
+        """Take in the blocks of a former life, as if each was used once: how often is not known.
+        That none has come back is no lesson."""
         words = mixed(former.hashes)
         self._sketch.fill(words)
         in_duel = self.duel.all_sampled(words)
@@ -268,7 +269,7 @@ class _Chosen:
                 parent = self.take(parent)
 
     def take_rest(self) -> None:
-        """Whatever is free, and of which something behind it is held; still children first."""
+        """Take the free blocks that have a held block behind them; still children first."""
         rest = [name for name in self._free if name not in self.names]
         before = Counter(self._nodes[name].parent for name in rest)
         ready = [name for name in rest if not before[name]]

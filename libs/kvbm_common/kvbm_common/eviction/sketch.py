@@ -40,7 +40,7 @@ def mixed(names: NDArray[np.void]) -> NDArray[np.uint64]:
 
 
 class Sketch:
-    """Counts of names."""
+    """Counts of how often names were asked for."""
 
     def __init__(self, slot_count: int) -> None:
         places = min(max(PLACES_MIN, PLACES_PER_SLOT * slot_count), PLACES_MAX)

@@ -1,8 +1,9 @@
 """Verbs of operators: what a tier knows of one block, and changes to what it holds.
 
-Every change names its `actor` and is written to the audit stream by the service that carries it
-out, with its outcome. A change of many blocks is made in steps: a reply with `more` wants to be
-asked again, so that no step of a core takes long and a client can stop between two.
+Their messages; `operator_verbs` has their table. Every change names its `actor` and is written to
+the audit stream by the service that carries it out, with its outcome. A change of many blocks is
+made in steps: a reply with `more` wants to be asked again, so that no step of a core takes long and
+a client can stop between two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ AUDIT_SUBJECT_PREFIX = "kvbm.v1.audit"
 STEP_BLOCKS_MAX = 4_096
 """Blocks that one request may name, and that one step of a core removes: about 10 ms."""
 PIN_TTL_MS_MAX = 7 * 24 * 3600 * 1000
-"""A pin ends by itself within a week: who forgets one has not lost the slots for ever."""
+"""A pin ends by itself within a week: the slots of a forgotten one come free."""
 
 PREFETCH_DEADLINE_MS_MAX = 4_000
 """For one request, which is answered within the deadline of a verb; who wants more asks again."""
@@ -76,16 +77,20 @@ class BlockReply(_Message, frozen=True, kw_only=True):
     pins: Natural = 0
     leases: list[BlockLease] = []
     story: list[BlockEntry] = []
+    part_count: Annotated[int, Meta(ge=1)] = 1
+    """How many parts of equal size it has, one per rank of its engine."""
+    part_checksums: list[int] = []
+    """The xxh3-64 of each part; empty: it has one, or this tier keeps only their number."""
 
 
 # --- changes --------------------------------------------------------------------------------
 
 
 class RemoveRequest(_Change, frozen=True, kw_only=True):
-    """Remove committed blocks from this tier. Exactly one of the first four says which.
+    """Remove committed blocks: exactly one of hashes, prefix, namespace and everything.
 
-    The verb `evict` leaves those that somebody is reading; `reset` makes these, too, unfindable at
-    once (who reads under a lease ends undisturbed). What is on its way in is not touched.
+    The verb `evict` leaves those that are being read; `reset` makes these, too, unfindable at once
+    (a read under a lease ends undisturbed). What is on its way in is not touched.
     """
 
     hashes: Hashes | None = None
@@ -106,7 +111,7 @@ class RemoveReply(_Message, frozen=True, kw_only=True):
 
 
 class PinRequest(_Change, frozen=True, kw_only=True):
-    """Keep these blocks from eviction for `ttl_ms`, counted from the arrival of the request."""
+    """Keep these blocks from eviction for a while, counted from the arrival of the request."""
 
     hashes: Hashes
     ttl_ms: Annotated[int, Meta(ge=1, le=PIN_TTL_MS_MAX)]
@@ -121,7 +126,7 @@ class PinReply(_Message, frozen=True, kw_only=True):
 
 
 class UnpinRequest(_Change, frozen=True, kw_only=True):
-    """End a pin."""
+    """End a pin before its deadline."""
 
     pin: Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
@@ -137,7 +142,7 @@ class PinsRequest(_Message, frozen=True, kw_only=True):
 
 
 class PinEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One pin."""
+    """One pin of a tier."""
 
     pin: Natural
     owner: str
@@ -146,7 +151,7 @@ class PinEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinsReply(_Message, frozen=True, kw_only=True):
-    """Oldest first."""
+    """All pins, the oldest first."""
 
     pins: list[PinEntry]
 
@@ -180,7 +185,7 @@ class PrefetchReply(_Message, frozen=True, kw_only=True):
 
 
 class ResizeRequest(_Change, frozen=True, kw_only=True):
-    """Use so many slots of the medium, until the process ends or the medium is cut anew.
+    """Use so many slots of the medium, until the process ends or the medium is cut again.
 
     Fewer: empty slots go out of use first, then blocks are evicted for it. What is pinned or on its
     way in stays; who still wants it smaller asks again.
@@ -239,13 +244,13 @@ class LogLevelRequest(_Change, frozen=True, kw_only=True):
 
 
 class LogLevelReply(_Message, frozen=True, kw_only=True):
-    """What held before."""
+    """The level that held before."""
 
     was: str
 
 
 class Audited(_Message, frozen=True, kw_only=True):
-    """A change that somebody has asked for, on `kvbm.v1.audit.<kind>.<host>.<instance>`."""
+    """A change that an operator has asked for, on `kvbm.v1.audit.<kind>.<host>.<instance>`."""
 
     ts_ms: Natural
     kind: str
@@ -255,32 +260,20 @@ class Audited(_Message, frozen=True, kw_only=True):
     actor: str
     request: str
     """The request as it came, cut after 4,096 characters."""
-    outcome: str
-    """`ok`, or the code of the error."""
+    outcome: Annotated[str, Meta(description="`ok`, or the code of the error.")]
     reply: str = ""
     """The reply, cut likewise; of an error its text."""
 
 
 TierRequest = (
-    BlockRequest
-    | RemoveRequest
-    | PinRequest
-    | UnpinRequest
-    | PinsRequest
-    | DrainRequest
-    | ResizeRequest
-    | PolicyRequest
-)
+    BlockRequest | RemoveRequest | PinRequest | UnpinRequest | PinsRequest | DrainRequest
+    | ResizeRequest | PolicyRequest
+)  # fmt: skip
+"""What every tier answers (`kvbm_common.tier.admin`)."""
 TierReply = (
-    BlockReply
-    | RemoveReply
-    | PinReply
-    | UnpinReply
-    | PinsReply
-    | DrainReply
-    | ResizeReply
-    | PolicyReply
-)
+    BlockReply | RemoveReply | PinReply | UnpinReply | PinsReply | DrainReply
+    | ResizeReply | PolicyReply
+)  # fmt: skip
 
 audit_codec: JsonCodec[Audited] = JsonCodec(Audited)
 

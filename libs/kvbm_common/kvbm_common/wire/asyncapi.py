@@ -1,7 +1,8 @@
 """The AsyncAPI description of the bus, generated from the message types so that it cannot drift.
 
 `python -m kvbm_common.wire.asyncapi > docs/asyncapi.yaml` renews it; a test compares the two. Only
-the tables below are written by hand: which message goes where.
+the tables below are written by hand: which message goes where. The verbs of operators have their
+own (`OPERATOR_VERBS`).
 """
 
 from __future__ import annotations
@@ -14,25 +15,23 @@ from typing import Any
 
 import msgspec
 
-from kvbm_common.counters import MetricsSnapshot
 from kvbm_common.wire import VERSION, admin, events, explain, holders, scores, verbs
+from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_common.wire.operator_verbs import LOWER_TIERS, OPERATOR_VERBS, SERVICES, TIERS
 
 Json = dict[str, Any]
-
-SERVICES = ("index", "host-tier", "disk-tier", "object-tier", "metrics", "consolidator")
-"""Every kind of service; each instance answers `stats` and `metrics`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A message that nobody answers."""
+    """A message without an answer."""
 
     name: str
     subject: str
     types: Sequence[type[msgspec.Struct]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Verb:
     """A request and its reply."""
 
@@ -43,6 +42,15 @@ class Verb:
     reply: type[msgspec.Struct]
     shared: bool = False
     """Also on the subject where any replica answers."""
+
+
+def _operators_verbs() -> Iterable[Verb]:
+    """Yield an entry per operator's verb and kind of service; `{service}` is any kind."""
+    for answered_by in dict.fromkeys(one.answered_by for one in OPERATOR_VERBS):
+        for service in ("{service}",) if answered_by == SERVICES else answered_by:
+            for one in OPERATOR_VERBS:
+                if one.answered_by == answered_by:
+                    yield Verb(service=service, verb=one.name, request=one.request, reply=one.reply)
 
 
 PUBLISHED = (
@@ -65,113 +73,27 @@ PUBLISHED = (
     Published(name="hits", subject=verbs.hits_subject("{host}"), types=(verbs.Hits,)),
 )
 VERBS = (
-    Verb(
-        service="index",
-        verb="match",
-        request=verbs.MatchRequest,
-        reply=verbs.MatchReply,
-        shared=True,
-    ),
-    Verb(
-        service="index", verb="dump", request=verbs.DumpRequest, reply=verbs.DumpReply, shared=True
-    ),
-    Verb(
-        service="index",
-        verb="holders",
-        request=verbs.DumpRequest,
-        reply=holders.HoldersReply,
-        shared=True,
-    ),
-    Verb(
-        service="index",
-        verb="match_batch",
-        request=scores.MatchBatchRequest,
-        reply=scores.MatchBatchReply,
-        shared=True,
-    ),
-    Verb(
-        service="index",
-        verb="score",
-        request=scores.ScoreRequest,
-        reply=scores.ScoreReply,
-        shared=True,
-    ),
-    Verb(
-        service="index",
-        verb="where",
-        request=scores.WhereRequest,
-        reply=scores.WhereReply,
-        shared=True,
-    ),
-    Verb(service="host-tier", verb="arena", request=verbs.ArenaRequest, reply=verbs.ArenaReply),
-    Verb(service="host-tier", verb="door", request=verbs.DoorRequest, reply=verbs.DoorReply),
-    Verb(service="host-tier", verb="lease", request=verbs.LeaseRequest, reply=verbs.LeaseReply),
-    Verb(
-        service="host-tier", verb="release", request=verbs.ReleaseRequest, reply=verbs.ReleaseReply
-    ),
+    Verb("index", "match", verbs.MatchRequest, verbs.MatchReply, shared=True),
+    Verb("index", "dump", verbs.DumpRequest, verbs.DumpReply, shared=True),
+    Verb("index", "holders", verbs.DumpRequest, holders.HoldersReply, shared=True),
+    Verb("index", "match_batch", scores.MatchBatchRequest, scores.MatchBatchReply, shared=True),
+    Verb("index", "score", scores.ScoreRequest, scores.ScoreReply, shared=True),
+    Verb("index", "where", scores.WhereRequest, scores.WhereReply, shared=True),
+    Verb("host-tier", "arena", verbs.ArenaRequest, verbs.ArenaReply),
+    Verb("host-tier", "door", verbs.DoorRequest, verbs.DoorReply),
+    Verb("host-tier", "lease", verbs.LeaseRequest, verbs.LeaseReply),
+    Verb("host-tier", "release", verbs.ReleaseRequest, verbs.ReleaseReply),
+    *(Verb(tier, "fill", verbs.FillRequest, verbs.FillReply) for tier in LOWER_TIERS),
     *(
-        Verb(service=source, verb="fill", request=verbs.FillRequest, reply=verbs.FillReply)
-        for source in ("disk-tier", "object-tier")
+        Verb(source, "snapshot", verbs.SnapshotRequest, verbs.SnapshotReply)
+        for source in (*TIERS, "consolidator")
     ),
-    *(
-        Verb(
-            service=source,
-            verb="snapshot",
-            request=verbs.SnapshotRequest,
-            reply=verbs.SnapshotReply,
-        )
-        for source in ("host-tier", "disk-tier", "object-tier", "consolidator")
-    ),
-    *(
-        Verb(service=tier, verb=verb, request=request, reply=reply)
-        for tier in ("host-tier", "disk-tier", "object-tier")
-        for verb, request, reply in (
-            ("block", admin.BlockRequest, admin.BlockReply),
-            ("evict", admin.RemoveRequest, admin.RemoveReply),
-            ("reset", admin.RemoveRequest, admin.RemoveReply),
-            ("pin", admin.PinRequest, admin.PinReply),
-            ("unpin", admin.UnpinRequest, admin.UnpinReply),
-            ("pins", admin.PinsRequest, admin.PinsReply),
-            ("drain", admin.DrainRequest, admin.DrainReply),
-            ("undrain", admin.DrainRequest, admin.DrainReply),
-            ("resize", admin.ResizeRequest, admin.ResizeReply),
-            ("policy", admin.PolicyRequest, admin.PolicyReply),
-        )
-    ),
-    *(
-        Verb(service=tier, verb="filter", request=admin.FilterRequest, reply=admin.FilterReply)
-        for tier in ("disk-tier", "object-tier")
-    ),
-    Verb(
-        service="host-tier",
-        verb="explain",
-        request=explain.ExplainRequest,
-        reply=explain.ExplainReply,
-    ),
-    Verb(
-        service="host-tier",
-        verb="explain_list",
-        request=explain.ExplainListRequest,
-        reply=explain.ExplainListReply,
-    ),
-    *(
-        Verb(service=tier, verb="fates", request=explain.FatesRequest, reply=explain.FatesReply)
-        for tier in ("disk-tier", "object-tier")
-    ),
-    Verb(
-        service="host-tier",
-        verb="prefetch",
-        request=admin.PrefetchRequest,
-        reply=admin.PrefetchReply,
-    ),
-    Verb(
-        service="{service}",
-        verb="log_level",
-        request=admin.LogLevelRequest,
-        reply=admin.LogLevelReply,
-    ),
-    Verb(service="{service}", verb="stats", request=verbs.StatsRequest, reply=verbs.StatsReply),
-    Verb(service="{service}", verb="metrics", request=verbs.StatsRequest, reply=MetricsSnapshot),
+    Verb("host-tier", "explain", explain.ExplainRequest, explain.ExplainReply),
+    Verb("host-tier", "explain_list", explain.ExplainListRequest, explain.ExplainListReply),
+    *(Verb(tier, "fates", explain.FatesRequest, explain.FatesReply) for tier in LOWER_TIERS),
+    *_operators_verbs(),
+    Verb("{service}", "stats", verbs.StatsRequest, verbs.StatsReply),
+    Verb("{service}", "metrics", verbs.StatsRequest, MetricsSnapshot),
 )
 PARAMETERS: dict[str, Json] = {
     "host": {"description": "Name of a machine."},

@@ -43,7 +43,7 @@ EVENTS_MAX = 65_536
 _WireHash = int | Annotated[bytes, Meta(min_length=8, max_length=64)]
 _Natural = Annotated[int, Meta(ge=0)]
 
-# msgspec decodes the one; whoever reads them may as well have the other, a view of packed ones.
+# msgspec decodes the one; a reader may as well have the other, a view of packed ones.
 if TYPE_CHECKING:
     TokenIds = Sequence[int]
 else:
@@ -161,7 +161,7 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
 
 _WITH_HASHES = (BlockStored, BlockRemoved)
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes; the second for text that is none, the last for depth."""
+"""What msgspec raises on bytes; the second for invalid text, the last for depth."""
 
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
 _any_decoder = msgspec.msgpack.Decoder()

@@ -7,11 +7,14 @@ asks the source for a snapshot; it never guesses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import asdict
 
+from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import JsonCodec
 
@@ -81,6 +84,39 @@ class Cleared(_Envelope, frozen=True, kw_only=True, tag="cleared"):
 
 
 Event = Stored | Removed | Cleared
+
+
+class EventHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What an event begins with, and the one place where events are made."""
+
+    host: str
+    source: str
+    tier: Tier
+    epoch: int
+    seq: int
+    ts_ms: int = 0
+    """A core leaves it at 0: wall-clock stamps are the business of its shell."""
+    rank: int = 0
+
+    def stored(self, namespace: str, runs: list[Run], *, group: int = 0) -> Stored:
+        """Return the event that says: these blocks can be read from now on."""
+        return Stored(**asdict(self), group=group, namespace=namespace, runs=runs)
+
+    def removed(self, namespace: str, hashes: list[str], reason: str, *, group: int = 0) -> Removed:
+        """Return the event that says: these blocks are gone from this tier."""
+        return Removed(
+            **asdict(self), group=group, namespace=namespace, hashes=hashes, reason=reason
+        )
+
+    def cleared(self, reason: str, *, rank_only: bool = False) -> Cleared:
+        """Return the event that says: nothing is held any more."""
+        return Cleared(**asdict(self), reason=reason, rank_only=rank_only)
+
+
+def run_of(parent: SequenceHash, hashes: Sequence[SequenceHash]) -> Run:
+    """Return a run as events have it."""
+    return Run(parent=parent.hex(), hashes=hashes_to_hex(hashes))
+
 
 event_codec: JsonCodec[Event] = JsonCodec(Event)
 

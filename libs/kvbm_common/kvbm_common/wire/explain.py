@@ -26,6 +26,11 @@ Place = Literal["device", "host", "disk", "object", "remote", ""]
 """A tier of this host, or host memory of another."""
 
 
+def _says(text: str) -> Meta:
+    """Return what a field means, for the documents of NATS and HTTP."""
+    return Meta(description=text)
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
     v: Literal[1] = VERSION  # type: ignore[assignment]
 
@@ -37,32 +42,31 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     blocks: Natural
-    tier: Place = ""
+    tier: Annotated[Place, _says("Where it came from, was last, or what failed.")] = ""
     reason: str = ""
-    hash: str = ""
-    """Of its first block."""
-    policy: str = ""
-    """Which eviction policy has chosen it."""
-    at_ms: Natural = 0
-    """When that happened to its first block; of `never_stored`, how far back we know."""
+    hash: Annotated[str, _says("Of its first block; see /v1/blocks/{hash}.")] = ""
+    policy: Annotated[str, _says("Which eviction policy chose it.")] = ""
+    at_ms: Annotated[Natural, _says("When that happened; 0: not known.")] = 0
+    """To its first block; of `never_stored`, how far back we know."""
     detail: str = ""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One lookup. `reason` is that of its first missed block, empty when none was missed."""
+    """One lookup, block by block."""
 
     request: str
     engine: str
-    ts_ms: Natural
-    blocks: Natural
+    ts_ms: Annotated[Natural, _says("Wall clock, ms since 1970.")]
+    blocks: Annotated[Natural, _says("Blocks that were asked for.")]
     hit_blocks: Natural
-    reason: str
+    reason: Annotated[str, _says("Of the first missed block; empty: none was missed.")]
     segments: list[Segment]
     """In the order of the blocks."""
-    outcome: str = ""
-    """What its connector has told afterwards: why blocks that were found were not used."""
-    lost_blocks: Natural = 0
-    """So many of them."""
+    outcome: Annotated[
+        str, _says("Why blocks that were found were not used; empty: they were.")
+    ] = ""
+    """What its connector has told afterwards."""
+    lost_blocks: Annotated[Natural, _says("Blocks that were found and not used.")] = 0
     trace: str = ""
     """Its trace in OpenTelemetry, 32 hex digits."""
 

@@ -30,6 +30,8 @@ from kvbm_common.wire.events import Natural, Token
 
 Positive = Annotated[int, Meta(ge=1)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+Generation = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
+"""Empty until an engine's caches are reset for the first time."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
@@ -63,6 +65,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     pid: Natural = 0
     shards: Natural = 0
     """The version of the shard map by which it comes here; 0: by the well-known endpoint."""
+    verify: str = ""
+    """Which loads this worker compares with their checksums: `always`, `sampled`, `never`."""
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -92,19 +96,20 @@ class Refused(_Message, frozen=True, kw_only=True):
     message: str
     field: str = ""
     offer: Natural | None = None
-    """The offer that nobody will pull: its blocks need not be held."""
+    """The offer will not be pulled: its blocks need not be held."""
 
 
 class Moved(_Message, frozen=True, kw_only=True):
     """Another host tier of this host serves this engine, by this version of the shard map.
 
-    Whoever is attached here finishes what is under way, says `Bye` and introduces itself there.
+    An attached half finishes what is under way, says `Bye` and introduces itself there.
     """
 
     endpoint: str
     version: Natural
     within_ms: Natural = 0
-    """For so long whoever says this answers as before; 0: it knows nothing of this engine."""
+    """Grace period during which the sender answers as before; 0: it knows nothing of this
+    engine."""
 
 
 class Beat(_Message, frozen=True, kw_only=True):
@@ -193,6 +198,9 @@ class Found(_Message, frozen=True, kw_only=True):
     remote_blocks: list[Natural] = []
     reason: str = ""
     object_blocks: list[Natural] = []
+    part_checksums: list[int] = []
+    """The checksum of each rank's part of each block, block after block: every rank verifies its
+    own. Empty where blocks have one part, whose checksum is in `checksums`."""
 
 
 class Release(_Message, frozen=True, kw_only=True):
@@ -231,11 +239,22 @@ class Confirm(_Message, frozen=True, kw_only=True):
 # --- connector to consolidator --------------------------------------------------------------
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter as events of an engine call it, and the digest of its content."""
+
+    id: Natural
+    name: str
+    content: str
+
+
 class Attach(_Message, frozen=True, kw_only=True):
     """Follow this engine's event stream (vLLM's wire) and name its blocks in `namespace`.
 
     `endpoint` and `replay_endpoint` are where the engine's PUB and ROUTER listen. An engine without
     events has no endpoint (`""`): it attaches for its offers alone.
+
+    Sent again when `generation` or `adapters` change, which goes on with what is followed; any
+    other difference begins another life.
     """
 
     engine: Token
@@ -246,6 +265,10 @@ class Attach(_Message, frozen=True, kw_only=True):
     rank: Natural = 0
     """Data-parallel rank."""
     namespace: Namespace
+    generation: Generation = ""
+    """Part of the names of blocks that are stored after the engine's cache is cleared next."""
+    adapters: list[Adapter] | None = None
+    """Those that requests have used. None: this engine's LoRA blocks are named by name alone."""
 
 
 class Attached(_Message, frozen=True, kw_only=True):
@@ -256,6 +279,8 @@ class Attached(_Message, frozen=True, kw_only=True):
     epoch: Natural
     offers: bool = True
     """Whether offers can be passed on now. Said again when that changes."""
+    generation: Generation = ""
+    """The one that was said last, in force from the next clear on."""
 
 
 class Detach(_Message, frozen=True, kw_only=True):

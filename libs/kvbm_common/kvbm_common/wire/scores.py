@@ -37,16 +37,12 @@ class ScoreRequest(MatchRequest, frozen=True, kw_only=True):
 
 
 class PlaceScore(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of an engine, with its own blocks and those of its host's tiers together.
-
-    An empty `source` stands for every engine of the host that has none of the blocks itself.
-    """
+    """One rank of an engine, with its own blocks and those of its host's tiers together."""
 
     host: Token
-    source: str
+    source: Annotated[str, Meta(description="Empty: any other engine of that host.")]
     rank: Natural = 0
-    blocks: Natural
-    """The longest usable run, over all these tiers."""
+    blocks: Annotated[Natural, Meta(description="The longest usable run, over all these tiers.")]
     score: float
 
 

@@ -104,7 +104,8 @@ class LeaseRequest(_Message, frozen=True, kw_only=True):
 
 
 class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """One pinned block. `checksum` is the xxh3-64 of its first `bytes` bytes."""
+    """One pinned block. `checksum` is the xxh3-64 of its first `bytes` bytes, or of the
+    `part_checksums` where it has several parts."""
 
     hash: Hex128
     parent: Hex128
@@ -112,6 +113,8 @@ class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):
     slot: Natural
     checksum: int
     bytes: Natural
+    part_checksums: list[int] = []
+    """The xxh3-64 of each of its parts, which are of equal size; empty: it has one part."""
 
 
 class LeaseReply(_Message, frozen=True, kw_only=True):
@@ -192,6 +195,8 @@ class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
     checksum: int = 0
     bytes: Natural = 0
     reason: str = ""
+    part_checksums: list[int] = []
+    """As in `LeasedSlot`."""
 
 
 class FillReply(_Message, frozen=True, kw_only=True):
@@ -301,7 +306,7 @@ class SnapshotReply(_Message, frozen=True, kw_only=True):
 
 
 class StatsRequest(_Message, frozen=True, kw_only=True):
-    """How are you?"""
+    """Ask a service for its statistics."""
 
 
 class StatsReply(_Message, frozen=True, kw_only=True):
@@ -343,6 +348,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     namespace: Namespace
     block_bytes: Natural
     seen_ms_ago: Natural
+    verify: str = ""
+    """Which loads it compares with their checksums, as its Hello says; empty: not known."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

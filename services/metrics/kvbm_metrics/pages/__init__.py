@@ -20,7 +20,7 @@ CLOSED = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-"""A page talks to us only, and nobody frames it."""
+"""A page talks to us only, and no other site frames it."""
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 

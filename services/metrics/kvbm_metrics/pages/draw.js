@@ -71,6 +71,7 @@ export class Curve {
     set(svg, "viewBox", `0 0 ${POINTS - 1} 30`);
     set(svg, "preserveAspectRatio", "none");
     set(svg, "role", "img");
+    set(svg, "aria-label", `${label}, no figure yet`);
     this.under = draw("path", svg, { class: "under" });
     this.line = draw("path", svg);
   }

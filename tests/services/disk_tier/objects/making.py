@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
-from kvbm_common.counters import Counters
-from kvbm_common.loop import CoreLoop
-from kvbm_disk_tier.objects.bucket import Bucket, BucketOptions
-from kvbm_disk_tier.objects.medium import ObjectMedium, ObjectOptions, requests_counter
-from kvbm_disk_tier.objects.mover import ObjectMover
-from kvbm_disk_tier.objects.packing import Plain
-from kvbm_disk_tier.objects.sealed_packing import Sealed
-from kvbm_disk_tier.sealing import Keys
+from kvbm_common.runtime.loop import CoreLoop
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_disk_tier.objects.core.packing import Plain
+from kvbm_disk_tier.objects.shell.bucket import Bucket, BucketOptions
+from kvbm_disk_tier.objects.shell.medium import ObjectMedium, ObjectOptions, requests_counter
+from kvbm_disk_tier.objects.shell.mover import ObjectMover
+from kvbm_disk_tier.objects.shell.sealed_packing import Sealed
+from kvbm_disk_tier.shell.cipher import Keys
 
 from tests.services.disk_tier.mediums import Inbox
 
@@ -25,7 +25,7 @@ PREFIX = "kv"
 
 def make_medium(
     options: BucketOptions,
-    counters: Counters,
+    counters: Metrics,
     *,
     list_s: float = 60.0,
     label: str = "h-0",
@@ -35,7 +35,7 @@ def make_medium(
     requests = requests_counter(counters)
 
     def counted(request: str, ok: bool) -> None:
-        requests.add(request=request, outcome="ok" if ok else "failed")
+        requests.labels(request, "ok" if ok else "failed").inc()
 
     mover = ObjectMover(
         name="test", bucket=options, lanes=LANES, counters=counters,
@@ -43,6 +43,12 @@ def make_medium(
     )  # fmt: skip
     given = ObjectOptions(prefix=PREFIX, slot_count=8, list_s=list_s, label=label, keys=keys)
     return ObjectMedium(given, Bucket(options, counted), mover, counters)
+
+
+def listed_of(medium: ObjectMedium, kind: str) -> float:
+    """How many objects of a kind the listings have named."""
+    [metric] = medium._listed.collect()
+    return sum(one.value for one in metric.samples if one.labels == {"kind": kind})
 
 
 @asynccontextmanager

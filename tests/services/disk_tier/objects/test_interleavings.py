@@ -11,24 +11,26 @@ from collections.abc import Callable
 
 import pytest
 from kvbm_common.wire.verbs import LeaseReply
-from kvbm_disk_tier.messages import (
+from kvbm_disk_tier.core.effects import (
     AppendJournal,
-    ArenaKnown,
     Effect,
+    LeaseHost,
+    ReadSlots,
+    ReleaseHost,
+    WriteSlots,
+)
+from kvbm_disk_tier.core.messages import (
+    ArenaKnown,
     Journaled,
     Leased,
-    LeaseHost,
     ReadDone,
-    ReadSlots,
     Released,
-    ReleaseHost,
     StoreDown,
     StoreUp,
     Tick,
-    WriteSlots,
     Written,
 )
-from kvbm_disk_tier.objects.messages import (
+from kvbm_disk_tier.objects.core.messages import (
     ListedBlock,
     ListingBegun,
     ListingEnded,
@@ -36,7 +38,7 @@ from kvbm_disk_tier.objects.messages import (
 )
 
 from tests.services.disk_tier.helpers import arena, asked, block, leased_slot
-from tests.services.disk_tier.objects.test_listing import Bucket, fill, other, seen
+from tests.services.disk_tier.objects.core.test_listing import Bucket, fill, other, seen
 
 BLOCKS = range(1, 13)
 STEPS = 250
@@ -168,6 +170,6 @@ def test_in_any_order(seed: int) -> None:
         bucket.list()
     assert bucket.here() == bucket.stored()
     assert len(bucket.here()) <= 4
-    counts = bucket.core.table.counts()
+    counts = bucket.core.inventory.table.counts()
     assert (counts["staged"], counts["active"]) == (0, 0)
-    assert set(bucket.core.table.blocks()) == set(bucket.objects)
+    assert set(bucket.core.inventory.table.blocks()) == set(bucket.objects)

@@ -6,17 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from kvbm_common.counters import Counters
-from kvbm_disk_tier.messages import ReadDone, StoreOpened, Written
-from kvbm_disk_tier.objects.medium import ObjectMedium
-from kvbm_disk_tier.objects.messages import ListingEnded, ObjectsListed
-from kvbm_disk_tier.objects.names import Names
-from kvbm_disk_tier.sealing import SEAL_BYTES, Keys
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_disk_tier.core.messages import ReadDone, StoreOpened, Written
+from kvbm_disk_tier.objects.core.messages import ListingEnded, ObjectsListed
+from kvbm_disk_tier.objects.core.names import Names
+from kvbm_disk_tier.objects.shell.medium import ObjectMedium
+from kvbm_disk_tier.shell.cipher import SEAL_BYTES, Keys
 from msgspec.structs import replace
 
 from tests.services.disk_tier.helpers import NAMESPACE, block
 from tests.services.disk_tier.mediums import BLOCK_BYTES, Place, arena
-from tests.services.disk_tier.objects.making import PREFIX, make_medium, running
+from tests.services.disk_tier.objects.making import PREFIX, listed_of, make_medium, running
 from tests.services.disk_tier.s3_server import S3Server
 from tests.waiting import wait_until
 
@@ -34,7 +34,7 @@ class Hosts:
 
     async def open(self, keys: Keys | None) -> Place:
         """A tier on a host of its own, with an arena."""
-        medium = make_medium(self.s3.options(self.bucket_name), Counters(), keys=keys)
+        medium = make_medium(self.s3.options(self.bucket_name), Metrics(), keys=keys)
         made = self.stack.enter_context(arena())
         self.stack.callback(medium.close)
         assert isinstance(await medium.open(0), StoreOpened)
@@ -60,7 +60,7 @@ async def listed(place: Place) -> tuple[set[bytes], dict[str, float]]:
         await wait_until(lambda: inbox.of(ListingEnded))
     assert inbox.of(ListingEnded)[0].complete
     found = {entry.block.hash for page in inbox.of(ObjectsListed) for entry in page.objects}
-    return found, {kind: medium._listed.value(kind=kind) for kind in ("foreign", "wrong_size")}
+    return found, {kind: listed_of(medium, kind) for kind in ("foreign", "wrong_size")}
 
 
 async def test_no_block_can_be_read_from_the_bucket(hosts: Hosts) -> None:

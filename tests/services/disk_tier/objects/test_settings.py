@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from kvbm_common.config import Settings
+from kvbm_cli.layout import processes_of
+from kvbm_cli.stack import SERVICES
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
-from kvbm_common.stack import SERVICES, processes_of
-from kvbm_disk_tier.objects.bucket import BucketOptions
-from kvbm_disk_tier.objects.service import check
+from kvbm_disk_tier.objects.shell.bucket import BucketOptions
+from kvbm_disk_tier.objects.shell.service import check
 
 
 def test_an_object_tier_without_a_bucket_is_refused() -> None:

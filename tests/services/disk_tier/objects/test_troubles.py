@@ -7,16 +7,23 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from kvbm_common.counters import Counters
-from kvbm_common.slots import Block
-from kvbm_disk_tier.messages import ReadDone, StoreDown, StoreFailed, StoreOpened, StoreUp, Written
-from kvbm_disk_tier.objects import bucket as bucket_module
-from kvbm_disk_tier.objects.medium import ObjectMedium
-from kvbm_disk_tier.objects.messages import ListedBlock, ListingEnded, ObjectsListed
-from kvbm_disk_tier.objects.names import Names
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.slots import Block
+from kvbm_disk_tier.core.messages import (
+    ReadDone,
+    StoreDown,
+    StoreFailed,
+    StoreOpened,
+    StoreUp,
+    Written,
+)
+from kvbm_disk_tier.objects.core.messages import ListedBlock, ListingEnded, ObjectsListed
+from kvbm_disk_tier.objects.core.names import Names
+from kvbm_disk_tier.objects.shell import bucket as bucket_module
+from kvbm_disk_tier.objects.shell.medium import ObjectMedium
 
 from tests.services.disk_tier.mediums import BLOCK_BYTES, SLOT_BYTES, Inbox, Place, arena
-from tests.services.disk_tier.objects.making import LANES, PREFIX, make_medium, running
+from tests.services.disk_tier.objects.making import LANES, PREFIX, listed_of, make_medium, running
 from tests.services.disk_tier.s3_server import Proxy, S3Server
 from tests.waiting import wait_until
 
@@ -24,13 +31,13 @@ NAMES = Names(PREFIX)
 
 
 @pytest.fixture
-def counters() -> Counters:
+def counters() -> Metrics:
     """What the medium counts."""
-    return Counters()
+    return Metrics()
 
 
 @pytest.fixture
-async def place(s3: S3Server, bucket_name: str, counters: Counters) -> AsyncIterator[Place]:
+async def place(s3: S3Server, bucket_name: str, counters: Metrics) -> AsyncIterator[Place]:
     """An open bucket and an arena."""
     medium = make_medium(s3.options(bucket_name), counters)
     with arena() as made:
@@ -41,7 +48,7 @@ async def place(s3: S3Server, bucket_name: str, counters: Counters) -> AsyncIter
 
 @pytest.fixture
 async def far(
-    proxy: Proxy, s3: S3Server, bucket_name: str, counters: Counters
+    proxy: Proxy, s3: S3Server, bucket_name: str, counters: Metrics
 ) -> AsyncIterator[Place]:
     """The same, through a proxy."""
     medium = make_medium(s3.options(bucket_name, endpoint=proxy.endpoint), counters)
@@ -51,10 +58,9 @@ async def far(
         medium.close()
 
 
-def requests(counters: Counters, kind: str, outcome: str = "ok") -> float:
+def requests(counters: Metrics, kind: str, outcome: str = "ok") -> float:
     """What the store would bill."""
-    family = counters.counter("kvbm_object_requests_total", "", labels=("request", "outcome"))
-    return family.value(request=kind, outcome=outcome)
+    return counters.value("kvbm_object_requests_total", request=kind, outcome=outcome)
 
 
 async def read(place: Place, blocks: dict[int, Block], *, within_ms: int = 5_000) -> ReadDone:
@@ -73,7 +79,7 @@ async def listed(inbox: Inbox) -> list[ListedBlock]:
 
 def listing(medium: ObjectMedium) -> dict[str, float]:
     """Listed objects by kind."""
-    return {kind: medium._listed.value(kind=kind) for kind in ("ours", "foreign", "wrong_size")}
+    return {kind: listed_of(medium, kind) for kind in ("ours", "foreign", "wrong_size")}
 
 
 # --- single objects -----------------------------------------------------------------------------
@@ -92,7 +98,7 @@ async def test_what_a_lane_held_before_does_not_complete_a_torn_object(
 
 
 async def test_what_is_missing_torn_or_false_hurts_nobody_else(
-    place: Place, s3: S3Server, bucket_name: str, counters: Counters
+    place: Place, s3: S3Server, bucket_name: str, counters: Metrics
 ) -> None:
     """Four objects: one deleted, one cut short, one with other bytes, one good."""
     blocks = {slot: place.fill(slot, 10 + slot) for slot in range(4)}
@@ -151,7 +157,7 @@ async def test_a_bucket_full_of_garbage_is_listed_by_the_page(
 
 
 async def test_what_is_deleted_leaves_the_bucket_unless_it_is_written_again(
-    place: Place, s3: S3Server, bucket_name: str, counters: Counters
+    place: Place, s3: S3Server, bucket_name: str, counters: Metrics
 ) -> None:
     """Evicted blocks go in one request; one that comes back meanwhile stays."""
     blocks = {slot: place.fill(slot, 10 + slot) for slot in range(4)}
@@ -178,7 +184,7 @@ async def test_what_is_about_to_be_deleted_is_not_listed(place: Place) -> None:
 # --- who says no --------------------------------------------------------------------------------
 
 
-async def test_a_missing_bucket_is_named(s3: S3Server, counters: Counters) -> None:
+async def test_a_missing_bucket_is_named(s3: S3Server, counters: Metrics) -> None:
     """The text says which variable to look at."""
     medium = make_medium(s3.options("no-such-bucket"), counters)
     failed = await medium.open(0)
@@ -188,7 +194,7 @@ async def test_a_missing_bucket_is_named(s3: S3Server, counters: Counters) -> No
 
 
 async def test_denied_access_is_named_without_the_secret(
-    s3: S3Server, bucket_name: str, counters: Counters
+    s3: S3Server, bucket_name: str, counters: Metrics
 ) -> None:
     """At start; and the keys are not told to anybody."""
     medium = make_medium(s3.options(bucket_name), counters)
@@ -301,7 +307,7 @@ async def test_a_slow_server_is_slow_and_no_more(far: Place, proxy: Proxy) -> No
 
 @pytest.mark.slow
 async def test_a_server_that_dies_with_its_memory_and_comes_back_is_empty(
-    mortal_s3: S3Server, counters: Counters
+    mortal_s3: S3Server, counters: Metrics
 ) -> None:
     """Killed in mid-transfer: failures, then a missing bucket, then, when it is there, `gone`."""
     mortal_s3.start()

@@ -1,0 +1,67 @@
+"""An engine's options: KVBM's settings, and what its own configuration puts before them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_common.config.settings import Settings, settings_by_name
+
+from kvbm_connectors.core.limits import ConnectorLimits
+
+log = logging.getLogger(__name__)
+
+VERIFY_SAMPLE = 16
+"""`sampled` verifies one load in so many: a wrong arena is noticed soon."""
+VERIFY_EVERY = {"always": 1, "sampled": VERIFY_SAMPLE, "never": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What is in force in one engine."""
+
+    settings: Settings
+
+    @property
+    def limits(self) -> ConnectorLimits:
+        """The bounds of the connector's core."""
+        return ConnectorLimits.of(self.settings)
+
+    @property
+    def verify_every(self) -> int:
+        """One load in so many is verified; 0: none."""
+        return VERIFY_EVERY[self.settings.verify_host_reads]
+
+
+def settings_of(
+    extra: Mapping[str, Any], environ: Mapping[str, str], *, where: str, others: Collection[str]
+) -> Settings:
+    """Settings from the environment; `extra` goes before it, by attribute or variable name.
+
+    `others` are keys of the same mapping that are no settings; a key that is neither is logged, as
+    one of `where`. Raises ConfigError for a value that does not parse.
+    """
+    names = settings_by_name()
+    by_variable = {declared.variable: name for name, declared in names.items()}
+    overrides: dict[str, object] = {}
+    for key, value in extra.items():
+        name = by_variable.get(key, key)
+        if name in names:
+            overrides[name] = value
+        elif key not in others:
+            log.warning("%s.%s is not a setting", where, key)
+    return Settings.load(environ, overrides)
+
+
+def log_beside(engine_logger: str, *, level: int | None = None) -> None:
+    """Write where the engine does, as loudly unless a level is given: it configures its own logger
+    only."""
+    theirs = logging.getLogger(engine_logger)
+    for name in ("kvbm_connectors", "kvbm_common"):
+        ours = logging.getLogger(name)
+        if not ours.handlers and theirs.handlers:
+            ours.handlers = list(theirs.handlers)
+            ours.setLevel(theirs.level if level is None else level)
+            ours.propagate = False

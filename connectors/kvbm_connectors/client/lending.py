@@ -1,0 +1,64 @@
+"""Lending: an engine's device memory is registered, so that a host tier can read it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvbm_common.nixl.mover_thread import MoverThread, TransferError
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.wire.local import Region
+
+from kvbm_connectors.client.arena_access import CALL_DEADLINE_S
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
+
+_limiter = OncePerKind(logging.getLogger(__name__))
+
+
+def lend(name: str, regions: Sequence[Region], gpu: Gpu | None) -> tuple[MoverThread, bytes]:
+    """Return a mover with the memory registered, and what a host tier needs to read it.
+
+    Raises KvbmError or TimeoutError; the mover is closed then.
+    """
+    mover = MoverThread(name)
+    try:
+        return mover, _registered(mover, regions, gpu)
+    except BaseException:
+        mover.close()
+        raise
+
+
+def _registered(mover: MoverThread, regions: Sequence[Region], gpu: Gpu | None) -> bytes:
+    if gpu is not None:
+        from kvbm_common.cuda.lending import wrap  # Only where there is a GPU.
+
+        return wrap(_register_vram(mover, regions, gpu), gpu.export(regions))
+    for region in regions:
+        mover.register_memory(region.address, _reach(region)).result(CALL_DEADLINE_S)
+    return mover.metadata().result(CALL_DEADLINE_S)
+
+
+def _register_vram(mover: MoverThread, regions: Sequence[Region], gpu: Gpu) -> bytes:
+    """Return NIXL's metadata: that from before where NIXL does not take the memory.
+
+    The metadata of an agent that has failed to register something cannot be read.
+    """
+    device = gpu.runtime.device
+    before = mover.metadata().result(CALL_DEADLINE_S)
+    try:
+        for region in regions:
+            mover.register_memory(
+                region.address, _reach(region), kind="VRAM", device=device
+            ).result(CALL_DEADLINE_S)
+    except TransferError as error:  # A host tier that shares the GPU needs CUDA IPC alone.
+        _limiter.warning("vram", f"NIXL does not take the GPU's memory: {error}")
+        return before
+    return mover.metadata().result(CALL_DEADLINE_S)
+
+
+def _reach(region: Region) -> int:
+    """Return the bytes up to the last piece: regions may be interleaved to a storage's end."""
+    return region.stride * (region.blocks - 1) + region.piece_bytes

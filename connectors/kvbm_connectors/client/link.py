@@ -1,0 +1,313 @@
+"""Links: a connector's sockets to its host tier and its consolidator.
+
+A link introduces itself again and again until it is welcomed, beats while it is up, and is down
+again when `SILENCE_BEATS` beats were not answered. A link that was moved greets at the endpoint
+that `Moved` names, and comes back to its own one when there is no answer there. The table of its
+states is drawn in `docs/state_machines.md`; `link_thread.py` runs the links of a connector.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import msgspec
+import zmq
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.tier.machine import Machine
+from kvbm_common.wire.codec import SOCKET_BYTES_MAX, MsgpackCodec, WireError
+from kvbm_common.wire.local import Alive, Attached, Moved, Refused, Welcome
+
+log = logging.getLogger(__name__)
+
+BEAT_MS = 1_000
+SILENCE_BEATS = 3
+"""A service that is busy for a few seconds is not gone; one that is gone costs only misses. Beats
+are counted, not seconds: an engine whose own threads had to wait has not asked anybody."""
+GREET_EVERY_MS = 250
+REFUSED_GREET_EVERY_MS = 5_000
+"""A refusal is the operator's to mend; asking faster does not help."""
+SOCKET_HWM = 10_000
+LINGER_MS = 200
+
+
+class LinkState(Enum):
+    """The states of a link."""
+
+    DOWN = "down"
+    GREETING = "greeting"
+    UP = "up"
+    LEAVING = "leaving"
+    MOVING = "moving"
+
+
+LINK = Machine(
+    "link",
+    {
+        (LinkState.DOWN, "greets"): LinkState.GREETING,
+        (LinkState.DOWN, "welcomed"): LinkState.UP,
+        (LinkState.DOWN, "lost"): LinkState.DOWN,
+        (LinkState.DOWN, "sent elsewhere"): LinkState.MOVING,
+        (LinkState.GREETING, "greets"): LinkState.GREETING,
+        (LinkState.GREETING, "welcomed"): LinkState.UP,
+        (LinkState.GREETING, "lost"): LinkState.DOWN,
+        (LinkState.GREETING, "sent elsewhere"): LinkState.MOVING,
+        (LinkState.UP, "moved"): LinkState.LEAVING,
+        (LinkState.UP, "lost"): LinkState.DOWN,
+        (LinkState.LEAVING, "moved"): LinkState.LEAVING,
+        (LinkState.LEAVING, "lost"): LinkState.DOWN,
+        (LinkState.LEAVING, "said bye"): LinkState.DOWN,
+        (LinkState.MOVING, "opened"): LinkState.DOWN,
+        (LinkState.MOVING, "lost"): LinkState.MOVING,
+    },
+)
+ATTACHED = (LinkState.UP, LinkState.LEAVING)
+
+
+@dataclass(slots=True)
+class Link:
+    """One DEALER socket and its state. Only the link thread touches it, but for the outbox."""
+
+    name: str
+    endpoint: str
+    encode: MsgpackCodec[Any]
+    decode: MsgpackCodec[Any]
+    hello: Callable[[], Any]
+    beat: Any
+    on_message: Callable[[Any], None]
+    """Everything that is not about the link itself, `Welcome`/`Attached`, and refused offers."""
+    on_down: Callable[[], None] = lambda: None
+    on_moved: Callable[[Moved], None] = lambda moved: None
+    """Another one serves us: begin nothing new."""
+    may_leave: Callable[[], bool] = lambda: True
+    """Nothing is under way."""
+    bye: Any = None
+    """Said before it leaves."""
+    state: LinkState = LinkState.DOWN
+    counts: Counter[str] = field(default_factory=Counter)
+    outbox: deque[Any] = field(default_factory=deque)
+    limiter: OncePerKind = field(default_factory=lambda: OncePerKind(log))
+    socket: zmq.Socket[bytes] | None = None
+    next_greet_ms: int = 0
+    next_beat_ms: int = 0
+    unanswered: int = 0
+    """Beats since the other side was heard."""
+    heard_ms: int = 0
+    opened_ms: int = 0
+    shards: int = 0
+    """The version of the shard map by which we greet at `endpoint`; 0: it is our own."""
+    home: str = ""
+    moved: Moved | None = None
+    """Where to go, when nothing is under way."""
+
+    def __post_init__(self) -> None:
+        self.home = self.endpoint
+
+    def open(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
+        """Connect; ZMQ reconnects by itself, unless the other side has broken its protocol."""
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
+        socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        try:
+            socket.connect(self.endpoint)
+        except zmq.ZMQError:
+            if not self.shards:
+                raise
+            self.counts["dropped.moved_nowhere"] += 1
+            self.endpoint, self.shards = self.home, 0
+            socket.connect(self.endpoint)
+        self.opened(socket, now_ms)
+
+    def opened(self, socket: zmq.Socket[bytes], now_ms: int) -> None:
+        """Use this socket from now on."""
+        self.socket, self.opened_ms = socket, now_ms
+        if self.state is LinkState.MOVING:
+            self._move("opened")
+
+    def needs_socket(self, now_ms: int) -> bool:
+        """Tell whether the link has to be opened again, elsewhere or because it is deaf."""
+        return self.state is LinkState.MOVING or self._is_deaf(now_ms)
+
+    def _is_deaf(self, now_ms: int) -> bool:
+        """Tell whether the silence is so long that only another socket may help.
+
+        After a message over MAXMSGSIZE, or a stranger on the endpoint, ZMQ never connects again.
+        A new socket also forgets the greetings that have piled up in the old one.
+        """
+        quiet_ms = now_ms - max(self.heard_ms, self.opened_ms)
+        return self.state not in ATTACHED and quiet_ms > SILENCE_BEATS * BEAT_MS
+
+    def reopen(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
+        """Try another socket: where `Moved` sent us, or, without an answer there, at home."""
+        assert self.socket is not None
+        moving = self.state is LinkState.MOVING
+        self.socket.close(linger=LINGER_MS if moving else 0)
+        if not moving:
+            self.endpoint, self.shards = self.home, 0
+        self.open(context, now_ms)
+
+    def tick(self, now_ms: int) -> None:
+        """Greet, beat, notice silence, leave."""
+        if self.state is LinkState.MOVING:
+            return  # It is to be opened elsewhere first.
+        beats = self.state in ATTACHED and now_ms >= self.next_beat_ms
+        if beats and self.unanswered == SILENCE_BEATS and self._is_gone(now_ms):
+            return
+        if self.state is LinkState.LEAVING and self.may_leave():
+            self._leave(now_ms)
+        elif self.state not in ATTACHED:
+            if now_ms >= self.next_greet_ms:
+                self._move("greets")
+                self.next_greet_ms = now_ms + GREET_EVERY_MS
+                self._send(self._greeting())
+        elif beats:
+            self.next_beat_ms = now_ms + BEAT_MS
+            self.unanswered += 1
+            self._send(self.beat)
+        self._drain()
+
+    def _greeting(self) -> Any:
+        hello = self.hello()
+        return msgspec.structs.replace(hello, shards=self.shards) if self.shards else hello
+
+    def _drain(self) -> None:
+        while self.outbox:
+            message = self.outbox.popleft()
+            if self.state in ATTACHED:
+                self._send(message)
+            else:
+                self.counts["dropped.link_down"] += 1
+
+    def _send(self, message: Any) -> None:
+        assert self.socket is not None
+        try:
+            self.socket.send(self.encode.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self.counts["dropped.send_queue_full"] += 1
+
+    def receive(self, now_ms: int) -> None:
+        """Take everything that has arrived."""
+        assert self.socket is not None
+        while self.state is not LinkState.MOVING:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self.decode.decode(frames[0] if len(frames) == 1 else b"")
+            except WireError as error:
+                self.counts[f"dropped.{error.kind}"] += 1
+                self.limiter.warning(error.kind, f"a message of {self.name} was dropped: {error}")
+                continue
+            self._received(message, now_ms)
+
+    def _received(self, message: Any, now_ms: int) -> None:
+        self.heard_ms, self.unanswered = now_ms, 0
+        if isinstance(message, Refused) and message.offer is not None:
+            self.on_message(message)
+        match message:
+            case Refused(code="unknown_engine"):
+                self.next_greet_ms = now_ms
+                self._down("unknown_engine", now_ms)
+            case Refused():
+                self._refused(message, now_ms)
+            case Alive():
+                pass
+            case Moved():
+                self._moved(message, now_ms)
+            case Welcome() | Attached():
+                if self.state not in ATTACHED:
+                    log.info("%s: attached", self.name)
+                    self._move("welcomed")
+                    self.next_beat_ms = now_ms + BEAT_MS
+                self.on_message(message)
+            case _:
+                self.on_message(message)
+
+    def _refused(self, refused: Refused, now_ms: int) -> None:
+        self.counts[f"refused.{refused.code}"] += 1
+        is_greeting = refused.about in ("hello", "attach")
+        if is_greeting:
+            self.next_greet_ms = now_ms + REFUSED_GREET_EVERY_MS
+        kind = "refused" if is_greeting else "refused_message"
+        if refused.code == "arena_refused":
+            kind = "no_arena"  # It follows "the arena is being made", and must not be withheld.
+        self.limiter.warning(
+            kind,
+            f"{self.name} refused {refused.about}: {refused.message} ({refused.code})",
+        )
+
+    def _moved(self, moved: Moved, now_ms: int) -> None:
+        """Go to another host tier, at once or when nothing is under way here."""
+        known = self.shards if self.moved is None else self.moved.version
+        if self.state in ATTACHED:
+            if moved.version > known:
+                self.moved = moved
+                self._move("moved")
+                self.on_moved(moved)
+            return
+        self.counts["moved"] += 1
+        if moved.version > self.shards:
+            self.on_moved(moved)
+            self._go(moved, now_ms)
+            return
+        # It cannot be: a host tier that is greeted by a map as new as its own welcomes us.
+        self.counts["dropped.moved_back"] += 1
+        self._go(Moved(endpoint=self.home, version=0), now_ms)
+        self.next_greet_ms = now_ms + BEAT_MS
+
+    def _is_gone(self, now_ms: int) -> bool:
+        """Leave an endpoint without an answer; True: another one is known."""
+        moved = self.moved
+        self._down("silence", now_ms)
+        if moved is not None:
+            self._go(moved, now_ms)
+        return moved is not None
+
+    def _leave(self, now_ms: int) -> None:
+        assert self.moved is not None
+        moved = self.moved
+        self._drain()
+        if self.bye is not None:
+            self._send(self.bye)
+        self.counts["moved"] += 1
+        log.info("%s: moves to %s", self.name, moved.endpoint)
+        self.on_down()
+        self.moved = None
+        self._move("said bye")
+        self._go(moved, now_ms)
+
+    def _go(self, moved: Moved, now_ms: int) -> None:
+        self.endpoint, self.shards = moved.endpoint, moved.version
+        self.next_greet_ms = now_ms
+        self._move("sent elsewhere")
+
+    def fail(self, now_ms: int) -> None:
+        """Give this link up: it will not be served any more."""
+        self._down("failed", now_ms)
+
+    def close(self, now_ms: int) -> None:
+        """Send what is queued."""
+        assert self.socket is not None
+        self.tick(now_ms)
+        self.socket.close()
+
+    def _down(self, reason: str, now_ms: int) -> None:
+        if self.state in ATTACHED:
+            log.warning("%s: lost (%s), passing through", self.name, reason)
+            self.counts[f"lost.{reason}"] += 1
+            self.on_down()
+        self.moved = None
+        self._move("lost")
+        self.next_greet_ms = min(self.next_greet_ms, now_ms)
+
+    def _move(self, event: str) -> None:
+        self.state = LINK.next(self.state, event, self.name)

@@ -1,0 +1,97 @@
+"""Tensors: where the blocks of an engine's KV tensors are, as regions of memory.
+
+A layer is a view [block, …] of some storage, in any physical order: from vLLM 0.29 on one of six,
+of head, token and content. Only addresses and strides count here: the bytes of a block are cut
+into dense pieces, pieces that touch are joined, and layers that share their bytes count once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.wire.local import Region
+
+PIECES_MAX = 4_096
+"""Pieces of one block: more means that we misread a layout."""
+
+
+class Tensor(Protocol):
+    """torch.Tensor, as far as its place in memory goes."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
+class UnknownLayout(KvbmError):
+    """KV tensors that are not cut into blocks as we understand it."""
+
+    code = "unknown_layout"
+
+
+def regions_of(layers: Iterable[Tensor], block_count: int) -> list[Region]:
+    """The regions of all layers, in their order. Raises UnknownLayout.
+
+    `block_count` is the number of the manager's blocks: a view may count smaller kernel blocks.
+    """
+    regions: list[Region] = []
+    for tensor in layers:
+        for region in _regions_of_layer(tensor, block_count):
+            last = regions[-1] if regions else None
+            if last is not None and _touches(last, region):
+                regions[-1] = _region(last.address, last.stride, last.piece_bytes
+                                      + region.piece_bytes, block_count)  # fmt: skip
+            elif region not in regions:
+                regions.append(region)
+    if not 0 < len(regions) <= PIECES_MAX:
+        raise UnknownLayout(f"a block has {len(regions)} pieces")
+    return regions
+
+
+def _regions_of_layer(tensor: Tensor, block_count: int) -> list[Region]:
+    shape, item = list(tensor.shape), tensor.element_size()
+    if not shape or shape[0] == 0 or shape[0] % block_count:
+        raise UnknownLayout(f"a layer of shape {shape} does not have {block_count} blocks")
+    strides = [stride * item for stride in tensor.stride()]
+    ratio = shape[0] // block_count
+    # Kernel blocks are a dimension inside the manager's block.
+    inner = [(ratio, strides[0]), *zip(shape[1:], strides[1:], strict=True)]
+    piece_bytes, outer = _dense_run(inner, item)
+    return [
+        _region(tensor.data_ptr() + offset, strides[0] * ratio, piece_bytes, block_count)
+        for offset in _offsets(outer)
+    ]
+
+
+def _dense_run(
+    dimensions: Sequence[tuple[int, int]], item: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of the longest dense piece, and the dimensions (size, stride) that are outside it."""
+    left = sorted((d for d in dimensions if d[0] > 1), key=lambda d: d[1])
+    run = item
+    while left and left[0][1] == run:
+        run *= left.pop(0)[0]
+    return run, left[::-1]
+
+
+def _offsets(dimensions: Sequence[tuple[int, int]]) -> Iterable[int]:
+    if math.prod(size for size, _ in dimensions) > PIECES_MAX:
+        raise UnknownLayout("the bytes of a block are scattered")
+    steps = [range(0, size * stride, stride) for size, stride in dimensions]
+    return (sum(offsets) for offsets in itertools.product(*steps))
+
+
+def _touches(last: Region, following: Region) -> bool:
+    joined = last.piece_bytes + following.piece_bytes
+    adjacent = last.address + last.piece_bytes == following.address
+    return adjacent and last.stride == following.stride and joined <= last.stride
+
+
+def _region(address: int, stride: int, piece_bytes: int, blocks: int) -> Region:
+    return Region(address=address, stride=stride, piece_bytes=piece_bytes, blocks=blocks)

@@ -1,0 +1,141 @@
+"""The merger: the changes of one batch as few drafts of events as their order allows.
+
+Removals and stores of different blocks may change places, so a batch becomes one removal followed
+by one store per group. Only a block that is stored and then removed in the same batch ends the
+draft: its removal must come after its store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvbm_common.identity import SequenceHash, hashes_to_hex
+from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX
+from kvbm_common.wire.events import Run, run_of
+
+from kvbm_connectors.consolidator.core.held_blocks import BlockRun, Held, HeldBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDraft:
+    """A store without its number."""
+
+    group: int
+    namespace: str
+    runs: list[Run]
+    blocks: list[BlockRun]
+    """The same, as they are before they are written down."""
+    held: Held
+    """All that the rank holds in this group, with what drafts behind this one have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedDraft:
+    """A removal without its number."""
+
+    group: int
+    namespace: str
+    hashes: list[str]
+    blocks: list[SequenceHash]
+    """The same, as they are before they are written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedDraft:
+    """The rank holds nothing any more."""
+
+    reason: str
+
+
+Draft = StoredDraft | RemovedDraft | ClearedDraft
+
+
+@dataclass(slots=True)
+class _Open:
+    """What is gathered of one group."""
+
+    namespace: str
+    held: Held
+    removed: list[SequenceHash] = field(default_factory=list)
+    runs: list[BlockRun] = field(default_factory=list)
+    stored: set[SequenceHash] = field(default_factory=set)
+    """What removals are compared with: made when the first one comes."""
+    uncompared: list[list[SequenceHash]] = field(default_factory=list)
+    """What is in `runs` and not in `stored` yet."""
+
+
+class BatchMerger:
+    """Gathers changes in the order in which they happened."""
+
+    def __init__(self, blocks_max: int = EVENT_BLOCKS_MAX) -> None:
+        self._blocks_max = blocks_max
+        self._open: dict[int, _Open] = {}
+        self._drafts: list[Draft] = []
+
+    def stored(self, group: int, view: HeldBlocks, runs: Sequence[BlockRun]) -> None:
+        """These blocks are new."""
+        opened = self._open_of(group, view)
+        for parent, hashes in runs:
+            opened.uncompared.append(hashes)
+            if opened.runs and opened.runs[-1][1][-1] == parent:
+                opened.runs[-1][1].extend(hashes)
+            else:
+                opened.runs.append((parent, list(hashes)))
+
+    def removed(self, group: int, view: HeldBlocks, hashes: Sequence[SequenceHash]) -> None:
+        """These blocks are gone."""
+        opened = self._open_of(group, view)
+        opened.stored.update(*opened.uncompared)
+        opened.uncompared.clear()
+        if not opened.stored.isdisjoint(hashes):
+            self._close(group)
+            opened = self._open_of(group, view)
+        opened.removed.extend(hashes)
+
+    def cleared(self, reason: str) -> None:
+        """Everything is gone: what was gathered before need not be said."""
+        self._open.clear()
+        self._drafts = [ClearedDraft(reason)]
+
+    def take(self) -> list[Draft]:
+        """All drafts, in order; the merger is empty then."""
+        for group in list(self._open):
+            self._close(group)
+        drafts, self._drafts = self._drafts, []
+        return drafts
+
+    def _open_of(self, group: int, view: HeldBlocks) -> _Open:
+        opened = self._open.get(group)
+        if opened is None:
+            opened = self._open[group] = _Open(view.namespace_hex, view.held)
+        return opened
+
+    def _close(self, group: int) -> None:
+        opened = self._open.pop(group)
+        for start in range(0, len(opened.removed), self._blocks_max):
+            gone = opened.removed[start : start + self._blocks_max]
+            hashes = hashes_to_hex(gone)
+            self._drafts.append(RemovedDraft(group, opened.namespace, hashes, gone))
+        for portion in _cut(opened.runs, self._blocks_max):
+            runs = [run_of(parent, run) for parent, run in portion]
+            self._drafts.append(StoredDraft(group, opened.namespace, runs, portion, opened.held))
+
+
+def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[BlockRun]]:
+    """Runs in portions of at most `blocks_max` blocks; a longer run is cut."""
+    portion: list[BlockRun] = []
+    room = blocks_max
+    for run_parent, hashes in runs:
+        parent, start = run_parent, 0
+        while start < len(hashes):
+            part = hashes[start : start + room]
+            portion.append((parent, part))
+            start += len(part)
+            room -= len(part)
+            parent = part[-1]
+            if room == 0:
+                yield portion
+                portion, room = [], blocks_max
+    if portion:
+        yield portion

@@ -1,0 +1,159 @@
+"""The consolidator as a whole: the engines' events, and the consolidated stream made of them.
+
+```
+  engines ──► EnginesCore ──► events per tier ───────────────────────────────► NATS
+                   │ Learn               │
+                   ▼                     ▼
+                 TokenNames       MergedStreams ──► consolidated events ──────► NATS
+                   │                     ▲    └──► RouterStreams ─► vLLM's wire, ZMQ
+                   └── tokens ──────────)│(────────────►┘
+  tiers, on NATS ────────────────────────┘
+```
+
+One task owns it, so that the second half sees every event of the first in order, whatever becomes
+of the bus.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvbm_common.identity import SequenceHash
+
+from kvbm_connectors.consolidator.core.engines import EnginesCore
+from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
+from kvbm_connectors.consolidator.core.messages import (
+    AnswerRouter,
+    AskEpoch,
+    AskSnapshot,
+    Broadcast,
+    ConsolidatorLimits,
+    Describe,
+    Effect,
+    EngineEffect,
+    EnginesStatistics,
+    Input,
+    Learn,
+    Publish,
+    PublishConsolidated,
+    RevokeEpoch,
+    RouterAsked,
+    RouterJoined,
+    Tick,
+    TierEvents,
+    TierJoined,
+    TierLeft,
+    TierSnapshot,
+    TierSnapshotFailed,
+    TierStreamLost,
+)
+from kvbm_connectors.consolidator.core.router_stream import RouterStreams
+from kvbm_connectors.consolidator.core.token_names import TokenNames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsolidatorStatistics:
+    """Figures of both halves."""
+
+    engines: EnginesStatistics
+    consolidated_blocks: int
+    """Blocks said on the consolidated stream, over all engines and ranks."""
+    tier_blocks: int
+    tiers_behind: int
+    names: int
+    unnamed_blocks: int
+    """Blocks that routers are not told of, because no engine has said their tokens yet."""
+    router_batches: int
+    drops: dict[str, int]
+
+
+class ConsolidatorCore:
+    """Pure: both halves of the consolidator, in one step."""
+
+    def __init__(
+        self, host: str, limits: ConsolidatorLimits | None = None, *, dedup: bool = True
+    ) -> None:
+        self.engines = EnginesCore(host, limits)
+        self._drops: Counter[str] = Counter()
+        self.consolidated = MergedStreams(host, dedup=dedup, drops=self._drops)
+        self.names = TokenNames()
+        self._naming = limits is not None and limits.naming
+        self.router = RouterStreams(self.names)
+
+    def step(self, event: Input, now_ms: int) -> list[Effect]:
+        """Take one input; returns what is to be done about it, in order."""
+        effects: list[Effect] = []
+        tiers = self.consolidated.tiers
+        match event:
+            case TierJoined(source, tier, epoch):
+                self.consolidated.tier_joined(source, tier, epoch, now_ms)
+            case TierLeft(source, epoch):
+                self.consolidated.tier_left(source, epoch, now_ms)
+            case TierEvents(events):
+                self.consolidated.tier_events(events, now_ms)
+            case TierSnapshot(reply):
+                self.consolidated.tier_snapshot(reply, now_ms)
+            case TierSnapshotFailed(source):
+                tiers.snapshot_failed(source, now_ms)
+            case TierStreamLost(source):
+                tiers.stream_lost(source, now_ms)
+            case RouterAsked(rank, from_seq, peer):
+                frames = self.router.replay(rank, from_seq)
+                effects.append(AnswerRouter(rank, peer, tuple(frames)))
+            case RouterJoined(rank, topic):
+                self.router.greet(rank, topic)
+            case _:
+                for effect in self.engines.step(event, now_ms):
+                    self._overhear(effect)
+                    effects += [] if isinstance(effect, Learn) else [effect]
+        if isinstance(event, Tick | TierJoined):
+            effects += [AskSnapshot(source) for source in tiers.ask(now_ms)]
+        return effects + self._say()
+
+    def _overhear(self, effect: EngineEffect) -> None:
+        """What the engines' side does changes the consolidated stream."""
+        match effect:
+            case Publish(event, draft):
+                self.consolidated.engine_event(event, draft)
+            case Learn(named):
+                self.router.learn(named)
+            case AskEpoch() | Describe():
+                self.consolidated.engine_known(effect.engine, effect.ranks, effect.namespaces)
+                self.router.engine_known(effect.engine, effect.ranks)
+            case RevokeEpoch(engine):
+                self.consolidated.engine_left(engine)
+            case _:
+                pass
+
+    def _say(self) -> list[Effect]:
+        self.consolidated.rebuild()
+        events = self.consolidated.take()
+        if self._naming:
+            for event in events:
+                self.router.take_event(event)
+        published: list[Effect] = [PublishConsolidated(event) for event in events]
+        return published + [Broadcast(frame) for frame in self.router.take()]
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        self.engines.check()
+        self.consolidated.check()
+        self.router.check()
+
+    def story(self, sequence_hash: SequenceHash) -> list[str]:
+        """Return the story of a block: see EnginesCore.story."""
+        return self.engines.story(sequence_hash)
+
+    def statistics(self) -> ConsolidatorStatistics:
+        """Return the figures for metrics."""
+        return ConsolidatorStatistics(
+            engines=self.engines.statistics(),
+            consolidated_blocks=self.consolidated.block_count,
+            tier_blocks=self.consolidated.tiers.block_count,
+            tiers_behind=self.consolidated.tiers.behind_count,
+            names=len(self.names),
+            unnamed_blocks=self.router.unnamed_count,
+            router_batches=self.router.batch_count,
+            drops=dict(self._drops),
+        )

@@ -1,0 +1,147 @@
+"""An engine as the consolidator knows it, and drafts of its events with their numbers on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import assert_never
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.machine import Machine
+from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored
+
+from kvbm_connectors.consolidator.core.batch_merger import (
+    ClearedDraft,
+    Draft,
+    RemovedDraft,
+    StoredDraft,
+)
+from kvbm_connectors.consolidator.core.rank import Rank
+
+
+class EngineState(Enum):
+    """What the registry has said of an engine."""
+
+    UNREGISTERED = auto()
+    ASKING = auto()
+    """An AskEpoch flies."""
+    REGISTERED = auto()
+    """It has an epoch: its events are published."""
+
+
+ENGINE = Machine(
+    "consolidated engine",
+    {
+        (None, "joined"): EngineState.UNREGISTERED,
+        (EngineState.UNREGISTERED, "asked"): EngineState.ASKING,
+        (EngineState.ASKING, "granted"): EngineState.REGISTERED,
+        (EngineState.ASKING, "failed"): EngineState.UNREGISTERED,
+        (EngineState.UNREGISTERED, "restarted"): EngineState.UNREGISTERED,
+        (EngineState.ASKING, "restarted"): EngineState.ASKING,
+        (EngineState.REGISTERED, "restarted"): EngineState.UNREGISTERED,
+        **{(state, "left"): None for state in EngineState},
+    },
+)
+
+
+@dataclass(slots=True)
+class Engine:
+    """One life of an engine: a source of events."""
+
+    name: str
+    incarnation: str
+    seen_ms: int
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    epoch: int = 0
+    """0 until the registry has granted one."""
+    seq: int = 0
+    state: EngineState = field(default_factory=partial(ENGINE.next, None, "joined"))
+    ask_at_ms: int = 0
+
+    def should_ask(self, now_ms: int) -> bool:
+        """Tell whether it is time to ask the registry for an epoch."""
+        return self.state is EngineState.UNREGISTERED and now_ms >= self.ask_at_ms
+
+    def awaits(self, incarnation: str) -> bool:
+        """Tell whether an epoch is asked for, for this life."""
+        return self.state is EngineState.ASKING and self.incarnation == incarnation
+
+    def asked(self) -> None:
+        """Note that an AskEpoch flies."""
+        self._move("asked")
+
+    def granted(self, epoch: int) -> None:
+        """Take an epoch: events count from 1."""
+        assert epoch > 0, f"{self.name}: no epoch"
+        self._move("granted")
+        self.epoch, self.seq = epoch, 0
+
+    def failed(self, ask_at_ms: int) -> None:
+        """Ask again, not before a time: the registry has not answered."""
+        self.ask_at_ms = ask_at_ms
+        if self.state is EngineState.ASKING:  # Else an earlier question was answered.
+            self._move("failed")
+
+    def restarted(self) -> None:
+        """Give up the epoch: the publisher has begun again."""
+        self._move("restarted")
+        self.epoch = self.seq = 0
+
+    def leave(self) -> None:
+        """End this life, in any state."""
+        ENGINE.end(self.state, "left", self.name)
+
+    def _move(self, event: str) -> None:
+        self.state = ENGINE.next(self.state, event, f"{self.name} {self.incarnation}")
+
+    def namespaces(self) -> tuple[str, ...]:
+        """The namespace digests of all ranks, in hex."""
+        return tuple(sorted({rank.namespace_hex for rank in self.ranks.values()}))
+
+    def held(self) -> set[tuple[int, int, SequenceHash]]:
+        """Every (rank, group, block)."""
+        return {(number, *block) for number, rank in self.ranks.items() for block in rank.blocks()}
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        assert self.ranks, f"{self.name} has no rank"
+        assert (self.seq > 0) == (self.epoch > 0), f"{self.name}: an epoch begins with cleared"
+        assert (self.epoch > 0) == (self.state is EngineState.REGISTERED), self.name
+        for number, rank in self.ranks.items():
+            assert rank.key == (self.name, self.incarnation, number)
+            rank.check()
+
+
+def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> Event:
+    """A draft as the event that has the engine's present number. No rank: it is about all."""
+    head = EventHead(
+        host=host, source=engine.name, tier="device", epoch=engine.epoch, seq=engine.seq,
+        ts_ms=ts_ms, rank=0 if rank is None else rank.key.rank,
+    )  # fmt: skip
+    match draft:
+        case StoredDraft(group, namespace, runs):
+            return head.stored(namespace, runs, group=group)
+        case RemovedDraft(group, namespace, hashes):
+            return head.removed(namespace, hashes, "evicted", group=group)
+        case ClearedDraft(reason):
+            return head.cleared(reason, rank_only=rank is not None and len(engine.ranks) > 1)
+    assert_never(draft)
+
+
+def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
+    """Whether an event is about a block."""
+    text = sequence_hash.hex()
+    match event:
+        case Stored():
+            return any(text in run.hashes for run in event.runs)
+        case Removed():
+            return text in event.hashes
+        case Cleared():
+            return True
+
+
+def describe(event: Event) -> str:
+    """An event without its blocks."""
+    kind = event.__struct_config__.tag
+    return f"{kind} {event.source} rank {event.rank} epoch {event.epoch} seq {event.seq}"

@@ -1,0 +1,404 @@
+"""The consolidator's core: the event streams of one host's engines become events of our own.
+
+```
+  Attach ──► AskEpoch ──► EpochGranted ──► cleared (seq 1), everything held
+    │                                          │
+    └─► Subscribe, RequestReplay ──► batches ──┴──► stored, removed, cleared …
+                                                    │
+  Detach · another incarnation · no Beat and no batch: cleared, Unsubscribe, RevokeEpoch
+```
+
+An engine is one source: its epoch is its life in the registry, its `seq` counts over all its ranks
+and KV groups. A rank is one stream (rank.py), followed from the moment that it is attached, even
+before there is an epoch: what is held when it comes is announced then. A publisher that restarts
+under the same incarnation gets the engine a new epoch, and all its ranks begin again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import assert_never
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.engine_events import EngineBatch
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.verbs import SnapshotReply
+
+from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, Draft
+from kvbm_connectors.consolidator.core.engine import Engine, describe, event_of, mentions
+from kvbm_connectors.consolidator.core.messages import (
+    AskEpoch,
+    BeatReceived,
+    ConsolidatorLimits,
+    Describe,
+    EngineBatchesReceived,
+    EngineBatchReceived,
+    EngineDetached,
+    EngineEffect,
+    EngineInput,
+    EngineLeft,
+    EnginesStatistics,
+    EpochFailed,
+    EpochGranted,
+    Learn,
+    Publish,
+    ReplayDone,
+    ReplayFailed,
+    Reply,
+    RequestReplay,
+    RevokeEpoch,
+    StreamAttached,
+    StreamKey,
+    Subscribe,
+    Tick,
+    Unsubscribe,
+)
+from kvbm_connectors.consolidator.core.rank import Rank
+from kvbm_connectors.consolidator.core.sequencer import Ready
+
+STORY_EVENTS_MAX = 2_000
+"""Published events that are remembered for stories."""
+TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
+"""What the tiers are called as sources; an engine may not be."""
+
+
+class EnginesCore:
+    """Which engines are attached, what each rank holds, and the number of its next event. Pure."""
+
+    def __init__(self, host: str, limits: ConsolidatorLimits | None = None) -> None:
+        self._host = host
+        self._limits = limits or ConsolidatorLimits()
+        self._engines: dict[str, Engine] = {}
+        self._drops: Counter[str] = Counter()
+        self._effects: list[EngineEffect] = []
+        self._published: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._now_ms = 0
+        self._offers_open = True
+        self._batch_count = 0
+        self._publish_count = 0
+        self._replay_count = 0
+
+    # ---- the only door -----------------------------------------------------------------------
+
+    def step(self, event: EngineInput, now_ms: int) -> list[EngineEffect]:
+        """Take one input; returns what is to be done about it, in order."""
+        self._now_ms = now_ms
+        match event:
+            case EngineBatchesReceived(key, batches, replay):
+                self._on_batches(key, batches, replay)
+            case EngineBatchReceived(key, seq, batch, replay):
+                self._on_batches(key, ((seq, batch),), replay)
+            case StreamAttached(attach, peer):
+                self._on_attached(attach, peer)
+            case BeatReceived():
+                self._on_beat(event)
+            case EngineDetached(engine, incarnation):
+                self._on_detached(engine, incarnation)
+            case EngineLeft():
+                self._on_left(event)
+            case EpochGranted():
+                self._on_epoch(event)
+            case EpochFailed():
+                self._on_epoch_failed(event)
+            case ReplayDone(key, replay):
+                self._on_replay_over(key, replay, failed=False)
+            case ReplayFailed(key, replay):
+                self._on_replay_over(key, replay, failed=True)
+            case Tick(offers_open):
+                self._on_tick(offers_open)
+            case _:
+                assert_never(event)
+        effects, self._effects = self._effects, []
+        return effects
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def snapshot(self, engine: str) -> SnapshotReply | None:
+        """Return all that an engine holds as of its last event, of every rank and KV group.
+
+        None if the engine is unknown or has no epoch.
+        """
+        found = self._engines.get(engine)
+        if found is None or not found.epoch:
+            return None
+        return SnapshotReply(
+            host=self._host,
+            source=engine,
+            tier="device",
+            epoch=found.epoch,
+            seq=found.seq,
+            parts=[part for rank in found.ranks.values() for part in rank.parts()],
+        )
+
+    def knows(self, engine: str, incarnation: str) -> bool:
+        """Return whether this life of an engine is attached."""
+        found = self._engines.get(engine)
+        return found is not None and found.incarnation == incarnation
+
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Engine → (epoch, seq) of its last event."""
+        return {name: (engine.epoch, engine.seq) for name, engine in self._engines.items()}
+
+    def held(self, engine: str) -> set[tuple[int, int, SequenceHash]]:
+        """Every (rank, group, block) of an engine; empty if it is unknown."""
+        found = self._engines.get(engine)
+        return found.held() if found else set()
+
+    def story(self, sequence_hash: SequenceHash) -> list[str]:
+        """What was lately published about a block, newest last."""
+        return [
+            f"{now_ms} ms {describe(event)}"
+            for now_ms, event in self._published
+            if mentions(event, sequence_hash)
+        ]
+
+    def statistics(self) -> EnginesStatistics:
+        """Return the figures for metrics."""
+        ranks = [rank for engine in self._engines.values() for rank in engine.ranks.values()]
+        return EnginesStatistics(
+            engines=len(self._engines),
+            streams=len(ranks),
+            blocks=sum(rank.block_count for rank in ranks),
+            pending_batches=sum(rank.order.pending_count for rank in ranks),
+            orphan_blocks=sum(rank.orphans.block_count for rank in ranks),
+            batches=self._batch_count,
+            published=self._publish_count,
+            replays=self._replay_count,
+            drops=dict(self._drops),
+        )
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        assert not self._effects, "effects leave with their step"
+        for name, engine in self._engines.items():
+            assert name == engine.name
+            engine.check()
+
+    # ---- lives -------------------------------------------------------------------------------
+
+    def _on_attached(self, attach: Attach, peer: bytes) -> None:
+        refusal = self._refusal(attach)
+        if refusal is not None:
+            self._drops[refusal.code] += 1
+            self._effects.append(Reply(peer, refusal))
+            return
+        engine = self._engines.get(attach.engine)
+        if engine is not None and self._is_another(engine, attach):
+            self._end(engine, "replaced")
+            engine = None
+        if engine is None:
+            engine = Engine(attach.engine, attach.incarnation, self._now_ms)
+            self._engines[attach.engine] = engine
+        engine.seen_ms = self._now_ms
+        rank = engine.ranks.get(attach.rank)
+        if rank is None:
+            rank = Rank(attach, peer, self._limits, self._drops, self._now_ms)
+            engine.ranks[attach.rank] = rank
+            if attach.endpoint:
+                self._effects.append(Subscribe(rank.key, attach.endpoint, attach.topic))
+            self._poll(rank)
+            self._register(engine)
+        elif rank.attach != attach:
+            rank.describe(attach)
+            self._announce(engine, rank, 0)
+        rank.peer = peer
+        if engine.epoch:
+            self._answer(engine, rank)
+
+    def _refusal(self, attach: Attach) -> Refused | None:
+        if attach.engine.startswith(TIER_SOURCES):
+            text = f"{attach.engine!r} is the name of a tier"
+            return Refused(about="attach", code="bad_engine", message=text, field="engine")
+        known = self._engines.get(attach.engine)
+        streams = sum(len(engine.ranks) for engine in self._engines.values())
+        if streams >= self._limits.streams_max and not (known and attach.rank in known.ranks):
+            text = f"{streams} streams are followed already"
+            return Refused(about="attach", code="too_many_streams", message=text)
+        return None
+
+    def _is_another(self, engine: Engine, attach: Attach) -> bool:
+        """Return whether this is another life, or the same life with facts that cannot change."""
+        rank = engine.ranks.get(attach.rank)
+        return engine.incarnation != attach.incarnation or (
+            rank is not None and not rank.continues(attach)
+        )
+
+    def _register(self, engine: Engine) -> None:
+        """Ask for an epoch, or say that there is one more rank."""
+        facts = (engine.name, engine.incarnation, tuple(sorted(engine.ranks)), engine.namespaces())
+        if engine.epoch:
+            self._effects.append(Describe(*facts))
+        elif engine.should_ask(self._now_ms):
+            engine.asked()
+            self._effects.append(AskEpoch(*facts))
+
+    def _on_epoch(self, event: EpochGranted) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is None or not engine.awaits(event.incarnation):
+            self._drops["stale_epoch"] += 1
+            if engine is None:
+                self._effects.append(RevokeEpoch(event.engine))
+            return
+        engine.granted(event.epoch)
+        self._publish_draft(engine, None, ClearedDraft("attached"), 0)
+        for rank in engine.ranks.values():
+            for draft in rank.everything():
+                self._publish_draft(engine, rank, draft, 0)
+            self._answer(engine, rank)
+
+    def _on_epoch_failed(self, event: EpochFailed) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is not None and engine.incarnation == event.incarnation:
+            engine.failed(self._now_ms + self._limits.epoch_retry_ms)
+
+    def _on_beat(self, event: BeatReceived) -> None:
+        """Refuse a beat from a peer that has attached no rank of this life: it attaches again."""
+        engine = self._engines.get(event.engine)
+        if engine is not None and engine.incarnation == event.incarnation:
+            engine.seen_ms = self._now_ms
+            for rank in engine.ranks.values():
+                if rank.peer == event.peer:
+                    self._answer(engine, rank)
+                    return
+        text = f"{event.engine} {event.incarnation} is not attached by you"
+        refused = Refused(about="beat", code="unknown_engine", message=text, field="engine")
+        self._effects.append(Reply(event.peer, refused))
+
+    def _on_detached(self, name: str, incarnation: str) -> None:
+        engine = self._engines.get(name)
+        if engine is None or engine.incarnation != incarnation:
+            self._drops["stale_detach"] += 1
+            return
+        self._end(engine, "detached")
+
+    def _on_left(self, event: EngineLeft) -> None:
+        engine = self._engines.get(event.engine)
+        if engine is not None and engine.epoch == event.epoch:
+            self._end(engine, event.reason)
+
+    def _end(self, engine: Engine, reason: str) -> None:
+        """Announce that the device blocks of this life are gone."""
+        if engine.epoch:
+            self._publish_draft(engine, None, ClearedDraft(reason), 0)
+        followed = [rank for rank in engine.ranks.values() if rank.attach.endpoint]
+        self._effects += [Unsubscribe(rank.key) for rank in followed]
+        self._effects.append(RevokeEpoch(engine.name))
+        engine.leave()
+        del self._engines[engine.name]
+
+    def _on_tick(self, offers_open: bool) -> None:
+        if offers_open != self._offers_open:
+            self._offers_open = offers_open
+            for engine in self._engines.values():
+                for rank in engine.ranks.values():
+                    self._answer(engine, rank)
+        for engine in list(self._engines.values()):
+            if self._now_ms - engine.seen_ms > self._limits.lost_after_ms:
+                self._end(engine, "lost")
+                continue
+            if not engine.epoch:
+                self._register(engine)
+            for rank in engine.ranks.values():
+                rank.age(self._now_ms)
+                self._poll(rank)
+
+    # ---- streams -----------------------------------------------------------------------------
+
+    def _on_batches(
+        self, key: StreamKey, batches: tuple[tuple[int, EngineBatch], ...], replay: int
+    ) -> None:
+        assert batches, "an input has a batch"
+        found = self._find(key)
+        if found is None or replay not in (0, found[1].order.replay):
+            self._drops["stale_batch"] += len(batches)
+            return
+        engine, rank = found
+        engine.seen_ms = self._now_ms
+        self._batch_count += len(batches)
+        for seq, batch in batches:
+            if replay:
+                self._apply(engine, rank, rank.order.take_replayed(seq, batch))
+            elif self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms)):
+                # The batch that gave it away belongs to the new life.
+                self._apply(engine, rank, rank.order.take_live(seq, batch, self._now_ms))
+        rank.settle(self._now_ms)
+        self._announce(engine, rank, batches[0][1].ts)
+
+    def _on_replay_over(self, key: StreamKey, replay: int, *, failed: bool) -> None:
+        found = self._find(key)
+        if found is None or not replay or found[1].order.replay != replay:
+            self._drops["stale_replay"] += 1
+            return
+        engine, rank = found
+        if failed:
+            self._drops["replay_failed"] += 1
+        order = rank.order
+        ready = order.replay_failed(self._now_ms) if failed else order.replay_done()
+        self._apply(engine, rank, ready)
+        rank.settle(self._now_ms)
+        self._announce(engine, rank, 0)
+        rank.drop_orphans()
+
+    def _apply(self, engine: Engine, rank: Rank, ready: Ready) -> bool:
+        """Apply what is in order; return True if it shows that the publisher had restarted."""
+        restarted = bool(ready) and rank.apply(ready, self._now_ms)
+        if restarted:
+            self._begin_again(engine)
+        return restarted
+
+    def _announce(self, engine: Engine, rank: Rank, ts: float) -> None:
+        """Announce what has changed, and ask for what is missing."""
+        self._effects += [Learn(named) for named in rank.take_named()]
+        for draft in rank.take_drafts():
+            self._publish_draft(engine, rank, draft, int(ts * 1000))
+        self._poll(rank)
+
+    def _begin_again(self, engine: Engine) -> None:
+        """Begin another life: the publisher has restarted under the same incarnation."""
+        self._drops["restarted"] += 1
+        if engine.epoch:
+            self._publish_draft(engine, None, ClearedDraft("restarted"), 0)
+        engine.restarted()
+        for rank in engine.ranks.values():
+            rank.restart(self._now_ms)
+            self._poll(rank)
+        self._register(engine)
+
+    def _poll(self, rank: Rank) -> None:
+        # The numbers run over all streams and lives: an answer never meets another question.
+        from_seq = rank.order.poll(self._now_ms, self._replay_count + 1)
+        if from_seq is not None:
+            self._replay_count += 1
+            endpoint = rank.attach.replay_endpoint
+            self._effects.append(RequestReplay(rank.key, endpoint, from_seq, rank.order.replay))
+
+    # ---- out ---------------------------------------------------------------------------------
+
+    def _publish_draft(self, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> None:
+        """Number a draft and publish it. Without a rank it is about all ranks.
+
+        It is dropped while the engine has no epoch: all that is held is announced with the epoch.
+        """
+        if not engine.epoch:
+            return
+        engine.seq += 1
+        event = event_of(self._host, engine, rank, draft, ts_ms)
+        self._published.append((self._now_ms, event))
+        self._publish_count += 1
+        self._effects.append(Publish(event, draft))
+
+    def _answer(self, engine: Engine, rank: Rank) -> None:
+        """Tell the connector that its rank is attached; epoch 0: the registry has not answered."""
+        message = Attached(
+            engine=engine.name, rank=rank.key.rank, epoch=engine.epoch, offers=self._offers_open,
+            generation=rank.attach.generation,
+        )  # fmt: skip
+        self._effects.append(Reply(rank.peer, message))
+
+    def _find(self, key: StreamKey) -> tuple[Engine, Rank] | None:
+        engine = self._engines.get(key.engine)
+        if engine is None or engine.incarnation != key.incarnation:
+            return None
+        rank = engine.ranks.get(key.rank)
+        return None if rank is None else (engine, rank)

@@ -1,0 +1,59 @@
+"""Drafts: stores and removals of blocks, gathered into as few events as their order allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvbm_common.identity import SequenceHash, hashes_to_hex
+from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX
+from kvbm_common.wire.events import EventHead, Removed, Stored, Tier, run_of
+
+
+@dataclass(slots=True)
+class EventDraft:
+    """One event without its number. Either `runs` or `hashes` is used."""
+
+    tier: Tier
+    runs: list[tuple[SequenceHash, list[SequenceHash]]] = field(default_factory=list)
+    hashes: list[SequenceHash] = field(default_factory=list)
+    count: int = 0
+
+    def event(self, head: EventHead, group: int, namespace: str, reason: str) -> Stored | Removed:
+        """The event that begins like this."""
+        if self.runs:
+            return head.stored(namespace, [run_of(*run) for run in self.runs], group=group)
+        return head.removed(namespace, hashes_to_hex(self.hashes), reason, group=group)
+
+
+class EventBuilder:
+    """Gathers changes in the order in which they happened; an event is of one kind and tier."""
+
+    def __init__(self) -> None:
+        self._drafts: list[EventDraft] = []
+
+    def stored(self, tier: Tier, parent: SequenceHash, block: SequenceHash) -> None:
+        """A block is new in a tier."""
+        last = self._drafts[-1] if self._drafts else None
+        if last is None or last.tier != tier or last.hashes or last.count >= EVENT_BLOCKS_MAX:
+            last = EventDraft(tier)
+            self._drafts.append(last)
+        if last.runs and last.runs[-1][1][-1] == parent:
+            last.runs[-1][1].append(block)
+        else:
+            last.runs.append((parent, [block]))
+        last.count += 1
+
+    def removed(self, tier: Tier, block: SequenceHash) -> None:
+        """A block is gone from a tier."""
+        last = self._drafts[-1] if self._drafts else None
+        if last is None or last.tier != tier or last.runs or last.count >= EVENT_BLOCKS_MAX:
+            last = EventDraft(tier)
+            self._drafts.append(last)
+        last.hashes.append(block)
+        last.count += 1
+
+    def take(self) -> Iterator[EventDraft]:
+        """All drafts, in order."""
+        drafts, self._drafts = self._drafts, []
+        return iter(drafts)

@@ -1,0 +1,375 @@
+"""The consolidated stream: per engine rank, what it can use, wherever on its host that lies.
+
+```
+  an engine's own events ──► devices ───────┐
+                                            ├─► which tiers have it? ──► stored, removed, cleared
+  the tiers' events ─────► tier_views.py ───┘        per rank
+```
+
+`dedup` says a block's first store and its last removal, and nothing in between: both name the tier
+of the first store. `passthrough` says every tier for itself. An engine's blocks in device memory
+count for the rank that has them; those in host memory and on disk for every rank of every engine
+of the same namespace. Where the engine's own view is cleared (a reset, a gap that could not be
+replayed), so is the stream, with the same reason, and what the tiers hold is published again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.announcer import runs_of
+from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored, Tier
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+
+from kvbm_connectors.consolidator.core.batch_merger import (
+    ClearedDraft,
+    Draft,
+    RemovedDraft,
+    StoredDraft,
+)
+from kvbm_connectors.consolidator.core.event_builder import EventBuilder
+from kvbm_connectors.consolidator.core.held_blocks import Held
+from kvbm_connectors.consolidator.core.tier_views import Change, TierViews
+
+TIER_BITS: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "object": 8}
+DEVICE = TIER_BITS["device"]
+TIERS: dict[int, Tier] = {bit: tier for tier, bit in TIER_BITS.items()}
+BITS: dict[int, tuple[int, ...]] = {
+    mask: tuple(bit for bit in TIERS if mask & bit) for mask in range(16)
+}
+
+
+@dataclass(slots=True)
+class RankView:
+    """What one rank of an engine can use, of one namespace, and what was said of it.
+
+    A block that the device holds was said of the device alone, unless it is written down otherwise:
+    that is nearly every block. What the device holds is in the book of the engines' half, and in
+    no second one here. While the drafts of a step are taken, the book has them all already:
+    whether a block is inside then is in the draft, not in the book.
+    """
+
+    namespace: str
+    rank: int
+    group: int = 0
+    device: Held = field(default_factory=dict)
+    otherwise: dict[SequenceHash, int] = field(default_factory=dict)
+    """Blocks of the device that were published otherwise → their published tiers."""
+    beyond: dict[SequenceHash, int] = field(default_factory=dict)
+    """Blocks that were published and are not in the device → their published tiers."""
+
+    def __len__(self) -> int:
+        return len(self.device) + len(self.beyond)
+
+    def said(self, block: SequenceHash, *, inside: bool) -> int:
+        """The tiers that a block was said of."""
+        return self.otherwise.get(block, DEVICE) if inside else self.beyond.get(block, 0)
+
+    def say(self, block: SequenceHash, mask: int, *, inside: bool) -> None:
+        """Note that a block is published for these tiers from now on."""
+        assert mask or not inside, "what a device holds was announced"
+        apart, usual = (self.otherwise, DEVICE) if inside else (self.beyond, 0)
+        if mask == usual:
+            apart.pop(block, None)
+        else:
+            apart[block] = mask
+
+    def store(self, blocks: Iterable[SequenceHash]) -> None:
+        """The device has these now; what was said of them stays as it was: perhaps nothing."""
+        for block in blocks:
+            said = self.beyond.pop(block, 0)
+            if said != DEVICE:
+                self.otherwise[block] = said
+
+    def remove(self, blocks: Iterable[SequenceHash]) -> None:
+        """The device has these no more; what was said stays as it was."""
+        for block in blocks:
+            self.beyond[block] = self.otherwise.pop(block, DEVICE)
+
+    def all_said(self) -> Iterator[tuple[SequenceHash, int]]:
+        """Return every block that was published, with its published tiers."""
+        yield from ((block, self.otherwise.get(block, DEVICE)) for block in self.device)
+        yield from self.beyond.items()
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        assert self.otherwise.keys() <= self.device.keys()
+        assert self.beyond.keys().isdisjoint(self.device)
+        assert DEVICE not in self.otherwise.values(), "that is what goes without saying"
+        assert all(self.otherwise.values()), "what a device holds was said"
+        assert all(self.beyond.values())
+
+    def clear(self) -> None:
+        """Nothing is there, and nothing was said."""
+        self.device = {}
+        self.otherwise.clear()
+        self.beyond.clear()
+
+
+@dataclass(slots=True)
+class MergedEngine:
+    """One engine: its position in its own consolidated stream, and its views."""
+
+    name: str
+    epoch: int = 0
+    seq: int = 0
+    views: dict[tuple[int, str], RankView] = field(default_factory=dict)
+    """By rank and namespace."""
+    cleared: set[int] = field(default_factory=set)
+    """Ranks whose tiers' blocks must be said again."""
+
+
+class MergedStreams:
+    """The consolidated streams of all engines of one host."""
+
+    def __init__(self, host: str, *, dedup: bool, drops: Counter[str]) -> None:
+        self._host = host
+        self._dedup = dedup
+        self._drops = drops
+        self._engines: dict[str, MergedEngine] = {}
+        self.tiers = TierViews(drops)
+        self._out: list[Event] = []
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    def engine_known(self, name: str, ranks: Iterable[int], namespaces: Iterable[str]) -> None:
+        """An engine has these ranks, or has one more."""
+        engine = self._engines.setdefault(name, MergedEngine(name))
+        namespaces = tuple(namespaces)
+        for rank in ranks:
+            for namespace in namespaces:
+                self._join(engine, rank, namespace)
+
+    def engine_left(self, name: str) -> None:
+        """An engine's life is over, and its `cleared` was the last word."""
+        self._engines.pop(name, None)
+
+    def engine_event(self, event: Event, draft: Draft) -> None:
+        """What the consolidator has published of an engine, and what it was made of."""
+        engine = self._engines.setdefault(event.source, MergedEngine(event.source))
+        match draft, event:
+            case ClearedDraft(), Cleared():
+                self._engine_cleared(engine, event)
+            case StoredDraft(), Stored():
+                self._engine_stored(engine, event, draft)
+            case RemovedDraft(blocks=gone), Removed():
+                self._engine_removed(engine, event, gone)
+            case _:
+                raise AssertionError(f"{draft} does not make {event}")
+
+    def tier_joined(self, source: str, tier: Tier, epoch: int, now_ms: int) -> None:
+        """The registry names a tier."""
+        self._tiers_changed(self.tiers.joined(source, tier, epoch, now_ms))
+
+    def tier_events(self, events: Iterable[Event], now_ms: int) -> None:
+        """Events of tiers, as the bus brought them."""
+        for event in events:
+            self._tiers_changed(self.tiers.take(event, now_ms), event)
+
+    def tier_snapshot(self, reply: SnapshotReply, now_ms: int) -> None:
+        """All that a tier holds."""
+        self._tiers_changed(self.tiers.snapshot(reply, now_ms))
+
+    def tier_left(self, source: str, epoch: int, now_ms: int) -> None:
+        """A tier is gone."""
+        self._tiers_changed(self.tiers.left(source, epoch, now_ms))
+
+    def rebuild(self) -> None:
+        """Say again what the tiers hold, to those who are new or whose stream was cleared.
+
+        Called at the end of a step: an engine that was cleared because it ended is gone by then.
+        """
+        for engine in self._engines.values():
+            if not engine.cleared or not engine.epoch:
+                continue
+            ranks, engine.cleared = engine.cleared, set()
+            for view in engine.views.values():
+                if view.rank in ranks:
+                    self._settle(engine, view, self.tiers.blocks(view.namespace).items(), 0)
+
+    def take(self) -> list[Event]:
+        """What is to be said, in order."""
+        out, self._out = self._out, []
+        return out
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def snapshot(self, name: str) -> SnapshotReply | None:
+        """The whole consolidated stream of an engine, as of its last event; None: unknown."""
+        engine = self._engines.get(name)
+        if engine is None or not engine.epoch:
+            return None
+        parts = [
+            SnapshotPart(
+                namespace=view.namespace,
+                rank=view.rank,
+                group=view.group,
+                runs=runs_of((block, self._parent_of(view, block)) for block, _ in view.all_said()),
+            )
+            for view in engine.views.values()
+            if len(view)
+        ]
+        return SnapshotReply(host=self._host, source=name, tier="device", epoch=engine.epoch,
+                             seq=engine.seq, parts=parts)  # fmt: skip
+
+    def live(self, name: str, rank: int = 0) -> dict[SequenceHash, set[Tier]]:
+        """What was said of one rank and not taken back."""
+        engine = self._engines.get(name, MergedEngine(name))
+        views = (view for view in engine.views.values() if view.rank == rank)
+        return {
+            block: {TIERS[bit] for bit in BITS[mask]}
+            for view in views
+            for block, mask in view.all_said()
+        }
+
+    @property
+    def block_count(self) -> int:
+        """Blocks said, over all engines and ranks."""
+        return sum(len(v) for engine in self._engines.values() for v in engine.views.values())
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        self.tiers.check()
+        for engine in self._engines.values():
+            assert (engine.seq > 0) == (engine.epoch > 0), "an epoch begins with cleared"
+            for view in engine.views.values():
+                view.check()
+                if not engine.epoch or view.rank in engine.cleared:
+                    continue
+                for block, said in view.all_said():
+                    have = self._beyond(view, block) | (DEVICE if block in view.device else 0)
+                    assert have, f"{block.hex()} is nowhere, and {engine.name} announces it"
+                    assert said == have if not self._dedup else said in TIERS
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _join(self, engine: MergedEngine, rank: int, namespace: str, group: int = 0) -> RankView:
+        view = engine.views.get((rank, namespace))
+        if view is None:
+            view = engine.views[rank, namespace] = RankView(namespace, rank, group)
+            engine.cleared.add(rank)
+        return view
+
+    def _engine_cleared(self, engine: MergedEngine, event: Cleared) -> None:
+        ranks = {event.rank} if event.rank_only else {rank for rank, _ in engine.views}
+        for view in engine.views.values():
+            if view.rank in ranks:
+                view.clear()
+        engine.cleared |= ranks
+        if event.epoch > engine.epoch:
+            engine.epoch, engine.seq = event.epoch, 0
+        head = self._next(engine, "device", event.ts_ms, event.rank)
+        self._out.append(head.cleared(event.reason, rank_only=event.rank_only))
+
+    def _next(self, engine: MergedEngine, tier: Tier, ts_ms: int, rank: int) -> EventHead:
+        engine.seq += 1
+        return EventHead(
+            host=self._host, source=engine.name, tier=tier, epoch=engine.epoch, seq=engine.seq,
+            ts_ms=ts_ms, rank=rank,
+        )  # fmt: skip
+
+    def _engine_stored(self, engine: MergedEngine, event: Stored, draft: StoredDraft) -> None:
+        """The engine's half says a block's first copy only: none of these was in the device."""
+        view = self._join(engine, event.rank, event.namespace, event.group)
+        view.device = draft.held
+        blocks = [block for _, run in draft.blocks for block in run]
+        if view.beyond.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
+            self._pass_on(engine, event)
+            return
+        view.store(blocks)
+        pairs = [
+            pair for parent, run in draft.blocks for pair in zip(run, [parent, *run], strict=False)
+        ]
+        self._settle(engine, view, pairs, event.ts_ms, inside=True)
+
+    def _engine_removed(
+        self, engine: MergedEngine, event: Removed, blocks: Collection[SequenceHash]
+    ) -> None:
+        """And its last copy: all of these were there."""
+        view = self._join(engine, event.rank, event.namespace, event.group)
+        if view.otherwise.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
+            self._pass_on(engine, event)
+            return
+        view.remove(blocks)
+        gone = [(block, block) for block in blocks]
+        self._settle(engine, view, gone, event.ts_ms, event.reason, inside=False)
+
+    def _pass_on(self, engine: MergedEngine, event: Stored | Removed) -> None:
+        """The engine's event is the consolidated one: only its number differs."""
+        if engine.epoch:
+            engine.seq += 1
+            self._out.append(msgspec.structs.replace(event, seq=engine.seq))
+
+    def _in_tiers(self, blocks: Iterable[SequenceHash], view: RankView) -> bool:
+        return self.tiers.has_any(blocks, view.namespace)
+
+    def _tiers_changed(self, changes: list[Change], event: Event | None = None) -> None:
+        """Tell every rank whose view it changes."""
+        ts_ms = event.ts_ms if event else 0
+        reason = event.reason if isinstance(event, Removed) else ""
+        for change in changes:
+            for engine in self._engines.values():
+                for view in engine.views.values():
+                    if view.namespace == change.namespace and engine.epoch:
+                        self._settle(engine, view, self._news(view, change), ts_ms, reason)
+
+    def _news(self, view: RankView, change: Change) -> Iterator[tuple[SequenceHash, SequenceHash]]:
+        """The blocks of a change that may matter to a view. With `dedup` these are few: not what
+        was said, and is in one more tier now, nor what has left one of several."""
+        stored, removed = change.stored, change.removed
+        if self._dedup:
+            new = {block for block, _ in stored}.difference(view.beyond).difference(view.device)
+            if len(new) < len(stored):
+                stored = [pair for pair in stored if pair[0] in new]
+            gone = self.tiers.without(set(removed).difference(view.device), view.namespace)
+            if len(gone) < len(removed):
+                removed = [block for block in removed if block in gone]
+        yield from stored
+        yield from ((block, block) for block in removed)
+
+    def _settle(
+        self,
+        engine: MergedEngine,
+        view: RankView,
+        blocks: Iterable[tuple[SequenceHash, SequenceHash]],
+        ts_ms: int,
+        reason: str = "",
+        *,
+        inside: bool | None = None,
+    ) -> None:
+        """Compare what was said of some blocks with what is true now, and say the difference.
+
+        `inside`: the device has all of them, or none. None: the book says which.
+        """
+        drafts = EventBuilder()
+        for block, parent in blocks:
+            here = block in view.device if inside is None else inside
+            said = view.said(block, inside=here)
+            have = self._beyond(view, block) | (DEVICE if here else 0)
+            # The lowest bit of what it has is the tier that an engine reaches first.
+            want = (said or have & -have) if self._dedup and have else have
+            if want == said:
+                continue
+            view.say(block, want, inside=here)
+            for bit in BITS[said & ~want]:
+                drafts.removed(TIERS[bit], block)
+            for bit in BITS[want & ~said]:
+                drafts.stored(TIERS[bit], parent, block)
+        for draft in drafts.take() if engine.epoch else ():
+            head = self._next(engine, draft.tier, ts_ms, view.rank)
+            self._out.append(draft.event(head, view.group, view.namespace, reason))
+
+    def _beyond(self, view: RankView, block: SequenceHash) -> int:
+        """The tiers that have it, without the device."""
+        mask = 0
+        for tier in self.tiers.holding(block, view.namespace):
+            mask |= TIER_BITS[tier]
+        return mask
+
+    def _parent_of(self, view: RankView, block: SequenceHash) -> SequenceHash:
+        parent = view.device.get(block)
+        return self.tiers.parent_of(block, view.namespace) if parent is None else parent

@@ -1,0 +1,372 @@
+"""What goes into the consolidator's core and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvbm_common.wire.engine_events import EngineBatch
+from kvbm_common.wire.events import Event, Tier
+from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.verbs import SnapshotReply
+
+from kvbm_connectors.consolidator.core.batch_merger import Draft
+from kvbm_connectors.consolidator.core.router_stream import Frame
+from kvbm_connectors.consolidator.core.token_names import NamedBlocks
+
+
+class StreamKey(NamedTuple):
+    """One event stream: one data-parallel rank of one life of an engine."""
+
+    engine: str
+    incarnation: str
+    rank: int
+
+
+# ---- inputs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAttached:
+    """A connector asks to follow its engine. `peer` is where the answer goes."""
+
+    attach: Attach
+    peer: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDetached:
+    """An engine says that it ends."""
+
+    engine: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLeft:
+    """An engine's place in the registry was taken by another life of it, elsewhere."""
+
+    engine: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeatReceived:
+    """A connector says that its engine lives, and hears whether we know it."""
+
+    engine: str
+    incarnation: str
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EpochGranted:
+    """The registry has numbered an engine's life."""
+
+    engine: str
+    incarnation: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochFailed:
+    """The registry could not be reached; the core asks again."""
+
+    engine: str
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBatchReceived:
+    """A batch of a stream. `replay` is the number of the replay it belongs to, 0 when live."""
+
+    key: StreamKey
+    seq: int
+    batch: EngineBatch
+    replay: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBatchesReceived:
+    """Several batches of a stream at once: what they change is announced together."""
+
+    key: StreamKey
+    batches: tuple[tuple[int, EngineBatch], ...]
+    """(seq, batch) in the order of arrival; at least one."""
+    replay: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayDone:
+    """The engine has sent all that it still had."""
+
+    key: StreamKey
+    replay: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayFailed:
+    """The engine did not answer in time."""
+
+    key: StreamKey
+    replay: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: deadlines are looked at."""
+
+    offers_open: bool = True
+    """Whether offers can be put on the bus now."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierJoined:
+    """The registry names a tier of this host."""
+
+    source: str
+    tier: Tier
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierLeft:
+    """A tier's place in the registry is gone."""
+
+    source: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvents:
+    """Events of tiers of this host, as the bus brought them."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """All that a tier holds."""
+
+    reply: SnapshotReply
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshotFailed:
+    """A tier has not said what it holds."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierStreamLost:
+    """The bus has lost events of a tier."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAsked:
+    """A router asks the port of a rank for everything from a number on."""
+
+    rank: int
+    from_seq: int
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RouterJoined:
+    """A router has begun to listen on the port of a rank, to topics that begin like this."""
+
+    rank: int
+    topic: bytes
+
+
+EngineInput = (
+    StreamAttached
+    | EngineDetached
+    | EngineLeft
+    | BeatReceived
+    | EpochGranted
+    | EpochFailed
+    | EngineBatchReceived
+    | EngineBatchesReceived
+    | ReplayDone
+    | ReplayFailed
+    | Tick
+)
+"""What the engines' side takes."""
+TierInput = TierJoined | TierLeft | TierEvents | TierSnapshot | TierSnapshotFailed | TierStreamLost
+Input = EngineInput | TierInput | RouterAsked | RouterJoined
+
+# ---- effects ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Put an event on the bus. A `ts_ms` of 0 is the shell's to fill."""
+
+    event: Event
+    draft: Draft
+    """What the event was made of: its blocks as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """Follow an engine's PUB."""
+
+    key: StreamKey
+    endpoint: str
+    topic: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    """Stop following an event stream."""
+
+    key: StreamKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReplay:
+    """Ask an engine for everything from `from_seq` on. Ends in ReplayDone or ReplayFailed."""
+
+    key: StreamKey
+    endpoint: str
+    from_seq: int
+    replay: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskEpoch:
+    """Register an engine's life. Ends in EpochGranted or EpochFailed."""
+
+    engine: str
+    incarnation: str
+    ranks: tuple[int, ...]
+    namespaces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Renew what the registry says about an engine."""
+
+    engine: str
+    incarnation: str
+    ranks: tuple[int, ...]
+    namespaces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeEpoch:
+    """An engine's life is over: take it out of the registry."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send an answer to a connector."""
+
+    peer: bytes
+    message: Attached | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """An engine has said what is in some blocks."""
+
+    named: NamedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class PublishConsolidated:
+    """Put an event on the consolidated stream. A `ts_ms` of 0 is the shell's to fill."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send a batch to all subscribers on the port of its rank."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRouter:
+    """Send a router what it has missed, then the end."""
+
+    rank: int
+    peer: bytes
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Ask a tier what it holds. Ends in TierSnapshot or TierSnapshotFailed."""
+
+    source: str
+
+
+EngineEffect = (
+    Publish
+    | Subscribe
+    | Unsubscribe
+    | RequestReplay
+    | AskEpoch
+    | Describe
+    | RevokeEpoch
+    | Reply
+    | Learn
+)
+"""What the engines' side wants done; `Learn` stays inside."""
+Effect = EngineEffect | PublishConsolidated | Broadcast | AnswerRouter | AskSnapshot
+
+# ---- limits and figures ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsolidatorLimits:
+    """What bounds the core. Sizes are per stream."""
+
+    lost_after_ms: int = 5_000
+    """An engine that neither beats nor publishes for so long is lost."""
+    epoch_retry_ms: int = 500
+    streams_max: int = 1_024
+    """Engines on one host times ranks: far below."""
+    pending_batches_max: int = 10_000
+    """Batches that wait behind a gap; vLLM's own replay buffer has as many."""
+    orphan_blocks_max: int = 16_384
+    """Blocks whose parent is unknown."""
+    orphan_age_ms: int = 2_000
+    """A parent that comes at all comes within a step or two of the engine."""
+    probe_after_ms: int = 1_000
+    """A stream that falls silent is asked whether we missed its last batch, then less and less
+    often. It costs one small message each way."""
+    probe_every_max_ms: int = 16_000
+    naming: bool = False
+    """Whether to keep what engines say of their blocks, for routers."""
+    replay_attempts_max: int = 3
+    replay_retry_ms: int = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesStatistics:
+    """Figures of the core, for the shell's counters."""
+
+    engines: int
+    streams: int
+    blocks: int
+    """Device blocks held, over all engines, ranks and groups; equal content counts once each."""
+    pending_batches: int
+    orphan_blocks: int
+    batches: int
+    published: int
+    replays: int
+    drops: Mapping[str, int] = field(default_factory=dict)
+    """What was dropped, by reason."""

@@ -1,0 +1,110 @@
+"""Orphans: stored blocks that have no name (yet). They wait, bounded; none becomes a root.
+
+They wait for their parent, or, at the start of a prompt, for the content of their LoRA adapter.
+
+A parent that we missed comes by replay; one that the engine announces late comes by itself. Who
+waited too long is condemned: one replay is asked for, and who then is still an orphan is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbm_common.wire.engine_events import BlockStored, EngineHash
+
+ParentKey = tuple[int, EngineHash | str]
+"""A group and the parent's engine hash, or what an adapter is called (hash_extras.py)."""
+
+
+@dataclass(slots=True)
+class Orphan:
+    """One event that waits, and which of its blocks the engine has removed meanwhile."""
+
+    group: int
+    event: BlockStored
+    since_ms: int
+    removed: list[EngineHash] = field(default_factory=list)
+    condemned: bool = False
+
+    def holds(self, engine_hash: EngineHash) -> bool:
+        """Whether this block is stored here and has not been removed since."""
+        stored = self.event.block_hashes.count(engine_hash)
+        return stored > self.removed.count(engine_hash)
+
+
+class Orphans:
+    """The orphans of one stream."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._waiting: dict[ParentKey, list[Orphan]] = {}
+        self.block_count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, group: int, event: BlockStored, now_ms: int, *, adapter: str = "") -> bool:
+        """Let an event wait for its parent, or for its adapter. False: there is no room."""
+        awaited = adapter or event.parent
+        assert awaited is not None, "a root has no parent to wait for"
+        if self.block_count + len(event.block_hashes) > self._blocks_max:
+            return False
+        orphan = Orphan(group, event, now_ms)
+        self._waiting.setdefault((group, awaited), []).append(orphan)
+        self.block_count += len(event.block_hashes)
+        return True
+
+    def adopt(
+        self, group: int, engine_hashes: tuple[EngineHash, ...] | tuple[str, ...]
+    ) -> list[Orphan]:
+        """Take those that waited for one of these blocks or adapters; they wait no more."""
+        adopted: list[Orphan] = []
+        for engine_hash in engine_hashes if self._waiting else ():
+            adopted += self._waiting.pop((group, engine_hash), ())
+        self.block_count -= sum(len(orphan.event.block_hashes) for orphan in adopted)
+        return adopted
+
+    def remove(self, group: int, engine_hash: EngineHash) -> bool:
+        """Note that the engine has removed a block that waits. False: it does not wait here."""
+        for orphans in self._waiting.values():
+            for orphan in orphans:
+                if orphan.group == group and orphan.holds(engine_hash):
+                    orphan.removed.append(engine_hash)
+                    return True
+        return False
+
+    def condemn(self, before_ms: int) -> bool:
+        """Mark those who wait since then; returns whether anybody was marked just now."""
+        marked = False
+        for orphans in self._waiting.values():
+            for orphan in orphans:
+                if orphan.since_ms <= before_ms and not orphan.condemned:
+                    orphan.condemned = marked = True
+        return marked
+
+    def drop_condemned(self) -> int:
+        """Give up on the marked ones; returns how many blocks those were."""
+        before = self.block_count
+        for key, orphans in list(self._waiting.items()):
+            left = [orphan for orphan in orphans if not orphan.condemned]
+            self.block_count -= sum(
+                len(orphan.event.block_hashes) for orphan in orphans if orphan.condemned
+            )
+            if left:
+                self._waiting[key] = left
+            else:
+                del self._waiting[key]
+        return before - self.block_count
+
+    def clear(self) -> int:
+        """Forget all; returns how many blocks that were."""
+        dropped, self.block_count = self.block_count, 0
+        self._waiting.clear()
+        return dropped
+
+    def check(self) -> None:
+        """The count is right and within its limit."""
+        everybody = [orphan for orphans in self._waiting.values() for orphan in orphans]
+        assert self.block_count == sum(len(o.event.block_hashes) for o in everybody)
+        assert self.block_count <= self._blocks_max
+        assert all(self._waiting.values()), "no empty entries"

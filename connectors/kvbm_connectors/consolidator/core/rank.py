@@ -1,0 +1,349 @@
+"""A rank: one event stream of an engine, turned into drafts of our own events.
+
+batch ──► Order ──► Joiner ──► View per KV group ──► Merger ──► drafts
+                       │           ▲
+                       └─ Orphans ─┘   blocks that wait for their parent
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+from kvbm_common.identity import Hasher, IdentityError, SequenceHash, lora_extra
+from kvbm_common.wire.engine_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineBatch,
+    EngineEvent,
+    EngineHash,
+    OtherEvent,
+)
+from kvbm_common.wire.local import Attach
+from kvbm_common.wire.verbs import SnapshotPart
+
+from kvbm_connectors.consolidator.core.batch_merger import BatchMerger, Draft
+from kvbm_connectors.consolidator.core.hash_extras import extras_of
+from kvbm_connectors.consolidator.core.held_blocks import HeldBlocks
+from kvbm_connectors.consolidator.core.messages import ConsolidatorLimits, StreamKey
+from kvbm_connectors.consolidator.core.orphans import Orphan, Orphans
+from kvbm_connectors.consolidator.core.run_joiner import RunJoiner, join
+from kvbm_connectors.consolidator.core.sequencer import Ready, Sequencer, Sign
+from kvbm_connectors.consolidator.core.token_names import NamedBlocks, named
+
+DEVICE_MEDIA = (None, "", "GPU", "DEVICE")
+"""Media names that mean device memory; an engine's own lower tiers are not ours to announce."""
+GROUPS_MAX = 64
+"""KV cache groups of one model: a handful."""
+NO_PARENT = "no_parent"
+NO_ADAPTER = "no_adapter"
+"""Why an event waits; other reasons are those for which it is dropped."""
+
+
+class Rank:
+    """One data-parallel rank of one life of an engine."""
+
+    def __init__(
+        self,
+        attach: Attach,
+        peer: bytes,
+        limits: ConsolidatorLimits,
+        drops: Counter[str],
+        now_ms: int,
+    ) -> None:
+        self.attach = attach
+        self.peer = peer
+        """Who attached it last, and is answered."""
+        self.key = StreamKey(attach.engine, attach.incarnation, attach.rank)
+        self.namespace_hex = attach.namespace.digest.hex()
+        self.generation = attach.generation
+        """Part of the names of what is stored now."""
+        self._adapters = _adapters_of(attach)
+        self._limits = limits
+        self._drops = drops
+        self._views: dict[int, HeldBlocks] = {}
+        self._merger = BatchMerger()
+        self._named: list[NamedBlocks] = []
+        self._joiner = RunJoiner()
+        self.orphans = Orphans(limits.orphan_blocks_max)
+        self.order = self._new_order(now_ms)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks held, over all groups."""
+        return sum(len(view) for view in self._views.values())
+
+    # ---- what the connector says ---------------------------------------------------------------
+
+    def continues(self, attach: Attach) -> bool:
+        """Return whether this is the same life: all is as before but what may change in it."""
+        said = msgspec.structs.replace
+        return said(attach, generation="", adapters=None) == said(
+            self.attach, generation="", adapters=None
+        )
+
+    def describe(self, attach: Attach) -> None:
+        """Take what the connector says of its engine now: a generation, adapters.
+
+        The generation is that of blocks stored after the next clear: the engine resets its device's
+        cache, tells its connector, which waits until we know, and only then publishes the clear.
+        """
+        self.attach = attach
+        self._adapters = _adapters_of(attach)
+        for group, view in self._views.items() if self.orphans else ():
+            self._hold_orphans(self.orphans.adopt(group, tuple(self._adapters or ())), view)
+
+    def _begin_generation(self) -> None:
+        """What was stored is gone, or unknown, and the engine's hashes stand for other content."""
+        if self.generation != self.attach.generation:
+            self.generation = self.attach.generation
+            for view in self._views.values():
+                view.forget()
+
+    # ---- the stream --------------------------------------------------------------------------
+
+    def restart(self, now_ms: int) -> None:
+        """Forget all: the engine's publisher has begun again, and nothing that we know counts any
+        more."""
+        self._drops["orphan"] += self.orphans.clear()
+        self._joiner.take()
+        self._views.clear()
+        self.generation = self.attach.generation
+        self._merger = BatchMerger()
+        self.order = self._new_order(now_ms)
+
+    def apply(self, ready: Ready, now_ms: int) -> bool:
+        """Take what is in order; returns whether the engine's publisher has restarted.
+
+        Some of it is put off until `settle`.
+        """
+        for item in ready:
+            if item is Sign.RESTARTED:
+                return True
+            if item is Sign.LOST:
+                self.settle(now_ms)
+                self._clear("gap")
+                self._drops["orphan"] += self.orphans.clear()
+            elif isinstance(item, EngineBatch):
+                for event in item.events:
+                    self._apply_event(event, now_ms)
+        return False
+
+    def settle(self, now_ms: int) -> None:
+        """Store what was put off: together where that works, or else one by one."""
+        for parts in self._joiner.take():
+            # What one part adopts comes before the next part, should both be called the same.
+            together = len(parts) > 1 and not self.orphans
+            if together and not self._try_to_store(join(parts)):
+                continue
+            for event in parts:
+                trouble = self._try_to_store(event)
+                if trouble:
+                    self._let_wait_or_drop(event, trouble, now_ms)
+
+    def take_drafts(self) -> list[Draft]:
+        """What is to be said about all that was applied since the last time."""
+        return self._merger.take()
+
+    def take_named(self) -> list[NamedBlocks]:
+        """What was said of blocks since the last time."""
+        named, self._named = self._named, []
+        return named
+
+    def age(self, now_ms: int) -> None:
+        """Ask for a replay on behalf of blocks that have waited too long for their parent."""
+        condemned = bool(self.orphans) and self.orphans.condemn(now_ms - self._limits.orphan_age_ms)
+        if condemned and not self.order.want_replay():
+            self.drop_orphans()
+
+    def drop_orphans(self) -> None:
+        """The replay has brought what there is: who still waits to no purpose is dropped."""
+        self._drops["orphan"] += self.orphans.drop_condemned()
+
+    def everything(self) -> list[Draft]:
+        """All that is held, as drafts: the beginning of an epoch."""
+        for group, view in self._views.items():
+            self._merger.stored(group, view, view.block_runs())
+        return self._merger.take()
+
+    def parts(self) -> list[SnapshotPart]:
+        """All that is held, for a snapshot."""
+        rank = self.key.rank
+        return [
+            SnapshotPart(namespace=view.namespace_hex, rank=rank, group=group, runs=view.runs())
+            for group, view in self._views.items()
+            if len(view)
+        ]
+
+    def blocks(self) -> Iterable[tuple[int, SequenceHash]]:
+        """Every (group, block) held."""
+        return ((group, block) for group, view in self._views.items() for block in view.blocks())
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        self.orphans.check()
+        for view in self._views.values():
+            view.check()
+        assert self.order.pending_count <= self._limits.pending_batches_max
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def _apply_event(self, event: EngineEvent, now_ms: int) -> None:
+        if isinstance(event, BlockStored):
+            while not self._joiner.add(event):
+                self.settle(now_ms)
+            return
+        self.settle(now_ms)
+        match event:
+            case BlockRemoved():
+                self._remove(event)
+            case AllBlocksCleared():
+                self._clear("engine")
+                self._drops["orphan"] += self.orphans.clear()
+            case OtherEvent():
+                self._drops[event.reason] += 1
+
+    def _try_to_store(self, event: BlockStored) -> str:
+        """Hold the blocks of an event, or say why not; then nothing has changed."""
+        if not _in_device(event):
+            return "other_medium"
+        view = self._view_of(event)
+        if view is None:
+            return "groups_full"
+        if misfit := _misfit(event, view):
+            return misfit
+        parent = None if event.parent is None else view.name_of(event.parent)
+        if parent is None and event.parent is not None:
+            return NO_PARENT
+        if parent is None and self._lora_of(event) == NO_ADAPTER:
+            return NO_ADAPTER
+        waiting = self._hold(event, view, parent)
+        if isinstance(waiting, str):
+            return waiting
+        self._hold_orphans(waiting, view)
+        return ""
+
+    def _let_wait_or_drop(self, event: BlockStored, trouble: str, now_ms: int) -> None:
+        if trouble in (NO_PARENT, NO_ADAPTER):
+            adapter = _adapter_key(event.lora_id, event.lora_name) if trouble == NO_ADAPTER else ""
+            if self.orphans.add(self._group_of(event), event, now_ms, adapter=adapter):
+                return
+            trouble = "orphans_full"
+        self._drops[trouble] += len(event.block_hashes)
+
+    def _hold_orphans(self, waiting: list[Orphan], view: HeldBlocks) -> None:
+        """Hold those who have waited; children come after their parents."""
+        while waiting:
+            orphan = waiting.pop()
+            first = orphan.event.parent
+            parent = None if first is None else view.name_of(first)
+            found = self._hold(orphan.event, view, parent)
+            if isinstance(found, str):
+                self._drops[found] += len(orphan.event.block_hashes)
+                continue
+            waiting += found
+            self._let_go(view, orphan.group, orphan.removed)
+
+    def _hold(
+        self, event: BlockStored, view: HeldBlocks, parent: SequenceHash | None
+    ) -> list[Orphan] | str:
+        """Hold blocks; returns who waited for them. Or why they have no names: nothing is held."""
+        group, hashes = self._group_of(event), event.block_hashes
+        extras = extras_of(event, lora=self._lora_of(event), generation=self.generation)
+        try:
+            chain = view.hasher.chain(event.token_ids, parent=parent, extras=extras)
+        except IdentityError:
+            return "bad_tokens"
+        runs = view.store(hashes, chain, parent)
+        if runs is None:
+            return "name_conflict"
+        if self._limits.naming:
+            self._named.append(named(chain, event))
+        self._merger.stored(group, view, runs)
+        return self.orphans.adopt(group, hashes) if self.orphans else []
+
+    def _remove(self, event: BlockRemoved) -> None:
+        if not _in_device(event):
+            self._drops["other_medium"] += len(event.block_hashes)
+            return
+        view = self._view_of(event)
+        if view is not None:
+            self._let_go(view, self._group_of(event), event.block_hashes)
+
+    def _let_go(self, view: HeldBlocks, group: int, hashes: Iterable[EngineHash]) -> None:
+        gone: list[SequenceHash] = []
+        for engine_hash in hashes:
+            block, held = view.remove(engine_hash)
+            if block is not None:
+                gone.append(block)
+            elif not held and not self.orphans.remove(group, engine_hash):
+                self._drops["removed_unknown"] += 1
+        if gone:
+            self._merger.removed(group, view, gone)
+
+    def _clear(self, reason: str) -> None:
+        if self.block_count:
+            self._merger.cleared(reason)
+        for view in self._views.values():
+            view.clear()
+        self._begin_generation()
+
+    # ---- helpers -----------------------------------------------------------------------------
+
+    def _lora_of(self, event: BlockStored) -> str | None:
+        """What stands for an event's adapter in names; None: nothing but its own name."""
+        if self._adapters is None or not event.lora_name:
+            return None
+        return self._adapters.get(_adapter_key(event.lora_id, event.lora_name), NO_ADAPTER)
+
+    def _group_of(self, event: BlockStored | BlockRemoved) -> int:
+        return self.attach.namespace.group if event.group_idx is None else event.group_idx
+
+    def _view_of(self, event: BlockStored | BlockRemoved) -> HeldBlocks | None:
+        group = self._group_of(event)
+        view = self._views.get(group)
+        if view is None:
+            if len(self._views) >= GROUPS_MAX:
+                self._drops["groups_full"] += len(event.block_hashes)
+                return None
+            namespace = msgspec.structs.replace(self.attach.namespace, group=group)
+            view = self._views[group] = HeldBlocks(Hasher(namespace))
+        return view
+
+    def _new_order(self, now_ms: int) -> Sequencer:
+        replayable = bool(self.attach.replay_endpoint)
+        return Sequencer(self._limits, self._drops, replayable=replayable, now_ms=now_ms)
+
+
+def _adapters_of(attach: Attach) -> dict[str, str] | None:
+    """By what events call them, what adapters are called in names."""
+    if attach.adapters is None:
+        return None
+    return {
+        _adapter_key(one.id, one.name): lora_extra(one.name, one.content) for one in attach.adapters
+    }
+
+
+def _adapter_key(number: int | None, name: str | None) -> str:
+    return f"{number}/{name}"
+
+
+def _in_device(event: BlockStored | BlockRemoved) -> bool:
+    medium = event.medium
+    if medium not in DEVICE_MEDIA and (medium or "").upper() not in DEVICE_MEDIA:
+        return False
+    return event.locality != "REMOTE"
+
+
+def _misfit(event: BlockStored, view: HeldBlocks) -> str:
+    """Why these are no blocks of the namespace; empty: they are, and have all their tokens."""
+    block_tokens = view.hasher.namespace.block_tokens
+    spare = len(event.token_ids) - len(event.block_hashes) * block_tokens
+    if event.block_size != block_tokens:
+        return "block_size"
+    if spare > 0:
+        # Blocks were left out, and which ones we are not told: better no name than a wrong one.
+        return "masked_blocks"
+    return "short_tokens" if spare < 0 else ""

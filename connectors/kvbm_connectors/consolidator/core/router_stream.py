@@ -1,0 +1,321 @@
+"""The router stream: consolidated events as batches of vLLM's wire, numbered, kept for replay.
+
+One stream per engine and rank: the topic is the engine's name, the port is the rank's, as with
+vLLM's own publishers. Blocks are named by the low 64 bits of our hash, which is the same for every
+engine, tier and life. A block whose tokens no engine has published yet waits silently for them. A
+replay that reaches back further than the buffer is answered with `AllBlocksCleared` and everything
+that is held, under the last numbers given: exact for every reader, however late.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat, starmap
+from typing import NamedTuple
+
+from kvbm_common.identity import (
+    HASH_BYTES,
+    TOKEN_BYTES,
+    SequenceHash,
+    hash_from_hex,
+    hashes_from_hex,
+)
+from kvbm_common.wire.engine_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineBatch,
+    EngineEvent,
+    encode_batch,
+)
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
+
+from kvbm_connectors.consolidator.core.token_names import NamedBlocks, TokenNames
+
+BATCHES_MAX = 10_000
+"""Batches kept for replay, per stream; vLLM keeps as many."""
+BUFFER_BYTES_MAX = 64 * 1024 * 1024
+"""Bytes kept for replay, per stream."""
+BATCH_BLOCKS_MAX = 4_096
+"""Blocks in one batch of a rebuild: about a megabyte."""
+MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE", "object": "STORAGE"}
+"""vLLM's names; routers that know tiers know these."""
+
+
+class StreamId(NamedTuple):
+    """Whose stream it is."""
+
+    rank: int
+    engine: str
+
+
+class Frame(NamedTuple):
+    """One message of a stream, ready for a socket."""
+
+    stream: StreamId
+    seq: int
+    payload: bytes
+
+
+class Said(NamedTuple):
+    """A block that a stream holds: its tier, its parent, its group."""
+
+    block: SequenceHash
+    tier: Tier
+    parent: SequenceHash | None
+    group: int
+
+
+Key = tuple[SequenceHash, Tier]
+Place = tuple[SequenceHash | None, int]
+"""A block's parent and its group."""
+
+
+@dataclass(slots=True)
+class RouterStream:
+    """One stream: what its readers hold, and its last batches."""
+
+    said: dict[Key, Place] = field(default_factory=dict)
+    unnamed: dict[SequenceHash, list[Said]] = field(default_factory=dict)
+    """Held, and not said for want of a name."""
+    next_seq: int = 0
+    buffer: deque[Frame] = field(default_factory=deque)
+    buffer_bytes: int = 0
+
+
+class RouterStreams:
+    """The streams of all engines and ranks."""
+
+    def __init__(self, names: TokenNames, *, batches_max: int = BATCHES_MAX) -> None:
+        self._names = names
+        self._batches_max = batches_max
+        self._streams: dict[StreamId, RouterStream] = {}
+        self._out: list[Frame] = []
+        self.batch_count = 0
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    def engine_known(self, engine: str, ranks: Iterable[int]) -> None:
+        """Each of these ranks has a stream."""
+        for rank in ranks:
+            self._streams.setdefault(StreamId(rank, engine), RouterStream())
+
+    def take_event(self, event: Event) -> None:
+        """Take one consolidated event."""
+        match event:
+            case Stored():
+                stream_id = StreamId(event.rank, event.source)
+                self._publish(stream_id, self._store(stream_id, event), event.ts_ms)
+            case Removed():
+                stream_id = StreamId(event.rank, event.source)
+                self._publish(stream_id, self._remove(stream_id, event), event.ts_ms)
+            case Cleared():
+                for stream_id in list(self._streams):
+                    if stream_id.engine == event.source and (
+                        not event.rank_only or stream_id.rank == event.rank
+                    ):
+                        self._clear(stream_id, event.ts_ms)
+
+    def learn(self, named: NamedBlocks) -> None:
+        """An engine has said what is in some blocks: those that waited for it are said now."""
+        new = self._names.learn(named)
+        for stream_id, stream in self._streams.items():
+            if stream.unnamed:
+                waiting = [said for block in new for said in stream.unnamed.pop(block, ())]
+                self._publish(stream_id, self._events_of(stream, waiting), 0)
+
+    def greet(self, rank: int, topic: bytes) -> None:
+        """Answer a new subscriber: an empty batch tells it by its number what it missed.
+
+        ZMQ connects when it pleases: between a reader's replay and its subscription a batch may
+        have gone by, and without this it would not know until the next one.
+        """
+        for stream_id, stream in self._streams.items():
+            meant = stream_id.rank == rank and stream_id.engine.encode().startswith(topic)
+            if meant and stream.next_seq:
+                self._send(stream_id, [], 0)
+
+    def take(self) -> list[Frame]:
+        """What is to be published, in order."""
+        out, self._out = self._out, []
+        return out
+
+    # ---- replay ------------------------------------------------------------------------------
+
+    def replay(self, rank: int, from_seq: int) -> list[Frame]:
+        """What a reader of a port has missed, per topic: batches, or all that is held."""
+        frames: list[Frame] = []
+        for stream_id, stream in self._streams.items():
+            if stream_id.rank != rank or from_seq >= stream.next_seq:
+                continue
+            if stream.buffer and stream.buffer[0].seq <= from_seq:
+                skipped = from_seq - stream.buffer[0].seq
+                frames += [frame for index, frame in enumerate(stream.buffer) if index >= skipped]
+            else:
+                frames += self._everything(stream_id, stream)
+        return frames
+
+    def _everything(self, stream_id: StreamId, stream: RouterStream) -> list[Frame]:
+        """All that is held, as batches that end with the last number given."""
+        held = [Said(*key, *place) for key, place in stream.said.items()]
+        # Each batch needs a number that was given; the last one is as large as it must be.
+        count = min(stream.next_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
+        starts = [index * BATCH_BLOCKS_MAX for index in range(count)]
+        batches = [
+            self._encode(held[start:end])
+            for start, end in zip(starts, [*starts[1:], len(held)], strict=True)
+        ]
+        batches[0] = [AllBlocksCleared(), *batches[0]]
+        first = stream.next_seq - len(batches)
+        return [
+            Frame(stream_id, first + index, self._payload(stream_id, events, 0))
+            for index, events in enumerate(batches)
+        ]
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def held(self, engine: str, rank: int = 0) -> set[SequenceHash]:
+        """What a reader of a stream holds."""
+        stream = self._streams.get(StreamId(rank, engine), RouterStream())
+        return {block for block, _ in stream.said}
+
+    @property
+    def ranks(self) -> set[int]:
+        """Every rank that has a stream."""
+        return {stream_id.rank for stream_id in self._streams}
+
+    @property
+    def unnamed_count(self) -> int:
+        """Blocks that cannot be said for want of a name."""
+        return sum(len(stream.unnamed) for stream in self._streams.values())
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        self._names.check()
+        for stream in self._streams.values():
+            assert len(stream.buffer) <= self._batches_max
+            assert stream.buffer_bytes == sum(len(frame.payload) for frame in stream.buffer)
+            assert all(block in self._names for block, _ in stream.said), "said by name"
+            assert not any(block in self._names for block in stream.unnamed)
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _store(self, stream_id: StreamId, event: Stored) -> list[EngineEvent]:
+        stream = self._streams.setdefault(stream_id, RouterStream())
+        root = event.namespace[: 2 * HASH_BYTES]
+        events: list[EngineEvent] = []
+        for run in event.runs:
+            parent = None if run.parent == root else hash_from_hex(run.parent)
+            blocks = hashes_from_hex(run.hashes)
+            parents = [parent, *blocks[:-1]]
+            if self._names.are_plain(blocks):
+                # As below, a run at a time: this is every event of a busy engine.
+                self._names.keep(blocks)
+                keys = zip(blocks, repeat(event.tier))
+                stream.said.update(zip(keys, zip(parents, repeat(event.group)), strict=False))
+                first = Said(blocks[0], event.tier, parent, event.group)
+                events.append(self._stored(blocks, first))
+            else:
+                held = zip(blocks, repeat(event.tier), parents, repeat(event.group), strict=False)
+                events += self._events_of(stream, starmap(Said, held))
+        return events
+
+    def _events_of(self, stream: RouterStream, blocks: Iterable[Said]) -> list[EngineEvent]:
+        """Hold these blocks; the events that say those of them that have a name."""
+        known: list[Said] = []
+        for said in blocks:
+            if said.block not in self._names:
+                stream.unnamed.setdefault(said.block, []).append(said)
+            else:
+                stream.said[said.block, said.tier] = said.parent, said.group
+                known.append(said)
+        self._names.keep([said.block for said in known])
+        return self._encode(known)
+
+    def _encode(self, blocks: Sequence[Said]) -> list[EngineEvent]:
+        """Blocks as events, one per run of the same kind."""
+        runs: list[list[Said]] = []
+        last: tuple[object, ...] | None = None
+        for said in blocks:
+            lora_name = self._names.kind(said.block).lora_name
+            if (said.parent, said.tier, said.group, lora_name) == last:
+                runs[-1].append(said)
+            else:
+                runs.append([said])
+            last = (said.block, said.tier, said.group, lora_name)
+        return [self._stored([said.block for said in run], run[0]) for run in runs]
+
+    def _stored(self, run: list[SequenceHash], first: Said) -> BlockStored:
+        packed = self._names.tokens(run)
+        tokens = struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
+        return BlockStored(
+            block_hashes=short_hashes(run),
+            parent=None if first.parent is None else short_hash(first.parent),
+            token_ids=tokens,
+            block_size=len(tokens) // len(run),
+            medium=MEDIA[first.tier],
+            lora_name=self._names.kind(first.block).lora_name,
+            extra_keys=self._names.extra_keys(run),
+            group_idx=first.group or None,
+        )
+
+    def _remove(self, stream_id: StreamId, event: Removed) -> list[EngineEvent]:
+        stream = self._streams.setdefault(stream_id, RouterStream())
+        gone: list[SequenceHash] = []
+        for block in hashes_from_hex(event.hashes):
+            if stream.said.pop((block, event.tier), None) is not None:
+                gone.append(block)
+                self._retire(block)
+                continue
+            waiting = [said for said in stream.unnamed.pop(block, ()) if said.tier != event.tier]
+            if waiting:
+                stream.unnamed[block] = waiting
+        if not gone:
+            return []
+        hashes = short_hashes(gone)
+        group = event.group or None
+        return [BlockRemoved(block_hashes=hashes, medium=MEDIA[event.tier], group_idx=group)]
+
+    def _retire(self, block: SequenceHash) -> None:
+        held = any((block, tier) in s.said for s in self._streams.values() for tier in MEDIA)
+        if not held:
+            self._names.retire(block)
+
+    def _clear(self, stream_id: StreamId, ts_ms: int) -> None:
+        stream = self._streams[stream_id]
+        blocks, stream.said = stream.said, {}
+        stream.unnamed.clear()
+        for block, _ in blocks:
+            self._retire(block)
+        self._publish(stream_id, [AllBlocksCleared()], ts_ms)
+
+    def _publish(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> None:
+        if events:
+            self._send(stream_id, events, ts_ms)
+
+    def _send(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> None:
+        stream = self._streams[stream_id]
+        frame = Frame(stream_id, stream.next_seq, self._payload(stream_id, events, ts_ms))
+        stream.next_seq += 1
+        self.batch_count += 1
+        self._out.append(frame)
+        stream.buffer.append(frame)
+        stream.buffer_bytes += len(frame.payload)
+        while len(stream.buffer) > self._batches_max or stream.buffer_bytes > BUFFER_BYTES_MAX:
+            stream.buffer_bytes -= len(stream.buffer.popleft().payload)
+
+    def _payload(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> bytes:
+        return encode_batch(EngineBatch(ts_ms / 1000, tuple(events), stream_id.rank))
+
+
+def short_hash(block: SequenceHash) -> int:
+    """What routers call a block: the low 64 bits of its hash."""
+    return int.from_bytes(block[-8:], "big")
+
+
+def short_hashes(blocks: Sequence[SequenceHash]) -> tuple[int, ...]:
+    """What routers call each of these blocks."""
+    return struct.unpack(">" + f"{HASH_BYTES - 8}xQ" * len(blocks), b"".join(blocks))

@@ -1,0 +1,243 @@
+"""The tiers of this host, as their events on the bus tell: which blocks each of them has.
+
+Each tier is followed by the rule of `kvbm_common/tier/follow.py`: nothing is applied across a gap.
+Its snapshot is compared with what was believed, and the difference is the change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
+from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
+from kvbm_common.wire.verbs import SnapshotReply
+
+LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
+"""A source whose last event is all that is left of it is asked less and less often."""
+DROPPED = {
+    Verdict.OLD_EPOCH: "tier_duplicate",
+    Verdict.DUPLICATE: "tier_duplicate",
+    Verdict.FULL: "tier_waiting_full",
+}
+"""The counters of events that are left out."""
+
+Blocks = dict[SequenceHash, SequenceHash]
+"""Block → its parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one source has gained and lost, of one namespace."""
+
+    source: str
+    tier: Tier
+    namespace: str
+    stored: list[tuple[SequenceHash, SequenceHash]]
+    """Blocks and their parents."""
+    removed: list[SequenceHash]
+
+
+@dataclass(slots=True)
+class _Source(Followed[Event]):
+    name: str
+    tier: Tier
+    blocks: dict[str, Blocks] = field(default_factory=dict)
+    """By namespace."""
+
+
+class TierViews:
+    """All tier sources of one host."""
+
+    def __init__(self, drops: Counter[str]) -> None:
+        self._drops = drops
+        self._sources: dict[str, _Source] = {}
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    def joined(self, name: str, tier: Tier, epoch: int, now_ms: int) -> list[Change]:
+        """The registry names a source: if we do not know this life of it, it is asked."""
+        source = self._source_of(name, tier)
+        if not source.begin(epoch):
+            return []
+        source.fall_behind(now_ms)
+        return self._become(source, {})
+
+    def take(self, event: Event, now_ms: int) -> list[Change]:
+        """Take an event of a tier; returns what has changed."""
+        source = self._source_of(event.source, event.tier)
+        changes = self._become(source, {}) if source.begin(event.epoch) else []
+        was_behind = source.state is FollowState.BEHIND
+        verdict = source.take(event, now_ms, clears=isinstance(event, Cleared))
+        if verdict in DROPPED:
+            self._drops[DROPPED[verdict]] += 1
+        if source.state is FollowState.BEHIND and not was_behind:
+            self._drops["tier_gap"] += 1
+        return changes + self._apply_ready(source, now_ms)
+
+    def snapshot(self, reply: SnapshotReply, now_ms: int) -> list[Change]:
+        """A source has said all that it holds; then come the events that have waited."""
+        source = self._sources.get(reply.source)
+        if source is None or not source.landed():
+            self._drops["tier_snapshot_unasked"] += 1
+            return []
+        if source.state is not FollowState.BEHIND:
+            return []
+        if not source.accepts(reply.epoch, reply.seq):
+            source.retry_later(now_ms)
+            return []
+        try:
+            wanted = _blocks_of(reply)
+        except KvbmError:
+            self._drops["tier_malformed"] += 1
+            source.retry_later(now_ms)
+            return []
+        source.restore(reply.epoch, reply.seq, now_ms)
+        return self._become(source, wanted) + self._apply_ready(source, now_ms)
+
+    def snapshot_failed(self, name: str, now_ms: int) -> None:
+        """A source did not answer: ask again later."""
+        source = self._sources.get(name)
+        if source is not None and source.landed():
+            source.retry_later(now_ms)
+
+    def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
+        """A source's place in the registry is gone: it holds nothing, until it answers."""
+        source = self._sources.get(name)
+        if source is None or source.epoch > epoch:
+            return []
+        source.leave()
+        source.fall_behind(now_ms + LIMITS.retry_ms)
+        return self._become(source, {})
+
+    def stream_lost(self, name: str, now_ms: int) -> None:
+        """The stream is another one: what was lost with the old one need not show as a gap."""
+        source = self._sources.get(name)
+        if source is not None:
+            source.fall_behind(now_ms)
+            source.ask_at_ms = min(source.ask_at_ms, now_ms)
+
+    def ask(self, now_ms: int) -> list[str]:
+        """The sources that are to be asked for a snapshot now."""
+        due = [name for name, source in self._sources.items() if source.should_ask(now_ms)]
+        for name in due:
+            self._sources[name].ask(now_ms)
+        return due
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    def holding(self, block: SequenceHash, namespace: str) -> Iterable[Tier]:
+        """The tiers that have a block."""
+        for source in self._sources.values():
+            if block in source.blocks.get(namespace, ()):
+                yield source.tier
+
+    def has_any(self, blocks: Iterable[SequenceHash], namespace: str) -> bool:
+        """Whether some tier has one of these blocks."""
+        return not all(
+            source.blocks.get(namespace, {}).keys().isdisjoint(blocks)
+            for source in self._sources.values()
+        )
+
+    def without(self, blocks: set[SequenceHash], namespace: str) -> set[SequenceHash]:
+        """Those of these blocks that no tier has."""
+        for source in self._sources.values():
+            blocks = blocks.difference(source.blocks.get(namespace, ()))
+        return blocks
+
+    def parent_of(self, block: SequenceHash, namespace: str) -> SequenceHash:
+        """The parent of a block that some tier has."""
+        return next(
+            source.blocks[namespace][block]
+            for source in self._sources.values()
+            if block in source.blocks.get(namespace, ())
+        )
+
+    def blocks(self, namespace: str) -> Blocks:
+        """Every block of a namespace that some tier has, those of earlier sources first."""
+        found: Blocks = {}
+        for source in self._sources.values():
+            found |= source.blocks.get(namespace, {})
+        return found
+
+    @property
+    def block_count(self) -> int:
+        """Blocks held, each tier for itself."""
+        return sum(len(b) for source in self._sources.values() for b in source.blocks.values())
+
+    @property
+    def behind_count(self) -> int:
+        """Sources whose snapshot is missing."""
+        return sum(source.state is FollowState.BEHIND for source in self._sources.values())
+
+    def check(self) -> None:
+        """Assert every invariant, in O(sources)."""
+        for source in self._sources.values():
+            source.check()
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _source_of(self, name: str, tier: Tier) -> _Source:
+        source = self._sources.get(name)
+        if source is None:
+            source = self._sources[name] = _Source(name, tier, limits=LIMITS)
+        return source
+
+    def _apply_ready(self, source: _Source, now_ms: int) -> list[Change]:
+        changes: list[Change] = []
+        for event in source.ready():
+            try:
+                changes += self._apply(source, event)
+            except KvbmError:
+                # Valid JSON, and no hashes in it: whatever it said, the source knows better.
+                self._drops["tier_malformed"] += 1
+                source.refuse(now_ms)
+        return changes
+
+    def _apply(self, source: _Source, event: Event) -> list[Change]:
+        match event:
+            case Cleared():
+                return self._become(source, {})
+            case Stored():
+                blocks = source.blocks.setdefault(event.namespace, {})
+                new = pairs_of(event.runs)
+                if not blocks.keys().isdisjoint([block for block, _ in new]):
+                    new = [pair for pair in new if pair[0] not in blocks]
+                blocks.update(new)
+                return [Change(source.name, source.tier, event.namespace, new, [])]
+            case Removed():
+                blocks = source.blocks.setdefault(event.namespace, {})
+                hashes = hashes_from_hex(event.hashes)
+                gone = [block for block in hashes if blocks.pop(block, None) is not None]
+                return [Change(source.name, source.tier, event.namespace, [], gone)]
+
+    def _become(self, source: _Source, wanted: dict[str, Blocks]) -> list[Change]:
+        """Hold exactly this; returns what differs from before."""
+        before, source.blocks = source.blocks, wanted
+        changes = []
+        for namespace in before.keys() | wanted.keys():
+            had, has = before.get(namespace, {}), wanted.get(namespace, {})
+            new = [(block, parent) for block, parent in has.items() if block not in had]
+            gone = [block for block in had if block not in has]
+            if new or gone:
+                changes.append(Change(source.name, source.tier, namespace, new, gone))
+        return changes
+
+
+def _blocks_of(reply: SnapshotReply) -> dict[str, Blocks]:
+    blocks: dict[str, Blocks] = {}
+    for part in reply.parts:
+        blocks.setdefault(part.namespace, {}).update(pairs_of(part.runs))
+    return blocks
+
+
+def pairs_of(runs: Iterable[Run]) -> list[tuple[SequenceHash, SequenceHash]]:
+    """Blocks and their parents; raises IdentityError."""
+    pairs: list[tuple[SequenceHash, SequenceHash]] = []
+    for run in runs:
+        hashes = hashes_from_hex(run.hashes)
+        pairs += zip(hashes, [hash_from_hex(run.parent), *hashes[:-1]], strict=True)
+    return pairs

@@ -1,0 +1,124 @@
+"""Names: the tokens behind our hashes, as engines say them, for routers that hash for themselves.
+
+Tiers announce blocks by our hash alone. A block that no engine of this host has computed since we
+started has no tokens here, and routers that need them cannot be told of it until one does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from kvbm_common.identity import SequenceHash, pack_tokens
+from kvbm_common.wire.engine_events import BlockStored
+
+RETIRED_MAX = 65_536
+"""Names of blocks without a holder, kept because a tier's event of one may come late."""
+
+
+class Kind(NamedTuple):
+    """What an engine said of a block besides its tokens."""
+
+    lora_name: str | None = None
+    extra_keys: tuple[Any, ...] | None = None
+
+
+PLAIN = Kind()
+
+
+class NamedBlocks(NamedTuple):
+    """A run of blocks and what an engine said of them."""
+
+    hashes: list[SequenceHash]
+    tokens: list[bytes]
+    """Of each block, its token ids as LE u32."""
+    kinds: list[Kind] | None = None
+    """None: all are plain."""
+
+
+def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:
+    """What an event says of its blocks, which are ours under these hashes."""
+    size, keys = event.block_size * 4, event.extra_keys or ()
+    packed = pack_tokens(event.token_ids)
+    tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
+    if event.lora_name is None and not any(keys):
+        return NamedBlocks(hashes, tokens)
+    kinds = [
+        Kind(event.lora_name, keys[index] if index < len(keys) else None)
+        for index in range(len(hashes))
+    ]
+    return NamedBlocks(hashes, tokens, kinds)
+
+
+class TokenNames:
+    """All names of one host."""
+
+    def __init__(self, retired_max: int = RETIRED_MAX) -> None:
+        self._retired_max = retired_max
+        self._tokens: dict[SequenceHash, bytes] = {}
+        self._kinds: dict[SequenceHash, Kind] = {}
+        """Of those that are not plain."""
+        # Ordered: of a plain dict whose front was deleted, the first entry is not found at once.
+        self._retired: OrderedDict[SequenceHash, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, block: SequenceHash) -> bool:
+        return block in self._tokens
+
+    def tokens(self, blocks: Iterable[SequenceHash]) -> bytes:
+        """The token ids of blocks that have names, as u32."""
+        return b"".join(map(self._tokens.__getitem__, blocks))
+
+    def kind(self, block: SequenceHash) -> Kind:
+        """What else was said of a block."""
+        return self._kinds.get(block, PLAIN)
+
+    def extra_keys(self, blocks: list[SequenceHash]) -> tuple[tuple[Any, ...] | None, ...] | None:
+        """The extra keys of each block, None where no block has any."""
+        if self._kinds.keys().isdisjoint(blocks):
+            return None
+        keys = tuple(self.kind(block).extra_keys for block in blocks)
+        return keys if any(keys) else None
+
+    def are_plain(self, blocks: list[SequenceHash]) -> bool:
+        """Whether all have names, and nothing else was said of any."""
+        named = all(map(self._tokens.__contains__, blocks))
+        return named and self._kinds.keys().isdisjoint(blocks)
+
+    def learn(self, blocks: NamedBlocks) -> list[SequenceHash]:
+        """An engine stores these blocks; returns those that had no name."""
+        hashes = blocks.hashes
+        new = hashes
+        if not self._tokens.keys().isdisjoint(hashes):
+            new = [block for block in hashes if block not in self._tokens]
+            for block in self._kinds.keys() & hashes:
+                del self._kinds[block]
+        self._tokens.update(zip(hashes, blocks.tokens, strict=True))
+        if blocks.kinds is not None:
+            said = zip(hashes, blocks.kinds, strict=True)
+            self._kinds.update((block, kind) for block, kind in said if kind != PLAIN)
+        self.keep(hashes)
+        return new
+
+    def retire(self, block: SequenceHash) -> None:
+        """Note that this block has no holder any more."""
+        if block in self._tokens:
+            self._retired[block] = None
+            if len(self._retired) > self._retired_max:
+                oldest, _ = self._retired.popitem(last=False)
+                del self._tokens[oldest]
+                self._kinds.pop(oldest, None)
+
+    def keep(self, blocks: Iterable[SequenceHash]) -> None:
+        """Note that these blocks have a holder again."""
+        for block in self._retired.keys() & blocks if self._retired else ():
+            del self._retired[block]
+
+    def check(self) -> None:
+        """What has retired, or is not plain, has a name; the retired are bounded."""
+        assert self._retired.keys() <= self._tokens.keys()
+        assert self._kinds.keys() <= self._tokens.keys()
+        assert len(self._retired) <= self._retired_max

@@ -1,0 +1,56 @@
+"""Answers of the host tier: whether one is sound, and what the engine learns of it."""
+
+from __future__ import annotations
+
+from kvbm_common.wire.local import Found
+
+from kvbm_connectors.core.messages import Hit, LoadResult
+
+
+def is_sound(found: Found, asked: int) -> bool:
+    """Tell whether an answer fits the question and itself: a load is made of it as it stands."""
+    assert asked > 0, f"lookup {found.lookup} asked for nothing"
+    count = len(found.slots)
+    if not count == len(found.checksums) <= asked:
+        return False
+    if found.part_checksums and (not count or len(found.part_checksums) % count):
+        return False
+    elsewhere = [*found.disk_blocks, *found.remote_blocks, *found.object_blocks]
+    if len(set(elsewhere)) < len(elsewhere) or any(index >= count for index in elsewhere):
+        return False
+    return count == 0 or (found.block_bytes > 0 and found.lease > 0)
+
+
+def checksums_of(found: Found) -> tuple[tuple[int, ...], ...]:
+    """Return, of each block, the checksum of each rank's part."""
+    if not found.part_checksums:
+        return tuple((checksum,) for checksum in found.checksums)
+    assert found.slots, f"lookup {found.lookup}: parts of no block"
+    parts, sums = len(found.part_checksums) // len(found.slots), tuple(found.part_checksums)
+    return tuple(sums[start : start + parts] for start in range(0, len(sums), parts))
+
+
+def nothing(found: Found, reason: str) -> Found:
+    """Return what is left of an answer that is not believed."""
+    assert reason, f"lookup {found.lookup} is not believed without a reason"
+    return Found(
+        lookup=found.lookup, epoch=found.epoch, lease=0, slots=[], checksums=[], block_bytes=0,
+        reason=reason,
+    )  # fmt: skip
+
+
+def hit_of(found: Found) -> Hit:
+    """Return what the engine learns of an answer."""
+    disk = len(found.disk_blocks) + len(found.object_blocks)
+    remote = len(found.remote_blocks)
+    blocks = len(found.slots)
+    assert disk + remote <= blocks, f"lookup {found.lookup}: {disk} + {remote} of {blocks} blocks"
+    return Hit(blocks, blocks - disk - remote, disk, remote, found.reason)
+
+
+def why_failed(result: LoadResult) -> str:
+    """Return why blocks that were found could not be used, by the word that is explained."""
+    assert not all(result.intact), "nothing has failed"
+    if result.corrupt:
+        return "corrupt"
+    return "lease_ended" if result.reason == "lease_ended" else "load_failed"

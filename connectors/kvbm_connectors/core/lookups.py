@@ -1,0 +1,345 @@
+"""Lookups: what the engine's requests asked of the host tier, what they were leased, and loads.
+
+The table is drawn in `docs/state_machines.md`. The engine asks and is never made to wait: `lookup`
+answers with what is known now, or with None for "ask again".
+
+An engine that has learned of a hit takes it a moment later. If the host tier went away in between,
+the engine has done nothing wrong, so it gets a load that its worker will refuse, and no exception.
+
+A block that failed to load is not asked for again for a while (`avoid_ms`): an engine that
+recomputes after a failed load asks again at once, and would get the same bad block again and again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.machine import InvalidTransition, Machine
+from kvbm_common.wire.local import Found
+
+from kvbm_connectors.core.answers import checksums_of, hit_of, is_sound, nothing, why_failed
+from kvbm_connectors.core.attachment import Attachment
+from kvbm_connectors.core.failed_blocks import FailedBlocks
+from kvbm_connectors.core.limits import ConnectorLimits
+from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Load, LoadResult, Origin
+from kvbm_connectors.core.outbox import Outbox
+
+STORY_MOVES_MAX = 256
+"""Moves of lookups that are remembered for stories."""
+
+
+class Stage(Enum):
+    """The states of a lookup."""
+
+    ASKED = "asked"
+    FOUND = "found"
+    LOADING = "loading"
+    LOST = "lost"
+
+
+LOOKUP = Machine(
+    "connector's lookup",
+    {
+        (None, "asked"): Stage.ASKED,
+        (Stage.ASKED, "found"): Stage.FOUND,
+        (Stage.ASKED, "no answer"): None,
+        (Stage.ASKED, "forgotten"): None,
+        (Stage.ASKED, "host tier gone"): None,
+        (Stage.FOUND, "taken"): Stage.LOADING,
+        (Stage.FOUND, "lease ended"): None,
+        (Stage.FOUND, "load ended"): None,
+        (Stage.FOUND, "forgotten"): None,
+        (Stage.FOUND, "host tier gone"): Stage.LOST,
+        (Stage.LOADING, "load ended"): None,
+        (Stage.LOADING, "asked again"): None,
+        (Stage.LOADING, "host tier gone"): None,
+        (Stage.LOST, "taken"): None,
+        (Stage.LOST, "load ended"): None,
+        (Stage.LOST, "forgotten"): None,
+        (Stage.LOST, "host tier gone"): Stage.LOST,
+    },
+)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One engine request's lookup."""
+
+    lookup: int
+    hashes: tuple[SequenceHash, ...]
+    asked: int
+    """How many of them were asked for: those before the first that is avoided."""
+    deadline_ms: int
+    """When to stop waiting for the answer."""
+    lease_until_ms: int
+    """When the lease ends, on our clock."""
+    stage: Stage
+    found: Found | None = None
+
+
+class Lookups:
+    """All requests' lookups, and the leases of loads in flight."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        attachment: Attachment,
+        limits: ConnectorLimits,
+        counts: Counter[str],
+    ) -> None:
+        self._outbox, self._attachment = outbox, attachment
+        self._limits, self._counts = limits, counts
+        self._requests: dict[str, RequestState] = {}
+        self._asked: dict[int, str] = {}
+        """Lookup → its request, for every one in ASKED."""
+        self._loading: set[int] = set()
+        """Leases of loads in flight, whatever has become of their requests."""
+        self._avoided = FailedBlocks(avoid_ms=limits.avoid_ms, block_count_max=limits.avoid_max)
+        self._moves: deque[tuple[str, int, str]] = deque(maxlen=STORY_MOVES_MAX)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether the host tier still has to answer, or leases something to us."""
+        waiting = any(state.stage is not Stage.LOST for state in self._requests.values())
+        return waiting or bool(self._loading)
+
+    # --- questions and answers --------------------------------------------------------------
+
+    def lookup(
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        now_ms: int,
+        *,
+        onboard_ms: int,
+        origin: Origin,
+    ) -> Hit | None:
+        """Return the hit of a request that has its answer; None: ask again."""
+        assert request, "a lookup without a request"
+        assert onboard_ms >= 0, f"{request} waits {onboard_ms} ms"
+        state = self._requests.get(request)
+        over = state is not None and state.stage in (Stage.LOST, Stage.LOADING)
+        if state is not None and (over or state.hashes != tuple(hashes)):
+            self.forget(request)  # A load in flight goes on; this is another lookup.
+            state = None
+        if state is None:
+            return self._ask(request, hashes, now_ms, onboard_ms, origin)
+        if state.stage is Stage.ASKED:
+            if now_ms < state.deadline_ms:
+                return None
+            self._counts["lookups_unanswered"] += 1
+            self._tell(request, state.lookup, "no_answer", state.asked)
+            self._move(request, "no answer")
+            return Hit(0, reason="no_answer")
+        assert state.found is not None, self.story(request)
+        if now_ms < state.lease_until_ms:
+            return hit_of(state.found)
+        self._counts["lookups_outlived_lease"] += 1
+        self._tell(request, state.lookup, "lease_ended", len(state.found.slots))
+        self._end(request, "lease ended")
+        return Hit(0, reason="lease_ended")
+
+    def _ask(
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        now_ms: int,
+        onboard_ms: int,
+        origin: Origin,
+    ) -> Hit | None:
+        if refusal := self._attachment.refusal:
+            self._counts["lookups_passed_through"] += 1
+            return Hit(0, reason=refusal)
+        wanted = hashes[: self._avoided.run_before(hashes, now_ms)]
+        avoided = len(hashes) - len(wanted)
+        assert avoided >= 0, f"{request} asks for {len(wanted)} of {len(hashes)} blocks"
+        self._counts["avoided_blocks"] += avoided
+        if not wanted:
+            if hashes:
+                self._tell(request, 0, "avoided", len(hashes))
+            return Hit(0, reason="avoided" if hashes else "")
+        lookup, lease_ms = self._outbox.new_id(), onboard_ms + self._limits.lease_ms
+        self._begin(
+            request,
+            RequestState(
+                lookup,
+                tuple(hashes),
+                len(wanted),
+                deadline_ms=now_ms + onboard_ms + self._limits.answer_margin_ms,
+                lease_until_ms=now_ms + lease_ms,
+                stage=LOOKUP.next(None, "asked"),
+            ),
+        )
+        self._outbox.ask(
+            lookup,
+            wanted,
+            lease_ms=lease_ms,
+            deadline_ms=onboard_ms,
+            avoided=avoided,
+            request=request if self._attachment.explains else "",
+            origin=origin,
+        )
+        self._counts["lookups"] += 1
+        return None
+
+    def _begin(self, request: str, state: RequestState) -> None:
+        assert state.lookup not in self._asked, f"lookup {state.lookup} was asked before"
+        assert state.asked <= len(state.hashes), f"{request} asks for more than it has"
+        if request in self._requests:
+            self._move(request, "asked again")
+        self._requests[request] = state
+        self._asked[state.lookup] = request
+        self._moves.append((request, state.lookup, "asked"))
+
+    def found(self, found: Found) -> None:
+        """Take an answer; the lease of one that comes too late or unasked goes back at once."""
+        request = self._asked.get(found.lookup)
+        state = self._requests[request] if request is not None else None
+        if found.epoch != self._attachment.epoch:
+            # Its lease ended with that life; an id may mean another lease by now.
+            self._counts["answers_unwanted"] += 1
+            if request is not None:
+                self.forget(request)  # The engine asks again, and is answered by this life.
+        elif request is None or state is None:
+            self._counts["answers_unwanted"] += 1
+            self._give_back(found.lease)
+        elif is_sound(found, state.asked):
+            state.found = found
+            self._move(request, "found")
+        else:
+            self._counts["answers_malformed"] += 1
+            self._tell(request, found.lookup, "malformed", len(found.slots))
+            self._give_back(found.lease)
+            state.found = nothing(found, "malformed")
+            self._move(request, "found")
+
+    def _give_back(self, lease: int) -> None:
+        """Give back an unwanted lease; but a second answer must not end the first one's lease."""
+        found = (state.found for state in self._requests.values() if state.found is not None)
+        if lease not in self._loading and all(lease != answer.lease for answer in found):
+            self._outbox.release(lease)
+
+    # --- loads ------------------------------------------------------------------------------
+
+    def take(self, request: str, blocks: Sequence[int]) -> Load:
+        """Return the load of the first `len(blocks)` found blocks. Raises ConnectorMisuse."""
+        state = self._requests.get(request)
+        if state is None or not LOOKUP.has(state.stage, "taken") or state.found is None:
+            raise ConnectorMisuse(f"request {request} has nothing to load")
+        found, count = state.found, len(blocks)
+        if not 0 < count <= len(found.slots):
+            raise ConnectorMisuse(f"request {request}: {count} of {len(found.slots)} blocks")
+        assert found.lease, self.story(request)
+        self._move(request, "taken")
+        self._loading.add(found.lease)
+        self._counts["loads"] += 1
+        return Load(
+            request=request,
+            lookup=found.lookup,
+            epoch=found.epoch,
+            lease=found.lease,
+            slots=tuple(found.slots[:count]),
+            blocks=tuple(blocks),
+            hashes=state.hashes[:count],
+            checksums=checksums_of(found)[:count],
+            block_bytes=found.block_bytes,
+            deadline_ms=state.lease_until_ms,
+        )
+
+    def load_ended(self, result: LoadResult, now_ms: int) -> None:
+        """Give the lease of a load back, and avoid the blocks that failed."""
+        load, epoch = result.load, self._attachment.epoch
+        assert len(result.intact) == len(load.hashes), self.story(load.request)
+        self._loading.discard(load.lease)
+        usable = sum(result.intact)
+        failed = len(result.intact) - usable
+        assert 0 <= failed <= len(load.blocks), self.story(load.request)
+        self._counts["loaded_blocks"] += usable
+        self._counts["load_failed_blocks"] += failed
+        if failed and load.epoch == epoch:
+            self._tell(load.request, load.lookup, why_failed(result), failed)
+            for name, ok in zip(load.hashes, result.intact, strict=True):
+                if not ok:
+                    self._avoided.add(name, now_ms)
+        state = self._requests.get(load.request)
+        if state is not None and state.found is not None and state.found.lease == load.lease:
+            self._move(load.request, "load ended")
+        if load.epoch == epoch:
+            self._outbox.release(load.lease, result.corrupt)
+
+    # --- ends -------------------------------------------------------------------------------
+
+    def forget(self, request: str) -> None:
+        """End a lookup that the engine does not need, but for a load in flight."""
+        state = self._requests.get(request)
+        if state is not None and LOOKUP.has(state.stage, "forgotten"):
+            self._end(request, "forgotten")
+
+    def _end(self, request: str, event: str) -> None:
+        """End a lookup and give its lease back."""
+        found = self._requests[request].found
+        self._move(request, event)
+        assert request not in self._requests, self.story(request)
+        if found is not None and found.epoch == self._attachment.epoch:
+            self._outbox.release(found.lease)
+
+    def host_tier_gone(self, reason: str) -> None:
+        """End every lookup; a hit that the engine knows of stays as a load that will fail."""
+        assert reason, "lookups are dropped without a reason"
+        self._counts[f"lookups_dropped.{reason}"] += len(self._requests)
+        for request in list(self._requests):
+            self._move(request, "host tier gone")
+        assert not self._asked, f"asked of a host tier that is gone: {self._asked}"
+
+    def other_arena(self) -> None:
+        """Ask for failed blocks again: what failed was in another arena."""
+        self._avoided.clear()
+
+    def tick(self, now_ms: int) -> None:
+        """Ask for failed blocks again when their time is over."""
+        self._avoided.tick(now_ms)
+
+    def _tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
+        """Tell the host tier what it cannot see, where it explains lookups."""
+        assert reason, self.story(request)
+        if self._attachment.explains and self._attachment.epoch:
+            self._outbox.tell(request, lookup, reason, blocks)
+
+    def _move(self, request: str, event: str) -> None:
+        """Move a lookup by the table; one that has ended is forgotten."""
+        state = self._requests[request]
+        if not LOOKUP.has(state.stage, event):
+            story = "; ".join(self.story(request))
+            raise InvalidTransition(LOOKUP.refusal(state.stage, event, story))
+        if state.stage is Stage.ASKED:
+            del self._asked[state.lookup]
+        self._moves.append((request, state.lookup, event))
+        target = LOOKUP.transitions[state.stage, event]
+        if target is None:
+            del self._requests[request]
+        else:
+            state.stage = target
+
+    def story(self, request: str) -> list[str]:
+        """Return the last moves of a request's lookups, newest last."""
+        return [
+            f"lookup {lookup} of {name}: {event}"
+            for name, lookup, event in self._moves
+            if name == request
+        ]
+
+    def check(self) -> None:
+        """Assert every invariant of the lookups."""
+        asked = {s.lookup: r for r, s in self._requests.items() if s.stage is Stage.ASKED}
+        assert asked == self._asked
+        for request, state in self._requests.items():
+            assert (state.found is None) == (state.stage is Stage.ASKED), self.story(request)
+            if not self._attachment.epoch:
+                assert state.stage is Stage.LOST, self.story(request)

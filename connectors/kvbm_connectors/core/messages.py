@@ -1,0 +1,140 @@
+"""What the connector's core takes in, wants sent, and answers: no engine and no socket in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.local import FromConsolidator, FromHostTier, ToConsolidator, ToHostTier
+
+
+class ConnectorMisuse(KvbmError):
+    """The engine side called out of turn."""
+
+    code = "connector_misuse"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferRun:
+    """A run of device blocks: block `blocks[i]` holds `hashes[i]`, whose parent is before it."""
+
+    parent: SequenceHash
+    hashes: tuple[SequenceHash, ...]
+    blocks: tuple[int, ...]
+
+
+OFFER_BLOCKS_MAX = 256
+"""Blocks of one offer; a long prompt makes several, so that the host tier can share its time and
+the first blocks are free early."""
+
+
+def offers_of(run: OfferRun) -> Iterator[OfferRun]:
+    """Cut a run into offers of at most OFFER_BLOCKS_MAX blocks, prefix first."""
+    parent = run.parent
+    for start in range(0, len(run.hashes), OFFER_BLOCKS_MAX):
+        end = min(start + OFFER_BLOCKS_MAX, len(run.hashes))
+        yield OfferRun(parent, run.hashes[start:end], run.blocks[start:end])
+        parent = run.hashes[end - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a lookup says of itself so that it can be explained and traced; see `Lookup`."""
+
+    content: bytes = b""
+    trace: str = ""
+    sent_us: int = 0
+    parent: str = ""
+
+
+UNSAID = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker shall pull: arena slot `slots[i]` into device block `blocks[i]`.
+
+    `checksums[i]` are those of block i's parts, rank by rank: each worker verifies its own.
+    `deadline_ms` is the lease's end on the holder's own clock: a pull that ends later has failed.
+    """
+
+    request: str
+    epoch: int
+    lease: int
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+    hashes: tuple[SequenceHash, ...]
+    checksums: tuple[tuple[int, ...], ...]
+    """Of each block, the checksum of each rank's part."""
+    block_bytes: int
+    deadline_ms: int
+    lookup: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How a load ended, block by block. `corrupt` are those whose bytes arrived wrong."""
+
+    load: Load
+    intact: tuple[bool, ...]
+    corrupt: tuple[int, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    """How long the bytes took."""
+
+    @property
+    def usable(self) -> int:
+        """Return the blocks of the prefix that can be used."""
+        return next((i for i, ok in enumerate(self.intact) if not ok), len(self.intact))
+
+
+def merge_results(results: Sequence[LoadResult]) -> LoadResult:
+    """Return one result of all ranks' results: a block is good if it is good on every rank."""
+    assert results, "no rank has reported"
+    intact = tuple(all(flags) for flags in zip(*(r.intact for r in results), strict=True))
+    corrupt = tuple(sorted({index for result in results for index in result.corrupt}))
+    reason = next((result.reason for result in results if result.reason), "")
+    seconds = max(result.seconds for result in results)
+    return LoadResult(results[0].load, intact, corrupt, reason, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The answer to a lookup: this many blocks, leased; some may come from disk or afar."""
+
+    blocks: int
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+    reason: str = ""
+    """Why there are not more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToHost:
+    """Send to the host tier."""
+
+    message: ToHostTier
+
+
+@dataclass(frozen=True, slots=True)
+class ToEvents:
+    """Send to the consolidator."""
+
+    message: ToConsolidator
+
+
+@dataclass(frozen=True, slots=True)
+class OfferEnded:
+    """The engine may free what it offered."""
+
+    offer: int
+    stored: int
+    complete: bool = False
+    """All of it is in the host tier now: stored, or there before."""
+
+
+Effect = ToHost | ToEvents | OfferEnded
+FromService = FromHostTier | FromConsolidator

@@ -1,0 +1,124 @@
+"""The outbox of the connector's core: builds its messages and keeps its effects in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from kvbm_common.identity import SequenceHash, pack_hashes
+from kvbm_common.wire.local import Confirm, Lookup, Offered, OfferedRun, Outcome, Release
+
+from kvbm_connectors.core.messages import Effect, OfferEnded, OfferRun, Origin, ToEvents, ToHost
+
+REQUEST_CHARS_MAX = 256
+"""Of an engine's request id, as far as people need it."""
+
+
+class Outbox:
+    """Effects of the present step. `drain` hands them to the shell."""
+
+    def __init__(self, *, engine: str, incarnation: str, namespace: bytes) -> None:
+        assert len(namespace) == 32, len(namespace)
+        self._engine, self._incarnation, self._namespace = engine, incarnation, namespace
+        self._ids = count(1)
+        self._effects: list[Effect] = []
+
+    def drain(self) -> list[Effect]:
+        """Return the effects since the last call, oldest first."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def new_id(self) -> int:
+        """Return a number that no other lookup or offer of this connector has."""
+        return next(self._ids)
+
+    def ask(
+        self,
+        lookup: int,
+        wanted: Sequence[SequenceHash],
+        *,
+        lease_ms: int,
+        deadline_ms: int,
+        avoided: int,
+        request: str,
+        origin: Origin,
+    ) -> None:
+        """Ask the host tier for a run; an empty `request` keeps the question unexplained."""
+        assert wanted, f"lookup {lookup} asks for nothing"
+        assert lookup > 0, f"{request}: lookup {lookup}"
+        assert deadline_ms <= lease_ms, f"lookup {lookup}: {deadline_ms} of {lease_ms} ms"
+        message = Lookup(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            lookup=lookup,
+            namespace=self._namespace,
+            hashes=pack_hashes(wanted),
+            lease_ms=lease_ms,
+            deadline_ms=deadline_ms,
+            request=request[:REQUEST_CHARS_MAX],
+            content=origin.content if request else b"",
+            avoided=avoided,
+            trace=origin.trace,
+            sent_us=origin.sent_us,
+            parent=origin.parent,
+        )
+        self._effects.append(ToHost(message))
+
+    def tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
+        """Tell the host tier what became of a lookup, so that it can explain it."""
+        assert blocks >= 0, f"{request}: {blocks} blocks {reason}"
+        assert lookup >= 0, f"{request}: lookup {lookup}"
+        message = Outcome(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            request=request[:REQUEST_CHARS_MAX],
+            lookup=lookup,
+            reason=reason,
+            blocks=blocks,
+        )
+        self._effects.append(ToHost(message))
+
+    def release(self, lease: int, corrupt: Sequence[int] = ()) -> None:
+        """Give a lease back; 0 is not a lease."""
+        assert all(index >= 0 for index in corrupt), f"lease {lease}: {corrupt}"
+        if lease:
+            message = Release(
+                engine=self._engine,
+                incarnation=self._incarnation,
+                lease=lease,
+                corrupt=list(corrupt),
+            )
+            self._effects.append(ToHost(message))
+
+    def offer(
+        self, offer: int, runs: Sequence[OfferRun], *, deadline_ms: int, priority: int
+    ) -> None:
+        """Offer device blocks through the consolidator."""
+        assert offer > 0, f"offer {offer}"
+        assert deadline_ms >= 0, f"offer {offer} waits {deadline_ms} ms"
+        message = Offered(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            offer=offer,
+            namespace=self._namespace,
+            deadline_ms=deadline_ms,
+            priority=priority,
+            runs=[
+                OfferedRun(
+                    parent=run.parent, hashes=pack_hashes(run.hashes), blocks=list(run.blocks)
+                )
+                for run in runs
+            ],
+        )
+        self._effects.append(ToEvents(message))
+
+    def confirm(self, offer: int, *, held: bool) -> None:
+        """Answer whether the blocks of an offer were held until now."""
+        message = Confirm(
+            engine=self._engine, incarnation=self._incarnation, offer=offer, held=held
+        )
+        self._effects.append(ToHost(message))
+
+    def offer_ended(self, ended: OfferEnded) -> None:
+        """Let the engine free what it offered."""
+        self._effects.append(ended)

@@ -1,0 +1,134 @@
+"""Adapters: LoRA by content, for the names of a request's blocks.
+
+The connector reads an adapter's files when a request brings it for the first time, and looks at
+their times with every further request. vLLM loads files on request, keeps them while there
+is room, and names its own device blocks by the adapter's name and path. So once the files of an
+adapter have changed, or its number stands for another one, it is not known what the engine
+computes with, nor what its device cache still holds: requests that use it pass through until the
+caches are reset (`forget`), as a reload in place needs anyway.
+
+vLLM may have loaded an adapter long before its first request, and keeps it over a reset. So files
+that were changed after the engine began say nothing of what it computes with: such an adapter
+passes through. The time of the last change of a file (ctime) decides, which copying tools cannot
+set back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import lora_extra
+from kvbm_common.wire.local import Adapter
+
+from kvbm_connectors.client.weights import (
+    Signature,
+    UnreadableWeights,
+    changed_ns,
+    fingerprint,
+    is_unchanged,
+    resolve,
+    signature,
+)
+
+ADAPTERS_MAX = 4096
+"""Adapters between two resets. Requests of further ones pass through: what is forgotten cannot be
+seen to change."""
+
+NEVER_NS = 2**63
+
+Said = Callable[[list[Adapter]], None]
+
+
+class AdapterRefused(KvbmError):
+    """Blocks computed with this adapter have no names; `code` says why."""
+
+    code = "lora"
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An adapter's files, and their content when they were read."""
+
+    files: Signature
+    content: str
+
+
+class Adapters:
+    """All adapters of one engine. Used by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        said: Said = lambda adapters: None,
+        *,
+        applied: str = "",
+        since_ns: int = NEVER_NS,
+    ) -> None:
+        """`said` is called with all adapters whenever one is new. `applied` stands for how this
+        engine applies adapters (`application_of`).
+
+        `since_ns` is when the engine began, on the wall clock: files changed later are refused.
+        """
+        self._said = said
+        self._since_ns = since_ns
+        self._applied = applied
+        self._known: dict[tuple[str, str], _Known] = {}
+        """By name and path, as vLLM's own cache tells them apart."""
+        self._numbers: dict[int, tuple[str, str]] = {}
+
+    def value_of(self, lora: Any) -> str:
+        """Return what stands for an adapter in names. Raises AdapterRefused."""
+        if getattr(lora, "lora_tensors", None) is not None:
+            raise AdapterRefused("lora_in_memory", f"{lora.lora_name} has no files")
+        path = str(getattr(lora, "lora_path", "") or getattr(lora, "lora_local_path", ""))
+        key = (str(lora.lora_name), path)
+        number = int(lora.lora_int_id)
+        if self._numbers.get(number, key) != key:
+            raise AdapterRefused("lora_changed", f"{number} was {self._numbers[number]}")
+        known = self._known.get(key)
+        if known is None:
+            known = self._read(lora, key)
+        elif not is_unchanged(known.files):
+            raise AdapterRefused("lora_changed", f"the files of {lora.lora_name} have changed")
+        if number not in self._numbers:
+            self._numbers[number] = key
+            self._said(self._all())
+        return lora_extra(key[0], known.content)
+
+    def _read(self, lora: Any, key: tuple[str, str]) -> _Known:
+        if len(self._known) >= ADAPTERS_MAX:
+            raise AdapterRefused("lora_too_many", f"{ADAPTERS_MAX} adapters are known")
+        try:
+            where = resolve(key[1]) if key[1] else Path(key[1])
+            files = signature(where)
+            content = (
+                f"{fingerprint(where)}/{getattr(lora, 'is_3d_lora_weight', '')}/{self._applied}"
+            )
+            if not is_unchanged(files):
+                raise AdapterRefused("lora_changed", f"{key[0]} changes while it is read")
+            if changed_ns(files) >= self._since_ns:
+                raise AdapterRefused("lora_recent", f"{key[0]} is younger than the engine")
+        except UnreadableWeights as error:
+            raise AdapterRefused("lora_unreadable", str(error)) from error
+        digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        known = self._known[key] = _Known(files, digest)
+        return known
+
+    def _all(self) -> list[Adapter]:
+        return [
+            Adapter(id=number, name=key[0], content=self._known[key].content)
+            for number, key in self._numbers.items()
+        ]
+
+    def forget(self) -> None:
+        """Read all files again: the engine's caches were reset."""
+        self._known.clear()
+        self._numbers.clear()

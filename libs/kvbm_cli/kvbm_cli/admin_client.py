@@ -1,0 +1,98 @@
+"""A client of the admin API, for the command line: one request after the other, with a deadline."""
+
+from __future__ import annotations
+
+import getpass
+import http.client
+import json
+import socket
+from typing import Any
+from urllib import error as url_error
+from urllib import request as url_request
+from urllib.parse import quote, urlencode
+
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import KvbmError
+
+DEADLINE_S = 15.0
+"""Longer than the API takes to say that an instance does not answer."""
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Who listens everywhere is asked here."""
+
+
+class ApiError(KvbmError):
+    """The API refused; `code` is its own."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ApiAway(KvbmError):
+    """No metrics service answers there."""
+
+    code = "api_away"
+
+
+class Client:
+    """The admin API at a URL."""
+
+    def __init__(self, url: str, token: str = "", *, deadline_s: float = DEADLINE_S) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._deadline_s = deadline_s
+        # A proxy of the environment has no business between an operator and this machine.
+        self._opener = url_request.build_opener(url_request.ProxyHandler({}))
+
+    @classmethod
+    def of(cls, settings: Settings, url: str = "", *, deadline_s: float = DEADLINE_S) -> Client:
+        """The API that the configuration describes, or the one at `url`."""
+        address = ANY_ADDRESS.get(settings.metrics_bind, settings.metrics_bind)
+        shown = f"[{address}]" if ":" in address else address
+        token = settings.admin_token or settings.admin_read_token
+        return cls(url or f"http://{shown}:{settings.metrics_port}", token, deadline_s=deadline_s)
+
+    def get(self, path: str, **query: object) -> Any:
+        """Ask; raises ApiError, ApiAway."""
+        given = {name: value for name, value in query.items() if value is not None}
+        return self._send("GET", path + ("?" + urlencode(given) if given else ""), None)
+
+    def post(self, path: str, body: object) -> Any:
+        """Change, or ask with a body; raises ApiError, ApiAway."""
+        return self._send("POST", path, json.dumps(body).encode())
+
+    def _send(self, method: str, path: str, body: bytes | None) -> Any:
+        request = url_request.Request(
+            self.url + quote(path, safe="/?&=%"), data=body, method=method, headers=self._headers()
+        )
+        try:
+            with self._opener.open(request, timeout=self._deadline_s) as response:
+                return json.loads(response.read())
+        except url_error.HTTPError as refused:
+            with refused:
+                raise _api_error(refused.code, refused.read()) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise ApiAway(f"no answer from {self.url}: {reason}") from error
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json", "kvbm-actor": _actor()}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        return headers
+
+
+def _actor() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # A user without a name.
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()
+
+
+def _api_error(status: int, payload: bytes) -> ApiError:
+    try:
+        problem = json.loads(payload)
+        return ApiError(str(problem["code"]), str(problem["detail"]))
+    except (ValueError, KeyError, TypeError):
+        return ApiError("http", f"HTTP {status}")

@@ -1,0 +1,144 @@
+"""A container's entry point: which instance a service is, and whether it is healthy.
+
+    python -m kvbm_cli.container serve KIND      (becomes `kvbm serve KIND`)
+    python -m kvbm_cli.container health KIND     (exits with 0 or 1, and says why)
+
+Replicas of one container are started alike, and a service must have a name of its own which
+survives its container: a disk tier finds its file by it. So each takes the first number that no
+other on this host holds. The lock is a file in the runtime directory, which the containers of a
+host share; the kernel drops it with the process.
+
+Of a consolidator there is one per host, because engines know one endpoint. A second one waits, and
+takes over when the first has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import KvbmError
+from kvbm_common.nats.bus import Bus
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.runtime.processes import LockTaken, take_lock
+from kvbm_common.service.process import make_runtime_dir
+from kvbm_common.wire.verbs import StatsReply, verb_subject
+
+ONE_PER_HOST = ("consolidator",)
+INSTANCES_MAX = 64
+"""Replicas of one kind on one host; more is a loop that starts containers."""
+HEALTH_DEADLINE_S = 2.0
+"""Twice, for connecting and asking; the image's HEALTHCHECK gives 5 s."""
+STANDBY = "standby"
+INSTANCE_FILE = Path(tempfile.gettempdir()) / "kvbm-instance"
+"""In the container's own file system: tells `health` whom to ask for."""
+
+
+class TooManyInstances(KvbmError):
+    """Every number is taken."""
+
+    code = "too_many_instances"
+
+
+def lock_path(runtime_dir: Path, kind: str, number: int) -> Path:
+    """The lock of one instance."""
+    return runtime_dir / f"{kind}-{number}.lock"
+
+
+def take_instance(runtime_dir: Path, kind: str) -> tuple[str, TextIO]:
+    """The first free number of a kind, and the lock on it; raises TooManyInstances."""
+    for number in range(INSTANCES_MAX):
+        try:
+            return str(number), take_lock(lock_path(runtime_dir, kind, number))
+        except LockTaken:
+            continue
+    raise TooManyInstances(f"{INSTANCES_MAX} of {kind} run with {runtime_dir} already")
+
+
+def wait_turn(runtime_dir: Path, kind: str) -> TextIO:
+    """Wait, for as long as it takes, until no other process of its kind serves.
+
+    Nothing but a signal ends a standby: that is its work.
+    """
+    path = lock_path(runtime_dir, kind, 0)
+    try:
+        return take_lock(path)
+    except LockTaken:
+        INSTANCE_FILE.write_text(STANDBY)
+        print(f"{kind}: another one serves this host; standing by", flush=True)
+    lock = path.open("a+")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def serve(kind: str) -> None:
+    """Take a number and become the service."""
+    settings = Settings.load()
+    make_runtime_dir(settings)
+    instance = settings.instance
+    if settings.provenance("instance") == "default":
+        if kind in ONE_PER_HOST:
+            lock = wait_turn(settings.runtime_dir, kind)
+        else:
+            instance, lock = take_instance(settings.runtime_dir, kind)
+        os.set_inheritable(lock.fileno(), True)  # The service holds it without knowing.
+    INSTANCE_FILE.write_text(instance)
+    environ = os.environ | {"KVBM_INSTANCE": instance}
+    command = [sys.executable, "-m", "kvbm_cli.main", "serve", kind]
+    os.execve(sys.executable, command, environ)
+
+
+async def health(kind: str, instance: str, settings: Settings) -> StatsReply:
+    """What an instance of this host says of itself; raises KvbmError."""
+    bus = await Bus.connect(
+        settings.nats_url, "kvbm-health", counters=Metrics(), deadline_s=HEALTH_DEADLINE_S
+    )
+    try:
+        subject = verb_subject(kind, "stats", host=settings.host, instance=instance)
+        payload = await bus.request(subject, b"{}", deadline_s=HEALTH_DEADLINE_S)
+        return msgspec.json.decode(payload, type=StatsReply)
+    finally:
+        await bus.close()
+
+
+def print_health(kind: str) -> int:
+    """Say it, and return the exit code."""
+    instance = INSTANCE_FILE.read_text() if INSTANCE_FILE.exists() else ""
+    if instance == STANDBY:
+        print("standing by")
+        return 0
+    if not instance:
+        print("not started yet")
+        return 1
+    try:
+        stats = asyncio.run(health(kind, instance, Settings.load()))
+    except KvbmError as error:
+        print(f"{kind} {instance}: {error}")
+        return 1
+    print(f"{kind} {instance}: " + ("ready" if stats.ready else ", ".join(stats.reasons)))
+    return 0 if stats.ready else 1
+
+
+def main() -> None:
+    """Run the command line."""
+    match sys.argv[1:]:
+        case ["serve", kind]:
+            try:
+                serve(kind)
+            except KvbmError as error:
+                sys.exit(f"kvbm: {error}")
+        case ["health", kind]:
+            sys.exit(print_health(kind))
+        case _:
+            sys.exit("usage: python -m kvbm_cli.container serve|health KIND")
+
+
+if __name__ == "__main__":
+    main()

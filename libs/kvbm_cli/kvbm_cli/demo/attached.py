@@ -1,0 +1,75 @@
+"""A stack that runs already, seen by sim engines that join it."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Self
+
+from kvbm_common.config.settings import Settings
+from kvbm_common.nats.bus import Bus
+from kvbm_common.registry.nats_kv import Registry
+from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.service.process import make_registry
+
+from kvbm_cli.demo.check import Tiers, wait_until
+
+CONNECT_DEADLINE_S = 30.0
+"""Containers that start together: NATS may be the last."""
+READY_DEADLINE_S = 60.0
+NEEDED = ("consolidator", "host-tier")
+"""Without these on this host, and an index on any, there is nothing to show."""
+TIERS = ("host-tier", "disk-tier", "object-tier")
+
+
+class AttachedStack:
+    """The services of this host, as the registry knows them. Use it in `async with`."""
+
+    log_dir: Path | None = None
+    """Engines write to our standard error."""
+
+    def __init__(self) -> None:
+        self.settings = Settings.load()
+        self.name = f"sim-{secrets.token_hex(3)}"
+        """Begins the engines' names: several demos may run at once."""
+        self._bus: Bus | None = None
+        self._registry: Registry | None = None
+
+    @property
+    def nats_url(self) -> str:
+        """Return the address of NATS."""
+        return self.settings.nats_url
+
+    async def __aenter__(self) -> Self:
+        self._bus = await Bus.connect(
+            self.nats_url, "kvbm-demo", counters=Metrics(), deadline_s=CONNECT_DEADLINE_S
+        )
+        self._registry = make_registry(self.settings, self._bus)
+        await wait_until(
+            self._is_there,
+            f"no {' or no '.join(NEEDED)} on host {self.settings.host}, or no index",
+            deadline_s=READY_DEADLINE_S,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._registry is not None:
+            await self._registry.close()
+        if self._bus is not None:
+            await self._bus.close()
+
+    async def tiers(self) -> Tiers:
+        """Kind and instance of every tier of this host."""
+        found = [(r.kind, r.instance) for r in await self._services() if r.kind in TIERS]
+        return sorted(found)
+
+    async def _is_there(self) -> bool:
+        here = {record.kind for record in await self._services()}
+        assert self._registry is not None
+        return set(NEEDED) <= here and bool(await self._registry.list("index"))
+
+    async def _services(self) -> list[ServiceRecord]:
+        """Those of this host."""
+        assert self._registry is not None
+        return [r for r in await self._registry.list() if r.host == self.settings.host]

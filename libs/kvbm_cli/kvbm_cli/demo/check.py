@@ -1,0 +1,187 @@
+"""The checks at the end of a run: nothing leaked, and the index sees what the tiers have."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.snapshots import ask_snapshot
+from kvbm_common.wire.verbs import (
+    DumpReply,
+    DumpRequest,
+    HolderDump,
+    SnapshotReply,
+    SnapshotRequest,
+    StatsReply,
+    verb_subject,
+)
+from kvbm_connectors.sim.driver import EngineHandle
+
+from kvbm_cli.layout import instances_of
+
+VERB_DEADLINE_S = 5.0
+QUIET_DEADLINE_S = 30.0
+POLL_S = 0.05
+"""How often a condition is looked at that no event announces."""
+
+Tiers = list[tuple[str, str]]
+"""Kind and instance of each."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the checks found."""
+
+    leases_left: int = 0
+    staged_left: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def views_consistent(self) -> bool:
+        return not self.differences
+
+
+class StackView:
+    """Asks the services of one stack.
+
+    With `tiers` it is one that others may use, too: these are its tiers, and engines beside ours
+    are no mistake.
+    """
+
+    def __init__(self, bus: Bus, settings: Settings, *, tiers: Tiers | None = None) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._tiers = tiers
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there may be engines that are not ours."""
+        return self._tiers is not None
+
+    async def stats(self, kind: str, instance: str = "") -> StatsReply:
+        """The figures of an instance of this host, of the first by default."""
+        reply = await self._ask(kind, instance, "stats", b"{}")
+        return msgspec.json.decode(reply, type=StatsReply)
+
+    async def snapshot(self, kind: str, instance: str = "") -> SnapshotReply:
+        """What a tier holds by its own account."""
+        source = f"{kind}-{instance or self._settings.instance}"
+        ask = functools.partial(self._ask, kind, instance, "snapshot")
+        return await ask_snapshot(ask, SnapshotRequest(source=source))
+
+    def instances(self, *kinds: str) -> list[tuple[str, str]]:
+        """Kind and instance of every service of these kinds."""
+        if self._tiers is not None:
+            return [(kind, name) for kind, name in self._tiers if kind in kinds]
+        return [(kind, name) for kind in kinds for name in instances_of(kind, self._settings)]
+
+    async def dump(self) -> list[HolderDump]:
+        """What the index holds, by holder of this host."""
+        payload = await self._bus.request(
+            verb_subject("index", "dump"),
+            msgspec.json.encode(DumpRequest()),
+            deadline_s=VERB_DEADLINE_S,
+        )
+        holders = msgspec.json.decode(payload, type=DumpReply).holders
+        return [holder for holder in holders if holder.host == self._settings.host]
+
+    async def _ask(self, kind: str, instance: str, verb: str, payload: bytes) -> bytes:
+        settings = self._settings
+        if not instance:
+            found = self.instances(kind)
+            instance = found[0][1] if found else settings.instance
+        subject = verb_subject(kind, verb, host=settings.host, instance=instance)
+        return await self.ask(subject, payload)
+
+    async def ask(self, subject: str, payload: bytes) -> bytes:
+        """A verb by its subject; raises KvbmError."""
+        return await self._bus.request(subject, payload, deadline_s=VERB_DEADLINE_S)
+
+
+async def check_stack(
+    view: StackView, engines: Sequence[EngineHandle], *, with_disk: bool
+) -> Verdict:
+    """Wait for a quiet point, then compare every view with the index's."""
+    verdict = Verdict()
+    unrest: list[str] = []
+    kinds = ["host-tier", *(["disk-tier"] if with_disk else []), "object-tier"]
+    tiers = view.instances(*kinds)
+    try:
+        await wait_until(lambda: _is_quiet(view, engines, tiers), "the stack is not quiet")
+    except DeadlineExceeded as error:
+        unrest.append(str(error))
+    for kind, instance in tiers:
+        stats = await view.stats(kind, instance)
+        verdict.leases_left += stats.leases
+        verdict.staged_left += stats.slots.get("staged", 0)
+    try:
+        await wait_until(lambda: _agree(view, engines, tiers, verdict), "the views differ")
+    except DeadlineExceeded as error:
+        if not verdict.differences:  # It has not even got an answer.
+            unrest.append(str(error))
+    verdict.differences[:0] = unrest
+    return verdict
+
+
+async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: Tiers) -> bool:
+    for engine in engines:
+        if not (await engine.stats()).idle:
+            return False
+    for kind, instance in tiers:
+        stats = await view.stats(kind, instance)
+        names = ("offers", "lookups_waiting", "writes", "writes_pending", "reads")
+        if any(stats.figures.get(name) for name in names) or stats.slots.get("staged"):
+            return False
+    hosts = view.instances("host-tier")
+    return not any([(await view.stats(kind, instance)).leases for kind, instance in hosts])
+
+
+async def _agree(
+    view: StackView, engines: Sequence[EngineHandle], tiers: Tiers, verdict: Verdict
+) -> bool:
+    held: dict[str, set[str]] = {}
+    for holder in await view.dump():
+        held.setdefault(holder.source, set()).update(holder.hashes)
+    verdict.differences.clear()
+    for kind, instance in tiers:
+        snapshot = await view.snapshot(kind, instance)
+        own = {name for part in snapshot.parts for run in part.runs for name in run.hashes}
+        _compare(snapshot.source, own, held.pop(snapshot.source, set()), verdict)
+    for engine in engines:
+        own = {name.hex() for name in await engine.dump()}
+        _compare(engine.config.name, own, held.pop(engine.config.name, set()), verdict)
+    for source, names in held.items():
+        if names and not view.is_shared:
+            verdict.differences.append(f"{source} is in the index with {len(names)} blocks")
+    return verdict.views_consistent
+
+
+def _compare(source: str, own: set[str], indexed: set[str], verdict: Verdict) -> None:
+    if own != indexed:
+        verdict.differences.append(
+            f"{source} holds {len(own)} blocks, the index {len(indexed)}: "
+            f"{len(own - indexed)} unknown to it, {len(indexed - own)} gone"
+        )
+
+
+async def wait_until(
+    condition: Callable[[], Awaitable[bool]], what: str, *, deadline_s: float = QUIET_DEADLINE_S
+) -> None:
+    """Look at a condition until it holds; raises DeadlineExceeded. A failed look is no answer."""
+    give_up_s = time.monotonic() + deadline_s
+    error: KvbmError | None = None
+    while time.monotonic() < give_up_s:
+        try:
+            if await condition():
+                return
+        except KvbmError as failure:
+            error = failure
+        await asyncio.sleep(POLL_S)
+    raise DeadlineExceeded(f"{what} after {deadline_s} s" + (f" ({error})" if error else ""))

@@ -1,0 +1,367 @@
+"""The doctor: what an operator should change about a host, from the facts.
+
+Pure: `doctor.facts` looks, this module judges. A finding is `ok`, `better` (it works; more is to be
+had), or `wrong` (a service will not start, or will not do what the settings ask for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbm_common.config.settings import Settings
+
+from kvbm_cli.doctor.host import DiskFacts, Facts
+
+Level = Literal["ok", "better", "wrong"]
+
+NATS_PAYLOAD_BYTES = 8 * 1024 * 1024
+"""Our largest message; the nats-server that we start allows it, too (embedded_server.py)."""
+CLOCK_ERROR_S_MAX = 1.0
+"""Ages of events in metrics, and lists of a shared bucket, are no more exact than the clocks."""
+NIXL_PLUGINS = ("UCX", "POSIX")
+"""Without these no tier works."""
+SHM_SPARE_BYTES = 64 << 20
+"""Room beside the arena: its table of committed blocks, and UCX's segments, which took 4.3 MB for
+the host tier and as much for each worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+    """What to change; empty when nothing needs to be."""
+
+
+def examine(facts: Facts, settings: Settings) -> list[Finding]:
+    """Every finding, in the order in which things are needed."""
+    return [finding for check in CHECKS for finding in check(facts, settings)]
+
+
+def _settings(_facts: Facts, settings: Settings) -> Iterator[Finding]:
+    for warning in settings.warnings:
+        yield Finding("settings", "better", warning, "Correct or remove the variable.")
+    if settings.cpu_cache_bytes == settings.disk_cache_bytes == 0 and not (
+        settings.cpu_cache_override_num_blocks or settings.disk_cache_override_num_blocks
+    ):
+        yield Finding(
+            "settings",
+            "better",
+            "no tier has a size",
+            "Set DYN_KVBM_CPU_CACHE_GB, DYN_KVBM_DISK_CACHE_GB or both.",
+        )
+
+
+def _verification(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Are all blocks verified that engines read, and at no extra pass?"""
+    if settings.verify_host_reads == "always":
+        yield Finding("verification", "ok", "every block is verified")
+    else:
+        yield Finding(
+            "verification",
+            "better",
+            f"KVBM_VERIFY_HOST_READS is {settings.verify_host_reads}",
+            "Remove the variable, or set it to always: engines use blocks whose checksums "
+            "were not compared.",
+        )
+    for engine in facts.engines:
+        if engine.verify in ("sampled", "never"):
+            yield Finding(
+                "verification",
+                "better",
+                f"rank {engine.rank} of engine {engine.engine} verifies: {engine.verify}",
+                "Remove verify_host_reads from the engine's connector configuration, and "
+                "KVBM_VERIFY_HOST_READS from its environment.",
+            )
+    if facts.copier == "native":
+        yield Finding("copies", "ok", "copy and checksum in one pass")
+    else:
+        yield Finding(
+            "copies",
+            "better",
+            "by memmove and xxhash: the copying library is not there",
+            "Install a C compiler, and kvbm-common again.",
+        )
+
+
+def _runtime(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    where = str(settings.runtime_dir)
+    if facts.runtime_error:
+        yield Finding(
+            "runtime directory",
+            "wrong",
+            f"{where}: {facts.runtime_error}",
+            "Give KVBM_RUNTIME_DIR a directory of the services' own user.",
+        )
+    else:
+        yield Finding("runtime directory", "ok", where)
+
+
+def _memlock(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    limit = facts.memlock_bytes
+    text = "unlimited" if limit is None else f"{_size(limit)} may be locked"
+    pins = bool(facts.gpus or facts.rdma_devices)
+    if limit is None or not pins:
+        why = "" if pins or limit is None else "; nothing here pins memory"
+        yield Finding("memlock", "ok", text + why)
+    else:
+        yield Finding(
+            "memlock",
+            "better",
+            f"{text}; GPU and RDMA transfers pin the arena",
+            "ulimit -l unlimited, LimitMEMLOCK=infinity, or the engine's "
+            "default-ulimits for containers.",
+        )
+
+
+def _shm(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Judge the room for the arena, which is allocated completely before the host tier is ready."""
+    arena = settings.cpu_cache_bytes or settings.staging_bytes
+    has_room = facts.shm_free_bytes + facts.shm_own_bytes
+    found = f"{settings.shm_dir} is {facts.shm_fs} with {_size(has_room)} for an arena of "
+    found += _size(arena)
+    if blocks := settings.cpu_cache_override_num_blocks:
+        arena = 0
+        found = f"{settings.shm_dir} is {facts.shm_fs} with {_size(has_room)} for {blocks} blocks"
+    advice = (
+        f"mount -o remount,size=… {settings.shm_dir}; in containers --ipc=host or --shm-size; "
+        "or a smaller DYN_KVBM_CPU_CACHE_GB."
+    )
+    if has_room < arena:
+        yield Finding("shared memory", "wrong", found, advice)
+    elif facts.shm_own_bytes < arena and has_room < arena + SHM_SPARE_BYTES:
+        found += "; UCX takes 4 MB for each process there, and copies more slowly without"
+        yield Finding("shared memory", "better", found, advice)
+    elif facts.shm_fs not in ("tmpfs", "hugetlbfs", "ramfs"):
+        yield Finding(
+            "shared memory", "wrong", found, "Point KVBM_SHM_DIR to a file system in memory."
+        )
+    else:
+        yield Finding("shared memory", "ok", found)
+
+
+def _io_uring(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    if not facts.io_uring:
+        yield Finding("io_uring", "ok", "allowed")
+    elif not facts.linux_aio:
+        yield Finding(
+            "io_uring",
+            "better",
+            f"{facts.io_uring}; Linux AIO is used instead",
+            "sysctl kernel.io_uring_disabled=0; in containers a seccomp profile that "
+            "allows io_uring_*.",
+        )
+    else:
+        found = f"{facts.io_uring}, and no Linux AIO either ({facts.linux_aio})"
+        yield Finding(
+            "io_uring",
+            "wrong",
+            found,
+            "Allow io_uring_* or io_* in the seccomp profile; look at fs.aio-max-nr.",
+        )
+
+
+def _between_processes(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    if facts.cross_memory:
+        yield Finding(
+            "between processes",
+            "better",
+            f"process_vm_readv: {facts.cross_memory}; UCX uses TCP",
+            "In containers: pid namespace of the host, and cap_add SYS_PTRACE, as in "
+            "compose/docker-compose.yml.",
+        )
+    elif facts.ptrace_scope > 1:
+        yield Finding(
+            "between processes",
+            "better",
+            f"kernel.yama.ptrace_scope is {facts.ptrace_scope}; UCX uses TCP",
+            "sysctl kernel.yama.ptrace_scope=0 or 1.",
+        )
+    else:
+        yield Finding("between processes", "ok", "process_vm_readv is allowed")
+
+
+def _disks(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    if not settings.disk_cache_bytes:
+        return
+    share = settings.disk_cache_bytes // max(1, len(facts.disks))
+    for disk in facts.disks:
+        yield _disk(disk, share, settings)
+
+
+def _disk(disk: DiskFacts, share: int, settings: Settings) -> Finding:
+    name = f"disk {disk.path}"
+    if disk.error:
+        return Finding(
+            name, "wrong", disk.error, "Make the directory, owned by the services' user."
+        )
+    has_room = disk.free_bytes + disk.own_bytes
+    found = f"{_size(has_room)} for {_size(share)}"
+    if has_room < share:
+        return Finding(name, "wrong", found, "A smaller DYN_KVBM_DISK_CACHE_GB or a larger disk.")
+    if not disk.direct and not settings.disk_disable_o_direct:
+        return Finding(
+            name,
+            "wrong",
+            f"{found}; no O_DIRECT",
+            "DYN_KVBM_DISK_DISABLE_O_DIRECT=true, or a file system that has it.",
+        )
+    if not disk.allocates and not settings.disk_zerofill_fallback:
+        return Finding(
+            name,
+            "wrong",
+            f"{found}; no fallocate",
+            "DYN_KVBM_DISK_ZEROFILL_FALLBACK=true, or a file system that has it.",
+        )
+    return Finding(name, "ok", f"{found}, O_DIRECT {'works' if disk.direct else 'off'}")
+
+
+def _numa(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    if facts.numa_nodes > 1:
+        yield Finding(
+            "NUMA",
+            "better",
+            f"{facts.numa_nodes} nodes",
+            "Run host tier and engines of one GPU on that GPU's node: numactl "
+            "--cpunodebind=N --preferred=N, or cpuset of a container.",
+        )
+    else:
+        yield Finding("NUMA", "ok", "one node")
+
+
+def _ports(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    for port in facts.ports:
+        if port.is_free or port.is_ours:
+            yield Finding(f"port {port.port}", "ok", "free" if port.is_free else "ours")
+        else:
+            yield Finding(
+                f"port {port.port}",
+                "wrong",
+                "another process listens on it",
+                f"Another port in {port.variable}.",
+            )
+
+
+def _gpu(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    if not facts.gpus:
+        yield Finding("GPU", "ok", "none seen; engines on CPU only")
+        return
+    gds = "GPUDirect Storage" if facts.gpu_storage else "no GPUDirect Storage"
+    yield Finding("GPU", "ok", f"{facts.gpus} NVIDIA, {gds}")
+    for copies in facts.gpu_copies:
+        yield Finding("GPU copies", "ok", copies)
+    if facts.gpu_error:
+        yield Finding(
+            "GPU copies",
+            "better",
+            facts.gpu_error,
+            "Blocks of a GPU move over NIXL, if at all: install kvbm-common[cuda12] or [cuda13].",
+        )
+
+
+def _nixl(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    if facts.nixl_error:
+        yield Finding("NIXL", "wrong", facts.nixl_error, "Install nixl-cu12 in this environment.")
+        return
+    wanted = [*NIXL_PLUGINS, *(["OBJ"] if settings.object_enabled else [])]
+    missing = [name for name in wanted if name not in facts.nixl_plugins]
+    found = ", ".join(facts.nixl_plugins)
+    if missing:
+        yield Finding(
+            "NIXL",
+            "wrong",
+            f"{found}; without {', '.join(missing)}",
+            "Look at NIXL_PLUGIN_DIR, or reinstall nixl-cu12.",
+        )
+    else:
+        yield Finding("NIXL", "ok", found)
+
+
+def _clock(facts: Facts, _settings: Settings) -> Iterator[Finding]:
+    if not facts.clock_synchronised:
+        yield Finding(
+            "clock",
+            "better",
+            "not synchronised",
+            "Run chrony or systemd-timesyncd: ages in metrics, and the age of objects "
+            "in a shared bucket, follow the clocks.",
+        )
+    elif facts.clock_error_s > CLOCK_ERROR_S_MAX:
+        yield Finding(
+            "clock",
+            "better",
+            f"off by up to {facts.clock_error_s:.1f} s",
+            "Look at the sources of chrony or systemd-timesyncd.",
+        )
+    else:
+        yield Finding("clock", "ok", f"synchronised, to {facts.clock_error_s * 1e3:.0f} ms")
+
+
+def _nats(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    nats, url = facts.nats, settings.nats_url
+    if nats.error:
+        yield Finding(
+            "NATS",
+            "wrong",
+            f"{url}: {nats.error}",
+            "Start it (`kvbm up` does), or correct KVBM_NATS_URL.",
+        )
+    elif not nats.jetstream:
+        yield Finding(
+            "NATS",
+            "wrong",
+            f"{url}: version {nats.version} without JetStream",
+            "Start nats-server with a jetstream block, or -js.",
+        )
+    elif nats.max_payload_bytes < NATS_PAYLOAD_BYTES:
+        yield Finding(
+            "NATS",
+            "wrong",
+            f"{url}: at most {_size(nats.max_payload_bytes)}",
+            f"max_payload: {NATS_PAYLOAD_BYTES} in its configuration.",
+        )
+    else:
+        yield Finding("NATS", "ok", f"{url}: version {nats.version} with JetStream")
+
+
+def _etcd(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    if not settings.etcd_servers:
+        yield Finding("etcd", "ok", "not used: NATS is the registry")
+    for server in facts.etcd:
+        if server.error:
+            yield Finding(
+                "etcd",
+                "wrong",
+                f"{server.address}: {server.error}",
+                "Start it, or correct KVBM_REGISTRY_URL (or ETCD_ENDPOINTS).",
+            )
+        else:
+            yield Finding("etcd", "ok", f"{server.address}: version {server.version}")
+
+
+CHECKS: tuple[Callable[[Facts, Settings], Iterator[Finding]], ...] = (
+    _settings,
+    _verification,
+    _runtime,
+    _memlock,
+    _shm,
+    _io_uring,
+    _between_processes,
+    _disks,
+    _numa,
+    _ports,
+    _gpu,
+    _nixl,
+    _clock,
+    _nats,
+    _etcd,
+)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 10_000_000 else f"{count:,} bytes"

@@ -1,0 +1,331 @@
+"""Looks at this host for the doctor. Everything is tried for real, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import mmap
+import os
+import platform
+import resource
+import socket
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvbm_common.config.settings import Settings
+from kvbm_common.copying import COPIER
+from kvbm_common.cuda.gpu_facts import look
+from kvbm_common.errors import ConfigError, KvbmError
+from kvbm_common.runtime.processes import LockTaken, take_lock
+from kvbm_common.service.process import make_runtime_dir
+
+from kvbm_cli.admin_client import Client
+from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
+
+ANSWER_DEADLINE_S = 2.0
+BLOCK_BYTES = 4096
+"""What O_DIRECT is tried with: the alignment of our slots."""
+SYSCALLS = {"x86_64": (425, 206, 207), "aarch64": (425, 0, 1)}
+"""Numbers of io_uring_setup, io_setup and io_destroy."""
+IO_URING_PARAMS_BYTES = 120
+CLOCK_UNSYNCHRONISED = 0x40
+"""STA_UNSYNC of adjtimex(2)."""
+TIMEX_WORDS = 26
+"""A struct timex is 208 bytes on 64 bits: word 3 is maxerror in µs, word 5 (an int) the status."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def gather(settings: Settings) -> Facts:
+    """Look at everything there is."""
+    uring, aio = _async_io()
+    plugins, nixl_error = _nixl_plugins()
+    synchronised, clock_error_s = _clock()
+    gpu_count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpu_copies, gpu_error = look(gpu_count) if gpu_count else ((), "")
+    return Facts(
+        memlock_bytes=_memlock(),
+        shm_fs=_file_system(settings.shm_dir),
+        shm_free_bytes=_free_bytes(settings.shm_dir),
+        shm_own_bytes=_own_bytes(settings.shm_dir, settings),
+        runtime_error=_runtime_error(settings),
+        io_uring=uring,
+        linux_aio=aio,
+        cross_memory=_cross_memory(),
+        ptrace_scope=_number_in(Path("/proc/sys/kernel/yama/ptrace_scope")),
+        disks=tuple(_disk(path, settings) for path in settings.disk_cache_dirs),
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        ports=_ports(settings),
+        gpus=gpu_count,
+        copier=COPIER.name,
+        gpu_copies=gpu_copies,
+        gpu_error=gpu_error,
+        gpu_storage=Path("/proc/driver/nvidia-fs").exists(),
+        rdma_devices=tuple(sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))),
+        nixl_error=nixl_error,
+        nixl_plugins=plugins,
+        clock_synchronised=synchronised,
+        clock_error_s=clock_error_s,
+        nats=_nats(settings.nats_url),
+        etcd=tuple(_etcd(address) for address in settings.etcd_servers),
+        engines=engines_of(settings),
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def _memlock() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that a path is on, by the longest mount point above it."""
+    best, kind = "", "missing"
+    if not path.is_dir():
+        return kind
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, where, fs, *_ = line.split()
+            inside = path == Path(where) or Path(where) in path.resolve().parents
+            if inside and len(where) >= len(best):
+                best, kind = where, fs
+    return kind
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
+def _own_bytes(directory: Path, settings: Settings) -> int:
+    """What this host's services have taken there: they may take it again."""
+    taken = 0
+    for path in directory.glob(f"kvbm-{settings.host}-*"):
+        for file in [path] if path.is_file() else path.rglob("*"):
+            with contextlib.suppress(OSError):
+                taken += file.stat().st_blocks * 512
+    return taken
+
+
+def _runtime_error(settings: Settings) -> str:
+    try:
+        make_runtime_dir(settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# --- system calls -----------------------------------------------------------------------------
+
+
+def _error_name() -> str:
+    number = ctypes.get_errno()
+    return f"{errno.errorcode.get(number, number)} ({os.strerror(number)})"
+
+
+def _async_io() -> tuple[str, str]:
+    """Why io_uring and Linux AIO cannot be used; empty where they can."""
+    numbers = SYSCALLS.get(platform.machine())
+    if numbers is None:
+        return f"unknown on {platform.machine()}", ""
+    uring_setup, aio_setup, aio_destroy = numbers
+    uring = aio = ""
+    ring = _libc.syscall(uring_setup, 1, ctypes.create_string_buffer(IO_URING_PARAMS_BYTES))
+    if ring >= 0:
+        os.close(ring)
+    else:
+        uring = _error_name()
+    context = ctypes.c_ulong(0)
+    if _libc.syscall(aio_setup, 1, ctypes.byref(context)) == 0:
+        _libc.syscall(aio_destroy, context)
+    else:
+        aio = _error_name()
+    return uring, aio
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _cross_memory() -> str:
+    """Why this process may not read another's memory, tried on its own; empty where it may."""
+    source, target = ctypes.create_string_buffer(b"kvbm", 4), ctypes.create_string_buffer(4)
+    spans = [_Span(ctypes.addressof(buffer), 4) for buffer in (target, source)]
+    arguments = [os.getpid(), ctypes.byref(spans[0]), 1, ctypes.byref(spans[1]), 1, 0]
+    return "" if _libc.process_vm_readv(*arguments) == 4 else _error_name()
+
+
+def _number_in(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _clock() -> tuple[bool, float]:
+    """Whether a service keeps the clock right, and the largest error in seconds."""
+    timex = (ctypes.c_long * TIMEX_WORDS)()
+    if _libc.adjtimex(ctypes.byref(timex)) < 0:
+        return False, 0.0
+    return not (timex[5] & CLOCK_UNSYNCHRONISED), timex[3] / 1e6
+
+
+# --- disks ------------------------------------------------------------------------------------
+
+
+def _disk(path: Path, settings: Settings) -> DiskFacts:
+    try:
+        with tempfile.TemporaryFile(dir=path, prefix="kvbm-doctor-") as file:
+            allocates = _allocates(file.fileno())
+    except OSError as error:
+        return DiskFacts(path=path, error=error.strerror or str(error))
+    return DiskFacts(
+        path=path,
+        free_bytes=_free_bytes(path),
+        own_bytes=_own_bytes(path, settings),
+        direct=_direct_works(path),
+        allocates=allocates,
+    )
+
+
+def _allocates(fd: int) -> bool:
+    try:
+        os.posix_fallocate(fd, 0, BLOCK_BYTES)
+    except OSError:
+        return False
+    return True
+
+
+def _direct_works(path: Path) -> bool:
+    name = path / f"kvbm-doctor-{os.getpid()}"
+    try:
+        fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT, 0o600)
+    except OSError:
+        name.unlink(missing_ok=True)  # Some file systems make it before they refuse.
+        return False
+    name.unlink()
+    try:
+        with mmap.mmap(-1, BLOCK_BYTES) as page:  # Aligned, as O_DIRECT wants it.
+            return os.write(fd, page) == BLOCK_BYTES
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+# --- network ----------------------------------------------------------------------------------
+
+
+def _ports(settings: Settings) -> tuple[PortFacts, ...]:
+    """The ports of this host's services, and who has them."""
+    metrics = settings.metrics_port
+    ours = bool(_get(f"http://127.0.0.1:{metrics}/healthz"))
+    found = [
+        PortFacts(metrics, "DYN_KVBM_METRICS_PORT", _is_free(settings.metrics_bind, metrics), ours)
+    ]
+    serving = _consolidator_serves(settings)
+    for endpoint, variable in (
+        (settings.router_endpoint, "KVBM_ROUTER_ENDPOINT"),
+        (settings.router_replay_endpoint, "KVBM_ROUTER_REPLAY_ENDPOINT"),
+    ):
+        if endpoint != "off":
+            port = int(endpoint.rpartition(":")[2])
+            found.append(PortFacts(port, variable, _is_free("0.0.0.0", port), serving))
+    return tuple(found)
+
+
+def _is_free(address: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+def _consolidator_serves(settings: Settings) -> bool:
+    if not settings.consolidator_endpoint.startswith("ipc://"):
+        return False
+    lock = Path(settings.consolidator_endpoint.removeprefix("ipc://") + ".lock")
+    if not lock.exists():
+        return False
+    try:
+        take_lock(lock).close()
+    except LockTaken:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _get(url: str) -> bytes:
+    """The body, or nothing."""
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_DEADLINE_S) as answer:
+            return bytes(answer.read())
+    except (OSError, ValueError):  # An HTTP error is an OSError.
+        return b""
+
+
+def _nats(url: str) -> NatsFacts:
+    """Its first line, which it sends by itself."""
+    parts = urlsplit(url.split(",")[0])
+    address = (parts.hostname or "127.0.0.1", parts.port or 4222)
+    try:
+        with socket.create_connection(address, timeout=ANSWER_DEADLINE_S) as connection:
+            connection.settimeout(ANSWER_DEADLINE_S)
+            with connection.makefile("rb") as lines:
+                line = lines.readline(64 * 1024)
+        info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
+    except (OSError, ValueError) as error:
+        return NatsFacts(error=str(error) or type(error).__name__)
+    return NatsFacts(
+        version=str(info.get("version", "?")),
+        max_payload_bytes=int(info.get("max_payload", 0)),
+        jetstream=bool(info.get("jetstream")),
+    )
+
+
+def _etcd(address: str) -> EtcdFacts:
+    body = _get(f"http://{address}/version")
+    try:
+        return EtcdFacts(address, version=json.loads(body)["etcdserver"])
+    except (ValueError, KeyError, TypeError):
+        return EtcdFacts(address, error="it does not answer")
+
+
+def engines_of(settings: Settings) -> tuple[EngineFacts, ...]:
+    """Return the engines of this host, as the admin API lists them; none where it is away."""
+    try:
+        workers = Client.of(settings, deadline_s=ANSWER_DEADLINE_S).get("/v1/workers")
+        return tuple(
+            EngineFacts(str(one["engine"]), int(one["rank"]), str(one.get("verify", "")))
+            for one in workers
+            if one["host"] == settings.host
+        )
+    except (KvbmError, KeyError, TypeError, ValueError, AttributeError):
+        return ()
+
+
+# --- NIXL -------------------------------------------------------------------------------------
+
+
+def _nixl_plugins() -> tuple[tuple[str, ...], str]:
+    """The plug-ins that NIXL finds, and why there are none."""
+    try:
+        from kvbm_common.nixl.library import plugin_names
+    except ImportError as error:
+        return (), str(error)
+    return plugin_names(), ""

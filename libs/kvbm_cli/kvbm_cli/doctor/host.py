@@ -1,0 +1,101 @@
+"""What a host is like, in plain facts: `doctor.facts` looks, `doctor.checks` judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFacts:
+    """One directory of the disk tier."""
+
+    path: Path
+    error: str = ""
+    """Why it cannot be written to; then the rest means nothing."""
+    free_bytes: int = 0
+    own_bytes: int = 0
+    """What our own files there take already."""
+    direct: bool = False
+    """Whether O_DIRECT works."""
+    allocates: bool = False
+    """Whether fallocate works."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortFacts:
+    """A TCP port that a service of this host opens."""
+
+    port: int
+    variable: str
+    is_free: bool
+    is_ours: bool
+    """Taken, by a service of this very stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class NatsFacts:
+    """What nats-server says when one connects."""
+
+    error: str = ""
+    version: str = ""
+    max_payload_bytes: int = 0
+    jetstream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdFacts:
+    """What was found of one etcd server."""
+
+    address: str
+    error: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """One worker of an engine that is attached to a host tier of this host."""
+
+    engine: str
+    rank: int
+    verify: str
+    """Which loads it verifies; empty: its release does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that is looked at."""
+
+    memlock_bytes: int | None
+    """None: unlimited."""
+    shm_fs: str
+    shm_free_bytes: int
+    shm_own_bytes: int
+    runtime_error: str
+    io_uring: str
+    """Empty when it works, else the error's name."""
+    linux_aio: str
+    cross_memory: str
+    """The same for process_vm_readv."""
+    ptrace_scope: int
+    disks: tuple[DiskFacts, ...]
+    numa_nodes: int
+    ports: tuple[PortFacts, ...]
+    gpus: int
+    gpu_storage: bool
+    """Whether nvidia-fs is loaded, which GDS needs."""
+    copier: str = "native"
+    """What blocks are copied by: see copying."""
+    gpu_copies: tuple[str, ...] = ()
+    """What copies measured, for each GPU that cupy can use."""
+    gpu_error: str = ""
+    """Why cupy can use none."""
+    rdma_devices: tuple[str, ...]
+    nixl_error: str
+    nixl_plugins: tuple[str, ...]
+    clock_synchronised: bool
+    clock_error_s: float
+    nats: NatsFacts
+    etcd: tuple[EtcdFacts, ...]
+    engines: tuple[EngineFacts, ...] = ()
+    """Empty also where the admin API is away, which lists them."""

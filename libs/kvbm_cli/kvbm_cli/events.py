@@ -1,0 +1,162 @@
+"""The command `kvbm events tail`: the event stream as lines, from now on or from the past."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import typer
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.event_subscription import EventSubscription, Start
+from kvbm_common.nats.jetstream import CONSOLIDATED, EVENTS
+from kvbm_common.nats.since import start_of
+from kvbm_common.wire.codec import WireError
+from kvbm_common.wire.events import (
+    CONSOLIDATED_PREFIX,
+    SUBJECT_PREFIX,
+    Cleared,
+    Event,
+    Removed,
+    Stored,
+    event_codec,
+)
+
+KINDS = ("stored", "removed", "cleared")
+HISTORY_DEADLINE_S = 60.0
+"""A full stream of 256 MiB takes some seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be shown."""
+
+    host: str = "*"
+    source: str = "*"
+    kind: str = "*"
+    since: Start = "new"
+    consolidated: bool = False
+    as_json: bool = False
+    follow: bool = True
+
+    @property
+    def subject(self) -> str:
+        """The NATS subject of it."""
+        prefix = CONSOLIDATED_PREFIX if self.consolidated else SUBJECT_PREFIX
+        return f"{prefix}.{self.host}.{self.source}.{self.kind}"
+
+
+def events(
+    action: str = typer.Argument("tail", help="tail"),
+    host: str = typer.Option("*", help="Only events of this host."),
+    source: str = typer.Option("*", help="Only of this source: host-tier-0, an engine's name."),
+    kind: str = typer.Option("*", help="Only stored, removed or cleared."),
+    since: str = typer.Option(
+        "now", help="Where to begin: now, all, 90s, 10m, 6h, an ISO time, or #SEQUENCE."
+    ),
+    consolidated: bool = typer.Option(False, help="The consolidated streams of engines instead."),
+    as_json: bool = typer.Option(False, "--json", help="Print the messages as they are."),
+    follow: bool = typer.Option(True, help="Stay for what is still to come."),
+    nats: str = typer.Option("", help="Use this NATS instead of the configured one."),
+) -> None:
+    """Print the events of all tiers and engines, history included (`kvbm events tail`)."""
+    try:
+        if action != "tail":
+            raise ConfigError("kvbm events", action, "tail")
+        wanted = Wanted(
+            host=checked(host, "host"), source=checked(source, "source"), kind=kind_of(kind),
+            since=start_of(since, datetime.now(UTC)), consolidated=consolidated, as_json=as_json,
+            follow=follow,
+        )  # fmt: skip
+        url = nats or Settings.load().nats_url
+        asyncio.run(_until_signal(url, wanted))
+    except ConfigError as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KvbmError as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def checked(text: str, option: str) -> str:
+    """A host or source; raises ConfigError."""
+    if not re.fullmatch(r"\*|[A-Za-z0-9_-]{1,64}", text):
+        raise ConfigError(f"--{option}", text, "1 to 64 letters, digits, '-' or '_'")
+    return text
+
+
+def kind_of(text: str) -> str:
+    """A kind; raises ConfigError."""
+    if text not in (*KINDS, "*"):
+        raise ConfigError("--kind", text, f"one of {', '.join(KINDS)}")
+    return text
+
+
+def line_of(message: EventMessage) -> str:
+    """An event for people; one that cannot be read says so."""
+    try:
+        event = event_codec.decode(message.payload)
+    except WireError as error:
+        return f"#{message.sequence} {message.subject}: {error.kind}: {error}"
+    when = datetime.fromtimestamp(event.ts_ms / 1000, UTC).strftime("%H:%M:%S.%f")[:-3]
+    where = f"{event.host} {event.source} {event.tier}"
+    rank = f" rank {event.rank}" if event.rank else ""
+    position = f"epoch {event.epoch} seq {event.seq}"
+    return f"#{message.sequence} {when} {where}{rank} {position} {_what(event)}"
+
+
+def _what(event: Event) -> str:
+    match event:
+        case Stored():
+            hashes = [name for run in event.runs for name in run.hashes]
+            return f"stored {len(hashes)} {_some(hashes)}"
+        case Removed():
+            return f"removed {len(event.hashes)} {_some(event.hashes)} {event.reason}".rstrip()
+        case Cleared():
+            return f"cleared {event.reason}" + (" (rank only)" if event.rank_only else "")
+
+
+def _some(hashes: list[str]) -> str:
+    return " ".join(name[:8] for name in hashes[:3]) + (" …" if len(hashes) > 3 else "")
+
+
+async def tail(bus: Bus, wanted: Wanted, show: Callable[[str], None]) -> None:
+    """Show messages until cancelled, or until the history is over."""
+    spec = CONSOLIDATED if wanted.consolidated else EVENTS
+    async with (
+        bus.event_subscription(start=wanted.since, subject=wanted.subject, spec=spec) as messages,
+        asyncio.TaskGroup() as tasks,
+    ):
+        if not wanted.follow:
+            tasks.create_task(_close_after_history(messages), name="history")
+        async for batch in messages:
+            for message in batch:
+                show(message.payload.decode() if wanted.as_json else line_of(message))
+
+
+async def _close_after_history(messages: EventSubscription) -> None:
+    with contextlib.suppress(DeadlineExceeded):
+        await messages.wait_caught_up(deadline_s=HISTORY_DEADLINE_S)
+    await messages.close()
+
+
+async def _until_signal(url: str, wanted: Wanted) -> None:
+    bus = await Bus.connect(url, "kvbm-events")
+    loop, here = asyncio.get_running_loop(), asyncio.current_task()
+    assert here is not None
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, here.cancel)
+    try:
+        await tail(bus, wanted, lambda line: print(line, flush=True))
+    except (asyncio.CancelledError, BrokenPipeError):
+        pass  # Ctrl-C, or `| head`: both are how a tail ends.
+    finally:
+        await bus.close()

@@ -1,0 +1,89 @@
+"""`kvbm explain`: why a request missed, or which requests did lately."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from urllib.parse import quote
+
+import typer
+from kvbm_common.errors import ConfigError
+
+from kvbm_cli.admin_client import Client
+from kvbm_cli.asking import AS_JSON, URL, Json, Rows, picked, run
+
+
+def explain(
+    request: str | None = typer.Argument(None, help="The engine's own id of the request."),
+    reason: str | None = typer.Option(None, help="Without an id: those that missed for this."),
+    engine: str | None = typer.Option(None, help="Without an id: those of this engine."),
+    missed: bool = typer.Option(False, help="Without an id: those that missed a block."),
+    last: int = typer.Option(20, help="Without an id: so many of the newest."),
+    as_json: bool = AS_JSON,
+    url: str = URL,
+) -> None:
+    """Where the blocks of a request came from, and why others did not; or the latest requests."""
+
+    def ask(api: Client) -> Json:
+        if request is None:
+            return api.get(
+                "/v1/explain", limit=last, missed=missed or None, reason=reason, engine=engine
+            )
+        if not request:
+            raise ConfigError("kvbm explain", request, "the id of a request")
+        return api.get(f"/v1/explain/{quote(request, safe='')}")
+
+    tables = _list_tables if request is None else _explain_tables
+    run(ask, tables, url, as_json)
+
+
+def _list_tables(told: Json) -> list[Rows]:
+    rows = [
+        {"when": _clock(one["ts_ms"]), "request": one["request_id"], "engine": one["engine"],
+         "blocks": one["blocks"], **{tier: one["by_tier"][tier] for tier in one["by_tier"]},
+         "missed": one["missed_blocks"], "reason": one["reason"], "unused": one["outcome"]}
+        for one in told["requests"]
+    ]  # fmt: skip
+    return [rows, _silent(told)]
+
+
+def _explain_tables(told: Json) -> list[Rows]:
+    tables: list[Rows] = []
+    for lookup in told["lookups"]:
+        columns = ("engine", "host", "instance", "blocks", "hit_blocks", "missed_blocks", "reason")
+        head = {"when": _clock(lookup["ts_ms"])} | picked([lookup], columns)[0]
+        if lookup["trace"]:
+            head["trace"] = lookup["trace"]
+        tables += [[head], [_segment_row(one) for one in lookup["segments"]]]
+        if lookup["outcome"]:
+            tables.append(
+                [{"unused": lookup["lost_blocks"], "outcome": lookup["outcome"],
+                  "meaning": lookup["outcome_meaning"]}]
+            )  # fmt: skip
+    return [*tables, _silent(told)]
+
+
+def _segment_row(one: dict[str, Any]) -> dict[str, Any]:
+    facts = [
+        one["detail"],
+        f"policy {one['policy']}" if one["policy"] else "",
+        f"at {_clock(one['at_ms'])}" if one["at_ms"] else "",
+    ]
+    return {
+        "blocks": one["blocks"],
+        "": "hit" if one["hit"] else "miss",
+        "tier": one["tier"],
+        "reason": one["reason"],
+        "meaning": one["meaning"],
+        "more": ", ".join(fact for fact in facts if fact),
+        "first block": one["hash"],
+    }
+
+
+def _silent(told: Json) -> Rows:
+    return [{"silent": one} for one in told["silent"]]
+
+
+def _clock(at_ms: int) -> str:
+    text = time.strftime("%H:%M:%S", time.localtime(at_ms / 1000))
+    return f"{text}.{at_ms % 1000:03d}"

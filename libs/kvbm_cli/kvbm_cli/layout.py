@@ -1,0 +1,67 @@
+"""The layout of a stack: which processes run for each kind of service, and how they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvbm_common.config.settings import Settings
+
+
+def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
+    """The processes of a kind, by name, and the variables in which each differs from the others.
+
+    One of each kind, and a disk tier per directory: a disk that hangs delays no other. As many
+    host tiers as are wanted; an object tier only where it is enabled.
+    """
+    if kind == "object-tier" and not settings.object_enabled:
+        return {}
+    if kind == "disk-tier":
+        size, slots = settings.disk_cache_gb, settings.disk_cache_override_num_blocks
+        directories = settings.disk_cache_dirs
+        own = [{"DYN_KVBM_DISK_CACHE_DIR": str(directory)} for directory in directories]
+        return _shared_out(kind, settings, own, "DYN_KVBM_DISK_CACHE", size, slots)
+    if kind == "host-tier":
+        size, slots = settings.cpu_cache_gb, settings.cpu_cache_override_num_blocks
+        own = [{} for _ in range(settings.host_tiers)]
+        if settings.instance.isdigit():  # As replicas of a container are numbered.
+            first = int(settings.instance)
+            own = [{"KVBM_INSTANCE": str(first + number)} for number in range(len(own))]
+        return _shared_out(kind, settings, own, "DYN_KVBM_CPU_CACHE", size, slots)
+    return {kind: {}}
+
+
+def _shared_out(
+    kind: str,
+    settings: Settings,
+    own: Sequence[Mapping[str, str]],
+    prefix: str,
+    size_gb: float,
+    slots: int | None,
+) -> dict[str, dict[str, str]]:
+    """Several processes of a kind, with an equal share of the size each."""
+    count = len(own)
+    if count == 1:
+        return {kind: {}}
+    shared = {
+        f"{prefix}_GB": str(size_gb / count),
+        f"{prefix}_OVERRIDE_NUM_BLOCKS": "" if slots is None else str(slots // count),
+    }
+    return {
+        f"{kind}-{number}" if number else kind: shared
+        | {"KVBM_INSTANCE": f"{settings.instance}-{number}" if number else settings.instance}
+        | dict(variables)
+        for number, variables in enumerate(own)
+    }
+
+
+def port_of(number: int, settings: Settings) -> dict[str, str]:
+    """The variable with the HTTP port of a stack's n-th process: it shares its address with all."""
+    return (
+        {"KVBM_SERVICE_PORT": str(settings.service_port + number)} if settings.service_port else {}
+    )
+
+
+def instances_of(kind: str, settings: Settings) -> list[str]:
+    """The instances of a kind that a stack of these settings runs."""
+    own = processes_of(kind, settings).values()
+    return [variables.get("KVBM_INSTANCE", settings.instance) for variables in own]

@@ -1,0 +1,285 @@
+"""The command `kvbm`.
+
+Each verb of operators is a command (`kvbm_cli.verb_commands`). Other packages add commands through
+the entry point group `kvbm.commands` (a function that typer understands) and services through
+`kvbm.services` (a function without arguments). A command is imported only when it is called, or for
+the list of all; one that cannot be imported says so and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvbm_common.errors import ConfigError, KvbmError
+
+if TYPE_CHECKING:
+    import typer
+    from kvbm_common.config.schema import Setting
+
+    from kvbm_cli.stack import Stack
+
+Result = TypeVar("Result")
+
+COMMANDS = "kvbm.commands"
+SERVICES = "kvbm.services"
+OWN_COMMANDS = ("up", "serve", "config", "doctor")
+
+
+def main() -> None:
+    """The entry point of the command."""
+    arguments = sys.argv[1:]
+    if len(arguments) == 2 and arguments[0] == "serve" and not arguments[1].startswith("-"):
+        # A service needs no command line library, and five of them start at once.
+        serve_kind(arguments[1])
+        return
+    make_app(arguments)()
+
+
+def serve_kind(kind: str) -> None:
+    """Become the service of this kind; exits with 2 for an unknown kind."""
+    found = {entry.name: entry for entry in entry_points(group=SERVICES)}
+    if kind not in found:
+        known = ", ".join(sorted(found)) or "none; is kvbm installed?"
+        print(f"kvbm: no service {kind!r}; there are {known}", file=sys.stderr)
+        sys.exit(2)
+    found[kind].load()()
+
+
+def make_app(arguments: list[str]) -> typer.Typer:
+    """The command line application, with those commands of other packages that are needed."""
+    import typer
+
+    app = typer.Typer(
+        name="kvbm",
+        help="KVBM: a KV-cache block manager.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command("up")(_up_command())
+    app.command("serve", help="Start one service against an existing NATS.")(_serve_command())
+    app.command("config")(_config_command())
+    app.command("doctor")(_doctor_command())
+    wanted = arguments[0] if arguments else ""
+    if wanted not in OWN_COMMANDS:
+        for name, command in sorted(_further_commands(wanted).items()):
+            app.command(name)(command)
+    return app
+
+
+def _further_commands(wanted: str) -> dict[str, Callable[..., Any]]:
+    from kvbm_cli import verb_commands
+
+    verbs = verb_commands.commands()
+    return verbs | {
+        entry.name: _load(entry, wanted=wanted == entry.name)
+        for entry in entry_points(group=COMMANDS)
+        if entry.name not in verbs
+    }
+
+
+def _config_command() -> Callable[..., None]:
+    import typer
+
+    def config(
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    ) -> None:
+        """Print the configuration in force and where each value comes from."""
+        print_configuration(as_json=as_json)
+
+    return config
+
+
+def print_configuration(*, as_json: bool) -> None:
+    """Print every setting with its value and origin; exits with 2 if one is wrong."""
+    from kvbm_common.config.settings import Settings, all_settings
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = _settings_or_exit(Settings.load)
+    rows = [
+        {
+            "section": declared.section,
+            "name": declared.name,
+            "variable": declared.variable,
+            "value": _shown(declared, getattr(settings, declared.name)),
+            "from": settings.provenance(declared.name),
+        }
+        for declared in all_settings()
+    ]
+    if as_json:
+        print(json.dumps({"settings": rows, "warnings": list(settings.warnings)}, indent=2))
+        return
+    table = Table("variable", "value", "from", box=None)
+    table.columns[0].no_wrap = True
+    for row in rows:
+        style = "" if row["from"] == "default" else "bold"
+        table.add_row(row["variable"], row["value"], row["from"], style=style)
+    Console().print(table)
+    for warning in settings.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _shown(declared: Setting, value: object) -> str:
+    from kvbm_common.config.schema import text_of
+
+    return "(set)" if declared.secret and value else text_of(value)
+
+
+def _doctor_command() -> Callable[..., None]:
+    import typer
+
+    def doctor(
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    ) -> None:
+        """Check this host, and say what to change; exits with 1 if something is wrong."""
+        print_examination(as_json=as_json)
+
+    return doctor
+
+
+def print_examination(*, as_json: bool) -> None:
+    """Print every finding; exits with 1 if one is wrong, with 2 for bad settings."""
+    from dataclasses import asdict
+
+    from kvbm_common.config.settings import Settings
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvbm_cli.doctor.checks import examine
+    from kvbm_cli.doctor.facts import gather
+
+    settings = _settings_or_exit(Settings.load)
+    findings = examine(gather(settings), settings)
+    code = 1 if any(finding.level == "wrong" for finding in findings) else 0
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        sys.exit(code)
+    table = Table("", "check", "found, and what to change", box=None)
+    styles = {"ok": "green", "better": "yellow", "wrong": "bold red"}
+    for finding in findings:
+        level = f"[{styles[finding.level]}]{finding.level}[/]"
+        table.add_row(level, finding.check, finding.found)
+        if finding.advice:
+            table.add_row("", "", f"→ {finding.advice}", style="dim")
+    Console().print(table)
+    sys.exit(code)
+
+
+def _up_command() -> Callable[..., None]:
+    import typer
+
+    def up(
+        nats: str = typer.Option("", help="Use this NATS instead of starting one, e.g. nats://…"),
+        only: str = typer.Option("", help="Comma-separated kinds to start instead of all."),
+    ) -> None:
+        """Start the whole stack on this machine, in the foreground."""
+        from kvbm_common.runtime import logs
+
+        from kvbm_cli import stack
+
+        logs.set_up("kvbm-up", "info")
+        kinds = [kind.strip() for kind in only.split(",") if kind.strip()] or stack.SERVICES
+        whole = _settings_or_exit(
+            lambda: stack.Stack(nats_url=nats or None, services=kinds, restart=True)
+        )
+        for warning in whole.settings.warnings:
+            logging.getLogger(__name__).warning("%s", warning)
+        try:
+            asyncio.run(_stay_up(whole))
+        except KvbmError as error:
+            print(f"kvbm: {error}", file=sys.stderr)
+            sys.exit(1)
+
+    return up
+
+
+async def _stay_up(stack: Stack) -> None:
+    """Run a stack until SIGINT or SIGTERM."""
+    started_s = time.monotonic()
+    here = asyncio.current_task()
+    assert here is not None
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        # During the start no task waits for the event yet, so the start is cancelled.
+        if not stopping.is_set():
+            stopping.set()
+            here.cancel()
+
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stop)
+    try:
+        async with stack:
+            _print_stack(stack, time.monotonic() - started_s)
+            await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        if not stopping.is_set():
+            raise
+        print("stopped", flush=True)
+
+
+def _print_stack(stack: Stack, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("service", "pid", "where", box=None)
+    pids = stack.pids
+    table.add_row("nats", str(pids.get("nats", "–")), stack.nats_url)
+    for kind, service in stack.services.items():
+        table.add_row(kind, str(service.pid), service.description)
+    console = Console()
+    console.print(table)
+    console.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
+    sys.stdout.flush()
+
+
+def _serve_command() -> Callable[..., None]:
+    import typer
+
+    def serve(
+        kind: str = typer.Argument(
+            help="index, host-tier, disk-tier, object-tier, metrics or consolidator"
+        ),
+    ) -> None:
+        serve_kind(kind)
+
+    return serve
+
+
+def _load(entry: EntryPoint, *, wanted: bool) -> Callable[..., Any]:
+    """The function of an entry point, or one that says why it cannot be had."""
+    try:
+        function: Callable[..., Any] = entry.load()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if wanted:
+            print(f"kvbm: {entry.name} cannot be loaded ({reason})", file=sys.stderr)
+            sys.exit(1)
+
+        def unavailable() -> None: ...
+
+        unavailable.__doc__ = f"(not available: {reason})"
+        return unavailable
+    return function
+
+
+def _settings_or_exit(load: Callable[[], Result]) -> Result:
+    try:
+        return load()
+    except ConfigError as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""How a setting is declared: its variable, its parser, what the manual says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Turns the text of a variable into a value; raises ValueError when it cannot."""
+
+    accepts: str
+    """What the text may be, for the error and the manual."""
+    parse: Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting, as declared on a field of Settings."""
+
+    name: str
+    variable: str
+    section: str
+    parser: Parser
+    unit: str
+    help: str
+    default_text: str
+    soon: bool
+    """Accepted and checked, but the part that reads it comes with a later release."""
+    secret: bool
+    """Never printed."""
+
+
+def setting(
+    variable: str,
+    default: Any,
+    parser: Parser,
+    help: str,
+    *,
+    section: str,
+    unit: str = "",
+    default_text: str = "",
+    soon: bool = False,
+    secret: bool = False,
+) -> Any:
+    """Declare a field of Settings. A callable default is a factory; then give `default_text`."""
+    assert help.endswith("."), f"{variable}: the description is a sentence"
+    metadata = {
+        "variable": variable,
+        "section": section,
+        "parser": parser,
+        "unit": unit,
+        "help": help,
+        "default_text": default_text or text_of(default),
+        "soon": soon,
+        "secret": secret,
+    }
+    if callable(default):
+        assert default_text, f"{variable}: a computed default needs a text"
+        return dataclasses.field(default_factory=default, metadata=metadata, repr=not secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+def text_of(value: object) -> str:
+    """A value as the text that its parser accepts; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+ETCD_PORT = ":2379"
+
+# ---- parsers ---------------------------------------------------------------------------------
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+def _boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError(text)
+    return word in _TRUE
+
+
+def _path(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise ValueError(text)
+    return path
+
+
+def _paths(text: str) -> tuple[Path, ...]:
+    paths = tuple(_path(part.strip()) for part in text.split(","))
+    if len(set(paths)) < len(paths):
+        raise ValueError(text)
+    return paths
+
+
+def _nats_url(text: str) -> str:
+    if not re.fullmatch(r"(nats|tls)://\S+", text):
+        raise ValueError(text)
+    return text
+
+
+def etcd_servers(text: str) -> tuple[str, ...]:
+    """The servers of `[etcd://|http://]HOST[:PORT],…` as `HOST:PORT`; raises ValueError."""
+    servers = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(?:etcd://|http://)?([\w.-]+|\[[\da-fA-F:]+\])(:[1-9]\d*)?/?", part)
+        if found is None:
+            raise ValueError(text)
+        servers.append(f"{found[1]}{found[2] or ETCD_PORT}")
+    return tuple(servers)
+
+
+def _registry_url(text: str) -> str:
+    if text.startswith("etcd://"):
+        etcd_servers(text)
+    elif text not in ("nats", "etcd"):
+        raise ValueError(text)
+    return text
+
+
+def _http_url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+/?", text):
+        raise ValueError(text)
+    return text.rstrip("/")
+
+
+def _prefix(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", text) or len(text) > 256:
+        raise ValueError(text)
+    return text
+
+
+def _endpoint(text: str) -> str:
+    if not re.fullmatch(r"ipc://\S+|tcp://\S+:\d+", text):
+        raise ValueError(text)
+    return text
+
+
+def _port_or_off(text: str) -> str:
+    if text != "off" and not re.fullmatch(r"ipc://\S+|tcp://\S+:[1-9]\d*", text):
+        raise ValueError(text)
+    return text
+
+
+def _token(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+        raise ValueError(text)
+    return text
+
+
+def _secret_token(text: str) -> str:
+    if not re.fullmatch(r"[!-~]{8,256}", text):
+        raise ValueError
+    return text
+
+
+def integer(minimum: int, maximum: int | None = None) -> Parser:
+    """A whole number in a closed range."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < minimum or (maximum is not None and value > maximum):
+            raise ValueError(text)
+        return value
+
+    upper = f"≥ {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    return Parser(f"a whole number {upper}", parse)
+
+
+def number(minimum: float, *, inclusive: bool = True, maximum: float = math.inf) -> Parser:
+    """A finite number not below (or above) a minimum, and not above the maximum."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value) or value < minimum or (value == minimum and not inclusive):
+            raise ValueError(text)
+        if value > maximum:
+            raise ValueError(text)
+        return value
+
+    if maximum < math.inf:
+        return Parser(f"a number {minimum:g}…{maximum:g}", parse)
+    return Parser(f"a number {'≥' if inclusive else '>'} {minimum:g}", parse)
+
+
+def choice(*words: str) -> Parser:
+    """One word of a few, in any case."""
+
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word not in words:
+            raise ValueError(text)
+        return word
+
+    return Parser(" or ".join(words) if len(words) < 3 else "one of " + ", ".join(words), parse)
+
+
+BOOLEAN = Parser("true or false (also 1/0, yes/no, on/off)", _boolean)
+PATH = Parser("an absolute path", _path)
+PATHS = Parser("an absolute path, or several different ones with commas between", _paths)
+NATS_URL = Parser("a URL such as nats://127.0.0.1:4222", _nats_url)
+REGISTRY_URL = Parser("nats, etcd, or etcd://HOST:PORT,HOST:PORT,…", _registry_url)
+ETCD_SERVERS = "servers such as http://127.0.0.1:2379, with commas between"
+HTTP_URL = Parser("a URL such as http://127.0.0.1:9000, without a path", _http_url)
+PREFIX = Parser("words of letters, digits, '.', '-' and '_' with slashes between", _prefix)
+ENDPOINT = Parser("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _endpoint)
+PORT_OR_OFF = Parser("`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _port_or_off)
+TOKEN = Parser("1 to 64 letters, digits, '-' or '_'", _token)
+TEXT = Parser("text", str)
+SECRET_TOKEN = Parser("8 to 256 printable ASCII characters without blanks", _secret_token)
+PORT = integer(1, 65535)
+
+
+# ---- computed defaults -----------------------------------------------------------------------
+
+
+def default_host() -> str:
+    """This machine's name as one token of a NATS subject."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "localhost"
+
+
+def default_runtime_dir() -> Path:
+    """Sockets live here; one directory per user."""
+    return Path(f"/tmp/kvbm-{os.getuid()}")
+
+
+def default_state_dir() -> Path:
+    """What survives a restart lives here."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "kvbm"
+
+
+# ---- KVBM's other names ----------------------------------------------------------------------
+
+NO_EFFECT = {
+    "DYN_KVBM_TRANSFER_BATCH_SIZE": "use DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
+    "DYN_KVBM_ENABLE_NUMA": "deprecated in KVBM too",
+    "DYN_KVBM_DISABLE_WRITE_COMBINED": "the arena is ordinary shared memory",
+    "DYN_KVBM_LEADER_ZMQ_HOST": "ranks meet in the host tier",
+    "DYN_KVBM_LEADER_ZMQ_PUB_PORT": "ranks meet in the host tier",
+    "DYN_KVBM_LEADER_ZMQ_ACK_PORT": "ranks meet in the host tier",
+    "DYN_KVBM_ENABLE_RECORD": "decisions are not recorded",
+    "DYN_KVBM_NCCL_MLA_MODE": "there is no NCCL here",
+    "DYN_KVBM_NCCL_MAX_CTAS": "there is no NCCL here",
+    "DYN_KVBM_ENABLE": "the connector is enabled in the engine",
+}
+"""Names that KVBM knows and we accept with a warning that they change nothing."""
+NO_EFFECT_PREFIXES = {
+    "DYN_KVBM_NIXL_BACKEND_": "the mover is chosen per pair of places",
+}

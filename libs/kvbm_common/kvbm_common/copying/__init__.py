@@ -1,0 +1,240 @@
+"""Copying: moves blocks between two places of this host's memory and sums them up in one pass.
+
+`native/` is a small C library that `hatch_build.py` compiles where there is a compiler. Without a
+compiler, `memmove` and xxhash do the same with the same result, and every byte is read twice. What
+is summed is what was stored, so a source that changes meanwhile cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm_common.checksum import parts_checksum
+from kvbm_common.nixl.spans import Spans
+
+log = logging.getLogger(__name__)
+
+Numbers = npt.NDArray[np.uint64]
+LIBRARY = Path(__file__).parent / "_native.so"
+THREADS_MAX = 4
+"""Threads of ours that copy in one process: more than a host's memory can serve."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where blocks are in memory: block b is `lengths[p]` bytes at `addresses[b, p]`, for every
+    piece p, back to back."""
+
+    addresses: Numbers
+    lengths: Numbers
+
+    def __post_init__(self) -> None:
+        assert self.addresses.shape[1:] == self.lengths.shape, (
+            self.addresses.shape,
+            self.lengths.shape,
+        )
+
+    @classmethod
+    def of_pieces(cls, pieces: Sequence[tuple[Numbers, int]]) -> Self:
+        """The blocks of `layout.device_pieces` or `layout.slot_pieces`."""
+        addresses = np.stack([starts for starts, _ in pieces], axis=1)
+        return cls(
+            np.ascontiguousarray(addresses, dtype=np.uint64),
+            np.array([length for _, length in pieces], dtype=np.uint64),
+        )
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return len(self.addresses)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return int(self.lengths.sum())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.count * self.block_bytes
+
+    @property
+    def spans(self) -> Spans:
+        """The same pieces, block by block, for a transfer."""
+        lengths = np.broadcast_to(self.lengths, self.addresses.shape)
+        zeros = np.zeros(self.addresses.size, dtype=np.uint64)
+        return Spans(np.stack([self.addresses.reshape(-1), lengths.reshape(-1), zeros], axis=1))
+
+    def whole(self, starts: Numbers | None = None) -> Places:
+        """The same blocks in one piece each, from their first byte on, or from `starts` on."""
+        first = self.addresses[:, 0] if starts is None else starts
+        return Places(
+            np.ascontiguousarray(first, dtype=np.uint64).reshape(-1, 1),
+            np.array([self.block_bytes], dtype=np.uint64),
+        )
+
+    def cut_like(self, other: Places) -> Places:
+        """These blocks of one piece each, cut into the pieces of others of their size."""
+        assert self.block_bytes == other.block_bytes
+        offsets = np.cumsum(other.lengths) - other.lengths
+        return Places(self.addresses[:, :1] + offsets, other.lengths)
+
+    def split(self, parts: int) -> Places:
+        """Blocks of one piece each, cut into equal parts; each part is a block by itself."""
+        [length] = self.lengths.tolist()
+        assert length % parts == 0, (length, parts)
+        offsets = np.arange(parts, dtype=np.uint64) * np.uint64(length // parts)
+        starts = (self.addresses + offsets).reshape(-1, 1)
+        return Places(starts, np.array([length // parts], dtype=np.uint64))
+
+    def only(self, blocks: Sequence[int]) -> Places:
+        """Some of the blocks, by their index."""
+        return Places(np.ascontiguousarray(self.addresses[list(blocks)]), self.lengths)
+
+    def inside(self, address: int, length: int) -> bool:
+        """Is every piece inside this range?"""
+        starts, end = self.addresses, np.uint64(address + length)
+        if not self.count:
+            return True
+        fits = (starts >= np.uint64(address)) & (starts <= end) & (end - starts >= self.lengths)
+        return bool(fits.all())
+
+    def moved(self, distance: int) -> Places:
+        """The same blocks `distance` bytes further on, or before: in another mapping."""
+        return Places(self.addresses + np.uint64(distance % (1 << 64)), self.lengths)
+
+
+def slot_places(
+    slots: Sequence[int], length: int, *, arena_address: int, slot_bytes: int, part_offset: int
+) -> Places:
+    """Where the parts of one rank are in the slots of an arena: `length` bytes each."""
+    starts = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
+    addresses = starts + np.uint64(arena_address + part_offset)
+    return Places(addresses.reshape(-1, 1), np.array([length], dtype=np.uint64))
+
+
+class Copier(Protocol):
+    """One way to move blocks. Both methods run without the GIL, and may run in many threads."""
+
+    name: str
+
+    def copy(self, target: Places, source: Places, *, summed: bool = True) -> list[int]:
+        """Copy block by block; return the checksum of each, or nothing unless `summed`."""
+
+    def sums(self, source: Places) -> list[int]:
+        """Return the checksums of blocks where they are."""
+
+
+class NativeCopier:
+    """The compiled library: one look at the source, and stores past the caches."""
+
+    name = "native"
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        """Raises OSError where the library is missing or of another platform."""
+        self._move = ctypes.CDLL(str(path)).kvbm_move_blocks
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._move.argtypes = (pointer, pointer, pointer, size, size, pointer)
+        self._move.restype = None
+
+    def copy(self, target: Places, source: Places, *, summed: bool = True) -> list[int]:
+        """Copy block by block; return the checksum of each, or nothing unless `summed`."""
+        _check(target, source)
+        return self._run(target.addresses.ctypes.data, source, summed=summed)
+
+    def sums(self, source: Places) -> list[int]:
+        """Return the checksums of blocks where they are."""
+        return self._run(None, source, summed=True)
+
+    def _run(self, targets: int | None, source: Places, *, summed: bool) -> list[int]:
+        sums = np.empty(source.count if summed else 0, dtype=np.uint64)
+        self._move(
+            targets, source.addresses.ctypes.data, source.lengths.ctypes.data,
+            source.count, len(source.lengths), sums.ctypes.data if summed else None,
+        )  # fmt: skip
+        return [int(checksum) for checksum in sums]
+
+
+class PlainCopier:
+    """`memmove`, and xxhash over what it has stored."""
+
+    name = "plain"
+
+    def copy(self, target: Places, source: Places, *, summed: bool = True) -> list[int]:
+        """Copy block by block; return the checksum of each, or nothing unless `summed`."""
+        _check(target, source)
+        found: list[int] = []
+        lengths = source.lengths.tolist()
+        rows = zip(target.addresses.tolist(), source.addresses.tolist(), strict=True)
+        for to, origin in rows:
+            for place, start, length in zip(to, origin, lengths, strict=True):
+                ctypes.memmove(place, start, length)
+            if summed:
+                found.append(_sum(to, lengths))
+        return found
+
+    def sums(self, source: Places) -> list[int]:
+        """Return the checksums of blocks where they are."""
+        lengths = source.lengths.tolist()
+        return [_sum(places, lengths) for places in source.addresses.tolist()]
+
+
+def _sum(addresses: Sequence[int], lengths: Sequence[int]) -> int:
+    pieces = zip(addresses, lengths, strict=True)
+    return parts_checksum(
+        memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
+        for address, length in pieces
+    )
+
+
+def _check(target: Places, source: Places) -> None:
+    assert target.addresses.shape == source.addresses.shape, "blocks pair by position"
+    assert np.array_equal(target.lengths, source.lengths), "pieces pair by position"
+
+
+def clear(target: Places) -> None:
+    """Fill blocks with zeros."""
+    lengths = target.lengths.tolist()
+    for places in target.addresses.tolist():
+        for address, length in zip(places, lengths, strict=True):
+            ctypes.memset(address, 0, length)
+
+
+def _best() -> Copier:
+    try:
+        return NativeCopier()
+    except (OSError, AttributeError) as error:
+        log.debug("blocks are copied by memmove: %s", error)
+        return PlainCopier()
+
+
+COPIER = _best()
+"""What this process copies by."""
+
+
+def thread_count(cpus: int | None = None) -> int:
+    """How many threads shall copy: one for each processor that may be used, and a few at most."""
+    usable = cpus if cpus is not None else len(os.sched_getaffinity(0))  # Linux only, as all of us.
+    return max(1, min(THREADS_MAX, usable))
+
+
+def copy_threads(name: str) -> ThreadPoolExecutor:
+    """Start threads that copy. They take their processors from the caller: later, it may be a
+    thread that asks for a copy which an engine has bound to one of them."""
+    count = thread_count()
+    threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+    together = threading.Barrier(count)
+    for _ in range(count):
+        threads.submit(together.wait)
+    return threads

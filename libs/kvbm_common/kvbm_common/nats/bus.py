@@ -1,0 +1,448 @@
+"""The bus: NATS as KVBM uses it. The client library is known here and in two modules beside it.
+
+A `Bus` reconnects without end. While NATS is away, core messages are dropped and counted, requests
+fail at once with BusUnavailable, and event publishers and subscriptions wait and then go on where
+they were. Verbs are NATS micro services, so `nats micro ls` shows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import warnings
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+import nats
+import nats.errors
+from nats import micro
+from nats.aio.client import Server
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.micro.request import ERROR_CODE_HEADER
+from nats.micro.service import EndpointConfig, Service, ServiceConfig
+
+from kvbm_common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    MessageTooLarge,
+    NoResponder,
+    RequestFailed,
+)
+from kvbm_common.nats.direct_client import DirectClient
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.event_publisher import EventPublisher
+from kvbm_common.nats.event_subscription import EventSubscription, Start
+from kvbm_common.nats.jetstream import BACKOFF_S, EVENTS, StreamSpec, ensure_stream
+from kvbm_common.nats.raw_messages import RawMessage
+from kvbm_common.nats.verb_server import Request, VerbHandler, VerbServer
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.verbs import ErrorReply, verb_subject
+
+__all__ = ["Bus", "EventMessage", "EventPublisher", "EventSubscription", "VerbHandler"]
+
+CONNECT_DEADLINE_S = 10.0
+"""How long the first connection may take when the caller does not say."""
+PING_S = 3
+"""A silent connection is probed this often; after two lost probes it is taken for dead."""
+PENDING_MAX = 1_000
+"""Messages that wait for one subscriber; the newest are dropped and counted beyond it."""
+NO_RESPONDERS = "503"
+"""The status header of NATS's own answer when no subscriber listens."""
+SERVICE_VERSION = "0.1.0"
+
+MessageHandler = Callable[[str, bytes], Awaitable[None] | None]
+"""Takes the subject and the payload of a message."""
+Unsubscribe = Callable[[], Awaitable[None]]
+
+_logger = logging.getLogger(__name__)
+
+
+class Bus:
+    """One connection to NATS. Make it with `Bus.connect`, end it with `close`."""
+
+    def __init__(self, name: str, counters: Metrics) -> None:
+        self.name = name
+        self.counters = counters
+        self.closed_by_server = asyncio.Event()
+        """Set when the server ends the connection for good, for example for a wrong password."""
+        self._client = DirectClient()
+        self._generation = 0
+        self._connected = asyncio.Event()
+        self._closing = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._services: dict[tuple[str, str], Service] = {}
+        self._server = VerbServer(counters)
+        self._patterns: dict[Subscription, str] = {}
+        self._inbox = ""
+        self._tokens = itertools.count()
+        self._answers: dict[str, asyncio.Future[RawMessage]] = {}
+        self._log = OncePerKind(_logger)
+        self._dropped = counters.counter(
+            "kvbm_bus_dropped_total", "Messages dropped at the bus.", labels=("reason", "subject")
+        )
+        self._reconnections = counters.counter(
+            "kvbm_bus_reconnects_total", "Times that NATS came back."
+        )
+
+    # ---- the connection ----------------------------------------------------------------------
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        name: str,
+        *,
+        counters: Metrics | None = None,
+        deadline_s: float = CONNECT_DEADLINE_S,
+    ) -> Bus:
+        """Connect; raises BusUnavailable when NATS does not answer before the deadline."""
+        bus = cls(name, counters or Metrics())
+        try:
+            async with asyncio.timeout(deadline_s):
+                await bus._connect(url)
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            await bus.close()
+            raise BusUnavailable(f"no answer from {url} within {deadline_s} s") from error
+        return bus
+
+    async def _connect(self, url: str) -> None:
+        await self._client.test_direct()
+        await self._client.connect(
+            url,
+            name=self.name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=BACKOFF_S[0],  # type: ignore[arg-type]  # The library sleeps it.
+            reconnect_to_server_handler=_next_server,
+            ping_interval=PING_S,
+        )
+        self._inbox = self.new_inbox()
+        await self.subscribe_raw(f"{self._inbox}.*", self._on_answers)
+        self._connected.set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether NATS answers now."""
+        return self._connected.is_set() and self._client.is_connected
+
+    @property
+    def generation(self) -> int:
+        """Grows with every reconnection: what was in flight before may be lost."""
+        return self._generation
+
+    async def wait_connected(self) -> None:
+        """Wait, as long as it takes, until NATS answers."""
+        await self._connected.wait()
+
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back after every reconnection; returns the function that ends it."""
+        self._callbacks.append(callback)
+
+        def forget() -> None:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+        return forget
+
+    async def close(self) -> None:
+        """End the connection. What is not sent yet is sent, if NATS is there."""
+        self._closing = True
+        await self._server.close()
+        self._connected.clear()
+        await self._client.close()
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    async def publish(self, subject: str, payload: bytes) -> bool:
+        """Send to all subscribers. False: NATS is away; the message is dropped and counted."""
+        try:
+            await self.publish_raw(subject, payload)
+        except (BusUnavailable, MessageTooLarge) as error:
+            self._dropped.labels(reason=error.code, subject=_label(subject)).inc()
+            self._log.warning(f"publish_{error.code}", str(error))
+            return False
+        return True
+
+    async def request(self, subject: str, payload: bytes, *, deadline_s: float) -> bytes:
+        """Ask and wait for the answer.
+
+        Raises RequestFailed (the peer's typed error), NoResponder, BusUnavailable and
+        DeadlineExceeded.
+        """
+        reply = await self.request_raw(subject, payload, deadline_s=deadline_s)
+        if ERROR_CODE_HEADER in reply.headers:
+            raise _request_failed(reply)
+        return reply.payload
+
+    async def subscribe(
+        self,
+        subject: str,
+        handler: MessageHandler,
+        *,
+        queue: str = "",
+        pending_max: int = PENDING_MAX,
+    ) -> Unsubscribe:
+        """Call `handler` for every message, one after the other; returns what ends it.
+
+        Beyond `pending_max` waiting messages the newest are dropped and counted. A KvbmError of
+        the handler is counted and logged once per kind.
+        """
+
+        async def on_message(message: Msg) -> None:
+            try:
+                outcome = handler(message.subject, message.data)
+                if outcome is not None:
+                    await outcome
+            except Exception as error:
+                self._server.count_failure(subject, error)
+
+        begin = self._client.subscribe(
+            subject, queue=queue, cb=on_message, pending_msgs_limit=pending_max
+        )
+        return await self._subscribed(subject, begin)
+
+    async def add_verbs(
+        self,
+        kind: str,
+        instance: str,
+        host: str,
+        verbs: Mapping[str, VerbHandler],
+        *,
+        shared: bool = False,
+    ) -> None:
+        """Serve verbs on `kvbm.v1.<kind>.<host>.<instance>.<verb>`.
+
+        With `shared`, also on `kvbm.v1.<kind>.<verb>`, where one of all replicas answers. Requests
+        of one verb are served concurrently.
+        """
+        service = await self._service(kind, instance)
+        for verb, handler in verbs.items():
+            subjects = {verb_subject(kind, verb, host=host, instance=instance): instance}
+            if shared:
+                subjects[verb_subject(kind, verb)] = kind
+            for subject, queue in subjects.items():
+                take = _adapted(self._server.endpoint(subject, handler))
+                await service.add_endpoint(
+                    EndpointConfig(name=verb, subject=subject, handler=take, queue_group=queue)
+                )
+        await self._client.flush()
+
+    # ---- events ------------------------------------------------------------------------------
+
+    async def ensure_stream(self, spec: StreamSpec = EVENTS) -> None:
+        """Make the stream if it is not there; raises JetStreamError, BusUnavailable."""
+        await ensure_stream(self, spec)
+
+    def event_publisher(self, source: str, *, spec: StreamSpec = EVENTS) -> EventPublisher:
+        """A publisher of the events of one source; its `run` must be running."""
+        return EventPublisher(self, spec, source=source, counters=self.counters)
+
+    def event_subscription(
+        self,
+        *,
+        start: Start = "all",
+        subject: str = EVENTS.subjects[0],
+        spec: StreamSpec = EVENTS,
+        on_stream_lost: Callable[[], None] | None = None,
+    ) -> EventSubscription:
+        """A subscription to events, in batches, that survives everything."""
+        return EventSubscription(
+            self, spec, subject=subject, start=start, on_stream_lost=on_stream_lost
+        )
+
+    # ---- Link: what JetStream needs ----------------------------------------------------------
+
+    def new_inbox(self) -> str:
+        """Return a subject on which no other client listens."""
+        return self._client.new_inbox()
+
+    async def publish_raw(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        reply: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send; raises BusUnavailable, MessageTooLarge."""
+        if not self.connected:
+            raise BusUnavailable("NATS is away")
+        try:
+            await self._client.publish(
+                subject, payload, reply=reply, headers=dict(headers) if headers else None
+            )
+        except nats.errors.MaxPayloadError as error:
+            text = f"{len(payload)} bytes on {subject}, the server takes {self._client.max_payload}"
+            raise MessageTooLarge(text) from error
+        except nats.errors.Error as error:
+            raise BusUnavailable(f"NATS is away: {error}") from error
+
+    async def request_raw(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        deadline_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> RawMessage:
+        """Send and wait for one reply; raises BusUnavailable, NoResponder, DeadlineExceeded."""
+        token = str(next(self._tokens))
+        answer: asyncio.Future[RawMessage] = asyncio.get_running_loop().create_future()
+        self._answers[token] = answer
+        try:
+            async with asyncio.timeout(deadline_s):
+                inbox = f"{self._inbox}.{token}"
+                await self.publish_raw(subject, payload, reply=inbox, headers=headers)
+                reply = await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer on {subject} within {deadline_s} s") from error
+        finally:
+            del self._answers[token]
+        if reply.headers.get("Status") == NO_RESPONDERS:
+            raise NoResponder(f"no service answers on {subject}")
+        return reply
+
+    async def subscribe_raw(
+        self, subject: str, callback: Callable[[list[RawMessage]], None]
+    ) -> Unsubscribe:
+        """Call back with messages, as they are read; returns the function that ends it.
+
+        Nothing waits between the socket and the callback: the reader bounds what is in flight, by
+        flow control or a window.
+        """
+
+        def take(messages: list[RawMessage]) -> None:
+            try:
+                callback(messages)
+            except Exception as error:
+                self._log.warning("nats", f"{type(error).__name__} {error}")
+
+        return await self._subscribed(subject, self._client.subscribe_direct(subject, take))
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    async def _subscribed(self, subject: str, begin: Awaitable[Subscription]) -> Unsubscribe:
+        try:
+            subscription = await begin
+        except nats.errors.Error as error:
+            raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
+        self._patterns[subscription] = _label(subject)
+
+        async def unsubscribe() -> None:
+            self._patterns.pop(subscription, None)
+            self._client.forget(subscription)
+            try:
+                await subscription.unsubscribe()
+            except nats.errors.Error as error:
+                _logger.debug("unsubscribing %s: %s", subject, error)
+
+        return unsubscribe
+
+    async def _service(self, kind: str, instance: str) -> Service:
+        """The micro service of this process, one per kind and instance."""
+        if (kind, instance) not in self._services:
+            config = ServiceConfig(name=f"kvbm-{kind}", version=SERVICE_VERSION)
+            # The library still asks for datetime.utcnow(), which newer Pythons warn about.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._services[kind, instance] = await micro.add_service(self._client, config)
+        return self._services[kind, instance]
+
+    def _on_answers(self, replies: list[RawMessage]) -> None:
+        for reply in replies:
+            answer = self._answers.get(reply.subject.rsplit(".", 1)[-1])
+            if answer is not None and not answer.done():
+                answer.set_result(reply)
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            label = self._patterns.get(error.sub, "other")
+            self._dropped.labels(reason="slow_consumer", subject=label).inc()
+            self._log.warning("slow_consumer", f"messages of {label} are dropped")
+        else:
+            self._log.warning("nats", f"{type(error).__name__} {error}")
+
+    async def _on_disconnected(self) -> None:
+        self._connected.clear()
+        # The library would send what it has buffered before anybody knows that NATS is back, and
+        # thus ahead of the older events that a publisher sends again.
+        self._client.drop_unsent()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(BusUnavailable("NATS went away before it answered"))
+        if not self._closing:
+            _logger.warning("NATS is away")
+
+    async def _on_reconnected(self) -> None:
+        self._generation += 1
+        self._reconnections.inc()
+        self._connected.set()
+        _logger.info("NATS is back")
+        for callback in list(self._callbacks):
+            callback()
+
+    async def _on_closed(self) -> None:
+        self._connected.clear()
+        if not self._closing:
+            _logger.error("NATS ended the connection: %s", self._client.last_error)
+            self.closed_by_server.set()
+
+
+def _next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, float]:
+    """The least tried server, and how long to wait before: longer each time, with some jitter."""
+    server = min(servers, key=lambda candidate: candidate.reconnects)
+    pause_s = BACKOFF_S[min(server.reconnects, len(BACKOFF_S) - 1)]
+    return server, pause_s * random.uniform(0.5, 1.0)
+
+
+def _label(subject: str) -> str:
+    """A subject as a label with few values: inboxes are all one."""
+    return "_INBOX" if subject.startswith("_INBOX") else subject
+
+
+def _request_failed(reply: RawMessage) -> RequestFailed:
+    try:
+        error = msgspec.json.decode(reply.payload, type=ErrorReply).error
+    except msgspec.MsgspecError:
+        return RequestFailed(reply.headers[ERROR_CODE_HEADER], "no reason was given")
+    return RequestFailed(error.code, error.message, error.field)
+
+
+def _adapted(endpoint: Callable[[Request], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    async def take(request: Any) -> None:
+        await endpoint(_Incoming(request))
+
+    return take
+
+
+class _Incoming:
+    """A request of the library as the verb server wants it."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.payload: bytes = request.data
+
+    async def respond(self, payload: bytes) -> None:
+        """Answer; raises BusUnavailable, MessageTooLarge."""
+        await self._send(self._request.respond(payload))
+
+    async def respond_error(self, payload: bytes, *, code: str, message: str) -> None:
+        """Answer with an error; raises BusUnavailable. A header cannot hold line breaks."""
+        line = " ".join(message.split())
+        await self._send(self._request.respond_error(code, line, data=payload))
+
+    async def _send(self, sending: Awaitable[None]) -> None:
+        try:
+            await sending
+        except nats.errors.MaxPayloadError as error:
+            raise MessageTooLarge("the reply is larger than the server takes") from error
+        except (nats.errors.Error, ValueError) as error:
+            raise BusUnavailable(f"cannot reply: {error}") from error

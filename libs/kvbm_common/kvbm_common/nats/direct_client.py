@@ -1,0 +1,196 @@
+"""The NATS client library, with direct subscriptions, which take messages as they are read.
+
+The library gives every subscription a queue and a task, and its parser copies: that is most of what
+a small message costs. What a *direct* subscription is sent is cut out of the bytes that were read,
+and what was read together is handed over together, at once. Everything else, and what is not whole
+yet, takes the library's way: a message that came in pieces arrives here again, in its place.
+
+That needs private parts of the library, and this module is the only one that uses any. A client
+looks for them when it is made, and sends itself a message before it connects. In a release without
+them subscriptions take the library's public way: slower, but the same messages in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from nats.aio import client as library
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.protocol.parser import AWAITING_MSG_PAYLOAD, Parser
+
+from kvbm_common.nats.raw_messages import LINE_END, RawMessage, cut_front
+
+MESSAGES = (b"MSG ", b"HMSG ")
+HELD_BYTES_MAX = 65_536
+"""What has come of a message waits for its end here, unless it is long: then it would be copied
+again with everything that is read."""
+
+library.DEFAULT_BUFFER_SIZE = 131_072
+"""Read at once, by every client of this process: the library's 32 KiB are few events."""
+
+Take = Callable[[list[RawMessage]], None]
+"""Takes what was read together. It never raises, and never waits."""
+
+CLIENT_PARTS: dict[str, type] = {"_ps": Parser, "_sid": int}
+PARSER_PARTS: dict[str, type] = {"state": int, "needed": int, "buf": bytearray}
+BUFFER_PARTS: dict[str, type] = {"_pending": list, "_pending_data_size": int}
+"""Private attributes of the library that are used here."""
+PROBE = (b"0", b"MSG probe 0 5\r\nhello\r\n")
+"""A subscription that no client has, and a message for it."""
+
+log = logging.getLogger(__name__)
+
+
+def missing_parts(of: object, parts: Mapping[str, type]) -> list[str]:
+    """Return the names of the attributes that an object lacks, or has of another type."""
+    return [name for name, kind in parts.items() if not isinstance(getattr(of, name, None), kind)]
+
+
+class DirectClient(Client):
+    """A client some of whose subscriptions are direct."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._direct: dict[bytes, Take] = {}
+        """By the id of the subscription, as it stands in the protocol."""
+        self._ids: dict[Subscription, bytes] = {}
+        missing = missing_parts(self, CLIENT_PARTS) or missing_parts(self._ps, PARSER_PARTS)
+        self.is_direct = not missing
+        """False: subscriptions take the library's public way."""
+        if missing:
+            self._fall_back(f"it has no {', '.join(missing)}")
+        else:
+            self._ps = _DirectParser(self, self._direct)
+
+    async def test_direct(self) -> None:
+        """Take a message whole, in two pieces, and by the library's parser, as a long one comes.
+
+        Unless it arrives three times, fall back.
+        """
+        if not self.is_direct:
+            return
+        subscription, message = PROBE
+        arrived: list[RawMessage] = []
+        self._direct[subscription] = arrived.extend
+        try:
+            for piece in (message, message[:9], message[9:]):
+                await self._ps.parse(piece)
+            await Parser.parse(self._ps, message)
+            text = f"{len(arrived)} of 3 messages arrived"
+        except Exception as error:  # Whatever another release does, its public way is left.
+            arrived.clear()
+            text = repr(error)
+        finally:
+            del self._direct[subscription]
+        if [one.payload for one in arrived] != [b"hello"] * 3:
+            self._ps = Parser(self)
+            self._fall_back(text)
+
+    def _fall_back(self, why: str) -> None:
+        self.is_direct = False
+        log.warning("nats-py is another one than this was made for (%s): messages cost more", why)
+
+    async def subscribe_direct(self, subject: str, take: Take) -> Subscription:
+        """Call `take` with the messages of a new subscription, as they are read."""
+        if not self.is_direct:
+            return await self._subscribe_publicly(subject, take)
+        number = self._sid + 1
+        subscription_id = b"%d" % number
+        self._direct[subscription_id] = take
+        try:
+            subscription = await self.subscribe(subject, cb=_never)
+        except BaseException:
+            del self._direct[subscription_id]  # Else the next one with this id would be mistaken.
+            raise
+        if self._sid != number:
+            del self._direct[subscription_id]
+            await subscription.unsubscribe()
+            self._fall_back(f"subscription {self._sid} instead of {number}")
+            return await self._subscribe_publicly(subject, take)
+        self._ids[subscription] = subscription_id
+        return subscription
+
+    async def _subscribe_publicly(self, subject: str, take: Take) -> Subscription:
+        async def on_message(message: Msg) -> None:
+            take([_raw(message)])
+
+        # Without limits: the reader bounds what is in flight.
+        return await self.subscribe(
+            subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+
+    def forget(self, subscription: Subscription) -> None:
+        """Stop treating a subscription as direct."""
+        self._direct.pop(self._ids.pop(subscription, b""), None)
+
+    def drop_unsent(self) -> None:
+        """Drop what waits to be sent; without the private parts it is sent after a reconnection."""
+        if not missing_parts(self, BUFFER_PARTS):
+            self._pending = []
+            self._pending_data_size = 0
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        """Take each message that the library's parser has put together."""
+        take = self._direct.get(b"%d" % sid)
+        if take is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        message = RawMessage(bytes(subject).decode(), data, bytes(reply).decode(), headers or b"")
+        take([message])
+
+
+async def _never(_: object) -> None:
+    raise AssertionError("a message of a direct subscription in the library's queue")
+
+
+def _raw(message: Msg) -> RawMessage:
+    """Return a message of the library as one that was read."""
+    headers = dict(message.headers or {})
+    if not headers:
+        return RawMessage(message.subject, message.data, message.reply)
+    status = f"{headers.pop('Status', '')} {headers.pop('Description', '')}".strip()
+    lines = [f"NATS/1.0 {status}".rstrip(), *(f"{key}: {text}" for key, text in headers.items())]
+    block = "\r\n".join([*lines, "", ""]).encode()
+    return RawMessage(message.subject, message.data, message.reply, block)
+
+
+class _DirectParser(Parser):
+    """Takes whole messages of direct subscriptions from the front of what has been read."""
+
+    def __init__(self, client: DirectClient, direct: Mapping[bytes, Take]) -> None:
+        super().__init__(client)
+        self._direct = direct
+
+    async def parse(self, data: bytes = b"") -> None:
+        if self.state == AWAITING_MSG_PAYLOAD:
+            missing = self.needed + len(LINE_END) - len(self.buf)
+            await super().parse(data[:missing])
+            data = data[missing:]
+        elif self.buf:
+            data = bytes(self.buf) + data
+            self.buf.clear()
+        rest = self._take_front(data) if data else b""
+        if len(rest) < HELD_BYTES_MAX and rest.startswith(MESSAGES) and not self._is_whole(rest):
+            self.buf.extend(rest)
+        elif rest:
+            await super().parse(rest)
+
+    def _is_whole(self, data: bytes) -> bool:
+        """Whether a message begins here that is all here, so that it is not ours."""
+        return bool(cut_front(data, 0)[1])
+
+    def _take_front(self, data: bytes) -> bytes:
+        """Hand messages over until something else comes; returns it and what is behind it."""
+        at = 0
+        while True:
+            subscription, messages, end = cut_front(data, at)
+            take = self._direct.get(subscription)
+            if take is None or not messages:
+                return data[at:]
+            take(messages)
+            at = end

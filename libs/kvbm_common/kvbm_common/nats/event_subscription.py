@@ -1,0 +1,450 @@
+"""A subscription to a stream that delivers every message in order, whatever happens to NATS.
+
+It owns an ephemeral push consumer without acknowledgements. Messages carry two numbers: their
+position in the stream and in the consumer. A hole in the second means that something was lost on
+the way; silence (no message and no heartbeat) means that the consumer is gone. Either way, and
+after every reconnection, a new consumer continues after the last position delivered. If the stream
+itself is another one (deleted, or NATS lost its store), delivery restarts from its beginning:
+readers know their events by (source, epoch, seq) and drop what they have seen. What was lost with
+the old one need not show as a gap: `on_stream_lost` tells the reader. So it does when the stream
+has dropped messages before a slow reader took them. In a subscription to all of it that shows as a
+hole in the positions, and the call comes after everything before the loss was delivered. A part of
+a stream has holes anyway; there a watch compares every `CHECK_S` what the stream still has with how
+far delivery is known to be complete (`stream_horizon`), and the call comes a little later.
+
+Flow control bounds what is in flight: the server pauses until we answer its request, and we answer
+only when the reader has taken everything before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from itertools import islice, repeat, takewhile
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.jetstream import (
+    Backoff,
+    Link,
+    StreamInfo,
+    StreamSpec,
+    StreamState,
+    call_api,
+    ensure_stream,
+)
+from kvbm_common.nats.raw_messages import RawMessage
+from kvbm_common.nats.stream_horizon import ConsumerInfo, Horizon, look
+
+
+class Resume(NamedTuple):
+    """Behind a position of a stream that was made at this time."""
+
+    created: datetime
+    position: int
+
+
+Start = Literal["all", "new", "last_per_subject"] | int | datetime | Resume
+"""Where to begin: everything kept, what comes from now on, the last message of each subject, a
+stream sequence, a time, or where another reader has stopped."""
+
+HEARTBEAT_S = 0.5
+"""An idle server says so this often."""
+SILENCE_S = 2.0
+"""After so long without a message or heartbeat the consumer is taken for lost."""
+CHECK_S = 5.0
+"""How often a subscription to a part of a stream looks whether something was dropped."""
+BATCH_MAX = 128
+"""Messages per batch: enough to amortise a wake-up, few enough to keep the event loop alive."""
+INACTIVE_S = 5.0
+"""The server drops a consumer without a listener after this time."""
+CONTROL = "100"
+"""The status header of heartbeats and flow control requests."""
+PLACED = "$JS.ACK."
+"""How the reply subject of an event begins; behind it is its place in the stream."""
+PLACE_NUMBERS = 4
+"""At its end: positions in stream and consumer, time, messages pending."""
+DOTS = (4, 6)
+"""Before these, without and with a domain; a cluster's replies end with something else."""
+
+_log = logging.getLogger(__name__)
+_numbers = msgspec.json.Decoder(list[int])
+
+
+class EventSubscription:
+    """An async iterator over batches (lists) of messages. Close it, or use it in `async with`."""
+
+    def __init__(
+        self,
+        link: Link,
+        spec: StreamSpec,
+        *,
+        subject: str,
+        start: Start,
+        batch_max: int = BATCH_MAX,
+        on_stream_lost: Callable[[], None] | None = None,
+    ) -> None:
+        assert batch_max > 0
+        self._on_stream_lost = on_stream_lost or (lambda: None)
+        self._whole = subject in spec.subjects and start != "last_per_subject"
+        """Every message of the stream is wanted, so positions have no holes."""
+        self._watched = on_stream_lost is not None and not self._whole
+        self._horizon = Horizon()
+        self._consumer_name = ""
+        self._watch: asyncio.Task[None] | None = None
+        self._link = link
+        self._spec = spec
+        self._subject = subject
+        self._start = start
+        self._batch_max = batch_max
+        self._arrived: deque[RawMessage] = deque()
+        self._arrival = asyncio.Event()
+        self._caught_up = asyncio.Event()
+        self._position = 0
+        self._consumer_position = 0
+        self._stream: StreamInfo | None = None
+        self._generation = -1
+        self._unsubscribe: Callable[[], Awaitable[None]] | None = None
+        self._forget_reconnect = link.on_reconnect(self._arrival.set)
+        self._closed = False
+        self.recreated = 0
+        """How often a consumer was made again; the first one does not count."""
+
+    @property
+    def live(self) -> bool:
+        """Whether a consumer is in place, so that silence means that nothing happens."""
+        return self._unsubscribe is not None and self._generation == self._link.generation
+
+    @property
+    def created(self) -> datetime | None:
+        """When the stream was made that the last batch came from."""
+        return self._stream.created if self._stream is not None else None
+
+    async def wait_caught_up(self, *, deadline_s: float) -> None:
+        """Wait until everything that was kept at the start was delivered; needs a reader.
+
+        Raises DeadlineExceeded.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._caught_up.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._spec.name} not read within {deadline_s} s") from error
+
+    async def __aenter__(self) -> EventSubscription:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> EventSubscription:
+        return self
+
+    async def __anext__(self) -> list[EventMessage]:
+        if self._watched and self._watch is None:
+            self._watch = asyncio.create_task(self._keep_watch(), name=f"watch {self._subject}")
+        while not self._closed:
+            self._arrival.clear()
+            if not self.live:
+                await self._make_consumer()
+            if batch := await self._take():
+                return batch
+            await self._wait_arrival()
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """End the subscription; a reader that waits sees the end of the iteration."""
+        if not self._closed:
+            self._closed = True
+            self._forget_reconnect()
+            if self._watch is not None:
+                self._watch.cancel()
+            await self._drop_consumer()
+            self._arrival.set()
+
+    async def _wait_arrival(self) -> None:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await self._arrival.wait()
+        except TimeoutError:
+            if self._link.connected:
+                _log.info("%s: silence on %s", self._spec.name, self._subject)
+                await self._drop_consumer()
+
+    async def _take(self) -> list[EventMessage]:
+        batch: list[EventMessage] = []
+        while self._arrived and len(batch) < self._batch_max:
+            if self._take_several(batch):
+                continue
+            message = self._arrived[0]
+            # An event says where it stands; its headers need not be read to tell what it is.
+            if not _is_event(message) and message.headers.get("Status") == CONTROL:
+                self._arrived.popleft()
+                intact = await self._take_control(message)
+            else:
+                place = positions_of(message.reply)
+                if batch and self._whole and 0 < self._position < place[0] - 1:
+                    break  # What is behind a hole is a batch of its own.
+                self._arrived.popleft()
+                intact = self._take_message(message, place, batch)
+            if not intact:
+                _log.info("%s: messages lost on the way", self._spec.name)
+                await self._drop_consumer()
+        return batch
+
+    def _take_several(self, batch: list[EventMessage]) -> bool:
+        """Take what has arrived, as much as there is room for, if no number is missing in it.
+
+        False: nothing was taken.
+        """
+        arrived = list(islice(self._arrived, self._batch_max - len(batch)))
+        placed = alike_positions([message.reply for message in arrived])
+        if placed is None:
+            arrived = list(takewhile(_is_event, arrived))
+            replies = [message.reply for message in arrived]
+            placed = several_positions(replies) if len(replies) > 1 else None
+        count = len(arrived)
+        if placed is None:
+            return False
+        positions, consumer_positions, pending = placed
+        taken = self._consumer_position
+        if consumer_positions != list(range(taken + 1, taken + 1 + count)):
+            return False
+        before = self._position or positions[0] - 1
+        if self._whole and positions != list(range(before + 1, before + 1 + count)):
+            return False
+        subjects, payloads, _, _ = zip(*arrived, strict=True)
+        columns = zip(subjects, payloads, positions, strict=True)
+        batch += map(tuple.__new__, repeat(EventMessage), columns)
+        self._consumer_position = taken + count
+        self._position = positions[-1]
+        if 0 in pending:
+            self._caught_up.set()
+        for _ in arrived:
+            self._arrived.popleft()
+        return True
+
+    def _take_message(
+        self, message: RawMessage, place: tuple[int, int, int], batch: list[EventMessage]
+    ) -> bool:
+        stream_position, consumer_position, pending = place
+        if consumer_position != self._consumer_position + 1:
+            return False
+        if self._whole and 0 < self._position < stream_position - 1:
+            _log.warning("%s has dropped messages before they were read", self._spec.name)
+            self._on_stream_lost()
+        self._consumer_position = consumer_position
+        self._position = stream_position
+        batch.append(EventMessage(message.subject, message.payload, stream_position))
+        if pending == 0:
+            self._caught_up.set()
+        return True
+
+    async def _take_control(self, message: RawMessage) -> bool:
+        """Answer flow control; check a heartbeat against what has arrived."""
+        reply = message.reply or message.headers.get("Nats-Consumer-Stalled", "")
+        if reply:
+            try:
+                await self._link.publish_raw(reply, b"")
+            except KvbmError:
+                return False
+        if message.reply:
+            return True
+        return int(message.headers.get("Nats-Last-Consumer", "0")) == self._consumer_position
+
+    async def _keep_watch(self) -> None:
+        """Only for a part of a stream: was something dropped that was not delivered?"""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if not self.live:
+                continue
+            name, stream, position = self._consumer_name, self._stream, self._position
+            try:
+                consumer, now = await look(self._link, self._spec.name, name)
+            except KvbmError as error:
+                _log.debug("%s: the stream's position cannot be read: %s", self._spec.name, error)
+                continue
+            if name != self._consumer_name or stream is None or now.created != stream.created:
+                continue  # The maker of the next consumer has compared.
+            taken = self._consumer_position
+            if self._horizon.look(consumer, now.state, position=position, taken=taken):
+                _log.warning("%s may have dropped messages of %s", self._spec.name, self._subject)
+                self._on_stream_lost()
+
+    async def _make_consumer(self) -> None:
+        """Try until a consumer is in place (or the subscription is closed)."""
+        backoff = Backoff()
+        while not self._closed:
+            if not self._link.connected:
+                self._arrival.clear()
+                await self._wait_arrival()
+                backoff.reset()
+                continue
+            try:
+                await self._try_consumer()
+                return
+            except KvbmError as error:
+                _log.debug("%s: no consumer yet: %s", self._spec.name, error)
+                await self._drop_consumer()
+                await backoff.sleep()
+
+    async def _try_consumer(self) -> None:
+        await self._drop_consumer()
+        self.recreated += self._stream is not None
+        self._generation = self._link.generation
+        stream = await ensure_stream(self._link, self._spec)
+        self._place_start(stream)
+        inbox = self._link.new_inbox()
+        self._unsubscribe = await self._link.subscribe_raw(inbox, self._on_messages)
+        self._consumer_name = name = inbox.rsplit(".", 1)[-1]
+        request = {
+            "stream_name": self._spec.name,
+            "config": self._consumer_config(name, inbox),
+        }
+        verb = f"CONSUMER.CREATE.{self._spec.name}.{name}"
+        info = msgspec.json.decode(await call_api(self._link, verb, request), type=ConsumerInfo)
+        if info.num_pending == 0:
+            self._caught_up.set()
+
+    def _place_start(self, stream: StreamInfo) -> None:
+        """Decide where to continue, now that the stream's life and end are known."""
+        created = self._stream.created if self._stream is not None else None
+        self._stream = stream
+        if created is None:
+            if self._start == "new":
+                # By number, so that a second consumer misses nothing that came meanwhile.
+                self._position = stream.state.last_seq
+            if not isinstance(self._start, Resume):
+                self._horizon.begin(self._unwanted(stream.state), stream.state)
+                return
+            created, self._position = self._start
+            self._horizon.begin(self._position, stream.state)
+        another = stream.created != created or stream.state.last_seq < self._position
+        if another:
+            _log.warning("%s is another stream than before; reading it all", self._spec.name)
+            self._position = 0
+            self._horizon.begin(stream.state.first_seq - 1, stream.state)
+            self._on_stream_lost()
+            if self._start != "last_per_subject":
+                self._start = "all"
+        elif 0 < self._position < stream.state.first_seq - 1:
+            self._skip_dropped(stream.state)
+
+    def _unwanted(self, state: StreamState) -> int:
+        """Up to where a new reader wants nothing: what was dropped before it came is no loss."""
+        # Who reads the last message of each subject asks elsewhere for the rest.
+        from_now = self._start in ("new", "last_per_subject")
+        return state.last_seq if from_now else state.first_seq - 1
+
+    def _skip_dropped(self, state: StreamState) -> None:
+        """What came behind our position is gone; in a part of a stream it need not be ours."""
+        self._position = state.first_seq - 1
+        if self._watched and self._horizon.certain >= self._position:
+            return
+        _log.warning("%s has dropped messages that were not read", self._spec.name)
+        self._horizon.begin(self._position, state)
+        self._on_stream_lost()
+
+    def _consumer_config(self, name: str, inbox: str) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "name": name,
+            "deliver_subject": inbox,
+            "filter_subject": self._subject,
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "replay_policy": "instant",
+            "flow_control": True,
+            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
+            "inactive_threshold": int(INACTIVE_S * 1e9),
+            "mem_storage": True,
+            "num_replicas": 1,
+        }
+        return config | self._start_config()
+
+    def _start_config(self) -> dict[str, Any]:
+        if self._position > 0:
+            return {"deliver_policy": "by_start_sequence", "opt_start_seq": self._position + 1}
+        if isinstance(self._start, int):
+            return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, self._start)}
+        if isinstance(self._start, datetime):
+            assert self._start.tzinfo is not None, "a start time has a time zone"
+            return {
+                "deliver_policy": "by_start_time",
+                "opt_start_time": self._start.isoformat(),
+            }
+        if self._start == "last_per_subject":
+            return {"deliver_policy": "last_per_subject"}
+        # An empty stream read from "new" has position 0, and then everything is new.
+        return {"deliver_policy": "all"}
+
+    async def _drop_consumer(self) -> None:
+        unsubscribe, self._unsubscribe = self._unsubscribe, None
+        self._arrived.clear()
+        self._consumer_position = 0
+        if unsubscribe is not None:
+            await unsubscribe()
+
+    def _on_messages(self, messages: list[RawMessage]) -> None:
+        self._arrived.extend(messages)
+        self._arrival.set()
+
+
+def _is_event(message: RawMessage) -> bool:
+    return message.reply.startswith(PLACED)
+
+
+def positions_of(reply: str) -> tuple[int, int, int]:
+    """Stream position, consumer position and messages pending, from the reply subject.
+
+    `$JS.ACK.<stream>.<consumer>.<delivered>.<stream pos>.<consumer pos>.<time>.<pending>`, with
+    two tokens (domain, account) more in front of the stream's name and one at the end in clusters.
+    """
+    tokens = reply.split(".")
+    at = _first_number(len(tokens))
+    return int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 3])
+
+
+Columns = tuple[list[int], list[int], list[int]]
+"""Stream positions, consumer positions and messages pending."""
+
+
+def alike_positions(replies: list[str]) -> Columns | None:
+    """The same of many, in columns, where only the numbers differ. None: not this way."""
+    beginning = replies[0].rsplit(".", PLACE_NUMBERS)[0]
+    if len(replies) < 2 or not beginning.startswith(PLACED) or beginning.count(".") not in DOTS:
+        return None
+    text = ",".join(replies).replace(f"{beginning}.", "").replace(".", ",")
+    try:
+        numbers = _numbers.decode(f"[{text}]")
+    except msgspec.DecodeError:
+        return None
+    if len(numbers) != PLACE_NUMBERS * len(replies):
+        return None
+    positions, consumer_positions, _, pending = (
+        numbers[column::PLACE_NUMBERS] for column in range(PLACE_NUMBERS)
+    )
+    return positions, consumer_positions, pending
+
+
+def several_positions(replies: list[str]) -> Columns | None:
+    """The same of many of one form. None: they have not all one."""
+    size = replies[0].count(".") + 1
+    if {reply.count(".") for reply in replies} != {size - 1}:
+        return None
+    tokens = ".".join(replies).split(".")
+    at = _first_number(size)
+    positions, consumer_positions, pending = (
+        list(map(int, tokens[first::size])) for first in (at, at + 1, at + 3)
+    )
+    return positions, consumer_positions, pending
+
+
+def _first_number(tokens: int) -> int:
+    """Which of so many tokens is the position in the stream."""
+    return 7 if tokens >= 11 else 5

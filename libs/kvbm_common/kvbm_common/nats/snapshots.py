@@ -1,0 +1,157 @@
+"""Snapshots over NATS: whole where they fit into a message, in pages of one moment where not.
+
+    asker                                    source
+    SnapshotRequest ───────────────────────►          as of now
+          ◄─────────────────────────────── SnapshotReply(pages=3)
+    SnapshotRequest(page=1, epoch, seq) ───►          as of the same moment, which is kept
+          ◄─────────────────────────────── SnapshotReply(page=1, pages=3)
+    …
+
+A source that has forgotten the moment says so, and the asker, as after any failure, asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.events import Run
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply, SnapshotRequest
+
+PAGE_BYTES = 1024 * 1024
+"""Of JSON: some 29,000 blocks in long runs, which are read in 2 ms."""
+KEPT_S = 30.0
+KEPT_MAX = 8
+"""Moments that are kept; each costs some 50 bytes per block."""
+_HASH_BYTES = 35
+_RUN_BYTES = 64
+"""What a hash and an empty run take in JSON."""
+
+_request: JsonCodec[SnapshotRequest] = JsonCodec(SnapshotRequest)
+_reply: JsonCodec[SnapshotReply] = JsonCodec(SnapshotReply)
+_Moment = tuple[str, bool, int, int]
+"""Source, whether consolidated, epoch, seq."""
+
+
+Page = Callable[[], SnapshotReply]
+"""Makes a page of a moment, at any time."""
+Pages = Sequence[Page]
+
+
+class SnapshotGone(KvbmError):
+    """The moment that another page was asked of is not kept any more."""
+
+    code = "snapshot_gone"
+    field = "seq"
+
+
+class SnapshotPages:
+    """The source's side: answers requests, and keeps the pages of what did not fit into one."""
+
+    def __init__(self, make: Callable[[SnapshotRequest], SnapshotReply | Pages]) -> None:
+        """`make` says what a source holds now; it may raise KvbmError."""
+        self._make = make
+        self._kept: dict[_Moment, list[bytes | Page]] = {}
+
+    def answer(self, payload: bytes) -> bytes:
+        """A page as JSON; raises WireError, SnapshotGone and whatever `make` raises."""
+        request = _request.decode(payload)
+        if request.page:
+            moment = _moment(request, request.epoch, request.seq)
+            pages = self._kept.get(moment, [])
+            if request.page >= len(pages):
+                raise SnapshotGone(f"no page {request.page} of seq {request.seq} is kept")
+            self._kept[moment] = self._kept.pop(moment)  # The least recently asked for goes first.
+            return _encoded(pages, request.page)
+        made = self._make(request)
+        if isinstance(made, SnapshotReply):
+            made = [_made(page) for page in pages_of(made)]
+        first = made[0]()
+        moment = _moment(request, first.epoch, first.seq)
+        if moment in self._kept:  # Replicas ask at the same time.
+            return _encoded(self._kept[moment], 0)
+        pages = [_reply.encode(first), *made[1:]]
+        if len(pages) > 1:
+            self._keep(moment, pages)
+        return _encoded(pages, 0)
+
+    def _keep(self, moment: _Moment, pages: list[bytes | Page]) -> None:
+        if len(self._kept) >= KEPT_MAX:
+            del self._kept[next(iter(self._kept))]
+        self._kept[moment] = pages
+        asyncio.get_running_loop().call_later(KEPT_S, self._kept.pop, moment, None)
+
+
+def _made(page: SnapshotReply) -> Page:
+    return lambda: page
+
+
+def _encoded(pages: list[bytes | Page], number: int) -> bytes:
+    """A page as JSON, made when it is asked for the first time."""
+    page = pages[number]
+    if isinstance(page, bytes):
+        return page
+    encoded = pages[number] = _reply.encode(page())
+    return encoded
+
+
+def _moment(request: SnapshotRequest, epoch: int, seq: int) -> _Moment:
+    return request.source, request.consolidated, epoch, seq
+
+
+async def ask_snapshot(
+    ask: Callable[[bytes], Awaitable[bytes]], request: SnapshotRequest
+) -> SnapshotReply:
+    """The whole snapshot, page by page; `ask` sends a payload and returns the answer.
+
+    Raises KvbmError: what `ask` raises, WireError, SnapshotGone.
+    """
+    first = _reply.decode(await ask(_request.encode(request)))
+    pages = [first]
+    for number in range(1, first.pages):
+        wanted = msgspec.structs.replace(request, page=number, epoch=first.epoch, seq=first.seq)
+        page = _reply.decode(await ask(_request.encode(wanted)))
+        if (page.epoch, page.seq, page.page) != (first.epoch, first.seq, number):
+            raise SnapshotGone(f"asked for page {number} of seq {first.seq}, got {page.page}")
+        pages.append(page)
+    return joined(pages)
+
+
+def pages_of(reply: SnapshotReply, page_bytes: int = PAGE_BYTES) -> list[SnapshotReply]:
+    """A snapshot as pages of at most so many bytes, roughly; a long run is cut."""
+    pages: list[list[SnapshotPart]] = [[]]
+    room = page_bytes
+    for part in reply.parts:
+        runs: list[Run] = []
+        pages[-1].append(msgspec.structs.replace(part, runs=runs))
+        for run in part.runs:
+            parent, rest = run.parent, run.hashes
+            while rest:
+                if room < _RUN_BYTES + _HASH_BYTES:
+                    runs, room = [], page_bytes
+                    pages.append([msgspec.structs.replace(part, runs=runs)])
+                count = max(1, (room - _RUN_BYTES) // _HASH_BYTES)
+                head, rest = rest[:count], rest[count:]
+                runs.append(Run(parent=parent, hashes=head))
+                room -= _RUN_BYTES + _HASH_BYTES * len(head)
+                parent = head[-1]
+    return [
+        msgspec.structs.replace(reply, parts=parts, page=number, pages=len(pages))
+        for number, parts in enumerate(pages)
+    ]
+
+
+def joined(pages: list[SnapshotReply]) -> SnapshotReply:
+    """Pages as one snapshot, with one part per namespace, rank and group."""
+    parts: dict[tuple[str, int, int], SnapshotPart] = {}
+    for page in pages:
+        for part in page.parts:
+            key = part.namespace, part.rank, part.group
+            known = parts.get(key)
+            runs = part.runs if known is None else known.runs + part.runs
+            parts[key] = msgspec.structs.replace(part, runs=runs)
+    return msgspec.structs.replace(pages[0], parts=list(parts.values()), page=0, pages=1)

@@ -1,0 +1,108 @@
+"""Serving verbs: many requests at the same time, and every failure a typed answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+
+from kvbm_common.errors import BusUnavailable, KvbmError, MessageTooLarge
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.verbs import ErrorBody, ErrorReply
+
+CONCURRENT_MAX = 256
+"""Requests of one subject that are served at the same time; more are answered `busy`."""
+
+VerbHandler = Callable[[bytes], Awaitable[bytes]]
+"""Takes the payload of a request and gives that of the reply; a KvbmError becomes the reply."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Request(Protocol):
+    """A request that waits for its answer."""
+
+    @property
+    def payload(self) -> bytes:
+        """Return the bytes of the request."""
+
+    async def respond(self, payload: bytes) -> None:
+        """Answer; raises BusUnavailable, MessageTooLarge."""
+
+    async def respond_error(self, payload: bytes, *, code: str, message: str) -> None:
+        """Answer with an error; raises BusUnavailable."""
+
+
+class Busy(KvbmError):
+    """Too many requests are being served."""
+
+    code = "busy"
+
+
+class Internal(KvbmError):
+    """The handler made a mistake; the log has it in full."""
+
+    code = "internal"
+
+
+class VerbServer:
+    """Runs the handlers of one process."""
+
+    def __init__(self, counters: Metrics) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = OncePerKind(_logger)
+        self._failed = counters.counter(
+            "kvbm_bus_handler_errors_total", "Messages that ended in an error.", labels=("code",)
+        )
+
+    def endpoint(self, subject: str, handler: VerbHandler) -> Callable[[Request], Awaitable[None]]:
+        """The function that takes the requests of one subject: it starts a task for each."""
+        serving: set[asyncio.Task[None]] = set()
+
+        async def take(request: Request) -> None:
+            if len(serving) >= CONCURRENT_MAX:
+                await self._refuse(subject, request, Busy(f"{len(serving)} requests are served"))
+                return
+            task = asyncio.create_task(self._serve(subject, handler, request), name=subject)
+            for tasks in (serving, self._tasks):
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+        return take
+
+    async def close(self) -> None:
+        """Cancel what is being served; the requesters meet their deadlines."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def count_failure(self, subject: str, error: Exception) -> None:
+        """Count a failure; log it once per kind, or in full if it is our mistake."""
+        if isinstance(error, KvbmError):
+            self._failed.labels(code=error.label).inc()
+            self._log.warning(error.label, f"{subject}: {error}")
+        else:
+            self._failed.labels(code=Internal.code).inc()
+            _logger.error("%s: the handler failed", subject, exc_info=error)
+
+    async def _serve(self, subject: str, handler: VerbHandler, request: Request) -> None:
+        try:
+            await request.respond(await handler(request.payload))
+        except Exception as error:
+            await self._refuse(subject, request, error)
+
+    async def _refuse(self, subject: str, request: Request, error: Exception) -> None:
+        self.count_failure(subject, error)
+        if not isinstance(error, KvbmError):
+            error = Internal(type(error).__name__)
+        body = ErrorBody(code=error.code, message=str(error), field=error.field)
+        payload = msgspec.json.encode(ErrorReply(error=body))
+        try:
+            await request.respond_error(payload, code=error.code, message=str(error))
+        except (BusUnavailable, MessageTooLarge) as gone:
+            # The requester meets its own deadline.
+            self.count_failure(subject, gone)

@@ -1,0 +1,100 @@
+"""NIXL as it is installed here: its import, its errors, and what its back ends are given."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+from types import ModuleType
+from typing import Any
+
+from kvbm_common.nixl.transfers import MoverUnavailable
+
+# Transfers handed to NIXL at a time: past 16 × 1 MiB no path here got faster, and a short queue
+# inside NIXL leaves the order to the caller.
+IN_FLIGHT_COUNT_MAX = 64
+# I/Os in NIXL's POSIX pool, where one too many is an error: 1 GiB of 64 KiB blocks. NIXL's own
+# 65,536 costs memory for every agent and was not faster.
+POSIX_IO_COUNT_MAX = 16_384
+# 16 to 1,024 measured alike (1 MiB and 64 KiB, O_DIRECT); NIXL's default.
+POSIX_KERNEL_QUEUE = 256
+# A transfer takes one batch of GDS at least, and one too many is an error: as many as may fly,
+# and as many draining.
+GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
+
+
+def _import_nixl() -> tuple[ModuleType, ModuleType]:
+    """The API and the bindings of whichever wheel is installed."""
+    # Debian's ibverbs-providers bring a second libnl, and the process then segfaults at exit. An
+    # operator with InfiniBand sets UCX_MODULES, and this default does not apply.
+    os.environ.setdefault("UCX_MODULES", "^ib")
+    # Both libraries print to stdout and stderr, though every failure reaches us as an exception.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    raise_exceptions = logging.raiseExceptions
+    for package in ("nixl_cu13", "nixl_cu12", "nixl"):  # cu12 always is there; cu13 was asked for.
+        try:
+            api = importlib.import_module(f"{package}._api")
+            return api, importlib.import_module(f"{package}._bindings")
+        except ModuleNotFoundError:
+            continue
+        finally:
+            logging.raiseExceptions = raise_exceptions  # NIXL turns it off for everybody.
+    raise ModuleNotFoundError("no NIXL wheel is installed (nixl-cu12 or nixl-cu13)")
+
+
+api, bindings = _import_nixl()
+NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
+    value
+    for name, value in vars(bindings).items()
+    if name.startswith("nixl") and name.endswith("Error")
+)
+
+
+def defaults_of(backend: str) -> dict[str, str]:
+    """Parameters of any back end, chosen for this machine."""
+    if backend == "GDS":
+        return {"batch_pool_size": str(GDS_BATCHES)}
+    return posix_defaults() if backend == "POSIX" else {}
+
+
+def posix_defaults() -> dict[str, str]:
+    """Return the parameters of the back end POSIX."""
+    return {
+        probe_posix(): "true",
+        "ios_pool_size": str(POSIX_IO_COUNT_MAX),
+        "kernel_queue_size": str(POSIX_KERNEL_QUEUE),
+    }
+
+
+def prepare_object_plugin(agent: Any) -> None:
+    """One request for one transfer: the AWS SDK tries 10 times by itself, for 25 s where the port
+    is closed and for a minute where no answer comes. Like this it takes 0 s and 3 to 10 s."""
+    os.environ.setdefault("AWS_RETRY_MODE", "standard")
+    os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")
+    agent.get_plugin_params("OBJ")  # Loads the plug-in: else the back end is not found.
+
+
+@functools.cache
+def probe_posix() -> str:
+    """`use_uring`, or `use_aio` where a container forbids io_uring. Raises `MoverUnavailable`.
+
+    Never `use_posix_aio`: one request's error fails its innocent neighbours, and it is 5 to 10
+    times slower.
+    """
+    for io_queue in ("use_uring", "use_aio"):
+        agent = api.nixl_agent(
+            "probe", api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        )
+        with contextlib.suppress(*NIXL_ERRORS):
+            agent.create_backend("POSIX", {io_queue: "true", "ios_pool_size": "64"})
+            return io_queue
+    raise MoverUnavailable("neither io_uring nor Linux AIO is allowed here")
+
+
+def plugin_names() -> tuple[str, ...]:
+    """The back ends that NIXL finds."""
+    config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+    return tuple(sorted(api.nixl_agent("probe", config).get_plugin_list()))

@@ -1,0 +1,442 @@
+"""The single-threaded half of the mover: the agent and its transfers.
+
+`mover_thread.py` has the theory; this module is driven by its thread only, so nothing here locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbm_common.nixl.doorbell import only_new_ring, rings
+from kvbm_common.nixl.library import (
+    IN_FLIGHT_COUNT_MAX,
+    NIXL_ERRORS,
+    POSIX_IO_COUNT_MAX,
+    api,
+    bindings,
+    defaults_of,
+    prepare_object_plugin,
+)
+from kvbm_common.nixl.spans import Registration, Spans
+from kvbm_common.nixl.transfers import (
+    BadPeerMetadata,
+    MoverBusy,
+    MoverClosed,
+    MoverStatistics,
+    PeerLost,
+    TransferError,
+    TransferFailed,
+    Transferred,
+    TransferTimeout,
+)
+
+# GDS reports a batch that failed while others of the same transfer may still be moving.
+UNPROVEN_FILE_ERRORS = {"GDS"}
+# How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
+IDLE_POLL_S = 0.001
+# The same while no peer is expected to read from here (`attend`): 0.2 % of a core. Connections come
+# about at this pace too.
+QUIET_POLL_S = 0.02
+# Memory is polled tightly until nothing has ended for so long, then with a pause: no silent peer is
+# worth a core. Files always with a pause, where no ring wakes us: tight polling took a whole core
+# from those that lease, sum up and journal.
+SPIN_S = 0.02
+PAUSE_S = 0.00005
+# Where the kernel wakes us this bounds the lateness of deadlines, and of a kernel that does not.
+RING_PAUSE_S = 0.001
+# Reads overtake writes that wait, because engines wait for reads; but no write waits longer than
+# this.
+OVERTAKEN_S = 0.1
+# Object stores answer in milliseconds at best, and threads of their own move the bytes.
+OBJECT_PAUSE_S = 0.001
+
+
+DONE = "done"
+Outcome = str | Exception
+"""How a transfer has ended: DONE, or NIXL's error."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    operation: str
+    peer: str
+    local: Spans
+    remote: Spans
+    deadline: float
+    future: Future[Transferred] = field(default_factory=Future)
+    name: str = ""  # Of an object: it is known to NIXL only while the transfer lasts.
+    handle: Any = None
+    accepted: float = 0.0
+    posted: float = 0.0
+    ended: float = 0.0
+    settling: Future[None] | None = None  # Set when the future has failed and NIXL has not ended.
+
+    @property
+    def file_ios(self) -> int:
+        return self.remote.count if self.remote.kind == "FILE" else 0
+
+    @property
+    def file_bytes(self) -> int:
+        return self.local.bytes if self.remote.kind == "FILE" else 0
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    function: Callable[[Pump], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+class Pump:
+    """The agent and its transfers."""
+
+    def __init__(
+        self,
+        name: str,
+        backends: tuple[str, ...],
+        parameters: dict[str, dict[str, str]],
+        finished: Callable[[], None],
+    ) -> None:
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent: Any = api.nixl_agent(name, config)
+        only_files = tuple(backends) == ("POSIX",)
+        others = rings() if only_files else set()
+        for backend in backends:
+            if backend == "OBJ":
+                prepare_object_plugin(self._agent)
+            self._agent.create_backend(backend, parameters.get(backend) or defaults_of(backend))
+        self.ring_fd = only_new_ring(others) if only_files else None
+        """Where the kernel says when an I/O has ended; None: polls find it."""
+        self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
+        self._serves = "UCX" in backends
+        self._attentive = True
+        self._spins = "UCX" in backends
+        self._busy_pause_s = OBJECT_PAUSE_S if backends == ("OBJ",) else PAUSE_S
+        if self.ring_fd is not None:
+            self._busy_pause_s = RING_PAUSE_S
+        self._next_object = 1
+        self._finished = finished
+        self._waiting: deque[Transfer] = deque()
+        self._flights: list[Transfer] = []  # In flight and draining.
+        self._leaving: dict[str, Future[None]] = {}
+        self._unsettled: list[Future[None]] = []  # Ended by UCX with an error that proves nothing.
+        self._last_event = 0.0
+        self._serve_at = 0.0
+        self._file_ios = 0
+        self._file_bytes = {"READ": 0, "WRITE": 0}
+        self._file_bytes_max: dict[str, int | None] = {"READ": None, "WRITE": None}
+        self._draining = 0
+        self._transfers_done = 0
+        self._bytes_moved = 0
+        self._failures = 0
+        self._timeouts = 0
+        self._notifications_dropped = 0
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long to wait for a job before the next poll; None: there is nothing to poll."""
+        if len(self._flights) > self._draining:
+            settled = not self._spins or time.monotonic() - self._last_event > SPIN_S
+            return self._busy_pause_s if settled else 0.0
+        if self._flights or self._waiting:
+            return IDLE_POLL_S
+        if not self._serves:
+            return None
+        return IDLE_POLL_S if self._attentive else QUIET_POLL_S
+
+    def accept(self, job: Call | Transfer) -> None:
+        if isinstance(job, Transfer):
+            job.accepted = time.monotonic()
+            self._waiting.append(job)
+            return
+        if job.future.set_running_or_notify_cancel():
+            try:
+                job.future.set_result(job.function(self))
+            except TransferError as error:
+                job.future.set_exception(error)
+            except NIXL_ERRORS as error:
+                job.future.set_exception(TransferFailed(str(error)))
+            except Exception as error:  # The caller's mistake, so the caller's exception.
+                job.future.set_exception(error)
+        self._finished()
+
+    def poll(self) -> bool:
+        """One round: start what may start, ask NIXL about the rest, fail what is late. Whether
+        anything has ended."""
+        now = time.monotonic()
+        ended = [(one, outcome) for one in self._flights if (outcome := self._ask(one)) is not None]
+        for transfer, _ in ended:
+            self._take_out(transfer)
+        # Before the end is reported: that takes as long as the listener keeps the lock.
+        while self._waiting and self._may_start(following := self._next(now)):
+            self._waiting.remove(following)
+            self._start(following)
+        for transfer, outcome in ended:
+            self._land(transfer, outcome)
+        for transfer in self._flights:
+            if transfer.settling is None and now > transfer.deadline:
+                self._timeouts += 1
+                self._drain(transfer, TransferTimeout, "the deadline passed in flight")
+        if now >= self._serve_at:
+            self._serve_at = now + IDLE_POLL_S / 2
+            self._serve(now)
+        return bool(ended)
+
+    def finish(self, close_by: float) -> None:
+        """Fail everything, drain until `close_by`, and end the agent."""
+        while self._waiting:
+            self._refuse(self._waiting.popleft(), MoverClosed("the mover was closed"))
+        for transfer in self._flights:
+            if transfer.settling is None:
+                self._drain(transfer, MoverClosed, "the mover was closed in mid-transfer")
+        while self._flights and time.monotonic() < close_by:
+            self.poll()
+            time.sleep(PAUSE_S)
+        self._destroy()
+
+    def register(self, registration: Registration) -> Registration:
+        self._agent.register_memory([_row_of(registration)], registration.kind)
+        return registration
+
+    def deregister(self, registration: Registration) -> None:
+        for transfer in self._flights:
+            if transfer.local.touch(registration) or transfer.remote.touch(registration):
+                raise MoverBusy(f"a transfer still uses {registration}")
+        descriptors = self._agent.get_reg_descs([_row_of(registration)], registration.kind)
+        self._agent.deregister_memory(descriptors)
+
+    def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> None:
+        self._file_bytes_max = {"READ": read_bytes, "WRITE": written_bytes}
+
+    def attend(self, *, expected: bool) -> None:
+        self._attentive = expected
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> str:
+        name = ""
+        try:
+            name = str(self._agent.add_remote_agent(metadata).decode())
+            # The first message opens the connection: it takes 10 to 180 ms off the first read.
+            self._agent.send_notif(name, b"hello")
+        except NIXL_ERRORS as error:
+            if name:
+                with contextlib.suppress(*NIXL_ERRORS):
+                    self._agent.remove_remote_agent(name)
+            raise BadPeerMetadata(f"{len(metadata)} bytes of peer metadata: {error}") from error
+        return name
+
+    def remove_peer(self, name: str, gone: Future[None]) -> None:
+        if name in self._leaving:
+            raise PeerLost(f"{name} is being removed already")
+        self._leaving[name] = gone
+        for transfer in [t for t in self._waiting if t.peer == name]:
+            self._waiting.remove(transfer)
+            self._refuse(transfer, PeerLost(f"{name} was removed"))
+        for transfer in self._flights:
+            if transfer.peer == name and transfer.settling is None:
+                self._drain(transfer, PeerLost, f"{name} was removed in mid-transfer")
+        self._forget_if_settled(name)
+
+    def statistics(self) -> MoverStatistics:
+        return MoverStatistics(
+            waiting=len(self._waiting),
+            in_flight=len(self._flights) - self._draining,
+            draining=self._draining,
+            transfers_done=self._transfers_done,
+            bytes_moved=self._bytes_moved,
+            failures=self._failures,
+            timeouts=self._timeouts,
+            notifications_dropped=self._notifications_dropped,
+        )
+
+    def _next(self, now: float) -> Transfer:
+        first = self._waiting[0]
+        if first.operation == "READ" or now > first.accepted + OVERTAKEN_S:
+            return first
+        return next((one for one in self._waiting if one.operation == "READ"), first)
+
+    def _may_start(self, transfer: Transfer) -> bool:
+        if len(self._flights) - self._draining >= IN_FLIGHT_COUNT_MAX:
+            return False
+        if self._file_ios + transfer.file_ios > POSIX_IO_COUNT_MAX:
+            return False
+        limit = self._file_bytes_max[transfer.operation]
+        flying = self._file_bytes[transfer.operation]
+        return limit is None or not flying or flying + transfer.file_bytes <= limit
+
+    def _start(self, transfer: Transfer) -> None:
+        if time.monotonic() > transfer.deadline:
+            self._timeouts += 1
+            self._refuse(transfer, TransferTimeout("the deadline passed in the queue"))
+            return
+        if transfer.peer in self._leaving:
+            self._refuse(transfer, PeerLost(f"{transfer.peer} is being removed"))
+            return
+        if not transfer.future.set_running_or_notify_cancel():
+            self._finished()
+            return
+        self._flights.append(transfer)
+        self._file_ios += transfer.file_ios
+        self._file_bytes[transfer.operation] += transfer.file_bytes
+        self._last_event = transfer.posted = time.monotonic()
+        outcome: Outcome | None
+        try:
+            transfer.handle = self._prepare(transfer)
+            outcome = DONE if self._agent.transfer(transfer.handle) == "DONE" else None
+        except NIXL_ERRORS as error:
+            outcome = error
+        if outcome is not None:
+            self._take_out(transfer)
+            self._land(transfer, outcome)
+
+    def _prepare(self, transfer: Transfer) -> Any:
+        if transfer.name:
+            self._register_object(transfer)
+        local = self._agent.get_xfer_descs(transfer.local.rows, transfer.local.kind)
+        remote = self._agent.get_xfer_descs(transfer.remote.rows, transfer.remote.kind)
+        return self._agent.initialize_xfer(transfer.operation, local, remote, transfer.peer)
+
+    def _register_object(self, transfer: Transfer) -> None:
+        """NIXL knows an object by a number; one number for each transfer, never used again."""
+        transfer.remote = Spans.of([0], transfer.local.bytes, device=self._next_object, kind="OBJ")
+        self._next_object += 1
+        self._agent.register_memory(_object_rows(transfer), "OBJ")
+
+    def _ask(self, transfer: Transfer) -> Outcome | None:
+        """None: it has not ended."""
+        try:
+            return DONE if self._agent.check_xfer_state(transfer.handle) == "DONE" else None
+        except NIXL_ERRORS as error:
+            return error
+
+    def _take_out(self, transfer: Transfer) -> None:
+        """NIXL has ended the transfer: another one has room."""
+        self._flights.remove(transfer)
+        self._file_ios -= transfer.file_ios
+        self._file_bytes[transfer.operation] -= transfer.file_bytes
+        self._draining -= transfer.settling is not None
+        self._last_event = transfer.ended = time.monotonic()
+
+    def _drain(self, transfer: Transfer, kind: type[TransferError], reason: str) -> None:
+        """Fail the transfer for its caller while NIXL still has it."""
+        self._failures += 1
+        self._draining += 1
+        transfer.settling = Future()
+        transfer.future.set_exception(kind(reason, transfer.settling))
+
+    def _refuse(self, transfer: Transfer, error: TransferError) -> None:
+        """Fail a transfer that NIXL has not seen."""
+        if transfer.future.set_running_or_notify_cancel():
+            self._failures += 1
+            transfer.future.set_exception(error)
+        self._finished()
+
+    def _land(self, transfer: Transfer, outcome: Outcome) -> None:
+        """Tell how a transfer that is taken out has ended."""
+        error = outcome if isinstance(outcome, Exception) else None
+        proven = error is None or self._proves_end(transfer, error)
+        settling = transfer.settling
+        if settling is not None:
+            pass  # The caller has heard.
+        elif error is not None:
+            settling = None if proven else Future()
+            self._failures += 1
+            transfer.future.set_exception(self._explain(transfer, error, settling))
+        else:
+            self._transfers_done += 1
+            self._bytes_moved += transfer.local.bytes
+            seconds = transfer.ended - transfer.posted
+            transfer.future.set_result(Transferred(transfer.local.bytes, seconds))
+        transfer.handle = None  # Its wrapper releases it.
+        if transfer.remote.kind == "OBJ":
+            with contextlib.suppress(*NIXL_ERRORS):
+                rows = self._agent.get_reg_descs(_object_rows(transfer), "OBJ")
+                self._agent.deregister_memory(rows)
+        self._settle(settling, proven)
+        self._forget_if_settled(transfer.peer)
+
+    def _settle(self, settling: Future[None] | None, proven: bool) -> None:
+        if settling is not None and not proven:
+            self._unsettled.append(settling)  # It stays counted as unfinished: a bound.
+            return
+        if settling is not None:
+            settling.set_result(None)
+        self._finished()
+
+    def _proves_end(self, transfer: Transfer, error: Exception) -> bool:
+        """Whether nothing can be written any more: see the module's text."""
+        never_posted = transfer.handle is None
+        # A file's error comes after its last I/O, an object's after its only request.
+        kind = transfer.remote.kind
+        local = kind == "OBJ" or (kind == "FILE" and self._file_errors_prove)
+        return never_posted or local or self._is_lost(transfer.peer, error)
+
+    def _is_lost(self, peer: str, error: Exception) -> bool:
+        if isinstance(error, bindings.nixlRemoteDisconnectError):
+            return True
+        # One failed transfer makes NIXL forget the peer; the others then do not find it.
+        return isinstance(error, bindings.nixlNotFoundError) and not (
+            self._agent.check_remote_metadata(peer)
+        )
+
+    def _explain(
+        self, transfer: Transfer, error: Exception, settling: Future[None] | None
+    ) -> TransferError:
+        what = f"{transfer.operation} of {transfer.local.bytes} bytes, {transfer.local.count} spans"
+        if transfer.remote.kind not in ("FILE", "OBJ") and self._is_lost(transfer.peer, error):
+            return PeerLost(f"{what}: {transfer.peer} is gone ({error})", settling)
+        return TransferFailed(f"{what}: {error}", settling)
+
+    def _forget_if_settled(self, peer: str) -> None:
+        if peer in self._leaving and all(flight.peer != peer for flight in self._flights):
+            with contextlib.suppress(*NIXL_ERRORS):
+                self._agent.remove_remote_agent(peer)
+            self._leaving.pop(peer).set_result(None)
+
+    def _serve(self, now: float) -> None:
+        """Let UCX answer peers, and expire what waits."""
+        if self._serves:
+            notifications = self._agent.get_new_notifs(["UCX"])
+            self._notifications_dropped += sum(map(len, notifications.values()))
+        for transfer in [t for t in self._waiting if now > t.deadline]:
+            self._waiting.remove(transfer)
+            self._timeouts += 1
+            self._refuse(transfer, TransferTimeout("the deadline passed in the queue"))
+
+    def _destroy(self) -> None:
+        """End the agent, which settles UCX: its worker and connections are gone."""
+        survivors, self._flights = self._flights, []
+        if any(transfer.remote.kind == "OBJ" for transfer in survivors):
+            _leak(self._agent, *(transfer.handle for transfer in survivors))
+        for transfer in survivors:
+            transfer.handle = None
+        self._agent = None
+        for transfer in survivors:
+            if transfer.settling is not None and transfer.remote.kind not in ("FILE", "OBJ"):
+                transfer.settling.set_result(None)
+        for settling in (*self._unsettled, *self._leaving.values()):
+            settling.set_result(None)
+
+
+def _leak(*things: object) -> None:
+    """Never destroy these: the end of an agent whose request hangs waits for it, for up to ten
+    seconds, and holds Python's lock all the time, so that not even a watchdog could run."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _object_rows(transfer: Transfer) -> list[tuple[int, int, int, str]]:
+    [(_, length, number)] = transfer.remote.rows.tolist()
+    return [(0, length, number, transfer.name)]
+
+
+def _row_of(registration: Registration) -> tuple[int, int, int, str]:
+    return (registration.address, registration.bytes, registration.device, "")

@@ -1,0 +1,136 @@
+"""What every registry is made of: its interface, and how an entry is held by heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from kvbm_common.registry.records import Info, Joined, RegistryEvent, ServiceRecord
+
+SWEEPS_PER_TTL = 10
+LIST_DEADLINE_S = 3.0
+"""How long the first reading of a registry may take."""
+
+
+class ServiceRegistration(Protocol):
+    """The entry of one living service."""
+
+    @property
+    def record(self) -> ServiceRecord:
+        """Return what is registered now."""
+
+    @property
+    def epoch(self) -> int:
+        """Return this life's number; see `nats_kv.py`."""
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set when another life of the same service has taken the entry over."""
+
+    async def update(self, info: Info) -> None:
+        """Say something else from now on; raises RegistryUnavailable."""
+
+    async def revoke(self) -> None:
+        """Leave. Does what it can when the registry is away; readers see the silence."""
+
+
+class Registry(Protocol):
+    """The services that are alive, as every registry tells them."""
+
+    async def register(
+        self, kind: str, host: str, instance: str, info: Info | None = None
+    ) -> ServiceRegistration:
+        """Enter, and stay entered by heartbeats; raises RegistryUnavailable."""
+
+    async def list(self, kind: str | None = None) -> list[ServiceRecord]:
+        """The live services (of one kind); raises RegistryUnavailable."""
+
+    def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        """Call back for each service that is there (Joined), then for every change.
+
+        Returns the function that ends it.
+        """
+
+    async def close(self) -> None:
+        """End the watch and all heartbeats, without leaving."""
+
+
+class HeldEntry:
+    """The entry of one living service, renewed by a task of its own: what is alike everywhere."""
+
+    def __init__(self, record: ServiceRecord) -> None:
+        self._record = record
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def record(self) -> ServiceRecord:
+        """Return what is registered now."""
+        return self._record
+
+    @property
+    def epoch(self) -> int:
+        """Return this life's number; see `nats_kv.py`."""
+        return self._record.epoch
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set when another life of the same service has taken the entry over."""
+        return self._lost
+
+    def start(self) -> None:
+        """Begin to send the heartbeats."""
+        self._task = asyncio.create_task(self._beat(), name=f"heartbeat {self._record.key}")
+
+    async def stop(self) -> None:
+        """End the heartbeats without leaving."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Renew the entry until it is lost."""
+        raise NotImplementedError
+
+
+class WatchedRegistry:
+    """The callbacks and the heartbeats of one reader: what is alike in every registry."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[RegistryEvent], None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._registrations: list[HeldEntry] = []
+
+    def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        """Call back for each service that is there (Joined), then for every change."""
+        self._begin_watching()
+        self._callbacks.append(callback)
+        for record in self._present():
+            callback(Joined(record))
+
+        def forget() -> None:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+        return forget
+
+    async def close(self) -> None:
+        """End the watch and all heartbeats, without leaving."""
+        for registration in self._registrations:
+            await registration.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _tell(self, event: RegistryEvent) -> None:
+        for callback in list(self._callbacks):
+            callback(event)
+
+    def _begin_watching(self) -> None:
+        """Start the tasks that read the registry, once."""
+        raise NotImplementedError
+
+    def _present(self) -> Iterable[ServiceRecord]:
+        """Return the services that are there."""
+        raise NotImplementedError

@@ -1,0 +1,205 @@
+"""The loop between a pure core and its shell: one task owns the core and carries out its effects.
+
+```
+ offer() ──► bounded queue ──┐                      ┌──► carry_out(effect) ── plain: done at once
+                             ├─► core.step(input) ──┤                     └── async: a task
+ complete() ─► completions ──┘        ▲             └── its result, an input ──┐
+                  ▲                   └─ ticker                                │
+                  └────────────────────────────────────────────────────────────┘
+```
+
+Outsiders wait for room; completions never wait, because they are bounded by the effects in flight,
+which the core decides. Completions go first: they free what new inputs would wait for. An exception
+in the core or in an effect ends `run`: expected failures come back as inputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from kvbm_common.errors import DeadlineExceeded
+
+BURST_MAX = 128
+"""Steps before other tasks get their turn: about 1 ms of core work."""
+BURST_MS = 2
+"""How long others may wait for their turn, beside the step that is being taken."""
+TURNS = 2
+"""Turns of the event loop that an async effect gets before the next step: in the first it asks, in
+the second the NATS client sends. What waits outside for it, waits for no other steps."""
+
+Input = TypeVar("Input")
+Effect = TypeVar("Effect")
+InputIn = TypeVar("InputIn", contravariant=True)
+EffectOut = TypeVar("EffectOut", covariant=True)
+
+
+class Core(Protocol[InputIn, EffectOut]):
+    """A pure state machine."""
+
+    def step(self, event: InputIn, now_ms: int, /) -> Sequence[EffectOut]:
+        """Take one input, change the state, say what is to be done."""
+
+
+def monotonic_ms() -> int:
+    """The clock of every core in production: milliseconds that only grow."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class CoreLoop(Generic[Input, Effect]):
+    """Runs one core until it is cancelled.
+
+    `carry_out` may answer at once with the next input (or None), or with an awaitable that gives
+    it: that one runs as a task. With `tick`, the input that it makes arrives every `tick_ms`;
+    ticks do not pile up behind a slow core, because the ticker takes its turn between bursts.
+    """
+
+    def __init__(
+        self,
+        core: Core[Input, Effect],
+        carry_out: Callable[[Effect], Input | Awaitable[Input | None] | None],
+        *,
+        inbox_size: int,
+        now_ms: Callable[[], int] = monotonic_ms,
+        tick: Callable[[], Input] | None = None,
+        tick_ms: int = 100,
+    ) -> None:
+        assert inbox_size > 0
+        assert tick_ms > 0
+        self.core = core
+        self._carry_out = carry_out
+        self._inbox_size = inbox_size
+        self._now_ms = now_ms
+        self._tick = tick
+        self._tick_ms = tick_ms
+        self._offers: deque[Input] = deque()
+        self._completions: deque[Input] = deque()
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._in_flight = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def depth(self) -> int:
+        """Inputs that wait for their step."""
+        return len(self._offers) + len(self._completions)
+
+    @property
+    def in_flight(self) -> int:
+        """Async effects that are being carried out."""
+        return self._in_flight
+
+    async def offer(self, event: Input, *, deadline_s: float) -> None:
+        """Hand in an input, waiting for room; raises DeadlineExceeded when no room comes."""
+        if self.offer_nowait(event):
+            return
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self.offer_nowait(event):
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no room in the inbox for {deadline_s} s") from error
+
+    def offer_nowait(self, event: Input) -> bool:
+        """Hand in an input if there is room. False: the queue is full, and the caller counts it."""
+        if len(self._offers) >= self._inbox_size:
+            return False
+        self._offers.append(event)
+        self._signal()
+        return True
+
+    def complete(self, event: Input) -> None:
+        """Hand in the outcome of an effect. Never waits; for tasks of this event loop."""
+        self._completions.append(event)
+        self._signal()
+
+    def complete_threadsafe(self, event: Input) -> None:
+        """Hand in the outcome of an effect from another thread. Lost when the loop is closed."""
+        assert self._loop is not None, "the loop has not started"
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.complete, event)
+
+    async def wait_idle(self, *, deadline_s: float) -> None:
+        """Wait until no input waits and no effect flies; raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+        except TimeoutError as error:
+            text = f"{self.depth} inputs and {self._in_flight} effects left after {deadline_s} s"
+            raise DeadlineExceeded(text) from error
+
+    async def run(self, first: Sequence[Effect] = ()) -> None:
+        """Carry out what is due at `first`, and own the core until cancelled.
+
+        Effects in flight are cancelled with it.
+        """
+        self._loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            if self._tick is not None:
+                tasks.create_task(self._run_ticker(), name="ticker")
+            for effect in first:
+                self._start(effect, tasks)
+            while True:
+                await self._wake.wait()
+                for _ in range(self._burst(tasks)):
+                    await asyncio.sleep(0)
+
+    def _burst(self, tasks: asyncio.TaskGroup) -> int:
+        """Some steps, then others have their turn: an input may be a batch of many events.
+
+        Returns how many turns.
+        """
+        until_ms, flying = self._now_ms() + BURST_MS, self._in_flight
+        for _ in range(BURST_MAX):
+            if self._completions:
+                event = self._completions.popleft()
+            elif self._offers:
+                event = self._offers.popleft()
+                self._room.set()
+            else:
+                self._wake.clear()
+                break
+            now_ms = self._now_ms()
+            for effect in self.core.step(event, now_ms):
+                self._start(effect, tasks)
+            if now_ms >= until_ms or self._in_flight > flying:
+                break
+        if self._in_flight == 0 and self.depth == 0:
+            self._idle.set()
+        return TURNS if self._in_flight > flying else 1
+
+    def _start(self, effect: Effect, tasks: asyncio.TaskGroup) -> None:
+        outcome = self._carry_out(effect)
+        if inspect.isawaitable(outcome):
+            self._in_flight += 1
+            tasks.create_task(self._finish(outcome), name=type(effect).__name__)
+        elif outcome is not None:
+            self.complete(outcome)
+
+    async def _finish(self, outcome: Awaitable[Input | None]) -> None:
+        try:
+            event = await outcome
+        finally:
+            self._in_flight -= 1
+        if event is not None:
+            self.complete(event)
+        else:
+            # Wakes the loop, which alone knows whether everything is idle now.
+            self._wake.set()
+
+    async def _run_ticker(self) -> None:
+        assert self._tick is not None
+        while True:
+            await asyncio.sleep(self._tick_ms / 1000)
+            self.complete(self._tick())
+
+    def _signal(self) -> None:
+        self._idle.clear()
+        self._wake.set()

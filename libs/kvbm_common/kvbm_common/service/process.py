@@ -1,0 +1,359 @@
+"""The life of a service process: settings, logging, bus, registry, signals, and an orderly end.
+
+A service is a function `async main(context)` that says `context.ready(…)` when it serves, and
+returns soon after `context.stopping` is set. `run` does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import BusUnavailable, ConfigError, KvbmError, RegistryUnavailable
+from kvbm_common.nats.bus import Bus, VerbHandler
+from kvbm_common.registry.nats_kv import NatsRegistry, Registry, ServiceRegistration
+from kvbm_common.runtime import logs
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.service import admin_verbs
+from kvbm_common.service.audit import Audit
+from kvbm_common.service.http_port import http_port
+from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_common.wire.verbs import StatsReply
+
+CONNECT_DEADLINE_S = 1.0
+"""One try to reach NATS at start; tries go on until they succeed or the service is stopped."""
+STOP_DEADLINE_S = 2.5
+"""How long `main` may finish or abandon its work after `stopping`; then it is cancelled."""
+LEAVE_DEADLINE_S = 1.0
+"""How long the registry may take to strike us off."""
+CANCEL_DEADLINE_S = 0.5
+"""How long a cancelled `main` may clean up."""
+EXIT_DEADLINE_S = 4.0
+"""After this a process that was told to stop ends without asking anybody."""
+
+BAD_SETTINGS = 2
+"""The exit code of a service whose settings are wrong: another try would end the same."""
+
+GC_ALLOCATIONS = 50_000
+"""Python's 700 made pauses of milliseconds under load; cores make no cycles of their own."""
+
+_log = logging.getLogger(__name__)
+
+
+class NotReady(KvbmError):
+    """The service has started and does not serve yet."""
+
+    code = "not_ready"
+
+
+@dataclass(slots=True, kw_only=True)
+class ServiceContext:
+    """What a service gets from its process."""
+
+    settings: Settings
+    kind: str
+    bus: Bus
+    registry: Registry
+    registration: ServiceRegistration
+    counters: Metrics
+    stopping: asyncio.Event
+    """Set on SIGTERM and SIGINT, and when another process took this service's place."""
+    _stats: Callable[[], msgspec.Struct] | None = field(default=None, repr=False)
+    _announced: bool = field(default=False, repr=False)
+
+    @property
+    def host(self) -> str:
+        """This machine, as a subject token."""
+        return self.settings.host
+
+    @property
+    def instance(self) -> str:
+        """Which of several services of this kind on this host."""
+        return self.settings.instance
+
+    @property
+    def source(self) -> str:
+        """The name of this service as a source of events: `<kind>-<instance>`."""
+        return f"{self.kind}-{self.instance}"
+
+    @property
+    def epoch(self) -> int:
+        """This life of the service; grows with every one."""
+        return self.registration.epoch
+
+    @property
+    def audit(self) -> Audit:
+        """Writes what operators change here."""
+        return Audit(
+            self.bus, kind=self.kind, host=self.host, instance=self.instance, counters=self.counters
+        )
+
+    async def add_verbs(self, verbs: Mapping[str, VerbHandler], *, shared: bool = False) -> None:
+        """Serve verbs as this instance; with `shared` also as any replica of this kind."""
+        await self.bus.add_verbs(self.kind, self.instance, self.host, verbs, shared=shared)
+
+    def set_stats(self, stats: Callable[[], msgspec.Struct]) -> None:
+        """Say what the verb `stats` answers (a wire.StatsReply)."""
+        self._stats = stats
+
+    def ready(self, description: str) -> None:
+        """Tell the starter of the process that it serves now, and where."""
+        self._announced = True
+        line = f"ready {self.kind} {description}"
+        _log.info("%s", line)
+        try:
+            print(line, flush=True)
+        except OSError:
+            _log.debug("standard output is closed")
+
+    def unready_reasons(self) -> list[str]:
+        """Why it does not serve; empty when it does."""
+        if self.stopping.is_set():
+            return ["stopping"]
+        if not self._announced:
+            return ["starting"]
+        said = self._stats() if self._stats is not None else None
+        if isinstance(said, StatsReply) and not said.ready:
+            return said.reasons or ["not ready"]
+        return []
+
+    async def answer_stats(self, _payload: bytes) -> bytes:
+        """Answer the verb `stats`."""
+        if self._stats is None:
+            raise NotReady(f"{self.source} is starting")
+        return msgspec.json.encode(self._stats())
+
+    async def answer_metrics(self, _payload: bytes) -> bytes:
+        """The verb `metrics`: a MetricsSnapshot."""
+        snapshot = MetricsSnapshot(
+            kind=self.kind,
+            host=self.host,
+            instance=self.instance,
+            epoch=self.epoch,
+            families=self.counters.families(),
+        )
+        return msgspec.json.encode(snapshot)
+
+
+Main = Callable[[ServiceContext], Awaitable[None]]
+
+
+def run(
+    kind: str, main: Main, *, check: Callable[[Settings], None] = lambda settings: None
+) -> None:
+    """The entry point of a service process; exits with 0 when stopped, 2 for bad settings.
+
+    `check` raises a KvbmError when this process must not even enter itself in the registry.
+    """
+    try:
+        settings = Settings.load()
+        make_runtime_dir(settings)
+        check(settings)
+    except KvbmError as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        sys.exit(BAD_SETTINGS if isinstance(error, ConfigError) else 1)
+    # What start-up has made stays: the collector need not look at it again, and looks less often.
+    gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS)
+    logs.set_up(f"{kind}-{settings.instance}", settings.log_level, settings.log_format)
+    for warning in settings.warnings:
+        _log.warning("%s", warning)
+    sys.exit(asyncio.run(_run_until_signal(kind, main, settings)))
+
+
+async def _run_until_signal(kind: str, main: Main, settings: Settings) -> int:
+    stopping = asyncio.Event()
+    fuse = threading.Timer(EXIT_DEADLINE_S, os._exit, args=(70,))
+    fuse.daemon = True
+
+    def stop() -> None:
+        if not stopping.is_set():
+            stopping.set()
+            fuse.start()
+
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop)
+    return await serve(kind, main, settings, stopping)
+
+
+async def serve(kind: str, main: Main, settings: Settings, stopping: asyncio.Event) -> int:
+    """Live one life of a service in this event loop; returns the exit code."""
+    life = asyncio.create_task(_live(kind, main, settings, stopping), name=kind)
+    stop = asyncio.create_task(stopping.wait(), name="stopping")
+    await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    await asyncio.wait({life}, timeout=STOP_DEADLINE_S)
+    if not life.done():
+        _log.warning("not stopped within %s s: cancelled", STOP_DEADLINE_S)
+        life.cancel()
+        await asyncio.wait({life}, timeout=CANCEL_DEADLINE_S)
+    if not life.done() or life.cancelled():
+        return 1
+    return life.result()
+
+
+@dataclass(slots=True)
+class _Standing:
+    """How far a life has come: the answer of `/readyz`."""
+
+    waits_for: str = "NATS"
+    context: ServiceContext | None = None
+
+    def unready_reasons(self) -> list[str]:
+        """Why it does not serve; empty when it does."""
+        if self.context is None:
+            return [f"waiting for {self.waits_for}"]
+        return self.context.unready_reasons()
+
+
+async def _live(kind: str, main: Main, settings: Settings, stopping: asyncio.Event) -> int:
+    counters = Metrics()
+    standing = _Standing()
+    try:
+        async with http_port(settings, counters.collect, standing.unready_reasons):
+            return await _live_on_bus(kind, main, settings, stopping, counters, standing)
+    except ConfigError as error:
+        _log.error("%s: %s", kind, error)
+        return BAD_SETTINGS
+
+
+async def _live_on_bus(
+    kind: str,
+    main: Main,
+    settings: Settings,
+    stopping: asyncio.Event,
+    counters: Metrics,
+    standing: _Standing,
+) -> int:
+    bus = await _connect(f"kvbm-{kind}-{settings.host}-{settings.instance}", settings, counters,
+                         stopping)  # fmt: skip
+    if bus is None:
+        return 0
+    standing.waits_for = "the registry"
+    registry = make_registry(settings, bus)
+    try:
+        registration = await _register(kind, registry, settings, stopping)
+        if registration is None:
+            return 0
+        context = ServiceContext(
+            settings=settings,
+            kind=kind,
+            bus=bus,
+            registry=registry,
+            registration=registration,
+            counters=counters,
+            stopping=stopping,
+        )
+        standing.context = context
+        try:
+            return await _run_main(main, context)
+        finally:
+            await _leave(registration)
+    finally:
+        await registry.close()
+        await bus.close()
+
+
+async def _connect(
+    name: str, settings: Settings, counters: Metrics, stopping: asyncio.Event
+) -> Bus | None:
+    limiter = logs.OncePerKind(_log)
+    while not stopping.is_set():
+        try:
+            return await Bus.connect(
+                settings.nats_url, name, counters=counters, deadline_s=CONNECT_DEADLINE_S
+            )
+        except BusUnavailable as error:
+            limiter.warning("connect", f"{error}; trying again")
+    return None
+
+
+def make_registry(settings: Settings, bus: Bus) -> Registry:
+    """The registry that the settings name. It connects when it is used."""
+    if not settings.etcd_servers:
+        return NatsRegistry(bus, ttl_s=settings.registry_ttl_s)
+    from kvbm_common.registry.etcd import EtcdRegistry  # Brings grpc: only for who wants it.
+
+    return EtcdRegistry(settings.etcd_servers, ttl_s=settings.registry_ttl_s)
+
+
+async def _register(
+    kind: str, registry: Registry, settings: Settings, stopping: asyncio.Event
+) -> ServiceRegistration | None:
+    limiter = logs.OncePerKind(_log)
+    while not stopping.is_set():
+        try:
+            return await registry.register(kind, settings.host, settings.instance)
+        except RegistryUnavailable as error:
+            limiter.warning("register", f"{error}; trying again")
+            await asyncio.sleep(CONNECT_DEADLINE_S / 4)
+    return None
+
+
+async def _leave(registration: ServiceRegistration) -> None:
+    """A registry that is slow to answer does not hold up our end: the entry expires."""
+    try:
+        async with asyncio.timeout(LEAVE_DEADLINE_S):
+            await registration.revoke()
+    except TimeoutError:
+        _log.warning("%s will expire: the registry does not answer", registration.record.key)
+
+
+async def _run_main(main: Main, context: ServiceContext) -> int:
+    """Run `main` until it returns; a lost place in the registry or on the bus stops it too."""
+    log_level = context.audit.audited("log_level", admin_verbs.answer_log_level)
+    verbs = {
+        "stats": context.answer_stats,
+        "metrics": context.answer_metrics,
+        "log_level": log_level,
+    }
+    await context.add_verbs(verbs)
+    failures: list[str] = []
+
+    async def watch(event: asyncio.Event, text: str) -> None:
+        await event.wait()
+        failures.append(text)
+        _log.error("%s; stopping", text)
+        context.stopping.set()
+
+    watchers = [
+        asyncio.create_task(watch(context.registration.lost, "another process took over")),
+        asyncio.create_task(watch(context.bus.closed_by_server, "NATS refuses this client")),
+    ]
+    try:
+        await main(context)
+    except KvbmError as error:
+        # A mistake outside of this process, which the text names: a traceback would not help.
+        _log.error("%s: %s", context.source, error)
+        return 1
+    except Exception:
+        _log.exception("%s failed", context.source)
+        return 1
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+    return 1 if failures else 0
+
+
+def make_runtime_dir(settings: Settings) -> None:
+    """Make the directory of the sockets; raises ConfigError if it belongs to another user."""
+    path = settings.runtime_dir
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError("KVBM_RUNTIME_DIR", path, f"a directory of yours ({error})") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or path.is_symlink():
+        accepted = "a directory of yours that no other user may write to"
+        raise ConfigError("KVBM_RUNTIME_DIR", path, accepted)

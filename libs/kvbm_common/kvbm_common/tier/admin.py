@@ -1,0 +1,289 @@
+"""What an operator may ask of a tier and do to it: the part that host and disk tiers share.
+
+Pure, as the cores that it is part of: a request and the time go in, a reply comes out, and the tier
+announces what has left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, assert_never
+
+from kvbm_common.eviction import POLICIES
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.diary import Diary
+from kvbm_common.tier.leases import Lease, LeaseTable
+from kvbm_common.tier.slots import SlotTable
+from kvbm_common.wire.admin import (
+    STEP_BLOCKS_MAX,
+    BlockEntry,
+    BlockLease,
+    BlockReply,
+    BlockRequest,
+    DrainReply,
+    DrainRequest,
+    PinEntry,
+    PinReply,
+    PinRequest,
+    PinsReply,
+    PinsRequest,
+    PolicyReply,
+    PolicyRequest,
+    RemoveReply,
+    RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
+    TierReply,
+    TierRequest,
+    UnpinReply,
+    UnpinRequest,
+)
+from kvbm_common.wire.verbs import ErrorBody
+
+PIN = "pin"
+"""The reason of the leases that pins are."""
+PINNED_PART_MAX = 0.5
+"""The part of all slots that pins may hold: a tier that can evict nothing takes nothing."""
+REASON = "admin"
+"""The reason in the events that tell what has left."""
+
+
+class AdministeredTier(Protocol):
+    """What the verbs need of a tier."""
+
+    leases: LeaseTable
+    diary: Diary
+    draining: bool
+
+    @property
+    def table(self) -> SlotTable:
+        """Return the slots of the tier."""
+
+    @property
+    def policy_name(self) -> str:
+        """Return the eviction policy in force."""
+
+    def use_policy(self, name: str) -> bool:
+        """Let another policy choose, also in tables to come; False: this tier needs its own."""
+
+    def make_room(self, count: int) -> int:
+        """Evict for `count` slots, and announce it; returns how many are RESET now."""
+
+    def remove(self, names: Sequence[SequenceHash], reason: str) -> None:
+        """Make committed blocks unfindable, and announce it."""
+
+    def end_leases(self, leases: Iterable[Lease]) -> None:
+        """Unpin what some leases held."""
+
+
+class TierAdmin:
+    """The verbs over one tier. Each is a function below, which is given what it needs."""
+
+    def __init__(self, tier: AdministeredTier) -> None:
+        self._tier = tier
+
+    def answer(self, verb: str, request: TierRequest, now_ms: int) -> TierReply | ErrorBody:
+        """Carry out a verb; raises IdentityError for an invalid hash."""
+        assert verb, "a request has a verb"
+        tier = self._tier
+        match request:
+            case BlockRequest():
+                name = hash_from_hex(request.hash)
+                return _block(tier.table, tier.leases, tier.diary.entries(name), name, now_ms)
+            case RemoveRequest():
+                return _remove(tier.table, tier.remove, request, even_pinned=verb == "reset")
+            case PinRequest():
+                return _pin(tier.table, tier.leases, request, now_ms)
+            case UnpinRequest():
+                return _unpin(tier.leases, tier.end_leases, request)
+            case PinsRequest():
+                return PinsReply(pins=[_pin_entry(lease, now_ms) for lease in _pins(tier.leases)])
+            case DrainRequest():
+                was, tier.draining = tier.draining, verb == "drain"
+                return DrainReply(draining=tier.draining, was=was)
+            case ResizeRequest():
+                return _resize(tier.table, tier.make_room, request)
+            case PolicyRequest():
+                return _use_policy(tier, request)
+            case _:
+                assert_never(request)
+
+
+# --- one block ------------------------------------------------------------------------------------
+
+
+def _block(
+    table: SlotTable,
+    leases: LeaseTable,
+    entries: Sequence[tuple[int, str]],
+    name: SequenceHash,
+    now_ms: int,
+) -> BlockReply:
+    story = [BlockEntry(ago_ms=max(0, now_ms - at_ms), what=what) for at_ms, what in entries]
+    slot = table.find(name)
+    if slot is None:
+        return BlockReply(held=False, story=story)
+    block, pins = table.block(slot), table.pin_count(slot)
+    assert block.hash == name, f"slot {slot} holds another block: {story}"
+    holding = [lease for lease in leases.all() if slot in lease.slots] if pins else []
+    return BlockReply(
+        held=True,
+        slot=slot,
+        bytes=block.bytes,
+        checksum=block.checksum,
+        parent=block.parent.hex(),
+        namespace=block.namespace.hex(),
+        pins=pins,
+        leases=[_block_lease(lease, now_ms) for lease in holding],
+        story=story,
+        part_count=block.part_count,
+        part_checksums=list(block.part_checksums) if block.part_count > 1 else [],
+    )
+
+
+def _block_lease(lease: Lease, now_ms: int) -> BlockLease:
+    left_ms = lease.deadline_ms - now_ms
+    return BlockLease(id=lease.id, owner=lease.owner, reason=lease.reason, left_ms=left_ms)
+
+
+# --- evict and reset ------------------------------------------------------------------------------
+
+
+def _remove(
+    table: SlotTable,
+    remove: Callable[[Sequence[SequenceHash], str], None],
+    request: RemoveRequest,
+    *,
+    even_pinned: bool,
+) -> RemoveReply | ErrorBody:
+    selections = (request.hashes, request.prefix, request.namespace, request.everything or None)
+    if sum(one is not None for one in selections) != 1:
+        text = "give exactly one of hashes, prefix, namespace and everything"
+        return ErrorBody(code="bad_selection", message=text, field="hashes")
+    removed, kept, more = list[SequenceHash](), 0, False
+    for name in _selected(table, request):
+        slot = table.find(name)
+        if slot is None:
+            continue
+        if not even_pinned and table.pin_count(slot):
+            kept += 1
+        elif len(removed) == STEP_BLOCKS_MAX:
+            more = True
+            break
+        else:
+            removed.append(name)
+    asked = hashes_from_hex(request.hashes or [])
+    missing = [name.hex() for name in asked if table.find(name) is None]
+    remove(removed, REASON)
+    assert all(table.find(name) is None for name in removed), "a removed block is still found"
+    return RemoveReply(removed=len(removed), kept=kept, missing=missing, more=more)
+
+
+# --- pins -----------------------------------------------------------------------------------------
+
+
+def _pins(leases: LeaseTable) -> list[Lease]:
+    return [lease for lease in leases.all() if lease.reason == PIN]
+
+
+def _pin(
+    table: SlotTable, leases: LeaseTable, request: PinRequest, now_ms: int
+) -> PinReply | ErrorBody:
+    found: dict[int, None] = {}
+    missing: list[str] = []
+    for name in hashes_from_hex(request.hashes):
+        slot = table.find(name)
+        if slot is None:
+            missing.append(name.hex())
+        else:
+            found[slot] = None
+    pinned = {slot for lease in _pins(leases) for slot in lease.slots}
+    if len(pinned | found.keys()) > PINNED_PART_MAX * table.usable_count:
+        text = f"{len(pinned)} of {table.usable_count} slots are pinned, at most half may be"
+        return ErrorBody(code="pin_limit", message=text, field="hashes")
+    if not found:
+        return PinReply(pin=0, pinned=0, missing=missing)
+    for slot in found:
+        table.pin(slot)
+    owner, deadline_ms = request.actor or "operator", now_ms + request.ttl_ms
+    lease = leases.grant(owner, PIN, tuple(found), deadline_ms=deadline_ms)
+    assert lease.id, "a pin can be named"
+    return PinReply(pin=lease.id, pinned=len(found), missing=missing)
+
+
+def _unpin(
+    leases: LeaseTable, end: Callable[[Iterable[Lease]], None], request: UnpinRequest
+) -> UnpinReply:
+    lease = leases.find(request.pin)
+    if lease is None or lease.reason != PIN:
+        return UnpinReply(ended=False)
+    leases.release(lease.id)
+    assert leases.find(lease.id) is None, "a lease ends once"
+    end([lease])
+    return UnpinReply(ended=True)
+
+
+# --- size and policy ------------------------------------------------------------------------------
+
+
+def _resize(
+    table: SlotTable, make_room: Callable[[int], int], request: ResizeRequest
+) -> ResizeReply | ErrorBody:
+    was, capacity = table.usable_count, table.slot_count
+    if request.slots > capacity:
+        text = f"the medium has {capacity} slots" if capacity else "the medium is not cut yet"
+        return ErrorBody(code="bad_size", message=text, field="slots")
+    table.revive(max(0, request.slots - was))
+    surplus = max(0, was - request.slots)
+    surplus -= table.retire(surplus)
+    step = min(surplus, STEP_BLOCKS_MAX)
+    evicted = table.retire(make_room(step))
+    assert evicted <= step, f"{evicted} slots were emptied for {step}"
+    more = evicted == step < surplus
+    slots = table.usable_count
+    return ResizeReply(slots=slots, was=was, capacity=capacity, evicted=evicted, more=more)
+
+
+def _use_policy(tier: AdministeredTier, request: PolicyRequest) -> PolicyReply | ErrorBody:
+    was = tier.policy_name
+    if request.policy not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        text = f"no eviction policy {request.policy!r}; there are: {known}"
+        return ErrorBody(code="unknown_policy", message=text, field="policy")
+    if request.policy != was and not tier.use_policy(request.policy):
+        text = f"a staging arena evicts by {was}"
+        return ErrorBody(code="fixed_policy", message=text, field="policy")
+    assert tier.policy_name == request.policy
+    return PolicyReply(policy=tier.policy_name, was=was)
+
+
+def _pin_entry(lease: Lease, now_ms: int) -> PinEntry:
+    left_ms = lease.deadline_ms - now_ms
+    return PinEntry(pin=lease.id, owner=lease.owner, blocks=len(lease.slots), left_ms=left_ms)
+
+
+def _selected(table: SlotTable, request: RemoveRequest) -> Iterator[SequenceHash]:
+    """Yield the blocks that a request means; some of them may not be here."""
+    if request.hashes is not None:
+        yield from dict.fromkeys(hashes_from_hex(request.hashes))
+    elif request.prefix is not None:
+        yield from _behind(table, hash_from_hex(request.prefix))
+    else:
+        namespace = bytes.fromhex(request.namespace) if request.namespace is not None else None
+        for block in table.each_block():
+            if namespace is None or block.namespace == namespace:
+                yield block.hash
+
+
+def _behind(table: SlotTable, root: SequenceHash) -> list[SequenceHash]:
+    """Return a block and all behind it, leaves first, so that what is left stays in one piece.
+
+    O(blocks of the tier): only an index would know a block's children.
+    """
+    children: dict[SequenceHash, list[SequenceHash]] = {}
+    for block in table.each_block():
+        children.setdefault(block.parent, []).append(block.hash)
+    found = [root]
+    for name in found:  # It grows while it is walked.
+        found += children.pop(name, [])
+    return found[::-1]

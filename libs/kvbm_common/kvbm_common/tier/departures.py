@@ -1,0 +1,59 @@
+"""Departures: when and why blocks left a tier, or did not get into it. They explain a miss.
+
+Blocks that left together share one record. When the table is full, the oldest is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvbm_common.identity import SequenceHash
+
+DEPARTURES_MAX = 262_144
+"""40 MB when it is full: at 2 MiB a block, half a TiB that has come and gone."""
+
+
+class Departure(NamedTuple):
+    """When and why a block left the tier, or was not stored."""
+
+    at_ms: int
+    why: str
+    detail: str = ""
+
+
+class Departures:
+    """Block → its last departure."""
+
+    def __init__(self, entries_max: int = DEPARTURES_MAX) -> None:
+        assert entries_max > 0
+        self.forgotten_ms: int | None = None
+        """Departures up to this time may have been forgotten; None: none has been."""
+        self._entries_max = entries_max
+        self._by_block: OrderedDict[SequenceHash, Departure] = OrderedDict()
+        """Oldest first. Not a plain dict: finding its first entry walks over all deleted ones,
+        0.1 to 0.4 ms for every block once this is full."""
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def note(
+        self, names: Iterable[SequenceHash], why: str, now_ms: int, *, detail: str = ""
+    ) -> None:
+        """Note that these blocks have left, or were not stored."""
+        assert why, "a departure has a reason"
+        by_block, departure = self._by_block, Departure(now_ms, why, detail)
+        for name in names:
+            by_block.pop(name, None)
+            by_block[name] = departure
+        while len(by_block) > self._entries_max:
+            self.forgotten_ms = by_block.popitem(last=False)[1].at_ms
+
+    def get(self, name: SequenceHash) -> Departure | None:
+        """Return when and why a block last left. It may be back."""
+        return self._by_block.get(name)
+
+    def knows_none_of(self, names: Iterable[SequenceHash]) -> bool:
+        """Return whether no departure of any of these blocks is known."""
+        return not self._by_block or self._by_block.keys().isdisjoint(names)

@@ -1,0 +1,254 @@
+"""A followed source of events: drop the old, see a hole, let events wait, ask for a snapshot.
+
+```
+         seq 1 of a new epoch                     the next event
+  (new) ─────────────────────► CURRENT ◄──────────────────────────┐
+    │                             │ a hole in seq                  │ what was missing came, by
+    │ any other seq               ▼                                │ event, snapshot or clear
+    └──────────────────────────► BEHIND ──────────────────────────┘
+                                  ▲  │ left
+                  an event, or    │  ▼
+                  joined again    └ GONE (holds nothing; the position stays)
+```
+
+Events count by (epoch, seq). An epoch is a life of the source: a higher one begins with nothing
+held, and its first event has seq 1. Where a seq is missing the source is BEHIND: its events wait
+(bounded), and a snapshot is asked for, with growing pauses. What was missing comes by event, by
+snapshot, or by a clear of everything, which needs no history. GONE keeps the position, so that what
+an old life still has in the stream is not taken for news. What the owner holds then is less than
+the position says (`hollow`), and only a snapshot or a clear makes it so again.
+
+The owner decides what an event does to what it holds, who asks, and where an answer goes:
+
+    if source.begin(event.epoch):
+        ...                                      # what the life before held is gone
+    verdict = source.take(event, now_ms, clears=isinstance(event, Cleared))
+    for ready in source.ready():
+        ...                                      # apply it, or call `refuse`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from kvbm_common.tier.machine import Machine
+
+DOUBLINGS_MAX = 16
+"""Of the pause between two questions, before its bound: a shift by more means nothing."""
+
+
+class FollowState(Enum):
+    """What the owner may believe of a source."""
+
+    CURRENT = auto()
+    BEHIND = auto()
+    GONE = auto()
+
+
+FOLLOWED = Machine(
+    "followed source",
+    {
+        (None, "made"): FollowState.CURRENT,
+        (FollowState.CURRENT, "began"): FollowState.CURRENT,
+        (FollowState.CURRENT, "missed"): FollowState.BEHIND,
+        (FollowState.CURRENT, "left"): FollowState.GONE,
+        (FollowState.BEHIND, "caught up"): FollowState.CURRENT,
+        (FollowState.BEHIND, "began"): FollowState.CURRENT,
+        (FollowState.BEHIND, "left"): FollowState.GONE,
+        (FollowState.GONE, "missed"): FollowState.BEHIND,
+        (FollowState.GONE, "began"): FollowState.CURRENT,
+        (FollowState.GONE, "left"): FollowState.GONE,
+    },
+)
+
+
+class Verdict(Enum):
+    """What `take` has made of an event."""
+
+    NEXT = auto()
+    """`ready` has it, and perhaps others that waited for it."""
+    WAITS = auto()
+    FULL = auto()
+    """It would wait, and there is no room: it is left out, which shows as another hole."""
+    DUPLICATE = auto()
+    OLD_EPOCH = auto()
+
+
+class Numbered(Protocol):
+    """An event with its place in its source's stream."""
+
+    @property
+    def epoch(self) -> int:
+        """Return the life of the source."""
+
+    @property
+    def seq(self) -> int:
+        """Return the number in that life, from 1 on without holes."""
+
+
+Item = TypeVar("Item", bound=Numbered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowLimits:
+    """Bounds of a followed source."""
+
+    waiting_max: int = 4_096
+    """Events that wait for a snapshot."""
+    retry_ms: int = 500
+    """The first pause before a question that brought nothing is asked again; then it doubles."""
+    retry_max_ms: int = 30_000
+
+
+@dataclass(slots=True, kw_only=True)
+class Followed(Generic[Item]):
+    """Position, state and waiting events of one source.
+
+    While it is CURRENT an owner in a hurry may apply the next event by itself and move `seq` on.
+    """
+
+    limits: FollowLimits = FollowLimits()
+    epoch: int = 0
+    seq: int = 0
+    state: FollowState = field(default_factory=partial(FOLLOWED.next, None, "made"))
+    waiting: dict[int, Item] = field(default_factory=dict)
+    """Events of the present epoch behind a hole, by seq."""
+    hollow: bool = False
+    """What is held is less than the position says: no event may be applied on top."""
+    asked_at_ms: int | None = None
+    """When the snapshot that flies was asked for."""
+    ask_at_ms: int = 0
+    """Not before this is a snapshot asked for."""
+    attempts: int = 0
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> bool:
+        """Begin another life if `epoch` is one. True: what the life before held is gone."""
+        if epoch <= self.epoch:
+            return False
+        self.epoch, self.seq = epoch, 0
+        self.waiting.clear()
+        self.hollow, self.attempts = False, 0
+        self._move("began")
+        return True
+
+    def take(self, event: Item, now_ms: int, *, clears: bool = False) -> Verdict:
+        """Take an event, after `begin`; `clears`: the source holds nothing now, whatever it held.
+
+        A clear of a source that is GONE is applied, and does not bring it back: a life that ends
+        says one, too.
+        """
+        assert event.epoch <= self.epoch, f"{event} comes before its epoch has begun"
+        seq = event.seq
+        if event.epoch < self.epoch:
+            return Verdict.OLD_EPOCH
+        if seq <= self.seq or seq in self.waiting:
+            return Verdict.DUPLICATE
+        if clears:
+            self._jump(seq - 1)
+        elif self.hollow or seq != self.seq + 1:
+            self.fall_behind(now_ms)
+            if len(self.waiting) >= self.limits.waiting_max:
+                return Verdict.FULL
+            self.waiting[seq] = event
+            return Verdict.WAITS
+        elif self.state is FollowState.GONE:
+            self.fall_behind(now_ms)
+        self.waiting[seq] = event
+        return Verdict.NEXT
+
+    def ready(self) -> Iterator[Item]:
+        """Yield every event that is next; the position moves when the owner has applied it."""
+        while not self.hollow and (event := self.waiting.pop(self.seq + 1, None)) is not None:
+            yield event
+            if not self.hollow:
+                self.seq = event.seq
+                self._catch_up()
+
+    def refuse(self, now_ms: int) -> None:
+        """Pass over what `ready` has yielded: only a snapshot repairs what it would have said."""
+        self.hollow = True
+        self.fall_behind(now_ms)
+
+    def fall_behind(self, ask_at_ms: int) -> None:
+        """Something is missing: ask for a snapshot, not before a time."""
+        if self.state is not FollowState.BEHIND:
+            self._move("missed")
+            self.ask_at_ms = ask_at_ms
+            self.attempts = 0
+
+    def leave(self) -> None:
+        """End this life: nothing is held, and nothing waits."""
+        self.waiting.clear()
+        self.hollow = True
+        self._move("left")
+
+    # ---- snapshots ---------------------------------------------------------------------------
+
+    def should_ask(self, now_ms: int) -> bool:
+        """Tell whether it is time to ask for a snapshot."""
+        due = self.state is FollowState.BEHIND and now_ms >= self.ask_at_ms
+        return due and self.asked_at_ms is None
+
+    def ask(self, now_ms: int) -> None:
+        """Note that a snapshot is asked for; the answer goes through `landed`."""
+        self.asked_at_ms = now_ms
+
+    def landed(self) -> bool:
+        """End the question; False: none flew, and the answer is not for us."""
+        flew = self.asked_at_ms is not None
+        self.asked_at_ms = None
+        return flew
+
+    def accepts(self, epoch: int, seq: int) -> bool:
+        """Tell whether a snapshot as of a position is as new as what is held."""
+        return (epoch, seq) >= (self.epoch, self.seq)
+
+    def restore(self, epoch: int, seq: int, now_ms: int) -> None:
+        """Take a snapshot's position; `ready` has the events behind it.
+
+        If they leave a hole, another snapshot is asked for later.
+        """
+        assert self.state is FollowState.BEHIND, "a snapshot of a source that misses nothing"
+        if not self.begin(epoch):
+            self.retry_later(now_ms)
+        self._jump(seq)
+
+    def retry_later(self, now_ms: int) -> None:
+        """Ask again after a pause: the snapshot did not come, or was of no use."""
+        pause_ms = self.limits.retry_ms << min(self.attempts, DOUBLINGS_MAX)
+        self.ask_at_ms = now_ms + min(pause_ms, self.limits.retry_max_ms)
+        self.attempts += 1
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant of a followed source."""
+        assert self.state is FollowState.BEHIND or not self.waiting, f"{self}: no reason to wait"
+        assert len(self.waiting) <= self.limits.waiting_max
+        assert all(seq > self.seq for seq in self.waiting), f"{self}: an old event waits"
+        assert self.hollow or self.seq + 1 not in self.waiting, f"{self}: the next event waits"
+        assert self.state is not FollowState.CURRENT or not self.hollow, f"{self}: hollow"
+        assert all(event.epoch == self.epoch for event in self.waiting.values())
+
+    def _jump(self, seq: int) -> None:
+        """Stand at `seq`: what is held is the truth as of then, and older events need not wait."""
+        assert seq >= self.seq, f"{self}: back to {seq}"
+        self.seq, self.hollow = seq, False
+        for late in [number for number in self.waiting if number <= seq]:
+            del self.waiting[late]
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Be current again if nothing waits: the position has just moved, and no hole is known."""
+        if self.state is FollowState.BEHIND and not self.waiting and not self.hollow:
+            self._move("caught up")
+            self.attempts = 0
+
+    def _move(self, event: str) -> None:
+        self.state = FOLLOWED.next(self.state, event, f"epoch {self.epoch}, seq {self.seq}")

@@ -1,0 +1,49 @@
+"""Why a block of a lookup was missed: every reason, and what it means in one line.
+
+What to do about each is in docs/operating.md; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MEANINGS: Mapping[str, str] = {
+    "never_stored": "no tier of this host has had it since we remember",
+    "not_remembered": "not here; so much has left since that it may have been here before",
+    "evicted": "left the tier to make room",
+    "filtered": "left host memory; the disk's frequency filter had not let it pass yet",
+    "not_written": "left host memory before a lower tier had written it",
+    "removed": "an operator has evicted or reset it",
+    "lost": "its store was created again, or has lost it",
+    "corrupt": "its bytes did not have their checksum",
+    "arriving": "was on its way into host memory just then",
+    "offload_failed": "was offered by an engine and did not come in",
+    "behind": "was there, behind a block that was missing",
+    "deadline": "did not come by the lookup's deadline",
+    "no_room": "no slot was free to bring it to",
+    "recompute_cheaper": "the engine computes it sooner than it would come",
+    "fill_failed": "a lower tier refused to read it, or could not",
+    "peer_failed": "another host has it, and did not bring it",
+    "avoided": "has failed a short while ago, and was not asked for again",
+    "tier_away": "is on a disk or in a bucket whose service is away",
+    "salt_differs": "its tokens are here under another cache salt or LoRA",
+    "namespace_differs": "its tokens are here under another namespace (model, layout, precision)",
+    "busy": "too many lookups were waiting for an answer",
+    "draining": "the tier takes and brings nothing while it drains",
+    "engine_lost": "the engine went away before the answer",
+    "unknown": "no tier remembers why",
+}
+"""Of a block that a lookup did not find."""
+
+UNEXPLAINED = frozenset({"unknown", "not_remembered"})
+"""What counts as not explained."""
+
+OUTCOMES: Mapping[str, str] = {
+    "corrupt": "what the worker had read did not have its checksum",
+    "load_failed": "the worker could not read it",
+    "lease_ended": "the lease ended before the engine had used it",
+    "no_answer": "the connector had given up before the answer came",
+    "malformed": "the connector did not believe the answer",
+    "avoided": "the connector did not ask: a load of it has failed a short while ago",
+}
+"""What a connector tells after the answer, of blocks that it was promised or did not ask for."""

@@ -1,0 +1,6 @@
+"""The disk tier's state machine, without clock or IO.
+
+Begin with `core.py`, whose `step` takes an input and returns effects.
+`messages.py` lists the inputs, `effects.py` the effects, `view.py` what a core answers.
+
+"""

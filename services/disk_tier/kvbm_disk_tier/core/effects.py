@@ -1,0 +1,153 @@
+"""What the disk tier's core wants done: its effects. Inputs are in `messages`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.admin import FilterReply, TierReply
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.verbs import ErrorBody, FillReply, LeaseRequest
+
+from kvbm_disk_tier.core.journal import Record
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHost:
+    """Ask the host tier to pin a batch; ends in Leased or LeaseFailed."""
+
+    write: int
+    instance: str
+    request: LeaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseHost:
+    """Give the lease back; ends in Released (not valid when there is no answer)."""
+
+    write: int
+    instance: str
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSlots:
+    """Write arena slot `sources[i]` to file slot `targets[i]`; ends in Written or WriteFailed.
+
+    `epoch`: the arena that the slots are of. `blocks`: what they hold.
+    """
+
+    write: int
+    epoch: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    slot_bytes: int
+    blocks: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSlots:
+    """Read file slot `sources[i]` into arena slot `targets[i]` and verify `blocks[i]`.
+
+    Ends in ReadDone or ReadFailed. `epoch`: the arena that the slots are of. `until_ms`: see
+    wire.verbs.FillRequest.
+    """
+
+    read: int
+    epoch: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    slot_bytes: int
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class AppendJournal:
+    """Make records durable, in order; with a `write`, ends in Journaled or JournalFailed."""
+
+    write: int | None
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a request of a verb."""
+
+    reply_to: int
+    reply: FillReply | TierReply | FilterReply | ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Announce an event, in this order."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceLater:
+    """There is more to announce: let others have their turn. Ends in AnnounceMore."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """Make a store of slots of this size, whatever was there before.
+
+    Ends in StoreOpened or StoreFailed.
+    """
+
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteJournal:
+    """Replace the journal by these records: it has grown too long."""
+
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropArena:
+    """A host tier is gone: its arena need not stay mapped."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskArena:
+    """Ask the host tier for its arena and map it; ends in ArenaKnown or ArenaFailed."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskHostSnapshot:
+    """Ask the host tier what it holds; ends in HostSnapshot, or nothing."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class SayAccepting:
+    """Tell the other instances whether this one takes blocks; ends in their WritersKnown."""
+
+    accepting: bool
+
+
+Effect = (
+    OpenStore
+    | RewriteJournal
+    | AskArena
+    | DropArena
+    | AskHostSnapshot
+    | LeaseHost
+    | ReleaseHost
+    | WriteSlots
+    | ReadSlots
+    | AppendJournal
+    | Answer
+    | AnnounceLater
+    | Publish
+    | SayAccepting
+)

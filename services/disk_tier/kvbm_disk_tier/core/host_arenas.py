@@ -1,0 +1,188 @@
+"""The host tiers of this host, and what a tier below them knows of their arenas.
+
+Each of them has an arena of its own, which an epoch names: no two have the same. One may ask for an
+arena too early (it is cut for the first engine), or know that of a life that is over; then it is
+asked for again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm_common.tier.machine import Machine
+from kvbm_common.wire.verbs import ArenaReply
+
+from kvbm_disk_tier.core.effects import AskArena, AskHostSnapshot, DropArena
+from kvbm_disk_tier.core.outbox import Outbox
+from kvbm_disk_tier.core.store import Store
+
+
+class ArenaState(Enum):
+    """What is known of one host tier's arena."""
+
+    UNKNOWN = "unknown"
+    ASKED = "asked"
+    MAPPED = "mapped"
+    RENEWING = "renewing"
+
+
+ARENA = Machine(
+    "host arena",
+    {
+        (None, "heard of"): ArenaState.UNKNOWN,
+        (ArenaState.UNKNOWN, "ask"): ArenaState.ASKED,
+        (ArenaState.ASKED, "known"): ArenaState.MAPPED,
+        (ArenaState.ASKED, "failed"): ArenaState.UNKNOWN,
+        (ArenaState.ASKED, "left"): ArenaState.ASKED,
+        (ArenaState.MAPPED, "ask"): ArenaState.RENEWING,
+        (ArenaState.MAPPED, "left"): ArenaState.UNKNOWN,
+        (ArenaState.RENEWING, "known"): ArenaState.MAPPED,
+        (ArenaState.RENEWING, "failed"): ArenaState.MAPPED,
+        (ArenaState.RENEWING, "left"): ArenaState.ASKED,
+        (ArenaState.UNKNOWN, "known"): ArenaState.MAPPED,
+        (ArenaState.UNKNOWN, "failed"): ArenaState.UNKNOWN,
+        (ArenaState.UNKNOWN, "left"): ArenaState.UNKNOWN,
+        (ArenaState.MAPPED, "known"): ArenaState.MAPPED,
+        (ArenaState.MAPPED, "failed"): ArenaState.MAPPED,
+    },
+)
+MAPPED = (ArenaState.MAPPED, ArenaState.RENEWING)
+ASKED = (ArenaState.ASKED, ArenaState.RENEWING)
+
+
+@dataclass(slots=True)
+class HostArena:
+    """One host tier and its arena."""
+
+    instance: str
+    state: ArenaState
+    is_there: bool = False
+    """The host tier has joined and not left."""
+    epoch: int = 0
+    """The newest life that has been heard of."""
+
+
+class HostArenas:
+    """All of them, by instance, and which of their arenas fit the store."""
+
+    def __init__(self, store: Store, outbox: Outbox) -> None:
+        self.mapped: dict[str, ArenaReply] = {}
+        """The arenas that are mapped, by the instance of their host tier."""
+        self.usable: dict[int, ArenaReply] = {}
+        """Of those the ones that blocks can be moved from and to, by epoch."""
+        self.staging = False
+        """Disk-only mode: every block is for the disk."""
+        self._store = store
+        self._outbox = outbox
+        self._hosts: dict[str, HostArena] = {}
+
+    # --- what is heard ----------------------------------------------------------------------
+
+    def joined(self, instance: str) -> None:
+        """Note that a host tier has joined."""
+        host = self._of(instance)
+        host.is_there = True
+        self._ask(host)
+        assert host.state in ASKED, f"host tier {instance} is {host.state.name} when it joins"
+
+    def left(self, instance: str) -> None:
+        """Drop the arena of a host tier that has left or died: nothing of it can be moved."""
+        host = self._of(instance)
+        host.is_there = False
+        self._move(host, "left")
+        if self.mapped.pop(instance, None) is not None:
+            self._outbox.emit(DropArena(instance))
+            self.refit()
+        assert host.state not in MAPPED, f"host tier {instance} left an arena behind"
+
+    def heard(self, instance: str, epoch: int) -> None:
+        """Note an event of a host tier: another epoch is another arena."""
+        assert epoch >= 0
+        host = self._hosts.get(instance) or self._of(instance)
+        host.epoch = max(host.epoch, epoch)
+        if self._wants(host):
+            self._ask(host)
+
+    def known(self, arena: ArenaReply) -> None:
+        """Take an arena that is mapped. A snapshot tells what it held before we listened."""
+        before = self.mapped.get(arena.instance)
+        assert arena.slot_bytes >= 0
+        self._move(self._of(arena.instance), "known")
+        self.mapped[arena.instance] = arena
+        self.refit()
+        if before is None or before.epoch != arena.epoch or not before.slot_bytes:
+            self._ask_snapshot(arena)
+
+    def failed(self, instance: str) -> None:
+        """Note that a host tier did not say where its arena is; a tick asks again."""
+        host = self._of(instance)
+        self._move(host, "failed")
+        assert host.state not in ASKED, f"the question to host tier {instance} is over"
+
+    def ask_snapshots(self) -> None:
+        """Ask every host tier what it holds: events of theirs were lost."""
+        for arena in self.mapped.values():
+            self._ask_snapshot(arena)
+
+    def tick(self) -> None:
+        """Ask again for what is missing."""
+        for host in self._hosts.values():
+            if host.is_there and self._wants(host):
+                self._ask(host)
+
+    # --- questions --------------------------------------------------------------------------
+
+    def sizes(self) -> set[int]:
+        """Return the slot sizes of the mapped arenas."""
+        return {arena.slot_bytes for arena in self.mapped.values() if arena.slot_bytes}
+
+    def lender(self, instance: str) -> ArenaReply | None:
+        """Return the arena to lease what this host tier had; if it is gone, another may have it."""
+        arena = self.mapped.get(instance)
+        if arena is not None:
+            return self.usable.get(arena.epoch)
+        host = self._hosts.get(instance)
+        if host is not None and host.is_there:
+            return None  # Its arena will be known.
+        return next(iter(self.usable.values()), None)
+
+    def refit(self) -> None:
+        """Find the arenas that fit the store: one of both has changed."""
+        self._store.follow(self.sizes())
+        arenas = self.mapped.values()
+        self.usable = {one.epoch: one for one in arenas if self._store.takes(one.slot_bytes)}
+        assert len(self.usable) <= len(arenas)
+        self.staging = any(one.staging for one in arenas)
+
+    # --- moves ------------------------------------------------------------------------------
+
+    def _of(self, instance: str) -> HostArena:
+        host = self._hosts.get(instance)
+        if host is None:
+            host = self._hosts[instance] = HostArena(instance, ARENA.next(None, "heard of"))
+        return host
+
+    def _wants(self, host: HostArena) -> bool:
+        arena = self.mapped.get(host.instance)
+        return arena is None or not arena.slot_bytes or arena.epoch < host.epoch
+
+    def _ask(self, host: HostArena) -> None:
+        assert host.instance in self._hosts, f"host tier {host.instance} was not heard of"
+        if host.state not in ASKED:
+            self._move(host, "ask")
+            self._outbox.emit(AskArena(host.instance))
+
+    def _ask_snapshot(self, arena: ArenaReply) -> None:
+        assert arena.instance in self.mapped, f"the arena of {arena.instance} is not mapped"
+        if arena.slot_bytes:
+            self._outbox.emit(AskHostSnapshot(arena.instance))
+
+    def _move(self, host: HostArena, event: str) -> None:
+        host.state = ARENA.next(host.state, event, f"host tier {host.instance}")
+
+    def check(self) -> None:
+        """Assert every invariant of the arenas."""
+        for host in self._hosts.values():
+            assert (host.state in MAPPED) == (host.instance in self.mapped), host
+        assert set(self.usable) <= {arena.epoch for arena in self.mapped.values()}

@@ -1,0 +1,85 @@
+"""The bounds of a disk tier's core, and what it needs to know of the medium below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbm_common.config.settings import Settings
+from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX
+from kvbm_common.tier.batches import BATCH_UNIT_BYTES
+from kvbm_common.wire.events import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKind:
+    """The kind of medium that the blocks lie in."""
+
+    service: str
+    tier: Tier
+    sized: bool
+    """Slots are places as large as the arena's, and a journal says what they hold. Otherwise a slot
+    is a name in the table, the store is opened once, without an arena, and what it holds is listed
+    later."""
+    verifies_writes: bool
+    """A write compares each block with its checksum first, so what is stored is right whatever
+    became of the lease."""
+    offloaded: str = ""
+    """The counter of its blocks; empty: by the arena's mode."""
+
+
+DISK = StoreKind("disk-tier", "disk", sized=True, verifies_writes=False)
+OBJECT = StoreKind(
+    "object-tier", "object", sized=False, verifies_writes=True, offloaded="offload_blocks_d2o"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTierLimits:
+    """Every bound of the core, from the configuration."""
+
+    writes_max: int = 4
+    """Batches being written; as many are leased ahead."""
+    writes_beside_reads_max: int = 1
+    """Onboarding goes ahead of offloading: while reads are in flight, writes hold back."""
+    commits_max: int = 32
+    """Batches that are written and not announced yet: they wait for the journal, not for the
+    disk's bandwidth, and share its synchronisations."""
+    journal_wait_ms: int = 100
+    """How long the record of what was written waits for others, while more is being written."""
+    reads_max: int = 64
+    """Fills: as many as NIXL is given at a time."""
+    reads_waiting_max: int = 4096
+    read_blocks_max: int = 256
+    write_blocks_max: int = 64
+    """Blocks in flight, as far as nothing was measured; one batch may always fly."""
+    ahead_batches: int = 4
+    """Reads, or writes, that are handed over beyond that: they wait in the mover, and the disk has
+    the next one at once when one has ended."""
+    batch_blocks_max: int = 16
+    batch_bytes: int = 0
+    """A transfer has more blocks when they are small: see `batches.batch_blocks`."""
+    batch_transfers_max: int = 4
+    """Of one batch of writes, on a disk that is fast: see `batch_size`."""
+    pending_max: int = 65_536
+    """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
+    lease_ms: int = 5_000
+    journal_records_per_slot: int = 4
+    """The journal is rewritten when it holds more than this per slot (and 65,536)."""
+    announced_blocks_max: int = EVENT_BLOCKS_MAX
+    """Of a former life's blocks so many are announced in one step, within some 5 ms."""
+
+    def __post_init__(self) -> None:
+        """Assert that nothing waits without end for a bound of zero."""
+        assert min(self.writes_max, self.reads_max, self.commits_max) > 0, self
+        assert min(self.batch_blocks_max, self.batch_transfers_max) > 0, self
+        assert min(self.pending_max, self.lease_ms, self.announced_blocks_max) > 0, self
+
+
+def limits_of(settings: Settings) -> DiskTierLimits:
+    """Return what the configuration bounds; the rest by default."""
+    return DiskTierLimits(
+        writes_max=settings.max_concurrent_transfers,
+        batch_blocks_max=settings.max_transfer_batch_size,
+        batch_bytes=settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
+        lease_ms=settings.lease_ms,
+    )

@@ -1,0 +1,257 @@
+"""What the disk tier's core takes in: its inputs. What it wants done is in `effects`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbm_common.wire.admin import FilterRequest, TierRequest
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.verbs import ArenaReply, FillRequest, Hits, LeaseReply, SnapshotReply
+
+from kvbm_disk_tier.core.journal import Replay
+
+STALE_ARENA = "stale_arena"
+"""Another life's arena was mapped between the core's decision and its execution: these slots hold
+other blocks by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostEvent:
+    """The host tier `instance` announced something."""
+
+    instance: str
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class HostJoined:
+    """A host tier of this host has joined, or lives a new life."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostLeft:
+    """A host tier of this host has left, or died."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostEventsLost:
+    """NATS has dropped events of the host tiers before they came here."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSnapshot:
+    """The blocks that a host tier held before its events were followed."""
+
+    instance: str
+    reply: SnapshotReply
+
+
+@dataclass(frozen=True, slots=True)
+class HitsTold:
+    """A host tier says which blocks were asked for again."""
+
+    instance: str
+    hits: Hits
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaKnown:
+    """The host tier's arena has been mapped."""
+
+    arena: ArenaReply
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaFailed:
+    """The arena could not be asked for or mapped."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The host tier has pinned what it had of a batch."""
+
+    write: int
+    reply: LeaseReply
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFailed:
+    """The host tier refused a lease, or did not answer."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The bytes of a batch are in the store, but for entries `lost` of it."""
+
+    write: int
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The bytes of a batch are not in the store, or not all of them."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The host tier says whether the lease had held through the write, or does not answer."""
+
+    write: int
+    valid: bool
+    answered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Journaled:
+    """The records of batches are as durable as the configuration asks."""
+
+    writes: tuple[int, ...]
+    """Those that became so together."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFailed:
+    """The records of a batch could not be made durable."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FillAsked:
+    """The host tier wants blocks read into staged slots of its arena."""
+
+    reply_to: int
+    request: FillRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLanded:
+    """A read's bytes are in the arena, and are summed up now: the disk has time for others.
+
+    A medium may say so, before the read's end.
+    """
+
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """A read has ended; `intact[i]` says whether block i is there and has the right checksum.
+
+    `reasons[i]` says what is wrong with it otherwise: without it `corrupt`. A block that is
+    `corrupt` or `gone` is lost; for any other reason it may be read again. `sums[i]` are the
+    checksums of the parts that were read; without it every block has one part.
+    """
+
+    read: int
+    intact: tuple[bool, ...]
+    reasons: tuple[str, ...] = ()
+    sums: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """A read has failed as a whole, and nothing writes into the arena any more."""
+
+    read: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How many blocks in flight keep a store busy; None: that is not known."""
+
+    reads: int | None = None
+    writes: int | None = None
+    written_bytes: int = 0
+    """What it took to find out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOpened:
+    """The file is there, cut into slots; `replay` is what the journal says is in it."""
+
+    slot_count: int
+    slot_bytes: int
+    replay: Replay
+    depth: Depth = Depth()
+    replaced_format: bool = False
+    """It is in the place of a store of another format, whose blocks are lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """There is no store: the disk is full, or does not let us. `reason` is for the operator."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceMore:
+    """Others have had their turn: go on with the announcement of a former life's blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WritersKnown:
+    """These instances of this host, this one included or not, take blocks now."""
+
+    instances: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDown:
+    """The store does not work for now. `reason` is for the operator."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUp:
+    """The store works again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAsked:
+    """An operator wants to know or to change something."""
+
+    reply_to: int
+    verb: str
+    request: TierRequest | FilterRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: deadlines are looked at."""
+
+
+HostInput = (
+    HostJoined
+    | HostLeft
+    | HostEvent
+    | HostEventsLost
+    | HostSnapshot
+    | HitsTold
+    | ArenaKnown
+    | ArenaFailed
+)
+"""What is heard of host tiers."""
+WriteInput = Leased | LeaseFailed | Written | WriteFailed | Released | Journaled | JournalFailed
+"""How the steps of a write have ended."""
+ReadInput = FillAsked | ReadLanded | ReadDone | ReadFailed
+"""Fills, and how their reads have ended."""
+StoreInput = StoreOpened | StoreFailed | AnnounceMore | StoreDown | StoreUp
+"""What is heard of the store."""
+Input = HostInput | WriteInput | ReadInput | StoreInput | WritersKnown | AdminAsked | Tick

@@ -1,0 +1,329 @@
+"""Reads, G3 → G2: fills that the host tier asks for, verified, and answered per block.
+
+A fill waits for its turn, pins the blocks that are there, reads them into the staged arena slots
+that it was lent, and is answered once. A block whose bytes are wrong is quarantined. The states of
+a fill that is being read are those of `READ`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import assert_never
+
+from kvbm_common.identity import SequenceHash, hashes_from_hex
+from kvbm_common.nixl.transfers import TransferTimeout
+from kvbm_common.tier.machine import InvalidTransition, Machine
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, FillRequest, FillSlot
+
+from kvbm_disk_tier.core.disk_breaker import SLOW_MS, DiskBreaker
+from kvbm_disk_tier.core.effects import Answer, ReadSlots
+from kvbm_disk_tier.core.host_arenas import HostArenas
+from kvbm_disk_tier.core.inventory import Inventory
+from kvbm_disk_tier.core.limits import DiskTierLimits
+from kvbm_disk_tier.core.messages import (
+    STALE_ARENA,
+    FillAsked,
+    ReadDone,
+    ReadFailed,
+    ReadInput,
+    ReadLanded,
+)
+from kvbm_disk_tier.core.outbox import Outbox
+from kvbm_disk_tier.core.store import Store
+
+AHEAD_MS = 1
+"""A block that is asked for ahead costs a fill so much of its turn: the front of a short run
+overtakes the tail of a long one, and no tail waits without end."""
+SUMMED_UP = 2
+"""So many times what may fly may be on its way, with what is summed up."""
+NOT_THE_DISK = (TransferTimeout.code, STALE_ARENA)
+"""Reasons of failed reads."""
+
+
+class ReadState(Enum):
+    """What a read waits for: the disk, or the checksums of what has landed."""
+
+    READING = "reading"
+    SUMMING = "summing"
+
+
+READ = Machine(
+    "disk read",
+    {
+        (None, "start"): ReadState.READING,
+        (ReadState.READING, "landed"): ReadState.SUMMING,
+        (ReadState.READING, "done"): None,
+        (ReadState.READING, "failed"): None,
+        (ReadState.SUMMING, "done"): None,
+        (ReadState.SUMMING, "failed"): None,
+    },
+)
+
+
+@dataclass(slots=True)
+class Read:
+    """A fill in flight: some slots pinned and being read, the rest of it gone."""
+
+    reply_to: int
+    asked: list[FillSlot]
+    slots: dict[SequenceHash, int]
+    started_ms: int
+    state: ReadState
+
+
+class Reads:
+    """All fills that are not answered yet."""
+
+    def __init__(
+        self,
+        *,
+        ids: Iterator[int],
+        limits: DiskTierLimits,
+        store: Store,
+        breaker: DiskBreaker,
+        arenas: HostArenas,
+        inventory: Inventory,
+        outbox: Outbox,
+        counts: Counter[str],
+    ) -> None:
+        """`ids`: of the reads, shared with the writes."""
+        self.flying: dict[int, Read] = {}
+        self.waiting: list[tuple[int, int, FillAsked]] = []
+        """A heap of (turn, number of arrival, fill)."""
+        self.stopped = False
+        """The tier says good-bye: every fill is refused."""
+        self._ids = ids
+        self._limits = limits
+        self._store = store
+        self._breaker = breaker
+        self._arenas = arenas
+        self._inventory = inventory
+        self._outbox = outbox
+        self._counts = counts
+        self._arrivals = 0
+
+    def take(self, event: ReadInput, now_ms: int) -> None:
+        """Take a fill, or the outcome of a read; raises IdentityError."""
+        match event:
+            case FillAsked():
+                self.asked(event, now_ms)
+            case ReadLanded(read_id):
+                self.landed(read_id)
+            case ReadDone():
+                self.done(event, now_ms)
+            case ReadFailed():
+                self.failed(event, now_ms)
+            case _:
+                assert_never(event)
+
+    # --- fills ------------------------------------------------------------------------------
+
+    def asked(self, event: FillAsked, now_ms: int) -> None:
+        """Let a fill wait for its turn, or refuse it; raises IdentityError."""
+        hashes_from_hex([slot.hash for slot in event.request.slots])
+        if len(self.waiting) >= self._limits.reads_waiting_max:
+            self._refuse(event, ErrorBody(code="busy", message="too many fills are waiting"))
+            return
+        refusal = self._refusal(event.request, now_ms)
+        if refusal is not None:
+            self._refuse(event, refusal)
+            return
+        assert event.request.ahead >= 0
+        self._arrivals += 1
+        turn = now_ms + event.request.ahead * AHEAD_MS
+        heapq.heappush(self.waiting, (turn, self._arrivals, event))
+
+    def _refusal(self, request: FillRequest, now_ms: int) -> ErrorBody | None:
+        arena = self._arenas.usable.get(request.epoch)
+        if self.stopped:
+            return ErrorBody(code="stopping", message="this disk tier is stopping")
+        if arena is None or not self._store.works:
+            return ErrorBody(code="stale_arena", message="another arena is mapped", field="epoch")
+        if now_ms >= request.until_ms:
+            return ErrorBody(code="too_late", message="the deadline has passed", field="until_ms")
+        if not self._breaker.allows(now_ms):
+            return ErrorBody(code="disk_bypassed", message="the disk fails or is too slow")
+        if any(slot.slot >= arena.slot_count for slot in request.slots):
+            return ErrorBody(code="bad_slot", message="no such arena slot", field="slots")
+        for field_name in ("slot", "hash"):
+            if len({getattr(slot, field_name) for slot in request.slots}) < len(request.slots):
+                return ErrorBody(code="duplicate", message=f"a {field_name} twice", field="slots")
+        return None
+
+    def _refuse(self, event: FillAsked, refusal: ErrorBody) -> None:
+        assert refusal.code, "a refusal says why"
+        self._counts[f"dropped.fill_{refusal.code}"] += len(event.request.slots)
+        self._outbox.emit(Answer(event.reply_to, refusal))
+
+    def advance(self, now_ms: int) -> None:
+        """Start as many reads as may fly; what was right when it came may be stale by now."""
+        while self.waiting and self._may_start():
+            _, _, event = heapq.heappop(self.waiting)
+            refusal = self._refusal(event.request, now_ms)
+            if refusal is not None:
+                self._refuse(event, refusal)
+            else:
+                self._start(event, now_ms)
+
+    def _may_start(self) -> bool:
+        most, ahead = self._store.read_blocks_max, self._store.ahead_blocks
+        blocks = reading = 0
+        for read in self.flying.values():
+            blocks += len(read.slots)
+            reading += len(read.slots) if read.state is ReadState.READING else 0
+        free = reading < most + ahead and blocks < SUMMED_UP * most + ahead
+        return free and len(self.flying) < self._limits.reads_max
+
+    def _start(self, event: FillAsked, now_ms: int) -> None:
+        table, request = self._inventory.table, event.request
+        slots: dict[SequenceHash, int] = {}
+        targets: list[int] = []
+        names = hashes_from_hex([asked.hash for asked in request.slots])
+        for asked, name in zip(request.slots, names, strict=True):
+            slot = table.find(name)
+            if slot is None:
+                self._counts["dropped.fill_gone"] += 1
+                continue
+            table.pin(slot, used=True)
+            slots[name] = slot
+            targets.append(asked.slot)
+        read = Read(event.reply_to, request.slots, slots, now_ms, READ.next(None, "start"))
+        if not slots:
+            self._outbox.emit(Answer(read.reply_to, _reply(read, {}, {})))
+            return
+        assert len(targets) == len(slots), "a block is asked for twice"
+        read_id = next(self._ids)
+        assert read_id not in self.flying, f"two reads have id {read_id}"
+        self.flying[read_id] = read
+        self._breaker.start()
+        self._outbox.emit(
+            ReadSlots(
+                read_id,
+                request.epoch,
+                tuple(slots.values()),
+                tuple(targets),
+                tuple(table.block(slot) for slot in slots.values()),
+                self._arenas.usable[request.epoch].slot_bytes,
+                request.until_ms,
+            )
+        )
+
+    # --- outcomes ---------------------------------------------------------------------------
+
+    def landed(self, read_id: int) -> None:
+        """Let another read fly: the bytes of this one are there.
+
+        The mover may say so once more, or when the read has ended.
+        """
+        read = self.flying.get(read_id)
+        if read is not None and READ.has(read.state, "landed"):
+            self._move(read_id, "landed")
+
+    def done(self, event: ReadDone, now_ms: int) -> None:
+        """Answer a fill whose bytes are there and summed up, and quarantine what is wrong."""
+        read = self._move(event.read, "done")
+        assert len(event.intact) == len(read.slots), f"{event}: {self._story(read)}"
+        self._breaker.ended(read.started_ms, now_ms, failed=False)
+        table, counts = self._inventory.table, self._counts
+        intact: dict[SequenceHash, Block] = {}
+        lost: dict[str, list[tuple[int, Block]]] = {"corrupt": [], "gone": []}
+        reasons = event.reasons or ("corrupt",) * len(event.intact)
+        told: dict[SequenceHash, str] = {}
+        sums = event.sums or ((),) * len(event.intact)
+        outcomes = zip(read.slots.items(), event.intact, reasons, sums, strict=True)
+        for (name, slot), ok, reason, parts in outcomes:
+            if ok:
+                block = table.block(slot)
+                intact[name] = block.with_sums(parts) if parts else block
+                continue
+            told[name] = reason
+            counts[f"dropped.fill_{reason}"] += 1
+            self._inventory.diary.note(now_ms, f"was read: {reason}", name)
+            # Another read may have found it so, and it may have been written again since.
+            if reason in lost and table.find(name) == slot:
+                lost[reason].append((slot, table.block(slot)))
+        counts["fill_blocks"] += len(intact)
+        blocks = [table.block(slot) for slot in read.slots.values()]
+        counts["bytes.read"] += self._store.bytes_of(blocks)
+        table.unpin(read.slots.values())
+        for reason, entries in lost.items():
+            if entries:
+                self._inventory.lose(entries, reason)
+        self._outbox.emit(Answer(read.reply_to, _reply(read, intact, told)))
+
+    def failed(self, event: ReadFailed, now_ms: int) -> None:
+        """Answer a fill whose read failed: none of its bytes can be believed."""
+        assert event.reason, "a read fails for a reason"
+        read = self._move(event.read, "failed")
+        # A short deadline that has passed says nothing of the disk, an old arena neither.
+        if event.reason not in NOT_THE_DISK or now_ms - read.started_ms >= SLOW_MS:
+            self._breaker.ended(read.started_ms, now_ms, failed=True)
+        self._counts[f"dropped.fill_{event.reason}"] += len(read.slots)
+        self._inventory.table.unpin(read.slots.values())
+        told = dict.fromkeys(read.slots, event.reason)
+        self._outbox.emit(Answer(read.reply_to, _reply(read, {}, told)))
+
+    def _move(self, read_id: int, event: str) -> Read:
+        """Move a read by the table, and return it; it is gone when the table says so."""
+        read = self.flying.get(read_id)
+        assert read is not None, f"{event!r} for read {read_id}, which does not fly"
+        if not READ.has(read.state, event):
+            raise InvalidTransition(READ.refusal(read.state, event, self._story(read)))
+        state = READ.transitions[read.state, event]
+        if state is None:
+            del self.flying[read_id]
+        else:
+            read.state = state
+        return read
+
+    # --- questions --------------------------------------------------------------------------
+
+    def pins(self) -> Counter[int]:
+        """Return every pin that a read holds, for `check`."""
+        return Counter(slot for read in self.flying.values() for slot in read.slots.values())
+
+    def _story(self, read: Read) -> str:
+        return str([self._inventory.diary.story(name) for name in read.slots])
+
+    def check(self) -> None:
+        """Assert every invariant of the fills."""
+        assert len(self.flying) <= self._limits.reads_max
+        assert len(self.waiting) <= self._limits.reads_waiting_max
+        assert all(read.slots for read in self.flying.values()), "a read without blocks flies"
+
+
+def _reply(
+    read: Read, intact: Mapping[SequenceHash, Block], told: Mapping[SequenceHash, str]
+) -> FillReply:
+    """Return one entry per asked slot, in the asked order.
+
+    `told`: why a block that was read is not ok.
+    """
+    assert not intact.keys() & told.keys(), "a block is intact or not"
+    slots: list[FilledSlot] = []
+    names = hashes_from_hex([asked.hash for asked in read.asked])
+    for asked, name in zip(read.asked, names, strict=True):
+        block = intact.get(name)
+        if block is None:
+            why = told.get(name, "gone")
+            slots.append(FilledSlot(hash=asked.hash, slot=asked.slot, ok=False, reason=why))
+            continue
+        slots.append(
+            FilledSlot(
+                hash=asked.hash,
+                slot=asked.slot,
+                ok=True,
+                parent=block.parent.hex(),
+                namespace=block.namespace.hex(),
+                checksum=block.checksum,
+                bytes=block.bytes,
+                part_checksums=list(block.part_checksums) if block.part_count > 1 else [],
+            )
+        )
+    assert len(slots) == len(read.asked)
+    return FillReply(slots=slots)

@@ -1,0 +1,163 @@
+"""Batches of blocks on their way to disk: their states, and what the host tier has leased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvbm_common.identity import SequenceHash, hashes_from_hex
+from kvbm_common.tier.blocks import CHECKSUM_MAX, is_divisible
+from kvbm_common.tier.diary import Diary
+from kvbm_common.tier.machine import InvalidTransition, Machine
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.verbs import ArenaReply, LeasedSlot
+
+
+class Phase(Enum):
+    """What a write waits for."""
+
+    LEASING = "leasing"
+    LEASED = "leased"
+    WRITING = "writing"
+    RELEASING = "releasing"
+    RELEASED = "released"
+    JOURNALING = "journaling"
+
+    __hash__ = object.__hash__  # Enum's own is written in Python, and every move hashes a phase.
+
+
+WRITE = Machine(
+    "disk write",
+    {
+        (None, "lease"): Phase.LEASING,
+        (Phase.LEASING, "leased"): Phase.LEASED,
+        (Phase.LEASING, "unanswered"): None,
+        (Phase.LEASING, "refused"): None,
+        (Phase.LEASED, "write"): Phase.WRITING,
+        (Phase.LEASED, "nothing left"): Phase.RELEASING,
+        (Phase.LEASED, "bypassed"): Phase.RELEASING,
+        (Phase.WRITING, "written"): Phase.RELEASING,
+        (Phase.WRITING, "write failed"): Phase.RELEASING,
+        (Phase.RELEASING, "held"): Phase.RELEASED,
+        (Phase.RELEASING, "nothing written"): None,
+        (Phase.RELEASING, "unanswered"): None,
+        (Phase.RELEASING, "lease lost"): None,
+        (Phase.RELEASED, "record"): Phase.JOURNALING,
+        (Phase.JOURNALING, "journaled"): None,
+        (Phase.JOURNALING, "journal failed"): None,
+    },
+)
+
+
+@dataclass(slots=True)
+class Write:
+    """A batch on its way to disk."""
+
+    id: int
+    instance: str
+    epoch: int
+    """The arena that the lease is for."""
+    names: list[SequenceHash]
+    phase: Phase
+    charged: int = 0
+    """Bytes taken from the budget."""
+    lease: int = 0
+    leased: Sequence[LeasedSlot] = ()
+    """Arena slots that the host tier has pinned for it."""
+    slots: list[tuple[int, Block]] = field(default_factory=list)
+    """Staged file slots and what is being written into them."""
+    started_ms: int = 0
+    released_ms: int = 0
+
+
+class WritesInFlight:
+    """Every write that has begun and not ended, by id and by phase."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.by_id: dict[int, Write] = {}
+        self.names: set[SequenceHash] = set()
+        """All their blocks."""
+        self.phases: dict[Phase, set[int]] = {phase: set() for phase in Phase}
+        """The ids of the writes in each phase."""
+        self._diary = diary
+
+    def begin(
+        self, write_id: int, arena: ArenaReply, names: list[SequenceHash], charged: int
+    ) -> None:
+        """Add a write whose lease is asked for."""
+        assert write_id not in self.by_id, f"two writes have id {write_id}"
+        assert names, "a write has blocks"
+        assert self.names.isdisjoint(names), "a block is in two writes"
+        phase = WRITE.transitions[None, "lease"]
+        assert phase is not None, "a lease begins a write"
+        self.by_id[write_id] = Write(write_id, arena.instance, arena.epoch, names, phase, charged)
+        self.phases[phase].add(write_id)
+        self.names.update(names)
+
+    def find(self, write_id: int) -> Write:
+        """Return a write that something has come back for."""
+        write = self.by_id.get(write_id)
+        assert write is not None, f"no write has id {write_id}"
+        return write
+
+    def in_phase(self, phase: Phase) -> list[Write]:
+        """Return the writes in a phase, oldest first."""
+        return [self.by_id[write_id] for write_id in sorted(self.phases[phase])]
+
+    def move(self, write: Write, event: str) -> None:
+        """Move a write by the table; it is gone when the table says so."""
+        assert write.id in self.by_id, f"{event!r} for a write that has ended: {self.story(write)}"
+        key = (write.phase, event)
+        if key not in WRITE.transitions:
+            raise InvalidTransition(WRITE.refusal(write.phase, event, self.story(write)))
+        self.phases[write.phase].remove(write.id)
+        phase = WRITE.transitions[key]
+        if phase is None:
+            del self.by_id[write.id]
+            self.names.difference_update(write.names)
+            return
+        write.phase = phase
+        self.phases[phase].add(write.id)
+
+    def story(self, write: Write) -> str:
+        """Return what happened to the blocks of a write, for assertions."""
+        return f"write {write.id}: {[self._diary.story(name) for name in write.names]}"
+
+    def check(self) -> None:
+        """Assert that every write is in one phase, and every block in one write."""
+        for write_id, write in self.by_id.items():
+            at = [phase for phase, ids in self.phases.items() if write_id in ids]
+            assert at == [write.phase], self.story(write)
+        names = [name for write in self.by_id.values() for name in write.names]
+        assert self.names == set(names)
+        assert len(names) == len(self.names), "a block is in two writes"
+
+
+def leased_blocks(
+    slots: Sequence[LeasedSlot], arena: ArenaReply
+) -> tuple[dict[SequenceHash, tuple[Block, int]], int]:
+    """Return the blocks of leased slots with their slot, and how many slots cannot be right."""
+    sound = [slot for slot in slots if _is_sound(slot, arena)]
+    pairs = zip(_blocks_of(sound), sound, strict=True)
+    leased = {block.hash: (block, slot.slot) for block, slot in pairs}
+    assert len(leased) <= len(sound)
+    return leased, len(slots) - len(sound)
+
+
+def _is_sound(slot: LeasedSlot, arena: ArenaReply) -> bool:
+    """Tell whether a leased slot can be written and journaled at all."""
+    inside = slot.slot < arena.slot_count and slot.bytes <= arena.slot_bytes
+    parts = slot.part_checksums
+    whole = not parts or is_divisible(slot.bytes, len(parts))
+    return inside and whole and 0 <= slot.checksum <= CHECKSUM_MAX
+
+
+def _blocks_of(slots: Sequence[LeasedSlot]) -> Iterator[Block]:
+    names = hashes_from_hex([slot.hash for slot in slots])
+    parents = hashes_from_hex([slot.parent for slot in slots])
+    namespaces = {text: bytes.fromhex(text) for text in {slot.namespace for slot in slots}}
+    for slot, name, parent in zip(slots, names, parents, strict=True):
+        # The bytes tell the checksums of the parts when they are read: only the number is kept.
+        parts = len(slot.part_checksums) or 1
+        yield Block(name, parent, namespaces[slot.namespace], slot.checksum, slot.bytes, parts)

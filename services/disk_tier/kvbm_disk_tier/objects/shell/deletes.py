@@ -1,0 +1,97 @@
+"""Deletes: names of objects that leave the bucket, gathered into batches.
+
+Only a write of the same name waits for a delete. What is not deleted (the
+queue was full, the process ended) is found by the next listing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from kvbm_common.runtime.logs import OncePerKind
+
+from kvbm_disk_tier.objects.shell.bucket import PAGE_MAX, Bucket, BucketError, backoff
+
+QUEUE_MAX = 100_000
+LATELY_MAX = 200_000
+"""One that is forgotten here may be listed though it is deleted: the next read finds out."""
+
+log = OncePerKind(logging.getLogger(__name__))
+
+
+class Deletes:
+    """The queue, and the one task that empties it."""
+
+    def __init__(self, bucket: Bucket, counted: Callable[[str, int], None]) -> None:
+        """`counted(outcome, objects)` hears what has become of them."""
+        self._bucket = bucket
+        self._counted = counted
+        self._queue: OrderedDict[str, None] = OrderedDict()
+        self._flying: frozenset[str] = frozenset()
+        self._wake = asyncio.Event()
+        self._landed = asyncio.Event()
+        self.lately: set[str] = set()
+        """Deleted, or to be, since `forget`: a page of a listing may still name them."""
+
+    def __len__(self) -> int:
+        """Names that wait or fly."""
+        return len(self._queue) + len(self._flying)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Delete these, some time."""
+        for name in names:
+            self._queue[name] = None
+            if len(self.lately) < LATELY_MAX:
+                self.lately.add(name)
+            if len(self._queue) > QUEUE_MAX:
+                self._queue.popitem(last=False)
+                self._counted("dropped", 1)
+        if self._queue:
+            self._wake.set()
+
+    def forget(self) -> None:
+        """A listing begins: what is deleted by now will not be named."""
+        self.lately = set(self._queue) | self._flying
+
+    async def wait_writable(self, name: str) -> None:
+        """The name is about to be written: it is not deleted any more."""
+        self._queue.pop(name, None)
+        while name in self._flying:
+            await self._landed.wait()
+        self.lately.discard(name)
+
+    async def run(self) -> None:
+        """Delete what is added, until cancelled."""
+        pauses = backoff()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                if await self._delete_batch():
+                    pauses = backoff()
+                else:
+                    await asyncio.sleep(next(pauses))
+
+    async def _delete_batch(self) -> bool:
+        batch = [self._queue.popitem(last=False)[0] for _ in range(min(PAGE_MAX, len(self._queue)))]
+        self._flying = frozenset(batch)
+        self._landed.clear()
+        try:
+            left = await self._bucket.delete(batch)
+        except BucketError as error:
+            log.warning(error.code, f"{len(batch)} objects could not be deleted: {error}")
+            self._counted("failed", len(batch))
+            if error.retry:
+                self._queue.update(dict.fromkeys(batch))
+            return False
+        finally:
+            self._flying = frozenset()
+            self._landed.set()
+        for name, why in left.items():
+            log.warning(why, f"{name} could not be deleted: {why}")
+        self._counted("failed", len(left))
+        self._counted("deleted", len(batch) - len(left))
+        return True

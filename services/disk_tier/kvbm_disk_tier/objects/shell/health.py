@@ -1,0 +1,54 @@
+"""The health of the bucket: when it counts as down, and when it is asked again.
+
+    UP --TROUBLES_MAX troubles in a row, or a refusal--> DOWN --a probe that succeeds--> UP
+
+Probes come after a pause that doubles with every one that fails, and with every return to DOWN
+before anything has worked.
+"""
+
+from __future__ import annotations
+
+from kvbm_disk_tier.objects.shell.bucket import backoff
+
+TROUBLES_MAX = 3
+PAUSE_S = 1.0
+PAUSE_MAX_S = 30.0
+
+
+class Health:
+    """What has been seen of one bucket."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Why it is down; empty: it is up."""
+        self.needs_write = False
+        """What failed was a write: a probe that only reads would prove nothing."""
+        self._troubles = 0
+        self._pauses = backoff(PAUSE_S, PAUSE_MAX_S)
+
+    def good(self) -> None:
+        """Note that a request has worked."""
+        self._troubles = 0
+        self._pauses = backoff(PAUSE_S, PAUSE_MAX_S)
+
+    def trouble(self, reason: str, *, write: bool, refused: bool = False) -> bool:
+        """Something has not; True: now it is down."""
+        self._troubles += 1
+        if self.reason or not (refused or self._troubles >= TROUBLES_MAX):
+            return False
+        self.reason, self.needs_write = reason, write
+        return True
+
+    def pause_s(self) -> float:
+        """How long to wait before the next probe."""
+        return next(self._pauses)
+
+    def up(self) -> None:
+        """A probe has succeeded."""
+        self.reason = ""
+        self._troubles = 0
+
+    def still_down(self, reason: str) -> bool:
+        """A probe has failed; True: for another reason than it was known for."""
+        is_new, self.reason = reason != self.reason, reason
+        return is_new

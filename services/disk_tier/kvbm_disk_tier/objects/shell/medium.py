@@ -1,0 +1,358 @@
+"""The object medium: a bucket as the store of the core.
+
+Every block is an object of its own and moves by itself, so that one that is missing or late costs
+no other; batches of the core are only a way to lease. A transfer that fails is tried again with
+growing pauses while its deadline lets it. NIXL says *that* something failed; the bucket is then
+asked *what*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
+from kvbm_common.runtime.metrics import Counter, Metrics
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.verbs import ArenaReply
+
+from kvbm_disk_tier.core.effects import AppendJournal, Effect, ReadSlots, RewriteJournal, WriteSlots
+from kvbm_disk_tier.core.journal import Operation, Replay
+from kvbm_disk_tier.core.messages import (
+    STALE_ARENA,
+    Input,
+    Journaled,
+    ReadDone,
+    StoreDown,
+    StoreFailed,
+    StoreOpened,
+    StoreUp,
+    WriteFailed,
+    Written,
+)
+from kvbm_disk_tier.objects.core.messages import (
+    ListedBlock,
+    ListingBegun,
+    ListingEnded,
+    ObjectsListed,
+)
+from kvbm_disk_tier.objects.core.names import KeyIds, Names
+from kvbm_disk_tier.objects.shell.bucket import Bucket, BucketError, BucketRefused, Listed, backoff
+from kvbm_disk_tier.objects.shell.deletes import Deletes
+from kvbm_disk_tier.objects.shell.health import Health
+from kvbm_disk_tier.objects.shell.mover import CHANGED, CORRUPT, OK, TOO_LATE, ObjectMover, Sums
+
+PUT_DEADLINE_S = 30.0
+"""A store that takes longer for one block is as good as away."""
+TRIES = 3
+LISTING_DEADLINE_S = 600.0
+"""A million objects are 1,000 pages: two minutes on AWS."""
+INBOX_DEADLINE_S = 10.0
+TOO_LARGE = "too_large"
+"""For a slot of the arena: the block is of an engine with larger blocks, on another host."""
+NO_KEY = "no_key"
+"""The block's namespace has none, and what is stored here is sealed."""
+GONE = "gone"
+"""There is no such object."""
+
+log = logging.getLogger(__name__)
+Loop = CoreLoop[Any, Effect]
+"""Its inputs are the core's, and those of `objects.messages`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectOptions:
+    """How the bucket is used, from the configuration."""
+
+    prefix: str
+    slot_count: int
+    list_s: float
+    label: str
+    """Names this instance among those that share the bucket."""
+    keys: KeyIds | None = None
+    """What its objects are sealed with; the mover's packing says how."""
+
+
+class ObjectMedium:
+    """One bucket, for one event loop."""
+
+    def __init__(
+        self, options: ObjectOptions, bucket: Bucket, mover: ObjectMover, counters: Metrics
+    ) -> None:
+        self.where = f"bucket {bucket.options!r}"
+        self._options = options
+        self._bucket = bucket
+        self._mover = mover
+        self._names = Names(options.prefix, options.keys)
+        self._health = Health()
+        deleted = counters.counter(
+            "kvbm_object_deletes_total", "Deletes by what became of them.", labels=("outcome",)
+        )
+        self._deletes = Deletes(
+            bucket, lambda outcome, count: deleted.labels(outcome=outcome).inc(count)
+        )
+        self._log = OncePerKind(log)
+        self._opened = asyncio.Event()
+        self._is_down = asyncio.Event()
+        self._say: Callable[[Input], None] = lambda _: None
+        self._requests = requests_counter(counters)
+        """Shared with the bucket, which counts its own."""
+        self._moved = counters.counter(
+            "kvbm_object_bytes_total", "Bytes moved to and from the bucket.", labels=("direction",)
+        )
+        self._listed = counters.counter(
+            "kvbm_object_listed_total",
+            "Objects named by listings: ours, foreign, or of a wrong size.",
+            labels=("kind",),
+        )
+        self._failures = {
+            "put": counters.counter(
+                "kvbm_object_write_failures", "Blocks that could not be written to the bucket."
+            ),
+            "get": counters.counter(
+                "kvbm_object_read_failures", "Blocks that could not be read from the bucket."
+            ),
+        }
+
+    def close(self) -> None:
+        """End; requests that hang end by themselves."""
+        self._mover.close()
+
+    # --- the store --------------------------------------------------------------------------
+
+    async def recover(self) -> StoreOpened | StoreFailed | None:
+        """Nothing is known before the first listing."""
+        return None
+
+    async def open(self, _slot_bytes: int) -> StoreOpened | StoreFailed:
+        """See whether the bucket is there and lets us read and write."""
+        try:
+            await self._bucket.probe(self._probe_prefix, write=True)
+        except BucketError as error:
+            self._log.warning(error.code, str(error))
+            return StoreFailed(str(error))
+        self._opened.set()
+        return StoreOpened(self._options.slot_count, 0, Replay({}, 1, 0, 0))
+
+    @property
+    def _probe_prefix(self) -> str:
+        return f"{self._options.prefix}/probe/{self._options.label}/"
+
+    def use_arena(self, arena: ArenaReply) -> None:
+        """Map it; raises KvbmError or OSError."""
+        self._mover.use_arena(arena)
+
+    def drop_arena(self, instance: str) -> None:
+        """Unmap it; a copy under way ends in its own mapping."""
+        self._mover.drop_arena(instance)
+
+    async def append(self, effect: AppendJournal) -> Journaled | None:
+        """An object that is written is its own record; one that is removed is deleted."""
+        removed = [r.block for r in effect.records if r.operation is Operation.REMOVED]
+        self._deletes.add(map(self._names.name_of, removed))
+        return None if effect.write is None else Journaled((effect.write,))
+
+    async def rewrite(self, _effect: RewriteJournal) -> None:
+        """There is no journal."""
+
+    async def run(self, loop: Loop) -> None:
+        """List, delete and probe, until cancelled."""
+        self._say = loop.complete
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_listing(loop), name="listing")
+            tasks.create_task(self._deletes.run(), name="deletes")
+            tasks.create_task(self._probe_when_down(), name="probe")
+
+    # --- blocks -----------------------------------------------------------------------------
+
+    async def write(self, effect: WriteSlots) -> Written | WriteFailed:
+        """Arena to objects, each by itself."""
+        outcomes = await asyncio.gather(
+            *(
+                self._put(block, effect.epoch, source * effect.slot_bytes)
+                for block, source in zip(effect.blocks, effect.sources, strict=True)
+            )
+        )
+        if all(outcome == STALE_ARENA for outcome in outcomes):
+            return WriteFailed(effect.write, STALE_ARENA)
+        lost = tuple(index for index, outcome in enumerate(outcomes) if outcome != OK)
+        return Written(effect.write, lost)
+
+    async def _put(self, block: Block, epoch: int, offset: int) -> str:
+        if not self._names.may_name(block):
+            return NO_KEY
+        name = self._names.name_of(block)
+        await self._deletes.wait_writable(name)
+        until_ms = monotonic_ms() + round(1000 * PUT_DEADLINE_S)
+        pauses = backoff()
+        outcome = OK
+        for tried in range(TRIES):
+            if tried and not await self._may_retry(next(pauses), until_ms):
+                break
+            left_s = (until_ms - monotonic_ms()) / 1000
+            outcome = await self._mover.put(
+                name, block, epoch=epoch, offset=offset, deadline_s=left_s
+            )
+            if outcome in (STALE_ARENA, CHANGED, DeadlineExceeded.code):
+                return outcome
+            self._request_ended("put", block, outcome)
+            if outcome == OK:
+                return OK
+        self._failures["put"].inc()
+        return outcome
+
+    async def read(self, effect: ReadSlots) -> ReadDone:
+        """Objects to arena, each by itself, in the order in which they were asked for."""
+        got = await asyncio.gather(
+            *(
+                self._get(block, effect, target * effect.slot_bytes)
+                for block, target in zip(effect.blocks, effect.targets, strict=True)
+            )
+        )
+        outcomes, sums = zip(*got, strict=True)
+        intact = tuple(outcome == OK for outcome in outcomes)
+        return ReadDone(effect.read, intact, outcomes, sums)
+
+    async def _get(self, block: Block, effect: ReadSlots, offset: int) -> tuple[str, Sums]:
+        """How a read has ended, and the checksums of the parts of what was read."""
+        if block.bytes > effect.slot_bytes:
+            return TOO_LARGE, ()
+        epoch, until_ms = effect.epoch, effect.until_ms
+        name = self._names.name_of(block)
+        pauses = backoff()
+        outcome, sums = OK, Sums()
+        for tried in range(TRIES):
+            if tried and not await self._may_retry(next(pauses), until_ms):
+                break
+            got = await self._mover.get(name, block, epoch=epoch, offset=offset, until_ms=until_ms)
+            outcome, sums = (got, ()) if isinstance(got, str) else (OK, got)
+            if outcome in (STALE_ARENA, TOO_LATE, DeadlineExceeded.code):
+                break
+            if outcome not in (OK, CORRUPT):
+                outcome = await self._why(name, block, outcome, until_ms)
+            self._request_ended("get", block, outcome)
+            # What is corrupt may have been so on its way only: it is read once more.
+            if outcome in (OK, GONE) or (outcome == CORRUPT and tried):
+                break
+        if outcome not in (OK, GONE):
+            self._failures["get"].inc()
+        return outcome, sums
+
+    async def _why(self, name: str, block: Block, outcome: str, until_ms: int) -> str:
+        """NIXL could not read it: is it gone, is it another size, or is the store in trouble?
+
+        A list, because a head of an object cannot tell a missing object from a missing bucket.
+        """
+        left_s = max((until_ms - monotonic_ms()) / 1000, 0.01)
+        try:
+            async with asyncio.timeout(left_s):
+                size = await self._bucket.size(name)
+        except (BucketError, TimeoutError):
+            return outcome
+        if size is None:
+            return GONE
+        return outcome if size == self._object_bytes(block) else CORRUPT
+
+    def _object_bytes(self, block: Block) -> int:
+        return block.bytes + self._mover.packing.extra_bytes
+
+    async def _may_retry(self, pause_s: float, until_ms: int) -> bool:
+        """Wait for the next try; False: there is no time for one, or no point."""
+        if self._health.reason or monotonic_ms() + 1000 * pause_s >= until_ms:
+            return False
+        await asyncio.sleep(pause_s)
+        return not self._health.reason
+
+    def _request_ended(self, kind: str, block: Block, outcome: str) -> None:
+        answered = outcome in (OK, GONE, CORRUPT)
+        self._requests.labels(request=kind, outcome="ok" if answered else "failed").inc()
+        if outcome == OK:
+            self._moved.labels(direction="written" if kind == "put" else "read").inc(block.bytes)
+        if answered:
+            self._health.good()
+        else:
+            self._trouble(f"{self.where}: objects cannot be {_DONE[kind]} ({outcome})", kind)
+
+    # --- listings ---------------------------------------------------------------------------
+
+    async def _keep_listing(self, loop: Loop) -> None:
+        await self._opened.wait()
+        pauses = backoff()
+        while True:
+            try:
+                async with asyncio.timeout(LISTING_DEADLINE_S):
+                    await self._list(loop)
+            except (KvbmError, TimeoutError) as error:
+                self._log.warning("listing", f"the bucket could not be listed: {error}")
+                loop.complete(ListingEnded(complete=False))
+                if isinstance(error, BucketError):
+                    refused = isinstance(error, BucketRefused)
+                    self._trouble(str(error), "list", refused=refused)
+                await asyncio.sleep(min(self._options.list_s, next(pauses)))
+            else:
+                pauses = backoff()
+                await asyncio.sleep(self._options.list_s)
+
+    async def _list(self, loop: Loop) -> None:
+        self._deletes.forget()
+        await loop.offer(ListingBegun(), deadline_s=INBOX_DEADLINE_S)
+        for root in self._names.roots:
+            async for page in self._bucket.pages(root):
+                objects = tuple(found for entry in page if (found := self._take(entry)) is not None)
+                if objects:
+                    await loop.offer(ObjectsListed(objects), deadline_s=INBOX_DEADLINE_S)
+        await loop.offer(ListingEnded(complete=True), deadline_s=INBOX_DEADLINE_S)
+        self._health.good()
+
+    def _take(self, entry: Listed) -> ListedBlock | None:
+        block = self._names.block_of(entry.name)
+        if block is None:
+            self._listed.labels(kind="foreign").inc()  # Its owner may want it.
+            return None
+        if self._object_bytes(block) != entry.bytes:
+            self._listed.labels(kind="wrong_size").inc()
+            self._deletes.add([entry.name])
+            return None
+        self._listed.labels(kind="ours").inc()
+        if entry.name in self._deletes.lately:
+            return None
+        return ListedBlock(block, entry.age_ms)
+
+    # --- health -----------------------------------------------------------------------------
+
+    def _trouble(self, reason: str, kind: str, *, refused: bool = False) -> None:
+        if self._health.trouble(reason, write=kind == "put", refused=refused):
+            self._log.warning("down", reason)
+            self._is_down.set()
+            self._say(StoreDown(reason))
+
+    async def _probe_when_down(self) -> None:
+        while True:
+            await self._is_down.wait()
+            await asyncio.sleep(self._health.pause_s())
+            try:
+                await self._bucket.probe(self._probe_prefix, write=self._health.needs_write)
+            except BucketError as error:
+                if self._health.still_down(str(error)):
+                    self._log.warning(error.code, str(error))
+                    self._say(StoreDown(str(error)))
+                continue
+            self._health.up()
+            self._is_down.clear()
+            log.info("%s works again", self.where)
+            self._say(StoreUp())
+
+
+def requests_counter(counters: Metrics) -> Counter:
+    """What the store bills: requests by kind. `get` and `put` are NIXL's, the others boto3's."""
+    return counters.counter(
+        "kvbm_object_requests_total", "Requests to the bucket.", labels=("request", "outcome")
+    )
+
+
+_DONE = {"put": "written", "get": "read"}

@@ -1,0 +1,107 @@
+"""The object tier: the shell of the disk tier over a bucket."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import ConfigError, ServiceFailed
+from kvbm_common.service.process import ServiceContext, run
+
+from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.core.limits import limits_of
+from kvbm_disk_tier.objects.core.core import ObjectTierCore
+from kvbm_disk_tier.objects.core.packing import Packing, Plain
+from kvbm_disk_tier.objects.shell.bucket import Bucket, BucketOptions
+from kvbm_disk_tier.objects.shell.medium import ObjectMedium, ObjectOptions, requests_counter
+from kvbm_disk_tier.objects.shell.mover import ObjectMover
+from kvbm_disk_tier.shell.service import keys_of
+from kvbm_disk_tier.shell.tier_shell import TierShell, serve_nothing
+
+if TYPE_CHECKING:
+    from kvbm_disk_tier.shell.cipher import Keys
+
+log = logging.getLogger(__name__)
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run an object tier."""
+    settings = context.settings
+    core = ObjectTierCore(
+        host=context.host,
+        instance=context.instance,
+        epoch=context.epoch,
+        frequency_filter=FrequencyFilter(enabled=not settings.disable_object_offload_filter),
+        limits=limits_of(settings),
+        policy=settings.disk_eviction_policy,
+        ttl_ms=round(1000 * settings.object_ttl_s),
+    )
+    if not settings.object_enabled:
+        await serve_nothing(context, core, "DYN_KVBM_OBJECT_ENABLED is false")
+        return
+    medium = make_medium(context)
+    try:
+        await TierShell(context, core, medium).run()
+    finally:
+        medium.close()
+
+
+def make_medium(context: ServiceContext) -> ObjectMedium:
+    """The bucket of the configuration. Makes no request; raises BadKeys."""
+    settings = context.settings
+    keys = keys_of(settings)
+    where = BucketOptions(
+        bucket=settings.object_bucket,
+        endpoint=settings.object_endpoint,
+        region=settings.object_region,
+        access_key=settings.object_access_key,
+        secret_key=settings.object_secret_key,
+        path_style=settings.object_path_style,
+    )
+    options = ObjectOptions(
+        prefix=settings.object_prefix,
+        slot_count=settings.object_num_blocks,
+        list_s=settings.object_list_s,
+        label=f"{context.host}-{context.instance}",
+        keys=keys,
+    )
+    requests = requests_counter(context.counters)
+
+    def counted(request: str, ok: bool) -> None:
+        requests.labels(request, "ok" if ok else "failed").inc()
+
+    mover = ObjectMover(
+        name=f"{context.source}-{context.epoch}",
+        bucket=where,
+        lanes=settings.object_concurrency,
+        counters=context.counters,
+        packing=_packing(keys),
+    )
+    return ObjectMedium(options, Bucket(where, counted), mover, context.counters)
+
+
+def _packing(keys: Keys | None) -> Packing:
+    if keys is None:
+        return Plain()
+    from kvbm_disk_tier.objects.shell.sealed_packing import Sealed
+
+    log.info("objects are sealed, with keys %s", ", ".join(keys.ids()))
+    return Sealed(keys)
+
+
+def check(settings: Settings) -> None:
+    """Whether an object tier can be had at all; raises KvbmError."""
+    if not settings.object_enabled:
+        return
+    if not settings.object_bucket:
+        accepted = "the name of a bucket when DYN_KVBM_OBJECT_ENABLED is true"
+        raise ConfigError("DYN_KVBM_OBJECT_BUCKET", "", accepted)
+    if find_spec("boto3") is None:
+        raise ServiceFailed("the object tier needs boto3: pip install kvbm-disk-tier[object]")
+
+
+def main() -> None:
+    """The entry point of `kvbm serve object-tier`."""
+    run("object-tier", serve, check=check)

@@ -1,0 +1,267 @@
+"""The disk tier's mover: bytes between the mapped arena and the file, over NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.memory.arena import Arena
+from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
+from kvbm_common.nixl.spans import Registration, Spans
+from kvbm_common.runtime.loop import monotonic_ms
+from kvbm_common.runtime.metrics import Metrics, TransferFigures
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.verbs import FILL_GRACE_MS
+
+from kvbm_disk_tier.core.effects import ReadSlots, WriteSlots
+from kvbm_disk_tier.core.messages import (
+    STALE_ARENA,
+    Depth,
+    ReadDone,
+    ReadFailed,
+    WriteFailed,
+    Written,
+)
+from kvbm_disk_tier.core.pieces import pieces_of
+
+if TYPE_CHECKING:
+    from kvbm_disk_tier.shell.queue_depth import Tuning
+
+WORKER_THREADS = 1
+CALL_DEADLINE_S = 10.0
+"""Registrations take milliseconds; a machine in trouble gets some more."""
+SETTLE_DEADLINE_S = 0.8 * FILL_GRACE_MS / 1000
+"""Soon the host tier will reuse the slots of a late fill: end this process before."""
+TRANSFER_BYTES = 16 * 1024 * 1024
+"""No transfer of a write is larger, if it has several blocks: one ends, and the disk has the next,
+and reads get between them."""
+WRITE_DEADLINE_S = 30.0
+"""A disk that takes longer for one batch is as good as broken."""
+
+
+Put = tuple[Transferred, tuple[int, ...]]
+"""What was moved, and which blocks had been lost before."""
+Sums = tuple[tuple[int, ...] | None, ...]
+"""The checksums of each block's parts; None: its bytes are not those that were stored."""
+E = TypeVar("E", WriteSlots, ReadSlots)
+T = TypeVar("T")
+
+
+class NotSettled(KvbmError):
+    """A read may still land in an arena that is not ours: this process must end."""
+
+    code = "not_settled"
+
+
+class DiskMover:
+    """One NIXL agent between one file and the arenas that are mapped now."""
+
+    def __init__(self, *, mover: MoverThread, counters: Metrics) -> None:
+        """`mover` can move files; it is closed with this."""
+        self._mover = mover
+        self._worker = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="worker")
+        self._arenas: dict[int, tuple[Arena, Registration]] = {}
+        """By epoch."""
+        self._epochs: dict[str, int] = {}
+        """Host tier → the epoch of its arena."""
+        self._retired: list[tuple[Arena, Registration]] = []
+        self._file: Registration | None = None
+        self._fd = -1
+        self._flying = 0
+        self._figures = TransferFigures(counters)
+        self.on_landed: Callable[[int], None] = lambda _: None
+        """Told of each read whose bytes are there."""
+
+    def close(self) -> None:
+        """End both threads and unmap."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._mover.close()
+        for arena, _ in [*self._retired, *self._arenas.values()]:
+            arena.close()
+
+    def use_arena(self, path: str, epoch: int, instance: str = "") -> None:
+        """Map the arena of another life of a host tier. The old one stays mapped until nothing
+        flies any more."""
+        if epoch in self._arenas:
+            return
+        arena = Arena.attach(path)
+        arena.populate()
+        known = self._mover.register_memory(arena.address, arena.bytes).result(CALL_DEADLINE_S)
+        self.drop_arena(instance)
+        self._arenas[epoch], self._epochs[instance] = (arena, known), epoch
+
+    def drop_arena(self, instance: str) -> None:
+        """Drop the arena of a host tier that has left or begun a new life."""
+        former = self._epochs.pop(instance, None)
+        if former is not None:
+            self._retired.append(self._arenas.pop(former))
+        self._unmap_retired()
+
+    def _arena(self, epoch: int) -> Arena | None:
+        found = self._arenas.get(epoch)
+        return None if found is None else found[0]
+
+    def _unmap_retired(self) -> None:
+        if self._flying == 0:
+            for arena, known in self._retired:
+                self._mover.deregister(known).result(CALL_DEADLINE_S)
+                arena.close()
+            self._retired.clear()
+
+    def use_file(self, fd: int, slot_count: int, stride: int) -> None:
+        """Read and write this file of slots from now on; nothing may fly."""
+        assert self._flying == 0
+        self.drop_file()
+        self._file = self._mover.register_file(fd, slot_count * stride).result(CALL_DEADLINE_S)
+        self._fd = fd
+
+    def depth(
+        self, tuning: Tuning, slot_count: int, stride: int, taken: Mapping[int, Block]
+    ) -> Depth:
+        """How much in flight keeps the file busy; nothing may fly. `taken`: slots with blocks."""
+        assert self._flying == 0
+        self._mover.limit_files(read_bytes=None, written_bytes=None)
+        found = tuning.depth(self._mover, self._fd, stride, slot_count, taken)
+        self._mover.limit_files(
+            read_bytes=None if found.reads is None else found.reads * stride,
+            written_bytes=None if found.writes is None else found.writes * stride,
+        )
+        return found
+
+    def drop_file(self) -> None:
+        """The file is about to be closed; nothing may fly."""
+        assert self._flying == 0
+        if self._file is not None:
+            self._mover.deregister(self._file).result(CALL_DEADLINE_S)
+        self._file, self._fd = None, -1
+
+    async def write(self, effect: WriteSlots) -> Written | WriteFailed:
+        """Write blocks from arena to file."""
+        arena = self._arena(effect.epoch)
+        if arena is None:
+            return WriteFailed(effect.write, STALE_ARENA)
+        self._flying += 1
+        try:
+            parts = [self._put(arena, part) for part in _parts(effect)]
+            outcomes = await asyncio.gather(*parts, return_exceptions=True)
+            return await self._written(effect, outcomes)
+        finally:
+            self._flying -= 1
+            self._unmap_retired()
+
+    async def _written(
+        self, effect: WriteSlots, outcomes: Sequence[Put | BaseException]
+    ) -> Written | WriteFailed:
+        """All parts of a batch have ended."""
+        failed: WriteFailed | None = None
+        lost: list[int] = []
+        before = 0
+        for part, outcome in zip(_parts(effect), outcomes, strict=True):
+            if isinstance(outcome, TransferError):
+                # A late write may meet its slot's next block; that block's checksum would tell.
+                await wait_settled(outcome)
+                failed = failed or WriteFailed(effect.write, outcome.code)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                moved, lost_here = outcome
+                self._observe("h2disk", moved)
+                lost += [before + index for index in lost_here]
+            before += len(part.targets)
+        return failed or Written(effect.write, tuple(lost))
+
+    async def _put(self, arena: Arena, effect: WriteSlots) -> Put:
+        """Write a part of a batch; also which entries of it cannot be had again."""
+        memory, file = pieces_of(arena.address, effect.sources, effect.targets, effect.slot_bytes)
+        return await self._to_file(memory, file), ()
+
+    async def _to_file(self, memory: Spans, file: Spans) -> Transferred:
+        future = self._mover.write_file(self._fd, memory, file, deadline_s=WRITE_DEADLINE_S)
+        return await asyncio.wrap_future(future)
+
+    async def read(self, effect: ReadSlots) -> ReadDone | ReadFailed:
+        """File to arena, and every checksum compared."""
+        arena = self._arena(effect.epoch)
+        if arena is None:
+            return ReadFailed(effect.read, STALE_ARENA)
+        self._flying += 1
+        try:
+            moved, sums = await self._get(arena, effect)
+        except TransferError as error:
+            await wait_settled(error)
+            return ReadFailed(effect.read, error.code)
+        finally:
+            self._flying -= 1
+            self._unmap_retired()
+        self._observe("disk2h", moved)
+        return _read_done(effect, sums)
+
+    async def _get(self, arena: Arena, effect: ReadSlots) -> tuple[Transferred, Sums]:
+        """Read a batch; also the checksums of its blocks' parts."""
+        memory, file = pieces_of(arena.address, effect.targets, effect.sources, effect.slot_bytes)
+        moved = await self._from_file(memory, file, effect)
+        return moved, await self._in_thread(_sums, arena, effect)
+
+    async def _from_file(self, memory: Spans, file: Spans, effect: ReadSlots) -> Transferred:
+        future = self._mover.read_file(self._fd, memory, file, deadline_s=left_s(effect))
+        moved = await asyncio.wrap_future(future)
+        self.on_landed(effect.read)
+        return moved
+
+    async def _in_thread(self, work: Callable[[Arena, E], T], arena: Arena, effect: E) -> T:
+        """What takes processor time: it keeps off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, arena, effect)
+
+    def _observe(self, path: str, moved: Transferred) -> None:
+        self._figures.observe(path, moved.seconds, moved.bytes)
+
+
+def _parts(effect: WriteSlots) -> list[WriteSlots]:
+    count = max(1, TRANSFER_BYTES // effect.slot_bytes)
+    if len(effect.targets) <= count:
+        return [effect]
+    return [
+        replace(
+            effect,
+            sources=effect.sources[at : at + count],
+            targets=effect.targets[at : at + count],
+            blocks=effect.blocks[at : at + count],
+        )
+        for at in range(0, len(effect.targets), count)
+    ]
+
+
+async def wait_settled(error: TransferError) -> None:
+    """Wait until nothing of a failed transfer can land any more; raises NotSettled."""
+    if error.settled or error.settling is None:
+        return
+    try:
+        async with asyncio.timeout(SETTLE_DEADLINE_S):
+            await asyncio.wrap_future(error.settling)
+    except TimeoutError:
+        raise NotSettled(f"a transfer has not ended {SETTLE_DEADLINE_S} s late") from error
+
+
+def left_s(effect: ReadSlots) -> float:
+    """Until a read's deadline, in seconds; a little where it has passed."""
+    return max((effect.until_ms - monotonic_ms()) / 1000, 0.01)
+
+
+def _sums(arena: Arena, effect: ReadSlots) -> Sums:
+    memory, slot_bytes = arena.array.data, effect.slot_bytes
+    return tuple(
+        block.sums_in(memory[slot * slot_bytes : (slot + 1) * slot_bytes])
+        for slot, block in zip(effect.targets, effect.blocks, strict=True)
+    )
+
+
+def _read_done(effect: ReadSlots, sums: Sums) -> ReadDone:
+    """Return how a read has ended, with the checksums of parts where blocks have several."""
+    intact = tuple(parts is not None for parts in sums)
+    if all(block.part_count == 1 for block in effect.blocks):
+        return ReadDone(effect.read, intact)
+    return ReadDone(effect.read, intact, sums=tuple(parts or () for parts in sums))

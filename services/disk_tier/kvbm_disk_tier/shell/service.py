@@ -1,0 +1,126 @@
+"""The disk tier as a process: the shell around its core and the store of its directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import KvbmError
+from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.tier.batches import batch_blocks
+
+from kvbm_disk_tier.core.core import DiskTierCore
+from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.core.limits import limits_of
+from kvbm_disk_tier.shell.file_medium import FileMedium
+from kvbm_disk_tier.shell.mover import DiskMover
+from kvbm_disk_tier.shell.nixl_backend import file_mover
+from kvbm_disk_tier.shell.queue_depth import Tuning
+from kvbm_disk_tier.shell.store import (
+    CIPHER,
+    Store,
+    StoreBusy,
+    StoreOptions,
+)
+from kvbm_disk_tier.shell.tier_shell import TierShell, serve_nothing
+
+if TYPE_CHECKING:
+    from kvbm_disk_tier.shell.cipher import Keys
+
+LOCK_DEADLINE_S = 4.5
+"""A predecessor whose place we have taken is gone by then (see `process.EXIT_DEADLINE_S`)."""
+LOCK_TRY_S = 0.1
+SEALED_BATCHES = 6
+"""Batches that are sealed or opened at once: a sealed store takes so much more memory."""
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run a disk tier; without a disk cache it only says that it is there, and empty."""
+    settings = context.settings
+    keys = keys_of(settings)
+    options = StoreOptions(
+        directory=settings.disk_cache_dir / f"kvbm-{context.host}-{context.instance}",
+        capacity_bytes=settings.disk_cache_bytes,
+        slot_count=settings.disk_cache_override_num_blocks or None,
+        direct=not settings.disk_disable_o_direct,
+        zerofill_fallback=settings.disk_zerofill_fallback,
+        cipher=CIPHER if keys is not None else "",
+        sync=settings.disk_sync,
+    )
+    limits = limits_of(settings)
+    core = DiskTierCore(
+        host=context.host,
+        instance=context.instance,
+        epoch=context.epoch,
+        frequency_filter=FrequencyFilter(enabled=not settings.disable_disk_offload_filter),
+        limits=limits,
+        policy=settings.disk_eviction_policy,
+        write_budget=int(settings.disk_write_budget_gb_per_day * 1e9),
+    )
+    if options.capacity_bytes == 0 and options.slot_count is None:
+        await serve_nothing(context, core, "DYN_KVBM_DISK_CACHE_GB is 0")
+        return
+    store = await _wait_store(options, context.stopping)
+    if store is None:
+        return
+    tuning = Tuning(settings.disk_queue_depth, limits.batch_blocks_max, limits.batch_bytes)
+    medium = FileMedium(store, _mover(context, keys, options), tuning)
+    try:
+        await TierShell(context, core, medium).run()
+    finally:
+        medium.close()
+
+
+def keys_of(settings: Settings) -> Keys | None:
+    """What blocks are sealed with, None: nothing; raises BadKeys."""
+    if settings.disk_keys and settings.disk_keys_file is not None:
+        raise KvbmError("KVBM_DISK_KEYS and KVBM_DISK_KEYS_FILE are both set: one is enough")
+    if not settings.disk_keys and settings.disk_keys_file is None:
+        return None
+    from kvbm_disk_tier.shell.cipher import Keys  # Who does not seal needs no library for it.
+
+    if settings.disk_keys_file is not None:
+        return Keys.read(settings.disk_keys_file, "KVBM_DISK_KEYS_FILE")
+    return Keys.parse(settings.disk_keys, "KVBM_DISK_KEYS")
+
+
+def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) -> DiskMover:
+    mover = file_mover(
+        f"{context.source}-{context.epoch}",
+        context.settings.disk_nixl_backend,
+        options.directory,
+        direct=options.direct,
+    )
+    if keys is None:
+        return DiskMover(mover=mover, counters=context.counters)
+    from kvbm_disk_tier.shell.sealed_mover import SealedMover
+
+    limits = limits_of(context.settings)
+
+    def pool_slots(stride: int) -> int:
+        return SEALED_BATCHES * batch_blocks(limits.batch_blocks_max, limits.batch_bytes, stride)
+
+    return SealedMover(mover=mover, counters=context.counters, keys=keys, pool_slots=pool_slots)
+
+
+async def _wait_store(options: StoreOptions, stopping: asyncio.Event) -> Store | None:
+    """Take the store, from a predecessor that is just ending if need be; raises StoreError."""
+    give_up_s = time.monotonic() + LOCK_DEADLINE_S
+    while not stopping.is_set():
+        try:
+            return Store(options)
+        except StoreBusy:
+            if time.monotonic() > give_up_s:
+                raise
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOCK_TRY_S):
+                await stopping.wait()
+    return None
+
+
+def main() -> None:
+    """The entry point of `kvbm serve disk-tier`."""
+    run("disk-tier", serve)

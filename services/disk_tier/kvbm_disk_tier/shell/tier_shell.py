@@ -1,0 +1,369 @@
+"""The shell of a tier below the host tier: NATS around a core and its medium."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, assert_never
+
+import msgspec
+from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
+from kvbm_common.identity import hashes_from_hex
+from kvbm_common.nats.event_publisher import EventPublisher
+from kvbm_common.nats.snapshots import SnapshotPages, ask_snapshot
+from kvbm_common.registry.records import Left, RegistryEvent
+from kvbm_common.runtime import logs
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
+from kvbm_common.runtime.metrics import metrics_of_counts, metrics_of_gauges
+from kvbm_common.service.admin_verbs import tier_verbs
+from kvbm_common.service.core_answers import CoreAnswers
+from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.tracing import Attributes, Tracer, tracer_of
+from kvbm_common.wire.admin import FilterRequest, TierRequest
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed, event_codec, event_subject
+from kvbm_common.wire.explain import fates_request
+from kvbm_common.wire.verbs import (
+    ArenaReply,
+    FillRequest,
+    LeaseReply,
+    ReleaseReply,
+    ReleaseRequest,
+    SnapshotRequest,
+    hits_codec,
+    hits_subject,
+    verb_subject,
+)
+
+from kvbm_disk_tier.core.core import DiskTierCore
+from kvbm_disk_tier.core.effects import (
+    AnnounceLater,
+    Answer,
+    AppendJournal,
+    AskArena,
+    AskHostSnapshot,
+    DropArena,
+    Effect,
+    LeaseHost,
+    OpenStore,
+    Publish,
+    ReadSlots,
+    ReleaseHost,
+    RewriteJournal,
+    SayAccepting,
+    WriteSlots,
+)
+from kvbm_disk_tier.core.messages import (
+    AdminAsked,
+    AnnounceMore,
+    ArenaFailed,
+    ArenaKnown,
+    FillAsked,
+    HitsTold,
+    HostEvent,
+    HostEventsLost,
+    HostJoined,
+    HostLeft,
+    HostSnapshot,
+    Input,
+    Leased,
+    LeaseFailed,
+    Released,
+    StoreOpened,
+    Tick,
+    WritersKnown,
+)
+from kvbm_disk_tier.core.retries import UNANSWERED
+from kvbm_disk_tier.core.shards import writers_of
+from kvbm_disk_tier.shell.medium import Medium
+
+if TYPE_CHECKING:
+    pass
+
+INBOX_MAX = 10_000
+"""Inputs that wait for the core: a second of a very busy host."""
+TICK_MS = 1_000
+HOST_DEADLINE_S = 2.0
+"""The host tier answers from memory; longer means that it is in trouble."""
+FILL_DEADLINE_S = 600.0
+"""The request carries its own deadline; this only ends a handler that gets no answer."""
+GOODBYE_S = 1.0
+ANNOUNCE_DEADLINE_S = 0.25
+"""How long the next step that announces a former life's blocks waits for the one before."""
+ACCEPTING = "accepting"
+"""The key in a disk tier's registry entry that says whether it takes blocks."""
+
+log = logging.getLogger(__name__)
+_arena_reply: JsonCodec[ArenaReply] = JsonCodec(ArenaReply)
+_lease_reply: JsonCodec[LeaseReply] = JsonCodec(LeaseReply)
+_release_reply: JsonCodec[ReleaseReply] = JsonCodec(ReleaseReply)
+_fill_request: JsonCodec[FillRequest] = JsonCodec(FillRequest)
+
+
+class TierShell:
+    """Translates between the outside, a core and its medium."""
+
+    def __init__(self, context: ServiceContext, core: DiskTierCore, medium: Medium) -> None:
+        self._context = context
+        self._core = core
+        self._snapshots = SnapshotPages(lambda _: core.view.snapshot_pages())
+        self._medium = medium
+        self._publisher: EventPublisher = context.bus.event_publisher(context.source)
+        self._dropped = context.counters.counter(
+            "kvbm_bus_messages_dropped_total",
+            "Messages on NATS that could not be taken.",
+            labels=("reason",),
+        )
+        self._answers = CoreAnswers(self._dropped)
+        self._log = OncePerKind(log)
+        self._tracer: Tracer = tracer_of(context.settings, context.kind)
+        self._accepting: dict[str, bool] = {}
+        """The instances of our kind on this host, and whether they take blocks."""
+        self._loop: CoreLoop[Input, Effect] = CoreLoop(
+            core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
+        )
+
+    async def run(self) -> None:
+        """Serve until the context is stopping."""
+        context = self._context
+        recovered = await self._medium.recover()
+        view = self._core.view
+        context.set_stats(view.statistics)
+        context.counters.include(lambda: metrics_of_gauges(view.gauges()))
+        context.counters.include(
+            lambda: metrics_of_counts(view.counts(), label_names={"bytes": "direction"})
+        )
+        await context.bus.subscribe(hits_subject(context.host), self._hits)
+        own = {"fill": self._fill, "snapshot": self._snapshot, "fates": self._fates}
+        await context.add_verbs(own | tier_verbs(context.kind, self._admin, context.audit))
+        first = list(self._core.start())
+        if recovered is not None:  # Ready is who has it in its tables.
+            first += self._core.step(recovered, monotonic_ms())
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._loop.run(first), name="core"),
+                tasks.create_task(self._publisher.run(), name="publisher"),
+                tasks.create_task(self._follow_hosts(), name="host events"),
+                tasks.create_task(self._medium.run(self._loop), name="medium"),
+            ]
+            forget = context.registry.watch(self._registry_changed)
+            blocks = len(recovered.replay.blocks) if isinstance(recovered, StoreOpened) else 0
+            context.ready(f"{self._medium.where} with {blocks} blocks")
+            await context.stopping.wait()
+            forget()
+            await self._say_goodbye()
+            await asyncio.to_thread(self._tracer.close)
+            for task in running:
+                task.cancel()
+
+    async def _say_goodbye(self) -> None:
+        for effect in self._core.stop():
+            self._carry_out(effect)
+        with contextlib.suppress(DeadlineExceeded):
+            # What flies ends well if it can: a half-read fill is of no use to anybody.
+            await self._loop.wait_idle(deadline_s=GOODBYE_S)
+        try:
+            await self._publisher.flush(deadline_s=GOODBYE_S)
+        except DeadlineExceeded as error:
+            log.warning("stopping with events unpublished: %s", error)
+
+    # --- inputs -----------------------------------------------------------------------------
+
+    def _hits(self, _subject: str, payload: bytes) -> None:
+        hits = hits_codec.decode(payload)
+        self._offer(HitsTold(hits.instance, hits))
+
+    async def _follow_hosts(self) -> None:
+        """Every event of a host tier of this host, from now on; snapshots tell what was before."""
+        subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
+        subscription = self._context.bus.event_subscription(
+            start="new",
+            subject=subject,
+            on_stream_lost=lambda: self._loop.complete(HostEventsLost()),
+        )
+        async with subscription as events:
+            async for batch in events:
+                for message in batch:
+                    self._host_event(message.subject, message.payload)
+
+    def _host_event(self, subject: str, payload: bytes) -> None:
+        source = subject.split(".")[-2]
+        if not source.startswith("host-tier-"):
+            return
+        try:
+            event: Event = event_codec.decode(payload)
+        except WireError as error:
+            self._dropped.labels(reason=error.kind).inc()
+            return
+        if (event.host, event.source) != (self._context.host, source):
+            self._dropped.labels(reason="wrong_subject").inc()
+            return
+        self._offer(HostEvent(source.removeprefix("host-tier-"), event))
+
+    def _offer(self, event: Input) -> None:
+        if not self._loop.offer_nowait(event):
+            self._dropped.labels(reason="inbox_full").inc()
+
+    def _registry_changed(self, event: RegistryEvent) -> None:
+        record = event.record
+        if record.kind == self._context.kind and record.host == self._context.host:
+            if isinstance(event, Left):
+                self._accepting.pop(record.instance, None)
+            else:
+                self._accepting[record.instance] = record.info.get(ACCEPTING) is not False
+            self._loop.complete(WritersKnown(writers_of(self._accepting)))
+        if record.kind == "host-tier" and record.host == self._context.host:
+            gone = isinstance(event, Left)
+            self._loop.complete(HostLeft(record.instance) if gone else HostJoined(record.instance))
+
+    # --- verbs ------------------------------------------------------------------------------
+
+    async def _snapshot(self, payload: bytes) -> bytes:
+        return self._snapshots.answer(payload)
+
+    async def _fates(self, payload: bytes) -> bytes:
+        names = hashes_from_hex(fates_request.decode(payload).hashes)
+        return msgspec.json.encode(self._core.view.fates(names, monotonic_ms()))
+
+    async def _fill(self, payload: bytes) -> bytes:
+        request = _fill_request.decode(payload)
+        outer, start_ns = self._tracer.parse(request.trace), time.time_ns()
+        reply = await self._ask_core(lambda reply_to: FillAsked(reply_to, request))
+        if outer is not None and self._tracer.on:
+            asked: Attributes = {
+                "kvbm.blocks": len(request.slots),
+                "kvbm.instance": self._context.instance,
+            }
+            self._tracer.ended(
+                "read", outer.child(), parent=outer, start_ns=start_ns, attributes=asked
+            )
+        return reply
+
+    async def _admin(self, verb: str, request: TierRequest | FilterRequest) -> bytes:
+        return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))
+
+    async def _ask_core(self, make: Callable[[int], Input]) -> bytes:
+        # Onboarding goes ahead: a fill does not wait behind events in the inbox.
+        return await self._answers.ask(
+            lambda reply_to: self._loop.complete(make(reply_to)), deadline_s=FILL_DEADLINE_S
+        )
+
+    # --- effects ----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> Input | Awaitable[Input | None] | None:
+        match effect:
+            case OpenStore(slot_bytes):
+                return self._medium.open(slot_bytes)
+            case RewriteJournal():
+                return self._medium.rewrite(effect)
+            case DropArena(instance):
+                self._medium.drop_arena(instance)
+            case AskArena(instance):
+                return self._ask_arena(instance)
+            case AskHostSnapshot(instance):
+                return self._host_snapshot(instance)
+            case LeaseHost():
+                return self._lease(effect)
+            case ReleaseHost():
+                return self._release(effect)
+            case WriteSlots():
+                return self._medium.write(effect)
+            case ReadSlots():
+                return self._medium.read(effect)
+            case AppendJournal():
+                return self._medium.append(effect)
+            case Answer(reply_to, reply):
+                self._answers.give(reply_to, reply)
+            case Publish(event):
+                self._publish(event)
+            case AnnounceLater():
+                return self._pause()
+            case SayAccepting(accepting):
+                return self._say_accepting(accepting)
+            case _:
+                assert_never(effect)
+        return None
+
+    async def _pause(self) -> AnnounceMore:
+        """Others have their turn, and NATS its time: what the outbox dropped would be a gap."""
+        with contextlib.suppress(DeadlineExceeded):
+            await self._publisher.flush(deadline_s=ANNOUNCE_DEADLINE_S)
+        return AnnounceMore()
+
+    async def _say_accepting(self, accepting: bool) -> None:
+        """An instance that does not hear of it goes on as before: a block is written twice, or
+        not."""
+        try:
+            await self._context.registration.update({ACCEPTING: accepting})
+        except RegistryUnavailable as error:
+            self._log.warning(error.code, f"the other disk tiers do not hear of us: {error}")
+
+    async def _ask_arena(self, instance: str) -> ArenaKnown | ArenaFailed:
+        try:
+            reply = _arena_reply.decode(await self._ask_host(instance, "arena", b"{}"))
+            if reply.slot_bytes:
+                self._medium.use_arena(reply)
+        except (KvbmError, OSError) as error:
+            log.warning("no arena of host tier %s: %s", instance, error)
+            return ArenaFailed(instance)
+        return ArenaKnown(reply)
+
+    async def _host_snapshot(self, instance: str) -> HostSnapshot | None:
+        ask = functools.partial(self._ask_host, instance, "snapshot")
+        try:
+            request = SnapshotRequest(source=f"host-tier-{instance}")
+            return HostSnapshot(instance, await ask_snapshot(ask, request))
+        except KvbmError as error:
+            log.warning("no snapshot of host tier %s: %s", instance, error)
+            return None
+
+    async def _lease(self, effect: LeaseHost) -> Leased | LeaseFailed:
+        try:
+            payload = await self._ask_host(
+                effect.instance, "lease", msgspec.json.encode(effect.request)
+            )
+            return Leased(effect.write, _lease_reply.decode(payload))
+        except KvbmError as error:
+            return LeaseFailed(effect.write, error.code)
+
+    async def _release(self, effect: ReleaseHost) -> Released:
+        request = ReleaseRequest(lease=effect.lease)
+        try:
+            payload = await self._ask_host(effect.instance, "release", msgspec.json.encode(request))
+            return Released(effect.write, _release_reply.decode(payload).valid)
+        except KvbmError as error:
+            log.warning("a lease could not be given back: %s", error)
+            unanswered = error.code in UNANSWERED
+            return Released(effect.write, valid=False, answered=not unanswered)
+
+    async def _ask_host(self, instance: str, verb: str, payload: bytes) -> bytes:
+        subject = verb_subject("host-tier", verb, host=self._context.host, instance=instance)
+        return await self._context.bus.request(subject, payload, deadline_s=HOST_DEADLINE_S)
+
+    def _publish(self, event: Event) -> None:
+        if isinstance(event, Removed) and event.reason == "corrupt":
+            logs.corrupt(log, event.hashes)
+        event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
+        self._publisher.publish(
+            event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
+        )
+
+
+async def serve_nothing(context: ServiceContext, core: DiskTierCore, why: str) -> None:
+    """Answer the questions that go to every source, so that they end."""
+
+    snapshots = SnapshotPages(lambda _: core.view.snapshot_pages())
+
+    async def snapshot(payload: bytes) -> bytes:
+        return snapshots.answer(payload)
+
+    context.set_stats(core.view.statistics)
+    await context.add_verbs({"snapshot": snapshot})
+    await context.registration.update({ACCEPTING: False})
+    context.ready(f"off: {why}")
+    await context.stopping.wait()

@@ -1,0 +1,246 @@
+"""Answers to lookups: what was found is leased to the engine, counted, and sent."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import Block
+from kvbm_common.tier.leases import LeaseTable
+from kvbm_common.tier.machine import Machine
+from kvbm_common.tier.slots import SlotTable
+from kvbm_common.wire.admin import PrefetchReply
+from kvbm_common.wire.events import Tier as WireTier
+from kvbm_common.wire.explain import REQUEST_CHARS_MAX, Place
+from kvbm_common.wire.local import Found, Lookup
+
+from kvbm_host_tier.core.messages import Answer, Emit, EngineId, ToEngine
+from kvbm_host_tier.core.miss_reason import Looked
+
+OPERATOR = EngineId("operator", "")
+"""The owner of prefetches; no engine has an empty incarnation."""
+
+Medium = WireTier | Literal["remote"]
+"""Where blocks come from that were not here."""
+
+
+class LookupState(Enum):
+    """The states of a lookup that cannot be answered at once."""
+
+    ASKING = "asking"
+    """The index is asked for peers that have the rest of the run; blocks may be on their way."""
+    FILLING = "filling"
+    """Blocks are on their way."""
+
+    __hash__ = object.__hash__  # Enum's own is written in Python.
+
+
+LOOKUP = Machine(
+    "lookup",
+    {
+        (None, "index asked"): LookupState.ASKING,
+        (None, "blocks asked for"): LookupState.FILLING,
+        (LookupState.ASKING, "index answered"): LookupState.FILLING,
+        (LookupState.ASKING, "cut"): LookupState.FILLING,
+        (LookupState.FILLING, "complete"): None,
+        (LookupState.ASKING, "deadline"): None,
+        (LookupState.FILLING, "deadline"): None,
+        (LookupState.ASKING, "engine left"): None,
+        (LookupState.FILLING, "engine left"): None,
+    },
+)
+
+
+@dataclass(slots=True)
+class OnboardState:
+    """A lookup until its answer. `slots[i]` is None until block i is here and pinned."""
+
+    engine: EngineId
+    owner: str
+    """The same as text: the owner of the lease."""
+    hashes: list[SequenceHash]
+    answer_by_ms: int
+    lease_until_ms: int
+    connection: bytes = b""
+    lookup: int = 0
+    slots: list[int | None] = field(default_factory=list)
+    run: int = 0
+    """Blocks of the run that may still be had; shrinks when a fill fails."""
+    block_tokens: int = 0
+    state: LookupState | None = None
+    """None: it is not answered yet in the step that it came with."""
+    came_from: dict[int, Medium] = field(default_factory=dict)
+    """Where blocks of the run came from that were not here."""
+    reason: str = ""
+    failed_at: Place = ""
+    """Where, when something failed."""
+    asked: Lookup | None = None
+    """The engine's message; None: this is an operator's prefetch."""
+    reply_to: int = 0
+    """The request of an operator's prefetch, which leaves no block pinned."""
+    block_bytes: int = 0
+    brings: Mapping[Medium, int] = field(default_factory=dict)
+    """Blocks on their way for it, by where they come from, as long as that is measured."""
+    began_ms: int = 0
+
+    @property
+    def trace(self) -> str:
+        """The context of its span; empty: no span."""
+        return self.asked.trace if self.asked is not None else ""
+
+
+class Answers:
+    """The way in which every lookup of an engine and every prefetch ends."""
+
+    def __init__(
+        self,
+        table: SlotTable,
+        leases: LeaseTable,
+        *,
+        epoch: int,
+        hit_window: int,
+        answered: Callable[[Looked], None],
+        counts: Counter[str],
+        emit: Emit,
+    ) -> None:
+        """`answered`: keeps a lookup until its misses are explained."""
+        assert hit_window >= 0
+        self._table = table
+        self._leases = leases
+        self._epoch = epoch
+        self._answered = answered
+        self._counts = counts
+        self._emit = emit
+        self._hit_window: deque[tuple[int, int, int, int]] = deque(maxlen=hit_window)
+        """(asked, host, disk, object) blocks of the last lookups."""
+
+    def give(self, state: OnboardState, now_ms: int) -> None:
+        """Lease the blocks that are here to the engine, and send it their slots."""
+        slots = [slot for slot in state.slots if slot is not None]
+        assert len(slots) == state.run <= len(state.hashes), state.owner
+        if state.reply_to:
+            self._answer_prefetch(state, slots)
+            return
+        lease_id = 0
+        if slots:
+            lease_id = self._leases.grant(
+                state.owner, "onboard", tuple(slots), deadline_ms=state.lease_until_ms
+            ).id
+        disk, objects = _came_from(state, "disk"), _came_from(state, "object")
+        remote = _came_from(state, "remote")
+        here = state.run - len(disk) - len(objects) - len(remote)
+        self._count(len(state.hashes), here, len(disk), len(objects), len(remote))
+        self._counts["matched_tokens"] += state.run * state.block_tokens
+        blocks = [self._table.block(slot) for slot in slots]
+        found = Found(
+            lookup=state.lookup,
+            epoch=self._epoch,
+            lease=lease_id,
+            slots=slots,
+            checksums=[block.checksum for block in blocks],
+            part_checksums=_part_checksums(blocks),
+            block_bytes=blocks[0].bytes if blocks else 0,
+            disk_blocks=disk,
+            object_blocks=objects,
+            remote_blocks=remote,
+            reason=state.reason if state.run < len(state.hashes) else "",
+        )
+        self._emit(ToEngine(state.connection, found))
+        self.explain(state, now_ms)
+
+    def explain(self, state: OnboardState, now_ms: int) -> None:
+        """Keep why the run of an engine's lookup ended where it did."""
+        assert state.run <= len(state.hashes), state.owner
+        asked = state.asked
+        if asked is not None:
+            self._answered(
+                Looked(
+                    asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms,
+                    state.hashes, state.run, state.came_from, state.reason, state.failed_at,
+                    content=asked.content, namespace=asked.namespace, avoided=asked.avoided,
+                    trace=asked.trace,
+                )
+            )  # fmt: skip
+
+    def _answer_prefetch(self, state: OnboardState, slots: list[int]) -> None:
+        self._table.unpin(slots)
+        reply = PrefetchReply(
+            blocks=state.run,
+            filled=len(state.came_from.keys() & set(range(state.run))),
+            reason=state.reason if state.run < len(state.hashes) else "",
+        )
+        assert reply.filled <= reply.blocks
+        self._counts["prefetched_blocks"] += reply.filled
+        self._emit(Answer(state.reply_to, reply))
+
+    def refuse(
+        self,
+        connection: bytes,
+        lookup: Lookup,
+        hashes: list[SequenceHash],
+        reason: str,
+        now_ms: int,
+    ) -> None:
+        """Answer a lookup with no blocks, for this reason."""
+        assert reason
+        self._answered(
+            Looked(
+                lookup.request[:REQUEST_CHARS_MAX], lookup.engine, now_ms, hashes, 0, {}, reason,
+                avoided=lookup.avoided, trace=lookup.trace,
+            )
+        )  # fmt: skip
+        found = Found(
+            lookup=lookup.lookup, epoch=self._epoch, lease=0, slots=[],
+            checksums=[], block_bytes=0, reason=reason,
+        )  # fmt: skip
+        self._emit(ToEngine(connection, found))
+
+    def _count(self, asked: int, host: int, disk: int, objects: int, remote: int) -> None:
+        missing = asked - host - disk - objects - remote
+        assert missing >= 0
+        counts = self._counts
+        counts["lookups"] += 1
+        counts["lookup_blocks.host"] += host
+        counts["lookup_blocks.disk"] += disk
+        counts["lookup_blocks.object"] += objects
+        counts["lookup_blocks.remote"] += remote
+        counts["lookup_blocks.miss"] += missing
+        counts["onboard_blocks_h2d"] += host
+        counts["onboard_blocks_d2d"] += disk
+        counts["onboard_blocks_o2d"] += objects
+        self._hit_window.append((asked, host, disk, objects))
+
+    def hit_rates(self) -> dict[str, float]:
+        """Return which part of the blocks of the last lookups came from where."""
+        window = self._hit_window
+        asked = sum(entry[0] for entry in window) or 1  # No blocks, no hits.
+        return {
+            "host_cache_hit_rate": sum(entry[1] for entry in window) / asked,
+            "disk_cache_hit_rate": sum(entry[2] for entry in window) / asked,
+            "object_cache_hit_rate": sum(entry[3] for entry in window) / asked,
+            "lookups_windowed": float(len(window)) if any(entry[0] for entry in window) else 0.0,
+        }
+
+
+def _part_checksums(blocks: Sequence[Block]) -> list[int]:
+    """Return what ranks verify, block after block; empty where blocks have one part.
+
+    A namespace says how many ranks an engine has, so all blocks of a run have as many parts. An
+    engine that asks for blocks of several namespaces gets no checksums that it could misread.
+    """
+    if all(block.parts == 1 for block in blocks):
+        return []
+    if len({block.part_count for block in blocks}) != 1:
+        return []
+    return [checksum for block in blocks for checksum in block.part_checksums]
+
+
+def _came_from(state: OnboardState, tier: Medium) -> list[int]:
+    """Return the indices of the run whose blocks came from this medium, in order."""
+    if not state.came_from:
+        return []
+    return sorted(i for i, source in state.came_from.items() if source == tier and i < state.run)

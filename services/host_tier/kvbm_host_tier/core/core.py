@@ -1,0 +1,386 @@
+"""The host tier's core (G2): a synchronous machine that owns the arena's slots and leases.
+
+`step` is the only way in. It takes what the shell has heard and returns what the shell shall do;
+it reads no clock and does no IO. `view` is what the shell may read between two steps. The parts
+are drawn and put together in `parts`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import assert_never
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import (
+    IdentityError,
+    SequenceHash,
+    hashes_from_hex,
+    unpack_hashes,
+)
+from kvbm_common.tier.admin import TierAdmin
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.wire.admin import PrefetchRequest
+from kvbm_common.wire.local import (
+    Alive,
+    Beat,
+    Bye,
+    Confirm,
+    Hello,
+    Lookup,
+    Outcome,
+    Refused,
+    Release,
+    ToHostTier,
+)
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, ErrorBody, Offer
+
+from kvbm_host_tier.core.engines import Engine
+from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.means import Means
+from kvbm_host_tier.core.messages import (
+    AdminAsked,
+    Answer,
+    ArenaInfo,
+    ArenaMade,
+    ArenaRefused,
+    DiskEvent,
+    DiskSnapshot,
+    Effect,
+    EngineId,
+    FatesTold,
+    FillDone,
+    FillFailed,
+    FromEngine,
+    Input,
+    LeaseAsked,
+    LowerTierJoined,
+    LowerTierLeft,
+    OfferReceived,
+    PeerAttached,
+    PeerFailed,
+    Publish,
+    PullDone,
+    PullFailed,
+    PullSettled,
+    ReleaseAsked,
+    Tick,
+    ToEngine,
+)
+from kvbm_host_tier.core.parts import assemble, view_of
+from kvbm_host_tier.core.peer_messages import (
+    HoldersTold,
+    PeerInput,
+    PeerJoined,
+    PeerLeft,
+    PeerPulled,
+    PeerPullFailed,
+    PeerPullSettled,
+)
+from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFailed
+from kvbm_host_tier.core.shard_messages import (
+    FrontTaken,
+    Leaving,
+    MapTold,
+    MemberJoined,
+    MemberLeft,
+)
+
+
+class HostTierCore:
+    """One host tier instance in one life (`epoch`)."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        instance: str,
+        epoch: int,
+        arena: ArenaInfo,
+        limits: HostTierLimits | None = None,
+        policy: str = "lru",
+        staging: bool = False,
+    ) -> None:
+        self._outbox: list[Effect] = []
+        self._emit = self._outbox.append
+        self._counts = Counter[str]()
+        self._staging = staging
+        means = Means(limits or HostTierLimits(), self._counts, self._emit)
+        self._announcer = announcer = Announcer(
+            host=host, source=f"host-tier-{instance}", tier="host", epoch=epoch
+        )
+        parts = assemble(announcer, instance, arena, means, policy=policy, staging=staging)
+        self._engines, self._placement = parts.engines, parts.placement
+        self._offload, self._onboard = parts.offload, parts.onboard
+        self._held, self._arena, self._leases = parts.held, parts.arena, parts.leases
+        self._fills, self._peers, self._below = parts.fills, parts.peers, parts.below
+        self._explain, self._reasons = parts.explain, parts.reasons
+        self._administered, self._admin = parts.administered, TierAdmin(parts.administered)
+        self._sharding, self._scrubber = parts.sharding, parts.scrubber
+        self.view = view_of(parts, instance, means, staging=staging)
+
+    def start(self) -> list[Effect]:
+        """Return the first effects of a life: nothing of the life before is left."""
+        assert self._announcer.seq == 0, "a life starts once"
+        return [Publish(self._announcer.cleared("start"))]
+
+    def stop(self) -> list[Effect]:
+        """Return the last effects: the contents die with the process."""
+        assert self._announcer.seq > 0, "this life has not started"
+        return [Publish(self._announcer.cleared("stop"))]
+
+    def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
+        """Take one input; returns the effects, in order."""
+        assert not self._outbox
+        if not self._reasons.started_ms:
+            self._reasons.started_ms = now_ms
+        if self._explain.fresh:
+            self._explain.settle()  # Before anything changes: as it was when it was answered.
+        try:
+            self._handle(event, now_ms)
+        except IdentityError as error:
+            self._reject(event, error)
+        effects = self._outbox[:]
+        self._outbox.clear()
+        return effects
+
+    def _handle(self, event: Input, now_ms: int) -> None:
+        match event:
+            case FromEngine(connection, message):
+                self._from_engine(connection, message, now_ms)
+            case OfferReceived(offer):
+                self._offered(offer, now_ms)
+            case PullDone():
+                self._offload.pull_done(event, now_ms)
+            case PullFailed():
+                self._offload.pull_failed(event, now_ms)
+            case PullSettled(pull):
+                self._offload.pull_settled(pull)
+            case DiskEvent() | LowerTierJoined() | LowerTierLeft() | DiskSnapshot():
+                self._lower_tier(event, now_ms)
+            case FillDone():
+                self._onboard.fill_done(event, now_ms)
+            case FillFailed():
+                self._onboard.fill_failed(event, now_ms)
+            case LeaseAsked(reply_to, request):
+                self._emit(Answer(reply_to, self._leases.lease_to_copy(request, now_ms)))
+            case ReleaseAsked(reply_to, request):
+                self._emit(Answer(reply_to, self._leases.release_copy(request)))
+            case AdminAsked():
+                self._administer(event, now_ms)
+            case ArenaMade(arena):
+                self._arena.made(arena)
+            case ArenaRefused(reason):
+                self._arena.refused(reason)
+            case PeerAttached():
+                self._engines.peer_attached(event)
+            case PeerFailed():
+                self._engines.peer_failed(event)
+            case FatesTold():
+                self._explain.told(event, now_ms)
+            case Tick():
+                self._tick(now_ms)
+            case MemberJoined() | MemberLeft() | MapTold() | FrontTaken() | Leaving():
+                self._placement.handle(event)
+            case ScrubDone():
+                self._scrubber.done(event, now_ms)
+            case ScrubFailed():
+                self._scrubber.failed(event, now_ms)
+            case _:
+                self._from_peers(event, now_ms)
+
+    def _from_peers(self, event: PeerInput, now_ms: int) -> None:
+        match event:
+            case PeerJoined(peer):
+                self._peers.joined(peer)
+            case PeerLeft(peer):
+                self._peers.left(peer)
+            case HoldersTold():
+                self._onboard.holders_told(event, now_ms)
+            case PeerPulled():
+                self._onboard.peer_pulled(event, now_ms)
+            case PeerPullFailed():
+                self._onboard.peer_pull_failed(event, now_ms)
+            case PeerPullSettled(pull):
+                self._peers.settled(pull)
+            case _:
+                assert_never(event)
+
+    def _administer(self, asked: AdminAsked, now_ms: int) -> None:
+        assert asked.verb
+        if isinstance(asked.request, PrefetchRequest):
+            hashes = hashes_from_hex(asked.request.hashes)
+            _require_chain(hashes)
+            self._onboard.prefetch(
+                asked.reply_to, hashes, now_ms, deadline_ms=asked.request.deadline_ms
+            )
+            return
+        self._administered.now_ms = now_ms
+        answer = self._admin.answer(asked.verb, asked.request, now_ms)
+        self._emit(Answer(asked.reply_to, answer))
+        self._placement.advance()  # It may be draining now.
+
+    def _reject(self, event: Input, error: KvbmError) -> None:
+        """Refuse an input whose hashes are malformed: only a look inside could find that."""
+        assert error.code
+        self._counts["dropped.malformed"] += 1
+        match event:
+            case FromEngine(connection, message):
+                about = type(message).__name__.lower()
+                refusal = Refused(about=about, code=error.code, message=str(error), field="hashes")
+                self._emit(ToEngine(connection, refusal))
+            case LeaseAsked(reply_to) | ReleaseAsked(reply_to) | AdminAsked(reply_to):
+                self._emit(Answer(reply_to, ErrorBody(code=error.code, message=str(error))))
+            case _:
+                pass
+
+    # --- engines ----------------------------------------------------------------------------
+
+    def _offered(self, offer: Offer, now_ms: int) -> None:
+        """Take an offer in, which every host tier of the host hears; one of them answers."""
+        attached = self._engines.get(offer.engine, offer.incarnation) is not None
+        if attached or not self._placement.is_others(offer.engine):
+            self._offload.offered(offer, now_ms)
+
+    def _from_engine(self, connection: bytes, message: ToHostTier, now_ms: int) -> None:
+        if isinstance(message, Hello):
+            self._hello(connection, message, now_ms)
+            return
+        engine = self._engines.get(message.engine, message.incarnation)
+        if engine is None or not engine.heard(connection, now_ms):
+            self._counts["refused.unknown_engine"] += 1
+            about = type(message).__name__.lower()
+            text = "say hello first: this host tier does not know you (any more)"
+            refusal = Refused(about=about, code="unknown_engine", message=text)
+            self._emit(ToEngine(connection, refusal))
+            return
+        match message:
+            case Lookup():
+                hashes = unpack_hashes(message.hashes)
+                _require_lookup(message, hashes)
+                self._onboard.looked_up(connection, message, hashes, engine, now_ms)
+            case Release():
+                corrupt = self._leases.release(message.lease, engine.label, message.corrupt)
+                self._held.remove(corrupt, "corrupt", now_ms)
+            case Outcome():
+                self._explain.told_outcome(message, now_ms)
+            case Confirm():
+                self._offload.confirmed(message, now_ms)
+            case Beat():
+                self._emit(ToEngine(connection, Alive(epoch=self._announcer.epoch)))
+                self._placement.remind(engine, connection, now_ms)
+            case Bye():
+                self._bye(engine, now_ms)
+            case _:
+                assert_never(message)
+
+    def _hello(self, connection: bytes, hello: Hello, now_ms: int) -> None:
+        assert connection
+        if self._placement.sends_away(connection, hello):
+            return
+        ended = self._engines.hello(connection, hello, now_ms)
+        if ended is not None:
+            self._drop_work_of(ended, now_ms)
+
+    def _bye(self, engine: Engine, now_ms: int) -> None:
+        self._engines.end(engine.id)
+        self._placement.has_left(engine)
+        self._drop_work_of(engine.id, now_ms)
+        self._leases.end_owner(engine.label)
+        assert self._engines.get(engine.id.engine, engine.id.incarnation) is None, engine.label
+        self._placement.advance()  # It may have been the last engine.
+
+    def _drop_work_of(self, engine_id: EngineId, now_ms: int) -> None:
+        """Drop an engine's offers and lookups; its leases run on to their deadlines, without a Bye.
+
+        Silence does not prove death: a worker of a stalled engine may still be reading, and will
+        believe what it has read as long as its lease's deadline has not passed.
+        """
+        self._offload.end_engine(engine_id, now_ms)
+        self._onboard.end_engine(engine_id, now_ms)
+
+    # --- lower tiers ------------------------------------------------------------------------
+
+    def _lower_tier(
+        self, event: DiskEvent | LowerTierJoined | LowerTierLeft | DiskSnapshot, now_ms: int
+    ) -> None:
+        view = self._below.views[event.tier]
+        match event:
+            case LowerTierJoined(instance):
+                self._outbox += view.joined(instance, now_ms)
+            case LowerTierLeft(instance):
+                view.left(instance)
+            case DiskSnapshot(instance, reply):
+                view.snapshot(instance, reply, now_ms)
+            case DiskEvent():
+                self._disk_event(event, now_ms)
+            case _:
+                assert_never(event)
+
+    def _disk_event(self, disk: DiskEvent, now_ms: int) -> None:
+        view = self._below.views[disk.tier]
+        known = view.epoch(disk.instance)
+        new, questions = view.apply(disk.instance, disk.event, now_ms)
+        self._outbox += questions
+        assert new >= 0
+        if self._staging and disk.tier == "disk":
+            self._counts["offload_blocks_d2d"] += new
+        # A `cleared` is not enough: a dying life sends one, too, while its reads are in flight.
+        if 0 < known < disk.event.epoch:
+            self._fills.restarted(disk.tier, disk.instance)
+
+    # --- time -------------------------------------------------------------------------------
+
+    def _tick(self, now_ms: int) -> None:
+        lost = self._engines.lost(now_ms)
+        for engine_id in lost:
+            self._counts["engines_lost"] += 1
+            self._engines.end(engine_id)
+            self._engines.pardon(engine_id)
+            self._drop_work_of(engine_id, now_ms)
+        self._leases.expire(now_ms)
+        for view in self._below.views.values():
+            self._outbox += view.tick(now_ms)
+        self._offload.tick(now_ms)
+        self._onboard.tick(now_ms)
+        self._fills.tick(now_ms)
+        self._explain.tick(now_ms)
+        self._peers.open_door()
+        self._scrubber.tick(now_ms)
+        if lost:
+            self._placement.advance()
+
+    # --- questions --------------------------------------------------------------------------
+
+    def story(self, name: SequenceHash) -> list[str]:
+        """Return what happened to a block lately."""
+        return self._held.story(name)
+
+    def check(self) -> None:
+        """Assert every invariant; O(slots)."""
+        parts = (
+            self._held, self._leases, self._below, self._offload, self._onboard, self._fills,
+            self._peers, self._explain, self._sharding, self._scrubber,
+        )  # fmt: skip
+        for part in parts:
+            part.check()
+        owners = [self._offload.staged_slots(), self._fills.staged_slots()]
+        owners.append(self._peers.staged_slots())
+        staged = set[int]().union(*owners)
+        assert len(staged) == sum(map(len, owners)), "a staged slot has two owners"
+        assert staged == self._held.table.staged(), "a staged slot has no owner"
+        pins = self._leases.pins()
+        pins.update(self._onboard.pinned_slots())
+        assert pins == self._held.table.pins(), "a pinned slot has no lease"
+
+
+def _require_lookup(lookup: Lookup, hashes: Sequence[SequenceHash]) -> None:
+    """Raise IdentityError for a lookup that is longer than it may be, or asks for no chain."""
+    if len(hashes) > MATCH_BLOCKS_MAX or len(lookup.namespace) != 32:
+        raise IdentityError(f"a lookup has at most {MATCH_BLOCKS_MAX} hashes and a namespace")
+    _require_chain(hashes)
+
+
+def _require_chain(hashes: Sequence[SequenceHash]) -> None:
+    if len(set(hashes)) != len(hashes):
+        raise IdentityError("a chain cannot hold the same block twice")

@@ -1,0 +1,400 @@
+"""The engines that are attached: their lives, their memory, and when each was heard last.
+
+An engine has one scheduler half and `world_size` workers, one per tensor-parallel rank. It is
+*complete* when every worker is ATTACHED; only then does its scheduler half get a `Welcome`, and
+only then can its blocks be pulled. This is the leader/worker barrier. The states of a worker are
+drawn in `docs/state_machines.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.machine import Machine
+from kvbm_common.wire.local import Hello, Refused, Region, Welcome
+from kvbm_common.wire.verbs import WorkerStats
+
+from kvbm_host_tier.core.arena import Arena
+from kvbm_host_tier.core.means import Means
+from kvbm_host_tier.core.messages import (
+    AttachPeer,
+    DetachPeer,
+    EngineId,
+    PeerAttached,
+    PeerFailed,
+    PullPart,
+    ToEngine,
+)
+
+SUPERSEDED_MAX = 256
+"""Old incarnations that are remembered, so that a twin that still runs is refused every time."""
+
+
+class WorkerStage(Enum):
+    """The states of a worker."""
+
+    ATTACHING = "attaching"
+    """NIXL learns of its memory."""
+    OUTDATED = "outdated"
+    """NIXL learns of memory that has been replaced since."""
+    ATTACHED = "attached"
+
+
+WORKER = Machine(
+    "worker",
+    {
+        (None, "joined"): WorkerStage.ATTACHING,
+        (WorkerStage.ATTACHING, "attached"): WorkerStage.ATTACHED,
+        (WorkerStage.ATTACHING, "refused"): None,
+        (WorkerStage.ATTACHING, "memory replaced"): WorkerStage.OUTDATED,
+        (WorkerStage.OUTDATED, "memory replaced"): WorkerStage.OUTDATED,
+        (WorkerStage.OUTDATED, "attached"): WorkerStage.ATTACHING,
+        (WorkerStage.OUTDATED, "refused"): WorkerStage.ATTACHING,
+        (WorkerStage.ATTACHED, "attached"): WorkerStage.ATTACHED,
+        (WorkerStage.ATTACHED, "memory replaced"): WorkerStage.ATTACHING,
+        (WorkerStage.ATTACHED, "unreachable"): WorkerStage.ATTACHING,
+    },
+)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank's memory. `peer` is its name in NIXL, where it is ATTACHED."""
+
+    hello: Hello
+    connection: bytes
+    peer: str = ""
+    stage: WorkerStage = WorkerStage.ATTACHING
+
+    @property
+    def part_bytes(self) -> int:
+        return sum(region.piece_bytes for region in self.hello.regions)
+
+    @property
+    def is_attached(self) -> bool:
+        return self.stage is WorkerStage.ATTACHED
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """The half that looks blocks up. Until it is welcomed it may go elsewhere without a Bye."""
+
+    connection: bytes
+    seen_ms: int
+    welcomed: bool = False
+
+
+@dataclass(slots=True)
+class Engine:
+    """One life of an engine."""
+
+    id: EngineId
+    hello: Hello
+    namespace: bytes
+    seen_ms: int
+    scheduler: Scheduler | None = None
+    workers: dict[int, Worker] = field(default_factory=dict)
+    was_sent_on: bool = False
+    """It was redirected to another host tier."""
+    label: str = ""
+    """Its id as text: the owner of its leases."""
+    complete: bool = False
+    """Every worker is ATTACHED."""
+    block_bytes: int = 0
+    """Bytes of a block over all ranks that have joined."""
+    block_count: int = 0
+    """Device blocks that every region of every rank has."""
+
+    def __post_init__(self) -> None:
+        self.label = str(self.id)
+
+    def workers_changed(self) -> None:
+        """Take the workers into account as they are now."""
+        workers = self.workers.values()
+        assert len(workers) <= self.hello.world_size, self.label
+        self.complete = sum(one.is_attached for one in workers) == self.hello.world_size
+        self.block_bytes = sum(worker.part_bytes for worker in workers)
+        regions = (region for worker in workers for region in worker.hello.regions)
+        self.block_count = min((region.blocks for region in regions), default=0)
+
+    def has_other_parts(self, rank: int, part_bytes: int) -> bool:
+        """Tell whether another rank's part of a block has another size."""
+        assert part_bytes > 0
+        others = (worker for number, worker in self.workers.items() if number != rank)
+        return any(worker.part_bytes != part_bytes for worker in others)
+
+    def is_scheduler(self, connection: bytes) -> bool:
+        """Tell whether this connection is the scheduler half's."""
+        return self.scheduler is not None and connection == self.scheduler.connection
+
+    def heard(self, connection: bytes, now_ms: int) -> bool:
+        """Note that a half has spoken; False: this half has not said hello.
+
+        A beat of one half must not hide that another half is silent.
+        """
+        assert now_ms >= self.seen_ms, self.label
+        if self.scheduler is not None and self.is_scheduler(connection):
+            self.scheduler.seen_ms = now_ms
+        elif all(connection != worker.connection for worker in self.workers.values()):
+            return False
+        self.seen_ms = now_ms
+        return True
+
+    def parts(self) -> tuple[PullPart, ...]:
+        """Return where the ranks' parts of a block are, in the order in which they are stored."""
+        assert self.complete, f"{self.label} is not complete"
+        parts: list[PullPart] = []
+        offset = 0
+        for _, worker in sorted(self.workers.items()):
+            regions: tuple[Region, ...] = tuple(worker.hello.regions)
+            parts.append(PullPart(worker.peer, regions, offset))
+            offset += worker.part_bytes
+        assert offset == self.block_bytes, self.label
+        return tuple(parts)
+
+
+class Engines:
+    """All attached engines, by name: at most one life each."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        announcer: Announcer,
+        means: Means,
+    ) -> None:
+        assert means.limits.engine_lost_ms > 0
+        self._arena = arena
+        self._announcer = announcer
+        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
+        self._engines: dict[str, Engine] = {}
+        self._superseded: dict[str, None] = {}
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def get(self, engine: str, incarnation: str) -> Engine | None:
+        """Return the engine if this life of it is attached."""
+        found = self._engines.get(engine)
+        return found if found is not None and found.id.incarnation == incarnation else None
+
+    def hello(self, connection: bytes, hello: Hello, now_ms: int) -> EngineId | None:
+        """Take the hello of a half in; returns the life whose offers and lookups end with it.
+
+        That is an older life, or this one when a worker has come back with other memory.
+        """
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            self._counts[f"refused.{refusal.code}"] += 1
+            self._emit(ToEngine(connection, refusal))
+            return None
+        ended, engine = None, self._engines.get(hello.engine)
+        if engine is not None and engine.id.incarnation != hello.incarnation:
+            ended, engine = engine.id, None
+            self.end(ended)
+        if engine is None:
+            engine = Engine(
+                EngineId(hello.engine, hello.incarnation), hello, hello.namespace.digest, now_ms
+            )
+            self._engines[hello.engine] = engine
+        assert engine.id.incarnation == hello.incarnation, engine.label
+        engine.seen_ms = now_ms
+        if hello.role == "scheduler":
+            if not engine.is_scheduler(connection):
+                engine.scheduler = Scheduler(connection, now_ms)
+            self._welcome_if_complete(engine)
+        elif self._attach(engine, Worker(hello, connection)):
+            ended = engine.id
+        return ended
+
+    def _refusal(self, hello: Hello) -> Refused | None:
+        if f"{hello.engine}:{hello.incarnation}" in self._superseded:
+            return _refused("superseded", "a newer life of this engine is attached", "incarnation")
+        known = self.get(hello.engine, hello.incarnation)
+        if known is not None and known.hello.namespace != hello.namespace:
+            return _refused("namespace", "differs from the engine's other halves", "namespace")
+        if known is not None and known.hello.world_size != hello.world_size:
+            return _refused("world_size", "differs from the engine's other halves", "world_size")
+        if hello.role == "scheduler":
+            return None
+        if hello.rank >= hello.world_size:
+            return _refused("rank", f"must be below world_size {hello.world_size}", "rank")
+        if not hello.regions or not hello.agent:
+            return _refused("regions", "a worker needs regions and agent metadata", "regions")
+        part_bytes = sum(region.piece_bytes for region in hello.regions)
+        if known is not None and known.has_other_parts(hello.rank, part_bytes):
+            return _refused(
+                "part_bytes",
+                f"{part_bytes} bytes of each block, another rank has more or fewer: all ranks "
+                "need parts of equal size",
+                "regions",
+            )
+        return self._arena_refusal(part_bytes * hello.world_size)
+
+    def _arena_refusal(self, block_bytes: int) -> Refused | None:
+        """Return why blocks of this size cannot be kept here, or have the arena cut for them."""
+        arena = self._arena
+        if arena.is_missing(block_bytes):
+            if arena.failure:
+                return _refused("arena_refused", arena.failure, "regions")
+            return _refused("arena_pending", "the arena is being made, say hello again", "regions")
+        if not arena.cut(block_bytes):
+            return _refused(
+                "block_size",
+                f"blocks of {block_bytes} bytes do not fit the slots of this arena "
+                f"({arena.slot_bytes or arena.info.capacity_bytes} bytes)",
+                "regions",
+            )
+        return None
+
+    def end(self, engine_id: EngineId) -> None:
+        """Forget an engine whose life is over, and its memory."""
+        engine = self._engines.pop(engine_id.engine)
+        assert engine.id == engine_id
+        for worker in engine.workers.values():
+            if worker.is_attached:
+                self._emit(DetachPeer(worker.peer))
+        self._superseded[str(engine_id)] = None
+        while len(self._superseded) > SUPERSEDED_MAX:
+            del self._superseded[next(iter(self._superseded))]
+
+    def lost(self, now_ms: int) -> list[EngineId]:
+        """Return the engines that were silent for too long; they may come back with a hello."""
+        assert now_ms >= 0
+        silent_ms = self._limits.engine_lost_ms
+        return [engine.id for engine in self if now_ms - engine.seen_ms > silent_ms]
+
+    def pardon(self, engine_id: EngineId) -> None:
+        """Let a life that was only silent, not replaced, say hello again."""
+        assert engine_id.engine not in self._engines, engine_id
+        self._superseded.pop(str(engine_id), None)
+
+    def _move(self, worker: Worker, event: str, peer: str = "") -> None:
+        """Move a worker by its table; NIXL forgets the memory of a worker that was ATTACHED.
+
+        A worker may be attached twice: for its engine before it fell silent, and after that.
+        """
+        story = f"rank {worker.hello.rank} of {worker.hello.engine}"
+        if worker.is_attached and not peer:
+            self._emit(DetachPeer(worker.peer))
+        worker.stage = WORKER.next(worker.stage, event, story)
+        assert worker.is_attached == bool(peer), story
+        worker.peer = peer
+
+    def _attach(self, engine: Engine, worker: Worker) -> bool:
+        """Take a worker in; True: it replaces other memory of the same rank."""
+        rank = worker.hello.rank
+        assert rank < engine.hello.world_size, engine.label
+        known = engine.workers.get(rank)
+        if known is None:
+            engine.workers[rank] = worker
+            self._ask_to_attach(engine, worker)
+            return False
+        known.connection = worker.connection
+        if known.hello == worker.hello:
+            if known.is_attached:
+                self._welcome(known.connection)
+            return False
+        known.hello = worker.hello
+        self._move(known, "memory replaced")
+        if known.stage is WorkerStage.ATTACHING:
+            self._ask_to_attach(engine, known)
+        else:
+            engine.workers_changed()
+        return True
+
+    def _ask_to_attach(self, engine: Engine, worker: Worker) -> None:
+        assert worker.stage is WorkerStage.ATTACHING, engine.label
+        engine.workers_changed()
+        self._emit(AttachPeer(engine.id, worker.hello.rank, worker.hello.agent))
+
+    def peer_attached(self, event: PeerAttached) -> None:
+        """Welcome a worker whose memory NIXL knows now, and the scheduler after the last one."""
+        assert event.peer
+        engine = self.get(event.engine.engine, event.engine.incarnation)
+        worker = engine.workers.get(event.rank) if engine is not None else None
+        if engine is None or worker is None:
+            self._emit(DetachPeer(event.peer))
+            return
+        if worker.stage is WorkerStage.OUTDATED:
+            self._emit(DetachPeer(event.peer))
+            self._move(worker, "attached")
+            self._ask_to_attach(engine, worker)
+            return
+        self._move(worker, "attached", event.peer)
+        engine.workers_changed()
+        self._welcome(worker.connection)
+        self._welcome_if_complete(engine)
+
+    def reattach(self, engine_id: EngineId) -> None:
+        """Have NIXL learn of an engine's workers again: one of them could not be reached."""
+        engine = self.get(engine_id.engine, engine_id.incarnation)
+        for worker in engine.workers.values() if engine is not None else ():
+            if engine is not None and worker.is_attached:
+                self._move(worker, "unreachable")
+                self._ask_to_attach(engine, worker)
+
+    def peer_failed(self, event: PeerFailed) -> None:
+        """Refuse a worker that NIXL has refused."""
+        self._counts["refused.agent"] += 1
+        engine = self.get(event.engine.engine, event.engine.incarnation)
+        worker = engine.workers.get(event.rank) if engine is not None else None
+        if engine is None or worker is None or worker.is_attached:
+            return
+        if worker.stage is WorkerStage.OUTDATED:
+            self._move(worker, "refused")
+            self._ask_to_attach(engine, worker)
+            return
+        WORKER.end(worker.stage, "refused", engine.label)
+        del engine.workers[event.rank]
+        engine.workers_changed()
+        self._emit(ToEngine(worker.connection, _refused("agent", event.reason, "agent")))
+
+    def _welcome_if_complete(self, engine: Engine) -> None:
+        if engine.scheduler is not None and engine.complete:
+            engine.scheduler.welcomed = True
+            self._welcome(engine.scheduler.connection)
+
+    def _welcome(self, connection: bytes) -> None:
+        announcer, arena, limits = self._announcer, self._arena, self._limits
+        assert arena.slot_bytes, "an engine is welcomed before the arena is cut"
+        welcome = Welcome(
+            host=announcer.host,
+            instance=announcer.source,
+            epoch=announcer.epoch,
+            agent=arena.info.agent,
+            arena_address=arena.info.address,
+            arena_path=arena.info.path,
+            slot_bytes=arena.slot_bytes,
+            slot_count=arena.slot_count,
+            beat_ms=limits.beat_ms,
+            explains=limits.explain_requests > 0,
+            traces=limits.traces,
+        )
+        self._emit(ToEngine(connection, welcome))
+
+    def statistics(self, now_ms: int) -> list[WorkerStats]:
+        """Return every worker of every engine."""
+        return [
+            WorkerStats(
+                engine=engine.id.engine,
+                incarnation=engine.id.incarnation,
+                rank=rank,
+                world_size=engine.hello.world_size,
+                namespace=engine.hello.namespace,
+                block_bytes=engine.block_bytes,
+                seen_ms_ago=max(0, now_ms - engine.seen_ms),
+                verify=worker.hello.verify,
+            )
+            for engine in self
+            for rank, worker in sorted(engine.workers.items())
+        ]
+
+
+def _refused(code: str, message: str, field_name: str) -> Refused:
+    return Refused(about="hello", code=code, message=message, field=field_name)

@@ -1,0 +1,261 @@
+"""The fills: requests to lower tiers (disk, objects) to read blocks into staged slots.
+
+A lower tier that does not answer may still be reading: its slots are lent to it until its grace is
+over, or until it has begun a new life. The states of a fill are drawn in `docs/state_machines.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.batches import batch_blocks
+from kvbm_common.tier.blocks import Block, is_divisible
+from kvbm_common.tier.machine import Machine
+from kvbm_common.wire.events import Tier as WireTier
+from kvbm_common.wire.verbs import FILL_GRACE_MS, FilledSlot, FillRequest, FillSlot
+
+from kvbm_host_tier.core.arena import Arena
+from kvbm_host_tier.core.held_blocks import HeldBlocks
+from kvbm_host_tier.core.lower_tier_view import AVOID_MS, STARTING_MS
+from kvbm_host_tier.core.lower_tiers import LowerTiers
+from kvbm_host_tier.core.means import Means, reason_key
+from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
+
+NO_REASON = "no_reason"
+"""A lower tier has refused a block and gives no reason."""
+NOT_ON_DISK = ("gone", "corrupt")
+"""The disk tier's own word that it does not have a block; any other failure may pass."""
+STARTING = "stale_arena"
+"""The reason of a lower tier that has not mapped our arena yet."""
+
+
+class FillState(Enum):
+    """The states of a fill."""
+
+    FLYING = "flying"
+    LENT = "lent"
+    """There was no answer, and the lower tier may still read into the slots."""
+
+    __hash__ = object.__hash__  # Enum's own is written in Python.
+
+
+FILL = Machine(
+    "fill",
+    {
+        (None, "asked"): FillState.FLYING,
+        (FillState.FLYING, "answered"): None,
+        (FillState.FLYING, "failed, settled"): None,
+        (FillState.FLYING, "failed"): FillState.LENT,
+        (FillState.LENT, "grace over"): None,
+        (FillState.LENT, "lower tier restarted"): None,
+    },
+)
+
+
+@dataclass(slots=True)
+class Fill:
+    """A request to a lower tier: staged slots lent to it."""
+
+    tier: WireTier
+    instance: str
+    slots: dict[SequenceHash, int]
+    until_ms: int
+    ahead: int
+    """Blocks of the same run that were asked for before these."""
+    trace: str
+    state: FillState = FillState.FLYING
+    reusable_ms: int = 0
+    """When the slots of a LENT fill may be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a fill has brought, and why it has not brought the other blocks."""
+
+    tier: WireTier
+    arrived: list[tuple[int, Block]]
+    missing: list[tuple[SequenceHash, str]]
+
+
+class Fills:
+    """All fills in flight, and the slots that are lent to lower tiers."""
+
+    def __init__(
+        self,
+        held: HeldBlocks,
+        arena: Arena,
+        below: LowerTiers,
+        means: Means,
+        *,
+        epoch: int,
+    ) -> None:
+        assert means.limits.batch_blocks_max > 0
+        self._held, self._table = held, held.table
+        self._arena = arena
+        self._below = below
+        self._epoch = epoch
+        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
+        self._fills: dict[int, Fill] = {}
+        self._lent = 0
+        self._next_id = 1
+
+    @property
+    def is_filling(self) -> bool:
+        """Tell whether a fill is in flight."""
+        return len(self._fills) > self._lent
+
+    def _move(self, number: int, event: str) -> Fill:
+        """Move a fill by its table; a fill whose states are over is forgotten."""
+        fill = self._fills[number]
+        story = f"fill {number} of {fill.tier} tier {fill.instance}"
+        was_lent = fill.state is FillState.LENT
+        if FILL.ends(fill.state, event):
+            del self._fills[number]
+            self._lent -= was_lent
+        else:
+            fill.state = FILL.next(fill.state, event, story)
+            self._lent += 1
+        return fill
+
+    # --- asking -----------------------------------------------------------------------------
+
+    def start(self, names: Sequence[SequenceHash], until_ms: int, trace: str, now_ms: int) -> None:
+        """Ask for blocks in batches, the first of the run first, each batch of one lower tier."""
+        by_source: dict[tuple[WireTier, str], list[SequenceHash]] = {}
+        for name in names:
+            source = self._below.source(name, now_ms)
+            assert source is not None, self._held.story(name)
+            by_source.setdefault(source, []).append(name)
+        for (tier, instance), wanted in by_source.items():
+            batch_max = self._batch_blocks(tier)
+            for ahead in range(0, len(wanted), batch_max):
+                batch = wanted[ahead : ahead + batch_max]
+                slots = self._held.stage(batch, "for a fill", now_ms)
+                lent = dict(zip(batch, slots, strict=True))
+                self._ask(Fill(tier, instance, lent, until_ms, ahead, trace))
+
+    def _batch_blocks(self, tier: WireTier) -> int:
+        """Return how many blocks one fill brings at most."""
+        count = self._limits.batch_blocks_max
+        if tier != "disk":  # Every object is a request of its own.
+            return count
+        return batch_blocks(count, self._limits.batch_bytes, self._arena.slot_bytes)
+
+    def _ask(self, fill: Fill) -> None:
+        assert fill.slots
+        request = FillRequest(
+            epoch=self._epoch,
+            until_ms=fill.until_ms,
+            slots=[FillSlot(hash=name.hex(), slot=slot) for name, slot in fill.slots.items()],
+            ahead=fill.ahead,
+            trace=fill.trace,
+        )
+        self._fills[self._next_id] = fill
+        self._emit(AskFill(self._next_id, fill.instance, request, fill.tier))
+        self._next_id += 1
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def done(self, event: FillDone, now_ms: int) -> Filled:
+        """Take an answer in; a block that it does not mention has failed.
+
+        The slots of the blocks that have arrived are left to the caller to register.
+        """
+        fill = self._move(event.fill, "answered")
+        hashes = hashes_from_hex([filled.hash for filled in event.reply.slots])
+        answered = dict(zip(hashes, event.reply.slots, strict=True))
+        filled = Filled(fill.tier, [], [])
+        for name, slot in fill.slots.items():
+            outcome = _outcome(name, slot, answered.get(name))
+            if isinstance(outcome, Block):
+                filled.arrived.append((slot, outcome))
+            else:
+                self._table.abort(slot)
+                filled.missing.append((name, outcome))
+        assert len(filled.arrived) + len(filled.missing) == len(fill.slots)
+        self._counts["promoted_blocks"] += len(filled.arrived)
+        self._missed(filled, now_ms)
+        return filled
+
+    def failed(self, event: FillFailed, now_ms: int) -> Filled:
+        """Give up a fill without an answer; unless it is settled, its slots stay lent."""
+        assert event.reason
+        fill = self._move(event.fill, "failed, settled" if event.settled else "failed")
+        if event.settled:
+            self._take_back(fill)
+        else:
+            for slot in fill.slots.values():
+                self._table.abandon(slot)
+            fill.reusable_ms = max(now_ms, fill.until_ms) + FILL_GRACE_MS
+        filled = Filled(fill.tier, [], [(name, event.reason) for name in fill.slots])
+        self._missed(filled, now_ms)
+        return filled
+
+    def _missed(self, filled: Filled, now_ms: int) -> None:
+        """Forget that the lower tier has these blocks, or leave them alone for a while."""
+        view = self._below.views[filled.tier]
+        for name, reason in filled.missing:
+            assert reason, self._held.story(name)
+            if reason in NOT_ON_DISK:
+                view.forget(name)
+            else:
+                view.avoid(name, now_ms, for_ms=STARTING_MS if reason == STARTING else AVOID_MS)
+            self._counts[reason_key(self._counts, "dropped.fill", reason)] += 1
+
+    # --- lent slots -------------------------------------------------------------------------
+
+    def restarted(self, tier: WireTier, instance: str) -> None:
+        """Take back what was lent to a lower tier's old life: that life reads no more."""
+        for number, fill in self._all_lent():
+            if (fill.tier, fill.instance) == (tier, instance):
+                self._take_back(self._move(number, "lower tier restarted"))
+
+    def tick(self, now_ms: int) -> None:
+        """Take back the slots whose grace is over."""
+        if not self._lent:
+            return
+        for number, fill in self._all_lent():
+            if now_ms >= fill.reusable_ms:
+                self._take_back(self._move(number, "grace over"))
+
+    def _all_lent(self) -> list[tuple[int, Fill]]:
+        return [(n, fill) for n, fill in self._fills.items() if fill.state is FillState.LENT]
+
+    def _take_back(self, fill: Fill) -> None:
+        assert fill not in self._fills.values()
+        for slot in fill.slots.values():
+            self._table.abort(slot)
+
+    # --- checks -----------------------------------------------------------------------------
+
+    def staged_slots(self) -> set[int]:
+        """Return every slot that a fill has staged, for `check`."""
+        return {slot for fill in self._fills.values() for slot in fill.slots.values()}
+
+    def check(self) -> None:
+        """Assert every invariant of the fills."""
+        assert len(self._all_lent()) == self._lent
+        slots = [slot for fill in self._fills.values() for slot in fill.slots.values()]
+        assert len(slots) == len(set(slots)), "two fills write one slot"
+
+
+def _outcome(name: SequenceHash, slot: int, filled: FilledSlot | None) -> Block | str:
+    """Return the block that a fill has brought into the slot, or why it has brought no block."""
+    assert slot >= 0
+    if filled is None:
+        return "no_answer"
+    if not filled.ok:
+        return filled.reason or NO_REASON
+    if filled.slot != slot:  # What was read lies elsewhere, and this slot holds other bytes.
+        return "wrong_slot"
+    block = Block(
+        name, hash_from_hex(filled.parent), bytes.fromhex(filled.namespace), filled.checksum,
+        filled.bytes, len(filled.part_checksums) or 1,
+    )  # fmt: skip
+    sums = tuple(filled.part_checksums) or (filled.checksum,)
+    if not block.has_sums(sums) or not is_divisible(filled.bytes, len(sums)):
+        return "malformed"
+    return block.with_sums(sums)

@@ -1,0 +1,41 @@
+"""The limits of the host tier's core: every bound it has, from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierLimits:
+    """Every bound of the core, from the configuration."""
+
+    slot_count: int | None = None
+    """DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS: the arena is made when a block's size is known.
+    None: as many as fit into the arena that there is."""
+    transfers_max: int = 4
+    batch_blocks_max: int = 16
+    batch_bytes: int = 0
+    """A fill from disk has more blocks when they are small: see `batches.batch_blocks`."""
+    offers_max: int = 1024
+    """Offers waiting or in flight; more are dropped and counted, never queued without end."""
+    lookups_max: int = 4096
+    beat_ms: int = 1000
+    engine_lost_ms: int = 5000
+    pull_deadline_ms: int = 5000
+    move_ms: int = 5000
+    """How long an engine that another host tier serves may finish here what is under way."""
+    confirm_ms: int = 2000
+    """How long an engine may take to confirm a pull."""
+    peer_pulls_max: int = 4
+    """Batches that are read from other hosts at the same time; 0: no block is read from them."""
+    peer_deadline_ms: int = 1000
+    explain_requests: int = 100_000
+    """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
+    recompute_tokens_per_s: float = 0.0
+    """The speed of computing, to weigh loads (KVBM_RECOMPUTE_TOKENS_PER_S); 0: they are not."""
+    traces: bool = False
+    """Onboards are traced (KVBM_OTLP_ENDPOINT)."""
+    scrub_cpu_percent: float = 0.0
+    """The share of one core that compares idle blocks with checksums (KVBM_SCRUB_CPU_PERCENT)."""
+    hit_window: int = 1000
+    """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""

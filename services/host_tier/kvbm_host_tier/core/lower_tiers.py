@@ -1,0 +1,60 @@
+"""The lower tiers: what the disk tiers and object tiers of this host have, the nearest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.events import Tier
+
+from kvbm_host_tier.core.lower_tier_view import LowerTierView
+
+LOWER: tuple[Tier, ...] = ("disk", "object")
+"""A block that several have comes from the first of them."""
+
+
+class LowerTiers:
+    """One view per medium."""
+
+    def __init__(self) -> None:
+        self.views: Mapping[Tier, LowerTierView] = {tier: LowerTierView(tier) for tier in LOWER}
+        self._nearest_first = list(self.views.items())
+
+    def __contains__(self, name: SequenceHash) -> bool:
+        return any(name in view for view in self.views.values())
+
+    def instances(self) -> list[tuple[Tier, str]]:
+        """Every instance below that has joined, the nearest first."""
+        return [(tier, one) for tier, view in self.views.items() for one in view.instances]
+
+    def missing(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
+        """Those that some tier that is there does not have, or all of them when none is."""
+        views = [view for view in self.views.values() if view.is_followed]
+        if len(views) == 1:
+            return views[0].missing(names)
+        return [name for name in names if not views or any(name not in view for view in views)]
+
+    def usable(self, name: SequenceHash, now_ms: int) -> bool:
+        """Is it worth while to ask for this block now?"""
+        return self.source(name, now_ms) is not None
+
+    def source(self, name: SequenceHash, now_ms: int) -> tuple[Tier, str] | None:
+        """Whom to ask for a block now: the tier, and its instance. None: it is not worth while."""
+        for tier, view in self._nearest_first:
+            instance = view.source(name, now_ms)
+            if instance is not None:
+                return tier, instance
+        return None
+
+    def check(self) -> None:
+        """Assert every invariant, in O(instances)."""
+        for view in self.views.values():
+            view.check()
+
+
+def tier_of(source: str) -> tuple[Tier, str] | None:
+    """The lower tier that a source is an instance of: ("disk", "0"); None: of no lower tier."""
+    for tier in LOWER:
+        if source.startswith(f"{tier}-tier-"):
+            return tier, source.removeprefix(f"{tier}-tier-")
+    return None

@@ -1,0 +1,379 @@
+"""What the host tier's core takes in (`Input`) and what it wants done (`Effect`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
+from kvbm_common.wire.events import Event, Tier
+from kvbm_common.wire.explain import FatesReply, FatesRequest
+from kvbm_common.wire.local import FromHostTier, Region, ToHostTier
+from kvbm_common.wire.verbs import (
+    ErrorBody,
+    FillReply,
+    FillRequest,
+    Hits,
+    LeaseReply,
+    LeaseRequest,
+    Offer,
+    ReleaseReply,
+    ReleaseRequest,
+    SnapshotReply,
+)
+
+from kvbm_host_tier.core.peer_messages import PeerEffect, PeerInput
+from kvbm_host_tier.core.scrub_messages import ScrubEffect, ScrubInput
+from kvbm_host_tier.core.shard_messages import ShardEffect, ShardInput
+
+
+@dataclass(frozen=True, slots=True)
+class EngineId:
+    """One life of one engine."""
+
+    engine: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.engine}:{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """Where the arena is. `agent` is the NIXL metadata through which others read it."""
+
+    path: str
+    address: int
+    capacity_bytes: int
+    agent: bytes = b""
+
+
+NO_ARENA = ArenaInfo("", 0, 0)
+"""Before the first engine, when the arena's size is a number of blocks."""
+
+
+# --- inputs ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromEngine:
+    """A message from a connector; `connection` is where an answer goes."""
+
+    connection: bytes
+    message: ToHostTier
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReceived:
+    """An engine holds device blocks for us to pull."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAttached:
+    """NIXL knows the worker under the name `peer` from now on."""
+
+    engine: EngineId
+    rank: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """NIXL refused the worker's metadata."""
+
+    engine: EngineId
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    """The bytes of every rank are in the slots.
+
+    `checksums` has, for each slot, the checksum of each part in the order of `StartPull.parts`.
+    """
+
+    pull: int
+    checksums: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """The pull did not succeed. Unless `settled`, late bytes may still land in the slots."""
+
+    pull: int
+    reason: str
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PullSettled:
+    """The last late byte of a failed pull has landed: its slots are free."""
+
+    pull: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskEvent:
+    """A disk tier of this host announced something; `instance` answers fills for its blocks.
+
+    `tier`, here and below: an object tier is to us as a disk tier is.
+    """
+
+    instance: str
+    event: Event
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class LowerTierJoined:
+    """A disk tier of this host has joined."""
+
+    instance: str
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class LowerTierLeft:
+    """… or has left, or died."""
+
+    instance: str
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSnapshot:
+    """What a disk tier holds; None: it did not say."""
+
+    instance: str
+    reply: SnapshotReply | None
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class FillDone:
+    """A disk tier has answered a fill."""
+
+    fill: int
+    reply: FillReply
+
+
+@dataclass(frozen=True, slots=True)
+class FillFailed:
+    """A fill got no answer. Unless `settled`, the disk tier may still be reading into the slots."""
+
+    fill: int
+    reason: str
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaMade:
+    """The arena that was asked for is there."""
+
+    arena: ArenaInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRefused:
+    """There is no room for it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAsked:
+    """Another process (the disk tier) wants to copy host blocks away."""
+
+    reply_to: int
+    request: LeaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAsked:
+    """… and is done with it."""
+
+    reply_to: int
+    request: ReleaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAsked:
+    """An operator wants to know or to change something."""
+
+    reply_to: int
+    verb: str
+    request: TierRequest | PrefetchRequest
+
+
+@dataclass(frozen=True, slots=True)
+class FatesTold:
+    """What a lower tier knows of blocks that are missed; None: it has not answered."""
+
+    question: int
+    instance: str
+    reply: FatesReply | None
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: deadlines are looked at."""
+
+
+Input = (
+    ArenaMade
+    | ArenaRefused
+    | FromEngine
+    | OfferReceived
+    | PeerAttached
+    | PeerFailed
+    | PullDone
+    | PullFailed
+    | PullSettled
+    | DiskEvent
+    | LowerTierJoined
+    | LowerTierLeft
+    | DiskSnapshot
+    | FillDone
+    | FillFailed
+    | LeaseAsked
+    | ReleaseAsked
+    | AdminAsked
+    | FatesTold
+    | PeerInput
+    | ScrubInput
+    | ShardInput
+    | Tick
+)
+
+
+# --- effects --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MakeArena:
+    """Make an arena of this size; no engine has seen one before."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToEngine:
+    """Send a message to a connector."""
+
+    connection: bytes
+    message: FromHostTier
+
+
+@dataclass(frozen=True, slots=True)
+class AttachPeer:
+    """Make a worker's memory reachable; ends in PeerAttached or PeerFailed."""
+
+    engine: EngineId
+    rank: int
+    agent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DetachPeer:
+    """Forget a worker's memory."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullPart:
+    """One rank's share of a pull: its pieces go to `slot_offset` in every slot."""
+
+    peer: str
+    regions: tuple[Region, ...]
+    slot_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartPull:
+    """Read device block `blocks[i]` of every rank into slot `slots[i]`, then sum it up.
+
+    Ends in PullDone or PullFailed within `deadline_ms` from now.
+    """
+
+    pull: int
+    parts: tuple[PullPart, ...]
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+    block_bytes: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskFill:
+    """Ask a disk tier to read blocks into staged slots; ends in FillDone or FillFailed."""
+
+    fill: int
+    instance: str
+    request: FillRequest
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class AskDiskSnapshot:
+    """Ask a disk tier what it holds; ends in DiskSnapshot."""
+
+    instance: str
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class AskFates:
+    """Ask a lower tier what became of blocks; ends in FatesTold."""
+
+    question: int
+    instance: str
+    request: FatesRequest
+    tier: Tier = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer a request of a verb."""
+
+    reply_to: int
+    reply: LeaseReply | ReleaseReply | TierReply | PrefetchReply | ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Announce an event, in this order."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class TellHits:
+    """Tell the disk tier what was asked for again."""
+
+    hits: Hits
+
+
+Effect = (
+    MakeArena
+    | ToEngine
+    | AttachPeer
+    | DetachPeer
+    | StartPull
+    | AskFill
+    | AskDiskSnapshot
+    | AskFates
+    | Answer
+    | Publish
+    | TellHits
+    | PeerEffect
+    | ScrubEffect
+    | ShardEffect
+)
+
+Emit = Callable[[Effect], None]
+"""Have the shell carry out an effect after this step: the one way in which effects leave a core."""

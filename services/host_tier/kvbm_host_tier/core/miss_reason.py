@@ -1,0 +1,274 @@
+"""The reason of each missed block, from what this host tier knows when it answers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.departures import Departure, Departures
+from kvbm_common.tier.machine import Machine
+from kvbm_common.tier.reasons import MEANINGS
+from kvbm_common.tier.slots import SlotTable
+from kvbm_common.wire.events import Tier as WireTier
+from kvbm_common.wire.explain import FateEntry, Place
+
+from kvbm_host_tier.core.lower_tiers import LOWER, LowerTiers
+
+CONTENTS_MAX = 65_536
+"""First blocks whose tokens are remembered, to see that only salt or namespace differ."""
+NAMES_MAX = 4
+"""Remembered hashes of one such block: tenants whose prompts begin with the same tokens."""
+OF_THE_RUN = (
+    "no_room", "deadline", "busy", "draining", "engine_lost", "recompute_cheaper",
+)  # fmt: skip
+"""Reasons why a run ends that are told as they are."""
+REASON_OF_FATE = {
+    "evicted": "evicted",
+    "guest": "evicted",
+    "expired": "evicted",
+    "surplus": "evicted",
+    "duplicate": "lost",
+    "corrupt": "corrupt",
+    "gone": "lost",
+    "reformatted": "lost",
+    "admin": "removed",
+    "resized": "removed",
+    "filtered": "filtered",
+    "waiting": "not_written",
+    "not_written": "not_written",
+    "offload": "offload_failed",
+}
+"""Why a block has left a tier → why it is missed."""
+POLICY_OF_FATE = {"guest": "guests first", "expired": "ttl", "surplus": "block limit"}
+"""What chose an evicted block, where it was no eviction policy."""
+LAST_WORD = ("removed", "corrupt", "lost", "evicted")
+"""Reasons of a lower tier that had the block itself: what host memory did before is no matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A missed block and the reason, or the first of `blocks` neighbours with one reason."""
+
+    hash: SequenceHash
+    reason: str
+    tier: Place = ""
+    at_ms: int = 0
+    detail: str = ""
+    policy: str = ""
+    blocks: int = 1
+
+    @property
+    def kind(self) -> tuple[str, Place, str, str]:
+        """Return what neighbours have in common that become one segment."""
+        return (self.reason, self.tier, self.policy, self.detail)
+
+    @property
+    def may_be_told(self) -> bool:
+        """Tell whether a lower tier may know more: it never had what never was in host memory."""
+        return self.reason in ("evicted", "lost", "not_written")
+
+
+class LookedState(Enum):
+    """The states of a lookup that was answered, until its explanation is kept."""
+
+    ANSWERED = "answered"
+    OPEN = "open"
+    """A lower tier might know more of the missed blocks."""
+    ASKED = "asked"
+    """The lower tiers are asked."""
+
+    __hash__ = object.__hash__  # Enum's own is written in Python.
+
+
+EXPLANATION = Machine(
+    "explanation",
+    {
+        (None, "answered"): LookedState.ANSWERED,
+        (LookedState.ANSWERED, "explained"): None,
+        (LookedState.ANSWERED, "left a tier"): LookedState.OPEN,
+        (LookedState.OPEN, "question sent"): LookedState.ASKED,
+        (LookedState.OPEN, "outcome told"): None,
+        (LookedState.ASKED, "question closed"): None,
+    },
+)
+
+
+@dataclass(slots=True)
+class Looked:
+    """A lookup that was answered: what its explanation is made of."""
+
+    request: str
+    engine: str
+    at_ms: int
+    hashes: Sequence[SequenceHash]
+    run: int
+    """Blocks that were found."""
+    places: Mapping[int, Place]
+    """Where found blocks came from, by index; the others were here."""
+    reason: str
+    """Why the run ends, in the words of the engine's answer."""
+    failed_at: Place = ""
+    """The place of a failure that ended the run."""
+    content: bytes = b""
+    """Digest of the first block's tokens; see `Lookup`."""
+    namespace: bytes = b""
+    avoided: int = 0
+    """Blocks behind these that the connector did not ask for."""
+    trace: str = ""
+    missed: list[Missed] = field(default_factory=list)
+    state: LookedState = LookedState.ANSWERED
+
+
+class MissReasons:
+    """The reasons of missed blocks, from the tables of this tier and of those below."""
+
+    def __init__(self, table: SlotTable, departures: Departures, below: LowerTiers) -> None:
+        self.started_ms = 0
+        """When this life took its first step: nothing older is known."""
+        self._table = table
+        self._departures = departures
+        self._below = below
+        self._contents: OrderedDict[bytes, dict[SequenceHash, bytes]] = OrderedDict()
+        """Digest of a first block's tokens → its sequence hashes, each with its namespace."""
+
+    def of(self, looked: Looked) -> list[Missed]:
+        """Return the reasons of all blocks behind the run of a lookup."""
+        assert looked.run < len(looked.hashes)
+        at_ms = looked.at_ms
+        names = looked.hashes[looked.run :]
+        twin = self._twin(looked)
+        if self._is_unheard_of(names):
+            missed = [self._unheard_of(names)]
+        else:
+            missed = [self._of_block(name, at_ms) for name in names]
+        first = self._of_end(looked, names[0])
+        if first is None and missed[0].reason in ("never_stored", "not_remembered"):
+            first = twin
+        return missed if first is None else _with_first(first, missed, names)
+
+    # --- one block --------------------------------------------------------------------------
+
+    def _is_unheard_of(self, names: Sequence[SequenceHash]) -> bool:
+        """Tell, in C, whether the common case holds: no tier here has ever had any of them."""
+        if not (self._departures.knows_none_of(names) and self._table.has_none_of(names)):
+            return False
+        return all(view.has_never_had(names) for view in self._below.views.values())
+
+    def _unheard_of(self, names: Sequence[SequenceHash]) -> Missed:
+        assert names
+        since = [fates.forgotten_ms for fates in self._all_fates()]
+        forgotten = [at_ms for at_ms in since if at_ms is not None]
+        reason = "not_remembered" if forgotten else "never_stored"
+        since_ms = max(forgotten, default=self.started_ms)
+        return Missed(names[0], reason, at_ms=since_ms, blocks=len(names))
+
+    def _of_block(self, name: SequenceHash, now_ms: int) -> Missed:
+        if self._table.find(name) is not None:
+            return Missed(name, "behind", "host")
+        if self._table.is_staging(name):
+            return Missed(name, "arriving", "host")
+        for medium, view in self._below.views.items():
+            if name in view:
+                usable = view.usable(name, now_ms)
+                return Missed(name, "behind" if usable else "avoided", medium)
+        for medium, view in self._below.views.items():
+            if view.is_away(name):
+                return Missed(name, "tier_away", medium)
+        return self._of_fate(name) or self._unheard_of([name])
+
+    def _of_fate(self, name: SequenceHash) -> Missed | None:
+        """Return why a block left the tier that had it last: a lower one keeps it for longer."""
+        below = self._below.views
+        for medium in reversed(LOWER):
+            fate = below[medium].fates.get(name)
+            if fate is not None:
+                return _missed_by(name, fate, medium)
+        fate = self._departures.get(name)
+        return _missed_by(name, fate, "host") if fate is not None else None
+
+    def _all_fates(self) -> list[Departures]:
+        return [self._departures, *(view.fates for view in self._below.views.values())]
+
+    # --- the end of the run -----------------------------------------------------------------
+
+    def _of_end(self, looked: Looked, name: SequenceHash) -> Missed | None:
+        """Return the reason of the engine's answer; None: the block itself has a reason."""
+        reason, place = looked.reason, looked.failed_at
+        if reason == "not_stored":
+            return None
+        if reason in OF_THE_RUN:
+            return Missed(name, reason, place)
+        if reason == "corrupt":
+            return Missed(name, reason, place)
+        if place == "remote":
+            return Missed(name, "peer_failed", place, detail=reason)
+        if reason == "gone":
+            return Missed(name, "lost", place, detail=reason)
+        if place:
+            return Missed(name, "fill_failed", place, detail=reason)
+        return Missed(name, "unknown", detail=reason)
+
+    # --- the same tokens with another salt or namespace -------------------------------------
+
+    def _twin(self, looked: Looked) -> Missed | None:
+        """Return a miss whose first block is here under another salt or namespace, if it is."""
+        if not looked.content:
+            return None
+        first = looked.hashes[0]
+        names = self._contents.setdefault(looked.content, {})
+        self._contents.move_to_end(looked.content)
+        twins = (one for name, one in names.items() if name != first and self._is_here(name))
+        namespace = next(twins, None)
+        names.pop(first, None)
+        names[first] = looked.namespace
+        if len(names) > NAMES_MAX:
+            del names[next(iter(names))]
+        if len(self._contents) > CONTENTS_MAX:
+            self._contents.popitem(last=False)
+        if namespace is None or looked.run:
+            return None
+        same = namespace == looked.namespace
+        return Missed(first, "salt_differs" if same else "namespace_differs", "host")
+
+    def _is_here(self, name: SequenceHash) -> bool:
+        return self._table.find(name) is not None or name in self._below
+
+    # --- the lower tiers' answers ------------------------------------------------------------
+
+    def refined(
+        self, missed: Missed, told: Sequence[tuple[WireTier, FateEntry]], now_ms: int
+    ) -> Missed:
+        """Return a miss with the lower tiers' reason: the lowest that had the block decides."""
+        assert missed.may_be_told
+        entries = [(medium, entry, REASON_OF_FATE.get(entry.why)) for medium, entry in told]
+        for medium, entry, reason in reversed(entries):
+            if reason in LAST_WORD:
+                fate = Departure(now_ms - entry.ago_ms, entry.why, entry.detail)
+                return _missed_by(missed.hash, fate, medium)
+        for medium, entry, reason in entries:
+            if reason is not None and missed.tier == "host":
+                left = f"left host memory by {missed.policy or 'need'}"
+                detail = f"{entry.detail}; {left}" if entry.detail else left
+                return replace(missed, reason=reason, tier=medium, detail=detail)
+        return missed
+
+
+def _with_first(first: Missed, missed: list[Missed], names: Sequence[SequenceHash]) -> list[Missed]:
+    """Return the misses with another reason for the first block."""
+    assert missed
+    head, *tail = missed
+    rest = [replace(head, hash=names[1], blocks=head.blocks - 1)] if head.blocks > 1 else []
+    return [replace(first, hash=names[0]), *rest, *tail]
+
+
+def _missed_by(name: SequenceHash, fate: Departure, place: Place) -> Missed:
+    reason = REASON_OF_FATE.get(fate.why, "unknown")
+    assert reason in MEANINGS, reason
+    if reason == "evicted":
+        policy = fate.detail or POLICY_OF_FATE.get(fate.why, "")
+        return Missed(name, reason, place, fate.at_ms, policy=policy)
+    detail = fate.why if reason == "unknown" else fate.detail
+    return Missed(name, reason, place, fate.at_ms, detail)

@@ -1,0 +1,399 @@
+"""Offload, G1 → G2: pull the blocks that engines offer, have each offer confirmed, commit.
+
+No block is announced before the engine has confirmed, after the pull, that it had held the device
+blocks all the time: a block that was freed and rewritten under the pull is thrown away. The states
+of an offer and of a pull are drawn in `docs/state_machines.md`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.local import Confirm, Pulled
+from kvbm_common.wire.verbs import OFFER_BLOCKS_MAX, Offer
+
+from kvbm_host_tier.core.engines import Engine, Engines
+from kvbm_host_tier.core.held_blocks import HeldBlocks
+from kvbm_host_tier.core.means import Means
+from kvbm_host_tier.core.messages import (
+    EngineId,
+    PullDone,
+    PullFailed,
+    StartPull,
+    ToEngine,
+)
+from kvbm_host_tier.core.offers import (
+    OFFER,
+    PULL,
+    OfferState,
+    Phase,
+    Pull,
+    PullPhase,
+    Wanted,
+)
+
+_OFFER_MOVES, _PULL_MOVES = OFFER.transitions, PULL.transitions  # Every offer makes four moves.
+ASKED_MAX = 4096
+"""Offers that are remembered: minutes of a busy host, and messages are late by seconds."""
+
+
+class Offload:
+    """All offers of all engines. Pulls are shared out among the offers in turn."""
+
+    def __init__(
+        self,
+        held: HeldBlocks,
+        engines: Engines,
+        means: Means,
+    ) -> None:
+        assert means.limits.transfers_max > 0
+        self._held, self._table = held, held.table
+        self._engines = engines
+        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
+        self._offers: dict[tuple[EngineId, int], OfferState] = {}
+        self._turn: deque[OfferState] = deque()
+        """Offers that still want blocks, next first."""
+        self._pulls: dict[int, Pull] = {}
+        self._flying = 0
+        self._asked: dict[tuple[EngineId, int], None] = {}
+        """Offers whose engine was asked to confirm. A late duplicate is not pulled again: a late
+        Confirm of the first pull would commit the second one, of blocks reused by then."""
+        self._next_pull = 1
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    @property
+    def is_pulling(self) -> bool:
+        """Tell whether a pull is in flight."""
+        return self._flying > 0
+
+    @property
+    def unsettled_count(self) -> int:
+        """The slots that late bytes of failed pulls may still reach."""
+        pulls = self._pulls.values()
+        return sum(len(one.slots) for one in pulls if one.phase is PullPhase.UNSETTLED)
+
+    # --- moves ------------------------------------------------------------------------------
+
+    def _move(self, state: OfferState, event: str) -> None:
+        """Move an offer by its table; an offer whose states are over is forgotten."""
+        move = (state.phase, event)
+        if move not in _OFFER_MOVES:
+            raise InvalidTransition(OFFER.refusal(state.phase, event, self._story(state)))
+        to = _OFFER_MOVES[move]
+        if to is None:
+            del self._offers[state.key]
+        else:
+            state.phase = to
+
+    def _move_pull(self, number: int, event: str) -> Pull:
+        """Move a pull by its table; a pull whose states are over is forgotten."""
+        pull = self._pulls[number]
+        move = (pull.phase, event)
+        if move not in _PULL_MOVES:
+            raise InvalidTransition(PULL.refusal(pull.phase, event, self._story(pull.offer)))
+        if pull.phase is PullPhase.FLYING:
+            self._flying -= 1
+            pull.offer.pulls.remove(number)
+        to = _PULL_MOVES[move]
+        if to is None:
+            del self._pulls[number]
+        else:
+            pull.phase = to
+        return pull
+
+    def _story(self, state: OfferState) -> str:
+        names = [one.hash for one in state.wanted] or [block.hash for _, block in state.arrived]
+        about = self._held.story(names[0]) if names else []
+        return f"offer {state.key[1]} of {state.engine.label}, {state.reason}; {about}"
+
+    # --- offers -----------------------------------------------------------------------------
+
+    def offered(self, offer: Offer, now_ms: int) -> None:
+        """Take an offer in, or tell its engine why not; raises IdentityError."""
+        engine = self._engines.get(offer.engine, offer.incarnation)
+        count = sum(len(run.hashes) for run in offer.runs)
+        key = (EngineId(offer.engine, offer.incarnation), offer.offer)
+        refusal = self._refusal(engine, offer, count)
+        if key in self._offers or key in self._asked:
+            self._counts["dropped.offer_duplicate"] += 1
+            return
+        if refusal or engine is None:
+            self._refuse(engine, offer, count, refusal, now_ms)
+            return
+        state = OfferState(
+            engine=engine,
+            key=key,
+            namespace=bytes.fromhex(offer.namespace),
+            deadline_ms=now_ms + offer.deadline_ms,
+            wanted=deque(_wanted(offer)),
+        )
+        assert len(state.wanted) == count
+        self._offers[key] = state
+        self._turn.append(state)
+        self.advance(now_ms)
+
+    def _refuse(
+        self, engine: Engine | None, offer: Offer, count: int, refusal: str, now_ms: int
+    ) -> None:
+        assert refusal
+        self._counts[f"dropped.offer_{refusal}"] += count
+        if engine is not None:
+            self._tell(engine, Pulled(
+                offer=offer.offer, pulled=0, skipped=0, failed=count, reason=refusal,
+                confirm=False,
+            ))  # fmt: skip
+        if refusal in ("busy", "draining", "incomplete_engine"):
+            names = (one.hash for one in _wanted(offer))
+            self._held.not_stored(names, refusal, now_ms)
+
+    def _refusal(self, engine: Engine | None, offer: Offer, count: int) -> str:
+        if engine is None:
+            return "unknown_engine"
+        if not engine.complete:
+            return "incomplete_engine"
+        if offer.namespace != engine.namespace.hex():
+            return "namespace"
+        if len(self._offers) >= self._limits.offers_max:
+            return "busy"
+        if self._held.draining:
+            return "draining"
+        if count > OFFER_BLOCKS_MAX or any(len(r.hashes) != len(r.blocks) for r in offer.runs):
+            return "malformed"
+        block_count = engine.block_count
+        if any(block >= block_count for run in offer.runs for block in run.blocks):
+            return "block_id"
+        return ""
+
+    # --- pulls ------------------------------------------------------------------------------
+
+    def advance(self, now_ms: int) -> None:
+        """Start as many pulls as may be in flight, one batch per offer in turn."""
+        assert self._flying >= 0
+        while self._turn and self._flying < self._limits.transfers_max:
+            state = self._turn.popleft()
+            if state.phase is not Phase.PULLING:
+                continue
+            self._start_pull(state, now_ms)
+            if state.wanted:
+                self._turn.append(state)
+            elif not state.pulls:
+                self._pulled(state, now_ms)
+
+    def _start_pull(self, state: OfferState, now_ms: int) -> None:
+        engine = state.engine
+        assert state.wanted or not state.pulls, self._story(state)
+        if not engine.complete:  # A rank left, or is being attached again.
+            self._give_up_rest(state, [], "incomplete_engine", now_ms)
+            return
+        batch = self._next_batch(state)
+        room = self._held.make_room(len(batch), now_ms)
+        if room < len(batch):  # All other slots are pinned.
+            self._give_up_rest(state, batch[room:], "no_room", now_ms)
+            batch = batch[:room]
+        if not batch:
+            return
+        slots = self._held.stage([one.hash for one in batch], f"for {engine.label}", now_ms)
+        pull = Pull(state, tuple(batch), tuple(slots), engine.block_bytes)
+        self._add_pull(pull)
+        deadline_ms = min(state.deadline_ms - now_ms, self._limits.pull_deadline_ms)
+        self._emit(
+            StartPull(
+                pull=self._next_pull,
+                parts=engine.parts(),
+                blocks=tuple(wanted.block for wanted in batch),
+                slots=pull.slots,
+                block_bytes=pull.block_bytes,
+                deadline_ms=max(1, deadline_ms),
+            )
+        )
+        self._next_pull += 1
+
+    def _add_pull(self, pull: Pull) -> None:
+        assert len(pull.wanted) == len(pull.slots)
+        self._pulls[self._next_pull] = pull
+        self._flying += 1
+        pull.offer.pulls.add(self._next_pull)
+
+    def _next_batch(self, state: OfferState) -> list[Wanted]:
+        """Take the next blocks of an offer that are neither here nor on their way."""
+        batch: list[Wanted] = []
+        names: set[SequenceHash] = set()
+        table, batch_max = self._table, self._limits.batch_blocks_max
+        while state.wanted and len(batch) < batch_max:
+            wanted = state.wanted.popleft()
+            name = wanted.hash
+            if table.find(name) is not None or table.is_staging(name) or name in names:
+                state.skipped += 1
+                self._held.admit([name])
+                self._counts["offload_skipped_blocks"] += 1
+            else:
+                names.add(name)
+                batch.append(wanted)
+        assert len(names) == len(batch)
+        return batch
+
+    def _give_up_rest(
+        self, state: OfferState, batch: list[Wanted], reason: str, now_ms: int
+    ) -> None:
+        """Store neither these blocks of an offer nor those that are still wanted."""
+        assert state.phase is Phase.PULLING, self._story(state)
+        given_up = [*batch, *state.wanted]
+        self._held.not_stored((one.hash for one in given_up), reason, now_ms)
+        state.wanted.clear()
+        state.failed += len(given_up)
+        state.reason = reason
+        self._counts[f"dropped.offer_{reason}"] += len(given_up)
+
+    def pull_done(self, event: PullDone, now_ms: int) -> None:
+        """Take the bytes of a batch in."""
+        pull = self._move_pull(event.pull, "done")
+        state = pull.offer
+        assert len(event.checksums) == len(pull.slots), self._story(state)
+        for wanted, slot, sums in zip(pull.wanted, pull.slots, event.checksums, strict=True):
+            block = Block.of_sums(
+                wanted.hash, wanted.parent, state.namespace, pull.block_bytes, sums
+            )
+            state.arrived.append((slot, block))
+        self._after_pull(state, now_ms)
+
+    def pull_failed(self, event: PullFailed, now_ms: int) -> None:
+        """Give up a batch, and keep its slots for as long as late bytes may reach them."""
+        assert event.reason
+        pull = self._move_pull(event.pull, "failed, settled" if event.settled else "failed")
+        state = pull.offer
+        state.failed += len(pull.slots)
+        if state.phase is not Phase.DEAD:
+            state.reason = event.reason
+        self._counts[f"dropped.pull_{event.reason}"] += len(pull.slots)
+        self._held.not_stored((one.hash for one in pull.wanted), event.reason, now_ms)
+        if event.reason == "peer_lost":
+            self._engines.reattach(state.engine.id)
+        for slot in pull.slots:
+            if event.settled:
+                self._table.abort(slot)
+            else:
+                self._table.abandon(slot)
+        self._after_pull(state, now_ms)
+
+    def pull_settled(self, number: int) -> None:
+        """Free the slots of a failed pull: its last late byte has landed."""
+        assert number in self._pulls, f"pull {number} has settled twice"
+        for slot in self._move_pull(number, "settled").slots:
+            self._table.abort(slot)
+
+    def _after_pull(self, state: OfferState, now_ms: int) -> None:
+        if state.phase is Phase.DEAD:
+            self._bury(state)
+        elif not state.pulls and not state.wanted:
+            self._pulled(state, now_ms)
+        self.advance(now_ms)
+
+    def _pulled(self, state: OfferState, now_ms: int) -> None:
+        """Free the engine's blocks, and ask the engine whether it had held them until now."""
+        assert not state.pulls, self._story(state)
+        assert not state.wanted, self._story(state)
+        confirm = bool(state.arrived)
+        self._tell(state.engine, Pulled(
+            offer=state.key[1], pulled=len(state.arrived), skipped=state.skipped,
+            failed=state.failed, reason=state.reason, confirm=confirm,
+        ))  # fmt: skip
+        if not confirm:
+            self._move(state, "nothing pulled")
+            return
+        self._asked[state.key] = None
+        if len(self._asked) > ASKED_MAX:
+            del self._asked[next(iter(self._asked))]
+        self._move(state, "pulled")
+        state.deadline_ms = now_ms + self._limits.confirm_ms
+
+    # --- ends -------------------------------------------------------------------------------
+
+    def confirmed(self, confirm: Confirm, now_ms: int) -> None:
+        """Commit an offer, or drop it because the engine had not held its blocks."""
+        key = (EngineId(confirm.engine, confirm.incarnation), confirm.offer)
+        state = self._offers.get(key)
+        if state is None or state.phase is not Phase.CONFIRMING:
+            self._counts["dropped.confirm_unknown"] += 1
+            return
+        if not confirm.held:
+            self._drop(state, "revoked", now_ms)
+            return
+        self._move(state, "held")
+        self._held.commit(state.arrived, now_ms)
+        self._counts["offload_blocks_d2h"] += len(state.arrived)
+        self._counts["bytes.d2h"] += sum([block.bytes for _, block in state.arrived])
+        self.advance(now_ms)
+
+    def tick(self, now_ms: int) -> None:
+        """Drop the offers whose engines cannot be holding their blocks any more."""
+        assert now_ms >= 0
+        for state in list(self._offers.values()):
+            if state.phase is not Phase.DEAD and now_ms >= state.deadline_ms:
+                self._drop(state, "deadline", now_ms)
+        self.advance(now_ms)
+
+    def end_engine(self, engine_id: EngineId, now_ms: int) -> None:
+        """Drop the offers of an engine that has left, with the memory that they are in."""
+        assert engine_id.engine
+        for state in list(self._offers.values()):
+            if state.engine.id == engine_id and state.phase is not Phase.DEAD:
+                self._drop(state, "engine_lost", now_ms)
+
+    def _drop(self, state: OfferState, reason: str, now_ms: int) -> None:
+        assert state.phase is not Phase.DEAD, self._story(state)
+        self._counts[f"dropped.offer_{reason}"] += len(state.wanted)
+        self._held.not_stored((one.hash for one in state.wanted), reason, now_ms)
+        self._held.not_stored((block.hash for _, block in state.arrived), reason, now_ms)
+        self._move(state, "dropped")
+        state.reason = reason
+        state.wanted.clear()
+        self._bury(state)
+
+    def _bury(self, state: OfferState) -> None:
+        """Give back the slots of a dead offer whose bytes are in; the last pull ends the offer."""
+        assert not state.wanted, self._story(state)
+        self._counts[f"dropped.offer_{state.reason}"] += len(state.arrived)
+        for slot, _ in state.arrived:
+            self._table.abort(slot)
+        state.arrived.clear()
+        if not state.pulls:
+            self._move(state, "pulls ended")
+
+    def _tell(self, engine: Engine, message: Pulled) -> None:
+        assert message.confirm == (message.pulled > 0)
+        if engine.scheduler is not None:
+            self._emit(ToEngine(engine.scheduler.connection, message))
+
+    # --- questions --------------------------------------------------------------------------
+
+    def staged_slots(self) -> set[int]:
+        """Return every slot that an offer has staged, for `check`."""
+        staged = {slot for pull in self._pulls.values() for slot in pull.slots}
+        return staged | {slot for one in self._offers.values() for slot, _ in one.arrived}
+
+    def check(self) -> None:
+        """Assert every invariant of the offers."""
+        flying = {n for n, pull in self._pulls.items() if pull.phase is PullPhase.FLYING}
+        assert len(flying) == self._flying <= self._limits.transfers_max
+        for state in self._offers.values():
+            story = self._story(state)
+            assert state.pulls <= flying, story
+            is_confirming, is_dead = state.phase is Phase.CONFIRMING, state.phase is Phase.DEAD
+            assert not is_confirming or (state.arrived and not state.pulls), story
+            assert not is_dead or (state.pulls and not state.arrived), story
+
+
+def _wanted(offer: Offer) -> list[Wanted]:
+    """Return the blocks of an offer with their parents; raises IdentityError."""
+    wanted: list[Wanted] = []
+    for run in offer.runs:
+        parent = hash_from_hex(run.parent)
+        for name, block in zip(hashes_from_hex(run.hashes), run.blocks, strict=True):
+            wanted.append(Wanted(name, parent, block))
+            parent = name
+    return wanted

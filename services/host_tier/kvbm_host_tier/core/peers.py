@@ -1,0 +1,360 @@
+"""The peers: host tiers of other hosts (or this one), the questions to the index, and the pulls.
+
+A lookup that ends where this host's own tiers end asks the index for the rest. The peer that has
+the longest part of it, and whose breaker is closed, is asked for it in batches.
+
+The slots of a batch are staged from QUEUED on, and not used for anything else before it is over.
+Wrong bytes are never committed: what has arrived is compared with the checksum that the peer's own
+host tier has had since the block came into its memory. The states of a pull are drawn in
+`docs/state_machines.md`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_common.tier.breaker import Breaker, BreakerState
+from kvbm_common.tier.machine import Machine
+from kvbm_common.tier.slots import Block, SlotTable
+
+from kvbm_host_tier.core.arena import Arena
+from kvbm_host_tier.core.means import Means, reason_key
+from kvbm_host_tier.core.peer_messages import (
+    AskHolders,
+    HoldersTold,
+    OpenDoor,
+    PeerId,
+    PeerPulled,
+    PeerPullFailed,
+    PulledBlock,
+    PullFromPeer,
+    ReleaseAtPeer,
+)
+
+QUESTIONS_MAX = 64
+"""Open questions to the index; an index that is further behind is of no help."""
+QUESTION_BLOCKS_MAX = 4_096
+"""150 KB of JSON; the blocks behind these are asked for the next time."""
+QUESTION_MS = 250
+"""The index answers in a millisecond; an engine computes sooner than a late answer comes."""
+AVOID_MS = 30_000
+"""A block that came wrong is not asked for by every lookup, and is asked for again later."""
+AVOID_MAX = 65_536
+NOT_THE_PEERS_FAULT = ("gone", "bus_unavailable", "door_closed", "stale_epoch")
+
+
+class PeerPullState(Enum):
+    """The states of a pull."""
+
+    QUEUED = "queued"
+    FLYING = "flying"
+    SETTLED = "settled"
+    """It is known to have settled, and not yet known to have failed."""
+    UNSETTLED = "unsettled"
+    """It has failed, and late bytes may still reach its slots."""
+
+    __hash__ = object.__hash__  # Enum's own is written in Python.
+
+
+PEER_PULL = Machine(
+    "peer pull",
+    {
+        (None, "queued"): PeerPullState.QUEUED,
+        (PeerPullState.QUEUED, "started"): PeerPullState.FLYING,
+        (PeerPullState.QUEUED, "given up"): None,
+        (PeerPullState.FLYING, "pulled"): None,
+        (PeerPullState.FLYING, "failed, settled"): None,
+        (PeerPullState.FLYING, "failed"): PeerPullState.UNSETTLED,
+        (PeerPullState.FLYING, "settled"): PeerPullState.SETTLED,
+        (PeerPullState.SETTLED, "failed, settled"): None,
+        (PeerPullState.UNSETTLED, "settled"): None,
+    },
+)
+
+
+@dataclass(slots=True)
+class PeerPull:
+    """A batch: these blocks of a peer into these slots of ours."""
+
+    peer: PeerId
+    names: tuple[SequenceHash, ...]
+    slots: tuple[int, ...]
+    until_ms: int
+    trace: str = ""
+    state: PeerPullState = PeerPullState.QUEUED
+
+
+_IN_FLIGHT = (PeerPullState.FLYING, PeerPullState.SETTLED)
+
+Outcome = tuple[SequenceHash, int, Block | str]
+"""A block, its slot, and how it ended: committed as this, or why it did not come."""
+
+
+class Peers:
+    """The peers that are registered, and every question and pull that is under way."""
+
+    def __init__(
+        self,
+        table: SlotTable,
+        arena: Arena,
+        means: Means,
+    ) -> None:
+        assert means.limits.peer_pulls_max >= 0
+        self._table = table
+        self._arena = arena
+        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
+        self._breakers: dict[PeerId, Breaker] = {}
+        """Of each peer that is registered."""
+        self._index = Breaker()
+        self._questions: set[int] = set()
+        self._next_id = 1
+        self._pulls: dict[int, PeerPull] = {}
+        self._queue: deque[int] = deque()
+        """The pulls that are QUEUED, the oldest first."""
+        self._flying = 0
+        """The pulls that are FLYING or SETTLED."""
+        self._avoid: OrderedDict[SequenceHash, int] = OrderedDict()
+        """Block that came wrong → when it may be asked for again."""
+        self._door_open = False
+
+    def __len__(self) -> int:
+        return len(self._breakers)
+
+    @property
+    def is_pulling(self) -> bool:
+        """Tell whether a pull is in flight."""
+        return self._flying > 0
+
+    def _move(self, number: int, event: str) -> PeerPull:
+        """Move a pull by its table; a pull whose states are over is forgotten."""
+        pull = self._pulls[number]
+        story = f"pull {number} from {pull.peer}"
+        was_flying = pull.state in _IN_FLIGHT
+        if PEER_PULL.ends(pull.state, event):
+            del self._pulls[number]
+            self._flying -= was_flying
+        else:
+            pull.state = PEER_PULL.next(pull.state, event, story)
+            self._flying += (pull.state in _IN_FLIGHT) - was_flying
+        return pull
+
+    # --- peers ------------------------------------------------------------------------------
+
+    def joined(self, peer: PeerId) -> None:
+        """Take in a host tier, perhaps in a new life: its breaker is closed again."""
+        self._breakers[peer] = Breaker()
+        self.open_door()
+
+    def left(self, peer: PeerId) -> None:
+        """Forget a peer that is gone; pulls in flight from there end by themselves."""
+        self._breakers.pop(peer, None)
+
+    def open_door(self) -> None:
+        """Start the peer reader once there are peers and slots."""
+        if self._breakers and self._arena.slot_bytes and not self._door_open:
+            assert self._arena.info.path
+            self._door_open = True
+            self._emit(OpenDoor(self._arena.info.path))
+
+    # --- questions --------------------------------------------------------------------------
+
+    def ask(self, names: Sequence[SequenceHash], now_ms: int, *, until_ms: int) -> int:
+        """Ask the index which peers have the beginning of this run.
+
+        Returns the question's number, 0 where no question was sent.
+        """
+        useful = self._breakers and names and self._limits.peer_pulls_max
+        if not useful or (names[0] in self._avoid and now_ms < self._avoid[names[0]]):
+            return 0
+        if len(self._questions) >= QUESTIONS_MAX or not self._index.allows(now_ms):
+            self._counts["dropped.peer_question"] += 1
+            return 0
+        self._index.start()
+        question = self._take_id()
+        assert question not in self._questions
+        self._questions.add(question)
+        self._counts["peer_questions"] += 1
+        deadline_ms = max(1, min(QUESTION_MS, until_ms - now_ms))
+        asked = tuple(names[:QUESTION_BLOCKS_MAX])
+        self._emit(AskHolders(question, asked, deadline_ms))
+        return question
+
+    def told(self, told: HoldersTold, now_ms: int) -> tuple[PeerId, int] | None:
+        """Take the index's answer in; returns the peer to pull from and how many blocks."""
+        assert told.question < self._next_id
+        self._questions.discard(told.question)
+        if told.holders is None:
+            self._counts["dropped.peer_index"] += 1
+            self._index.trouble(now_ms)
+            return None
+        self._index.good()
+        for peer, blocks in sorted(told.holders, key=lambda one: (-one[1], one[0])):
+            breaker = self._breakers.get(peer)
+            if breaker is not None and breaker.allows(now_ms):
+                return peer, blocks
+        if told.holders:
+            self._counts["dropped.peer_bypassed"] += 1
+        return None
+
+    # --- pulls ------------------------------------------------------------------------------
+
+    def pull(
+        self,
+        peer: PeerId,
+        slots: dict[SequenceHash, int],
+        now_ms: int,
+        *,
+        until_ms: int,
+        trace: str = "",
+    ) -> None:
+        """Have blocks read into staged slots, by a pull that `advance` starts."""
+        assert slots
+        until_ms = min(until_ms, now_ms + self._limits.peer_deadline_ms)
+        number = self._take_id()
+        self._pulls[number] = PeerPull(peer, tuple(slots), tuple(slots.values()), until_ms, trace)
+        self._queue.append(number)
+
+    def advance(self, now_ms: int) -> list[Outcome]:
+        """Start as many pulls as may be in flight; returns what became too late in the queue."""
+        assert self._flying >= 0
+        outcomes: list[Outcome] = []
+        while self._queue and self._flying < self._limits.peer_pulls_max:
+            number = self._queue.popleft()
+            batch = self._pulls[number]
+            breaker = self._breakers.get(batch.peer)
+            late = now_ms >= batch.until_ms
+            if late or breaker is None or not breaker.allows(now_ms):
+                self._move(number, "given up")
+                outcomes += self._give_up(batch, "deadline" if late else "bypassed")
+                continue
+            breaker.start()
+            self._move(number, "started")
+            self._emit(
+                PullFromPeer(
+                    number, batch.peer, batch.names, batch.slots, self._arena.slot_bytes,
+                    batch.until_ms - now_ms, batch.trace,
+                )
+            )  # fmt: skip
+        return outcomes
+
+    def pulled(self, event: PeerPulled, now_ms: int) -> list[Outcome]:
+        """Compare the bytes that are in with their checksums; every block of the batch ends now."""
+        assert event.pull in self._pulls, f"pull {event.pull} is over"
+        batch = self._move(event.pull, "pulled")
+        self._release(batch, event.lease)
+        came = {block.slot: block for block in event.blocks}
+        outcomes: list[Outcome] = []
+        for name, slot in zip(batch.names, batch.slots, strict=True):
+            outcome = self._verdict(name, came.get(slot))
+            outcomes.append((name, slot, outcome))
+            if outcome == "corrupt":
+                self._avoid_block(name, now_ms)
+            if isinstance(outcome, str):
+                self._table.abort(slot)
+                self._counts[f"dropped.peer_{outcome}"] += 1
+        reasons = {outcome for _, _, outcome in outcomes if isinstance(outcome, str)}
+        self._judge(batch.peer, reasons, now_ms)
+        return outcomes
+
+    def failed(self, event: PeerPullFailed, now_ms: int) -> list[Outcome]:
+        """Give a batch up; the slots of an unsettled pull are kept until it has settled."""
+        assert event.reason
+        is_settled = self._pulls[event.pull].state is PeerPullState.SETTLED
+        settled = event.settled or is_settled
+        batch = self._move(event.pull, "failed, settled" if settled else "failed")
+        self._release(batch, event.lease)
+        self._judge(batch.peer, {event.reason}, now_ms)
+        return self._give_up(batch, event.reason, settled=settled)
+
+    def _release(self, batch: PeerPull, lease: int) -> None:
+        assert lease >= 0
+        if lease:
+            self._emit(ReleaseAtPeer(batch.peer, lease))
+
+    def settled(self, number: int) -> None:
+        """Free the slots of a failed pull: nothing of it is on its way any more."""
+        assert number in self._pulls, f"pull {number} has settled twice"
+        was_failed = self._pulls[number].state is PeerPullState.UNSETTLED
+        batch = self._move(number, "settled")
+        for slot in batch.slots if was_failed else ():
+            self._table.abort(slot)
+
+    def _verdict(self, name: SequenceHash, came: PulledBlock | None) -> Block | str:
+        if came is None:
+            return "gone"
+        leased = came.leased
+        if hash_from_hex(leased.hash) != name or not 0 < leased.bytes <= self._arena.slot_bytes:
+            return "malformed"
+        parent, namespace = hash_from_hex(leased.parent), bytes.fromhex(leased.namespace)
+        parts = len(came.checksums)
+        block = Block(name, parent, namespace, leased.checksum, leased.bytes, parts)
+        return block.with_sums(came.checksums) if block.has_sums(came.checksums) else "corrupt"
+
+    def _judge(self, peer: PeerId, reasons: set[str], now_ms: int) -> None:
+        """Tell the peer's breaker what came of a pull."""
+        assert "" not in reasons
+        breaker = self._breakers.get(peer)
+        if breaker is None:
+            return
+        if reasons <= set(NOT_THE_PEERS_FAULT):
+            breaker.good()
+        elif breaker.trouble(now_ms):
+            self._counts["peer_bypasses"] += 1
+
+    def _give_up(self, batch: PeerPull, reason: str, *, settled: bool = True) -> list[Outcome]:
+        assert len(batch.names) == len(batch.slots)
+        self._counts[reason_key(self._counts, "dropped.peer", reason)] += len(batch.names)
+        for slot in batch.slots:
+            if settled:
+                self._table.abort(slot)
+            else:
+                self._table.abandon(slot)
+        return [(name, slot, reason) for name, slot in zip(batch.names, batch.slots, strict=True)]
+
+    def _avoid_block(self, name: SequenceHash, now_ms: int) -> None:
+        assert len(self._avoid) <= AVOID_MAX
+        self._avoid.pop(name, None)
+        self._avoid[name] = now_ms + AVOID_MS
+        while len(self._avoid) > AVOID_MAX:
+            self._avoid.popitem(last=False)
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    # --- figures and checks -----------------------------------------------------------------
+
+    def avoided(self, name: SequenceHash, now_ms: int) -> bool:
+        """Tell whether this block has come with wrong bytes a short while ago."""
+        return now_ms < self._avoid.get(name, now_ms)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures for metrics."""
+        bypassed = [b for b in self._breakers.values() if b.state is not BreakerState.CLOSED]
+        unsettled = self._of_state(PeerPullState.UNSETTLED)
+        return {
+            "peers": float(len(self._breakers)),
+            "peers_bypassed": float(len(bypassed)),
+            "peer_pulls": float(len(self._pulls) - len(unsettled)),
+            "peer_slots_unsettled": float(sum(len(one.slots) for one in unsettled)),
+        }
+
+    def _of_state(self, state: PeerPullState) -> list[PeerPull]:
+        return [one for one in self._pulls.values() if one.state is state]
+
+    def staged_slots(self) -> set[int]:
+        """Return every slot that a pull has staged, for `check`."""
+        return {slot for batch in self._pulls.values() for slot in batch.slots}
+
+    def check(self) -> None:
+        """Assert every invariant of the pulls."""
+        flying = [one for one in self._pulls.values() if one.state in _IN_FLIGHT]
+        assert len(flying) == self._flying <= self._limits.peer_pulls_max
+        assert len(self._of_state(PeerPullState.QUEUED)) == len(self._queue)
+        assert len(self._questions) <= QUESTIONS_MAX
+        slots = [slot for batch in self._pulls.values() for slot in batch.slots]
+        assert len(slots) == len(set(slots)), "two pulls write one slot"

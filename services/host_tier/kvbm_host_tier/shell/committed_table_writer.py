@@ -1,0 +1,66 @@
+"""The roster keeper: writes into the roster what the tier announces, before anybody hears of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+from kvbm_common.identity import hashes_from_hex
+from kvbm_common.memory.arena import ArenaNoSpace, ArenaUnavailable
+from kvbm_common.memory.committed_table import CommittedTable
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+
+from kvbm_host_tier.core.view import HostTierView
+
+log = logging.getLogger(__name__)
+
+
+class CommittedTableWriter:
+    """Owns the roster of one arena. It is made with the first block: then its size is known."""
+
+    def __init__(self, view: HostTierView, counters: Metrics) -> None:
+        self._view = view
+        self._roster: CommittedTable | None = None
+        self._has_failed = False
+        self._unlisted = counters.counter(
+            "kvbm_roster_unlisted_total",
+            "Blocks that the roster had no room for: engines ask for them.",
+        )
+
+    def follow(self, event: Event) -> None:
+        """Blocks come and go."""
+        match event:
+            case Stored(runs=runs):
+                roster = self._roster or self._make()
+                if roster is not None:
+                    names = (name for run in runs for name in hashes_from_hex(run.hashes))
+                    self._unlisted.inc(roster.add(names))
+            case Removed(hashes=hashes):
+                if self._roster is not None:
+                    self._roster.remove(hashes_from_hex(hashes))
+            case Cleared():
+                if self._roster is not None:
+                    self._roster.clear()
+            case _:
+                assert_never(event)
+
+    def _make(self) -> CommittedTable | None:
+        """Without one, engines ask."""
+        if self._has_failed:
+            return None
+        view = self._view
+        try:
+            self._roster = CommittedTable.create(
+                view.arena.path, slot_count=view.slot_count, epoch=view.epoch
+            )
+        except (ArenaNoSpace, ArenaUnavailable) as error:
+            log.warning("no roster: engines ask for every block: %s", error)
+            self._has_failed = True
+        return self._roster
+
+    def close(self) -> None:
+        """Unlink the table's file."""
+        if self._roster is not None:
+            self._roster.close()
+            self._roster = None

@@ -1,0 +1,139 @@
+"""The engines' socket: a ZMQ ROUTER that speaks wire.local.
+
+It listens at an endpoint of its own, which it shares with no other, and at the well-known one as
+soon as it holds the lock on it: of all host tiers of a host one does, the front. The kernel drops
+the lock with the process. Where engines come by TCP there is only the well-known endpoint, and one
+host tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import zmq
+import zmq.asyncio
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.runtime.processes import LockTaken, take_lock
+from kvbm_common.wire.codec import SOCKET_BYTES_MAX, WireError
+from kvbm_common.wire.local import FromHostTier, Refused, ToHostTier, from_host_tier, to_host_tier
+
+SOCKET_HWM = 10_000
+"""Messages per engine that wait in a socket; an engine that does not read loses the rest."""
+
+
+IPC = "ipc://"
+
+
+def own_endpoint(endpoint: str, instance: str) -> str:
+    """Where one of those that share a well-known endpoint listens, too; empty: nowhere."""
+    if not endpoint.startswith(IPC):
+        return ""
+    path = Path(endpoint.removeprefix(IPC))
+    return f"{IPC}{path.with_name(f'{path.stem}-{instance}{path.suffix}')}"
+
+
+def is_deserted(endpoint: str) -> bool:
+    """Tell whether no process listens there any more, by connecting, which ZMQ does not mind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(endpoint.removeprefix(IPC))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:  # It has no time for us now, which is not our question.
+            return False
+    return False
+
+
+class EngineSocket:
+    """Listens for connectors. Use it in `async with`; `run` feeds `on_message`."""
+
+    def __init__(self, endpoint: str, counters: Metrics, *, instance: str = "0") -> None:
+        self.endpoint = endpoint
+        self.own = own_endpoint(endpoint, instance)
+        self._lock: TextIO | None = None
+        self._is_front = False
+        self._files: dict[Path, int] = {}
+        """The sockets that we have made: path → inode."""
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
+        self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
+        self._log = OncePerKind(logging.getLogger(__name__))
+        self._dropped = counters.counter(
+            "kvbm_local_messages_dropped_total",
+            "Messages of engines that could not be taken.",
+            labels=("reason",),
+        )
+
+    async def __aenter__(self) -> EngineSocket:
+        if self.own:
+            self._bind(self.own)
+        self.take_front()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
+        for path, inode in self._files.items():
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino == inode:  # Another life may have taken the place already.
+                    path.unlink()
+        if self._lock is not None:
+            self._lock.close()
+
+    @property
+    def listens_at(self) -> str:
+        """Where engines find us first."""
+        return self.endpoint if self._is_front else self.own
+
+    def take_front(self) -> bool:
+        """Listen at the well-known endpoint, if no other process does; True once we do."""
+        if self._is_front:
+            return True
+        if self.own:
+            try:
+                self._lock = take_lock(Path(f"{self.endpoint.removeprefix(IPC)}.lock"))
+            except LockTaken:
+                return False
+        self._bind(self.endpoint)
+        self._is_front = True
+        return True
+
+    def _bind(self, endpoint: str) -> None:
+        self._socket.bind(endpoint)
+        if endpoint.startswith(IPC):
+            path = Path(endpoint.removeprefix(IPC))
+            self._files[path] = path.stat().st_ino
+
+    async def run(self, on_message: Callable[[bytes, ToHostTier], bool]) -> None:
+        """Hand over every message until cancelled. False from `on_message`: no room, dropped."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            connection = frames[0]
+            try:
+                message = to_host_tier.decode(frames[-1] if len(frames) == 2 else b"")
+            except WireError as error:
+                self._dropped.labels(reason=error.kind).inc()
+                self._log.warning(error.kind, f"a message of an engine was dropped: {error}")
+                text = str(error)
+                self.send(connection, Refused(about="message", code=error.code, message=text))
+                continue
+            if not on_message(connection, message):
+                self._dropped.labels(reason="inbox_full").inc()
+
+    def send(self, connection: bytes, message: FromHostTier) -> None:
+        """Send without waiting; to an engine that is gone, or does not read, it is dropped."""
+        payload = from_host_tier.encode(message)
+        sent = self._socket.send_multipart([connection, payload], zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)
+        if sent.exception() is not None:  # NOBLOCK: the future is done already.
+            self._dropped.labels(reason="engine_not_reading").inc()

@@ -1,0 +1,365 @@
+"""The shell around the core: between sockets, NATS and NIXL, and inputs and effects."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+import msgspec
+from kvbm_common.errors import (
+    DeadlineExceeded,
+    KvbmError,
+)
+from kvbm_common.identity import HASH_BYTES
+from kvbm_common.nats.event_publisher import EventPublisher
+from kvbm_common.nats.snapshots import SnapshotPages
+from kvbm_common.registry.records import Joined, Left, RegistryEvent
+from kvbm_common.runtime import logs
+from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
+from kvbm_common.runtime.metrics import metrics_of_counts
+from kvbm_common.service.admin_verbs import tier_verbs
+from kvbm_common.service.core_answers import CoreAnswers
+from kvbm_common.service.process import ServiceContext
+from kvbm_common.service.tracing import Tracer, tracer_of
+from kvbm_common.wire.admin import PrefetchRequest, TierRequest
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.events import (
+    Event,
+    Removed,
+    event_codec,
+    event_subject,
+)
+from kvbm_common.wire.local import Found, Lookup, ToHostTier
+from kvbm_common.wire.verbs import (
+    DoorReply,
+    LeaseRequest,
+    ReleaseRequest,
+    hits_codec,
+    hits_subject,
+    offer_codec,
+    offers_subject,
+)
+
+from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.lower_tiers import tier_of
+from kvbm_host_tier.core.messages import (
+    AdminAsked,
+    Answer,
+    ArenaInfo,
+    ArenaMade,
+    ArenaRefused,
+    AskDiskSnapshot,
+    AskFates,
+    AskFill,
+    AttachPeer,
+    DetachPeer,
+    Effect,
+    FromEngine,
+    Input,
+    LeaseAsked,
+    LowerTierJoined,
+    LowerTierLeft,
+    MakeArena,
+    OfferReceived,
+    Publish,
+    ReleaseAsked,
+    StartPull,
+    TellHits,
+    Tick,
+    ToEngine,
+)
+from kvbm_host_tier.core.peer_messages import (
+    AskHolders,
+    OpenDoor,
+    PeerEffect,
+    PeerId,
+    PeerJoined,
+    PeerLeft,
+    PullFromPeer,
+    ReleaseAtPeer,
+)
+from kvbm_host_tier.core.scrub_messages import ScrubFound, ScrubSlots
+from kvbm_host_tier.core.shard_messages import HandedOver, SayPlace, ShardEffect
+from kvbm_host_tier.shell.committed_table_writer import CommittedTableWriter
+from kvbm_host_tier.shell.departures_client import ask_fates
+from kvbm_host_tier.shell.engine_socket import EngineSocket
+from kvbm_host_tier.shell.explain_verbs import explain_verbs
+from kvbm_host_tier.shell.first_arena import BLOCKS_SETTING
+from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
+from kvbm_host_tier.shell.peer_client import PeerClient
+from kvbm_host_tier.shell.peer_reader import PeerReader, PeerReaderClosed
+from kvbm_host_tier.shell.puller import Puller
+from kvbm_host_tier.shell.scrub_reader import ScrubReader
+from kvbm_host_tier.shell.siblings import Siblings
+from kvbm_host_tier.shell.spans import OnboardSpans
+
+INBOX_MAX = 10_000
+"""Inputs that wait for the core: a second of a very busy host."""
+TICK_MS = 50
+VERB_DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+_lease_request: JsonCodec[LeaseRequest] = JsonCodec(LeaseRequest)
+_release_request: JsonCodec[ReleaseRequest] = JsonCodec(ReleaseRequest)
+
+
+class HostTierShell:
+    """Translates between the outside and the core."""
+
+    def __init__(
+        self, context: ServiceContext, core: HostTierCore, puller: Puller, engines: EngineSocket
+    ) -> None:
+        self._context = context
+        self._core = core
+        self._snapshots = SnapshotPages(lambda _: core.view.snapshot_pages())
+        self._puller = puller
+        self._engines = engines
+        self._publisher: EventPublisher = context.bus.event_publisher(context.source)
+        self._tracer: Tracer = tracer_of(context.settings, context.kind)
+        self._spans = OnboardSpans(self._tracer)
+        self._scrubber = ScrubReader()
+        self._roster = CommittedTableWriter(core.view, context.counters)
+        self._door = PeerReader(f"{context.source}-door")
+        self._peers = PeerClient(
+            context.bus, self._door, host=context.host, source=context.source,
+            counters=context.counters,
+        )  # fmt: skip
+        self._dropped = context.counters.counter(
+            "kvbm_bus_messages_dropped_total",
+            "Messages on NATS that could not be taken.",
+            labels=("reason",),
+        )
+        self._answers = CoreAnswers(self._dropped)
+        self._below = LowerTierClient(context, self._dropped)
+        self._loop: CoreLoop[Input, Effect] = CoreLoop(
+            core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
+        )
+        self._siblings = Siblings(context, engines, core.view, self._loop.complete)
+
+    async def run(self) -> None:
+        """Serve until the context is stopping."""
+        try:
+            await self._run()
+        finally:
+            self._roster.close()
+            await asyncio.to_thread(self._scrubber.close)
+            await asyncio.to_thread(self._tracer.close)
+
+    async def _run(self) -> None:
+        context = self._context
+        self._puller.on_settled = self._loop.complete
+        self._peers.on_settled = self._loop.complete
+        await self._subscribe()
+        await self._siblings.start()
+        forget = context.registry.watch(self._registry_changed)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._loop.run(), name="core"),
+                tasks.create_task(self._publisher.run(), name="publisher"),
+                tasks.create_task(self._engines.run(self._from_engine), name="engines"),
+                tasks.create_task(self._below.follow(self._loop.offer_nowait), name="disk events"),
+                tasks.create_task(self._door.run(), name="door"),
+                tasks.create_task(self._siblings.run(), name="siblings"),
+            ]
+            for effect in self._core.start():
+                self._carry_out(effect)
+            context.ready(f"{self._engines.listens_at} {_where(self._core.view.arena)}")
+            await context.stopping.wait()
+            await self._siblings.hand_over()
+            forget()
+            await self._say_goodbye()
+            for task in running:
+                task.cancel()
+
+    async def _say_goodbye(self) -> None:
+        for effect in self._core.stop():
+            self._carry_out(effect)
+        try:
+            await self._publisher.flush(deadline_s=1.0)
+        except DeadlineExceeded as error:
+            log.warning("stopping with events unpublished: %s", error)
+
+    async def _subscribe(self) -> None:
+        context = self._context
+        context.set_stats(lambda: self._core.view.statistics(monotonic_ms()))
+        context.counters.include(
+            lambda: metrics_of_counts(
+                self._core.view.counts, label_names={"lookup_blocks": "outcome", "bytes": "path"}
+            )
+        )
+        await context.bus.subscribe(offers_subject(context.host), self._offer)
+        await context.add_verbs(
+            {
+                "arena": self._arena,
+                "door": self._open_door,
+                "lease": self._lease,
+                "release": self._release,
+                "snapshot": self._snapshot,
+                **explain_verbs(self._core.view),
+                **tier_verbs(context.kind, self._admin, context.audit),
+            }
+        )
+
+    # --- inputs -----------------------------------------------------------------------------
+
+    def _from_engine(self, connection: bytes, message: ToHostTier) -> bool:
+        if log.isEnabledFor(logging.DEBUG) and isinstance(message, Lookup):
+            ids = {"request": message.request, "engine": message.engine, "lookup": message.lookup}
+            log.debug("%d blocks are looked up", len(message.hashes) // HASH_BYTES, extra=ids)
+        message = self._spans.heard(connection, message)
+        return self._loop.offer_nowait(FromEngine(connection, message))
+
+    def _offer(self, _subject: str, payload: bytes) -> None:
+        offer = offer_codec.decode(payload)
+        if not self._loop.offer_nowait(OfferReceived(offer)):
+            self._dropped.labels(reason="inbox_full").inc()
+
+    def _registry_changed(self, event: RegistryEvent) -> None:
+        record = event.record
+        if record.kind == self._context.kind:
+            if record.host == self._context.host:
+                self._siblings.registry_changed(event)
+            if (record.host, record.instance) != (self._context.host, self._context.instance):
+                self._peer_changed(PeerId(record.host, record.instance), event)
+        found = tier_of(f"{record.kind}-{record.instance}")
+        if found is None or record.host != self._context.host:
+            return
+        tier, instance = found
+        match event:
+            case Joined():
+                self._loop.complete(LowerTierJoined(instance, tier))
+            case Left():
+                self._loop.complete(LowerTierLeft(instance, tier))
+            case _:
+                pass
+
+    def _peer_changed(self, peer: PeerId, event: RegistryEvent) -> None:
+        if not self._context.settings.peer_pulls:
+            return
+        self._peers.left(peer)
+        self._loop.complete(PeerLeft(peer) if isinstance(event, Left) else PeerJoined(peer))
+
+    # --- verbs ------------------------------------------------------------------------------
+
+    async def _arena(self, _payload: bytes) -> bytes:
+        return msgspec.json.encode(self._core.view.arena_reply())
+
+    async def _open_door(self, _payload: bytes) -> bytes:
+        opened, arena = self._door.opened, self._core.view.arena_reply()
+        if opened is None or not arena.slot_bytes:
+            raise PeerReaderClosed("the peer reader is not running")
+        reply = DoorReply(
+            epoch=arena.epoch,
+            slot_bytes=arena.slot_bytes,
+            slot_count=arena.slot_count,
+            address=opened.address,
+            agent=opened.agent,
+        )
+        return msgspec.json.encode(reply)
+
+    async def _snapshot(self, payload: bytes) -> bytes:
+        return self._snapshots.answer(payload)
+
+    async def _lease(self, payload: bytes) -> bytes:
+        request = _lease_request.decode(payload)
+        return await self._spans.lease(
+            request, self._ask_core(lambda reply_to: LeaseAsked(reply_to, request))
+        )
+
+    async def _release(self, payload: bytes) -> bytes:
+        request = _release_request.decode(payload)
+        return await self._ask_core(lambda reply_to: ReleaseAsked(reply_to, request))
+
+    async def _admin(self, verb: str, request: TierRequest | PrefetchRequest) -> bytes:
+        return await self._ask_core(lambda reply_to: AdminAsked(reply_to, verb, request))
+
+    async def _ask_core(self, make: Callable[[int], Input]) -> bytes:
+        return await self._answers.ask(
+            lambda reply_to: self._loop.offer(make(reply_to), deadline_s=VERB_DEADLINE_S),
+            deadline_s=VERB_DEADLINE_S,
+        )
+
+    # --- effects ----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> Input | Awaitable[Input | None] | None:
+        match effect:
+            case ToEngine(connection, message):
+                if log.isEnabledFor(logging.DEBUG) and isinstance(message, Found):
+                    text = "%d blocks are leased; %s"
+                    ids = {"lookup": message.lookup}
+                    log.debug(text, len(message.slots), message.reason or "all", extra=ids)
+                self._spans.said(connection, message)
+                self._engines.send(connection, message)
+            case MakeArena(size_bytes):
+                return self._make_arena(size_bytes)
+            case AttachPeer():
+                return self._puller.attach(effect)
+            case DetachPeer(peer):
+                self._puller.detach(peer)
+            case StartPull():
+                return self._puller.pull(effect, slot_bytes=self._core.view.slot_bytes)
+            case AskFill():
+                return self._spans.fill(effect, self._below.fill)
+            case AskDiskSnapshot(instance, tier):
+                return self._below.snapshot(instance, tier)
+            case AskFates():
+                return ask_fates(self._context, effect)
+            case Answer(reply_to, reply):
+                self._answers.give(reply_to, reply)
+            case Publish(event):
+                self._publish(event)
+            case TellHits(hits):
+                subject = hits_subject(self._context.host)
+                ours = msgspec.structs.replace(hits, instance=self._context.instance)
+                return self._tell(subject, hits_codec.encode(ours))
+            case ScrubSlots() | ScrubFound():
+                return self._scrubber.carry_out(effect)
+            case _:
+                return self._carry_to_peers(effect)
+        return None
+
+    def _carry_to_peers(self, effect: PeerEffect | ShardEffect) -> Awaitable[Input | None] | None:
+        match effect:
+            case AskHolders():
+                return self._peers.holders(effect)
+            case PullFromPeer():
+                return self._spans.pull(effect, self._peers.pull)
+            case ReleaseAtPeer(peer, lease):
+                return self._peers.release(peer, lease)
+            case OpenDoor(path):
+                self._door.want(path)
+            case SayPlace():
+                return self._siblings.say(effect)
+            case HandedOver():
+                self._siblings.handed_over.set()
+            case _:
+                assert_never(effect)
+        return None
+
+    async def _make_arena(self, size_bytes: int) -> ArenaMade | ArenaRefused:
+        try:
+            make = functools.partial(self._puller.make_arena, size_bytes, setting=BLOCKS_SETTING)
+            return ArenaMade(await asyncio.to_thread(make))
+        except (KvbmError, TimeoutError) as error:
+            log.error("no arena of %d bytes: %s", size_bytes, error)
+            return ArenaRefused(str(error) or "NIXL did not answer")
+
+    async def _tell(self, subject: str, payload: bytes) -> None:
+        await self._context.bus.publish(subject, payload)
+
+    def _publish(self, event: Event) -> None:
+        if isinstance(event, Removed) and event.reason == "corrupt":
+            logs.corrupt(log, event.hashes)
+        self._roster.follow(event)
+        event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
+        self._publisher.publish(
+            event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
+        )
+
+
+def _where(arena: ArenaInfo) -> str:
+    return f"arena {arena.path}" if arena.path else "arena to be made for the first engine"

@@ -1,0 +1,123 @@
+"""The lower tiers of this host, over NATS: their events, what they hold, and fills."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import msgspec
+from kvbm_common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    KvbmError,
+    NoResponder,
+    RequestFailed,
+)
+from kvbm_common.nats.snapshots import ask_snapshot
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.loop import monotonic_ms
+from kvbm_common.runtime.metrics import Counter
+from kvbm_common.service.process import ServiceContext
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.events import (
+    SUBJECT_PREFIX,
+    Event,
+    Tier,
+    event_codec,
+    event_subject,
+)
+from kvbm_common.wire.verbs import (
+    FillReply,
+    SnapshotRequest,
+    verb_subject,
+)
+
+from kvbm_host_tier.core.lower_tiers import tier_of
+from kvbm_host_tier.core.messages import (
+    AskFill,
+    DiskEvent,
+    DiskSnapshot,
+    FillDone,
+    FillFailed,
+)
+
+FILL_MARGIN_S = 0.5
+"""How long after a fill's deadline its answer may still arrive."""
+SNAPSHOT_DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+_fill_reply: JsonCodec[FillReply] = JsonCodec(FillReply)
+
+
+class LowerTierClient:
+    """Asks the disk and object tiers of one host, and hears them."""
+
+    def __init__(self, context: ServiceContext, dropped: Counter) -> None:
+        self._context = context
+        self._dropped = dropped
+        self._limiter = OncePerKind(log)
+
+    async def follow(self, take: Callable[[DiskEvent], bool]) -> None:
+        """Give every event of a lower tier of this host to `take`, until cancelled.
+
+        Only from now on: snapshots tell what was before. `take` returns False when it has no room.
+        """
+        subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
+        async with self._context.bus.event_subscription(start="new", subject=subject) as events:
+            async for batch in events:
+                for message in batch:
+                    self._event(message.subject, message.payload, take)
+
+    def _event(self, subject: str, payload: bytes, take: Callable[[DiskEvent], bool]) -> None:
+        source = subject.split(".")[-2]
+        found = tier_of(source)
+        if found is None:
+            return
+        tier, instance = found
+        try:
+            event: Event = event_codec.decode(payload)
+            if event_subject(event) != subject:
+                text = f"{event_subject(event)} on another subject"
+                raise WireError(text, kind="wrong_subject")
+        except WireError as error:
+            self._dropped.labels(reason=error.kind).inc()
+            self._limiter.warning(error.kind, f"an event on {subject} was dropped: {error}")
+            return
+        if not take(DiskEvent(instance, event, tier)):
+            self._dropped.labels(reason="inbox_full").inc()
+
+    async def fill(self, effect: AskFill) -> FillDone | FillFailed:
+        """Have a lower tier read blocks into lent slots."""
+        if not self._context.bus.connected:
+            # It was never sent: the slots are not lent, and an outage does not use up the arena.
+            return FillFailed(effect.fill, BusUnavailable.code, settled=True)
+        subject = self._verb(effect.tier, effect.instance, "fill")
+        left_s = (effect.request.until_ms - monotonic_ms()) / 1000 + FILL_MARGIN_S
+        try:
+            payload = await self._context.bus.request(
+                subject, msgspec.json.encode(effect.request), deadline_s=max(left_s, 0.01)
+            )
+            return FillDone(effect.fill, _fill_reply.decode(payload))
+        except (NoResponder, RequestFailed, WireError) as error:
+            return FillFailed(effect.fill, error.code or error.label, settled=True)
+        except (DeadlineExceeded, BusUnavailable) as error:
+            # The request may have left before the connection broke.
+            return FillFailed(effect.fill, error.code, settled=False)
+
+    async def snapshot(self, instance: str, tier: Tier) -> DiskSnapshot:
+        """Ask an instance what it holds; without an answer the reply is None."""
+        ask = functools.partial(
+            self._context.bus.request,
+            self._verb(tier, instance, "snapshot"),
+            deadline_s=SNAPSHOT_DEADLINE_S,
+        )
+        try:
+            reply = await ask_snapshot(ask, SnapshotRequest(source=f"{tier}-tier-{instance}"))
+            return DiskSnapshot(instance, reply, tier)
+        except KvbmError as error:
+            log.warning("no snapshot of %s tier %s: %s", tier, instance, error)
+            return DiskSnapshot(instance, None, tier)
+
+    def _verb(self, tier: Tier, instance: str, verb: str) -> str:
+        return verb_subject(f"{tier}-tier", verb, host=self._context.host, instance=instance)

@@ -1,0 +1,230 @@
+"""The host tier's end of its door process: it is started, asked, and started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.runtime.processes import dying_with_parent
+
+from kvbm_host_tier.shell.peer_reader_messages import (
+    Added,
+    AddPeer,
+    Arrived,
+    Failed,
+    FromDoor,
+    Opened,
+    Read,
+    RemovePeer,
+    Settled,
+    ToDoor,
+    frame,
+    receive_frame,
+)
+
+BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
+"""Pauses before the process is started again; the last one repeats until it has opened."""
+SETTLE_S = 5.0
+"""A failed read that does not end by itself in this time ends with the process."""
+ANSWER_MARGIN_S = 1.0
+"""The process keeps deadlines itself; this only finds one that hangs."""
+CLOSE_DEADLINE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class PeerReaderClosed(KvbmError):
+    """The door process is starting, or has just died."""
+
+    code = "door_closed"
+
+
+class ReadFailed(KvbmError):
+    """A read has brought nothing; its `code` is the transfer's own."""
+
+    def __init__(self, code: str, *, read: int) -> None:
+        super().__init__(code)
+        self.code = code
+        self.read = read
+
+
+class PeerReader:
+    """One process at a time. Every answer ends with the life of the process that owes it."""
+
+    def __init__(self, name: str, *, on_died: Callable[[], None] = lambda: None) -> None:
+        self._name = name
+        self._on_died = on_died
+        self._wanted = asyncio.Event()
+        self._path = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._ids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Added | Arrived]] = {}
+        self._unsettled: dict[int, asyncio.TimerHandle] = {}
+        self.on_settled: Callable[[int], None] = lambda _: None
+        """Called with the read, when a failed one has come to its end."""
+        self.opened: Opened | None = None
+        self.life = 0
+        """Counts the processes: names of peers hold in one only."""
+
+    def want(self, path: str) -> None:
+        """Open the door of this arena, and keep it open."""
+        self._path = path
+        self._wanted.set()
+
+    @property
+    def pid(self) -> int:
+        """The process that lives; 0: none does."""
+        return self._process.pid if self._process is not None else 0
+
+    async def run(self) -> NoReturn:
+        """Keep the process alive until cancelled."""
+        await self._wanted.wait()
+        failures = 0
+        while True:
+            self.life += 1
+            try:
+                await self._live()
+            finally:
+                was_open, self.opened = self.opened is not None, None
+                self._end_all()
+            self._on_died()
+            failures = 1 if was_open else failures + 1
+            pause_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
+            log.warning("the door to other hosts has closed; again in %s s", pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _live(self) -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvbm_host_tier.shell.peer_reader_process",
+            self._path, self._name,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            preexec_fn=dying_with_parent(signal.SIGKILL), start_new_session=True,
+        )  # fmt: skip
+        self._process = process
+        assert process.stdout is not None
+        try:
+            while (message := await receive_frame(process.stdout)) is not None:
+                self._take(message)
+        finally:
+            await _end(process)
+            self._process = None
+
+    def _take(self, message: FromDoor) -> None:
+        match message:
+            case Opened():
+                self.opened = message
+            case Added() | Arrived():
+                answer = self._answers.get(message.id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            case Failed():
+                self._failed(message)
+            case Settled():
+                self._settle(message.id)
+
+    def _failed(self, failed: Failed) -> None:
+        if not failed.settled:
+            loop = asyncio.get_running_loop()
+            self._unsettled[failed.id] = loop.call_later(SETTLE_S, self.kill)
+        answer = self._answers.get(failed.id)
+        if answer is not None and not answer.done():
+            answer.set_exception(ReadFailed(failed.code, read=failed.id))
+
+    def _settle(self, read: int) -> None:
+        timer = self._unsettled.pop(read, None)
+        if timer is not None:
+            timer.cancel()
+            self.on_settled(read)
+
+    def may_write(self, read: int) -> bool:
+        """Has a failed read not settled yet?"""
+        return read in self._unsettled
+
+    @property
+    def any_may_write(self) -> bool:
+        """Has any failed read not settled yet?"""
+        return bool(self._unsettled)
+
+    def kill(self) -> None:
+        """End the process now; nothing that it has under way writes any more when it is gone."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    def _end_all(self) -> None:
+        """The process is gone, and with it whatever could still write."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(PeerReaderClosed("the door process has ended"))
+        for read in list(self._unsettled):
+            self._settle(read)
+
+    # --- requests ---------------------------------------------------------------------------
+
+    async def add_peer(self, agent: bytes, *, deadline_s: float) -> str:
+        """Learn a peer; raises PeerReaderClosed, ReadFailed and TimeoutError."""
+        number = next(self._ids)
+        added = await self._ask(AddPeer(id=number, agent=agent), number, deadline_s)
+        assert isinstance(added, Added)
+        return added.name
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer that has left."""
+        if self.opened is not None:
+            self._send(RemovePeer(name=name))
+
+    async def read(
+        self, peer: str, sources: list[int], offsets: list[int], *, block_bytes: int,
+        deadline_ms: int, part_count: int = 1,
+    ) -> Arrived:  # fmt: skip
+        """Read blocks into the arena; raises PeerReaderClosed and ReadFailed.
+
+        A process that does not keep the deadline is killed, so that its end can be told.
+        """
+        number = next(self._ids)
+        read = Read(id=number, peer=peer, sources=sources, offsets=offsets,
+                    block_bytes=block_bytes, deadline_ms=max(1, deadline_ms),
+                    part_count=part_count)  # fmt: skip
+        fuse_s = deadline_ms / 1000 + ANSWER_MARGIN_S
+        fuse = asyncio.get_running_loop().call_later(fuse_s, self.kill)
+        try:
+            arrived = await self._ask(read, number, None)
+        finally:
+            fuse.cancel()
+        assert isinstance(arrived, Arrived)
+        return arrived
+
+    async def _ask(self, request: ToDoor, number: int, deadline_s: float | None) -> Added | Arrived:
+        if self.opened is None:
+            raise PeerReaderClosed("the door process is starting")
+        answer: asyncio.Future[Added | Arrived] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._send(request)
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        finally:
+            del self._answers[number]
+
+    def _send(self, message: ToDoor) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(frame(message))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """In order by the end of its input, or not."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        async with asyncio.timeout(CLOSE_DEADLINE_S):
+            await process.wait()
+    except (TimeoutError, asyncio.CancelledError):
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -1,0 +1,115 @@
+"""What the host tier and its door process say to each other: msgpack frames over two pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import BinaryIO
+
+import msgspec
+
+FRAME_BYTES_MAX = 4 * 1024 * 1024
+"""Metadata of an agent has a few hundred bytes, a read some thousand."""
+_LENGTH = struct.Struct("<I")
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, array_like=True):
+    pass
+
+
+class AddPeer(_Message, frozen=True):
+    """Learn where a peer's memory is; ends in Added or Failed."""
+
+    id: int
+    agent: bytes
+
+
+class RemovePeer(_Message, frozen=True):
+    """Forget it. No answer."""
+
+    name: str
+
+
+class Read(_Message, frozen=True):
+    """Read blocks of a peer into the arena and sum them up; ends in Arrived or Failed.
+
+    `sources` are addresses at the peer, `offsets` places in the arena, all of `block_bytes` bytes
+    in `part_count` parts.
+    """
+
+    id: int
+    peer: str
+    sources: list[int]
+    offsets: list[int]
+    block_bytes: int
+    deadline_ms: int
+    part_count: int
+
+
+class Opened(_Message, frozen=True):
+    """The arena is mapped at `address`, and a holder of `agent` may read it."""
+
+    agent: bytes
+    address: int
+
+
+class Added(_Message, frozen=True):
+    """The peer is known by this name."""
+
+    id: int
+    name: str
+
+
+class Arrived(_Message, frozen=True):
+    """The blocks are in the arena; the checksums of their parts, and how long it took."""
+
+    id: int
+    checksums: list[tuple[int, ...]]
+    seconds: float
+
+
+class Failed(_Message, frozen=True):
+    """Unless `settled`, late bytes may still land; Settled says when none can any more."""
+
+    id: int
+    code: str
+    settled: bool
+
+
+class Settled(_Message, frozen=True):
+    """A failed read has come to its end."""
+
+    id: int
+
+
+ToDoor = AddPeer | RemovePeer | Read
+FromDoor = Opened | Added | Arrived | Failed | Settled
+_to_door: msgspec.msgpack.Decoder[ToDoor] = msgspec.msgpack.Decoder(ToDoor)
+_from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
+
+
+def frame(message: ToDoor | FromDoor) -> bytes:
+    """A message as it goes into a pipe."""
+    payload = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def read_frame(pipe: BinaryIO) -> ToDoor | None:
+    """The next message of the host tier; None: it has closed the pipe."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    size = _LENGTH.unpack(head)[0]
+    assert size <= FRAME_BYTES_MAX, size
+    payload = pipe.read(size)
+    return _to_door.decode(payload) if len(payload) == size else None
+
+
+async def receive_frame(pipe: asyncio.StreamReader) -> FromDoor | None:
+    """The next message of the door; None: it has ended."""
+    try:
+        size = _LENGTH.unpack(await pipe.readexactly(_LENGTH.size))[0]
+        assert size <= FRAME_BYTES_MAX, size
+        return _from_door.decode(await pipe.readexactly(size))
+    except asyncio.IncompleteReadError:
+        return None

@@ -1,0 +1,133 @@
+"""The door: the process through which host tiers of different hosts read each other's arenas.
+
+It maps the arena, lends it to peers over NIXL, and reads from theirs. Why a process of its own:
+over TCP UCX emulates READ, and a reader that dies in the middle of one makes UCX *abort the owner's
+process* (see kvbm_common.nixl.mover_thread). A host that dies must not take its neighbours' arenas
+with it. And what a read that hangs may still write ends with this process, whatever NIXL thinks of
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import BinaryIO
+
+import numpy as np
+from kvbm_common.checksum import part_checksums
+from kvbm_common.errors import KvbmError
+from kvbm_common.memory.arena import Arena
+from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
+from kvbm_common.nixl.spans import Spans
+
+from kvbm_host_tier.shell.peer_reader_messages import (
+    Added,
+    AddPeer,
+    Arrived,
+    Failed,
+    FromDoor,
+    Opened,
+    Read,
+    RemovePeer,
+    Settled,
+    ToDoor,
+    frame,
+    read_frame,
+)
+
+CALL_DEADLINE_S = 10.0
+"""As in the puller."""
+CLOSE_S = 0.5
+"""For what flies when the host tier ends."""
+
+
+class PeerReaderProcess:
+    """One agent over one arena. Checksums are taken in a thread of their own."""
+
+    def __init__(self, arena: Arena, mover: MoverThread, out: BinaryIO) -> None:
+        self._arena, self._mover, self._out = arena, mover, out
+        self._writing = threading.Lock()
+        self._summer = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+
+    def open(self) -> None:
+        """Lend the arena, and say where it is."""
+        self._mover.register_memory(self._arena.address, self._arena.bytes).result(CALL_DEADLINE_S)
+        agent = self._mover.metadata().result(CALL_DEADLINE_S)
+        self._say(Opened(agent=agent, address=self._arena.address))
+
+    def take(self, message: ToDoor) -> None:
+        """Carry out one request."""
+        match message:
+            case AddPeer():
+                added = self._mover.add_peer(message.agent)
+                added.add_done_callback(partial(self._added, message.id))
+            case RemovePeer():
+                self._mover.remove_peer(message.name)
+            case Read():
+                self._read(message)
+
+    def _added(self, number: int, added: Future[str]) -> None:
+        error = added.exception()
+        if error is None:
+            self._say(Added(id=number, name=added.result()))
+        else:
+            self._say(Failed(id=number, code=_code_of(error), settled=True))
+
+    def _read(self, read: Read) -> None:
+        offsets = np.asarray(read.offsets, dtype=np.uint64)
+        assert int(offsets.max()) + read.block_bytes <= self._arena.bytes, "behind the arena's end"
+        moving = self._mover.read(
+            read.peer,
+            Spans.of(offsets + np.uint64(self._arena.address), read.block_bytes),
+            Spans.of(read.sources, read.block_bytes),
+            deadline_s=read.deadline_ms / 1000,
+        )
+        # Out of the mover's thread: other transfers would wait for these checksums.
+        moving.add_done_callback(lambda moved: self._summer.submit(self._ended, read, moved))
+
+    def _ended(self, read: Read, moved: Future[Transferred]) -> None:
+        error = moved.exception()
+        if error is None:
+            sums = [
+                part_checksums(self._arena.array[start : start + read.block_bytes], read.part_count)
+                for start in read.offsets
+            ]
+            self._say(Arrived(id=read.id, checksums=sums, seconds=moved.result().seconds))
+            return
+        settling = error.settling if isinstance(error, TransferError) else None
+        settled = settling is None or settling.done()
+        self._say(Failed(id=read.id, code=_code_of(error), settled=settled))
+        if settling is not None and not settled:
+            settling.add_done_callback(lambda _: self._say(Settled(id=read.id)))
+
+    def _say(self, message: FromDoor) -> None:
+        with self._writing:
+            self._out.write(frame(message))
+            self._out.flush()
+
+
+def _code_of(error: BaseException) -> str:
+    return error.code if isinstance(error, KvbmError) else "mistake"
+
+
+def main() -> None:
+    """Serve until the host tier closes the pipe, or dies."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # What libraries print must not get between frames.
+    path, name = sys.argv[1:]
+    with Arena.attach(path) as arena:
+        mover = MoverThread(name)
+        door = PeerReaderProcess(arena, mover, out)
+        try:
+            door.open()
+            while (message := read_frame(sys.stdin.buffer)) is not None:
+                door.take(message)
+        finally:
+            mover.close(CLOSE_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The puller: carries out pulls over NIXL, and sums up what has arrived.
+
+The kernel's copy from one process to another is the limit of a pull, and one thread makes one at a
+time: two movers, each an agent in a thread of its own, share the chunks where there is a second
+processor. Each sums up a chunk as soon as it is there, while it is still in its core's cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from kvbm_common.copying import COPIER, Places, slot_places, thread_count
+from kvbm_common.cuda.lending import DeviceMemory, unwrap
+from kvbm_common.errors import KvbmError
+from kvbm_common.memory.arena import Arena
+from kvbm_common.nixl.layout import chunks_of, device_pieces, part_bytes
+from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
+from kvbm_common.nixl.spans import Registration
+from kvbm_common.runtime.metrics import Metrics, TransferFigures
+from numpy.typing import NDArray
+
+from kvbm_host_tier.core.messages import (
+    ArenaInfo,
+    AttachPeer,
+    PeerAttached,
+    PeerFailed,
+    PullDone,
+    PullFailed,
+    PullPart,
+    PullSettled,
+    StartPull,
+)
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.pulling import DevicePuller
+
+MOVERS_MAX = 2
+"""Movers that pull side by side, where there are processors for them."""
+PULL_CHUNK_BYTES = 16 * 1024 * 1024
+"""One transfer of one mover, which its last cache holds. Smaller ones cost more than they save: a
+pull of 64 MiB took 44, 37, 35 and 33 ms of processor time with chunks of 2, 4, 8 and 16 MiB."""
+CALL_DEADLINE_S = 10.0
+"""Registrations and metadata take milliseconds; a machine in trouble gets some more."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pulling:
+    """A pull on its way. Several threads end its reads."""
+
+    effect: StartPull
+    slot_bytes: int
+    reads_left: int
+    sums: NDArray[np.uint64]
+    """By slot and part."""
+    moved: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and bytes of each read."""
+    failures: list[BaseException] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: Future[None] = field(default_factory=Future)
+
+
+class Puller:
+    """The arena, and the movers that pull into it. The first one is the agent that peers read from;
+    the others are never read from."""
+
+    def __init__(self, shm_dir: Path, *, name: str, counters: Metrics) -> None:
+        self._shm_dir, self._name = shm_dir, name
+        self._arena: Arena | None = None
+        self._registrations: list[Registration] = []
+        self._device_puller: DevicePuller | None = None
+        self._opening = threading.Lock()
+        self._making = threading.Lock()
+        self._stop = threading.Event()
+        self._on_gpu: dict[str, int] = {}
+        """Peers whose memory is their GPU's, and is not open here: NIXL reads it."""
+        self.on_settled: Callable[[PullSettled], None] = lambda _: None
+        self.mover = MoverThread(name)
+        others = min(MOVERS_MAX, thread_count()) - 1
+        self.movers = [self.mover, *(MoverThread(f"{name}-{i + 2}") for i in range(others))]
+        for mover in self.movers[1:]:
+            mover.attend(expected=False)
+        self._unread = [0] * len(self.movers)
+        """Bytes that each mover was given and has not brought and summed up yet."""
+        self._giving = threading.Lock()
+        self._summer = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+        """Sums up what a GPU's mover has brought, which has other waves to look after."""
+        self._figures = TransferFigures(counters)
+
+    def make_arena(self, size_bytes: int, *, setting: str = "DYN_KVBM_CPU_CACHE_GB") -> ArenaInfo:
+        """Make the arena, in the place of one that no engine has seen yet. Takes seconds.
+
+        Raises ArenaNoSpace, which names `setting`, ArenaUnavailable, ArenaStopped after
+        `stop_making`, and what NIXL says when it refuses the memory.
+        """
+        with self._making:
+            return self._make_arena(size_bytes, setting)
+
+    def _make_arena(self, size_bytes: int, setting: str) -> ArenaInfo:
+        if self._arena is not None:
+            for mover, registration in zip(self.movers, self._registrations, strict=True):
+                mover.deregister(registration).result(CALL_DEADLINE_S)
+            self._close_devices()
+            self._arena.close()
+            self._arena = None
+        arena = Arena.create(
+            self._shm_dir, f"{self._name}-arena", size_bytes, setting=setting, stop=self._stop
+        )
+        try:
+            registering = [
+                mover.register_memory(arena.address, arena.bytes) for mover in self.movers
+            ]
+            self._registrations = [known.result(CALL_DEADLINE_S) for known in registering]
+        except BaseException:
+            arena.close()
+            raise
+        self._arena = arena
+        arena.populate().add_done_callback(_populated)
+        agent = self.mover.metadata().result(CALL_DEADLINE_S)
+        return ArenaInfo(str(arena.path), arena.address, arena.bytes, agent)
+
+    def stop_making(self) -> None:
+        """Have an allocation end soon, and no other begin."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """End all threads, and the arena."""
+        self.stop_making()
+        for mover in self.movers:
+            mover.close()  # Ends every read, so that nothing is submitted after it.
+        self._close_devices()
+        self._summer.shutdown(wait=True)
+        with self._making:
+            if self._arena is not None:
+                self._arena.close()
+
+    async def attach(self, effect: AttachPeer) -> PeerAttached | PeerFailed:
+        """Learn where a worker's memory is."""
+        try:
+            agent, memory = unwrap(effect.agent)
+        except KvbmError as error:
+            return PeerFailed(effect.engine, effect.rank, str(error))
+        adding = [(mover, mover.add_peer(agent)) for mover in self.movers]
+        try:
+            async with asyncio.timeout(CALL_DEADLINE_S):
+                added = [asyncio.shield(asyncio.wrap_future(future)) for _, future in adding]
+                peer = (await asyncio.gather(*added))[0]
+        except (TimeoutError, KvbmError) as error:
+            for mover, future in adding:
+                future.add_done_callback(partial(_remove_added, mover))
+            reason = str(error) or "NIXL did not answer"
+            return PeerFailed(effect.engine, effect.rank, reason)
+        if memory is not None:
+            await asyncio.to_thread(self._open, peer, memory)
+        return PeerAttached(effect.engine, effect.rank, peer)
+
+    def _open(self, peer: str, memory: DeviceMemory) -> None:
+        """A worker's memory is on a GPU: by CUDA, or, where that cannot be, by NIXL."""
+        from kvbm_common.cuda.pulling import DevicePuller  # Only where there is a GPU.
+
+        with self._opening:  # Several ranks come at once.
+            if self._device_puller is None:
+                self._device_puller = DevicePuller(self._live.address, self._live.bytes)
+        try:
+            self._device_puller.attach(peer, memory)
+        except KvbmError as error:
+            self._on_gpu[peer] = memory.device
+            log.warning("%s cannot be read by CUDA, using NIXL: %s", peer, error)
+
+    def _close_devices(self) -> None:
+        if self._device_puller is not None:
+            self._device_puller.close()
+            self._device_puller = None
+
+    def detach(self, peer: str) -> None:
+        """Forget a worker's memory."""
+        if self._device_puller is not None:
+            self._device_puller.detach(peer)
+        self._on_gpu.pop(peer, None)
+        for mover in self.movers:
+            mover.remove_peer(peer)
+
+    async def pull(self, effect: StartPull, *, slot_bytes: int) -> PullDone | PullFailed:
+        """Read every rank's part into the slots, chunk by chunk, and sum up what is in.
+
+        Returns when every read has ended, so that no byte is on its way unwatched.
+        """
+        reads = [
+            (number, part, chunk)
+            for number, part in enumerate(effect.parts)
+            for chunk in chunks_of(len(effect.slots), part_bytes(part.regions), PULL_CHUNK_BYTES)
+        ]
+        sums = np.zeros((len(effect.slots), len(effect.parts)), dtype=np.uint64)
+        pulling = _Pulling(effect, slot_bytes, len(reads), sums)
+        for number, part, chunk in reads:
+            self._start(pulling, number, part, chunk)
+        await asyncio.wrap_future(pulling.ended)
+        for seconds, size in pulling.moved:
+            self._figures.observe("d2h", seconds, size)
+        if pulling.failures:
+            return self._failed(effect.pull, pulling.failures)
+        return PullDone(effect.pull, tuple(tuple(map(int, parts)) for parts in pulling.sums))
+
+    def _start(self, pulling: _Pulling, number: int, part: PullPart, chunk: slice) -> None:
+        effect = pulling.effect
+        target = slot_places(
+            effect.slots[chunk], part_bytes(part.regions), arena_address=self._live.address,
+            slot_bytes=pulling.slot_bytes, part_offset=part.slot_offset,
+        )  # fmt: skip
+        source = Places.of_pieces(device_pieces(part.regions, effect.blocks[chunk]))
+        ended = partial(self._read_ended, pulling, number, chunk, target)
+        into, deadline_s = target.cut_like(source).spans, effect.deadline_ms / 1000
+        puller = self._device_puller
+        if puller is not None and puller.knows(part.peer):
+            read = puller.read(part.peer, into, source.spans, deadline_s=deadline_s)
+            read.add_done_callback(lambda done: self._summer.submit(ended, done))
+            return
+        theirs = source.spans
+        if part.peer in self._on_gpu:
+            theirs = theirs.on_device(self._on_gpu[part.peer])
+        # In turn is not enough: commits come between, and one mover was left with the last three.
+        mover = self._give(into.bytes)
+        read = self.movers[mover].read(part.peer, into, theirs, deadline_s=deadline_s)
+        read.add_done_callback(ended)  # In the mover's thread, whose core has just brought it.
+        read.add_done_callback(lambda _: self._taken(mover, into.bytes))
+
+    def _give(self, size: int) -> int:
+        """Return the index of the mover with the fewest bytes to bring; it has `size` more now."""
+        with self._giving:
+            mover = self._unread.index(min(self._unread))
+            self._unread[mover] += size
+        return mover
+
+    def _taken(self, mover: int, size: int) -> None:
+        with self._giving:
+            self._unread[mover] -= size
+
+    def _read_ended(
+        self,
+        pulling: _Pulling,
+        number: int,
+        chunk: slice,
+        target: Places,
+        read: Future[Transferred],
+    ) -> None:
+        error = read.exception()
+        try:
+            if error is None:
+                pulling.sums[chunk, number] = COPIER.sums(target)
+        except Exception as mistake:  # Whatever it is, the pull comes to an end.
+            error = mistake
+        with pulling.lock:
+            if error is not None:
+                pulling.failures.append(error)
+            else:
+                pulling.moved.append((read.result().seconds, read.result().bytes))
+            pulling.reads_left -= 1
+            is_last = pulling.reads_left == 0
+        if is_last:
+            pulling.ended.set_result(None)
+
+    def _failed(self, pull: int, failures: Sequence[BaseException]) -> PullFailed:
+        for failure in failures:
+            if not isinstance(failure, KvbmError):
+                raise failure
+        settling = [
+            failure.settling
+            for failure in failures
+            if isinstance(failure, TransferError)
+            and failure.settling is not None
+            and not failure.settled
+        ]
+        self._watch(pull, settling)
+        reason = failures[0].code if isinstance(failures[0], KvbmError) else "mistake"
+        return PullFailed(pull, reason, settled=not settling)
+
+    def _watch(self, pull: int, settling: list[Future[None]]) -> None:
+        """Say so when the last late byte of a failed pull has landed."""
+        left = len(settling)
+        loop = asyncio.get_running_loop()
+
+        def settled(_: asyncio.Future[None]) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.on_settled(PullSettled(pull))
+
+        for future in settling:
+            asyncio.wrap_future(future, loop=loop).add_done_callback(settled)
+
+    @property
+    def _live(self) -> Arena:
+        assert self._arena is not None, "a pull has slots, and those are of an arena"
+        return self._arena
+
+
+def _populated(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        log.warning("the first transfers will pay for page faults: %s", error)
+
+
+def _remove_added(mover: MoverThread, added: Future[str]) -> None:
+    """Remove a peer that one mover has added, now or late, while another has failed."""
+    if not added.cancelled() and added.exception() is None:
+        mover.remove_peer(added.result())

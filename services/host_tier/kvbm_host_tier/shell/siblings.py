@@ -1,0 +1,116 @@
+"""The other host tiers of this host, as the shell meets them: registry, lock and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+from kvbm_common.errors import RegistryUnavailable
+from kvbm_common.registry.records import Info, Joined, Left, RegistryEvent
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.service.process import ServiceContext
+
+from kvbm_host_tier.core.shard_map import ShardMap
+from kvbm_host_tier.core.shard_messages import (
+    FrontTaken,
+    Leaving,
+    MapTold,
+    MemberJoined,
+    MemberLeft,
+    SayPlace,
+    ShardInput,
+)
+from kvbm_host_tier.core.view import HostTierView
+from kvbm_host_tier.shell.engine_socket import EngineSocket, is_deserted
+
+ENDPOINT, TAKES, SHARDS = "endpoint", "takes", "shards"
+"""The keys of a host tier's registry entry."""
+LOOK_S = 0.2
+"""How often the lock is tried, and the front looks whether its siblings are still there. A connect
+takes 50 µs, and an engine notices nothing for 3 s."""
+HAND_OVER_S = 1.2
+"""How long engines may take to go when we end; a service has 2.5 s for all of its end."""
+
+log = logging.getLogger(__name__)
+
+
+class Siblings:
+    """Feeds the core with what is heard of siblings, and tells them of us."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        engines: EngineSocket,
+        view: HostTierView,
+        complete: Callable[[ShardInput], None],
+    ) -> None:
+        self._context, self._engines, self._view = context, engines, view
+        self._complete = complete
+        self._log = OncePerKind(log)
+        self._was_front = False
+        self.handed_over = asyncio.Event()
+
+    async def start(self) -> None:
+        """Enter: from now on engines may be sent to us."""
+        await self.say(SayPlace(takes=True, shard_map=None))
+
+    async def run(self) -> NoReturn:
+        """Look again and again until cancelled."""
+        while True:
+            self._look()
+            await asyncio.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        if not self._was_front and self._engines.take_front():
+            self._was_front = True
+            self._complete(FrontTaken(time.time_ns() // 1_000))
+        if not self._was_front:
+            return
+        for instance, (epoch, endpoint) in self._view.siblings().items():
+            if is_deserted(endpoint):
+                self._log.warning("deserted", f"host tier {instance} does not listen any more")
+                self._complete(MemberLeft(instance, epoch, said_so=False))
+
+    def registry_changed(self, event: RegistryEvent) -> None:
+        """A host tier of this host, perhaps ourselves, has come, changed or gone."""
+        record = event.record
+        if isinstance(event, Left):
+            said_so = event.reason == "deleted"
+            self._complete(MemberLeft(record.instance, record.epoch, said_so=said_so))
+            return
+        self._complete(
+            MemberJoined(
+                record.instance,
+                record.epoch,
+                endpoint=str(record.info.get(ENDPOINT) or ""),
+                takes=record.info.get(TAKES) is not False,
+                is_new=isinstance(event, Joined),
+            )
+        )
+        told = record.info.get(SHARDS)
+        if isinstance(told, str):
+            with contextlib.suppress(msgspec.MsgspecError):  # Another release's: we go by ours.
+                self._complete(MapTold(msgspec.json.decode(told, type=ShardMap)))
+
+    async def say(self, place: SayPlace) -> None:
+        """A host tier that does not hear of it goes by the map before: engines come and are
+        redirected."""
+        info: Info = {ENDPOINT: self._engines.own, TAKES: place.takes}
+        if place.shard_map is not None:
+            info[SHARDS] = msgspec.json.encode(place.shard_map).decode()
+        try:
+            await self._context.registration.update(info)
+        except RegistryUnavailable as error:
+            self._log.warning(error.code, f"the other host tiers do not hear of us: {error}")
+
+    async def hand_over(self) -> None:
+        """We end: let engines finish and go, if there is somewhere to go."""
+        self._complete(Leaving())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
+                await self.handed_over.wait()

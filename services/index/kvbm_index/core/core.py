@@ -1,0 +1,352 @@
+"""The index's core: who holds which block, as true as the events of all sources make it.
+
+Each source's events apply in order of (epoch, seq), each once (`kvbm_common/tier/follow.py` has the
+rule and the drawing). A hole is never guessed over: the source is asked for a snapshot, and its
+events wait until it comes. Queries are plain methods between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, repeat
+from operator import attrgetter
+from typing import assert_never, cast
+
+from kvbm_common.identity import IdentityError
+from kvbm_common.tier.follow import FollowState, Verdict
+from kvbm_common.wire.events import Cleared, Removed, Stored
+
+from kvbm_index.core.event_batch import removed_by, stored_by
+from kvbm_index.core.event_decoder import (
+    DecodedCleared,
+    DecodedRemoved,
+    DecodedStored,
+    removed_of,
+    runs_of,
+)
+from kvbm_index.core.image import HolderTuple, Image
+from kvbm_index.core.messages import (
+    AnyEvent,
+    Effect,
+    EventsReceived,
+    Input,
+    Limits,
+    RegistryRead,
+    RequestSnapshot,
+    Restored,
+    SnapshotFailed,
+    SnapshotReceived,
+    SourceJoined,
+    SourceKey,
+    SourceLeft,
+    StreamLost,
+    Tick,
+)
+from kvbm_index.core.queries import Queries
+from kvbm_index.core.snapshot_loader import SnapshotLoader
+from kvbm_index.core.source import Source
+
+CLEARED = (Cleared, DecodedCleared)
+DROPPED = {
+    Verdict.OLD_EPOCH: "old_epoch",
+    Verdict.DUPLICATE: "duplicate",
+    Verdict.FULL: "buffer_full",
+}
+"""The counters of events that are left out."""
+
+_seq = attrgetter("seq")
+_holder_and_kind = attrgetter("host", "source", "epoch", "__class__", "tier", "rank", "group")
+
+
+class IndexCore(Queries):
+    """Pure: time comes in with each step, IO goes out as effects."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self._registry_read = False
+        self._asking = False
+        """Some source may be due for a snapshot: look at all of them at the end of the step."""
+        self._looked_ms = -self._limits.look_after_ms
+
+    # ---- the only door -----------------------------------------------------------------------
+
+    def step(self, event: Input, now_ms: int) -> list[Effect]:
+        """Take one input; returns what is to be done about it."""
+        match event:
+            case EventsReceived(events, position, stream):
+                self._on_events(events, now_ms)
+                self._position, self._stream = position, stream
+            case Restored(image):
+                self._on_restored(image, now_ms)
+            case SnapshotReceived(arrival):
+                self._on_snapshot(arrival, now_ms)
+            case SnapshotFailed(key):
+                self._on_snapshot_failed(key, now_ms)
+            case SourceJoined(key, epoch):
+                self._on_joined(key, epoch, now_ms)
+            case SourceLeft(key, epoch):
+                self._on_left(key, epoch, now_ms)
+            case RegistryRead():
+                self._on_registry_read(now_ms)
+            case StreamLost():
+                self._on_stream_lost(now_ms)
+            case Tick():
+                self._on_tick(now_ms)
+            case _:
+                assert_never(event)
+        return self._ask_snapshots(now_ms) if self._asking else []
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def _on_events(self, events: Sequence[AnyEvent], now_ms: int) -> None:
+        """Neighbours of one holder and kind are applied together, if nothing is odd about them."""
+        for _, group in groupby(events, _holder_and_kind):
+            several = list(group)
+            if len(several) == 1 or not self._apply_together(several, now_ms):
+                for event in several:
+                    self._on_next(event, now_ms)
+
+    def _apply_together(self, events: list[AnyEvent], now_ms: int) -> bool:
+        """The next ones of a source that is current. False: nothing was done."""
+        first, count = events[0], len(events)
+        source = self._sources.get((first.host, first.source))  # type: ignore[call-overload]
+        if source is None or source.state is not FollowState.CURRENT or first.epoch != source.epoch:
+            return False
+        seq = source.seq + 1
+        if list(map(_seq, events)) != list(range(seq, seq + count)):
+            return False
+        if isinstance(first, DecodedStored):
+            runs = stored_by(cast("list[DecodedStored]", events))
+            if runs is None:
+                return False
+            holder = _holder_of(first)
+            for parent, run, rooted in runs:
+                self._holdings.add(holder, parent, run, rooted=rooted)
+        elif isinstance(first, DecodedRemoved):
+            blocks = removed_by(cast("list[DecodedRemoved]", events))
+            if blocks is None:
+                return False
+            self._holdings.discard(_holder_of(first), blocks)
+        else:
+            return False
+        source.seq += count  # Nothing waits: it is `take` and `ready`, in short.
+        self._event_count += count
+        self._applied.extend(zip(repeat(now_ms), events))
+        return True
+
+    def _on_next(self, event: AnyEvent, now_ms: int) -> None:
+        """The usual event, the next one of a source that is current, takes the short way."""
+        # A plain tuple is as good a key as a SourceKey, and a third of the time to make.
+        source = self._sources.get((event.host, event.source))  # type: ignore[call-overload]
+        if (
+            source is None
+            or event.seq != source.seq + 1
+            or event.epoch != source.epoch
+            or source.state is not FollowState.CURRENT
+        ):
+            self._on_event(event, now_ms)
+            return
+        try:
+            self._change(source.key, event)
+        except IdentityError:
+            self._refuse(source, now_ms)
+            return
+        source.seq = event.seq
+        self._event_count += 1
+        self._applied.append((now_ms, event))
+
+    def _on_event(self, event: AnyEvent, now_ms: int) -> None:
+        source = self._source_of(SourceKey(event.host, event.source), now_ms)
+        if source is None:
+            self._drops["sources_full"] += 1
+            return
+        self._begin(source, event.epoch)
+        clears = isinstance(event, CLEARED) and not event.rank_only
+        verdict = source.take(event, now_ms, clears=clears)
+        if verdict in DROPPED:
+            self._drops[DROPPED[verdict]] += 1
+        self._apply_ready(source, now_ms)
+        self._asking = self._asking or source.state is FollowState.BEHIND
+
+    def _apply_ready(self, source: Source, now_ms: int) -> None:
+        for event in source.ready():
+            try:
+                self._change(source.key, event)
+            except IdentityError:
+                self._refuse(source, now_ms)
+            else:
+                self._event_count += 1
+                self._applied.append((now_ms, event))
+
+    def _refuse(self, source: Source, now_ms: int) -> None:
+        """Only a snapshot can repair what a malformed event would have said."""
+        self._drops["malformed"] += 1
+        source.refuse(now_ms)
+        self._asking = True
+
+    def _change(self, key: SourceKey, event: AnyEvent) -> None:
+        match event:
+            case DecodedStored() | Stored():
+                holder = _holder_of(event)
+                # All of an event is read before any of it is applied.
+                for parent, run, rooted in runs_of(event):
+                    self._holdings.add(holder, parent, run, rooted=rooted)
+            case DecodedRemoved() | Removed():
+                self._holdings.discard(_holder_of(event), removed_of(event))
+            case DecodedCleared() | Cleared():
+                self._holdings.drop(key, event.rank if event.rank_only else None)
+
+    # ---- snapshots ---------------------------------------------------------------------------
+
+    def _ask_snapshots(self, now_ms: int) -> list[Effect]:
+        self._asking = False
+        effects: list[Effect] = []
+        for source in self._sources.values():
+            if self._snapshots_flying >= self._limits.snapshots_max:
+                break
+            if source.should_ask(now_ms):
+                source.ask(now_ms)
+                self._snapshots_flying += 1
+                effects.append(RequestSnapshot(source.key))
+        return effects
+
+    def _on_snapshot(self, arrival: SnapshotLoader, now_ms: int) -> None:
+        snapshot = arrival.snapshot
+        source = self._landed(SourceKey(snapshot.host, snapshot.source))
+        if source is None or source.state is not FollowState.BEHIND:
+            return
+        if not source.accepts(snapshot.epoch, snapshot.seq):
+            self._drops["old_snapshot"] += 1
+            source.retry_later(now_ms)
+            return
+        if arrival.malformed:
+            self._drops["malformed"] += 1
+            source.retry_later(now_ms)
+            return
+        self._holdings.drop(source.key)
+        for holder, chains in arrival.chains.items():
+            self._holdings.take(holder, chains)
+        self._snapshot_count += 1
+        source.restore(snapshot.epoch, snapshot.seq, now_ms)
+        self._apply_ready(source, now_ms)
+
+    def _on_snapshot_failed(self, key: SourceKey, now_ms: int) -> None:
+        source = self._landed(key)
+        self._drops["snapshot_failed"] += 1
+        if source is not None:
+            source.retry_later(now_ms)
+
+    def _landed(self, key: SourceKey) -> Source | None:
+        """The source whose snapshot flew; None if none did (it took longer than its deadline)."""
+        source = self._sources.get(key)
+        if source is None or not source.landed():
+            self._drops["late_snapshot"] += 1
+            return None
+        self._snapshots_flying -= 1
+        self._asking = True
+        return source
+
+    # ---- lives -------------------------------------------------------------------------------
+
+    def _on_joined(self, key: SourceKey, epoch: int, now_ms: int) -> None:
+        """A life that we have heard nothing of is asked for a snapshot, if it stays silent."""
+        source = self._source_of(key, now_ms)
+        if source is None:
+            self._drops["sources_full"] += 1
+            return
+        source.registered = True
+        if self._begin(source, epoch):
+            self._fall_behind(source, now_ms + self._limits.settle_ms)
+        elif epoch == source.epoch and source.state is FollowState.GONE:
+            self._fall_behind(source, now_ms)
+
+    def _on_left(self, key: SourceKey, epoch: int, now_ms: int) -> None:
+        source = self._sources.get(key)
+        if source is not None and epoch >= source.epoch:
+            self._leave(source, now_ms)
+
+    def _on_registry_read(self, now_ms: int) -> None:
+        self._registry_read = True
+        for source in self._sources.values():
+            source.unregistered_since_ms = now_ms
+
+    def _on_restored(self, image: Image, now_ms: int) -> None:
+        """Take an image. No source is registered yet; those that were behind are asked, because
+        what waited is not in an image."""
+        assert not self._sources, "a restored index begins with its image"
+        self._stream, self._position = image.stream, image.position
+        for one in image.sources:
+            key = SourceKey(one.host, one.source)
+            self._sources[key] = Source(
+                key, epoch=one.epoch, seq=one.seq, state=FollowState[one.state], hollow=one.hollow,
+                ask_at_ms=now_ms + self._limits.settle_ms, unregistered_since_ms=now_ms,
+                limits=self._follow_limits,
+            )  # fmt: skip
+        for holder in image.holders:
+            self._holdings.load(holder)
+        self._holdings.tidy(self._holdings.block_count)
+        self._asking = True
+
+    def _on_stream_lost(self, now_ms: int) -> None:
+        """Who was current is so again with its next event, or with a snapshot."""
+        self._position, self._stream = 0, ""
+        for source in self._sources.values():
+            if source.state is FollowState.CURRENT:
+                self._fall_behind(source, now_ms + self._limits.settle_ms)
+
+    def _on_tick(self, now_ms: int) -> None:
+        self._holdings.tidy(self._limits.tidied_per_tick)
+        if now_ms - self._looked_ms < self._limits.look_after_ms:
+            return
+        self._looked_ms = now_ms
+        self._asking = True
+        for source in self._sources.values():
+            asked_at_ms = source.asked_at_ms
+            if asked_at_ms is not None and (
+                now_ms - asked_at_ms > self._limits.snapshot_deadline_ms
+            ):
+                self._on_snapshot_failed(source.key, now_ms)
+            silent_ms = now_ms - source.unregistered_since_ms
+            dead = not source.registered and silent_ms > self._limits.unregistered_ms
+            if self._registry_read and dead and source.state is not FollowState.GONE:
+                self._leave(source, now_ms)
+
+    def _begin(self, source: Source, epoch: int) -> bool:
+        """Return whether this is another life: then the old one's blocks are gone."""
+        begun = source.begin(epoch)
+        if begun:
+            self._holdings.drop(source.key)
+        return begun
+
+    def _fall_behind(self, source: Source, ask_at_ms: int) -> None:
+        source.fall_behind(ask_at_ms)
+        self._asking = True
+
+    def _leave(self, source: Source, now_ms: int) -> None:
+        source.leave()
+        source.registered = False
+        source.unregistered_since_ms = now_ms
+        self._holdings.drop(source.key)
+
+    def _source_of(self, key: SourceKey, now_ms: int) -> Source | None:
+        """The source, made if it is new. None: there are too many."""
+        source = self._sources.get(key)
+        if source is None:
+            if len(self._sources) >= self._limits.sources_max and not self._forget_gone():
+                return None
+            source = self._sources[key] = Source(
+                key, unregistered_since_ms=now_ms, limits=self._follow_limits
+            )
+        return source
+
+    def _forget_gone(self) -> bool:
+        """Make room: forget the source that was made first among those that are gone."""
+        for key, source in self._sources.items():
+            if source.state is FollowState.GONE and source.asked_at_ms is None:
+                del self._sources[key]
+                return True
+        return False
+
+
+def _holder_of(event: Stored | Removed | DecodedStored | DecodedRemoved) -> HolderTuple:
+    return (event.host, event.source, event.tier, event.rank, event.group)

@@ -1,0 +1,170 @@
+"""What came together is read together: many events of one source for the price of a few.
+
+Engines store and evict a block at a time, one event each. Read one by one, most of what such an
+event costs is not its block; neighbours of one source nearly always continue each other, and then
+they are one run. Whatever is out of the ordinary is left to those who read one
+event at a time (event_decoder.py), and say what is wrong with which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import groupby, pairwise
+from operator import attrgetter, itemgetter
+
+import msgspec
+import numpy as np
+from kvbm_common.identity import packed_from_json
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.wire.codec import WireError
+
+from kvbm_index.core import event_decoder
+from kvbm_index.core.event_decoder import (
+    HASHES_BEGIN,
+    PARENT_ENDS,
+    RUN,
+    DecodedRemoved,
+    DecodedStored,
+    LeanEvent,
+)
+
+DIGITS = PARENT_ENDS - len(RUN[0])
+"""Of one name."""
+HASHES_END = -len(b"]" + RUN[2])
+TAIL_BEGINS, TAIL_ENDS = HASHES_END - len(b'"') - DIGITS, HASHES_END - len(b'"')
+"""The last name of a run, from its end."""
+SHAPE = RUN[1] + b"[", b"]" + RUN[2]
+LAYOUTS_MAX = 256
+"""Lengths whose layouts are remembered."""
+
+_subject, _payload = itemgetter(0), itemgetter(1)
+_names = attrgetter("host", "source", "__class__")
+_namespace, _runs, _hashes = attrgetter("namespace"), attrgetter("runs"), attrgetter("hashes")
+_events = msgspec.json.Decoder(list[LeanEvent])
+
+
+def read(
+    messages: Sequence[EventMessage], refuse: Callable[[EventMessage, WireError], None]
+) -> list[LeanEvent]:
+    """The events of messages, in order, without those that are handed to `refuse`."""
+    found: list[LeanEvent] = []
+    for _, group in groupby(messages, _subject):
+        several = list(group)
+        events = _read_all(several) if len(several) > 1 else None
+        if events is not None:
+            found += events
+            continue
+        for message in several:
+            try:
+                found.append(event_decoder.read(message.subject, message.payload))
+            except WireError as error:
+                refuse(message, error)
+    return found
+
+
+def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
+    """The events of messages that have one subject. None: not this way."""
+    try:
+        events = _events.decode(b"[" + b",".join(map(_payload, messages)) + b"]")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    named = set(map(_names, events))
+    if len(events) != len(messages) or named != {event_decoder.names_on(messages[0].subject)}:
+        return None
+    return events
+
+
+def stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] | None:
+    """The runs of all of these, in order, those that continue each other as one.
+
+    None: not this way.
+    """
+    namespaces = set(map(_namespace, events))
+    if len(namespaces) != 1:
+        return None
+    texts = list(map(_runs, events))
+    columns = _equal_columns(texts) if len(set(map(len, texts))) == 1 else _columns(texts)
+    if columns is None:
+        return None
+    parents, tails, hashes = columns
+    breaks = [0, *_breaks(parents, tails), len(events)]
+    found = []
+    (namespace,) = namespaces
+    for at, behind in pairwise(breaks):
+        run = event_decoder.named_run(
+            parents[at], b"[" + b",".join(hashes[at:behind]) + b"]", namespace
+        )
+        if run is None:
+            return None
+        found.append(run)
+    return found
+
+
+Columns = tuple[list[bytes], list[bytes], list[bytes]]
+"""Of each event's only run: its parent, its last block, and its blocks as in a JSON array."""
+
+
+def _columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
+    """None: not this way."""
+    # Of a run, what is behind its first words.
+    first, *runs = b"".join(texts).split(RUN[0])
+    if first or len(runs) != len(texts):
+        return None
+    begin, end = PARENT_ENDS - len(RUN[0]), HASHES_BEGIN - len(RUN[0]) + 1
+    if {(run[begin:end], run[HASHES_END:]) for run in runs} != {SHAPE}:
+        return None
+    return (
+        [run[:begin] for run in runs],
+        [run[TAIL_BEGINS:TAIL_ENDS] for run in runs],
+        [run[end:HASHES_END] for run in runs],
+    )
+
+
+def _equal_columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
+    """The same of texts of one length, which are a table, and cut by numpy."""
+    length = len(texts[0])
+    if length < PARENT_ENDS + len(SHAPE[0]) + len(SHAPE[1]) + DIGITS + 2:
+        return None
+    table = np.frombuffer(b"".join(texts), _layout(length))
+    for field, words in zip(("0", "1", "2"), (RUN[0], *SHAPE), strict=True):
+        if table[field].tobytes() != words * len(texts):
+            return None
+    parents, tails, hashes = (table[field].tolist() for field in ("parent", "tail", "hashes"))
+    return parents, tails, hashes
+
+
+@lru_cache(maxsize=LAYOUTS_MAX)
+def _layout(length: int) -> np.dtype[np.void]:
+    """Where the parts of a run are whose text has this length."""
+    hashes = PARENT_ENDS + len(SHAPE[0])
+    return np.dtype(
+        {
+            "names": ["0", "parent", "1", "hashes", "tail", "2"],
+            "formats": [
+                f"V{len(RUN[0])}", f"S{DIGITS}", f"V{len(SHAPE[0])}",
+                f"S{length + HASHES_END - hashes}", f"S{DIGITS}", f"V{len(SHAPE[1])}",
+            ],
+            "offsets": [
+                0, len(RUN[0]), PARENT_ENDS, hashes, length + TAIL_BEGINS, length + HASHES_END,
+            ],
+            "itemsize": length,
+        }
+    )  # fmt: skip
+
+
+def removed_by(events: Sequence[DecodedRemoved]) -> bytes | None:
+    """The blocks that are gone with all of these. None: not this way.
+
+    The last event first: engines evict from the leaf on, so this is from the root on, like chains.
+    """
+    text = b",".join([bytes(hashes)[1:-1] for hashes in map(_hashes, reversed(events))])
+    return packed_from_json(b"[" + text + b"]")
+
+
+def _breaks(parents: list[bytes], tails: list[bytes]) -> list[int]:
+    """Where a run is not the next of the one before it."""
+    if parents[1:] == tails[:-1]:
+        return []
+    pairs = zip(parents[1:], tails[:-1], strict=True)
+    return [at for at, (parent, tail) in enumerate(pairs, start=1) if parent != tail]

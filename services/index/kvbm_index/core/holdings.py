@@ -1,0 +1,191 @@
+"""The holdings: which holder has which blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvbm_common.identity import HASH_BYTES, SequenceHash
+
+from kvbm_index.core.chains import Chains
+from kvbm_index.core.image import HolderImage, HolderTuple
+from kvbm_index.core.messages import Holder, SourceKey
+
+STARTS_MIN = 1_024
+"""First blocks that may be kept in vain before the table is looked through."""
+
+
+class Holdings:
+    """Blocks by holder. A holder exists exactly as long as it holds something."""
+
+    def __init__(self) -> None:
+        self._chains: dict[HolderTuple, Chains] = {}
+        self._holders: dict[SourceKey, set[Holder]] = {}
+        self._starts: dict[bytes, tuple[HolderTuple, ...]] = {}
+        """First block of a namespace → the holders that had it once (`_forget_starts`)."""
+        self._starts_room = STARTS_MIN
+        self._leavings: deque[Chains] = deque()
+        """What no holder has any more, and is forgotten piece by piece (`tidy`)."""
+
+    @property
+    def holder_count(self) -> int:
+        """Holders with at least one block."""
+        return len(self._chains)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks over all holders."""
+        return sum(map(len, self._chains.values()))
+
+    def add(self, holder: HolderTuple, parent: bytes, run: bytes, *, rooted: bool) -> None:
+        """A holder has this run of blocks, too: back to back behind their parent.
+
+        With `rooted` that is the root of their namespace.
+        """
+        chains = self._chains.get(holder)
+        if chains is None:
+            if not run:
+                return
+            chains = self._new(holder)
+        if rooted and run:
+            self._note_start(run[:HASH_BYTES], holder)
+        chains.add(parent, run, rooted=rooted)
+
+    def load(self, image: HolderImage) -> None:
+        """What a holder had."""
+        holder = (image.host, image.source, image.tier, image.rank, image.group)
+        chains = self._new(holder)
+        chains.load(image.segments)
+        self._note_starts(holder, chains)
+
+    def take(self, holder: HolderTuple, chains: Chains) -> None:
+        """Take in all that a holder has; nothing was known of it before."""
+        if chains:
+            self._new(holder, chains)
+            self._note_starts(holder, chains)
+
+    def tidy(self, room: int) -> None:
+        """List what has come, and let go of what has gone, by at most about so many blocks.
+
+        Python takes 40 ms to free the names of a million.
+        """
+        while self._leavings and room > 0:
+            room -= self._leavings[0].shed()
+            if not self._leavings[0]:
+                self._leavings.popleft()
+        for chains in self._chains.values():
+            if room <= 0:
+                return
+            room = chains.index_some(room)
+
+    def images(self) -> list[HolderImage]:
+        """What every holder has."""
+        return [
+            HolderImage(host=host, source=source, tier=tier, rank=rank, group=group,
+                        segments=chains.images())
+            for (host, source, tier, rank, group), chains in self._chains.items()
+        ]  # fmt: skip
+
+    def discard(self, holder: HolderTuple, blocks: bytes) -> None:
+        """A holder has these no more."""
+        chains = self._chains.get(holder)
+        if chains is not None:
+            chains.discard(blocks)
+            if not chains:
+                self._forget(Holder(*holder))
+
+    def drop(self, key: SourceKey, rank: int | None = None) -> None:
+        """A source holds nothing any more (on one rank, if that is given)."""
+        for holder in list(self._holders.get(key, ())):
+            if rank is None or holder.rank == rank:
+                self._forget(holder)
+
+    def of(self, key: SourceKey) -> dict[Holder, Chains]:
+        """What a source holds, by holder."""
+        return {holder: self._chains[holder] for holder in self._holders.get(key, ())}
+
+    def holders_of(self, block: SequenceHash) -> list[Holder]:
+        """Who has a block, in order."""
+        return sorted(Holder(*holder) for holder, has in self._chains.items() if block in has)
+
+    def on(self, host: str) -> list[tuple[Holder, Chains]]:
+        """All holders of a host, in order."""
+        return sorted(
+            (Holder(*holder), chains)
+            for holder, chains in self._chains.items()
+            if holder[0] == host
+        )
+
+    def match(self, asked: Sequence[SequenceHash]) -> list[tuple[Holder, int]]:
+        """How many of `asked` each holder has without a hole, from the first on; longest first."""
+        if not asked:
+            return []
+        # Who has a first block was told that its parent is the root, so all are listed; of a block
+        # in the middle of a chain none is.
+        first = asked[0]
+        listed = self._starts.get(first)
+        has = Chains.begins_with if listed else Chains.__contains__
+        found = [
+            (Holder(*holder), chains.run_length(asked))
+            for holder in listed or self._chains
+            if (chains := self._chains.get(holder)) is not None and has(chains, first)
+        ]
+        return sorted(found, key=lambda one: (-one[1], one[0])) if len(found) > 1 else found
+
+    def check(self) -> None:
+        """Assert every invariant, in O(blocks)."""
+        assert all(self._chains.values()), "a holder holds something"
+        for holder, chains in self._chains.items():
+            chains.check()
+            for segment in chains.images():
+                if segment.rooted:
+                    start = segment.blocks[:HASH_BYTES]
+                    assert holder in self._starts[start], "who has a first block is listed"
+        listed = {holder for holders in self._holders.values() for holder in holders}
+        assert listed == self._chains.keys(), "sources list their holders"
+        for key, holders in self._holders.items():
+            assert holders, f"{key} has no holder"
+            assert all((holder.host, holder.source) == key for holder in holders)
+
+    def _note_starts(self, holder: HolderTuple, chains: Chains) -> None:
+        fresh = dict.fromkeys(chains.starts(), (holder,))
+        for block in fresh.keys() & self._starts.keys():
+            del fresh[block]
+            self._note_start(block, holder)
+        self._starts.update(fresh)
+        self._starts_room -= len(fresh)
+
+    def _note_start(self, block: bytes, holder: HolderTuple) -> None:
+        listed = self._starts.get(block, ())
+        if holder in listed:
+            return
+        self._starts[block] = (*listed, holder)
+        self._starts_room -= 1
+        if self._starts_room <= 0:
+            self._forget_starts()
+
+    def _forget_starts(self) -> None:
+        """Unlist who does not have a block any more. Doubling makes this cheap on the whole."""
+        none = Chains()
+        kept = {
+            block: tuple(one for one in holders if self._chains.get(one, none).begins_with(block))
+            for block, holders in self._starts.items()
+        }
+        self._starts = {block: holders for block, holders in kept.items() if holders}
+        self._starts_room = max(STARTS_MIN, sum(map(len, self._starts.values())))
+
+    def _new(self, holder: HolderTuple, chains: Chains | None = None) -> Chains:
+        named = Holder(*holder)
+        self._holders.setdefault(SourceKey(named.host, named.source), set()).add(named)
+        found = self._chains[named] = Chains() if chains is None else chains
+        return found
+
+    def _forget(self, holder: Holder) -> None:
+        key = SourceKey(holder.host, holder.source)
+        gone = self._chains.pop(holder, None)
+        if gone:
+            self._leavings.append(gone)
+        holders = self._holders.get(key, set())
+        holders.discard(holder)
+        if not holders:
+            self._holders.pop(key, None)

@@ -1,0 +1,152 @@
+"""An image of the index: everything it knows as of one position of the stream, as bytes.
+
+A replica that starts takes the newest image and reads the stream from its position on. Positions
+and blocks of all sources are in it; events that waited behind a hole are not: their source comes
+back as one that is behind, and is asked for what it holds.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import HASH_BYTES, unpack_hashes
+from kvbm_common.wire.events import Tier
+
+IMAGE_VERSION = 1
+
+HolderTuple = tuple[str, str, Tier, int, int]
+"""The fields of a `Holder` as a plain tuple: equal to it, and a third of the time to make."""
+
+
+class ImageError(KvbmError):
+    """Bytes that are no image, or one of another version."""
+
+    code = "bad_image"
+
+
+class SourceImage(msgspec.Struct, frozen=True, kw_only=True):
+    """A source's position, and whether what is held is what it says."""
+
+    host: str
+    source: str
+    epoch: int
+    seq: int
+    state: str
+    hollow: bool
+
+
+class SegmentImage(NamedTuple):
+    """A piece of a chain: names back to back, each one's parent is the one before it."""
+
+    parent: bytes
+    """Of the first one."""
+    blocks: bytes
+    rooted: bool
+    """The parent is the root of a namespace: not a block."""
+
+
+class HolderImage(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of one holder."""
+
+    host: str
+    source: str
+    tier: Tier
+    rank: int
+    group: int
+    segments: Sequence[SegmentImage]
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of all segments."""
+        return sum(len(one.blocks) for one in self.segments) // HASH_BYTES
+
+
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """All sources and holders, and which stream was read up to where."""
+
+    stream: str
+    position: int
+    sources: list[SourceImage]
+    holders: list[HolderImage]
+
+
+class _PackedHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """Most blocks' parent is the block before: only those of segments are written down."""
+
+    host: str
+    source: str
+    tier: Tier
+    rank: int
+    group: int
+    roots: bytes
+    hashes: bytes
+    jumps: bytes
+    """Where segments begin: indices, u32 little-endian."""
+    jump_parents: bytes
+
+
+class _PackedImage(msgspec.Struct, frozen=True, kw_only=True):
+    v: int
+    stream: str
+    position: int
+    sources: list[SourceImage]
+    holders: list[_PackedHolder]
+
+
+def pack(image: Image) -> bytes:
+    """The bytes of an image, about 16 a block."""
+    holders = [_packed(holder) for holder in image.holders]
+    packed = _PackedImage(v=IMAGE_VERSION, stream=image.stream, position=image.position,
+                          sources=image.sources, holders=holders)  # fmt: skip
+    return msgspec.msgpack.encode(packed)
+
+
+def unpack(content: bytes) -> Image:
+    """The image of some bytes; raises ImageError."""
+    try:
+        packed = msgspec.msgpack.decode(content, type=_PackedImage)
+        if packed.v != IMAGE_VERSION:
+            raise ImageError(f"version {packed.v}, this release reads {IMAGE_VERSION}")
+        holders = [_unpacked(holder) for holder in packed.holders]
+    except (msgspec.MsgspecError, KvbmError, struct.error) as error:
+        raise ImageError(str(error)) from error
+    return Image(stream=packed.stream, position=packed.position,
+                 sources=packed.sources, holders=holders)  # fmt: skip
+
+
+def _packed(holder: HolderImage) -> _PackedHolder:
+    segments = holder.segments
+    sizes = [len(one.blocks) // HASH_BYTES for one in segments]
+    jumps = [0, *accumulate(sizes)][:-1]
+    roots = {one.parent for one in segments if one.rooted}
+    return _PackedHolder(
+        host=holder.host, source=holder.source, tier=holder.tier, rank=holder.rank,
+        group=holder.group, roots=b"".join(sorted(roots)),
+        hashes=b"".join(one.blocks for one in segments),
+        jumps=struct.pack(f"<{len(jumps)}I", *jumps),
+        jump_parents=b"".join(one.parent for one in segments),
+    )  # fmt: skip
+
+
+def _unpacked(packed: _PackedHolder) -> HolderImage:
+    jumps = [jump for (jump,) in struct.iter_unpack("<I", packed.jumps)]
+    parents, roots = unpack_hashes(packed.jump_parents), {*unpack_hashes(packed.roots)}
+    count, rest = divmod(len(packed.hashes), HASH_BYTES)
+    ends = [*jumps[1:], count]
+    if rest or len(jumps) != len(parents) or jumps[:1] != [0]:
+        raise ImageError("a holder without a first parent")
+    if any(start >= end for start, end in zip(jumps, ends, strict=True)):
+        raise ImageError("segments out of order")
+    segments = [
+        SegmentImage(parent, packed.hashes[start * HASH_BYTES : end * HASH_BYTES], parent in roots)
+        for parent, start, end in zip(parents, jumps, ends, strict=True)
+    ]
+    return HolderImage(
+        host=packed.host, source=packed.source, tier=packed.tier, rank=packed.rank,
+        group=packed.group, segments=segments,
+    )  # fmt: skip

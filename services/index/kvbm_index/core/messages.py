@@ -1,0 +1,180 @@
+"""What goes into the index's core and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvbm_common.wire.events import Event, Tier
+
+from kvbm_index.core.event_decoder import LeanEvent
+from kvbm_index.core.image import Image
+from kvbm_index.core.snapshot_loader import SnapshotLoader
+
+
+class SourceKey(NamedTuple):
+    """One source of events: a tier instance, or an engine."""
+
+    host: str
+    source: str
+
+
+class Holder(NamedTuple):
+    """Who holds blocks: one tier, rank and KV group of a source."""
+
+    host: str
+    source: str
+    tier: Tier
+    rank: int
+    group: int
+
+
+AnyEvent = Event | LeanEvent
+"""The service reads lean events; the wire's own do as well."""
+
+# ---- inputs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EventsReceived:
+    """Events in the order of the stream."""
+
+    events: tuple[AnyEvent, ...]
+    position: int = 0
+    """Where the stream is behind them; 0: not said."""
+    stream: str = ""
+    """Which stream that is: when it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a replica knew once: the first input, or none."""
+
+    image: Image
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReceived:
+    """A source has said what it holds."""
+
+    arrival: SnapshotLoader
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFailed:
+    """A source could not be asked, or did not answer in time."""
+
+    key: SourceKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceJoined:
+    """The registry has an entry of a source, of this life."""
+
+    key: SourceKey
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLeft:
+    """The entry of this life is gone: what it held is gone too."""
+
+    key: SourceKey
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryRead:
+    """Every source that the registry has was seen; others may be taken for dead from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLost:
+    """The stream is another one: events may have been lost behind which no other shows a hole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: deadlines are looked at."""
+
+
+Input = (
+    EventsReceived
+    | Restored
+    | SnapshotReceived
+    | SnapshotFailed
+    | SourceJoined
+    | SourceLeft
+    | RegistryRead
+    | StreamLost
+    | Tick
+)
+
+# ---- effects ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """Ask a source what it holds. Ends in SnapshotReceived or SnapshotFailed."""
+
+    key: SourceKey
+
+
+Effect = RequestSnapshot
+
+# ---- limits and figures ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the core."""
+
+    sources_max: int = 4_096
+    """Hosts times services on each."""
+    buffer_events_max: int = 10_000
+    """Events per source that wait for a snapshot: seconds of a very busy one."""
+    snapshots_max: int = 8
+    """Snapshots that fly at the same time; each may have megabytes."""
+    snapshot_deadline_ms: int = 10_000
+    """The shell answers earlier; this is the fuse."""
+    tidied_per_tick: int = 1_024
+    """Blocks that are listed or forgotten while there are so many. Who asks waits for it: few and
+    often, about a millisecond of every ten."""
+    look_after_ms: int = 0
+    """How often sources are looked at whose time may have come; 0: at every tick."""
+    retry_ms: int = 200
+    retry_max_ms: int = 5_000
+    settle_ms: int = 500
+    """A registered source without an event so far is asked for a snapshot after this."""
+    unregistered_ms: int = 5_000
+    """A source that publishes but has no entry in the registry for so long is dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Figures of the core, for the shell's counters."""
+
+    sources: int
+    sources_behind: int
+    holders: int
+    blocks: int
+    """Over all holders: a block that two hold counts twice."""
+    buffered_events: int
+    snapshots_in_flight: int
+    events: int
+    snapshots: int
+    drops: Mapping[str, int] = field(default_factory=dict)
+    """What was dropped, by reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexView:
+    """What the shell may know of the core between two steps, apart from its questions."""
+
+    statistics: Statistics
+    position: int
+    """Where the stream is behind the last events; 0 when that is not known."""
+    positions: Mapping[SourceKey, tuple[int, int]]
+    """Source → (epoch, seq) applied, of all sources that are not gone."""

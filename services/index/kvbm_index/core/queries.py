@@ -1,0 +1,170 @@
+"""What the index knows, and the questions about it. Only the core changes it (core.py)."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from kvbm_common.identity import SequenceHash, unpack_hashes
+from kvbm_common.tier.follow import FollowLimits, FollowState
+from kvbm_common.wire.events import Removed, Stored, Tier
+from kvbm_common.wire.scores import PlaceScore
+from kvbm_common.wire.verbs import HolderDump, HolderMatch
+
+from kvbm_index.core.event_decoder import DecodedRemoved, DecodedStored, removed_of, runs_of
+from kvbm_index.core.holdings import Holdings
+from kvbm_index.core.image import Image, SourceImage
+from kvbm_index.core.messages import (
+    AnyEvent,
+    Holder,
+    IndexView,
+    Limits,
+    SourceKey,
+    Statistics,
+)
+from kvbm_index.core.scores import scores
+from kvbm_index.core.source import Source
+
+STORY_EVENTS_MAX = 512
+"""Applied events that are remembered for stories. More of them would push each other, and the
+holdings, out of the processor's caches."""
+
+
+class Queries:
+    """Sources with their positions, and what they hold."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._follow_limits = FollowLimits(
+            waiting_max=self._limits.buffer_events_max,
+            retry_ms=self._limits.retry_ms,
+            retry_max_ms=self._limits.retry_max_ms,
+        )
+        self._sources: dict[SourceKey, Source] = {}
+        self._holdings = Holdings()
+        self._drops: Counter[str] = Counter()
+        self._applied: deque[tuple[int, AnyEvent]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._snapshots_flying = 0
+        self._position = 0
+        self._stream = ""
+        self._event_count = 0
+        self._snapshot_count = 0
+
+    @property
+    def view(self) -> IndexView:
+        """Return what the shell may read."""
+        return IndexView(self.statistics(), self.position, self.positions())
+
+    def match(self, hashes: Sequence[SequenceHash]) -> list[HolderMatch]:
+        """How many of `hashes` each holder has without a hole, from the first on; longest first."""
+        return [
+            HolderMatch(host=host, source=source, tier=tier, rank=rank, group=group, blocks=blocks)
+            for (host, source, tier, rank, group), blocks in self._holdings.match(hashes)
+        ]
+
+    def scores(
+        self, hashes: Sequence[SequenceHash], weights: Mapping[Tier, float]
+    ) -> list[PlaceScore]:
+        """What `hashes` are worth on every rank of every engine; the best first."""
+        return scores(self._holdings, hashes, weights)
+
+    def holders_of(self, hashes: Sequence[SequenceHash]) -> list[list[Holder]]:
+        """Who has each of some blocks."""
+        return [self._holdings.holders_of(block) for block in hashes]
+
+    def dump(self, source: str | None = None) -> list[HolderDump]:
+        """The blocks of every holder (of one source), sorted, and the position they stand for."""
+        return [
+            HolderDump(
+                **holder._asdict(),
+                epoch=found.epoch,
+                seq=found.seq,
+                hashes=sorted(block.hex() for block in blocks),
+            )
+            for key, found in sorted(self._sources.items())
+            if source in (None, key.source)
+            for holder, blocks in sorted(self._holdings.of(key).items())
+        ]
+
+    def holders(self, source: str | None = None) -> list[tuple[Holder, int, int, int]]:
+        """Every holder (of one source) with its epoch, seq and number of blocks."""
+        return [
+            (holder, found.epoch, found.seq, len(blocks))
+            for key, found in sorted(self._sources.items())
+            if source in (None, key.source)
+            for holder, blocks in sorted(self._holdings.of(key).items())
+        ]
+
+    def image(self) -> Image:
+        """Everything known now; copies of lists only, 20 ms for a million blocks."""
+        sources = [
+            SourceImage(host=key.host, source=key.source, epoch=source.epoch, seq=source.seq,
+                        state=source.state.name, hollow=source.hollow)
+            for key, source in self._sources.items()
+        ]  # fmt: skip
+        return Image(stream=self._stream, position=self._position, sources=sources,
+                     holders=self._holdings.images())  # fmt: skip
+
+    @property
+    def position(self) -> int:
+        """Where the stream is behind the last events; 0 when that is not known."""
+        return self._position
+
+    def positions(self) -> dict[SourceKey, tuple[int, int]]:
+        """Source → (epoch, seq) applied, of all sources that are not gone."""
+        return {
+            key: (source.epoch, source.seq)
+            for key, source in self._sources.items()
+            if source.state is not FollowState.GONE
+        }
+
+    def behind(self) -> list[SourceKey]:
+        """Sources whose snapshot is missing."""
+        return [key for key, source in self._sources.items() if source.state is FollowState.BEHIND]
+
+    def story(self, sequence_hash: SequenceHash) -> list[str]:
+        """Which events about a block were lately applied, newest last."""
+        return [
+            f"{now_ms} ms {event.__struct_config__.tag} {event.host}/{event.source} "
+            f"epoch {event.epoch} seq {event.seq}"
+            for now_ms, event in self._applied
+            if _mentions(event, sequence_hash)
+        ]
+
+    def statistics(self) -> Statistics:
+        """Return the figures for metrics."""
+        sources = self._sources.values()
+        return Statistics(
+            sources=sum(source.state is not FollowState.GONE for source in sources),
+            sources_behind=len(self.behind()),
+            holders=self._holdings.holder_count,
+            blocks=self._holdings.block_count,
+            buffered_events=sum(len(source.waiting) for source in sources),
+            snapshots_in_flight=self._snapshots_flying,
+            events=self._event_count,
+            snapshots=self._snapshot_count,
+            drops=dict(self._drops),
+        )
+
+    def check(self) -> None:
+        """Assert every invariant, in O(n)."""
+        self._holdings.check()
+        flying = 0
+        for key, source in self._sources.items():
+            assert key == source.key
+            source.check()
+            flying += source.asked_at_ms is not None
+            if source.state is FollowState.GONE:
+                assert not self._holdings.of(key), f"{key} is gone and holds something"
+        assert flying == self._snapshots_flying <= self._limits.snapshots_max
+        assert len(self._sources) <= self._limits.sources_max
+
+
+def _mentions(event: AnyEvent, block: SequenceHash) -> bool:
+    match event:
+        case Stored() | DecodedStored():
+            return any(block in unpack_hashes(blocks) for _, blocks, _ in runs_of(event))
+        case Removed() | DecodedRemoved():
+            return block in unpack_hashes(removed_of(event))
+        case _:
+            return True

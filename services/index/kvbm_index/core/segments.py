@@ -1,0 +1,62 @@
+"""One segment of a chain: names back to back, and what is asked of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from kvbm_common.identity import HASH_BYTES
+
+
+class Segment:
+    """A stretch of consecutive blocks: `blocks` has their names back to back."""
+
+    __slots__ = ("blocks", "indexed", "parent", "rooted")
+
+    def __init__(self, parent: bytes, blocks: bytes | bytearray, *, rooted: bool) -> None:
+        self.parent = parent
+        self.blocks = bytearray(blocks)
+        self.rooted = rooted
+        """The parent is the root of a namespace, which is no block."""
+        self.indexed = 0
+        """How many bytes of `blocks`, from the front, the table of segments knows."""
+
+    @property
+    def head(self) -> bytes:
+        """Return the first block's name."""
+        return bytes(self.blocks[:HASH_BYTES])
+
+    @property
+    def tail(self) -> bytes:
+        """Return the last block's name."""
+        return bytes(self.blocks[-HASH_BYTES:])
+
+    def common(self, asked: Sequence[bytes], start: int) -> int:
+        """Return how many of `asked` from `start` on are here. `asked[start]` is this head."""
+        blocks = self.blocks
+        length = min(len(blocks) // HASH_BYTES, len(asked) - start)
+        if blocks.startswith(asked[start + length - 1], (length - 1) * HASH_BYTES):
+            return length
+
+        def differs(at: int) -> bool:
+            return not blocks.startswith(asked[start + at], at * HASH_BYTES)
+
+        return bisect_left(range(length), True, key=differs)
+
+
+def count_behind(blocks: bytearray, gone: set[bytes]) -> int:
+    """Return how many bytes of the end are blocks of `gone`, and take these out of `gone`."""
+    end = len(blocks)
+    while end and (block := bytes(blocks[end - HASH_BYTES : end])) in gone:
+        gone.remove(block)
+        end -= HASH_BYTES
+    return len(blocks) - end
+
+
+def count_before(blocks: bytearray, gone: set[bytes]) -> int:
+    """Return how many bytes of the front are blocks of `gone`, and take these out of `gone`."""
+    start = 0
+    while start < len(blocks) and (block := bytes(blocks[start : start + HASH_BYTES])) in gone:
+        gone.remove(block)
+        start += HASH_BYTES
+    return start

@@ -1,0 +1,126 @@
+"""The command `kvbm index`: ask the index from a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import ConfigError, KvbmError
+from kvbm_common.nats.bus import Bus
+from kvbm_common.wire.verbs import verb_subject
+
+QUESTIONS = ("match", "score", "where", "holders")
+CONNECT_DEADLINE_S = 2.0
+ANSWER_DEADLINE_S = 5.0
+COLUMNS: Mapping[str, str] = {"match": "matches", "score": "scores", "holders": "holders"}
+"""Which list of a reply is the table."""
+
+
+def index(
+    question: str = typer.Argument(help="match, score, where or holders"),
+    hashes: list[str] = typer.Argument(  # noqa: B008 - what typer understands.
+        None, help="Names of blocks, 32 hex digits, prefix first."
+    ),
+    tokens: str = typer.Option("", help="Token ids instead: 1,2,3 or @FILE with a JSON list."),
+    namespace: str = typer.Option("", help='With tokens: JSON or @FILE, {"model": …}.'),
+    salt: str = typer.Option("", help="Cache salt of the request, with tokens."),
+    lora: str = typer.Option("", help="LoRA name of the request, with tokens."),
+    weights: str = typer.Option("", help="For score: device=1,host=0.8,disk=0.5."),
+    as_json: bool = typer.Option(False, "--json", help="Print the reply as JSON."),
+    nats: str = typer.Option("", help="Ask on this NATS instead of the configured one."),
+) -> None:
+    """Ask the index: who has how much of a prompt, what it is worth, who has a block."""
+    try:
+        request = request_of(question, hashes or [], tokens=tokens, namespace=namespace,
+                             salt=salt, lora=lora, weights=weights)  # fmt: skip
+        url = nats or Settings.load().nats_url
+        reply = asyncio.run(_ask(url, question, request))
+    except (ValueError, OSError, ConfigError) as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    except KvbmError as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(json.dumps(reply, indent=2)) if as_json else _print(question, reply)
+
+
+def request_of(
+    question: str,
+    hashes: list[str],
+    *,
+    tokens: str = "",
+    namespace: str = "",
+    salt: str = "",
+    lora: str = "",
+    weights: str = "",
+) -> dict[str, Any]:
+    """The request as it travels; raises ValueError for what cannot be read."""
+    if question not in QUESTIONS:
+        raise ValueError(f"no question {question!r}; there are {', '.join(QUESTIONS)}")
+    if question == "holders":
+        return {}
+    if tokens:
+        request = {
+            "tokens": _json_of(tokens if tokens.startswith("@") else f"[{tokens}]"),
+            "namespace": _json_of(namespace or "null"),
+            "salt": salt or None,
+            "lora": lora or None,
+        }
+        if hashes:
+            raise ValueError("give names of blocks or --tokens, not both")
+    else:
+        request = {"hashes": hashes}
+    if question == "score" and weights:
+        request["weights"] = {
+            tier: float(number)
+            for tier, _, number in (part.partition("=") for part in weights.split(","))
+        }
+    return request
+
+
+async def _ask(url: str, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    bus = await Bus.connect(url, "kvbm-index-command", deadline_s=CONNECT_DEADLINE_S)
+    try:
+        payload = await bus.request(
+            verb_subject("index", question),
+            msgspec.json.encode(request),
+            deadline_s=ANSWER_DEADLINE_S,
+        )
+    finally:
+        await bus.close()
+    reply: dict[str, Any] = msgspec.json.decode(payload)
+    return reply
+
+
+def _print(question: str, reply: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = list(_rows(question, reply))
+    table = Table(*(rows[0] if rows else ["nobody"]), box=None)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console(width=140).print(table)
+
+
+def _rows(question: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if question != "where":
+        rows: list[dict[str, Any]] = reply[COLUMNS[question]]
+        return rows
+    return [
+        {"hash": block["hash"], **holder}
+        for block in reply["blocks"]
+        for holder in block["holders"]
+    ]
+
+
+def _json_of(text: str) -> Any:
+    """JSON, or JSON in a file; raises ValueError, OSError."""
+    return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)

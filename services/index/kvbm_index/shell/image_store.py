@@ -1,0 +1,102 @@
+"""The keeper of images: the newest one at start, a new one now and then, in JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.object_store import ObjectInfo, ObjectStore
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.metrics import Metrics
+
+from kvbm_index.core.image import Image, pack, unpack
+
+BUCKET = "KVBM_INDEX"
+NAME = "image"
+BUCKET_BYTES_MAX = 1 << 30
+"""Two images of 20 million blocks: the one that is there and the one that replaces it."""
+LOAD_DEADLINE_S = 5.0
+"""A million blocks take a fifth of a second; without an image the stream is read from its start."""
+
+_log = logging.getLogger(__name__)
+
+
+class ImageStore:
+    """Loads and writes images. Of several replicas, the one that is due first writes for all."""
+
+    def __init__(self, bus: Bus, counters: Metrics, *, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._store = ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX)
+        self._log = OncePerKind(_log)
+        self._written = counters.counter(
+            "kvbm_index_images_written_total", "Images of the index that this replica has stored."
+        )
+        self._failed = counters.counter(
+            "kvbm_index_image_failures_total",
+            "Images that could not be read or stored.",
+            labels=("stage",),
+        )
+
+    async def load(self) -> Image | None:
+        """Return the newest image; None without one that can be read."""
+        started_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                info = await self._store.info(NAME)
+                if info is None:
+                    return None
+                content = await self._store.get(info, deadline_s=LOAD_DEADLINE_S)
+            image = unpack(content)
+        except (KvbmError, TimeoutError) as error:
+            self._fail("load", error)
+            return None
+        blocks = sum(holder.block_count for holder in image.holders)
+        seconds = time.perf_counter() - started_s
+        _log.info("an image of %d blocks at %d in %.2f s", blocks, image.position, seconds)
+        return image
+
+    async def run(self, take: Callable[[], Image], position: Callable[[], int]) -> None:
+        """Write an image every so often, until cancelled."""
+        kept = 0
+        while True:
+            await asyncio.sleep(self._interval_s)
+            if position() in (0, kept):
+                continue
+            try:
+                if await self._is_due():
+                    kept = await self._write(take())
+            except KvbmError as error:
+                self._fail("store", error)
+
+    async def _is_due(self) -> bool:
+        """Whether no other replica has just done it."""
+        info = await self._store.info(NAME)
+        return info is None or _age_s(info) > self._interval_s / 2
+
+    async def _write(self, image: Image) -> int:
+        if not image.stream:
+            return 0
+        content = await asyncio.to_thread(pack, image)
+        metadata = {"stream": image.stream, "position": str(image.position)}
+        await self._store.put(NAME, content, nuid=os.urandom(11).hex(), metadata=metadata)
+        self._written.inc()
+        return image.position
+
+    def _fail(self, stage: str, error: Exception) -> None:
+        self._failed.labels(stage=stage).inc()
+        reason = error if isinstance(error, KvbmError) else DeadlineExceeded("no answer in time")
+        self._log.warning(f"{stage}_{reason.label}", f"{stage}: {reason}")
+
+
+def _age_s(info: ObjectInfo) -> float:
+    """By the clocks of two machines: a jump costs an image more or less."""
+    try:
+        return abs((datetime.now(UTC) - datetime.fromisoformat(info.mtime)).total_seconds())
+    except ValueError:
+        return float("inf")

@@ -1,0 +1,400 @@
+"""The index's shell: the event stream and the registry in, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable
+from datetime import datetime
+
+import msgspec
+from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.event_subscription import EventSubscription, Resume, Start
+from kvbm_common.nats.snapshots import ask_snapshot
+from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.loop import CoreLoop
+from kvbm_common.runtime.metrics import Metric, gauge_of, metrics_of_counts
+from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.holders import HoldersReply, HolderSummary
+from kvbm_common.wire.scores import (
+    DEFAULT_WEIGHTS,
+    BlockHolder,
+    BlockHolders,
+    MatchBatchReply,
+    MatchBatchRequest,
+    ScoreReply,
+    ScoreRequest,
+    WhereReply,
+    WhereRequest,
+)
+from kvbm_common.wire.verbs import (
+    DumpReply,
+    DumpRequest,
+    MatchReply,
+    MatchRequest,
+    SnapshotRequest,
+    StatsReply,
+    verb_subject,
+)
+
+from kvbm_index.core import event_batch
+from kvbm_index.core.core import IndexCore
+from kvbm_index.core.event_decoder import LeanEvent
+from kvbm_index.core.messages import (
+    Effect,
+    EventsReceived,
+    Input,
+    Limits,
+    RegistryRead,
+    Restored,
+    SnapshotFailed,
+    SnapshotReceived,
+    SourceJoined,
+    SourceKey,
+    SourceLeft,
+    Statistics,
+    StreamLost,
+    Tick,
+)
+from kvbm_index.core.requests import decoded, encoded, hashes_of
+from kvbm_index.core.snapshot_loader import SnapshotLoader
+from kvbm_index.shell.image_store import ImageStore
+
+INBOX_BATCHES_MAX = 64
+"""Batches of up to 128 events that wait for the core: flow control holds the rest at NATS."""
+TURNS = 4
+"""Of everybody else after each piece of work: a question needs as many from its arrival on."""
+INBOX_DEADLINE_S = 30.0
+"""A core that takes nothing for so long is broken."""
+TICK_MS = 10
+LOOK_AFTER_MS = 50
+SNAPSHOT_DEADLINE_S = 5.0
+"""A million blocks take about a second to say."""
+READY_DEADLINE_S = 3.0
+"""How long the start waits for the history of the stream; a longer one is read while serving."""
+TIER_KINDS = ("host-tier", "disk-tier", "object-tier")
+
+log = logging.getLogger(__name__)
+_match_request: JsonCodec[MatchRequest] = JsonCodec(MatchRequest)
+_dump_request: JsonCodec[DumpRequest] = JsonCodec(DumpRequest)
+_batch_request: JsonCodec[MatchBatchRequest] = JsonCodec(MatchBatchRequest)
+_score_request: JsonCodec[ScoreRequest] = JsonCodec(ScoreRequest)
+_where_request: JsonCodec[WhereRequest] = JsonCodec(WhereRequest)
+
+
+class IndexShell:
+    """Translates between NATS and the core."""
+
+    def __init__(self, context: ServiceContext, core: IndexCore, events: Bus) -> None:
+        """`events`: a connection of its own, so that no question waits behind a flood of events or
+        a snapshot."""
+        self._context = context
+        self._events = events
+        self._core = core
+        self._loop: CoreLoop[Input, Effect] = CoreLoop(
+            core, self._carry_out, inbox_size=INBOX_BATCHES_MAX, tick=Tick, tick_ms=TICK_MS
+        )
+        self._consolidators: dict[str, set[str]] = {}
+        """The instances on each host."""
+        self._keeper = ImageStore(
+            context.bus, context.counters, interval_s=context.settings.index_image_s
+        )
+        self._running: list[asyncio.Task[None]] = []
+        self._caught_up = False
+        self._registry_read = False
+        self._log = OncePerKind(log)
+        counters = context.counters
+        self._dropped = counters.counter(
+            "kvbm_index_messages_dropped_total",
+            "Messages of the event stream that could not be read.",
+            labels=("reason",),
+        )
+        self._lag = counters.histogram(
+            "kvbm_index_event_lag_seconds",
+            "From an event's time stamp to its arrival; one event of each batch.",
+        )
+        self._match_time = counters.histogram(
+            "kvbm_index_match_seconds", "Time to answer a match, without the way there and back."
+        )
+
+    async def run(self) -> None:
+        """Serve until the context is stopping."""
+        context = self._context
+        context.set_stats(self._stats)
+        context.counters.include(lambda: _metrics(self._core.view.statistics))
+        start = await self._restore()
+        async with (
+            self._events.event_subscription(
+                start=start, on_stream_lost=self._stream_lost
+            ) as events,
+            asyncio.TaskGroup() as tasks,
+        ):
+            self._running += [
+                tasks.create_task(self._loop.run(), name="core"),
+                tasks.create_task(self._follow(events), name="events"),
+                tasks.create_task(self._wait_caught_up(events), name="catch up"),
+                tasks.create_task(self._read_registry(), name="registry"),
+                tasks.create_task(
+                    self._keeper.run(self._core.image, lambda: self._core.view.position),
+                    name="images",
+                ),
+            ]
+            forget = context.registry.watch(self._registry_changed)
+            await self._wait_ready()
+            await self._add_verbs()
+            context.ready(verb_subject("index", "*"))
+            await context.stopping.wait()
+            forget()
+            for task in self._running:
+                task.cancel()
+
+    async def _add_verbs(self) -> None:
+        verbs = {
+            "match": self._match,
+            "match_tokens": self._match,
+            "match_batch": self._match_batch,
+            "score": self._score,
+            "where": self._where,
+            "dump": self._dump,
+            "holders": self._holders,
+        }
+        await self._context.add_verbs(verbs, shared=True)
+
+    # ---- inputs ------------------------------------------------------------------------------
+
+    async def _restore(self) -> Start:
+        """Take the newest image, if there is one; returns where the stream goes on."""
+        image = await self._keeper.load()
+        if image is None:
+            return "all"
+        self._loop.complete(Restored(image))
+        return Resume(datetime.fromisoformat(image.stream), image.position)
+
+    async def _follow(self, subscription: EventSubscription) -> None:
+        async for batch in subscription:
+            events = tuple(event_batch.read(batch, self._refuse))
+            if events:
+                self._observe_lag(events[-1])
+                stream = subscription.created
+                received = EventsReceived(
+                    events, batch[-1].sequence, stream.isoformat() if stream else ""
+                )
+                await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
+                await _others()
+
+    def _stream_lost(self) -> None:
+        """Behind the events that wait: taken before them, they would pass for news after it."""
+        if not self._loop.offer_nowait(StreamLost()):
+            # Later is as good: some sources are asked that need not be.
+            offering = self._loop.offer(StreamLost(), deadline_s=INBOX_DEADLINE_S)
+            self._running.append(asyncio.create_task(offering, name="stream lost"))
+
+    def _refuse(self, message: EventMessage, error: WireError) -> None:
+        self._dropped.labels(reason=error.kind).inc()
+        self._log.warning(error.kind, f"{message.subject}: {error}")
+
+    def _observe_lag(self, event: LeanEvent) -> None:
+        lag_s = time.time() - event.ts_ms / 1000
+        if event.ts_ms and 0 <= lag_s < INBOX_DEADLINE_S:
+            self._lag.observe(lag_s)
+
+    async def _wait_caught_up(self, subscription: EventSubscription) -> None:
+        while not self._caught_up:
+            try:
+                await subscription.wait_caught_up(deadline_s=READY_DEADLINE_S)
+                self._caught_up = True
+            except DeadlineExceeded as error:
+                self._log.warning("catch_up", f"still reading the stream: {error}")
+
+    async def _read_registry(self) -> None:
+        while not self._registry_read:
+            try:
+                await self._context.registry.list()
+                self._loop.complete(RegistryRead())
+                self._registry_read = True
+            except RegistryUnavailable as error:
+                self._log.warning("registry", str(error))
+                await asyncio.sleep(SNAPSHOT_DEADLINE_S / 10)
+
+    async def _wait_ready(self) -> None:
+        """Until history and registry are read, or the deadline: then it serves what it knows."""
+        give_up_s = time.monotonic() + READY_DEADLINE_S
+        while self._reasons() and time.monotonic() < give_up_s:
+            if self._context.stopping.is_set():
+                return
+            await asyncio.sleep(TICK_MS / 1000)
+
+    def _registry_changed(self, event: RegistryEvent) -> None:
+        record = event.record
+        if record.kind == "consolidator":
+            instances = self._consolidators.setdefault(record.host, set())
+            (instances.discard if isinstance(event, Left) else instances.add)(record.instance)
+        key = _source_of(record)
+        if key is None:
+            return
+        match event:
+            case Joined() | Changed():
+                self._loop.complete(SourceJoined(key, record.epoch))
+            case Left():
+                self._loop.complete(SourceLeft(key, record.epoch))
+
+    # ---- effects -----------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> Awaitable[Input | None]:
+        return self._fetch_snapshot(effect.key)
+
+    async def _fetch_snapshot(self, key: SourceKey) -> Input:
+        kind, instance = self._owner_of(key)
+        subject = verb_subject(kind, "snapshot", host=key.host, instance=instance)
+        # Pages are long, and no question waits behind one.
+        ask = functools.partial(self._events.request, subject, deadline_s=SNAPSHOT_DEADLINE_S)
+        try:
+            reply = await ask_snapshot(ask, SnapshotRequest(source=key.source))
+        except KvbmError as error:
+            self._log.warning(f"snapshot_{error.label}", f"{key.host}/{key.source}: {error}")
+            return SnapshotFailed(key, error.label)
+        if (reply.host, reply.source) != key:
+            return SnapshotFailed(key, "wrong_source")
+        arrival = SnapshotLoader(reply)
+        while not arrival.go_on():
+            await _others()
+        return SnapshotReceived(arrival)
+
+    def _owner_of(self, key: SourceKey) -> tuple[str, str]:
+        """Who answers for a source: a tier for itself, the consolidator of its host for an engine.
+
+        An engine cannot be called like a tier: the consolidator refuses that.
+        """
+        for kind in TIER_KINDS:
+            if key.source.startswith(f"{kind}-"):
+                return kind, key.source.removeprefix(f"{kind}-")
+        return "consolidator", min(self._consolidators.get(key.host, ()), default="0")
+
+    # ---- verbs -------------------------------------------------------------------------------
+
+    async def _match(self, payload: bytes) -> bytes:
+        start_s = time.perf_counter()
+        answer = msgspec.json.encode(self._answer(decoded(_match_request, payload)))
+        self._match_time.observe(time.perf_counter() - start_s)
+        return answer
+
+    async def _match_batch(self, payload: bytes) -> bytes:
+        """Every question has its turn between other work: a batch may be long."""
+        replies = []
+        for question in decoded(_batch_request, payload).questions:
+            replies.append(self._answer(question))
+            await asyncio.sleep(0)
+        return encoded(MatchBatchReply(replies=replies))
+
+    def _answer(self, request: MatchRequest) -> MatchReply:
+        hashes = hashes_of(request)
+        return MatchReply(asked=len(hashes), matches=self._core.match(hashes))
+
+    async def _score(self, payload: bytes) -> bytes:
+        request = decoded(_score_request, payload)
+        hashes = hashes_of(request)
+        scores = self._core.scores(hashes, DEFAULT_WEIGHTS | request.weights)
+        return encoded(ScoreReply(asked=len(hashes), scores=scores))
+
+    async def _where(self, payload: bytes) -> bytes:
+        request = decoded(_where_request, payload)
+        hashes = hashes_of(MatchRequest(hashes=request.hashes))
+        blocks = [
+            BlockHolders(hash=name, holders=[BlockHolder(**one._asdict()) for one in holders])
+            for name, holders in zip(request.hashes, self._core.holders_of(hashes), strict=True)
+        ]
+        return encoded(WhereReply(blocks=blocks))
+
+    async def _dump(self, payload: bytes) -> bytes:
+        request = decoded(_dump_request, payload)
+        return encoded(DumpReply(holders=self._core.dump(request.source)))
+
+    async def _holders(self, payload: bytes) -> bytes:
+        request = decoded(_dump_request, payload)
+        summaries = [
+            HolderSummary(**holder._asdict(), epoch=epoch, seq=seq, blocks=blocks)
+            for holder, epoch, seq, blocks in self._core.holders(request.source)
+        ]
+        return encoded(HoldersReply(holders=summaries))
+
+    def _stats(self) -> StatsReply:
+        context = self._context
+        view = self._core.view
+        statistics, positions = view.statistics, view.positions
+        figures = {name: float(value) for name, value in _figures(statistics).items()}
+        return StatsReply(
+            kind=context.kind,
+            host=context.host,
+            instance=context.instance,
+            epoch=context.epoch,
+            ready=not self._reasons(),
+            reasons=self._reasons(),
+            figures=figures | {"dropped": float(sum(statistics.drops.values()))},
+            positions={f"{key.host}.{key.source}": list(at) for key, at in positions.items()},
+        )
+
+    def _reasons(self) -> list[str]:
+        reasons = [] if self._caught_up else ["reading the event stream"]
+        return reasons if self._registry_read else [*reasons, "reading the registry"]
+
+
+async def _others() -> None:
+    """Everybody else has turns."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def _source_of(record: ServiceRecord) -> SourceKey | None:
+    """Return the source that a registered service is; None if it publishes no events."""
+    if record.kind == ENGINE:
+        return SourceKey(record.host, record.instance)
+    if record.kind in TIER_KINDS:
+        return SourceKey(record.host, f"{record.kind}-{record.instance}")
+    return None
+
+
+def _figures(statistics: Statistics) -> dict[str, int]:
+    return {
+        "sources": statistics.sources,
+        "sources_behind": statistics.sources_behind,
+        "holders": statistics.holders,
+        "blocks": statistics.blocks,
+        "buffered_events": statistics.buffered_events,
+        "events": statistics.events,
+        "snapshots": statistics.snapshots,
+    }
+
+
+def _metrics(statistics: Statistics) -> list[Metric]:
+    counts = {f"index_dropped_total.{name}": value for name, value in statistics.drops.items()}
+    counts["index_events_total"] = statistics.events
+    counts["index_snapshots_total"] = statistics.snapshots
+    gauges = ("sources", "sources_behind", "holders", "blocks", "buffered_events")
+    figures = _figures(statistics)
+    return metrics_of_counts(counts) + [
+        gauge_of(f"kvbm_index_{name}", f"Now: {name}.", figures[name]) for name in gauges
+    ]
+
+
+async def serve_index(context: ServiceContext) -> None:
+    """The life of the service."""
+    limits = Limits(
+        unregistered_ms=int(context.settings.registry_ttl_s * 1000), look_after_ms=LOOK_AFTER_MS
+    )
+    name, url = f"{context.bus.name}-events", context.settings.nats_url
+    events = await Bus.connect(url, name, counters=context.counters)
+    try:
+        await IndexShell(context, IndexCore(limits), events).run()
+    finally:
+        await events.close()
+
+
+def main() -> None:
+    """The entry point of `kvbm serve index`."""
+    run("index", serve_index)

@@ -1,0 +1,348 @@
+"""From what all instances have answered to what an operator sees.
+
+Pure: a `FleetView` goes in, views come out. Nothing here waits, reads a clock or knows HTTP.
+`Totals` is the only class with state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.wire.events import Tier
+from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_common.wire.verbs import StatsReply, WorkerStats
+
+from kvbm_metrics.core import flows
+from kvbm_metrics.core.models import (
+    KindView,
+    KvbmView,
+    MediumView,
+    ServiceView,
+    StatusView,
+    TierView,
+    WorkerView,
+)
+from kvbm_metrics.core.rates import Rate, Rates
+
+# NVIDIA KVBM's names. Offload h2d is host to disk, onboard h2d is host to device; d2d and d2o
+# begin at the disk.
+KVBM_COUNTERS = (
+    "kvbm_matched_tokens",
+    "kvbm_offload_blocks_d2h",
+    "kvbm_offload_blocks_h2d",
+    "kvbm_offload_blocks_d2d",
+    "kvbm_offload_blocks_d2o",
+    "kvbm_onboard_blocks_h2d",
+    "kvbm_onboard_blocks_d2d",
+    "kvbm_onboard_blocks_o2d",
+    "kvbm_object_read_failures",
+    "kvbm_object_write_failures",
+)
+KVBM_GAUGES = (
+    "kvbm_host_cache_hit_rate",
+    "kvbm_disk_cache_hit_rate",
+    "kvbm_object_cache_hit_rate",
+)
+TIER_OF_KIND: Mapping[str, Tier] = {
+    "host-tier": "host",
+    "disk-tier": "disk",
+    "object-tier": "object",
+}
+TIERS: tuple[Tier, ...] = ("device", "host", "disk", "object")
+USED_STATES = ("inactive", "active")
+"""Slots with a committed block; a staged slot holds nothing that can be read yet."""
+INSTANCES_MAX = 4096
+"""Instances that `Totals` remembers, dead ones too; the longest silent is forgotten first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One registered instance and what it has answered."""
+
+    record: ServiceRecord
+    stats: StatsReply | None = None
+    snapshot: MetricsSnapshot | None = None
+    up: bool = False
+    """It has answered, if only with an error."""
+    failure: str = ""
+    """Why there are no stats."""
+
+    @property
+    def ready(self) -> bool:
+        """It has answered and serves."""
+        return self.stats is not None and self.stats.ready
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is not ready."""
+        if self.stats is not None:
+            return list(self.stats.reasons)
+        return [self.failure or "no answer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """All registered instances at one moment, sorted by kind, host and instance."""
+
+    instances: Sequence[Instance]
+    connected: bool = True
+    """Whether this service reaches NATS."""
+    registry_error: str = ""
+    """Why `instances` may be out of date."""
+
+
+class Totals:
+    """KVBM's counters over all instances; they never go back.
+
+    A plain sum would fall when an instance dies or misses one answer, and Prometheus would take the
+    fall for a restart and count everything again. So each instance adds what it has counted since
+    its last answer, and from zero in a new life (epoch).
+    """
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys(KVBM_COUNTERS, 0.0)
+        self._seen: dict[tuple[str, str, str], tuple[int, dict[str, float]]] = {}
+
+    def take(self, snapshots: Iterable[MetricsSnapshot]) -> None:
+        """Add what is new. The same snapshot again, or one of an older life, adds nothing."""
+        for snapshot in snapshots:
+            key = (snapshot.kind, snapshot.host, snapshot.instance)
+            epoch, before = self._seen.pop(key, (snapshot.epoch, {}))
+            if snapshot.epoch >= epoch:
+                now = kvbm_counters(snapshot)
+                self._add(now, before if snapshot.epoch == epoch else {})
+                epoch, before = snapshot.epoch, now
+            self._seen[key] = epoch, before
+        while len(self._seen) > INSTANCES_MAX:
+            del self._seen[next(iter(self._seen))]
+
+    def _add(self, now: Mapping[str, float], before: Mapping[str, float]) -> None:
+        for name, value in now.items():
+            self._totals[name] += max(0.0, value - before.get(name, 0.0))
+
+    def values(self) -> dict[str, float]:
+        """Return the totals by name."""
+        return dict(self._totals)
+
+
+def kvbm_counters(snapshot: MetricsSnapshot) -> dict[str, float]:
+    """Return what one instance has counted of KVBM's counters, summed over labels."""
+    return {
+        family.name.removesuffix("_total"): sum(sample.value for sample in family.samples)
+        for family in snapshot.families
+        if family.kind == "counter" and family.name.removesuffix("_total") in KVBM_COUNTERS
+    }
+
+
+def kvbm_view(view: FleetView, totals: Totals) -> KvbmView:
+    """Return the metrics that NVIDIA's KVBM names; 0 where no service has reported."""
+    rates = {name: hit_rate(view, name.removeprefix("kvbm_")) for name in KVBM_GAUGES}
+    return KvbmView.model_validate(totals.values() | rates)
+
+
+def hit_rate(view: FleetView, figure: str) -> float:
+    """Return the mean of a rate over all instances, weighted by their recent lookups."""
+    weighted = lookups = 0.0
+    for one in view.instances:
+        if one.stats is not None and figure in one.stats.figures:
+            weight = one.stats.figures.get("lookups_windowed", 0.0)
+            weighted += weight * one.stats.figures[figure]
+            lookups += weight
+    return weighted / lookups if lookups else 0.0
+
+
+# --- views ----------------------------------------------------------------------------------
+
+
+def service_views(view: FleetView) -> list[ServiceView]:
+    """Return every registered instance."""
+    return [_service_view(one) for one in view.instances]
+
+
+def _service_view(one: Instance) -> ServiceView:
+    record = one.record
+    return ServiceView(
+        kind=record.kind,
+        host=record.host,
+        instance=record.instance,
+        epoch=record.epoch,
+        pid=record.pid,
+        started_ms=record.started_ms,
+        info=record.info,
+        up=one.up,
+        ready=one.ready,
+        reasons=[] if one.ready else one.reasons,
+        seq=one.stats.seq if one.stats else 0,
+        positions=one.stats.positions if one.stats else {},
+    )
+
+
+def tier_views(view: FleetView, rates: Rates) -> list[TierView]:
+    """Return every tier instance; one without an answer has no figures."""
+    return [
+        _tier_view(one, tier, rates) for one in view.instances if (tier := tier_of(one)) is not None
+    ]
+
+
+def tier_of(one: Instance) -> Tier | None:
+    """Return the medium of an instance; None when it is not a tier."""
+    if one.stats is not None and one.stats.tier is not None:
+        return one.stats.tier
+    return TIER_OF_KIND.get(one.record.kind)
+
+
+def _rate_of(one: Instance, rates: Rates) -> Rate:
+    return rates.of(one.record.kind, one.record.host, one.record.instance)
+
+
+def _counted(view: FleetView, rates: Rates) -> list[flows.Counted]:
+    return [
+        (tier, one.stats, _rate_of(one, rates))
+        for one in view.instances
+        if one.stats is not None and (tier := tier_of(one)) is not None
+    ]
+
+
+def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
+    record, stats = one.record, one.stats
+    if stats is None:
+        return TierView(
+            host=record.host,
+            instance=record.instance,
+            tier=tier,
+            up=one.up,
+            ready=False,
+            epoch=record.epoch,
+        )
+    total, used = stats.slots.get("total", 0), used_slots(stats)
+    return TierView(
+        host=record.host,
+        instance=record.instance,
+        tier=tier,
+        up=True,
+        ready=stats.ready,
+        epoch=stats.epoch,
+        seq=stats.seq,
+        slots=stats.slots,
+        slot_bytes=stats.slot_bytes,
+        bytes_total=total * stats.slot_bytes,
+        bytes_used=used * stats.slot_bytes,
+        occupancy=used / total if total else 0.0,
+        fragmentation=fragmentation(stats),
+        policy=stats.policy,
+        draining=stats.figures.get("draining", 0.0) > 0,
+        leases=stats.leases,
+        rates=flows.rates_of(tier, stats, _rate_of(one, rates)),
+        hit_rate=stats.figures.get(f"{tier}_cache_hit_rate", 0.0),
+        figures=stats.figures,
+    )
+
+
+def used_slots(stats: StatsReply) -> int:
+    """Return the number of slots with a block that can be read."""
+    return sum(stats.slots.get(state, 0) for state in USED_STATES)
+
+
+def fragmentation(stats: StatsReply) -> float:
+    """The part of the used slots' bytes that no block fills: blocks smaller than their slots."""
+    taken = used_slots(stats) * stats.slot_bytes
+    return max(0.0, 1 - stats.block_bytes / taken) if taken else 0.0
+
+
+def worker_views(view: FleetView) -> list[WorkerView]:
+    """Return every engine worker that a host tier knows."""
+    return [
+        _worker_view(one.record, worker)
+        for one in view.instances
+        if one.stats is not None
+        for worker in one.stats.workers
+    ]
+
+
+def _worker_view(record: ServiceRecord, worker: WorkerStats) -> WorkerView:
+    return WorkerView(
+        host=record.host,
+        host_tier=record.instance,
+        engine=worker.engine,
+        incarnation=worker.incarnation,
+        rank=worker.rank,
+        world_size=worker.world_size,
+        model=worker.namespace.model,
+        block_tokens=worker.namespace.block_tokens,
+        namespace=worker.namespace.digest.hex(),
+        block_bytes=worker.block_bytes,
+        seen_ms_ago=worker.seen_ms_ago,
+        verify=worker.verify,
+    )
+
+
+def status_view(
+    view: FleetView, totals: Totals, rates: Rates, *, expected: Sequence[str], version: str
+) -> StatusView:
+    """Return the status page: every tier, worker and service, and what is wrong."""
+    reasons = unready_reasons(view, expected)
+    workers = worker_views(view)
+    tiers = tier_views(view, rates)
+    counted = _counted(view, rates)
+    kinds = [*expected, *sorted({one.record.kind for one in view.instances} - set(expected))]
+    return StatusView(
+        version=version,
+        ready=not reasons,
+        reasons=reasons,
+        services=[_kind_view(view, kind, expected=kind in expected) for kind in kinds],
+        tiers=[
+            _medium_view(tier, group)
+            for tier in TIERS
+            if (group := [one for one in tiers if one.tier == tier])
+        ],
+        flows=flows.flows_of(counted),
+        lookups=flows.lookups_of(counted),
+        engines=len({(one.host, one.engine, one.incarnation) for one in workers}),
+        workers=len(workers),
+        kvbm=kvbm_view(view, totals),
+    )
+
+
+def _kind_view(view: FleetView, kind: str, *, expected: bool) -> KindView:
+    group = [one for one in view.instances if one.record.kind == kind]
+    return KindView(
+        kind=kind,
+        expected=expected,
+        instances=len(group),
+        up=sum(one.up for one in group),
+        ready=sum(one.ready for one in group),
+    )
+
+
+def _medium_view(tier: Tier, group: Sequence[TierView]) -> MediumView:
+    total = sum(one.slots.get("total", 0) for one in group)
+    used = sum(one.slots.get(state, 0) for one in group for state in USED_STATES)
+    return MediumView(
+        tier=tier,
+        instances=len(group),
+        slots_total=total,
+        slots_used=used,
+        bytes_total=sum(one.bytes_total for one in group),
+        bytes_used=sum(one.bytes_used for one in group),
+        occupancy=used / total if total else 0.0,
+        leases=sum(one.leases for one in group),
+    )
+
+
+def unready_reasons(view: FleetView, expected: Sequence[str]) -> list[str]:
+    """Why the system does not serve as it should; empty when it does.
+
+    Strict on purpose: each expected kind must be there, and each instance must be ready.
+    """
+    reasons = [] if view.connected else ["NATS is away"]
+    if view.registry_error:
+        reasons.append(f"registry: {view.registry_error}")
+    present = {one.record.kind for one in view.instances}
+    reasons += [f"{kind}: no instance is registered" for kind in expected if kind not in present]
+    for one in view.instances:
+        if not one.ready:
+            text = "; ".join(one.reasons) or "not ready"
+            reasons.append(f"{one.record.key}: {text}")
+    return reasons

@@ -1,0 +1,88 @@
+"""Flows: which way blocks go between engines and tiers, from what tiers have counted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from kvbm_common.wire.events import Tier
+from kvbm_common.wire.verbs import StatsReply
+
+from kvbm_metrics.core.models import FlowView, LookupsView, RatesView
+from kvbm_metrics.core.rates import Rate
+
+Place = Literal["device", "host", "disk", "object", "remote"]
+ONBOARDED = (
+    "onboard_blocks_h2d",
+    "onboard_blocks_d2d",
+    "onboard_blocks_o2d",
+    "lookup_blocks.remote",
+)
+"""What a host tier has handed to engines, by where it was."""
+OFFLOADED = ("offload_blocks_h2d", "offload_blocks_d2d", "offload_blocks_d2o")
+"""What a lower tier has stored; each instance counts one of them."""
+OUTCOMES = ("host", "disk", "object", "remote", "miss")
+
+Counted = tuple[Tier, StatsReply, Rate]
+"""An instance of a tier and how fast it counts."""
+
+
+def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
+    """What goes into one instance of a tier and out of it."""
+    if tier == "host":
+        blocks_in = rate.sum("offload_blocks_d2h", "promoted_blocks", "peer_pulled_blocks")
+        blocks_out = rate.sum(*ONBOARDED)
+        bytes_in, bytes_out = blocks_in * stats.slot_bytes, blocks_out * stats.slot_bytes
+    else:
+        blocks_in, blocks_out = rate.sum(*OFFLOADED), rate.sum("fill_blocks")
+        bytes_in, bytes_out = rate.sum("bytes.payload"), rate.sum("bytes.read")
+    return RatesView(
+        window_s=rate.window_s,
+        blocks_in=blocks_in,
+        blocks_out=blocks_out,
+        blocks_evicted=sum(
+            value for name, value in rate.per_s.items() if name.startswith("evictions.")
+        ),
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+    )
+
+
+def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
+    """All instances together, one entry for each way that a present tier has."""
+    blocks: dict[tuple[Place, Tier], float] = {}
+    moved: dict[tuple[Place, Tier], float] = {}
+
+    def add(source: Place, target: Tier, block_count: float, byte_count: float) -> None:
+        way = (source, target)
+        blocks[way] = blocks.get(way, 0.0) + block_count
+        moved[way] = moved.get(way, 0.0) + byte_count
+
+    for tier, stats, rate in counted:
+        view = rates_of(tier, stats, rate)
+        if tier == "host":
+            offloaded, pulled = rate.sum("offload_blocks_d2h"), rate.sum("peer_pulled_blocks")
+            add("device", "host", offloaded, offloaded * stats.slot_bytes)
+            add("host", "device", view.blocks_out, view.bytes_out)
+            add("remote", "host", pulled, pulled * stats.slot_bytes)
+        else:
+            add("host", tier, view.blocks_in, view.bytes_in)
+            add(tier, "host", view.blocks_out, view.bytes_out)
+    return [
+        FlowView(source=source, target=target, blocks=count, bytes=moved[source, target])
+        for (source, target), count in blocks.items()
+    ]
+
+
+def lookups_of(counted: Iterable[Counted]) -> LookupsView:
+    """What engines ask for and find, over all host tiers."""
+    rates = [rate for tier, _, rate in counted if tier == "host"]
+    return LookupsView(
+        window_s=max((one.window_s for one in rates), default=0.0),
+        lookups=sum(one.sum("lookups") for one in rates),
+        matched_tokens=sum(one.sum("matched_tokens") for one in rates),
+        blocks={
+            outcome: sum(one.sum(f"lookup_blocks.{outcome}") for one in rates)
+            for outcome in OUTCOMES
+        },
+    )

@@ -1,0 +1,350 @@
+"""The bodies of the HTTP API: what its OpenAPI document describes, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from kvbm_common.identity import BLOCK_TOKENS_MAX, Namespace
+from kvbm_common.wire.events import Tier
+from kvbm_common.wire.holders import HolderSummary
+from kvbm_common.wire.scores import (
+    BATCH_QUESTIONS_MAX,
+    WHERE_BLOCKS_MAX,
+    BlockHolder,
+    MatchBatchRequest,
+    PlaceScore,
+    ScoreRequest,
+)
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, HolderMatch, MatchRequest
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvbm_metrics.core.wire_types import view_of
+
+Hash = Annotated[
+    str, Field(pattern="^[0-9a-f]{32}$", examples=["ee47acab818fb0f368c71c5e228d1221"])
+]
+TokenId = Annotated[int, Field(ge=0, le=0xFFFF_FFFF)]
+Position = Annotated[list[int], Field(description="[epoch, seq]")]
+
+
+def _up_to(length: int) -> Any:
+    """A list of a million wrong items is refused at the first one."""
+    return Field(max_length=length, fail_fast=True)
+
+
+class _View(BaseModel):
+    """An answer: made by us, so nothing is checked twice."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class _Query(BaseModel):
+    """A question: an unknown field is a typing mistake, a number in quotes is not a number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+# --- questions ------------------------------------------------------------------------------
+
+
+class NamespaceQuery(_Query):
+    """Everything that makes the bytes of two engines incompatible."""
+
+    model: Annotated[str, Field(min_length=1)]
+    block_tokens: Annotated[int, Field(ge=1, le=BLOCK_TOKENS_MAX)]
+    revision: str = ""
+    dtype: str = "bfloat16"
+    quantisation: str = ""
+    layout: str = "LBHNC"
+    group: int = 0
+    layers: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    format: Literal[2] = 2
+
+    def to_namespace(self) -> Namespace:
+        """The same in the wire's type."""
+        return Namespace(**self.model_dump())
+
+
+class MatchQuery(_Query):
+    """Which holders have how much of a prefix? Give `hashes`, or `tokens` with a `namespace`."""
+
+    hashes: Annotated[list[Hash], _up_to(MATCH_BLOCKS_MAX)] | None = None
+    tokens: Annotated[list[TokenId], _up_to(MATCH_BLOCKS_MAX * 64)] | None = None
+    namespace: NamespaceQuery | None = None
+    salt: str | None = None
+    lora: str | None = None
+
+    def to_request(self) -> MatchRequest:
+        """The same in the wire's type."""
+        return MatchRequest(
+            hashes=self.hashes,
+            tokens=self.tokens,
+            namespace=self.namespace.to_namespace() if self.namespace else None,
+            salt=self.salt,
+            lora=self.lora,
+        )
+
+
+class MatchBatchQuery(_Query):
+    """Several questions at once; each is answered as `/v1/match` answers it."""
+
+    questions: Annotated[list[MatchQuery], _up_to(BATCH_QUESTIONS_MAX)]
+
+    def to_request(self) -> MatchBatchRequest:
+        """The same in the wire's type."""
+        return MatchBatchRequest(questions=[one.to_request() for one in self.questions])
+
+
+class ScoreQuery(MatchQuery):
+    """What is a prompt worth where? A block counts with the weight of the best tier that has it."""
+
+    weights: Annotated[
+        dict[Tier, Annotated[float, Field(ge=0, le=1_000)]],
+        Field(description="A tier that is not named: device 1, host 0.8, disk 0.5, object 0.2."),
+    ] = {}
+
+    def to_score_request(self) -> ScoreRequest:
+        """The same in the wire's type."""
+        match = msgspec.structs.asdict(self.to_request())
+        return ScoreRequest(**match, weights=dict(self.weights))
+
+
+class WhereQuery(_Query):
+    """Who has each of these blocks, whatever is before them?"""
+
+    hashes: Annotated[list[Hash], _up_to(WHERE_BLOCKS_MAX)]
+
+
+# --- answers --------------------------------------------------------------------------------
+
+
+class HealthView(_View):
+    """The answer of a process that lives."""
+
+    status: str = "ok"
+
+
+class ReadyView(_View):
+    """Whether the whole system serves, and if not, why."""
+
+    ready: bool
+    reasons: list[str]
+
+
+class ServiceView(_View):
+    """One registered instance of a service. One that does not answer is shown with `up` false."""
+
+    kind: str
+    host: str
+    instance: str
+    epoch: int
+    pid: int
+    started_ms: Annotated[int, Field(description="Wall clock, ms since 1970.")]
+    info: dict[str, str | int | float | bool | None]
+    up: bool
+    ready: bool
+    reasons: list[str]
+    seq: Annotated[int, Field(description="The last event that it has published.")] = 0
+    positions: dict[str, Position] = {}
+
+
+class RatesView(_View):
+    """What went into a tier and out of it, per second. Bytes of host memory are those of slots."""
+
+    window_s: Annotated[float, Field(description="Taken over so long; 0: nothing to compare.")] = 0
+    blocks_in: float = 0.0
+    blocks_out: Annotated[float, Field(description="Read by engines or by the tier above.")] = 0.0
+    blocks_evicted: float = 0.0
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+
+
+class TierView(_View):
+    """One instance of a tier."""
+
+    host: str
+    instance: str
+    tier: Tier
+    up: bool
+    ready: bool
+    epoch: int
+    seq: int = 0
+    slots: Annotated[dict[str, int], Field(description="By state, and `total`.")] = {}
+    slot_bytes: int = 0
+    bytes_total: int = 0
+    bytes_used: int = 0
+    occupancy: Annotated[float, Field(description="Used slots / all slots, 0 to 1.")] = 0.0
+    fragmentation: Annotated[
+        float, Field(description="Part of the used slots' bytes that no block fills, 0 to 1.")
+    ] = 0.0
+    policy: Annotated[str, Field(description="Eviction policy.")] = ""
+    draining: Annotated[bool, Field(description="Takes no new blocks.")] = False
+    leases: int = 0
+    hit_rate: Annotated[float, Field(description="Of recent lookups, 0 to 1.")] = 0.0
+    rates: RatesView = RatesView()
+    figures: dict[str, float] = {}
+
+
+class WorkerView(_View):
+    """One engine worker that is attached to a host tier."""
+
+    host: str
+    host_tier: Annotated[str, Field(description="Instance of the host tier.")]
+    engine: str
+    incarnation: str
+    rank: int
+    world_size: int
+    model: str
+    block_tokens: int
+    namespace: Annotated[str, Field(description="Digest, 64 hex digits.")]
+    block_bytes: int
+    seen_ms_ago: int
+    verify: Annotated[
+        str, Field(description="Loads it compares with checksums: always, sampled, never or empty.")
+    ] = ""
+
+
+class KindView(_View):
+    """All instances of one kind of service."""
+
+    kind: str
+    expected: bool
+    instances: int
+    up: int
+    ready: int
+
+
+class MediumView(_View):
+    """All instances of one tier together."""
+
+    tier: Tier
+    instances: int
+    slots_total: int
+    slots_used: int
+    bytes_total: int
+    bytes_used: int
+    occupancy: float
+    leases: int
+
+
+class KvbmView(_View):
+    """The metrics of KVBM. Counts grow as long as this service lives."""
+
+    kvbm_matched_tokens: float
+    kvbm_offload_blocks_d2h: float
+    kvbm_offload_blocks_h2d: float
+    kvbm_offload_blocks_d2d: float
+    kvbm_offload_blocks_d2o: float
+    kvbm_onboard_blocks_h2d: float
+    kvbm_onboard_blocks_d2d: float
+    kvbm_onboard_blocks_o2d: float
+    kvbm_object_read_failures: float
+    kvbm_object_write_failures: float
+    kvbm_host_cache_hit_rate: float
+    kvbm_disk_cache_hit_rate: float
+    kvbm_object_cache_hit_rate: float
+
+
+class FlowView(_View):
+    """Blocks on their way from one medium to the next; `remote` is another host's memory."""
+
+    source: Literal["device", "host", "disk", "object", "remote"]
+    target: Literal["device", "host", "disk", "object"]
+    blocks: Annotated[float, Field(description="Per second.")]
+    bytes: Annotated[float, Field(description="Per second.")]
+
+
+class LookupsView(_View):
+    """What engines ask for, and what they find, per second."""
+
+    window_s: Annotated[float, Field(description="Taken over so long; 0: nothing to compare.")]
+    lookups: float
+    matched_tokens: float
+    blocks: Annotated[dict[str, float], Field(description="By where they were, or `miss`.")]
+
+
+class StatusView(_View):
+    """The whole system at a glance."""
+
+    version: str
+    ready: bool
+    reasons: list[str]
+    services: list[KindView]
+    tiers: list[MediumView]
+    flows: list[FlowView]
+    lookups: LookupsView
+    engines: int
+    workers: int
+    kvbm: KvbmView
+
+
+class HolderView(view_of(HolderMatch)):  # type: ignore[misc]
+    """How many blocks of the prefix one holder has without a hole, from the first on."""
+
+
+class MatchView(_View):
+    """Holders with at least one block, longest first."""
+
+    asked: int
+    matches: list[HolderView]
+
+
+class MatchBatchView(_View):
+    """One answer per question, in order."""
+
+    replies: list[MatchView]
+
+
+class PlaceView(view_of(PlaceScore)):  # type: ignore[misc]
+    """One rank of an engine, with its own blocks and those of its host's tiers together."""
+
+
+class ScoreView(_View):
+    """Places with at least one block, the highest score first."""
+
+    asked: int
+    scores: list[PlaceView]
+
+
+class BlockHolderView(view_of(BlockHolder)):  # type: ignore[misc]
+    """One holder of one block."""
+
+
+class BlockView(_View):
+    """A block and all who have it."""
+
+    hash: str
+    holders: list[BlockHolderView]
+
+
+class WhereView(_View):
+    """One entry per asked block, in order."""
+
+    blocks: list[BlockView]
+
+
+class HolderSummaryView(view_of(HolderSummary)):  # type: ignore[misc]
+    """One holder, how many blocks it has, and the position up to which that is true."""
+
+
+class HoldersView(_View):
+    """Every holder that the index knows."""
+
+    holders: list[HolderSummaryView]
+
+
+class Problem(_View):
+    """An error (RFC 9457, application/problem+json)."""
+
+    type: Annotated[str, Field(description="`urn:kvbm:` and the code.")]
+    title: str
+    status: int
+    detail: str
+    code: Annotated[str, Field(description="Stable; for programs.")]
+    field: Annotated[str, Field(description="The first field at fault, or empty.")] = ""
+    errors: Annotated[dict[str, str], Field(description="What is wrong, by field.")] = {}

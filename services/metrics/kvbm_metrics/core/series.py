@@ -1,0 +1,220 @@
+"""Every series of the fleet's page: what the instances have counted, merged by name.
+
+Families of the services get the labels `service`, `host` and `instance`. KVBM's own metrics have
+exactly KVBM's names and no labels. The labelled series of the same counters do end in `_total` and
+are thus other families.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.wire.metrics import Family, Kind, Sample
+
+from kvbm_metrics.core.collector import (
+    KVBM_COUNTERS,
+    KVBM_GAUGES,
+    FleetView,
+    Instance,
+    tier_of,
+    used_slots,
+)
+from kvbm_metrics.core.models import KvbmView
+
+FAMILIES_MAX = 2_000
+"""Families in one answer. All services together have about a hundred; the rest is a mistake."""
+
+LABELS_MAX = 16_384
+"""Names of labels that are remembered as good or bad."""
+
+_NAME = re.compile(r"kvbm_[a-z0-9_]{1,120}")
+_LABEL = re.compile(r"(?!__)[a-z_][a-z0-9_]{0,60}")
+_OURS = ("service", "host", "instance")
+_HELP = {
+    "kvbm_matched_tokens": "Tokens found in the cache by lookups.",
+    "kvbm_offload_blocks_d2h": "Blocks offloaded from device to host.",
+    "kvbm_offload_blocks_h2d": "Blocks offloaded from host to disk.",
+    "kvbm_offload_blocks_d2d": "Blocks offloaded from device to disk without a host cache.",
+    "kvbm_offload_blocks_d2o": "Blocks offloaded to the object store.",
+    "kvbm_onboard_blocks_h2d": "Blocks onboarded from host to device.",
+    "kvbm_onboard_blocks_d2d": "Blocks onboarded from disk to device.",
+    "kvbm_onboard_blocks_o2d": "Blocks onboarded from the object store to device.",
+    "kvbm_object_read_failures": "Blocks that could not be read from the object store.",
+    "kvbm_object_write_failures": "Blocks that could not be written to the object store.",
+    "kvbm_host_cache_hit_rate": "Part of recent lookups that the host cache answered, 0 to 1.",
+    "kvbm_disk_cache_hit_rate": "Part of recent lookups that the disk cache answered, 0 to 1.",
+    "kvbm_object_cache_hit_rate": "Part of recent lookups that the object store answered, 0 to 1.",
+}
+
+
+class Series(NamedTuple):
+    """One series and its value."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(slots=True)
+class Block:
+    """One metric with all its series."""
+
+    name: str
+    """Without the `_total` of a counter, whose series have it."""
+    help: str
+    kind: Kind = "gauge"
+    series: list[Series] = field(default_factory=list)
+
+    def add(self, labels: Mapping[str, str], value: float) -> None:
+        """A series under the metric's own name."""
+        self.series.append(Series(self.name, labels, value))
+
+
+def kvbm_counters(values: KvbmView) -> list[Block]:
+    """KVBM's counters, with series that have their very names."""
+    return _kvbm(values, KVBM_COUNTERS, "counter")
+
+
+def fleet(view: FleetView, values: KvbmView, *, version: str) -> list[Block]:
+    """KVBM's gauges, and everything that the instances have counted."""
+    families = _Families()
+    for block in _about_instances(view, version=version):
+        families.add_own(block)
+    for one in view.instances:
+        for family in one.snapshot.families if one.snapshot else ():
+            families.add(one.record, family)
+    return _kvbm(values, KVBM_GAUGES, "gauge") + families.blocks()
+
+
+def _kvbm(values: KvbmView, names: Sequence[str], kind: Kind) -> list[Block]:
+    said = values.model_dump()
+    return [Block(name, _HELP[name], kind, [Series(name, {}, said[name])]) for name in names]
+
+
+class _Families:
+    """Families of many instances merged by name. What does not fit is refused and counted."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, Block] = {}
+        self._own: set[str] = set()
+        self._refused: Counter[str] = Counter()
+
+    def blocks(self) -> list[Block]:
+        """All that have a series."""
+        refused = Block(
+            "kvbm_families_refused", "Metric families and samples left out of this answer."
+        )
+        for reason in ("conflict", "malformed", "too_many"):
+            refused.add({"reason": reason}, self._refused[reason])
+        return [block for block in (*self._blocks.values(), refused) if block.series]
+
+    def add_own(self, block: Block) -> None:
+        """A family that this service makes."""
+        self._blocks[block.name] = block
+        self._own.add(block.name)
+
+    def add(self, record: ServiceRecord, family: Family) -> None:
+        """A family of one instance."""
+        name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
+        block = self._blocks.get(name)
+        if not _NAME.fullmatch(name) or family.name in KVBM_GAUGES:
+            self._refused["malformed"] += 1
+        elif block is None and len(self._blocks) >= FAMILIES_MAX:
+            self._refused["too_many"] += 1
+        elif block is not None and (name in self._own or block.kind != family.kind):
+            self._refused["conflict"] += 1
+        else:
+            if block is None:
+                block = self._blocks[name] = Block(name, family.help, family.kind)
+            self._add_samples(block, record, family)
+
+    def _add_samples(self, block: Block, record: ServiceRecord, family: Family) -> None:
+        for sample in family.samples:
+            if not all(map(_is_label, sample.labels)):
+                self._refused["malformed"] += 1
+                continue
+            labels = _labels(record, sample)
+            match family.kind:
+                case "counter":
+                    block.series.append(Series(f"{block.name}_total", labels, sample.value))
+                case "gauge":
+                    block.add(labels, sample.value)
+                case "histogram" if len(sample.bucket_counts) == len(family.bucket_bounds) + 1:
+                    block.series += _histogram(block.name, labels, family.bucket_bounds, sample)
+                case _:
+                    self._refused["malformed"] += 1
+
+
+def _labels(record: ServiceRecord, sample: Sample) -> dict[str, str]:
+    """A label of the service that is called like one of ours gets Prometheus's usual prefix."""
+    theirs = {f"exported_{k}" if k in _OURS else k: v for k, v in sample.labels.items()}
+    ours = {"service": record.kind, "host": record.host, "instance": record.instance}
+    return theirs | ours
+
+
+def _histogram(
+    name: str, labels: Mapping[str, str], bounds: Sequence[float], sample: Sample
+) -> Iterator[Series]:
+    """Cumulative buckets, sum and count."""
+    running = 0
+    for bound, count in zip([*map(_bound, bounds), "+Inf"], sample.bucket_counts, strict=True):
+        running += count
+        yield Series(f"{name}_bucket", {**labels, "le": bound}, running)
+    yield Series(f"{name}_sum", labels, sample.value)
+    yield Series(f"{name}_count", labels, running)
+
+
+def _bound(bound: float) -> str:
+    """A bucket's bound as it has always been written here: 4194304.0, not 4.194304e+06."""
+    return repr(float(bound))
+
+
+@lru_cache(maxsize=LABELS_MAX)
+def _is_label(name: str) -> bool:
+    return _LABEL.fullmatch(name) is not None
+
+
+def _about_instances(view: FleetView, *, version: str) -> list[Block]:
+    """What this service knows of the others from the registry and their stats."""
+    build = Block("kvbm_build_info", "The version of KVBM.")
+    build.add({"version": version}, 1)
+    up = Block("kvbm_up", "Whether a registered instance answers.")
+    ready = Block("kvbm_ready", "Whether a registered instance serves.")
+    for one in view.instances:
+        record = one.record
+        labels = {"kind": record.kind, "host": record.host, "instance": record.instance}
+        up.add(labels, one.up)
+        ready.add(labels, one.ready)
+    return [build, up, ready, *_about_tiers(view)]
+
+
+def _about_tiers(view: FleetView) -> list[Block]:
+    slots = Block("kvbm_tier_slots", "Slots by state.")
+    slot_bytes = Block("kvbm_tier_slot_bytes", "Bytes of one slot.")
+    used = Block("kvbm_tier_occupancy_ratio", "Slots with a block / all slots, 0 to 1.")
+    leases = Block("kvbm_tier_leases", "Leases that hold now.")
+    for one in view.instances:
+        tier, stats = tier_of(one), one.stats
+        if tier is None or stats is None:
+            continue
+        labels = _tier_labels(one, tier)
+        total = stats.slots.get("total", 0)
+        for state, count in stats.slots.items():
+            if state != "total":
+                slots.add(labels | {"state": state}, count)
+        slot_bytes.add(labels, stats.slot_bytes)
+        used.add(labels, used_slots(stats) / total if total else 0.0)
+        leases.add(labels, stats.leases)
+    return [slots, slot_bytes, used, leases]
+
+
+def _tier_labels(one: Instance, tier: str) -> dict[str, str]:
+    record = one.record
+    ours = {"service": record.kind, "host": record.host, "instance": record.instance}
+    return {"tier": tier} | ours

@@ -1,0 +1,216 @@
+"""The HTTP API: routes, and nothing behind them that decides."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Response
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.holders import HoldersReply
+from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply, WhereRequest
+from kvbm_common.wire.verbs import DumpRequest, MatchReply
+from starlette.exceptions import HTTPException
+
+from kvbm_metrics import pages
+from kvbm_metrics.core import collector
+from kvbm_metrics.core.collector import FleetView
+from kvbm_metrics.core.models import (
+    HealthView,
+    HoldersView,
+    MatchBatchQuery,
+    MatchBatchView,
+    MatchQuery,
+    MatchView,
+    ReadyView,
+    ScoreQuery,
+    ScoreView,
+    ServiceView,
+    StatusView,
+    TierView,
+    WhereQuery,
+    WhereView,
+    WorkerView,
+)
+from kvbm_metrics.shell import admin_api, event_feed, explain_api, exposition, problems
+from kvbm_metrics.shell.access import may_read
+from kvbm_metrics.shell.admission import Door
+from kvbm_metrics.shell.json_response import OrjsonResponse
+from kvbm_metrics.shell.problems import BadQuery
+from kvbm_metrics.shell.state import Api, ApiOf
+
+UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def create_app(api: Api, counters: Metrics) -> FastAPI:
+    """The application; `counters` get a count of the requests."""
+    app = FastAPI(
+        title="KVBM",
+        version=api.version,
+        summary="Admin API and metrics of the KV-cache block manager.",
+        docs_url=None,  # FastAPI's own page loads its scripts from elsewhere.
+        redoc_url=None,
+        default_response_class=OrjsonResponse,
+    )
+    app.state.api = api
+    for part in (
+        health,
+        router,
+        admin_api.questions,
+        admin_api.changes,
+        explain_api.router,
+        event_feed.router,
+        pages.router,
+    ):
+        app.include_router(part)
+    app.add_middleware(Door, counters=counters)
+    problems.install(app)
+    return app
+
+
+async def _view(api: ApiOf) -> FleetView:
+    return await api.fleet.view()
+
+
+View = Annotated[FleetView, Depends(_view)]
+
+health = APIRouter()
+"""What probes and Prometheus ask; without a token, also from afar."""
+router = APIRouter(
+    dependencies=[Depends(may_read)], responses=problems.described(HTTPStatus.UNAUTHORIZED)
+)
+
+_match_reply: JsonCodec[MatchReply] = JsonCodec(MatchReply)
+_batch_reply: JsonCodec[MatchBatchReply] = JsonCodec(MatchBatchReply)
+_score_reply: JsonCodec[ScoreReply] = JsonCodec(ScoreReply)
+_where_reply: JsonCodec[WhereReply] = JsonCodec(WhereReply)
+_holders_reply: JsonCodec[HoldersReply] = JsonCodec(HoldersReply)
+
+
+@health.get("/healthz", tags=["health"])
+async def healthz() -> HealthView:
+    """Answer that the process lives."""
+    return HealthView()
+
+
+@health.get(
+    "/readyz", tags=["health"], responses={UNAVAILABLE: {"model": ReadyView, "description": "No."}}
+)
+async def readyz(api: ApiOf, view: View, response: Response) -> ReadyView:
+    """NATS, the registry, and every expected service are there and ready; 503 if not."""
+    reasons = collector.unready_reasons(view, api.expected)
+    if reasons:
+        response.status_code = UNAVAILABLE
+    return ReadyView(ready=not reasons, reasons=reasons)
+
+
+@health.get(
+    "/metrics",
+    tags=["metrics"],
+    response_class=Response,
+    responses={
+        200: {"description": "Prometheus text.", "content": {"text/plain": {}}},
+        **problems.described(HTTPStatus.NOT_FOUND),
+    },
+)
+async def metrics(api: ApiOf, view: View) -> Response:
+    """Everything that all services count; 404 when DYN_KVBM_METRICS is false."""
+    if not api.expose_metrics:
+        raise HTTPException(HTTPStatus.NOT_FOUND, "DYN_KVBM_METRICS is false")
+    values = collector.kvbm_view(view, api.fleet.totals)
+    text = await asyncio.to_thread(exposition.render, view, values, version=api.version)
+    return Response(text, headers={"content-type": exposition.CONTENT_TYPE})
+
+
+@router.get("/v1/status", tags=["status"])
+async def status(api: ApiOf, view: View) -> StatusView:
+    """The whole system at a glance."""
+    return collector.status_view(
+        view, api.fleet.totals, api.fleet.rates, expected=api.expected, version=api.version
+    )
+
+
+@router.get("/v1/services", tags=["status"])
+async def services(view: View) -> list[ServiceView]:
+    """Every registered instance; one that does not answer has `up` false."""
+    return collector.service_views(view)
+
+
+@router.get("/v1/tiers", tags=["status"])
+async def tiers(api: ApiOf, view: View) -> list[TierView]:
+    """Slots, bytes, occupancy, policy, rates and counters of every tier instance."""
+    return collector.tier_views(view, api.fleet.rates)
+
+
+@router.get("/v1/workers", tags=["status"])
+async def workers(view: View) -> list[WorkerView]:
+    """Every engine worker that is attached to a host tier."""
+    return collector.worker_views(view)
+
+
+ASKS_INDEX = problems.described(
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+    HTTPStatus.BAD_GATEWAY,
+    UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
+"""What can go wrong on the way to the index."""
+
+
+@router.post("/v1/match", tags=["blocks"], responses=ASKS_INDEX)
+async def match(api: ApiOf, query: MatchQuery) -> MatchView:
+    """The longest prefix that each holder has without a hole."""
+    _check(query)
+    reply = await api.fleet.ask_index("match", query.to_request(), _match_reply)
+    return MatchView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.post("/v1/match_batch", tags=["blocks"], responses=ASKS_INDEX)
+async def match_batch(api: ApiOf, query: MatchBatchQuery) -> MatchBatchView:
+    """Several matches in one request."""
+    for question in query.questions:
+        _check(question)
+    reply = await api.fleet.ask_index("match_batch", query.to_request(), _batch_reply)
+    return MatchBatchView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.post("/v1/score", tags=["blocks"], responses=ASKS_INDEX)
+async def score(api: ApiOf, query: ScoreQuery) -> ScoreView:
+    """What a prompt is worth on every rank of every engine, over all tiers that it can reach."""
+    _check(query)
+    reply = await api.fleet.ask_index("score", query.to_score_request(), _score_reply)
+    return ScoreView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.post("/v1/where", tags=["blocks"], responses=ASKS_INDEX)
+async def where(api: ApiOf, query: WhereQuery) -> WhereView:
+    """Who has each of some blocks."""
+    reply = await api.fleet.ask_index("where", WhereRequest(hashes=query.hashes), _where_reply)
+    return WhereView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.get("/v1/holders", tags=["blocks"], responses=ASKS_INDEX)
+async def holders(
+    api: ApiOf, source: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{1,64}$")] = None
+) -> HoldersView:
+    """How many blocks every holder has (of one source), and up to which position that is true."""
+    reply = await api.fleet.ask_index("holders", DumpRequest(source=source), _holders_reply)
+    return HoldersView.model_validate(msgspec.to_builtins(reply))
+
+
+def _check(query: MatchQuery) -> None:
+    """What the types cannot say; raises BadQuery."""
+    if query.hashes is None and query.tokens is None:
+        raise BadQuery("hashes", "give hashes, or tokens with a namespace")
+    if query.hashes is not None and query.tokens is not None:
+        raise BadQuery("tokens", "give either hashes or tokens")
+    if query.tokens is not None and query.namespace is None:
+        raise BadQuery("namespace", "tokens need the namespace that they are hashed in")
+    if query.tokens is None and (query.salt or query.lora):
+        field = "salt" if query.salt else "lora"
+        raise BadQuery(field, "hashes have the salt and the LoRA in them already")

@@ -1,0 +1,119 @@
+"""The routes that say why requests missed: every host tier is asked for what it has kept."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query
+from kvbm_common.errors import KvbmError
+from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.wire.explain import (
+    LIST_MAX,
+    REQUEST_CHARS_MAX,
+    ExplainListRequest,
+    ExplainRequest,
+    Explanation,
+    explain_list_reply,
+    explain_reply,
+)
+
+from kvbm_metrics.core.admin_models import InstanceView
+from kvbm_metrics.core.explain_models import (
+    ExplainedView,
+    ExplainListView,
+    ExplainView,
+    explained_view,
+    explanation_view,
+)
+from kvbm_metrics.shell import operations
+from kvbm_metrics.shell.access import may_read
+from kvbm_metrics.shell.admin_api import ASKS
+from kvbm_metrics.shell.fleet import Fleet
+from kvbm_metrics.shell.state import ApiOf
+
+STEPS_MAX = 32
+"""A tier looks through 4,096 kept requests per question; so many questions see them all."""
+
+router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)], responses=ASKS)
+
+Token = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{1,64}$")]
+RequestId = Annotated[str, Path(min_length=1, max_length=REQUEST_CHARS_MAX)]
+
+
+class UnknownRequest(KvbmError):
+    """No host tier has kept it."""
+
+    code = "unknown_request"
+
+
+@router.get("/explain", tags=["explain"])
+async def explain_list(
+    api: ApiOf,
+    reason: Token | None = None,
+    engine: Token | None = None,
+    missed: bool = False,
+    limit: Annotated[int, Query(ge=1, le=LIST_MAX)] = 100,
+) -> ExplainListView:
+    """The latest lookups of all engines, newest first; `reason` is that of the first miss."""
+    request = ExplainListRequest(
+        limit=limit, reason=reason or "", engine=engine or "", missed=missed
+    )
+    found: list[ExplainedView] = []
+    silent: list[str] = []
+    for record in await _host_tiers(api.fleet):
+        try:
+            listed = await _listed(api.fleet, record, request)
+        except KvbmError as error:
+            silent.append(f"{record.key}: {error.code}")
+            continue
+        found += [explained_view(one, _where(record)) for one in listed]
+    found.sort(key=lambda one: one.ts_ms, reverse=True)  # Stable: a tier's own order stays.
+    return ExplainListView(requests=found[:limit], silent=silent)
+
+
+@router.get("/explain/{request_id:path}", tags=["explain"])
+async def explain(api: ApiOf, request_id: RequestId) -> ExplainView:
+    """Every kept lookup of a request: where each block came from, and why others did not."""
+    answers, silent = await operations.ask_all(
+        api.fleet, await _host_tiers(api.fleet), "explain", ExplainRequest(request=request_id),
+        explain_reply,
+    )  # fmt: skip
+    lookups = [
+        explanation_view(one, _where(record))
+        for record, reply in answers
+        for one in reply.requests
+    ]  # fmt: skip
+    if not lookups and not silent:
+        raise UnknownRequest(f"no host tier has kept request {request_id}")
+    lookups.sort(key=lambda one: one.ts_ms, reverse=True)
+    return ExplainView(request_id=request_id, lookups=lookups, silent=silent)
+
+
+async def _host_tiers(fleet: Fleet) -> list[ServiceRecord]:
+    return [one for one in await fleet.records() if one.kind == "host-tier"]
+
+
+async def _listed(
+    fleet: Fleet, record: ServiceRecord, request: ExplainListRequest
+) -> list[Explanation]:
+    """As many as are wanted, or all that there are."""
+    found: list[Explanation] = []
+    before = 0
+    for _ in range(STEPS_MAX):
+        step = ExplainListRequest(
+            limit=request.limit - len(found),
+            reason=request.reason,
+            engine=request.engine,
+            missed=request.missed,
+            before=before,
+        )
+        reply = await fleet.ask_instance(record, "explain_list", step, explain_list_reply)
+        found += reply.requests
+        before = reply.next
+        if not before or len(found) >= request.limit:
+            break
+    return found
+
+
+def _where(record: ServiceRecord) -> InstanceView:
+    return InstanceView(kind=record.kind, host=record.host, instance=record.instance)

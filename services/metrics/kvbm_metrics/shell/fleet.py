@@ -1,0 +1,204 @@
+"""The fleet: asks every registered instance how it is, and the index for matches, over NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+from kvbm_common.errors import KvbmError, RegistryUnavailable, RequestFailed
+from kvbm_common.nats.bus import Bus
+from kvbm_common.registry.records import ENGINE, ServiceRecord
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_common.wire.verbs import (
+    StatsReply,
+    StatsRequest,
+    verb_subject,
+)
+
+from kvbm_metrics.core.collector import FleetView, Instance, Totals
+from kvbm_metrics.core.rates import Rates
+
+ASK_DEADLINE_S = 0.5
+"""An instance that takes longer to say how it is counts as down. Usually it takes 1 ms."""
+MATCH_DEADLINE_S = 2.0
+"""The largest question has a million tokens, which the index hashes first."""
+OPERATOR_DEADLINE_S = 10.0
+"""Longer than a service lets its core take for a verb, so that its own error arrives."""
+CACHE_S = 0.25
+"""An answer of the fleet serves all requests of so long. Prometheus asks once a second at most, a
+page twice; a storm of requests does not become one on NATS."""
+FOLLOW_S = 5.0
+"""Half of the window of a rate."""
+CONCURRENT_MAX = 64
+"""Instances asked at the same time."""
+
+Reply = TypeVar("Reply")
+
+
+class _Answer(NamedTuple, Generic[Reply]):
+    """What an instance has said, or why it has not."""
+
+    message: Reply | None
+    error: KvbmError | None
+
+
+class LiveServices(Protocol):
+    """The part of the registry that is needed here."""
+
+    async def list(self, kind: str | None = None) -> list[ServiceRecord]:
+        """The live services; raises RegistryUnavailable."""
+
+
+class Fleet:
+    """Everybody who is registered. One per process, in one event loop."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registry: LiveServices,
+        counters: Metrics,
+        *,
+        cache_s: float = CACHE_S,
+        deadline_s: float = ASK_DEADLINE_S,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.totals = Totals()
+        self.rates = Rates()
+        self._bus = bus
+        self._registry = registry
+        self._cache_s = cache_s
+        self._deadline_s = deadline_s
+        self._clock_s = clock_s
+        self._records: Sequence[ServiceRecord] = ()
+        self._cached: FleetView | None = None
+        self._taken_s = 0.0
+        self._collecting = asyncio.Lock()
+        self._room = asyncio.Semaphore(CONCURRENT_MAX)
+        self._stats_codec: JsonCodec[StatsReply] = JsonCodec(StatsReply)
+        self._metrics_codec: JsonCodec[MetricsSnapshot] = JsonCodec(MetricsSnapshot)
+        self._failures = counters.counter(
+            "kvbm_fleet_failures",
+            "Questions to an instance that ended without figures.",
+            labels=("service", "verb", "code"),
+        )
+
+    @property
+    def bus(self) -> Bus:
+        """The connection that everybody is asked over."""
+        return self._bus
+
+    async def view(self) -> FleetView:
+        """Everybody now, or as of at most `cache_s` ago. Never raises when a service is silent."""
+        async with self._collecting:
+            # Who has waited for the lock takes what was collected meanwhile.
+            if self._cached is None or self._clock_s() - self._taken_s > self._cache_s:
+                self._cached = await self._collect()
+                self._taken_s = self._clock_s()
+                self.totals.take(
+                    one.snapshot for one in self._cached.instances if one.snapshot is not None
+                )
+                said = (one.stats for one in self._cached.instances if one.stats is not None)
+                self.rates.take(said, self._taken_s)
+            return self._cached
+
+    async def follow(self) -> None:
+        """Look every now and then, so that rates are known to the first who asks."""
+        while True:
+            await self.view()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def ask_index(self, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]) -> Reply:
+        """Ask any index.
+
+        Raises RequestFailed (the index's refusal), BusUnavailable, DeadlineExceeded, WireError.
+        """
+        payload = await self._bus.request(
+            verb_subject("index", verb),
+            msgspec.json.encode(request),
+            deadline_s=MATCH_DEADLINE_S,
+        )
+        return codec.decode(payload)
+
+    async def records(self) -> Sequence[ServiceRecord]:
+        """Everybody who is registered; raises RegistryUnavailable when nothing is known."""
+        error = await self._refresh_records()
+        if error and not self._records:
+            raise RegistryUnavailable(error)
+        return self._records
+
+    async def ask_instance(
+        self, record: ServiceRecord, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]
+    ) -> Reply:
+        """Ask one instance for something that an operator wants; raises as `ask_index`."""
+        subject = verb_subject(record.kind, verb, host=record.host, instance=record.instance)
+        payload = await self._bus.request(
+            subject, msgspec.json.encode(request), deadline_s=OPERATOR_DEADLINE_S
+        )
+        return codec.decode(payload)
+
+    async def _collect(self) -> FleetView:
+        registry_error = await self._refresh_records()
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._ask(record), name=f"ask {record.key}")
+                for record in self._records
+            ]
+        return FleetView(
+            instances=[task.result() for task in asked],
+            connected=self._bus.connected,
+            registry_error=registry_error,
+        )
+
+    async def _refresh_records(self) -> str:
+        """Read the registry; when that fails keep what it said last, and say why."""
+        try:
+            if not self._bus.connected:
+                raise RegistryUnavailable("not reachable without NATS")
+            async with asyncio.timeout(self._deadline_s):
+                records = await self._registry.list()
+        except RegistryUnavailable as error:
+            return str(error)
+        except TimeoutError:
+            return f"no answer within {self._deadline_s} s"
+        services = (record for record in records if record.kind != ENGINE)
+        self._records = sorted(services, key=lambda one: (one.kind, one.host, one.instance))
+        return ""
+
+    async def _ask(self, record: ServiceRecord) -> Instance:
+        async with self._room, asyncio.TaskGroup() as tasks:
+            stats = tasks.create_task(self._ask_verb(record, "stats", self._stats_codec))
+            snapshot = tasks.create_task(self._ask_verb(record, "metrics", self._metrics_codec))
+        said, error = stats.result()
+        counted = snapshot.result().message
+        return Instance(
+            record=record,
+            stats=said,
+            snapshot=_named(record, counted) if counted is not None else None,
+            # A refusal is an answer too: the instance is up, though not ready.
+            up=said is not None or isinstance(error, RequestFailed),
+            failure=str(error or ""),
+        )
+
+    async def _ask_verb(
+        self, record: ServiceRecord, verb: str, codec: JsonCodec[Reply]
+    ) -> _Answer[Reply]:
+        subject = verb_subject(record.kind, verb, host=record.host, instance=record.instance)
+        question = msgspec.json.encode(StatsRequest())
+        try:
+            payload = await self._bus.request(subject, question, deadline_s=self._deadline_s)
+            return _Answer(codec.decode(payload), None)
+        except KvbmError as error:
+            self._failures.labels(service=record.kind, verb=verb, code=error.code).inc()
+            return _Answer(None, error)
+
+
+def _named(record: ServiceRecord, snapshot: MetricsSnapshot) -> MetricsSnapshot:
+    """A snapshot under the name that the registry knows, whatever it calls itself."""
+    return msgspec.structs.replace(
+        snapshot, kind=record.kind, host=record.host, instance=record.instance
+    )

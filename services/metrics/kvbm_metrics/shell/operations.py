@@ -1,0 +1,285 @@
+"""What the admin routes do: ask many instances at once, or one step after the other in a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from kvbm_common.errors import KvbmError
+from kvbm_common.identity import Hasher, request_extras
+from kvbm_common.registry.records import ServiceRecord
+from kvbm_common.wire.admin import (
+    PREFETCH_DEADLINE_MS_MAX,
+    STEP_BLOCKS_MAX,
+    BlockReply,
+    BlockRequest,
+    PinsReply,
+    PinsRequest,
+    PrefetchReply,
+    PrefetchRequest,
+    RemoveReply,
+    RemoveRequest,
+    ResizeReply,
+    ResizeRequest,
+)
+from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.operator_verbs import OperatorVerb
+from kvbm_common.wire.scores import BlockHolder
+
+from kvbm_metrics.core.admin_models import (
+    BlockStoryView,
+    OutcomeView,
+    PinsView,
+    PinView,
+    PlacedBlockView,
+    PrefetchQuery,
+)
+from kvbm_metrics.core.collector import TIER_OF_KIND
+from kvbm_metrics.core.models import BlockHolderView
+from kvbm_metrics.shell.fleet import Fleet, Reply
+from kvbm_metrics.shell.jobs import Job, Progress, Work
+
+PREFETCH_STEP_BLOCKS = 256
+"""At 2 MiB a block half a GiB: a disk brings it within the deadline of one request."""
+
+_any: JsonCodec[dict[str, Any]] = JsonCodec(dict[str, Any])
+_block: JsonCodec[BlockReply] = JsonCodec(BlockReply)
+_pins: JsonCodec[PinsReply] = JsonCodec(PinsReply)
+_remove: JsonCodec[RemoveReply] = JsonCodec(RemoveReply)
+_resize: JsonCodec[ResizeReply] = JsonCodec(ResizeReply)
+_prefetch: JsonCodec[PrefetchReply] = JsonCodec(PrefetchReply)
+
+
+class UnknownInstance(KvbmError):
+    """No registered service is meant by that."""
+
+    code = "unknown_instance"
+
+
+def targets(
+    records: Sequence[ServiceRecord],
+    *,
+    kinds: Sequence[str],
+    host: str | None,
+    instance: str | None,
+) -> list[ServiceRecord]:
+    """The instances that are meant; raises UnknownInstance when there are none."""
+    found = [
+        record
+        for record in records
+        if record.kind in kinds
+        and host in (None, record.host)
+        and instance in (None, record.instance)
+    ]
+    if not found:
+        where = f" {instance or '*'} on {host or '*'}" if host or instance else ""
+        raise UnknownInstance(f"no {' or '.join(kinds)}{where} is registered")
+    return found
+
+
+def kinds_of(verb: OperatorVerb, given: Mapping[str, Any]) -> list[str]:
+    """The services that are meant, of those that answer the verb."""
+    tier = given.get("tier", "all")
+    if kind := given.get("kind"):
+        return [kind]
+    return [one for one in verb.answered_by if tier in (TIER_OF_KIND.get(one), "all")]
+
+
+async def change(
+    fleet: Fleet, records: Sequence[ServiceRecord], verb: str, request: msgspec.Struct
+) -> list[OutcomeView]:
+    """Ask all of them at once; what each has answered."""
+
+    async def one(record: ServiceRecord) -> OutcomeView:
+        named: Mapping[str, Any] = _named(record)
+        try:
+            reply = await fleet.ask_instance(record, verb, request, _any)
+        except KvbmError as error:
+            return OutcomeView(**named, ok=False, code=error.code, message=str(error))
+        reply.pop("v", None)
+        return OutcomeView(**named, ok=True, reply=reply)
+
+    return list(await asyncio.gather(*map(one, records)))
+
+
+# --- jobs -----------------------------------------------------------------------------------
+
+
+def removing(
+    fleet: Fleet, records: Sequence[ServiceRecord], verb: str, whole: RemoveRequest
+) -> Work:
+    """The work of `evict` and `reset`: each instance in steps until nothing is left to remove."""
+    parts = [None] if whole.hashes is None else _parts(whole.hashes, STEP_BLOCKS_MAX)
+
+    async def work(job: Job) -> AsyncGenerator[Progress, None]:
+        tally: Counter[str] = Counter(removed=0, kept=0, missing=0)
+        for record in records:
+            for part in parts:
+                request = msgspec.structs.replace(whole, hashes=part)
+                more = True
+                while more:
+                    try:
+                        reply = await fleet.ask_instance(record, verb, request, _remove)
+                    except KvbmError as error:
+                        job.errors[record.key] = f"{error.code}: {error}"
+                        break
+                    # Without progress the same step would be repeated without end.
+                    more = reply.more and reply.removed > 0
+                    tally["removed"] += reply.removed
+                    if not more:
+                        tally["kept"] += reply.kept
+                        tally["missing"] += len(reply.missing)
+                    yield tally
+
+    return work
+
+
+def resizing(
+    fleet: Fleet, records: Sequence[ServiceRecord], verb: str, request: ResizeRequest
+) -> Work:
+    """The work of `resize`: each instance in steps until it is small enough, or stays larger."""
+
+    async def work(job: Job) -> AsyncGenerator[Progress, None]:
+        tally: Counter[str] = Counter(slots=0, evicted=0)
+        for record in records:
+            more = True
+            while more:
+                try:
+                    reply = await fleet.ask_instance(record, verb, request, _resize)
+                except KvbmError as error:
+                    job.errors[record.key] = f"{error.code}: {error}"
+                    break
+                more = reply.more
+                tally["evicted"] += reply.evicted
+                yield tally
+            else:
+                tally["slots"] += reply.slots
+                if reply.slots > request.slots:
+                    kept = reply.slots - request.slots
+                    job.errors[record.key] = f"in_use: {kept} slots more are in use; ask again"
+                yield tally
+
+    return work
+
+
+def prefetching(
+    fleet: Fleet, records: Sequence[ServiceRecord], query: PrefetchQuery, actor: str
+) -> Work:
+    """The work of `prefetch`: each host tier in steps, until a step finds the end of the run."""
+    parts = _parts(_names_of(query), PREFETCH_STEP_BLOCKS)
+
+    async def work(job: Job) -> AsyncGenerator[Progress, None]:
+        tally: Counter[str] = Counter(blocks=0, filled=0)
+        for record in records:
+            for part in parts:
+                request = PrefetchRequest(
+                    hashes=part, deadline_ms=PREFETCH_DEADLINE_MS_MAX, actor=actor
+                )
+                try:
+                    reply = await fleet.ask_instance(record, "prefetch", request, _prefetch)
+                except KvbmError as error:
+                    job.errors[record.key] = f"{error.code}: {error}"
+                    break
+                tally["blocks"] += reply.blocks
+                tally["filled"] += reply.filled
+                yield tally
+                if reply.blocks < len(part):
+                    break
+
+    return work
+
+
+WORK: Mapping[str, Callable[[Fleet, Sequence[ServiceRecord], str, Any], Work]] = {
+    "evict": removing,
+    "reset": removing,
+    "resize": resizing,
+}
+"""The steps of the verbs that are jobs."""
+
+
+def _parts(hashes: list[str], size: int) -> list[list[str]]:
+    return [hashes[start : start + size] for start in range(0, len(hashes), size)]
+
+
+def _names_of(query: PrefetchQuery) -> list[str]:
+    """The run as hashes, each once; raises IdentityError."""
+    if query.hashes is not None:
+        return list(dict.fromkeys(query.hashes))
+    assert query.tokens is not None
+    assert query.namespace is not None
+    namespace = query.namespace.to_namespace()
+    whole = len(query.tokens) // namespace.block_tokens * namespace.block_tokens
+    extras = request_extras(lora=query.lora, salt=query.salt)
+    return [name.hex() for name in Hasher(namespace).chain(query.tokens[:whole], extras=extras)]
+
+
+# --- questions to all tiers -----------------------------------------------------------------
+
+
+async def block_story(
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    holders: Sequence[BlockHolder],
+    name: str,
+) -> BlockStoryView | None:
+    """What the index and every tier know of a block; None: no service knows it."""
+    answers, silent = await ask_all(fleet, records, "block", BlockRequest(hash=name), _block)
+    tiers = [_placed(record, reply) for record, reply in answers if reply.held or reply.story]
+    if not holders and not tiers and not silent:
+        return None
+    return BlockStoryView(
+        hash=name,
+        holders=[BlockHolderView(**msgspec.structs.asdict(one)) for one in holders],
+        tiers=tiers,
+        silent=silent,
+    )
+
+
+async def all_pins(fleet: Fleet, records: Sequence[ServiceRecord]) -> PinsView:
+    """The pins of all tiers."""
+    answers, silent = await ask_all(fleet, records, "pins", PinsRequest(), _pins)
+    pins = [
+        PinView(**_named(record), tier=TIER_OF_KIND[record.kind], **msgspec.structs.asdict(pin))
+        for record, reply in answers
+        for pin in reply.pins
+    ]
+    return PinsView(pins=pins, silent=silent)
+
+
+async def ask_all(
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    verb: str,
+    request: msgspec.Struct,
+    codec: JsonCodec[Reply],
+) -> tuple[list[tuple[ServiceRecord, Reply]], list[str]]:
+    """Who has answered what, and who has not and why."""
+    silent: list[str] = []
+
+    async def one(record: ServiceRecord) -> Reply | None:
+        try:
+            return await fleet.ask_instance(record, verb, request, codec)
+        except KvbmError as error:
+            silent.append(f"{record.key}: {error.code}")
+            return None
+
+    replies = await asyncio.gather(*map(one, records))
+    pairs = zip(records, replies, strict=True)
+    return [(record, reply) for record, reply in pairs if reply is not None], sorted(silent)
+
+
+def _placed(record: ServiceRecord, reply: BlockReply) -> PlacedBlockView:
+    told = msgspec.to_builtins(reply)
+    del told["v"]
+    told["checksum"] = f"{reply.checksum:016x}" if reply.held else ""
+    told["part_checksums"] = [f"{checksum:016x}" for checksum in reply.part_checksums]
+    if not reply.held:
+        told["parent"] = told["namespace"] = ""
+    return PlacedBlockView(**_named(record), tier=TIER_OF_KIND[record.kind], **told)
+
+
+def _named(record: ServiceRecord) -> dict[str, Any]:
+    return {"kind": record.kind, "host": record.host, "instance": record.instance}

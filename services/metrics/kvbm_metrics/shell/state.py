@@ -1,0 +1,39 @@
+"""What the routes need, and how they get at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from kvbm_metrics.shell.access import Access
+from kvbm_metrics.shell.audit_log import AuditLog
+from kvbm_metrics.shell.fleet import Fleet
+from kvbm_metrics.shell.jobs import Jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """What the routes need."""
+
+    fleet: Fleet
+    expected: tuple[str, ...]
+    """Kinds of services without which the system is not ready."""
+    version: str
+    expose_metrics: bool = True
+    """DYN_KVBM_METRICS."""
+    access: Access = field(default_factory=Access)
+    jobs: Jobs = field(default_factory=Jobs)
+    audit: AuditLog = field(default_factory=AuditLog)
+    feeds: set[object] = field(default_factory=set)
+    """The open event feeds."""
+
+
+def _api(request: Request) -> Api:
+    api = request.app.state.api
+    assert isinstance(api, Api)
+    return api
+
+
+ApiOf = Annotated[Api, Depends(_api)]

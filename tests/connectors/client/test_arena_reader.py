@@ -1,0 +1,239 @@
+"""Arena readers: copies out of a mapped arena, and NIXL reads from another process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvbm_common.checksum import block_checksum
+from kvbm_common.copying import THREADS_MAX, NativeCopier, Places, PlainCopier
+from kvbm_common.memory.arena import Arena
+from kvbm_common.nixl.mover_thread import (
+    MoverClosed,
+    MoverThread,
+    PeerLost,
+    TransferFailed,
+    TransferTimeout,
+)
+from kvbm_connectors.client.arena_reader import MappedReader, NixlReader, reader_of
+from kvbm_connectors.client.bounce_pool import BouncePool
+
+from tests.connectors.endpoints import welcome
+from tests.libs.native import library
+from tests.libs.nixl_owner import Owner, content
+
+SIZE = 256 * 1024
+THEIRS = 0x7000_0000_0000
+"""Where the owner has mapped its arena: no address of ours."""
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    """An arena full of bytes that are known."""
+    with Arena.create(tmp_path, "arena", SIZE) as arena:
+        arena.array[:] = content(SIZE)
+        yield arena
+
+
+@pytest.fixture(params=["native", "plain"])
+def mapped(arena: Arena, request: pytest.FixtureRequest) -> Iterator[MappedReader]:
+    copier = PlainCopier() if request.param == "plain" else NativeCopier(library())
+    there = welcome(arena_path=str(arena.path), arena_address=THEIRS)
+    reader = MappedReader(there, copier=copier)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[Owner]:
+    """Another process that holds the same bytes."""
+    with Owner(SIZE, os.environ) as owner:
+        yield owner
+
+
+@pytest.fixture(scope="module")
+def mover() -> Iterator[MoverThread]:
+    with MoverThread("reader") as mover:
+        yield mover
+
+
+def blocks(base: int, *offsets: int, length: int = 64) -> Places:
+    """Blocks of one piece at some distances from an address."""
+    addresses = np.uint64(base) + np.array(offsets, dtype=np.uint64).reshape(-1, 1)
+    return Places(addresses, np.array([length], dtype=np.uint64))
+
+
+def pieces(base: int, *offsets: tuple[int, int]) -> Places:
+    """Blocks of two pieces of 32 bytes each."""
+    addresses = np.uint64(base) + np.array(offsets, dtype=np.uint64)
+    return Places(addresses, np.array([32, 32], dtype=np.uint64))
+
+
+def hold_all(reader: MappedReader) -> threading.Event:
+    """Every thread of a reader is busy until the event is set."""
+    held = threading.Event()
+    for _ in range(THREADS_MAX):
+        reader._threads.submit(held.wait, DEADLINE_S)
+    return held
+
+
+def test_a_mapped_arena_is_copied_block_by_block_and_summed(mapped: MappedReader) -> None:
+    """Blocks 3 and 1 of the arena go to blocks 0 and 2 of ours; block 1 of ours is left alone."""
+    ours = np.zeros((3, 64), dtype=np.uint8)
+    target, source = blocks(ours.ctypes.data, 0, 128), blocks(THEIRS, 192, 64)
+    brought = mapped.read(target, source, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+    expected = content(SIZE).reshape(-1, 64)
+    assert np.array_equal(ours, [expected[3], np.zeros(64), expected[1]])
+    assert brought.sums == [block_checksum(expected[3]), block_checksum(expected[1])]
+    assert brought.seconds > 0
+
+
+def test_a_block_of_pieces_is_filled_from_one_run(mapped: MappedReader) -> None:
+    """In the arena a block's pieces are back to back; its checksum is that of the run."""
+    ours = np.zeros((4, 32), dtype=np.uint8)
+    target = pieces(ours.ctypes.data, (96, 0))
+    read = mapped.read(target, blocks(THEIRS, 64), deadline_s=DEADLINE_S, summed=True)
+    run = content(SIZE)[64:128]
+    assert read.result(DEADLINE_S).sums == [block_checksum(run)]
+    assert np.array_equal(ours[[3, 0]].reshape(-1), run)
+    assert not ours[[1, 2]].any()
+
+
+def test_a_mapping_sees_what_the_owner_writes_later(mapped: MappedReader, arena: Arena) -> None:
+    """It is the arena, no copy of it; and nobody can write through it."""
+    arena.array[:64] = 7
+    ours = np.zeros(64, dtype=np.uint8)
+    read = mapped.read(blocks(ours.ctypes.data, 0), blocks(THEIRS, 0), deadline_s=1, summed=False)
+    assert read.result(DEADLINE_S).sums == []
+    assert (ours == 7).all()
+    assert not mapped._arena.array.flags.writeable
+
+
+@pytest.mark.parametrize("address", [THEIRS - 64, THEIRS + SIZE - 63, 0, 2**64 - 64])
+def test_a_slot_outside_the_arena_is_not_read(mapped: MappedReader, address: int) -> None:
+    """A confused answer may name any slot."""
+    ours = np.full(128, 9, dtype=np.uint8)
+    target = blocks(ours.ctypes.data, 0, 64)
+    source = Places(
+        np.concatenate([blocks(THEIRS, 0).addresses, blocks(address, 0).addresses]), target.lengths
+    )
+    with pytest.raises(TransferFailed, match="not inside the arena"):
+        mapped.read(target, source, deadline_s=1, summed=True).result(DEADLINE_S)
+    assert (ours == 9).all()
+
+
+def test_a_copy_that_is_late_does_not_begin(mapped: MappedReader) -> None:
+    """Other copies hold the threads until after the deadline."""
+    ours = np.zeros(64, dtype=np.uint8)
+    held = hold_all(mapped)
+    late = mapped.read(blocks(ours.ctypes.data, 0), blocks(THEIRS, 0), deadline_s=0.0, summed=True)
+    held.set()
+    with pytest.raises(TransferTimeout):
+        late.result(DEADLINE_S)
+    assert not ours.any()
+
+
+def test_what_was_asked_for_before_the_end_ends_first(mapped: MappedReader) -> None:
+    """1. A copy waits for its turn. 2. `close` waits for it. 3. What comes later is refused."""
+    ours = np.zeros(64, dtype=np.uint8)
+    target, source = blocks(ours.ctypes.data, 0), blocks(THEIRS, 64)
+    held = hold_all(mapped)
+    read = mapped.read(target, source, deadline_s=DEADLINE_S, summed=True)
+    closing = threading.Thread(target=mapped.close)
+    closing.start()
+    held.set()
+    closing.join(DEADLINE_S)
+    assert read.done()
+    assert np.array_equal(ours, content(SIZE)[64:128])
+    with pytest.raises(MoverClosed):
+        mapped.read(target, source, deadline_s=1, summed=True).result(DEADLINE_S)
+    mapped.close()
+
+
+def test_nothing_is_unmapped_under_a_copy(mapped: MappedReader, arena: Arena) -> None:
+    """Method: a copy that was asked for is still waiting when `close` unmaps: it would crash."""
+    ours = np.zeros(64, dtype=np.uint8)
+    held = hold_all(mapped)
+    read = mapped.read(
+        blocks(ours.ctypes.data, 0), blocks(THEIRS, 64), deadline_s=DEADLINE_S, summed=True
+    )
+    closing = threading.Thread(target=mapped.close)
+    closing.start()
+    closing.join(0.05)
+    assert mapped._arena._memory is not None
+    held.set()
+    closing.join(DEADLINE_S)
+    assert read.result(DEADLINE_S).sums == [block_checksum(content(SIZE)[64:128])]
+    assert mapped._arena._memory is None
+
+
+# --- over NIXL ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(mover: MoverThread) -> BouncePool:
+    return BouncePool(mover, block_bytes=64)
+
+
+def test_nixl_reads_another_process_through_a_buffer(
+    mover: MoverThread, owner: Owner, pool: BouncePool
+) -> None:
+    """The memory that is filled is not registered: NIXL knows our buffers only."""
+    reader = NixlReader(mover, mover.add_peer(owner.metadata).result(DEADLINE_S), pool)
+    ours = np.zeros((4, 32), dtype=np.uint8)
+    target, source = pieces(ours.ctypes.data, (0, 96), (32, 64)), blocks(owner.address, 640, 64)
+    brought = reader.read(target, source, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+    expected = content(SIZE).reshape(-1, 64)[[10, 1]]
+    assert brought.sums == [block_checksum(block) for block in expected]
+    assert np.array_equal(ours[[0, 3, 1, 2]].reshape(2, 64), expected)
+    one = blocks(ours.ctypes.data, 0, length=128)
+    outside = blocks(owner.address, SIZE - 64, length=128)
+    with pytest.raises(TransferFailed):
+        reader.read(one, outside, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+    too_much = blocks(ours.ctypes.data, 0, length=pool.buffer_bytes + 1)
+    with pytest.raises(TransferFailed, match="more than a buffer"):
+        reader.read(too_much, too_much, deadline_s=1, summed=True).result(DEADLINE_S)
+    reader.close()
+    with pytest.raises((PeerLost, MoverClosed)):
+        reader.read(target, source, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+    assert (len(pool._free), pool.lost) == (pool._count, 0)
+
+
+# --- the choice ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name"), [("mapped", "mapped"), ("nixl", "nixl"), ("auto", "mapped")]
+)
+def test_what_can_be_mapped_is_mapped_unless_an_operator_wants_nixl(
+    mover: MoverThread, arena: Arena, pool: BouncePool, wanted: str, name: str
+) -> None:
+    """The choice does not depend on a measurement, which may be of a cache, or of a bad moment."""
+    there = welcome(arena_path=str(arena.path))
+    reader = reader_of(there, mover, "peer", pool, wanted=wanted)
+    assert reader.name == name
+    reader.close()
+
+
+@pytest.mark.parametrize("wanted", ["mapped", "auto"])
+@pytest.mark.parametrize("kind", ["missing", "empty", "a directory"])
+def test_an_arena_that_cannot_be_mapped_is_read_over_nixl(
+    mover: MoverThread, tmp_path: Path, pool: BouncePool, wanted: str, kind: str
+) -> None:
+    """It is on another host, or its owner has just died."""
+    path = tmp_path / "arena"
+    match kind:
+        case "empty":
+            path.touch()
+        case "a directory":
+            path.mkdir()
+        case _:
+            pass
+    reader = reader_of(welcome(arena_path=str(path)), mover, "peer", pool, wanted=wanted)
+    assert reader.name == "nixl"
+    reader.close()

@@ -1,0 +1,581 @@
+"""The consolidated stream: holders over tiers, modes, gaps, what routers are told; a property."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.engine_events import (
+    AllBlocksCleared,
+    BlockStored,
+    EngineEvent,
+    decode_batch,
+)
+from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
+from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_connectors.consolidator.core.messages import (
+    AnswerRouter,
+    AskSnapshot,
+    Broadcast,
+    ConsolidatorLimits,
+    EngineBatchReceived,
+    EngineDetached,
+    EpochGranted,
+    RouterAsked,
+    RouterJoined,
+    StreamAttached,
+    Tick,
+    TierEvents,
+    TierJoined,
+    TierLeft,
+    TierSnapshot,
+    TierSnapshotFailed,
+    TierStreamLost,
+)
+from kvbm_connectors.consolidator.core.router_stream import RouterStreams, StreamId, short_hash
+from kvbm_connectors.consolidator.core.token_names import NamedBlocks, TokenNames
+
+from tests.connectors.consolidator.model import (
+    INCARNATION,
+    NAMESPACE,
+    Device,
+    Harness,
+    Router,
+    attach,
+    chain,
+    engine_hash,
+    key,
+    removed,
+    stored,
+)
+
+PROMPT = (1, 2, 3, 4, 5, 6)
+BLOCKS = chain(PROMPT)
+
+
+class TierModel:
+    """A tier: what it holds, and its events, which a test may lose."""
+
+    def __init__(
+        self, harness: Harness, tier: Tier, epoch: int = 1, *, instance: str = "0"
+    ) -> None:
+        self.harness, self.tier = harness, tier
+        self.source = f"{tier}-tier-{instance}"
+        self.held: dict[SequenceHash, Block] = {}
+        self.begin(epoch)
+
+    def begin(self, epoch: int) -> None:
+        """A new life, which holds nothing."""
+        self.announcer = Announcer(host="h", source=self.source, tier=self.tier, epoch=epoch)
+        self.held.clear()
+        self.harness.send(TierJoined(self.source, self.tier, epoch))
+        self.send(self.announcer.cleared("start"))
+
+    def send(self, *events: Event, lose: bool = False) -> None:
+        """Events arrive, or are lost."""
+        if not lose:
+            self.harness.send(TierEvents(events))
+        self.answer()
+
+    def answer(self) -> None:
+        """Answer for a snapshot, if one is asked for."""
+        self.harness.send(Tick())
+        asked = [effect for effect in self.harness.other if isinstance(effect, AskSnapshot)]
+        for effect in asked:
+            if effect.source == self.source:
+                self.harness.other.remove(effect)
+                self.harness.send(TierSnapshot(self.snapshot()))
+
+    def snapshot(self) -> SnapshotReply:
+        """All that is held."""
+        return self.announcer.snapshot(list(self.held.values()))
+
+    def store(self, *blocks: SequenceHash, parent: SequenceHash | None = None,
+              lose: bool = False) -> None:  # fmt: skip
+        """Hold some blocks of a chain."""
+        parents = [NAMESPACE.root if parent is None else parent, *blocks[:-1]]
+        new = [
+            Block(hash=block, parent=behind, namespace=NAMESPACE.digest, checksum=0, bytes=1)
+            for block, behind in zip(blocks, parents, strict=True)
+        ]
+        self.held |= {block.hash: block for block in new}
+        self.send(*self.announcer.stored(new), lose=lose)
+
+    def remove(self, *blocks: SequenceHash, lose: bool = False) -> None:
+        """Drop some."""
+        gone = [self.held.pop(block) for block in blocks]
+        self.send(*self.announcer.removed(gone, "evicted"), lose=lose)
+
+
+@pytest.fixture
+def harness() -> Harness:
+    """One attached engine of one rank, with an epoch."""
+    harness = Harness()
+    harness.attach()
+    return harness
+
+
+@pytest.fixture
+def host(harness: Harness) -> TierModel:
+    return TierModel(harness, "host")
+
+
+@pytest.fixture
+def disk(harness: Harness) -> TierModel:
+    return TierModel(harness, "disk")
+
+
+def kinds(harness: Harness, since: int = 0) -> list[tuple[str, str]]:
+    """Kinds and tiers of the consolidated events."""
+    events = harness.consolidated.events[since:]
+    return [(str(event.__struct_config__.tag), event.tier) for event in events]
+
+
+# ---- holders ---------------------------------------------------------------------------------
+
+
+def test_the_first_store_and_the_last_removal_are_said(
+    harness: Harness, host: TierModel, disk: TierModel
+) -> None:
+    """1. Device, host, disk store. 2. Device and host evict while the disk holds: nothing is said.
+    3. The disk evicts: removed, naming the tier that was said."""
+    harness.batch(0, stored(PROMPT))
+    since = len(harness.consolidated.events)
+    host.store(*BLOCKS)
+    disk.store(*BLOCKS)
+    harness.batch(1, removed(*(engine_hash(PROMPT[:end]) for end in (6, 4, 2))))
+    host.remove(*BLOCKS)
+    assert kinds(harness, since) == []
+    assert harness.consolidated.blocks() == set(BLOCKS)
+    disk.remove(BLOCKS[2])
+    assert kinds(harness, since) == [("removed", "device")]
+    assert harness.consolidated.blocks() == set(BLOCKS[:2])
+    assert {block for _, block in harness.routers[0].held} == set(map(short_hash, BLOCKS[:2]))
+
+
+def test_two_host_tiers_of_a_host_are_two_holders(harness: Harness, host: TierModel) -> None:
+    """1. Both have the blocks. 2. One evicts, then dies: nothing is said, for the other has them.
+    3. The other evicts: they are gone."""
+    second = TierModel(harness, "host", instance="1")
+    host.store(*BLOCKS)
+    second.store(*BLOCKS)
+    since = len(harness.consolidated.events)
+    second.remove(BLOCKS[2])
+    harness.send(TierLeft(second.source, 1))
+    assert kinds(harness, since) == []
+    assert harness.consolidated.blocks() == set(BLOCKS)
+    host.remove(*reversed(BLOCKS))
+    assert kinds(harness, since) == [("removed", "host")]
+    assert harness.consolidated.blocks() == set()
+
+
+def test_passthrough_says_every_tier() -> None:
+    harness = Harness(dedup=False)
+    harness.attach()
+    host = TierModel(harness, "host")
+    harness.batch(0, stored(PROMPT[:2]))
+    host.store(BLOCKS[0])
+    harness.batch(1, removed(engine_hash(PROMPT[:2])))
+    host.remove(BLOCKS[0])
+    assert kinds(harness, 1) == [
+        ("stored", "device"), ("stored", "host"), ("removed", "device"), ("removed", "host"),
+    ]  # fmt: skip
+    assert harness.routers[0].held == set()
+
+
+def test_a_block_that_a_tier_has_first_is_said_of_that_tier(
+    harness: Harness, host: TierModel
+) -> None:
+    """A tier has it, an engine computes it: one store, of the host; the last removal names it."""
+    since = len(harness.consolidated.events)
+    host.store(BLOCKS[0])
+    harness.batch(0, stored(PROMPT[:2]))
+    host.remove(BLOCKS[0])
+    assert kinds(harness, since) == [("stored", "host")]
+    harness.batch(1, removed(engine_hash(PROMPT[:2])))
+    assert kinds(harness, since) == [("stored", "host"), ("removed", "host")]
+
+
+def test_a_block_that_comes_back_to_the_device_was_said_all_the_time(
+    harness: Harness, host: TierModel
+) -> None:
+    """1. The device evicts what the host has, and has it again. 2. Both lose it: one removal."""
+    harness.batch(0, stored(PROMPT[:2]))
+    host.store(BLOCKS[0])
+    since = len(harness.consolidated.events)
+    harness.batch(1, removed(engine_hash(PROMPT[:2])))
+    harness.batch(2, stored(PROMPT[:2]))
+    host.remove(BLOCKS[0])
+    assert kinds(harness, since) == []
+    harness.batch(3, removed(engine_hash(PROMPT[:2])))
+    assert kinds(harness, since) == [("removed", "device")]
+
+
+def test_device_blocks_count_for_their_rank_and_tiers_for_all(harness: Harness) -> None:
+    harness.send(StreamAttached(attach(rank=1), b"peer1"))
+    host = TierModel(harness, "host")
+    harness.batch(0, stored(PROMPT[:2]))
+    assert harness.consolidated.blocks(1) == set()
+    host.store(BLOCKS[0])
+    assert harness.consolidated.blocks(1) == {BLOCKS[0]}
+    harness.batch(1, removed(engine_hash(PROMPT[:2])))
+    assert harness.consolidated.blocks(0) == harness.consolidated.blocks(1) == {BLOCKS[0]}
+    host.remove(BLOCKS[0])
+    assert harness.consolidated.blocks(0) == harness.consolidated.blocks(1) == set()
+
+
+def test_another_namespace_is_nobody_s_business(harness: Harness, host: TierModel) -> None:
+    since = len(harness.consolidated.events)
+    other = Block(hash=BLOCKS[0], parent=BLOCKS[1], namespace=b"n" * 32, checksum=0, bytes=1)
+    host.send(*host.announcer.stored([other]))
+    assert kinds(harness, since) == []
+
+
+# ---- lives -----------------------------------------------------------------------------------
+
+
+def test_an_engine_that_comes_hears_what_the_tiers_have() -> None:
+    """1. The tier is full before. 2. The engine attaches: cleared, then stored at once.
+    3. It ends: cleared, and nothing after. 4. Its next life hears it again."""
+    harness = Harness()
+    host = TierModel(harness, "host")
+    host.store(*BLOCKS)
+    harness.attach()
+    assert kinds(harness) == [("cleared", "device"), ("stored", "host")]
+    harness.send(EngineDetached("sim-0", INCARNATION))
+    assert kinds(harness, 2) == [("cleared", "device")]
+    host.remove(BLOCKS[2])
+    harness.attach()
+    assert harness.consolidated.blocks() == set(BLOCKS[:2])
+    snapshot = harness.whole.consolidated.snapshot("sim-0")
+    assert snapshot is not None
+    assert snapshot.parts[0].runs[0].hashes == [block.hex() for block in BLOCKS[:2]]
+    assert harness.whole.consolidated.snapshot("nobody") is None
+
+
+def test_a_reset_of_the_engine_s_cache_clears_and_says_the_tiers_again(
+    harness: Harness, host: TierModel
+) -> None:
+    harness.batch(0, stored(PROMPT))
+    host.store(BLOCKS[0])
+    since = len(harness.consolidated.events)
+    harness.batch(1, AllBlocksCleared())
+    assert kinds(harness, since) == [("cleared", "device"), ("stored", "host")]
+    assert harness.consolidated.blocks() == {BLOCKS[0]}
+
+
+def test_a_gap_that_cannot_be_replayed_is_cleared_and_built_anew() -> None:
+    """The engine's buffer begins at 2, we have seen 0: what we knew counts no more, and readers of
+    both streams are told why."""
+    harness = Harness()
+    harness.attach()
+    device = Device()
+    device.publish(device.store((1, 2), 0))
+    device.publish(device.store((3, 4), 0))
+    device.publish(device.store((5, 6), 0))
+    device.publish(device.store((7, 8), 0))
+    harness.batch(0, *device.batches[0].events, ts=device.batches[0].ts)
+    harness.batch(3, *device.batches[3].events, ts=device.batches[3].ts)
+    harness.answer(device, first=2)
+    for reader in (harness.truth, harness.consolidated):
+        reasons = [event.reason for event in reader.events if isinstance(event, Cleared)]
+        assert reasons == ["attached", "gap"]
+        assert reader.blocks() == {chain((5, 6))[0], chain((7, 8))[0]}
+
+
+def test_a_restarted_publisher_begins_both_streams_anew(harness: Harness, host: TierModel) -> None:
+    harness.batch(0, stored(PROMPT))
+    host.store(BLOCKS[0])
+    harness.batch(0, stored((9, 9)), ts=500.0)
+    harness.grant()
+    harness.answer(Device())
+    assert harness.consolidated.blocks() == {BLOCKS[0], chain((9, 9))[0]}
+    assert harness.consolidated.events[-1].epoch == 2
+
+
+# ---- tiers -----------------------------------------------------------------------------------
+
+
+def test_a_gap_in_a_tier_s_events_is_closed_by_its_snapshot(
+    harness: Harness, host: TierModel
+) -> None:
+    """1. Two events are lost. 2. The next shows the gap: nothing is applied before the snapshot."""
+    host.store(*BLOCKS)
+    host.remove(BLOCKS[2], lose=True)
+    host.remove(BLOCKS[1], lose=True)
+    assert harness.consolidated.blocks() == set(BLOCKS)
+    host.store(*chain((9, 9)))
+    assert harness.consolidated.blocks() == {BLOCKS[0], *chain((9, 9))}
+
+
+def test_a_lost_stream_asks_again_and_a_lost_tier_holds_nothing(
+    harness: Harness, host: TierModel
+) -> None:
+    host.store(*BLOCKS)
+    host.remove(BLOCKS[2], lose=True)
+    harness.send(TierStreamLost(host.source))
+    host.answer()
+    assert harness.consolidated.blocks() == set(BLOCKS[:2])
+    harness.send(TierLeft(host.source, 1))
+    assert harness.consolidated.blocks() == set()
+    host.begin(2)
+    host.store(BLOCKS[0])
+    assert harness.consolidated.blocks() == {BLOCKS[0]}
+
+
+def test_a_tier_that_does_not_answer_is_asked_less_and_less_often(harness: Harness) -> None:
+    harness.send(TierJoined("disk-tier-0", "disk", 1))
+    asked_at: list[int] = []
+    for _ in range(200):
+        if AskSnapshot("disk-tier-0") in harness.other:
+            harness.other.remove(AskSnapshot("disk-tier-0"))
+            asked_at.append(harness.now_ms)
+            harness.send(TierSnapshotFailed("disk-tier-0"))
+        harness.tick(100)
+    assert asked_at == [0, 500, 1500, 3500, 7500, 15500]
+
+
+def test_a_malformed_event_of_a_tier_is_counted_and_asked_about(
+    harness: Harness, host: TierModel
+) -> None:
+    host.store(*BLOCKS)
+    (event,) = host.announcer.removed([host.held[BLOCKS[0]]], "evicted")
+    harness.send(TierEvents((msgspec.structs.replace(event, hashes=["no hash"]),)))
+    host.answer()
+    assert harness.whole.statistics().drops["tier_malformed"] == 1
+    assert harness.consolidated.blocks() == set(BLOCKS)
+
+
+# ---- routers ---------------------------------------------------------------------------------
+
+
+def test_routers_hear_of_a_block_when_its_tokens_are_known(
+    harness: Harness, host: TierModel
+) -> None:
+    """1. The disk's blocks have no tokens here. 2. An engine computes one: it is said, as the
+    host's, with the tokens. 3. The engine drops it: still there."""
+    host.store(*BLOCKS)
+    assert harness.whole.statistics().unnamed_blocks == 3
+    assert harness.routers[0].held == set()
+    harness.batch(0, stored(PROMPT[:2]))
+    assert harness.routers[0].held == {("CPU", short_hash(BLOCKS[0]))}
+    harness.batch(1, removed(engine_hash(PROMPT[:2])))
+    assert harness.routers[0].held == {("CPU", short_hash(BLOCKS[0]))}
+    assert harness.whole.statistics().unnamed_blocks == 2
+
+
+def test_a_batch_for_routers_is_vllm_s(harness: Harness) -> None:
+    """Tokens, parents, LoRA and extra keys as the engine said them; hashes are ours, shortened."""
+    event = msgspec.structs.replace(
+        stored(PROMPT[:4]), lora_name="poet", extra_keys=(("poet", "salt"), None)
+    )
+    harness.batch(0, event)
+    frames = harness.whole.router.replay(0, 1)
+    (batch,) = (decode_batch(frame.payload) for frame in frames)
+    names = harness.whole.consolidated.live("sim-0")
+    first, second = (short_hash(block) for block in names)
+    assert frames[0].stream == StreamId(0, "sim-0")
+    assert batch.events == (
+        BlockStored(
+            block_hashes=(first, second), parent=None, token_ids=PROMPT[:4], block_size=2,
+            medium="GPU", lora_name="poet", extra_keys=(("poet", "salt"), None),
+        ),
+    )  # fmt: skip
+    assert batch.dp_rank == 0
+
+
+def test_a_router_s_replay_is_answered_from_the_buffer(harness: Harness) -> None:
+    for number in range(3):
+        harness.batch(number, stored((number, number)))
+    effects = harness.whole.step(RouterAsked(0, 2, b"router"), 0)
+    (answer,) = effects
+    assert isinstance(answer, AnswerRouter)
+    assert [frame.seq for frame in answer.frames] == [2, 3]
+    (nothing,) = harness.whole.step(RouterAsked(0, 4, b"router"), 0)
+    assert nothing == AnswerRouter(0, b"router", ())
+    assert harness.whole.step(RouterAsked(7, 0, b"router"), 0) == [AnswerRouter(7, b"router", ())]
+
+
+def test_a_router_that_begins_to_listen_hears_the_last_number(harness: Harness) -> None:
+    """A batch may go by between its replay and its subscription: it must see that gap."""
+    harness.batch(0, stored(PROMPT[:2]))
+    (effect,) = harness.whole.step(RouterJoined(0, b"sim"), 0)
+    assert isinstance(effect, Broadcast)
+    assert effect.frame.seq == harness.routers[0].next_seq
+    assert decode_batch(effect.frame.payload).events == ()
+    for other in (RouterJoined(0, b"vllm"), RouterJoined(1, b"")):
+        assert harness.whole.step(other, 0) == []
+    harness.whole.check()
+
+
+def test_a_router_that_comes_too_late_gets_everything() -> None:
+    """The buffer holds 2 batches of 9: the answer is cleared and rebuilt, and ends with the last
+    number, so that the stream goes on behind it."""
+    streams = RouterStreams(TokenNames(), batches_max=2)
+    late = Router()
+    for number in range(9):
+        (block,) = chain((number, number))
+        streams.learn(NamedBlocks([block], [bytes(8)]))
+        streams.take_event(stored_event(number + 1, [block]))
+    streams.take_event(removed_event(10, [chain((0, 0))[0]]))
+    for frame in streams.replay(0, 0):
+        late.read(frame)
+    assert late.held == {("GPU", short_hash(chain((n, n))[0])) for n in range(1, 9)}
+    assert late.next_seq == 10
+    streams.check()
+
+
+def stored_event(seq: int, blocks: list[SequenceHash]) -> Stored:
+    """A consolidated event of an engine."""
+    run = Run(parent=NAMESPACE.root.hex(), hashes=[block.hex() for block in blocks])
+    return Stored(host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=1,
+                  namespace=NAMESPACE.digest.hex(), runs=[run])  # fmt: skip
+
+
+def removed_event(seq: int, blocks: list[SequenceHash]) -> Removed:
+    """A consolidated event of an engine."""
+    hashes = [block.hex() for block in blocks]
+    return Removed(host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=1,
+                   namespace=NAMESPACE.digest.hex(), hashes=hashes)  # fmt: skip
+
+
+def test_names_of_blocks_that_nobody_has_are_forgotten_in_time() -> None:
+    names = TokenNames(retired_max=2)
+    blocks = [chain((n, n))[0] for n in range(4)]
+    names.learn(NamedBlocks(blocks, [bytes(8)] * 4))
+    for block in blocks:
+        names.retire(block)
+    assert [block for block in blocks if block in names] == blocks[2:]
+    names.keep(blocks[2:3])
+    names.retire(blocks[3])
+    assert len(names) == 2
+    names.check()
+
+
+# ---- a property ------------------------------------------------------------------------------
+
+PROMPTS = st.lists(st.sampled_from([(0, 0), (1, 1)]), min_size=1, max_size=3).map(
+    lambda pairs: tuple(token for pair in pairs for token in pair)
+)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["compute", "churn", "host", "disk"]), PROMPTS),
+        st.tuples(st.sampled_from(["evict", "drop host", "lose host", "drop disk", "lose disk"]),
+                  st.integers(0, 30)),
+        st.tuples(st.sampled_from(["reset", "detach", "host restarts", "disk lost", "stream lost"]),
+                  st.none()),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+class World:
+    """An engine, a host tier and a disk tier, and what they truly hold."""
+
+    def __init__(self, *, dedup: bool) -> None:
+        self.harness = Harness(ConsolidatorLimits(lost_after_ms=10**9), dedup=dedup)
+        self.harness.attach()
+        self.device = Device()
+        self.host = TierModel(self.harness, "host")
+        self.disk = TierModel(self.harness, "disk")
+
+    def act(self, name: str, argument: tuple[int, ...] | int | None) -> None:
+        """One of the actions above; one that makes no sense now does nothing."""
+        match name.split(), argument:
+            case ["compute"], tuple(prompt):
+                self.publish(self.compute(prompt))
+            case ["churn"], tuple(prompt):
+                # One batch in which blocks come, go and come again: the core knows its end first.
+                batch: list[EngineEvent] = [self.compute(prompt)]
+                batch += [self.device.evict(0) for _ in prompt[3::2]]
+                batch += [self.compute(prompt), self.device.evict(1), self.device.evict(0)]
+                self.publish(*batch)
+            case ["evict"], int(index) if +self.device.copies:
+                self.publish(self.device.evict(index))
+            case ["reset"], _:
+                self.publish(self.device.clear())
+            case ["detach"], _:
+                self.harness.send(EngineDetached("sim-0", INCARNATION))
+                self.device = Device()
+                self.harness.attach()
+            case [("host" | "disk") as tier], tuple(prompt):
+                self.store(self.host if tier == "host" else self.disk, prompt)
+            case [("drop" | "lose") as verb, tier], int(index):
+                model = self.host if tier == "host" else self.disk
+                if blocks := sorted(model.held):
+                    model.remove(blocks[index % len(blocks)], lose=verb == "lose")
+            case ["host", "restarts"], _:
+                self.host.begin(self.host.announcer.epoch + 1)
+            case ["disk", "lost"], _:
+                self.harness.send(TierLeft(self.disk.source, 1))
+                self.harness.now_ms += 60_000
+                self.disk.answer()
+            case ["stream", "lost"], _:
+                self.lose_stream()
+
+    def compute(self, prompt: tuple[int, ...]) -> BlockStored:
+        """Hold what is not held of a prompt, and its last block anew."""
+        ends = range(0, len(prompt), 2)
+        start = max(end for end in ends if not end or self.device.copies[prompt[:end]])
+        return self.device.store(prompt, start // 2)
+
+    def publish(self, *events: EngineEvent) -> None:
+        """A live batch of the engine."""
+        seq = self.device.publish(*events)
+        self.harness.send(EngineBatchReceived(key(), seq, self.device.batches[seq]))
+
+    def store(self, tier: TierModel, prompt: tuple[int, ...]) -> None:
+        """A tier stores what it lacks of a prompt."""
+        blocks = chain(prompt)
+        start = next((i for i, block in enumerate(blocks) if block not in tier.held), len(blocks))
+        new = [block for block in blocks[start:] if block not in tier.held]
+        if new:
+            tier.store(*new, parent=blocks[start - 1] if start else None)
+
+    def lose_stream(self) -> None:
+        """Everybody is asked for everything."""
+        for tier in (self.host, self.disk):
+            self.harness.send(TierStreamLost(tier.source))
+            tier.answer()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ACTIONS, st.booleans())
+def test_the_stream_is_the_union_of_the_tiers(
+    actions: list[tuple[str, tuple[int, ...] | int | None]], dedup: bool
+) -> None:
+    """Goal: after any history, with events of tiers lost and engines restarted, a reader of the
+    consolidated stream believes exactly what device and tiers hold; routers, early and late,
+    believe the named part of it. Method: the model acts, then everybody is asked once more."""
+    world = World(dedup=dedup)
+    for name, argument in actions:
+        world.act(name, argument)
+    world.lose_stream()
+    harness, device = world.harness, world.device.truth()
+    everything = device | set(world.host.held) | set(world.disk.held)
+    assert harness.consolidated.blocks() == everything
+    if not dedup:
+        assert harness.consolidated.live.get(0, set()) == {
+            *(("device", block) for block in device),
+            *(("host", block) for block in world.host.held),
+            *(("disk", block) for block in world.disk.held),
+        }
+    names = harness.whole.names
+    router = harness.routers[0].held
+    assert {block for _, block in router} == {short_hash(b) for b in everything if b in names}
+    late = Router()
+    for frame in harness.whole.router.replay(0, 0):
+        late.read(frame)
+    assert late.held == router
+
+
+def test_a_stale_epoch_leaves_no_engine_behind(harness: Harness) -> None:
+    """An epoch for an engine that is gone: nothing is said, nothing is kept."""
+    since = len(harness.consolidated.events)
+    harness.send(EpochGranted("sim-9", INCARNATION, 4))
+    assert kinds(harness, since) == []
+    assert harness.whole.consolidated.snapshot("sim-9") is None

@@ -1,0 +1,170 @@
+"""The tiers that the consolidator follows: what changes, what is counted, and who is asked when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.blocks import Block
+from kvbm_common.wire.events import Event
+from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_connectors.consolidator.core.tier_views import LIMITS, Change, TierViews
+
+DISK = "disk-tier-0"
+NAMESPACE = bytes(32)
+
+
+def block(number: int) -> Block:
+    """Return a block of a small number."""
+    name = SequenceHash(number.to_bytes(16, "big"))
+    return Block(
+        hash=name, parent=SequenceHash(bytes(16)), namespace=NAMESPACE, checksum=0, bytes=1
+    )
+
+
+def announcer(epoch: int = 1) -> Announcer:
+    """Return a disk tier's voice that has not spoken yet."""
+    return Announcer(host="h", source=DISK, tier="disk", epoch=epoch)
+
+
+def stored(disk: Announcer, number: int) -> Event:
+    """Return its next event: one more block."""
+    [event] = disk.stored([block(number)])
+    return event
+
+
+def snapshot(disk: Announcer, *numbers: int) -> SnapshotReply:
+    """Return what it holds as of its last event."""
+    return disk.snapshot([block(number) for number in numbers])
+
+
+@dataclass
+class Following:
+    """The views, the blocks that their changes add up to, and the counters."""
+
+    drops: Counter[str] = field(default_factory=Counter)
+    held: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.views = TierViews(self.drops)
+
+    def hear(self, *events: Event, now_ms: int = 0) -> None:
+        """Events come."""
+        for event in events:
+            self.change(self.views.take(event, now_ms))
+
+    def change(self, changes: list[Change]) -> None:
+        """Add up changes; none takes what is not held, or brings what is."""
+        for change in changes:
+            new = {int.from_bytes(name, "big") for name, _ in change.stored}
+            gone = {int.from_bytes(name, "big") for name in change.removed}
+            assert self.held.isdisjoint(new)
+            assert self.held >= gone
+            self.held = (self.held | new) - gone
+        self.views.check()
+
+
+def test_a_missing_event_that_comes_late_closes_the_gap() -> None:
+    """1. Event 3 overtakes 2. 2. It waits. 3. With 2 both are applied, and no snapshot is due."""
+    disk, following = announcer(), Following()
+    first, second, third = disk.cleared("start"), stored(disk, 1), stored(disk, 2)
+    following.hear(first, third)
+    assert following.held == set()
+    assert following.views.behind_count == 1
+    following.hear(second)
+    assert following.held == {1, 2}
+    assert following.views.ask(10**6) == []
+    assert following.drops == {"tier_gap": 1}
+
+
+def test_a_clear_needs_no_history() -> None:
+    """What was missed before it does not matter; what follows it applies."""
+    disk, following = announcer(), Following()
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    stored(disk, 2)
+    following.hear(stored(disk, 3), disk.cleared("reformatted"), stored(disk, 4))
+    assert following.held == {4}
+    assert following.views.behind_count == 0
+
+
+def test_a_life_that_the_registry_names_ends_the_one_before() -> None:
+    """Its blocks are gone at once, and come back with the new life's own words."""
+    disk, following = announcer(), Following()
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    following.change(following.views.joined(DISK, "disk", 2, 5))
+    assert following.held == set()
+    assert following.views.ask(5) == [DISK]
+    again = announcer(2)
+    following.hear(again.cleared("start"), stored(again, 1))
+    assert following.held == {1}
+    following.change(following.views.snapshot(snapshot(announcer(1)), 6))
+    assert following.held == {1}, "the answer of the life before"
+
+
+def test_an_old_or_malformed_snapshot_is_asked_for_again_after_a_pause() -> None:
+    """Neither changes anything; the third one does, and what has waited comes after it."""
+    disk, following = announcer(), Following()
+    old = snapshot(disk)
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    lost = stored(disk, 2)
+    third = snapshot(disk, 1, 2)
+    following.hear(stored(disk, 3))
+    assert following.views.ask(0) == [DISK]
+    following.change(following.views.snapshot(old, 0))
+    assert following.views.ask(499) == []
+    assert following.views.ask(500) == [DISK]
+    third.parts[0].runs[0].hashes[0] = "no hash"
+    following.change(following.views.snapshot(third, 500))
+    assert following.held == {1}
+    assert following.views.ask(1499) == []
+    assert following.views.ask(1500) == [DISK]
+    following.change(following.views.snapshot(snapshot(disk, 1, 2, 3), 1500))
+    assert following.held == {1, 2, 3}
+    following.hear(lost)
+    assert following.drops == {"tier_gap": 1, "tier_malformed": 1, "tier_duplicate": 1}
+
+
+def test_what_waits_for_a_snapshot_is_bounded() -> None:
+    """Three too many are left out and counted; after the snapshot they are a gap again."""
+    disk, following = announcer(), Following()
+    following.hear(disk.cleared("start"))
+    stored(disk, 1)
+    early = snapshot(disk, 1)
+    following.hear(*(stored(disk, 2 + n) for n in range(LIMITS.waiting_max + 3)))
+    assert following.drops == {"tier_gap": 1, "tier_waiting_full": 3}
+    assert following.views.ask(0) == [DISK]
+    following.change(following.views.snapshot(early, 0))
+    assert len(following.held) == 1 + LIMITS.waiting_max
+    following.hear(stored(disk, 9_999))
+    assert following.drops["tier_gap"] == 2
+
+
+def test_a_lost_stream_asks_at_once_though_a_question_has_just_failed() -> None:
+    """The pause was for a source that did not answer; another stream is news."""
+    disk, following = announcer(), Following()
+    following.change(following.views.joined(DISK, "disk", 1, 0))
+    for at_ms in (0, 500):
+        assert following.views.ask(at_ms) == [DISK]
+        following.views.snapshot_failed(DISK, at_ms)
+    assert following.views.ask(600) == []
+    following.views.stream_lost(DISK, 600)
+    assert following.views.ask(600) == [DISK]
+    following.hear(disk.cleared("start"))
+    following.views.stream_lost("disk-tier-9", 600)
+
+
+def test_a_source_that_left_is_asked_whether_it_is_there() -> None:
+    """It holds nothing until it answers, whatever its old life still says."""
+    disk, following = announcer(), Following()
+    following.hear(disk.cleared("start"), stored(disk, 1))
+    following.change(following.views.left(DISK, 1, 100))
+    following.change(following.views.left("disk-tier-9", 1, 100))
+    assert following.held == set()
+    following.hear(stored(disk, 2), now_ms=100)
+    assert following.held == set()
+    assert following.views.ask(599) == []
+    assert following.views.ask(600) == [DISK]
+    following.change(following.views.snapshot(snapshot(disk, 1, 2), 600))
+    assert following.held == {1, 2}

@@ -1,0 +1,298 @@
+"""What blocks of vLLM are named by beside their tokens: adapters by content, and generations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvbm_common.identity import Hasher, SequenceHash
+from kvbm_common.wire.local import Adapter
+from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded
+from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
+from kvbm_connectors.vllm.device_cache import is_cleared
+from kvbm_connectors.vllm.scheduler_side import SchedulerSide
+
+from tests.connectors.helpers import NAMESPACE
+from tests.connectors.vllm.requests import Output, Request
+
+OLD, NEW = "", "00000000000000f1"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """vllm.lora.request.LoRARequest."""
+
+    lora_path: str
+    lora_int_id: int = 1
+    lora_name: str = "poet"
+    lora_tensors: Any = None
+
+
+def make_adapter(directory: Path, content: bytes = b"1") -> str:
+    """A directory with an adapter."""
+    directory.mkdir()
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    return str(directory)
+
+
+class FakeHalf:
+    """A scheduler half whose host tier has everything."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[SequenceHash, ...]] = []
+        self.revoked: list[int] = []
+        self.forgotten: list[str] = []
+        self.offers = 0
+
+    def lookup(self, request: str, hashes: Any, **_: Any) -> Hit:
+        self.asked.append(tuple(hashes))
+        return Hit(len(hashes))
+
+    def take(self, request: str, blocks: Any) -> Load:
+        return Load(
+            request=request, epoch=1, lease=1, slots=(0,) * len(blocks), blocks=tuple(blocks),
+            hashes=self.asked[-1], checksums=((0,),) * len(blocks), block_bytes=1, deadline_ms=1,
+        )  # fmt: skip
+
+    def load_ended(self, result: LoadResult) -> None: ...
+
+    def forget(self, request: str) -> None:
+        self.forgotten.append(request)
+
+    def offer(self, runs: Any, *, priority: int = 0) -> int:
+        self.offers += 1
+        return self.offers
+
+    def revoke(self, offer: int) -> None:
+        self.revoked.append(offer)
+
+    def drain_ended(self) -> list[OfferEnded]:
+        return []
+
+
+class Blocks:
+    """vLLM's block table of one request."""
+
+    def get_block_ids(self, *_: str) -> tuple[list[int], ...]:
+        return ([3, 4, 5],)
+
+
+def asked(side: SchedulerSide, half: FakeHalf, **fields: Any) -> tuple[SequenceHash, ...]:
+    """The names under which a request is looked up."""
+    number = str(len(half.asked))
+    side.matched(Request(request_id=number, **fields), 0)
+    return half.asked[-1]
+
+
+def make_side() -> tuple[SchedulerSide, FakeHalf]:
+    half = FakeHalf()
+    return SchedulerSide(half, Hasher(NAMESPACE)), half
+
+
+# --- adapters -------------------------------------------------------------------------------
+
+
+def test_one_name_with_other_weights_has_other_blocks(tmp_path: Path) -> None:
+    """Content counts: a copy elsewhere under the same name is the same adapter."""
+    one, copy, other = (
+        make_adapter(tmp_path / n, c) for n, c in (("a", b"1"), ("b", b"1"), ("c", b"2"))
+    )
+    side, half = make_side()
+    plain = asked(side, half)
+    first, same, tuned = (
+        asked(side, half, lora_request=Lora(path, number))
+        for number, path in enumerate((one, copy, other), start=1)
+    )
+    assert first == same
+    assert len({plain, first, tuned}) == 3
+
+
+def test_the_consolidator_hears_of_each_adapter_once(tmp_path: Path) -> None:
+    """By its number, as events say it."""
+    said: list[list[Adapter]] = []
+    adapters = Adapters(said.append)
+    path = make_adapter(tmp_path / "a")
+    for number in (1, 1, 2):
+        adapters.value_of(Lora(path, number))
+    assert [[one.id for one in each] for each in said] == [[1], [1, 2]]
+    assert said[1][0].content == said[1][1].content
+
+
+def test_an_adapter_whose_files_change_is_refused_until_a_reset(tmp_path: Path) -> None:
+    """What the engine computes with is not known, nor what its device still holds."""
+    path = make_adapter(tmp_path / "a")
+    side, half = make_side()
+    before = asked(side, half, lora_request=Lora(path))
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"2")
+    assert side.matched(Request("changed", lora_request=Lora(path)), 0) == (0, False)
+    assert side.matched(Request("new number", lora_request=Lora(path, 2)), 0) == (0, False)
+    assert side.counts["requests_refused.lora_changed"] == 2
+    side.reset(NEW)
+    after = asked(side, half, lora_request=Lora(path))
+    assert not set(before) & set(after)
+
+
+@pytest.mark.parametrize(
+    ("lora", "code"),
+    [
+        (Lora("/nowhere"), "lora_unreadable"),
+        (Lora(""), "lora_unreadable"),
+        (Lora("/nowhere", lora_tensors={}), "lora_in_memory"),
+    ],
+)
+def test_adapters_without_files_are_refused(lora: Lora, code: str) -> None:
+    """Their requests are computed, and counted."""
+    with pytest.raises(AdapterRefused) as refused:
+        Adapters().value_of(lora)
+    assert refused.value.code == code
+    side, half = make_side()
+    assert side.matched(Request(lora_request=lora), 0) == (0, False)
+    assert side.counts[f"requests_refused.{code}"] == 1
+    assert not half.asked
+
+
+def test_a_number_stands_for_one_adapter(tmp_path: Path) -> None:
+    """vLLM keeps by its number what it has loaded: another path under it is not looked at."""
+    one, other = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"2")
+    adapters = Adapters()
+    adapters.value_of(Lora(one))
+    with pytest.raises(AdapterRefused) as refused:
+        adapters.value_of(Lora(other))
+    assert refused.value.code == "lora_changed"
+
+
+def test_an_adapter_that_was_written_after_the_engine_began_is_refused(tmp_path: Path) -> None:
+    """vLLM may have loaded other files of that name before the first request."""
+    path = make_adapter(tmp_path / "a")
+    written_ns = (tmp_path / "a" / "adapter_model.safetensors").stat().st_ctime_ns
+    Adapters(since_ns=written_ns + 1).value_of(Lora(path))
+    with pytest.raises(AdapterRefused) as refused:
+        Adapters(since_ns=written_ns).value_of(Lora(path))
+    assert refused.value.code == "lora_recent"
+
+
+# --- generations ----------------------------------------------------------------------------
+
+
+def test_after_a_reset_nothing_of_before_is_looked_up() -> None:
+    """A request that waits is looked up afresh, under other names."""
+    side, half = make_side()
+    request = Request()
+    side.matched(request, 0)
+    assert side.reset(NEW)
+    assert half.forgotten == ["r"]
+    side.matched(request, 0)
+    before, after = half.asked
+    assert not set(before) & set(after)
+
+
+def test_a_preempted_request_is_named_afresh() -> None:
+    """A forced reset preempts: its blocks are free, what it had on offer is revoked."""
+    side, half = make_side()
+    request = Request(skip_reading_prefix_cache=True)
+    side.matched(request, 0)
+    step = Output({"r": 9}, kv_connector_block_state=Blocks())
+    side.plan(step)
+    request.num_computed_tokens = 9
+    side.plan(step)
+    request.num_computed_tokens = 0
+    side.reset(NEW)
+    assert half.revoked == [1]
+    assert side.idle
+
+
+def test_a_request_that_computes_on_is_not_stored() -> None:
+    """The engine did not preempt it: its blocks mix what both weights have made."""
+    side, half = make_side()
+    request = Request(skip_reading_prefix_cache=True)
+    side.matched(request, 0)
+    step = Output({"r": 9}, kv_connector_block_state=Blocks())
+    side.plan(step)
+    request.num_computed_tokens = 3
+    side.reset(NEW)
+    request.num_computed_tokens = 9
+    side.plan(step)
+    assert not side.finished(request, [3, 4, 5])
+    assert not half.offers
+    assert side.counts["requests_refused.reset"] == 1
+
+
+def test_a_reset_revokes_what_is_on_offer() -> None:
+    """The engine may be about to sleep: a finished request's blocks are held no longer."""
+    side, half = make_side()
+    request = Request(skip_reading_prefix_cache=True)
+    side.matched(request, 0)
+    side.plan(Output({"r": 9}, kv_connector_block_state=Blocks()))
+    request.num_computed_tokens = 9
+    assert side.finished(request, [3, 4, 5])
+    side.reset(NEW)
+    assert half.revoked == [1]
+
+
+def test_a_load_in_flight_is_told() -> None:
+    """Its request goes on with blocks of before: the reset was not complete."""
+    side, _ = make_side()
+    request = Request()
+    assert side.matched(request, 0) == (8, True)
+    side.allocated(request, Blocks(), 8)
+    assert not side.reset(NEW)
+
+
+def computed(side: SchedulerSide, name: str, hits: int) -> tuple[int | None, bool]:
+    """Admit a request of two blocks with device hits, compute the rest, and finish it."""
+    request = Request(name)
+    found = side.matched(request, hits)
+    side.allocated(request, Blocks(), 0)
+    request.num_computed_tokens = hits
+    step = Output({name: 9 - hits}, kv_connector_block_state=Blocks())
+    side.plan(step)
+    request.num_computed_tokens = 9
+    side.finished(request, [3, 4, 5])
+    return found
+
+
+@pytest.mark.parametrize("cleared", [False, None])
+def test_after_a_refused_reset_device_hits_are_not_stored(cleared: bool | None) -> None:
+    """1. A request runs, so that vLLM keeps its device cache; the connector's generation is new.
+    2. A request that hits a block there passes through: old weights may have computed it.
+    3. One that hits none is stored. 4. After a reset that succeeds, hits are stored again.
+    """
+    side, half = make_side()
+    running = Request("running", skip_reading_prefix_cache=True)
+    side.matched(running, 0)
+    running.num_computed_tokens = 3
+    assert not side.reset(NEW, cleared=cleared)
+    assert computed(side, "hit", 4) == (0, False)
+    assert (half.asked, half.offers) == ([], 0)
+    assert side.counts["requests_refused.stale_device"] == 1
+    assert computed(side, "miss", 0) == (8, True)
+    assert half.offers == 1
+    side.finished(running, [])
+    side.reset("00000000000000f2", cleared=True)
+    assert computed(side, "hit again", 4) == (4, True)
+    assert half.offers == 2
+
+
+def test_a_preempted_request_that_hits_stale_blocks_passes_through() -> None:
+    """It began after the reset, and is admitted again with blocks that it has not computed."""
+    side, half = make_side()
+    side.reset(NEW, cleared=False)
+    request = Request(skip_reading_prefix_cache=False)
+    assert side.matched(request, 0) == (8, True)
+    side.plan(Output(preempted_req_ids=["r"]))
+    assert side.matched(request, 4) == (0, False)
+    side.plan(Output({"r": 5}, kv_connector_block_state=Blocks()))
+    request.num_computed_tokens = 9
+    side.finished(request, [3, 4, 5])
+    assert half.offers == 0
+
+
+def test_a_pool_is_cleared_when_nothing_but_the_null_block_is_in_use() -> None:
+    """vLLM has tried to clear it just before it asks the connector."""
+    pools = [SimpleNamespace(num_gpu_blocks=4, get_num_free_blocks=lambda n=n: n) for n in (3, 2)]
+    assert [is_cleared(pool) for pool in [*pools, None]] == [True, False, None]

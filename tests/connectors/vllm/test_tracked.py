@@ -1,0 +1,146 @@
+"""Which blocks of a request are computed: only those that a finished step has written.
+
+A block has four tokens. vLLM schedules a step (`plan` sees the request before its tokens are
+counted), counts the tokens as in flight, and takes them out again when the step has ended.
+"""
+
+from __future__ import annotations
+
+import pytest
+from kvbm_connectors.vllm.tracked import Tracked
+
+from tests.connectors.vllm.requests import Request
+
+BLOCK = 4
+
+
+def admitted(request: Request, tokens: int) -> Tracked:
+    """A request that is admitted with so many tokens from a cache."""
+    tracked = Tracked(request, "")
+    tracked.readmitted()
+    request.num_computed_tokens = tokens
+    return tracked
+
+
+def test_a_hit_of_the_same_step_counts_when_that_step_has_ended() -> None:
+    """Goal: vLLM caches a block when it is scheduled, so a hit may not be written yet.
+
+    1. Another request computes two blocks in the very step that admits this one with a hit on
+       them: nothing is computed.
+    2. The step has ended: both blocks are.
+    """
+    request = Request()
+    tracked = admitted(request, 8)
+    tracked.scheduled()
+    assert tracked.computed(BLOCK) == 0
+    request.begin(1)
+    assert tracked.computed(BLOCK) == 0
+    request.end(1)
+    assert tracked.computed(BLOCK) == 2
+
+
+def test_a_hit_with_a_partial_tail_waits_for_the_step_too() -> None:
+    request = Request(all_token_ids=tuple(range(12)))
+    tracked = admitted(request, 10)
+    tracked.scheduled()
+    assert tracked.computed(BLOCK) == 0
+
+
+def test_steps_that_overlap_end_one_after_the_other() -> None:
+    """Goal: with asynchronous scheduling the second step is scheduled while the first one runs."""
+    request = Request(all_token_ids=tuple(range(13)))
+    tracked = admitted(request, 0)
+    tracked.scheduled()
+    request.begin(8)
+    tracked.scheduled()
+    request.begin(5)
+    assert tracked.computed(BLOCK) == 0
+    request.end(8)
+    assert tracked.computed(BLOCK) == 2
+    request.end(5)
+    assert tracked.computed(BLOCK) == 3
+
+
+def test_a_request_that_never_ran_has_computed_nothing() -> None:
+    """Goal: blocks that another connector was to load into count only behind a step of our own.
+
+    The request is aborted while a remote prefill is still on its way into its blocks.
+    """
+    tracked = admitted(Request(), 8)
+    assert tracked.computed(BLOCK) == 0
+
+
+def test_rejected_speculative_tokens_are_not_computed() -> None:
+    request = Request(all_token_ids=tuple(range(8)))
+    tracked = admitted(request, 0)
+    tracked.scheduled()
+    request.begin(6)
+    request.end(6)
+    tracked.scheduled()
+    request.begin(4)
+    request.all_token_ids = tuple(range(10))
+    assert tracked.computed(BLOCK) == 1
+    request.end(4, rejected=3)
+    assert tracked.computed(BLOCK) == 1
+
+
+def test_a_preempted_request_begins_again() -> None:
+    """Goal: after preemption the step of the former admission proves nothing.
+
+    1. One step has ended, a second one is in flight when the request is preempted.
+    2. It is admitted again with a hit, and its next step is scheduled: nothing is computed until
+       that step has ended, although the stale one has.
+    """
+    request = Request(all_token_ids=tuple(range(13)))
+    tracked = admitted(request, 0)
+    tracked.scheduled()
+    request.begin(8)
+    request.end(8)
+    tracked.scheduled()
+    request.begin(4)
+    tracked.readmitted()
+    assert tracked.computed(BLOCK) == 0
+    request.num_computed_tokens = 8
+    tracked.scheduled()
+    request.begin(5)
+    request.end(4)
+    assert tracked.computed(BLOCK) == 0
+    request.end(5)
+    assert tracked.computed(BLOCK) == 3
+
+
+def test_blocks_that_no_step_was_sent_out_for_are_unwritten() -> None:
+    """Goal: vLLM may hash blocks for a request and preempt it in the same call.
+
+    1. A step for five tokens is sent out; a draft token of a second step may be rejected.
+    2. The blocks behind are unwritten; admitted again, all are until a step is sent out.
+    """
+    request = Request(all_token_ids=tuple(range(13)))
+    tracked = admitted(request, 0)
+    tracked.scheduled(5)
+    assert tracked.unwritten_from(BLOCK) == 1
+    request.begin(5)
+    request.end(5)
+    tracked.scheduled(4, 1)
+    assert tracked.unwritten_from(BLOCK) == 2
+    tracked.readmitted()
+    assert tracked.unwritten_from(BLOCK) == 0
+
+
+@pytest.mark.parametrize(("steps_behind", "expected"), [(0, 1), (1, 0)])
+def test_with_a_draft_model_a_step_counts_when_the_next_is_scheduled(
+    steps_behind: int, expected: int
+) -> None:
+    """Goal: the draft model's pass of a step may outlast the step that was reported."""
+    request = Request(all_token_ids=tuple(range(13)))
+    tracked = admitted(request, 0)
+    tracked.steps_behind = steps_behind
+    tracked.scheduled()
+    request.begin(4)
+    request.end(4)
+    assert tracked.computed(BLOCK) == expected
+    for _ in range(2):
+        tracked.scheduled()
+        request.begin(1)
+        request.end(1)
+    assert tracked.computed(BLOCK) == 1

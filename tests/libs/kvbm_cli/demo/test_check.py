@@ -1,0 +1,142 @@
+"""The checks at the end of a run: what is left over, and views that differ, are found."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import pytest
+from kvbm_cli.demo import check
+from kvbm_cli.demo.check import StackView, Verdict, check_stack
+from kvbm_common.errors import NoResponder
+from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.events import Run
+from kvbm_common.wire.verbs import HolderDump, SnapshotPart, SnapshotReply, StatsReply
+from kvbm_connectors.sim.control import EngineConfig, Stats
+from kvbm_connectors.sim.driver import EngineHandle
+
+from tests.connectors.helpers import name
+
+HELD = {"host-tier-0": {1, 2}, "disk-tier-0": {2}, "disk-tier-0-1": {4}, "sim-0": {3}}
+
+
+class View:
+    """A stack at rest, of which each part can be made to say something else."""
+
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.indexed = {source: set(held) for source, held in HELD.items()}
+        self.leases: dict[str, int] = {}
+        self.staged: dict[str, int] = {}
+        self.figures: dict[str, float] = {}
+        self.index_is_away = False
+
+    def instances(self, *kinds: str) -> list[tuple[str, str]]:
+        every = [("host-tier", "0"), ("disk-tier", "0"), ("disk-tier", "0-1")]
+        return [(kind, instance) for kind, instance in every if kind in kinds]
+
+    async def stats(self, kind: str, instance: str = "0") -> StatsReply:
+        return StatsReply(
+            kind=kind, host="h", instance=instance, epoch=1, ready=True,
+            leases=self.leases.get(kind, 0),
+            slots={"staged": self.staged.get(kind, 0)}, figures=self.figures,
+        )  # fmt: skip
+
+    async def snapshot(self, kind: str, instance: str) -> SnapshotReply:
+        source = f"{kind}-{instance}"
+        run = Run(parent="0" * 32, hashes=[name(number).hex() for number in HELD[source]])
+        tier = cast("Any", kind.split("-")[0])
+        return SnapshotReply(
+            host="h", source=source, tier=tier, epoch=1, seq=1,
+            parts=[SnapshotPart(namespace="0" * 64, runs=[run])],
+        )  # fmt: skip
+
+    async def dump(self) -> list[HolderDump]:
+        if self.index_is_away:
+            raise NoResponder("nobody serves the index")
+        return [
+            HolderDump(host="h", source=source, tier="host", epoch=1, seq=1,
+                       hashes=[name(number).hex() for number in sorted(held)])
+            for source, held in self.indexed.items()
+        ]  # fmt: skip
+
+
+class Engine:
+    """An engine that is idle."""
+
+    config = EngineConfig(
+        name="sim-0", directory="", host_tier_endpoint="", consolidator_endpoint=""
+    )
+    idle = True
+
+    async def stats(self) -> Stats:
+        return Stats(idle=self.idle, counts={}, load_seconds=0.0, load_bytes=0)
+
+    async def dump(self) -> set[SequenceHash]:
+        return {name(number) for number in HELD["sim-0"]}
+
+
+@pytest.fixture
+def view(monkeypatch: pytest.MonkeyPatch) -> View:
+    """A view, and little patience."""
+    monkeypatch.setattr(check, "wait_until", partial(check.wait_until, deadline_s=0.1))
+    return View()
+
+
+async def verdict_of(view: View, *, idle: bool = True) -> Verdict:
+    engine = Engine()
+    engine.idle = idle
+    engines = [cast("EngineHandle", engine)]
+    return await check_stack(cast("StackView", view), engines, with_disk=True)
+
+
+async def test_a_stack_at_rest_is_consistent(view: View) -> None:
+    verdict = await verdict_of(view)
+    assert verdict == Verdict(leases_left=0, staged_left=0, differences=[])
+    assert verdict.views_consistent
+
+
+@pytest.mark.parametrize("source", HELD)
+async def test_a_block_too_many_or_too_few_in_the_index_is_found(view: View, source: str) -> None:
+    """Of either tier, or of an engine."""
+    for indexed in (HELD[source] | {9}, HELD[source] - {min(HELD[source])}):
+        view.indexed[source] = indexed
+        verdict = await verdict_of(view)
+        assert not verdict.views_consistent
+        [difference] = verdict.differences
+        assert difference.startswith(source)
+
+
+async def test_a_source_that_nobody_is_may_hold_nothing(view: View) -> None:
+    view.indexed["host-tier-9"] = set()
+    assert (await verdict_of(view)).views_consistent
+    view.indexed["host-tier-9"] = {1}
+    assert not (await verdict_of(view)).views_consistent
+
+
+async def test_leases_and_staged_slots_are_counted(view: View) -> None:
+    view.leases = {"host-tier": 2, "disk-tier": 1}
+    view.staged = {"disk-tier": 3}
+    verdict = await verdict_of(view)
+    assert (verdict.leases_left, verdict.staged_left) == (2 + 2 * 1, 2 * 3), "of both disk tiers"
+
+
+@pytest.mark.parametrize("figure", ["offers", "lookups_waiting", "writes", "reads"])
+async def test_a_stack_that_does_not_come_to_rest_is_told(view: View, figure: str) -> None:
+    """Even when the views agree by chance."""
+    view.figures = {figure: 1.0}
+    verdict = await verdict_of(view)
+    assert not verdict.views_consistent
+    assert "not quiet" in verdict.differences[0]
+
+
+async def test_an_engine_that_does_not_come_to_rest_is_told(view: View) -> None:
+    assert not (await verdict_of(view, idle=False)).views_consistent
+
+
+async def test_an_index_that_does_not_answer_agrees_with_nobody(view: View) -> None:
+    view.index_is_away = True
+    verdict = await verdict_of(view)
+    assert not verdict.views_consistent
+    assert "nobody serves the index" in verdict.differences[0]

@@ -1,0 +1,232 @@
+"""The doctor: what it judges from facts, and what it finds on a real host."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from kvbm_cli.doctor.checks import Finding, examine
+from kvbm_cli.doctor.facts import engines_of, gather
+from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
+from kvbm_common.config.settings import Settings
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.runtime.processes import free_port
+
+from tests.etcd_server import EtcdServer
+
+GB = 10**9
+DISK = DiskFacts(path=Path("/nvme"), free_bytes=9 * GB, direct=True, allocates=True)
+HEALTHY = Facts(
+    memlock_bytes=None,
+    shm_fs="tmpfs",
+    shm_free_bytes=2 * GB,
+    shm_own_bytes=0,
+    runtime_error="",
+    io_uring="",
+    linux_aio="",
+    cross_memory="",
+    ptrace_scope=1,
+    disks=(DISK,),
+    numa_nodes=1,
+    ports=(PortFacts(6880, "DYN_KVBM_METRICS_PORT", is_free=True, is_ours=False),),
+    gpus=0,
+    gpu_storage=False,
+    rdma_devices=(),
+    nixl_error="",
+    nixl_plugins=("POSIX", "UCX"),
+    clock_synchronised=True,
+    clock_error_s=0.01,
+    nats=NatsFacts(version="2", max_payload_bytes=8 << 20, jetstream=True),
+    etcd=(),
+)
+SIZES = {"cpu_cache_gb": 1, "disk_cache_gb": 4, "disk_cache_dirs": "/nvme"}
+
+
+def settings(**more: object) -> Settings:
+    return Settings.load({}, {**SIZES, **more})
+
+
+def judged(facts: Facts, chosen: Settings | None = None) -> list[Finding]:
+    """What is not ok."""
+    found = examine(facts, chosen or settings())
+    assert all(finding.advice for finding in found if finding.level != "ok")
+    return [finding for finding in found if finding.level != "ok"]
+
+
+def test_a_healthy_host_needs_nothing() -> None:
+    assert judged(HEALTHY) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "level", "advice"),
+    [
+        ({"shm_free_bytes": GB // 2}, "shared memory", "wrong", "--ipc=host"),
+        ({"shm_free_bytes": GB + (1 << 20)}, "shared memory", "better", "--shm-size"),
+        ({"shm_fs": "ext4"}, "shared memory", "wrong", "KVBM_SHM_DIR"),
+        ({"runtime_error": "not yours"}, "runtime directory", "wrong", "KVBM_RUNTIME_DIR"),
+        ({"memlock_bytes": 65536, "gpus": 1}, "memlock", "better", "LimitMEMLOCK"),
+        ({"memlock_bytes": 65536, "rdma_devices": ("mlx5_0",)}, "memlock", "better", "ulimit"),
+        ({"gpus": 1, "gpu_error": "no cupy"}, "GPU copies", "better", "cuda12"),
+        ({"io_uring": "EPERM"}, "io_uring", "better", "kernel.io_uring_disabled"),
+        ({"io_uring": "EPERM", "linux_aio": "EPERM"}, "io_uring", "wrong", "seccomp"),
+        ({"cross_memory": "EPERM"}, "between processes", "better", "SYS_PTRACE"),
+        ({"ptrace_scope": 2}, "between processes", "better", "ptrace_scope"),
+        ({"disks": (dataclasses.replace(DISK, free_bytes=GB),)}, "disk /nvme", "wrong", "smaller"),
+        ({"disks": (dataclasses.replace(DISK, direct=False),)}, "disk /nvme", "wrong",
+         "DYN_KVBM_DISK_DISABLE_O_DIRECT"),
+        ({"disks": (dataclasses.replace(DISK, allocates=False),)}, "disk /nvme", "wrong",
+         "DYN_KVBM_DISK_ZEROFILL_FALLBACK"),
+        ({"disks": (dataclasses.replace(DISK, error="Read-only"),)}, "disk /nvme", "wrong",
+         "directory"),
+        ({"copier": "plain"}, "copies", "better", "C compiler"),
+        ({"numa_nodes": 2}, "NUMA", "better", "numactl"),
+        ({"ports": (PortFacts(57001, "KVBM_ROUTER_ENDPOINT", is_free=False, is_ours=False),)},
+         "port 57001", "wrong", "KVBM_ROUTER_ENDPOINT"),
+        ({"nixl_error": "no wheel"}, "NIXL", "wrong", "nixl-cu12"),
+        ({"nixl_plugins": ("UCX",)}, "NIXL", "wrong", "NIXL_PLUGIN_DIR"),
+        ({"clock_synchronised": False}, "clock", "better", "chrony"),
+        ({"clock_error_s": 3.0}, "clock", "better", "chrony"),
+        ({"nats": NatsFacts(error="refused")}, "NATS", "wrong", "KVBM_NATS_URL"),
+        ({"nats": NatsFacts(version="2", max_payload_bytes=8 << 20)}, "NATS", "wrong", "jetstream"),
+        ({"nats": NatsFacts(version="2", max_payload_bytes=1 << 20, jetstream=True)}, "NATS",
+         "wrong", "max_payload"),
+        ({"etcd": (EtcdFacts("a:1", error="gone"),)}, "etcd", "wrong", "KVBM_REGISTRY_URL"),
+    ],
+)  # fmt: skip
+def test_each_ailment_is_named_with_its_cure(
+    change: dict[str, object], check: str, level: str, advice: str
+) -> None:
+    """Goal: one thing is wrong, one line says so, and what to change."""
+    [finding] = judged(dataclasses.replace(HEALTHY, **change), settings())  # type: ignore[arg-type]
+    assert (finding.check, finding.level) == (check, level)
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize("chosen", ["never", "sampled"])
+def test_unverified_reads_are_an_operators_choice_that_is_shown(chosen: str) -> None:
+    """The default needs no word."""
+    [finding] = judged(HEALTHY, settings(verify_host_reads=chosen))
+    assert (finding.check, finding.level) == ("verification", "better")
+    assert f"KVBM_VERIFY_HOST_READS is {chosen}" in finding.found
+    assert settings().verify_host_reads == "always"
+    assert judged(HEALTHY, settings()) == []
+
+
+@pytest.mark.parametrize("chosen", ["never", "sampled"])
+def test_an_engine_that_chose_unverified_reads_itself_is_shown(chosen: str) -> None:
+    """The services' setting says nothing of what an engine's connector was configured with."""
+    engines = tuple(
+        EngineFacts(f"vllm-{number}", number, verify)
+        for number, verify in enumerate(("always", chosen, ""))
+    )
+    [finding] = judged(dataclasses.replace(HEALTHY, engines=engines))
+    assert (finding.check, finding.level) == ("verification", "better")
+    assert f"rank 1 of engine vllm-1 verifies: {chosen}" in finding.found
+    assert "verify_host_reads" in finding.advice
+
+
+async def test_engines_of_this_host_are_those_that_the_admin_api_lists() -> None:
+    """Engines of other hosts have a doctor there; without an answer nothing is known."""
+    told = [
+        {"host": host, "engine": "vllm-0", "rank": rank, "verify": "never"}
+        for rank, host in enumerate(("here", "elsewhere"))
+    ]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps(told).encode()
+        head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        chosen = settings(host="here", metrics_port=port, metrics_bind="127.0.0.1")
+        found = await asyncio.to_thread(engines_of, chosen)
+    assert found == (EngineFacts("vllm-0", 0, "never"),)
+    assert engines_of(settings(host="here", metrics_port=free_port())) == ()
+
+
+def test_settings_excuse() -> None:
+    """Goal: what the settings rule out is no ailment; what runs already is not in its own way."""
+    no_direct = dataclasses.replace(HEALTHY, disks=(dataclasses.replace(DISK, direct=False),))
+    assert judged(no_direct, settings(disk_disable_o_direct=True)) == []
+    assert judged(dataclasses.replace(HEALTHY, disks=()), settings(disk_cache_gb=0)) == []
+    full = dataclasses.replace(HEALTHY, shm_free_bytes=0, shm_own_bytes=GB)
+    assert judged(full) == []
+    few = dataclasses.replace(HEALTHY, shm_free_bytes=GB // 2)
+    assert judged(few, settings(cpu_cache_override_num_blocks=9)) == []
+    ours = (PortFacts(6880, "DYN_KVBM_METRICS_PORT", is_free=False, is_ours=True),)
+    assert judged(dataclasses.replace(HEALTHY, ports=ours)) == []
+    assert judged(dataclasses.replace(HEALTHY, memlock_bytes=65536)) == []
+
+
+async def test_facts_of_this_host(
+    nats_server: NatsServer, etcd_server: EtcdServer, tmp_path: Path
+) -> None:
+    """Goal: every fact is looked at for real: servers, ports, directories, NIXL, system calls."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        chosen = Settings.load(
+            {},
+            {
+                **SIZES,
+                "nats_url": nats_server.url,
+                "registry_url": f"etcd://{etcd_server.server},127.0.0.1:1",
+                "disk_cache_dirs": f"{tmp_path},/proc/nowhere",
+                "runtime_dir": tmp_path / "run",
+                "shm_dir": "/dev/shm",
+                "metrics_port": taken.getsockname()[1],
+                "router_endpoint": f"tcp://127.0.0.1:{free_port()}",
+                "router_replay_endpoint": "off",
+            },
+        )
+        facts = await asyncio.to_thread(gather, chosen)
+    assert facts.nats.jetstream
+    assert facts.nats.max_payload_bytes == 8 << 20
+    alive, dead = facts.etcd
+    assert alive.version
+    assert not alive.error
+    assert dead.error
+    metrics, router = facts.ports
+    assert (metrics.is_free, metrics.is_ours, router.is_free) == (False, False, True)
+    good, bad = facts.disks
+    assert good.allocates
+    assert not good.error
+    assert bad.error
+    assert facts.shm_fs == "tmpfs"
+    assert {"UCX", "POSIX"} <= set(facts.nixl_plugins)
+    assert not (facts.io_uring and facts.linux_aio), "the other tests would fail, too"
+    assert {entry for entry in os.listdir(tmp_path) if "doctor" in entry} == set()
+
+
+async def test_command_says_so_with_its_exit_code(nats_server: NatsServer, tmp_path: Path) -> None:
+    """Goal: 0 when services would start, 1 with a wrong thing, which the output names."""
+    healthy = {
+        "KVBM_NATS_URL": nats_server.url,
+        "KVBM_RUNTIME_DIR": str(tmp_path / "run"),
+        "DYN_KVBM_CPU_CACHE_GB": "0.01",
+        "DYN_KVBM_METRICS_PORT": str(free_port()),
+        "KVBM_ROUTER_ENDPOINT": "off",
+        "KVBM_ROUTER_REPLAY_ENDPOINT": "off",
+    }
+    code, findings = await _doctor(healthy)
+    assert code == 0, findings
+    code, findings = await _doctor({**healthy, "KVBM_NATS_URL": f"nats://127.0.0.1:{free_port()}"})
+    assert code == 1
+    assert [row["check"] for row in findings if row["level"] == "wrong"] == ["NATS"]
+
+
+async def _doctor(environ: dict[str, str]) -> tuple[int | None, list[dict[str, str]]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvbm_cli.main", "doctor", "--json",
+        env=os.environ | environ, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    return process.returncode, json.loads(output)

@@ -1,0 +1,331 @@
+"""`kvbm events tail`, and every example of docs/events.md, on the real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+from kvbm_cli.events import Wanted, checked, kind_of, line_of, tail
+from kvbm_common.errors import ConfigError
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.jetstream import CONSOLIDATED, EVENTS, call_api
+from kvbm_common.nats.since import start_of
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.wire.events import (
+    Event,
+    Removed,
+    Run,
+    Stored,
+    consolidated_subject,
+    event_codec,
+    event_subject,
+)
+
+from tests.libs.helpers import block, names
+
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs" / "events.md").read_text()
+KVBM = Path(sys.executable).parent / "kvbm"
+DEADLINE_S = 15.0
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+class Source:
+    """A tier that answers for a snapshot, and what it has announced."""
+
+    def __init__(self, name: str = "host-tier-0", host: str = "gpu-a", epoch: int = 5) -> None:
+        self.announcer = Announcer(host=host, source=name, tier="host", epoch=epoch)
+        self.events: list[Event] = [self.announcer.cleared("start")]
+
+    def store(self, *numbers: int) -> None:
+        """Store blocks."""
+        self.events += self.announcer.stored([block(number) for number in numbers])
+
+    def remove(self, *numbers: int) -> None:
+        """Remove blocks."""
+        self.events += self.announcer.removed([block(number) for number in numbers], "evicted")
+
+    def clear(self) -> None:
+        """Remove all."""
+        self.events.append(self.announcer.cleared("admin"))
+
+
+async def publish(bus: Bus, *events: Event) -> None:
+    """Put events on both streams, and wait until they are kept."""
+    publishers = [
+        (bus.event_publisher("test"), event_subject),
+        (bus.event_publisher("test", spec=CONSOLIDATED), consolidated_subject),
+    ]
+    for publisher, subject in publishers:
+        running = asyncio.create_task(publisher.run())
+        for event in events:
+            event = msgspec.structs.replace(event, ts_ms=1_900_000_000_000)
+            payload = event_codec.encode(event)
+            publisher.publish(subject(event), payload, epoch=event.epoch, seq=event.seq)
+        await publisher.flush(deadline_s=5.0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.fixture
+async def history(bus: Bus) -> list[Event]:
+    """Two sources: stores, removals, a clear."""
+    one, two = Source(), Source("disk-tier-0", "gpu-b", 6)
+    one.store(1, 2, 3)
+    one.remove(2)
+    two.store(1)
+    two.clear()
+    events = one.events + two.events
+    await publish(bus, *events)
+    return events
+
+
+async def shown(bus: Bus, **wanted: object) -> list[str]:
+    """The lines of a tail of the history."""
+    lines: list[str] = []
+    async with asyncio.timeout(DEADLINE_S):
+        await tail(bus, Wanted(follow=False, **wanted), lines.append)  # type: ignore[arg-type]
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("now", "new"),
+        ("all", "all"),
+        ("90s", NOW - timedelta(seconds=90)),
+        ("2h", NOW - timedelta(hours=2)),
+        ("1d", NOW - timedelta(days=1)),
+        ("#17", 17),
+        ("2029-12-31T23:00:00+00:00", NOW - timedelta(hours=1)),
+    ],
+)
+def test_since(text: str, start: object) -> None:
+    assert start_of(text, NOW) == start
+
+
+@pytest.mark.parametrize("text", ["yesterday", "", "5", "#x", "10 m"])
+def test_a_since_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--since"):
+        start_of(text, NOW)
+
+
+def test_filters_are_names_and_kinds() -> None:
+    assert (checked("*", "host"), kind_of("*")) == ("*", "*")
+    with pytest.raises(ConfigError, match="--host"):
+        checked("a.b", "host")
+    with pytest.raises(ConfigError, match="--kind"):
+        kind_of("lost")
+
+
+async def test_history_and_filters(bus: Bus, history: list[Event]) -> None:
+    """1. Everything, in order. 2. By host, source and kind. 3. From a position. 4. Raw messages."""
+    lines = await shown(bus, since="all")
+    assert len(lines) == len(history)
+    assert lines[1] == (
+        "#2 17:46:40.000 gpu-a host-tier-0 host epoch 5 seq 2 "
+        f"stored 3 {' '.join(name.hex()[:8] for name in names(1, 2, 3))}"
+    )
+    assert lines[2].endswith("removed 1 00000000 evicted")
+    assert lines[-1].endswith("cleared admin")
+    assert await shown(bus, since="all", host="gpu-a") == lines[:3]
+    assert await shown(bus, since="all", source="disk-tier-0", kind="stored") == lines[4:5]
+    assert await shown(bus, since=5) == lines[4:]
+    assert len(await shown(bus, since="all", consolidated=True)) == len(history)
+    raw = await shown(bus, since="all", as_json=True)
+    assert [json.loads(line)["seq"] for line in raw] == [event.seq for event in history]
+    assert await shown(bus, since=datetime.now(UTC) + timedelta(hours=1)) == []
+
+
+def test_what_cannot_be_read_says_so() -> None:
+    assert line_of(EventMessage("kvbm.v1.events.h.s.stored", b"{", 9)).startswith(
+        "#9 kvbm.v1.events.h.s.stored: malformed:"
+    )
+
+
+def test_long_events_are_shortened_and_ranks_shown() -> None:
+    run = Run(parent="0" * 32, hashes=[name.hex() for name in names(1, 2, 3, 4)])
+    event = Stored(host="h", source="e", tier="device", epoch=1, seq=2, ts_ms=0, rank=3,
+                   namespace="0" * 64, runs=[run])  # fmt: skip
+    line = line_of(EventMessage("", event_codec.encode(event), 1))
+    assert " rank 3 " in line
+    assert line.endswith(" …")
+
+
+# ---- the document ----------------------------------------------------------------------------
+
+
+def _interruptible() -> None:
+    """What a shell starts in its background ignores the interrupt, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Running:
+    """A process, line by line."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def start(cls, *command: str | Path, url: str) -> Running:
+        """Start it against a NATS."""
+        environ = os.environ | {"NATS_URL": url, "KVBM_NATS_URL": url}
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *command, env=environ, stdout=asyncio.subprocess.PIPE, preexec_fn=_interruptible
+            )
+        )
+
+    async def wait_line(self, wanted: str) -> str:
+        """Read on until a line holds this."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                line = (await self.process.stdout.readline()).decode()
+                assert line, f"it ended before it said {wanted!r}"
+                if wanted in line:
+                    return line
+
+    async def end(self) -> int:
+        """Interrupt it."""
+        self.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(DEADLINE_S):
+            await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@pytest.fixture
+async def source(bus: Bus) -> Source:
+    """A tier that answers for snapshots: of everything it has stored and not removed."""
+    source = Source()
+    held = {number: block(number) for number in range(1, 5)}
+
+    async def snapshot(_payload: bytes) -> bytes:
+        return msgspec.json.encode(source.announcer.snapshot(list(held.values())))
+
+    await bus.add_verbs("host-tier", "0", "gpu-a", {"snapshot": snapshot})
+    return source
+
+
+async def test_the_consumer_in_python(
+    bus: Bus, nats_url: str, source: Source, tmp_path: Path
+) -> None:
+    """Goal: the example is right, gaps and added fields included. 1. It reads the history. 2. An
+    event is lost: it asks for the snapshot. 3. A field of next year changes nothing."""
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    take = code[code.index("async def take") : code.index("async def main")]
+    assert len(take.strip().splitlines()) <= 20
+    example = tmp_path / "example.py"
+    example.write_text(code)
+    source.store(1, 2)
+    await publish(bus, *source.events)
+    running = await Running.start(sys.executable, example, url=nats_url)
+    await running.wait_line("{'gpu-a/host-tier-0': 2}")
+    source.store(3)  # Lost.
+    source.store(4)
+    await publish(bus, source.events[-1])
+    await running.wait_line("{'gpu-a/host-tier-0': 4}")
+    source.remove(1)
+    later = json.loads(event_codec.encode(source.events[-1])) | {"novelty": {"a": [1]}}
+    await bus.publish(event_subject(source.events[-1]), json.dumps(later).encode())
+    await running.wait_line("{'gpu-a/host-tier-0': 3}")
+    source.clear()
+    await publish(bus, source.events[-1])
+    await running.wait_line("{'gpu-a/host-tier-0': 0}")
+    await running.end()
+
+
+def commands(program: str) -> list[list[str]]:
+    """The document's command lines of a program."""
+    found = re.findall(rf"^    {program} (.*)$", TEXT, re.MULTILINE)
+    assert found
+    return [shlex.split(line) for line in found]
+
+
+@pytest.mark.parametrize("arguments", commands("kvbm"), ids=" ".join)
+async def test_the_kvbm_commands(
+    bus: Bus, nats_url: str, history: list[Event], arguments: list[str]
+) -> None:
+    """Each shows the events it is about; what follows is published until it has been seen."""
+    running = await Running.start(KVBM, *arguments, url=nats_url)
+    if "--no-follow" in arguments:
+        await running.wait_line('"seq":1')
+        await running.process.communicate()
+        assert running.process.returncode == 0
+        return
+    more = asyncio.create_task(_publish_more(bus))
+    await running.wait_line("removed" if "removed" in arguments else "gpu-a")
+    more.cancel()
+    await asyncio.gather(more, return_exceptions=True)
+    assert await running.end() == 0
+
+
+async def _publish_more(bus: Bus) -> None:
+    for number in range(1, 1_000):
+        source = Source(epoch=10 + number)
+        source.store(number)
+        source.remove(number)
+        await publish(bus, *source.events)
+
+
+@pytest.mark.parametrize("arguments", commands("nats"), ids=" ".join)
+async def test_the_nats_commands_ask_what_there_is(
+    bus: Bus, history: list[Event], source: Source, arguments: list[str]
+) -> None:
+    """Goal: each subject, stream and payload of a `nats` line is right. Method: the same question
+    through our client, since the tool itself is not a part of this project."""
+    fill = {"HOST": "gpu-a", "ENGINE": "sim-0"}
+    words = [re.sub(r"\b(HOST|ENGINE)\b", lambda m: fill[m[1]], word) for word in arguments]
+    match words:
+        case ["sub", option, subject]:
+            start = {"--all": "all", "--last-per-subject": "last_per_subject"}[option]
+            async with bus.event_subscription(start=start, subject=subject) as messages:  # type: ignore[arg-type]
+                async with asyncio.timeout(DEADLINE_S):
+                    assert len(await anext(messages)) > 0
+        case ["stream", "info", name]:
+            assert name == EVENTS.name
+            found = json.loads(await call_api(bus, f"STREAM.INFO.{name}"))
+            assert found["config"]["subjects"] == ["kvbm.v1.events.>"]
+        case ["micro", "ls"]:
+            reply = await bus.request("$SRV.INFO", b"", deadline_s=2.0)
+            assert json.loads(reply)["name"] == "kvbm-host-tier"
+        case ["req", subject, payload]:
+            heard: list[bytes] = []
+
+            async def answer(raw: bytes) -> bytes:
+                heard.append(raw)
+                return b"{}"
+
+            kind = subject.split(".")[2]
+            if kind != "host-tier":
+                await bus.add_verbs(kind, "0", "gpu-a", {"snapshot": answer}, shared=False)
+                await bus.add_verbs(kind, "0", "gpu-a", {"dump": answer}, shared=True)
+            assert (
+                json.loads(await bus.request(subject, payload.encode(), deadline_s=2.0)) is not None
+            )
+            assert "source" in json.loads(payload)
+        case _:
+            raise AssertionError(words)
+
+
+async def test_a_wrong_option_ends_with_2_and_an_absent_nats_with_1() -> None:
+    running = await Running.start(KVBM, "events", "tail", "--since", "x", url="nats://127.0.0.1:1")
+    await running.process.communicate()
+    assert running.process.returncode == 2
+
+
+def test_removed_without_a_reason_has_no_trailing_blank() -> None:
+    event = Removed(host="h", source="s", tier="disk", epoch=1, seq=2, ts_ms=0,
+                    namespace="0" * 64, hashes=["0" * 32])  # fmt: skip
+    assert line_of(EventMessage("", event_codec.encode(event), 1)).endswith("00000000")

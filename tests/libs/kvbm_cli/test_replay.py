@@ -1,0 +1,120 @@
+"""Replays and their bound, and the command `kvbm simulate`."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbm_cli.main import make_app
+from kvbm_cli.replay import Chain, bound_of, hits_of, requests_of
+from kvbm_cli.simulate import capacities_of
+from kvbm_common.errors import ConfigError
+from kvbm_common.eviction import Lru
+from kvbm_common.identity import SequenceHash
+from typer.testing import CliRunner
+
+REQUESTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), max_size=6)
+
+
+def prefix_hits(chain: Chain, here: frozenset[SequenceHash]) -> int:
+    """The leading blocks that are there."""
+    return next((n for n, block in enumerate(chain) if block not in here), len(chain))
+
+
+def best_of_all(chains: tuple[Chain, ...], slot_count: int) -> int:
+    """Try every content after every request: what was there, or was in the request."""
+    best = {frozenset[SequenceHash](): 0}
+    for chain in chains:
+        after: dict[frozenset[SequenceHash], int] = {}
+        for here, hits in best.items():
+            total = hits + prefix_hits(chain, here)
+            could = sorted(here | set(chain))
+            for size in range(min(slot_count, len(could)) + 1):
+                for kept in map(frozenset, combinations(could, size)):
+                    after[kept] = max(after.get(kept, 0), total)
+        best = after
+    return max(best.values())
+
+
+@given(REQUESTS, st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_the_bound_is_the_best_that_can_be(requests: list[list[int]], slot_count: int) -> None:
+    """Against all that a tier could do, tried out: not less, and not more."""
+    load = requests_of(requests)
+    assert bound_of(load, slot_count) == best_of_all(load.chains, slot_count)
+
+
+def test_a_block_hits_only_behind_its_prefix() -> None:
+    """[1 2 3], then [9 2 3]: equal ids, but other blocks. Then [1 2 4] hits two."""
+    load = requests_of([[1, 2, 3], [9, 2, 3], [1, 2, 4]])
+    assert (load.block_count, load.references) == (7, 9)
+    assert hits_of(load, Lru(), 100) == bound_of(load, 100) == 2
+
+
+def test_lru_loses_what_the_bound_keeps() -> None:
+    """Three requests of two blocks round and round, in four slots."""
+    load = requests_of([[10 * n, 10 * n + 1] for n in (1, 2, 3)] * 10)
+    assert hits_of(load, Lru(), 4) == 0
+    assert bound_of(load, 4) == 36
+
+
+@pytest.mark.parametrize("text", ["", "x", "1%%", "-3", "5,,6", "1.5", "%"])
+def test_a_capacity_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--capacity"):
+        capacities_of(text, 100)
+
+
+def test_capacities_in_blocks_and_percent() -> None:
+    """Rounded down, and never nothing."""
+    assert capacities_of("7,2%,0.5%, 0.1%", 1000) == [7, 20, 5, 1]
+
+
+def simulate(*arguments: str) -> tuple[int, str]:
+    """The command as a user runs it: exit code and output."""
+    result = CliRunner().invoke(make_app(["simulate"]), ["simulate", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three requests round and round, and one that is longer than what there is room for."""
+    rounds = [[10 * n, 10 * n + 1] for n in (1, 2, 3)] * 10
+    path = tmp_path / "trace.jsonl"
+    lines = [json.dumps({"timestamp": 0, "hash_ids": ids}) for ids in [*rounds, [1, 2, 3, 4, 5]]]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_simulate_prints_and_writes(trace: Path, tmp_path: Path) -> None:
+    """Every policy at every capacity, with the bound and the distance to it."""
+    code, output = simulate("--trace", str(trace), "--capacity", "4,100%", "--policy", "lru,prefix",
+                            "--json", str(tmp_path / "out.json"))  # fmt: skip
+    assert code == 0, output
+    assert "31 requests, 65 blocks asked for, 11 distinct" in output
+    result = json.loads((tmp_path / "out.json").read_bytes())
+    assert result["bound_unlimited"] == pytest.approx(54 / 65, abs=1e-6)
+    rows = {(row["capacity_blocks"], row["policy"]): row for row in result["rows"]}
+    assert set(rows) == {(n, policy) for n in (4, 11) for policy in ("lru", "prefix")}
+    assert rows[4, "lru"]["hits"] == 0
+    assert rows[11, "prefix"]["hits"] == 54
+    for row in rows.values():
+        assert row["distance"] == pytest.approx(row["bound"] - row["hit_rate"], abs=2e-6)
+        assert f"{row['hit_rate']:.2%}" in output
+
+
+def test_simulate_refuses(trace: Path, tmp_path: Path) -> None:
+    """An unknown policy, no capacity, a file that is no trace, one that is not there."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"hash_ids": [1]}\n{"hash_ids": 5}\n')
+    for arguments, code, said in (
+        (("--trace", str(trace), "--policy", "best"), 1, "there are: lfu, lru, prefix"),
+        (("--trace", str(trace), "--capacity", "some"), 2, "a number of blocks"),
+        (("--trace", str(bad)), 1, "bad.jsonl, line 2"),
+        (("--trace", str(tmp_path / "nowhere")), 1, "cannot be read"),
+    ):
+        assert simulate(*arguments)[0] == code
+        assert said in simulate(*arguments)[1]

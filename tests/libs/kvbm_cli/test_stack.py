@@ -1,0 +1,206 @@
+"""The stack and the life of a service, with sample services in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from kvbm_cli.layout import processes_of
+from kvbm_cli.stack import Stack, ready_deadline_s
+from kvbm_common.config.settings import Settings
+from kvbm_common.errors import NoResponder, RequestFailed, ServiceFailed
+from kvbm_common.nats.bus import Bus
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_common.wire.verbs import StatsReply
+
+from tests.libs.sample_services import install
+from tests.waiting import ask_until, lives, wait_until
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _sample_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+async def test_stack_starts_serves_and_leaves_nothing() -> None:
+    """Goal: a whole life.
+
+    1. Two services become ready. 2. They are in the registry, with the epoch that they have.
+    3. They answer `stats` and `metrics`. 4. After the end no process and no file is left.
+    """
+    started_s = time.monotonic()
+    async with Stack.private(services=["sample", "other"]) as stack:
+        assert time.monotonic() - started_s < 5
+        pids = stack.pids
+        assert set(pids) == {"nats", "sample", "other"}
+        bus = await Bus.connect(stack.nats_url, "test")
+        registry = NatsRegistry(bus, ttl_s=5)
+        records = {record.kind: record for record in await registry.list()}
+        assert {kind: record.pid for kind, record in records.items()} == {
+            kind: pid for kind, pid in pids.items() if kind != "nats"
+        }
+        subject = f"kvbm.v1.sample.{stack.settings.host}.0"
+        reply = await bus.request(f"{subject}.stats", b"{}", deadline_s=2)
+        stats = msgspec.json.decode(reply, type=StatsReply)
+        assert stats.epoch == records["sample"].epoch
+        assert stack.services["sample"].description == f"epoch {stats.epoch}"
+        reply = await bus.request(f"{subject}.metrics", b"{}", deadline_s=2)
+        snapshot = msgspec.json.decode(reply, type=MetricsSnapshot)
+        families = {family.name: family for family in snapshot.families}
+        assert families["kvbm_samples_total"].samples[0].value == 3
+        with pytest.raises(RequestFailed, match="not_ready"):
+            await bus.request(f"kvbm.v1.other.{stack.settings.host}.0.stats", b"{}", deadline_s=2)
+        await registry.close()
+        await bus.close()
+        stopping_s = time.monotonic()
+    assert time.monotonic() - stopping_s < 5
+    assert not any(lives(pid) for pid in pids.values())
+    assert not stack.settings.runtime_dir.parent.exists()
+
+
+def test_a_large_arena_has_more_time_to_be_allocated() -> None:
+    """Goal: `kvbm up` does not give up a host tier that allocates 100 GB; others gain nothing."""
+    settings = Settings.load({}, {"cpu_cache_gb": 100.0})
+    small = ready_deadline_s("disk-tier", settings)
+    assert ready_deadline_s("host-tier", settings) == small + 800
+    assert ready_deadline_s("host-tier-1", settings) == small + 800
+
+
+async def test_killed_service_starts_again_with_a_later_epoch() -> None:
+    """Goal: kill -9 and start, as the fault tests do."""
+    async with Stack.private(services=["sample"]) as stack:
+        first = stack.services["sample"].description
+        await stack.kill("sample")
+        assert "sample" not in stack.pids
+        await stack.start("sample")
+        await stack.wait_ready("sample")
+        second = stack.services["sample"].description
+    assert int(second.split()[1]) > int(first.split()[1])
+
+
+async def test_crashed_service_is_started_again() -> None:
+    """Goal: with `restart`, a service that dies by itself comes back."""
+    async with Stack.private(services=["sample"], restart=True) as stack:
+        service = stack.services["sample"]
+        os.kill(service.pid, signal.SIGKILL)
+        await wait_until(lambda: service.restarts == 1 and service.is_ready)
+    assert stack.pids == {}
+
+
+async def test_service_survives_nats() -> None:
+    """Goal: NATS is killed and comes back; the service is the same process and serves again."""
+    async with Stack.private(services=["sample"]) as stack:
+        pid = stack.pids["sample"]
+        await stack.kill("nats")
+        await stack.start("nats")
+        bus = await Bus.connect(stack.nats_url, "test")
+        subject = f"kvbm.v1.sample.{stack.settings.host}.0.stats"
+        await ask_until(
+            lambda: bus.request(subject, b"{}", deadline_s=1),
+            deadline_s=DEADLINE_S, despite=NoResponder,
+        )  # fmt: skip
+        await bus.close()
+        assert stack.pids["sample"] == pid
+
+
+async def test_service_that_cannot_start_is_a_typed_error_with_its_log() -> None:
+    """Goal: the reason is in the message, and what had started is stopped again."""
+    stack = Stack.private(services=["sample", "failing"])
+    with pytest.raises(ServiceFailed, match="this is the reason"):
+        await stack.open()
+    await stack.close()
+    assert stack.pids == {}
+
+
+async def test_bad_settings_are_not_tried_again() -> None:
+    """Goal: exit code 2 ends it even with `restart`."""
+    stack = Stack.private(services=["nothing-of-this-name"], restart=True)
+    with pytest.raises(ServiceFailed, match="no service"):
+        await stack.open()
+    await stack.close()
+
+
+async def test_stubborn_service_is_stopped_in_time() -> None:
+    """Goal: less than 5 s even if a service ignores its cancellation."""
+    async with Stack.private(services=["stubborn"]) as stack:
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 5
+    assert stack.pids == {}
+
+
+async def test_two_stacks_in_one_runtime_directory_are_refused(tmp_path: Path) -> None:
+    """Goal: the second does not take the sockets of the first away."""
+    async with Stack.private(services=[]) as first:
+        second = Stack.private({"runtime_dir": first.settings.runtime_dir}, services=[])
+        with pytest.raises(ServiceFailed, match=f"process {os.getpid()} runs a stack"):
+            await second.open()
+        await second.close()
+        assert (first.settings.runtime_dir / "stack.lock").exists()
+
+
+async def test_services_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Goal: no orphan after kill -9 of `kvbm up`. Method: kill it, watch its children."""
+    script = tmp_path / "up.py"
+    script.write_text(
+        "import asyncio\n"
+        "from kvbm_cli.stack import Stack\n"
+        "async def main():\n"
+        "    async with Stack.private(services=['sample']) as stack:\n"
+        "        print(*stack.pids.values(), stack.settings.runtime_dir.parent, flush=True)\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    *pids, directory = (await parent.stdout.readline()).decode().split()
+    parent.kill()
+    await parent.wait()
+    await wait_until(lambda: not any(lives(int(pid)) for pid in pids))
+    await asyncio.to_thread(_remove, Path(directory))
+
+
+def _remove(directory: Path) -> None:
+    import shutil
+
+    shutil.rmtree(directory)
+
+
+def test_each_directory_has_a_disk_tier() -> None:
+    settings = Settings.load(
+        {"DYN_KVBM_DISK_CACHE_DIR": "/d1, /d2", "DYN_KVBM_DISK_CACHE_GB": "3"}, {"instance": "a"}
+    )
+    processes = processes_of("disk-tier", settings)
+    found = {name: Settings.load(own) for name, own in processes.items()}
+    assert {
+        name: (own.instance, own.disk_cache_dirs, own.disk_cache_gb) for name, own in found.items()
+    } == {
+        "disk-tier": ("a", (Path("/d1"),), 1.5),
+        "disk-tier-1": ("a-1", (Path("/d2"),), 1.5),
+    }
+    assert processes_of("index", settings) == {"index": {}}
+    assert processes_of("disk-tier", Settings.load({})) == {"disk-tier": {}}
+
+
+def test_host_tiers_share_the_size_and_are_numbered_as_containers_are() -> None:
+    """Goal: a name for each by which it and its arena are told apart, wherever it was started."""
+    settings = Settings.load({"KVBM_HOST_TIERS": "3", "DYN_KVBM_CPU_CACHE_GB": "6"})
+    found = {name: Settings.load(own) for name, own in processes_of("host-tier", settings).items()}
+    assert {name: (own.instance, own.cpu_cache_gb) for name, own in found.items()} == {
+        "host-tier": ("0", 2.0), "host-tier-1": ("1", 2.0), "host-tier-2": ("2", 2.0)
+    }  # fmt: skip
+    blocks = {"KVBM_HOST_TIERS": "2", "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "100"}
+    own = processes_of("host-tier", Settings.load(blocks))["host-tier-1"]
+    assert Settings.load(own).cpu_cache_override_num_blocks == 50
+    assert processes_of("host-tier", Settings.load({})) == {"host-tier": {}}

@@ -1,0 +1,177 @@
+"""The configuration: sources and their order, parsing, errors, warnings, and the manual."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from kvbm_common.config import manual
+from kvbm_common.config.settings import Settings, all_settings
+from kvbm_common.errors import ConfigError
+
+MANUAL = Path(__file__).parents[4] / "docs" / "configuration.md"
+
+
+def load(**environ: str) -> Settings:
+    return Settings.load(environ)
+
+
+def test_defaults_are_those_of_kvbm() -> None:
+    """Goal: the documented defaults, and sockets in the runtime directory."""
+    settings = load()
+    assert settings.cpu_cache_gb == 0
+    assert settings.max_concurrent_transfers == 4
+    assert settings.max_transfer_batch_size == 16
+    assert settings.leader_worker_init_timeout_s == 1800
+    assert settings.metrics_port == 6880
+    assert settings.runtime_dir == Path(f"/tmp/kvbm-{os.getuid()}")
+    assert settings.host_tier_endpoint == f"ipc:///tmp/kvbm-{os.getuid()}/host-tier.sock"
+    assert settings.warnings == ()
+
+
+def test_order_of_sources(tmp_path: Path) -> None:
+    """Goal: command line, environment, file, default; and each value knows where it is from."""
+    file = tmp_path / "kvbm.toml"
+    file.write_text(
+        "[host_tier]\ncpu_cache_gb = 1\nstaging_gb = 0.5\n[transfers]\nlease_ms = 1000\n"
+    )
+    environ = {
+        "KVBM_CONFIG_FILE": str(file),
+        "DYN_KVBM_CPU_CACHE_GB": "2.5",
+        "KVBM_LEASE_MS": "2000",
+    }
+    settings = Settings.load(environ, {"lease_ms": 3000})
+    assert (settings.staging_gb, settings.cpu_cache_gb, settings.lease_ms) == (0.5, 2.5, 3000)
+    assert settings.provenance("lease_ms") == "command line"
+    assert settings.provenance("cpu_cache_gb") == "environment DYN_KVBM_CPU_CACHE_GB"
+    assert settings.provenance("staging_gb") == f"file {file}"
+    assert settings.provenance("nats_url") == "default"
+
+
+@pytest.mark.parametrize("text", ["1", "true", "TRUE", "yes", "On"])
+def test_true(text: str) -> None:
+    assert load(DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=text).disable_disk_offload_filter
+
+
+@pytest.mark.parametrize("text", ["0", "false", "False", "no", "OFF"])
+def test_false_is_false(text: str) -> None:
+    assert not load(DYN_KVBM_METRICS=text).metrics
+    assert not load(DYN_KVBM_DISK_ZEROFILL_FALLBACK=text).disk_zerofill_fallback
+
+
+def test_empty_variable_is_unset() -> None:
+    """Goal: what compose files make of a variable that is not set."""
+    settings = load(DYN_KVBM_METRICS_PORT="", DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS="")
+    assert settings.metrics_port == 6880
+    assert settings.cpu_cache_override_num_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("DYN_KVBM_CPU_CACHE_GB", "-1"),
+        ("DYN_KVBM_CPU_CACHE_GB", "nan"),
+        ("DYN_KVBM_CPU_CACHE_GB", "4GB"),
+        ("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "0"),
+        ("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "2.5"),
+        ("DYN_KVBM_METRICS_PORT", "70000"),
+        ("DYN_KVBM_METRICS", "maybe"),
+        ("DYN_KVBM_DISK_CACHE_DIR", "relative/path"),
+        ("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", "both"),
+        ("KVBM_NATS_URL", "127.0.0.1:4222"),
+        ("KVBM_HOST", "host.with.dots"),
+        ("KVBM_HOST_TIER_ENDPOINT", "/tmp/socket"),
+    ],
+)
+def test_bad_value_names_variable_value_and_what_is_accepted(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**{variable: value})
+    assert (caught.value.variable, caught.value.value) == (variable, value)
+    for part in (variable, value, caught.value.accepted):
+        assert part in str(caught.value)
+
+
+def test_bad_value_in_a_file_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvbm.toml"
+    file.write_text("[transfers]\nlease_ms = 'long'\n")
+    with pytest.raises(ConfigError, match=r"transfers\.lease_ms in file .*kvbm\.toml"):
+        load(KVBM_CONFIG_FILE=str(file))
+
+
+@pytest.mark.parametrize("text", ["[transfers", None])
+def test_unreadable_file(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "kvbm.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match="KVBM_CONFIG_FILE"):
+        load(KVBM_CONFIG_FILE=str(file))
+
+
+def test_unknown_names_are_warned_about(tmp_path: Path) -> None:
+    """Goal: a typing mistake is seen; KVBM's names without effect are told apart."""
+    file = tmp_path / "kvbm.toml"
+    file.write_text("surprise = 1\n[transfers]\nleas_ms = 1\n")
+    settings = load(
+        KVBM_CONFIG_FILE=str(file),
+        DYN_KVBM_CPU_CACH_GB="1",
+        KVBM_WHATEVER="1",
+        DYN_KVBM_NIXL_BACKEND_UCX="true",
+        PATH="/bin",
+    )
+    text = "\n".join(settings.warnings)
+    assert "DYN_KVBM_CPU_CACH_GB is not a setting; did you mean DYN_KVBM_CPU_CACHE_GB?" in text
+    assert "KVBM_WHATEVER is not a setting" in text
+    assert "DYN_KVBM_NIXL_BACKEND_UCX has no effect here" in text
+    assert "transfers.leas_ms is not a setting; did you mean transfers.lease_ms?" in text
+    assert "surprise is not a setting" in text
+    assert len(settings.warnings) == 5
+
+
+def test_child_process_gets_the_same_settings() -> None:
+    """Goal: `as_environ` carries everything that is not a default."""
+    settings = Settings.load(
+        {"DYN_KVBM_METRICS": "no"}, {"cpu_cache_gb": 0.125, "runtime_dir": Path("/tmp/x")}
+    )
+    child = Settings.load(settings.as_environ())
+    assert child == settings
+
+
+def test_every_setting_is_told_apart() -> None:
+    variables = [declared.variable for declared in all_settings()]
+    assert len(set(variables)) == len(variables) > 30
+    foreign = {name for name in variables if not name.startswith(("DYN_KVBM_", "KVBM_"))}
+    assert foreign == {"ETCD_ENDPOINTS"}, "Dynamo's name"
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoints", "servers"),
+    [
+        ("", "", ()),
+        ("nats", "https://not.read", ()),
+        ("etcd", "", ("localhost:2379",)),
+        ("etcd", "http://a:1,http://b:2", ("a:1", "b:2")),
+        ("etcd://a:1,b", "http://c:3", ("a:1", "b:2379")),
+        ("etcd://[::1]:7", "", ("[::1]:7",)),
+    ],
+)
+def test_registry_is_nats_or_etcd(url: str, endpoints: str, servers: tuple[str, ...]) -> None:
+    """Goal: our variable decides; Dynamo's says where etcd is when ours does not."""
+    assert load(KVBM_REGISTRY_URL=url, ETCD_ENDPOINTS=endpoints).etcd_servers == servers
+
+
+@pytest.mark.parametrize("url", ["etcd://", "etcd://a:x", "http://a:1", "zookeeper"])
+def test_registry_must_be_known(url: str) -> None:
+    with pytest.raises(ConfigError, match="KVBM_REGISTRY_URL"):
+        load(KVBM_REGISTRY_URL=url)
+
+
+def test_etcd_endpoints_are_checked_when_they_are_read() -> None:
+    """Goal: a variable of somebody else's ends nothing of ours, unless we were told to use it."""
+    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
+        load(KVBM_REGISTRY_URL="etcd", ETCD_ENDPOINTS="https://a:1")
+
+
+def test_manual_is_current() -> None:
+    """Goal: docs/configuration.md is what `python -m kvbm_common.config.manual` prints."""
+    assert MANUAL.read_text() == manual.render()

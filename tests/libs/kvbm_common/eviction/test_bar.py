@@ -1,0 +1,78 @@
+"""The bar for `prefix`: on no load and at no capacity worse than LRU by half a point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kvbm_cli.replay import Requests, bound_of, hits_of, requests_of
+from kvbm_common.eviction import make_policy
+
+from benchmarks.eviction_loads import LOADS
+
+BAR = 0.005
+QUICK = ("chat", "agents", "documents", "a loop", "a shift", "strangers")
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+def rates(load: Requests, share: float) -> tuple[float, float, float]:
+    """Hit rates of LRU and prefix, and the bound."""
+    slot_count = max(1, int(share * load.block_count))
+    lru = hits_of(load, make_policy("lru"), slot_count)
+    ours = hits_of(load, make_policy("prefix", slot_count), slot_count)
+    bound = bound_of(load, slot_count)
+    return lru / load.references, ours / load.references, bound / load.references
+
+
+def cases(requests: int, seed: int, shares: tuple[float, ...], *names: str) -> Iterator[str]:
+    """The cases below the bar, in words."""
+    for name in names:
+        load = requests_of(LOADS[name](requests, seed))
+        for share in shares:
+            lru, ours, bound = rates(load, share)
+            assert lru <= bound
+            assert ours <= bound
+            if ours < lru - BAR:
+                yield f"{name}, {share:.1%}: lru {lru:.2%}, prefix {ours:.2%}"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_never_worse_than_lru(name: str) -> None:
+    """Goal: nobody regrets it. A small cache, a middling and a large one."""
+    assert not list(cases(1000, 1, (0.01, 0.05, 0.3), name))
+
+
+@pytest.mark.parametrize("slot_count", [1, 2, 3, 5, 8])
+def test_tiny_caches(slot_count: int) -> None:
+    """Goal: a cache smaller than a request still serves its beginning."""
+    load = requests_of(LOADS["documents"](400, 2))
+    lru = hits_of(load, make_policy("lru"), slot_count)
+    ours = hits_of(load, make_policy("prefix", slot_count), slot_count)
+    assert ours >= lru - BAR * load.references
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "gain"), [("a loop", 0.5, 0.3), ("documents", 0.02, 0.03)]
+)
+def test_better_where_there_is_something_to_gain(name: str, share: float, gain: float) -> None:
+    """Goal: not LRU under another name. A loop larger than the cache, and documents that lasting
+    popularity tells from the rest.
+    """
+    lru, ours, _ = rates(requests_of(LOADS[name](1500, 1)), share)
+    assert ours > lru + gain
+
+
+def test_the_same_again() -> None:
+    """Goal: a simulation can be replayed. Twice the same requests give the same hits."""
+    load = requests_of(LOADS["a shift"](600, 3))
+    first, again = (hits_of(load, make_policy("prefix", 100), 100) for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_the_whole_matrix(name: str, seed: int) -> None:
+    """Every load at every capacity, longer."""
+    assert not list(cases(4000, seed, SHARES, name))

@@ -1,0 +1,147 @@
+"""The parts of `prefix`: counts, worth by age, the duel with LRU; and `lfu`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbm_common.eviction import Lfu
+from kvbm_common.eviction.duel import GHOSTS_MAX, Duel
+from kvbm_common.eviction.reuse_curves import (
+    BUCKETS,
+    EDGES,
+    WAITED_MAX,
+    WIDTHS,
+    ReuseCurves,
+    bucket_of,
+    worth_of,
+)
+from kvbm_common.eviction.sketch import PLACES_MIN, PLACES_PER_USE, Sketch, mix
+
+from tests.libs.helpers import name, names
+
+
+def test_lfu_keeps_what_is_used_often() -> None:
+    """1 is used twice, 2 once, 3 never: they leave in the reverse order."""
+    lfu = Lfu()
+    for number in (1, 2, 3):
+        lfu.admit(name(number), name(0))
+    for number in (1, 1, 2):
+        lfu.touch(name(number))
+    assert lfu.victims(3) == names(3, 2, 1)
+
+
+def test_lfu_forgets_old_fame() -> None:
+    """1 was used three times; after as many victims of growing age a new block outlives it."""
+    lfu = Lfu()
+    lfu.admit(name(1), name(0))
+    for _ in range(3):
+        lfu.touch(name(1))
+    for number in range(2, 7):
+        lfu.admit(name(number), name(0))
+        lfu.touch(name(number))
+        lfu.forget(name(number))
+    lfu.admit(name(9), name(0))
+    assert lfu.victims(2) == names(1, 9)
+
+
+def test_a_sketch_counts_names() -> None:
+    """Seven hundred names, each as often as its number says; nothing is counted too low."""
+    sketch = Sketch(0)
+    counts = {number: [sketch.add(mix(name(number))) for _ in range(number % 7 + 1)]
+              for number in range(700)}  # fmt: skip
+    exact = [found == list(range(1, number % 7 + 2)) for number, found in counts.items()]
+    assert sum(exact) >= 695
+    assert all(found[-1] >= number % 7 + 1 for number, found in counts.items())
+
+
+def test_a_sketch_forgets() -> None:
+    """Popular once, and then nobody asks for as long as the table remembers."""
+    sketch = Sketch(0)
+    for _ in range(8):
+        before = sketch.add(mix(name(1)))
+    for number in range(2, 2 + PLACES_MIN // PLACES_PER_USE):
+        sketch.add(mix(name(number)))
+    assert before == 8
+    assert sketch.add(mix(name(1))) == 5
+
+
+@given(st.integers(0, 10**8))
+def test_an_age_is_in_its_bucket(age: int) -> None:
+    """Between its edges; the last bucket takes the rest."""
+    bucket = bucket_of(age)
+    assert EDGES[bucket] <= age
+    assert age < EDGES[bucket + 1] or bucket == BUCKETS - 1
+
+
+@given(st.lists(st.floats(0, 0.3), min_size=BUCKETS, max_size=BUCKETS))
+@settings(max_examples=25, deadline=None)
+def test_worth_is_the_best_rate_of_hits(hazards: list[float]) -> None:
+    """Against the formula of the module: try every later end."""
+    worth = worth_of(hazards)
+    for start in range(BUCKETS):
+        alive, hits, time, best = 1.0, 0.0, 0.0, 0.0
+        for hazard, width in list(zip(hazards, WIDTHS, strict=True))[start:]:
+            back = alive * hazard
+            hits, time = hits + back, time + width * (alive - back / 2)
+            alive = alive - back
+            best = max(best, hits / time)
+        assert worth[start] == pytest.approx(best, rel=1e-3)
+
+
+def test_who_comes_back_after_a_pause_is_worth_more_while_it_lasts() -> None:
+    """Kind 0 comes back after 200 uses, always; kind 1 never. The worth of 0 rises until then."""
+    returns, now = ReuseCurves(2, 500), 0
+    for number in range(6000):
+        now += 1
+        returns.used(name(number % 100), mix(name(number % 100)), 0, now)
+        now += 1
+        returns.used(name(10**6 + number), mix(name(10**6 + number)), 1, now)
+    returns.learn(now)
+    pausing, once = returns.worth
+    assert pausing[bucket_of(1)] < pausing[bucket_of(100)] < pausing[bucket_of(190)]
+    assert pausing[bucket_of(1)] > 20 * once[bucket_of(1)]
+    assert len(returns) <= WAITED_MAX
+
+
+def test_the_duel_follows_lru_while_nothing_is_lost() -> None:
+    """Misses of what was never seen before are nobody's fault; those of known blocks are."""
+    duel = Duel(100)
+    for number in range(3000):
+        duel.used(name(number), hit=False, again=False)
+        duel.forgot(name(number))
+    assert duel.follows_lru
+    for number in range(3000):
+        duel.used(name(number), hit=False, again=True)
+        duel.forgot(name(number))
+    assert not duel.follows_lru
+
+
+def test_the_duel_follows_lru_when_it_does_better() -> None:
+    """100 blocks that LRU would hold are missed over and over: it is followed, and tried again
+    after a while.
+    """
+    duel, modes = Duel(100), list[bool]()
+    for number in range(20_000):
+        block = name(number % 90)
+        duel.used(block, hit=False, again=True)
+        duel.freed(block)
+        modes.append(duel.follows_lru)
+    first = modes.index(False)
+    assert True in modes[first:]
+    beaten = modes[first:].index(True) + first
+    assert beaten - first < 200
+    assert False in modes[beaten:]
+    assert duel.trips > 1
+    assert modes[-5000:].count(True) > 4000, "each failure is to be paid with patience"
+
+
+def test_the_ghosts_of_a_large_tier_are_a_sample() -> None:
+    """Bounded, and about the right part of all names."""
+    duel = Duel(10 * GHOSTS_MAX)
+    sampled = [number for number in range(50_000) if duel.samples(mix(name(number)))]
+    assert 4500 < len(sampled) < 5500
+    for number in range(3 * GHOSTS_MAX):
+        duel.used(name(number), hit=False, again=False)
+        duel.freed(name(number))
+    assert len(duel) == GHOSTS_MAX

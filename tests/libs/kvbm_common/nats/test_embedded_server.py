@@ -1,0 +1,69 @@
+"""The embedded nats-server: starts, keeps its data, stops, and dies with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from kvbm_common.errors import ServiceFailed
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.jetstream import EVENTS, ensure_stream, publish_acknowledged
+
+from tests.waiting import lives, wait_until
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from kvbm_common.nats.embedded_server import NatsServer
+
+async def main():
+    server = NatsServer(Path(sys.argv[1]))
+    await server.start()
+    print(server.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_data_survive_kill_and_restart_on_the_same_port(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path)
+    await server.start()
+    url = server.url
+    bus = await Bus.connect(url, "test")
+    await ensure_stream(bus, EVENTS)
+    await publish_acknowledged(bus, "kvbm.v1.events.h.s.stored", b"1")
+    await bus.close()
+    server.kill()
+    assert not server.running
+    await server.start()
+    assert server.url == url
+    bus = await Bus.connect(url, "test")
+    assert (await ensure_stream(bus, EVENTS)).state.last_seq == 1
+    await bus.close()
+    await server.stop()
+    assert server.pid == 0
+
+
+async def test_port_in_use_is_a_typed_error(nats_server: NatsServer, tmp_path: Path) -> None:
+    """Goal: a second server on the port fails, quoting its log; it is not taken for the first."""
+    second = NatsServer(tmp_path / "second", port=nats_server.port)
+    with pytest.raises(ServiceFailed, match="address already in use"):
+        await second.start()
+    assert not second.running
+
+
+async def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    """Goal: no orphan. Method: a process that starts one is killed with SIGKILL."""
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    assert lives(pid)
+    parent.kill()
+    await parent.wait()
+    await wait_until(lambda: not lives(pid))

@@ -1,0 +1,69 @@
+"""The object store on a real NATS: whole objects or errors, and NATS's own format."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import nats
+import pytest
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.object_store import CHUNK_BYTES, ObjectBroken, ObjectStore
+
+LARGE = hashlib.shake_128(b"object").digest(2 * CHUNK_BYTES + 17)
+
+
+@pytest.fixture
+def store(bus: Bus) -> ObjectStore:
+    """An empty bucket."""
+    return ObjectStore(bus, "things", bytes_max=1 << 26)
+
+
+async def test_an_object_comes_back(store: ObjectStore) -> None:
+    assert await store.info("a") is None
+    for content in (LARGE, b"x"):
+        await store.put("a", content, nuid=str(len(content)), metadata={"position": "7"})
+        info = await store.info("a")
+        assert info is not None
+        assert (info.size, info.metadata) == (len(content), {"position": "7"})
+        assert await store.get(info, deadline_s=5) == content
+
+
+async def test_the_object_before_leaves_nothing(store: ObjectStore, bus: Bus) -> None:
+    for nuid in ("one", "two"):
+        before = await store.put("a", LARGE, nuid=nuid, metadata={})
+    state = msgspec.json.decode(await call_api(bus, "STREAM.INFO.OBJ_things"))["state"]
+    assert state["messages"] == before.chunks + 1
+
+
+async def test_an_object_that_is_replaced_meanwhile_is_broken(store: ObjectStore) -> None:
+    before = await store.put("a", LARGE, nuid="one", metadata={})
+    await store.put("a", LARGE, nuid="two", metadata={})
+    with pytest.raises(ObjectBroken):
+        await store.get(before, deadline_s=0.2)
+
+
+async def test_another_content_is_broken(store: ObjectStore) -> None:
+    info = await store.put("a", LARGE, nuid="one", metadata={})
+    wrong = msgspec.structs.replace(info, digest="SHA-256=no")
+    with pytest.raises(ObjectBroken):
+        await store.get(wrong, deadline_s=5)
+
+
+async def test_a_writer_that_died_is_not_noticed(store: ObjectStore, bus: Bus) -> None:
+    """Chunks without a description are nobody's."""
+    await store.put("a", b"x", nuid="one", metadata={})
+    await bus.request_raw("$O.things.C.dead", LARGE[:CHUNK_BYTES], deadline_s=2)
+    info = await store.info("a")
+    assert info is not None
+    assert await store.get(info, deadline_s=5) == b"x"
+
+
+async def test_the_nats_client_reads_it(store: ObjectStore, nats_url: str) -> None:
+    """Goal: `nats object get` works on what we write."""
+    await store.put("a", LARGE, nuid="one", metadata={})
+    client = await nats.connect(nats_url)
+    theirs = await client.jetstream().object_store("things")
+    assert (await theirs.get("a")).data == LARGE
+    await client.close()

@@ -1,0 +1,78 @@
+"""The roster: who is gone, and when that is believed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from kvbm_common.registry.presence import Presence
+from kvbm_common.registry.records import Changed, Joined, Left, ServiceRecord
+
+TTL_S, GRACE_S = 5.0, 1.0
+
+
+def record(instance: str, epoch: int = 1) -> ServiceRecord:
+    """One service."""
+    return ServiceRecord(
+        kind="index", host="h", instance=instance, epoch=epoch, pid=1, started_ms=0, ttl_s=TTL_S
+    )
+
+
+def payload(instance: str, epoch: int = 1) -> bytes:
+    """Its entry."""
+    return msgspec.json.encode(record(instance, epoch))
+
+
+@pytest.fixture
+def roster() -> Presence:
+    """In contact since 0; `a` and `b` are there."""
+    made = Presence(grace_s=GRACE_S, warn=lambda _kind, _text: None)
+    made.contact(0)
+    made.put("a", payload("a"))
+    made.put("b", payload("b"))
+    return made
+
+
+def test_changes_are_told_once(roster: Presence) -> None:
+    """Goal: nothing is said of an entry that is written again as it was."""
+    assert roster.put("c", payload("c")) == [Joined(record("c"))]
+    assert roster.put("c", payload("c")) == []
+    assert roster.put("c", payload("c", 2)) == [Changed(record("c"), record("c", 2))]
+    assert roster.put("c", b"") == [Left(record("c", 2), "deleted")]
+    assert roster.put("c", b"") == []
+    assert roster.remove("c", 100) == []
+
+
+def test_in_quiet_times_a_removal_is_believed_at_once(roster: Presence) -> None:
+    """Goal: no delay on top of the lease."""
+    assert roster.remove("a", TTL_S + GRACE_S) == [Left(record("a"), "expired")]
+    assert set(roster.records) == {"b"}
+
+
+def test_soon_after_contact_the_missing_have_time(roster: Presence) -> None:
+    """Goal: who comes back was never away; who does not leaves when its time is up."""
+    roster.contact(100)
+    assert roster.replace({}, 100) == []
+    assert roster.put("a", payload("a")) == []
+    assert roster.sweep(100 + TTL_S + GRACE_S - 0.1) == []
+    assert roster.sweep(100 + TTL_S + GRACE_S) == [Left(record("b"), "expired")]
+    assert roster.sweep(1000) == []
+    assert set(roster.records) == {"a"}
+
+
+def test_second_outage_begins_the_time_anew(roster: Presence) -> None:
+    """Goal: an unstable registry makes nobody leave."""
+    roster.contact(100)
+    roster.remove("a", 101)
+    roster.outage()
+    assert roster.sweep(1000) == []
+    roster.contact(1005)
+    assert roster.sweep(1005) == []
+    assert roster.sweep(1005 + TTL_S + GRACE_S) == [Left(record("a"), "expired")]
+
+
+def test_missing_one_may_say_goodbye(roster: Presence) -> None:
+    """Goal: a goodbye needs no waiting, and is told once."""
+    roster.contact(100)
+    roster.remove("a", 101)
+    assert roster.replace({"a": b"", "b": payload("b")}, 102) == [Left(record("a"), "deleted")]
+    assert roster.sweep(1000) == []

@@ -1,0 +1,202 @@
+"""The loop between core and shell, with a core that records what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from kvbm_common.errors import DeadlineExceeded
+from kvbm_common.runtime.loop import BURST_MS, CoreLoop
+
+from tests.waiting import wait_until
+
+DEADLINE_S = 5.0
+
+
+class Recorder:
+    """Inputs are words; a word that ends in `!` has itself as effect."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.times: list[int] = []
+
+    def step(self, event: str, now_ms: int, /) -> Sequence[str]:
+        self.seen.append(event)
+        self.times.append(now_ms)
+        return [event] if event.endswith("!") else []
+
+
+@asynccontextmanager
+async def running(loop: CoreLoop[str, str]) -> AsyncIterator[None]:
+    task = asyncio.create_task(loop.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def make(
+    carry_out: Callable[[str], str | Awaitable[str | None] | None] = lambda effect: None,
+    inbox_size: int = 4,
+) -> tuple[Recorder, CoreLoop[str, str]]:
+    core = Recorder()
+    return core, CoreLoop(core, carry_out, inbox_size=inbox_size, now_ms=lambda: 42)
+
+
+async def test_plain_effect_answers_at_once() -> None:
+    """Goal: the result of a plain effect is the next input."""
+    core, loop = make(lambda effect: "done")
+    async with running(loop):
+        await loop.offer("go!", deadline_s=DEADLINE_S)
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert core.seen == ["go!", "done"]
+    assert core.times == [42, 42]
+
+
+async def test_async_effect_completes_later() -> None:
+    """Goal: other inputs are served while an effect flies, and its result comes back."""
+    release = asyncio.Event()
+
+    async def wait(effect: str) -> str:
+        await release.wait()
+        return "landed"
+
+    core, loop = make(wait)
+    async with running(loop):
+        await loop.offer("fly!", deadline_s=DEADLINE_S)
+        await loop.offer("other", deadline_s=DEADLINE_S)
+        await wait_until(lambda: core.seen == ["fly!", "other"])
+        assert loop.in_flight == 1
+        with pytest.raises(DeadlineExceeded):
+            await loop.wait_idle(deadline_s=0.01)
+        release.set()
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert core.seen == ["fly!", "other", "landed"]
+
+
+async def test_async_effect_without_result_ends_idle() -> None:
+    """Goal: None is no input, and the loop still notices that it is idle."""
+
+    async def quiet(effect: str) -> None: ...
+
+    core, loop = make(quiet)
+    async with running(loop):
+        await loop.offer("go!", deadline_s=DEADLINE_S)
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert core.seen == ["go!"]
+
+
+async def test_outsiders_wait_for_room_and_completions_do_not() -> None:
+    """Goal: a full inbox refuses and holds back offers, never completions."""
+    core, loop = make(inbox_size=2)
+    assert loop.offer_nowait("1")
+    assert loop.offer_nowait("2")
+    assert not loop.offer_nowait("3")
+    with pytest.raises(DeadlineExceeded):
+        await loop.offer("3", deadline_s=0.01)
+    loop.complete("completion")
+    waiting = asyncio.create_task(loop.offer("3", deadline_s=DEADLINE_S))
+    await asyncio.sleep(0)
+    async with running(loop):
+        await waiting
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert core.seen == ["completion", "1", "2", "3"]
+
+
+async def test_completions_come_from_threads() -> None:
+    """Goal: the NIXL thread can report."""
+    core, loop = make()
+    async with running(loop):
+        await loop.offer("first", deadline_s=DEADLINE_S)
+        await wait_until(lambda: core.seen)
+        thread = threading.Thread(target=loop.complete_threadsafe, args=("from a thread",))
+        thread.start()
+        await wait_until(lambda: len(core.seen) == 2)
+        thread.join()
+
+
+async def test_ticks_arrive() -> None:
+    core = Recorder()
+    loop = CoreLoop[str, str](
+        core, lambda effect: None, inbox_size=1, tick=lambda: "tick", tick_ms=5
+    )
+    async with running(loop):
+        await wait_until(lambda: core.seen == ["tick", "tick", "tick"])
+
+
+async def test_unexpected_failure_ends_the_loop() -> None:
+    """Goal: our mistakes are not swallowed."""
+
+    async def broken(effect: str) -> None:
+        raise ZeroDivisionError
+
+    _, loop = make(broken)
+    loop.offer_nowait("go!")
+    with pytest.raises(ExceptionGroup) as caught:
+        await loop.run()
+    assert caught.value.subgroup(ZeroDivisionError)
+
+
+async def test_long_bursts_leave_turns_to_others() -> None:
+    """Goal: the event loop lives while a core feeds itself. Method: an effect without end."""
+    core, loop = make(lambda effect: "again!")
+    async with running(loop):
+        await loop.offer("again!", deadline_s=DEADLINE_S)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert core.seen
+
+
+async def test_slow_steps_leave_turns_to_others_after_a_few_milliseconds() -> None:
+    """Goal: a core whose inputs are large batches does not keep an event loop for all that wait.
+
+    Method: each look at the clock is a millisecond later; 50 inputs wait when the loop starts.
+    """
+    clock = iter(range(1_000_000))
+    core = Recorder()
+    loop: CoreLoop[str, str] = CoreLoop(
+        core, lambda _: None, inbox_size=100, now_ms=lambda: next(clock)
+    )
+    for number in range(50):
+        assert loop.offer_nowait(str(number))
+    turns: list[int] = []
+
+    async def other() -> None:
+        while len(core.seen) < 50:
+            turns.append(len(core.seen))
+            await asyncio.sleep(0)
+
+    async with running(loop):
+        await other()
+    longest = max(after - before for before, after in itertools.pairwise(turns))
+    assert longest <= BURST_MS
+
+
+async def test_what_a_step_asks_for_leaves_before_the_next_step() -> None:
+    """Goal: a request to another service does not wait for other inputs.
+
+    Method: an effect that hands on to another task, as the NATS client does to the one that sends.
+    """
+    outbox: asyncio.Queue[str] = asyncio.Queue(1)
+    sent: list[list[str]] = []
+
+    async def ask(effect: str) -> None:
+        await outbox.put(effect)
+
+    async def send() -> None:
+        while True:
+            await outbox.get()
+            sent.append(list(core.seen))
+
+    core, loop = make(ask)
+    sender = asyncio.create_task(send())
+    for word in ("ask!", "1", "2", "3"):
+        assert loop.offer_nowait(word)
+    async with running(loop):
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    sender.cancel()
+    assert sent == [["ask!"]]
+    assert core.seen == ["ask!", "1", "2", "3"]

@@ -1,0 +1,72 @@
+"""Free ports: what a test or a stack on a laptop listens on is nobody else's."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+
+import pytest
+from kvbm_common.runtime import processes
+from kvbm_common.runtime.processes import free_port
+
+
+@pytest.fixture
+def kernels_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the kernel says which ports it hands out."""
+    path = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr(processes, "_KERNELS_PORTS", path)
+    return path
+
+
+def test_a_port_is_none_that_the_kernel_hands_out(kernels_ports: Path) -> None:
+    """One of those may be a connection's by the time that a service listens on it."""
+    kernels_ports.write_text("12000\t60999\n")
+    assert all(10_000 <= free_port() < 12_000 for _ in range(100))
+    assert all(10_000 <= free_port(also_above=1000) < 11_000 for _ in range(100))
+
+
+@pytest.mark.parametrize("said", ["1024 65535", "9000 9999", "10500 65535"])
+def test_where_the_kernel_has_all_ports_it_is_one_of_those(kernels_ports: Path, said: str) -> None:
+    kernels_ports.write_text(said)
+    assert 10_000 <= free_port(also_above=1000) <= 64_535
+
+
+def test_without_a_kernel_that_says_so_there_are_ports_too(kernels_ports: Path) -> None:
+    assert not kernels_ports.exists()
+    assert 10_000 <= free_port() < 49_152
+
+
+def test_the_port_above_is_free_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for replays was once another process's."""
+    free = free_port(also_above=10)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(processes, "_DICE", Dice(taken, taken - 10, free))
+        assert free_port(also_above=10) == free
+
+
+def test_when_all_are_taken_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(processes, "_DICE", Dice(*[other.getsockname()[1]] * 100))
+        with pytest.raises(OSError, match=r"no free TCP port found on 127\.0\.0\.1") as failed:
+            free_port()
+        assert failed.value.errno == errno.EADDRINUSE
+
+
+def test_an_address_of_another_machine_is_no_port_taken() -> None:
+    with pytest.raises(OSError, match="Cannot assign") as failed:
+        free_port("192.0.2.1")
+    assert failed.value.errno == errno.EADDRNOTAVAIL
+
+
+class Dice:
+    """Throws what it was told."""
+
+    def __init__(self, *throws: int) -> None:
+        self._throws = iter(throws)
+
+    def randrange(self, _first: int, _end: int) -> int:
+        return next(self._throws)

@@ -1,0 +1,190 @@
+"""Copying: the compiled library and its plain stand-in do the same, and see every flipped bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbm_common import copying
+from kvbm_common.copying import NativeCopier, Places, PlainCopier, clear, thread_count
+from kvbm_common.nixl.layout import slot_pieces
+from kvbm_common.wire.local import Region
+
+from tests.libs.native import build, library
+
+SIZE = 1 << 16
+EDGES = [1, 15, 63, 64, 65, 127, 240, 241, 255, 256, 257, 2047, 2048, 2049, 4095, 4096, 6145]
+"""Where XXH3 changes its way, a cache line ends, or a step of the library does."""
+lengths = st.sampled_from(EDGES) | st.integers(1, 9_000)
+Copier = NativeCopier | PlainCopier
+
+
+@pytest.fixture(scope="module", params=["native", "plain"])
+def copier(request: pytest.FixtureRequest) -> Copier:
+    """Both ways: each test is a part of the contract."""
+    return PlainCopier() if request.param == "plain" else NativeCopier(library())
+
+
+def noise(size: int = SIZE, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def places(memory: np.ndarray, offsets: Sequence[Sequence[int]], sizes: Sequence[int]) -> Places:
+    """Blocks in some memory, from the offsets of their pieces."""
+    base = np.uint64(memory.ctypes.data)
+    return Places(base + np.array(offsets, dtype=np.uint64), np.array(sizes, dtype=np.uint64))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """The sizes of a block's pieces, and where those of each block are on both sides."""
+    sizes = draw(st.lists(lengths, min_size=1, max_size=3))
+    count = draw(st.integers(1, 3))
+    offsets = st.integers(0, 63)
+
+    def side() -> list[list[int]]:
+        at = 0
+        blocks: list[list[int]] = []
+        for _ in range(count):
+            blocks.append([])
+            for size in sizes:
+                at += draw(offsets)
+                blocks[-1].append(at)
+                at += size
+        return blocks
+
+    return sizes, side(), side()
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_a_copy_is_exact_and_summed_like_xxhash(
+    copier: Copier, layout: tuple[list[int], list[list[int]], list[list[int]]]
+) -> None:
+    """Of any sizes and alignments: the pieces of each block arrive, not a byte beside them is
+    written, and the checksum is that of the pieces back to back."""
+    sizes, targets, sources = layout
+    source, target = noise(1 << 17), np.full(1 << 17, 9, dtype=np.uint8)
+    expected = target.copy()
+    sums = []
+    for to, origin in zip(targets, sources, strict=True):
+        state = xxhash.xxh3_64()
+        for at, start, size in zip(to, origin, sizes, strict=True):
+            expected[at : at + size] = source[start : start + size]
+            state.update(source[start : start + size].tobytes())
+        sums.append(state.intdigest())
+    found = copier.copy(places(target, targets, sizes), places(source, sources, sizes))
+    assert found == sums
+    assert np.array_equal(target, expected)
+    assert copier.sums(places(source, sources, sizes)) == sums
+
+
+@given(st.data(), lengths)
+@settings(max_examples=100, deadline=None)
+def test_a_flipped_bit_anywhere_is_noticed(copier: Copier, data: st.DataObject, size: int) -> None:
+    source, target = noise(size), np.zeros(size, dtype=np.uint8)
+    whole = [[0]]
+    [before] = copier.copy(places(target, whole, [size]), places(source, whole, [size]))
+    source[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    [after] = copier.copy(places(target, whole, [size]), places(source, whole, [size]))
+    assert after != before
+    assert np.array_equal(target, source)
+
+
+def test_a_copy_that_is_not_summed_has_no_checksums(copier: Copier) -> None:
+    source, target = noise(5000), np.zeros(5000, dtype=np.uint8)
+    sides = places(target, [[3]], [4000]), places(source, [[1]], [4000])
+    assert copier.copy(*sides, summed=False) == []
+    assert np.array_equal(target[3:4003], source[1:4001])
+
+
+def test_what_is_summed_is_what_was_stored(copier: Copier) -> None:
+    """Method: another thread writes to the source all the time. Whatever has arrived, the checksum
+    is its; a second look at the source would sum up something else."""
+    source, target = noise(1 << 20), np.zeros(1 << 20, dtype=np.uint8)
+    sides = places(target, [[0]], [1 << 20]), places(source, [[0]], [1 << 20])
+    over = False
+
+    def write() -> int:
+        rounds = 0
+        while not over:
+            np.add(source, 1, out=source)
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(write)
+        try:
+            for _ in range(200):
+                [found] = copier.copy(*sides)
+                assert found == xxhash.xxh3_64_intdigest(target.data)
+        finally:
+            over = True
+        assert writing.result(10) > 0
+
+
+def test_threads_copy_side_by_side(copier: Copier) -> None:
+    """Each its own blocks; none has to wait for another to be right."""
+    source, target = noise(1 << 20), np.zeros(1 << 20, dtype=np.uint8)
+    size = 1 << 14
+    with ThreadPoolExecutor(4) as threads:
+        futures = [
+            threads.submit(
+                copier.copy, places(target, [[at]], [size]), places(source, [[at]], [size])
+            )
+            for at in range(0, 1 << 20, size)
+        ]
+        sums = [future.result(10)[0] for future in futures]
+    assert np.array_equal(source, target)
+    assert sums == [xxhash.xxh3_64_intdigest(part.data) for part in source.reshape(-1, size)]
+
+
+def test_places_know_their_bytes_and_whether_they_are_in_a_range() -> None:
+    region = Region(address=0, stride=64, piece_bytes=24, blocks=9)
+    pieces = slot_pieces([region, region], [2, 0], arena_address=1000, slot_bytes=64, part_offset=8)
+    found = Places.of_pieces(pieces)
+    assert found.addresses.tolist() == [[1136, 1160], [1008, 1032]]
+    assert (found.count, found.block_bytes, found.bytes) == (2, 48, 96)
+    assert found.inside(1008, 176)
+    assert not found.inside(1009, 175)
+    assert not found.inside(1008, 175)
+    assert not found.inside(2000, 10)
+    assert found.moved(-1000).addresses.tolist() == [[136, 160], [8, 32]]
+    assert found.only([1]).addresses.tolist() == [[1008, 1032]]
+
+
+def test_clear_zeroes_the_pieces_and_nothing_beside_them() -> None:
+    memory = np.full(100, 7, dtype=np.uint8)
+    clear(places(memory, [[0, 20], [50, 80]], [10, 5]))
+    zeroed = [*range(10), *range(20, 25), *range(50, 60), *range(80, 85)]
+    assert np.flatnonzero(memory == 0).tolist() == zeroed
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (4, 4), (64, 4), (0, 1)])
+def test_threads_are_shared_out_by_processors(cpus: int, threads: int) -> None:
+    assert thread_count(cpus) == threads
+
+
+def test_where_there_is_no_library_blocks_are_copied_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is missing, or it is of something else."""
+    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (tmp_path / "missing.so",))
+    assert copying._best().name == "plain"
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (broken,))
+    assert copying._best().name == "plain"
+
+
+def test_a_machine_without_a_compiler_builds_the_package_without_the_library(
+    tmp_path: Path,
+) -> None:
+    """What was compiled before, on whatever machine, is removed: it may not run here."""
+    assert not build(tmp_path, compiler="no-such-compiler").exists()

@@ -1,0 +1,54 @@
+"""Fates: the last word on a block, and how far back it reaches."""
+
+from __future__ import annotations
+
+import time
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.departures import Departure, Departures
+
+
+def name(number: int) -> SequenceHash:
+    """Block 7 is called 0…07."""
+    return SequenceHash(number.to_bytes(16, "big"))
+
+
+def test_the_last_fate_counts() -> None:
+    fates = Departures()
+    fates.note([name(1), name(2)], "evicted", 10, detail="lru")
+    fates.note([name(1)], "corrupt", 20)
+    assert fates.get(name(1)) == Departure(20, "corrupt")
+    assert fates.get(name(2)) == Departure(10, "evicted", "lru")
+    assert fates.get(name(3)) is None
+    assert fates.knows_none_of([name(3), name(4)])
+    assert not fates.knows_none_of([name(3), name(2)])
+
+
+def test_what_left_first_is_forgotten_first_and_it_says_until_when() -> None:
+    """A block that leaves again is not the oldest any more."""
+    fates = Departures(2)
+    fates.note([name(1)], "evicted", 10)
+    fates.note([name(2)], "evicted", 20)
+    before = fates.forgotten_ms
+    fates.note([name(1)], "evicted", 30)
+    fates.note([name(3)], "evicted", 40)
+    assert fates.get(name(2)) is None
+    assert fates.get(name(1)) is not None
+    assert (len(fates), before, fates.forgotten_ms) == (2, None, 20)
+
+
+def test_a_full_memory_takes_a_fate_as_quickly_as_an_empty_one() -> None:
+    """The oldest name of a plain dict is found behind the holes of all that have left: in a tier
+    that had evicted 262,144 blocks, each further eviction took 0.1 to 0.4 ms."""
+    count = 2_000
+    fates = Departures(50 * count)
+
+    def note(batch: int) -> float:
+        names = [name(batch * count + number) for number in range(count)]
+        started_s = time.thread_time()
+        fates.note(names, "evicted", batch)
+        return time.thread_time() - started_s
+
+    filling = sorted(note(batch) for batch in range(50))[25]
+    full = sorted(note(batch) for batch in range(50, 80))[15]
+    assert full < 10 * filling

@@ -1,0 +1,86 @@
+"""Leases: three ends, each exactly once. How they ride on pins is in test_slots."""
+
+from __future__ import annotations
+
+import pytest
+from kvbm_common.tier.leases import Lease, LeaseTable
+
+
+def granted(table: LeaseTable, owner: str, deadline_ms: int, *slots: int) -> Lease:
+    """A lease for the tests' usual reason."""
+    return table.grant(owner, "onboard", slots, deadline_ms=deadline_ms)
+
+
+def test_a_lease_is_what_was_granted() -> None:
+    """The first is number 1; each has its owner, reason, slots and deadline."""
+    table = LeaseTable()
+    first = table.grant("ada", "onboard", (1, 2), deadline_ms=100)
+    second = table.grant("bob", "copy", (2,), deadline_ms=90)
+    assert first == Lease(1, "ada", "onboard", (1, 2), 100)
+    assert second == Lease(2, "bob", "copy", (2,), 90)
+    assert (table.find(1), table.find(2)) == (first, second)
+
+
+def test_a_lease_ends_by_release_once() -> None:
+    """The second release learns that the lease had ended: its copy is worthless."""
+    table = LeaseTable()
+    lease = granted(table, "ada", 100, 1, 2)
+    assert table.find(lease.id) == lease
+    assert table.release(lease.id) == lease
+    assert table.release(lease.id) is None
+    assert table.find(lease.id) is None
+    assert len(table) == 0
+
+
+def test_a_lease_ends_at_its_deadline_and_not_before() -> None:
+    """At 99 it runs, at 100 it has ended; the count says so."""
+    table = LeaseTable()
+    early, late = granted(table, "ada", 100), granted(table, "ada", 101)
+    assert table.expire(99) == []
+    assert table.expire(100) == [early]
+    assert table.expire(100) == []
+    assert table.all() == [late]
+    assert table.expired_count == 1
+
+
+def test_a_released_lease_does_not_expire() -> None:
+    """Its entry in the queue of deadlines is of no consequence."""
+    table = LeaseTable()
+    lease = granted(table, "ada", 100)
+    table.release(lease.id)
+    assert table.expire(1_000) == []
+    assert table.expired_count == 0
+    table.check()
+
+
+def test_leases_expire_in_the_order_of_their_deadlines() -> None:
+    """Whatever the order in which they were granted."""
+    table = LeaseTable()
+    third, first, second = (granted(table, "ada", at_ms) for at_ms in (30, 10, 20))
+    assert table.expire(30) == [first, second, third]
+
+
+def test_an_owners_death_ends_what_is_his() -> None:
+    """Bob's lease runs on."""
+    table = LeaseTable()
+    hers = [granted(table, "ada", 100), granted(table, "ada", 200)]
+    his = granted(table, "bob", 100)
+    assert table.end_owner("ada") == hers
+    assert table.end_owner("ada") == []
+    assert table.all() == [his]
+    table.check()
+
+
+def test_ids_are_never_reused_and_never_zero() -> None:
+    """0 means "no lease" on the wire; an id that comes late must not hit another lease."""
+    table = LeaseTable()
+    ids: list[int] = []
+    for _ in range(5):
+        lease = granted(table, "ada", 1)
+        ids.append(lease.id)
+        table.release(lease.id)
+    assert ids == sorted(set(ids))
+    assert 0 not in ids
+    assert granted(LeaseTable(first_id=500), "ada", 1).id == 500
+    with pytest.raises(AssertionError):
+        LeaseTable(first_id=0)

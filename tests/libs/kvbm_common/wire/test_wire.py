@@ -1,0 +1,309 @@
+"""The wire: golden bytes, evolution rules, bad input, and the documents that describe it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbm_common.wire import admin, events, local, scores, verbs
+from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, MsgpackCodec, WireError
+
+from tests.libs.wire_examples import EXAMPLES, GOLDEN, STORED, Example
+
+BEFORE = GOLDEN / "before"
+"""Messages as releases before some of their fields sent them."""
+
+WIRE_MD = Path(__file__).parents[4] / "docs" / "wire.md"
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+
+
+def raw_of(example: Example) -> dict[str, Any]:
+    """The golden message as a plain map."""
+    decode: Callable[..., Any] = msgspec.json.decode if example.is_json else msgspec.msgpack.decode
+    raw = decode(example.golden())
+    assert isinstance(raw, dict)
+    return raw
+
+
+def encode_raw(example: Example, raw: object) -> bytes:
+    """A plain map as bytes of the example's encoding."""
+    return msgspec.json.encode(raw) if example.is_json else msgspec.msgpack.encode(raw)
+
+
+def refusal(codec: JsonCodec[Any] | MsgpackCodec[Any], payload: bytes) -> str:
+    """The kind of the WireError that decoding `payload` must raise."""
+    with pytest.raises(WireError) as caught:
+        codec.decode(payload)
+    assert caught.value.code == "bad_message"
+    return caught.value.kind
+
+
+# --- golden files -----------------------------------------------------------------------------
+
+
+@each_example
+def test_golden_bytes_decode_to_the_example(example: Example) -> None:
+    """What was once on the wire means the same today."""
+    assert example.codec.decode(example.golden()) == example.message
+
+
+@each_example
+def test_the_example_encodes_to_its_golden_bytes(example: Example) -> None:
+    """What we send today is what we sent then, byte for byte."""
+    assert example.codec.encode(example.message) == example.golden()
+
+
+def test_every_message_has_an_example_and_every_golden_file_a_message() -> None:
+    """Every top-level message of the modules is pinned; no golden file is left over."""
+    messages = {
+        one
+        for module in (admin, events, local, scores, verbs)
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, msgspec.Struct) and one.__name__[0] != "_"
+        if "v" in one.__struct_fields__
+    }
+    assert {type(example.message) for example in EXAMPLES} == messages
+    assert {example.path for example in EXAMPLES} == {
+        path for path in GOLDEN.iterdir() if path.suffix in (".json", ".hex")
+    }
+
+
+# --- evolution --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "example",
+    [one for one in EXAMPLES if not isinstance(one.message, verbs.ErrorReply)],
+    ids=lambda one: one.name,
+)
+def test_an_unknown_field_is_ignored(example: Example) -> None:
+    """A newer sender may add fields. (An ErrorReply is told from a reply by its exact shape.)"""
+    payload = encode_raw(example, raw_of(example) | {"later": {"a": [1, None]}})
+    assert example.codec.decode(payload) == example.message
+
+
+@each_example
+def test_a_field_with_a_default_may_be_missing(example: Example) -> None:
+    """An older sender does not know the fields that came later."""
+    fields = msgspec.structs.fields(type(example.message))
+    defaults = {one.encode_name: one.default for one in fields if not one.required}
+    raw = {
+        key: value
+        for key, value in raw_of(example).items()
+        if key not in defaults or value != defaults[key]
+    }
+    assert example.codec.decode(encode_raw(example, raw)) == example.message
+
+
+@pytest.mark.parametrize("path", sorted(BEFORE.iterdir()), ids=lambda path: path.name)
+def test_messages_of_earlier_releases_are_still_read(path: Path) -> None:
+    """A message from before a field came means what it meant: the field has its default."""
+    (example,) = (one for one in EXAMPLES if one.path.name == path.name)
+    text = path.read_text().strip()
+    old = text.encode() if example.is_json else bytes.fromhex(text)
+    assert old != example.golden()
+    assert example.codec.decode(old) == example.message
+
+
+@each_example
+def test_a_missing_field_is_malformed(example: Example) -> None:
+    """Each field without a default must be there."""
+    for one in msgspec.structs.fields(type(example.message)):
+        if one.required:
+            raw = raw_of(example)
+            del raw[one.encode_name]
+            assert refusal(example.codec, encode_raw(example, raw)) == "malformed"
+
+
+@each_example
+@pytest.mark.parametrize("version", [0, 2, 2**40])
+def test_another_version_is_refused_as_such(example: Example, version: int) -> None:
+    """An operator who mixes releases must see `version`, not `malformed`."""
+    payload = encode_raw(example, raw_of(example) | {"v": version})
+    assert refusal(example.codec, payload) == "version"
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+@each_example
+def test_truncated_messages_are_malformed(example: Example) -> None:
+    """No prefix of a message is a message."""
+    golden = example.golden()
+    for end in range(0, len(golden), max(1, len(golden) // 50)):
+        assert refusal(example.codec, golden[:end]) == "malformed"
+
+
+@each_example
+def test_an_oversized_message_is_refused_unread(example: Example) -> None:
+    """The size is checked before the decoder sees a byte."""
+    assert refusal(example.codec, b"\xff" * (MESSAGE_BYTES_MAX + 1)) == "oversized"
+
+
+@each_example
+@pytest.mark.parametrize("raw", [[], None, 7, "stored", {"v": "1"}], ids=str)
+def test_something_else_than_the_message_is_malformed(example: Example, raw: object) -> None:
+    """Not a map, or a map of something else."""
+    assert refusal(example.codec, encode_raw(example, raw)) == "malformed"
+
+
+@pytest.mark.parametrize("tag", ["melted", "", None, 3, "Stored"], ids=repr)
+def test_an_unknown_tag_is_malformed(tag: object) -> None:
+    """Neither another kind of event nor another type of local message exists."""
+    event = msgspec.json.decode(events.event_codec.encode(STORED)) | {"kind": tag}
+    assert refusal(events.event_codec, msgspec.json.encode(event)) == "malformed"
+    assert refusal(local.to_host_tier, msgspec.msgpack.encode({"type": tag})) == "malformed"
+
+
+def fields_of(example: Example) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """The fields of an example's type."""
+    return msgspec.structs.fields(type(example.message))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": "a.b"},
+        {"host": "a b"},
+        {"host": ""},
+        {"host": "x" * 65},
+        {"source": "*"},
+        {"source": ">"},
+        {"tier": "gpu"},
+        {"epoch": -1},
+        {"seq": 0},
+        {"seq": 1.5},
+        {"seq": "2"},
+        {"namespace": "CE" * 32},
+        {"namespace": "ce" * 16},
+        {"runs": [{"parent": "0" * 31, "hashes": []}]},
+        {"runs": {}},
+    ],
+    ids=str,
+)
+def test_a_field_out_of_bounds_is_malformed(change: dict[str, object]) -> None:
+    """Names fit into a NATS subject, digests are lower-case hex, counts are in range."""
+    raw = msgspec.json.decode(events.event_codec.encode(STORED))
+    payload = msgspec.json.encode(raw | change)
+    assert refusal(events.event_codec, payload) == "malformed"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"kind":"cleared","later":' + b"[" * 100_000,
+        b'{"kind":"\xff"}',
+        b"\xff\xfe",
+        b'{"v":' + b"9" * 5_000 + b"}",
+    ],
+    ids=["nested", "not utf-8", "not json", "huge number"],
+)
+def test_hostile_json_is_malformed(payload: bytes) -> None:
+    """What makes a decoder raise something unexpected must still come out as a WireError."""
+    assert refusal(events.event_codec, payload) == "malformed"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * 100_000,
+        b"\x81\xa4type\xa4be\xffd",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc1",
+    ],
+    ids=["nested", "not utf-8", "huge map", "not msgpack"],
+)
+def test_hostile_msgpack_is_malformed(payload: bytes) -> None:
+    """The same for what an engine sends."""
+    assert refusal(local.to_host_tier, payload) == "malformed"
+
+
+def test_a_number_that_no_peer_can_hold_is_malformed() -> None:
+    """A position beyond 64 bits would be kept by Python and break every other encoder."""
+    raw = msgspec.json.decode(events.event_codec.encode(STORED))
+    payload = json.dumps(raw | {"seq": 2**70}).encode()
+    assert refusal(events.event_codec, payload) == "malformed"
+
+
+CODECS = list({id(example.codec): example.codec for example in EXAMPLES}.values())
+
+
+@given(st.sampled_from(CODECS), st.binary(max_size=64))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_decode_or_raise_wire_error(
+    codec: JsonCodec[Any] | MsgpackCodec[Any], payload: bytes
+) -> None:
+    """Noise never raises anything else."""
+    _decode_or_refuse(codec, payload)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_mutation_decodes_or_raises_wire_error(data: st.DataObject) -> None:
+    """1. Take a real message. 2. Overwrite some bytes in the middle. 3. Decode."""
+    example = data.draw(st.sampled_from(EXAMPLES))
+    payload = bytearray(example.golden())
+    start = data.draw(st.integers(0, len(payload) - 1))
+    patch = data.draw(st.binary(max_size=8))
+    payload[start : start + len(patch)] = patch
+    _decode_or_refuse(example.codec, bytes(payload))
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+
+
+@given(st.data(), JSON_VALUES)
+@settings(max_examples=300, deadline=None)
+def test_any_value_in_any_field_decodes_or_raises_wire_error(
+    data: st.DataObject, value: object
+) -> None:
+    """1. Take a real message. 2. Put anything into one of its fields. 3. Decode."""
+    example = data.draw(st.sampled_from([one for one in EXAMPLES if one.is_json]))
+    raw = raw_of(example)
+    raw[data.draw(st.sampled_from(sorted(raw)))] = value
+    _decode_or_refuse(example.codec, json.dumps(raw).encode())
+
+
+def _decode_or_refuse(codec: JsonCodec[Any] | MsgpackCodec[Any], payload: bytes) -> None:
+    try:
+        message = codec.decode(payload)
+    except WireError as error:
+        assert error.kind in ("malformed", "oversized", "version")  # noqa: PT017
+    else:
+        assert codec.decode(codec.encode(message)) == message
+
+
+# --- documents --------------------------------------------------------------------------------
+
+
+def test_subjects() -> None:
+    """The subjects that the documents promise."""
+    assert events.event_subject(STORED) == "kvbm.v1.events.gpu-a.host-tier-0.stored"
+    assert verbs.offers_subject("gpu-a") == "kvbm.v1.offers.gpu-a"
+    assert verbs.hits_subject("gpu-a") == "kvbm.v1.hits.gpu-a"
+    assert verbs.verb_subject("index", "match") == "kvbm.v1.index.match"
+    assert (
+        verbs.verb_subject("host-tier", "stats", host="gpu-a", instance="0")
+        == "kvbm.v1.host-tier.gpu-a.0.stats"
+    )
+
+
+@each_example
+def test_wire_md_explains_every_field(example: Example) -> None:
+    """Each message has a section in docs/wire.md whose table names each of its fields."""
+    name = type(example.message).__name__
+    section = re.search(rf"^### `?{name}\b.*?(?=^##)", WIRE_MD.read_text() + "\n##", re.M | re.S)
+    assert section, f"docs/wire.md has no section {name}"
+    explained = set(re.findall(r"^\| `(\w+)`", section.group(0), re.M)) | {"v"}
+    assert explained == {one.encode_name for one in fields_of(example)}

@@ -1,0 +1,1 @@
+"""Mutation testing: changes the cores one operator at a time and asks whether a test notices."""

@@ -1,0 +1,137 @@
+"""A disk tier below several host tiers: each has an arena, and is asked for what it had."""
+
+from __future__ import annotations
+
+import msgspec
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.wire.verbs import ArenaReply, FillRequest, FillSlot, Hits
+from kvbm_disk_tier.core.effects import (
+    AskArena,
+    AskHostSnapshot,
+    DropArena,
+    Effect,
+    LeaseHost,
+    OpenStore,
+    ReadSlots,
+    WriteSlots,
+)
+from kvbm_disk_tier.core.messages import (
+    ArenaFailed,
+    ArenaKnown,
+    FillAsked,
+    HitsTold,
+    HostEvent,
+    HostEventsLost,
+    HostJoined,
+    HostLeft,
+    HostSnapshot,
+)
+
+from tests.services.disk_tier.helpers import NAMESPACE, SLOT_BYTES, Disk, arena, block, name, of
+
+OTHER_EPOCH = 77
+
+
+def other(*, slot_bytes: int = SLOT_BYTES) -> ArenaReply:
+    """The arena of host tier 1."""
+    reply = arena(epoch=OTHER_EPOCH, slot_bytes=slot_bytes)
+    return msgspec.structs.replace(reply, instance="1", path="/other")
+
+
+class TwoHosts(Disk):
+    """Both are there and their arenas are known."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=8)
+        self.second = Announcer(host="h", source="host-tier-1", tier="host", epoch=OTHER_EPOCH)
+        self.step(HostJoined("0"))
+        self.step(HostJoined("1"))
+        self.step(ArenaKnown(other()))
+
+    def second_stored(self, *wanted: int) -> list[Effect]:
+        """Host tier 1 announces a chain."""
+        events = self.second.stored([block(number) for number in wanted])
+        return [effect for event in events for effect in self.step(HostEvent("1", event))]
+
+
+def test_each_is_leased_what_it_has_announced() -> None:
+    disk = TwoHosts()
+    [first] = of(disk.host_stored(1, 2), LeaseHost)
+    [second] = of(disk.second_stored(3, 4), LeaseHost)
+    assert (first.instance, first.request.epoch) == ("0", arena().epoch)
+    assert (second.instance, second.request.epoch) == ("1", OTHER_EPOCH)
+    [write] = of(disk.leased(second), WriteSlots)
+    assert write.epoch == OTHER_EPOCH
+
+
+def test_hits_say_who_has_the_blocks() -> None:
+    disk = TwoHosts()
+    hits = Hits(namespace=NAMESPACE.hex(), hashes=[name(5).hex()], instance="1")
+    [lease] = of(disk.step(HitsTold(hits.instance, hits)), LeaseHost)
+    assert lease.instance == "1"
+
+
+def test_a_lease_that_was_not_answered_is_asked_for_again_where_it_was() -> None:
+    """Also one of blocks that a snapshot has listed."""
+    disk = TwoHosts()
+    [lease] = of(disk.second_stored(3), LeaseHost)
+    [again] = of(disk.lease_failed(lease, "deadline_exceeded"), LeaseHost)
+    assert (again.instance, again.request.hashes) == ("1", [name(3).hex()])
+    listed = HostSnapshot("1", disk.second.snapshot([block(3), block(4)]))
+    [more] = of(disk.step(listed), LeaseHost)
+    assert (more.instance, more.request.hashes) == ("1", [name(4).hex()])
+
+
+def test_a_fill_goes_into_the_arena_that_it_names() -> None:
+    disk = TwoHosts()
+    disk.store(1)
+    slots = [FillSlot(hash=name(1).hex(), slot=3)]
+    for epoch in (arena().epoch, OTHER_EPOCH):
+        request = FillRequest(epoch=epoch, until_ms=disk.now_ms + 1_000, slots=slots)
+        [read] = of(disk.step(FillAsked(1, request)), ReadSlots)
+        assert (read.epoch, read.targets) == (epoch, (3,))
+
+
+def test_the_arena_of_who_is_gone_is_unmapped_and_the_other_s_is_not() -> None:
+    disk = TwoHosts()
+    assert of(disk.step(HostLeft("1")), DropArena) == [DropArena("1")]
+    assert set(disk.core.arenas.mapped) == {"0"}
+    assert of(disk.host_stored(1), LeaseHost)
+    assert of(disk.step(HostJoined("1")), AskArena) == [AskArena("1")]
+
+
+def test_what_waits_for_an_arena_holds_up_nobody() -> None:
+    """Host tier 1 lives anew, and its arena is not known yet: the other's blocks are written."""
+    disk = TwoHosts()
+    disk.step(HostLeft("1"))
+    disk.step(HostJoined("1"))
+    assert not of(disk.second_stored(3), LeaseHost)
+    [lease] = of(disk.host_stored(1), LeaseHost)
+    assert lease.instance == "0"
+    [later] = of(disk.step(ArenaKnown(other())), LeaseHost)
+    assert later.instance == "1"
+
+
+def test_a_store_is_not_made_anew_for_an_arena_of_other_slots() -> None:
+    """As long as one arena fits it. The other one is neither written from nor filled."""
+    disk = Disk(slots=8)
+    disk.step(HostJoined("0"))
+    disk.step(HostJoined("1"))
+    assert not of(disk.step(ArenaKnown(other(slot_bytes=2 * SLOT_BYTES))), OpenStore)
+    second = Announcer(host="h", source="host-tier-1", tier="host", epoch=OTHER_EPOCH)
+    for event in second.stored([block(9)]):
+        assert not of(disk.step(HostEvent("1", event)), LeaseHost)
+    assert of(disk.host_stored(1), LeaseHost)
+
+
+def test_after_lost_events_both_are_asked_what_they_hold() -> None:
+    disk = TwoHosts()
+    asked = of(disk.step(HostEventsLost()), AskHostSnapshot)
+    assert asked == [AskHostSnapshot("0"), AskHostSnapshot("1")]
+
+
+def test_each_is_asked_again_by_itself() -> None:
+    disk = Disk()
+    disk.step(HostJoined("1"))
+    disk.step(ArenaFailed("1"))
+    assert of(disk.wait(1_000), AskArena) == [AskArena("1")]

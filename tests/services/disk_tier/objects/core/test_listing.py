@@ -1,0 +1,345 @@
+"""The object tier's core: what listings do to the table, with a bucket made of a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.events import Removed, Stored
+from kvbm_common.wire.verbs import FillReply, FillRequest, FillSlot, LeaseReply
+from kvbm_disk_tier.core.effects import (
+    Answer,
+    AppendJournal,
+    Effect,
+    LeaseHost,
+    OpenStore,
+    Publish,
+    ReadSlots,
+    ReleaseHost,
+    WriteSlots,
+)
+from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.core.journal import Operation, Replay
+from kvbm_disk_tier.core.messages import (
+    ArenaKnown,
+    FillAsked,
+    HostEvent,
+    Journaled,
+    Leased,
+    ReadDone,
+    Released,
+    StoreDown,
+    StoreOpened,
+    StoreUp,
+    Tick,
+    Written,
+)
+from kvbm_disk_tier.objects.core.core import ObjectTierCore
+from kvbm_disk_tier.objects.core.messages import (
+    ListedBlock,
+    ListingBegun,
+    ListingEnded,
+    ObjectsListed,
+)
+
+from tests.services.disk_tier.helpers import (
+    HOST_EPOCH,
+    SLOT_BYTES,
+    arena,
+    asked,
+    block,
+    leased_slot,
+    name,
+    numbers,
+    one,
+)
+
+
+class Bucket:
+    """A bucket with its ages, and one host's core that lists it."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 4,
+        ttl_ms: int = 0,
+        objects: dict[Block, int] | None = None,
+        listed: bool = True,
+    ):
+        self.objects: dict[Block, int] = objects if objects is not None else {}
+        """Object → age."""
+        self.core = ObjectTierCore(
+            host="h", instance="0", epoch=7, ttl_ms=ttl_ms,
+            frequency_filter=FrequencyFilter(enabled=False),
+        )  # fmt: skip
+        self.core.start()
+        self.now_ms = 1_000_000
+        self.announced: set[int] = set()
+        self.effects: list[Effect] = []
+        self.host = Announcer(host="h", source="host-tier-0", tier="host", epoch=HOST_EPOCH)
+        assert one(self.step(Tick()), OpenStore) is not None, "opened without an arena"
+        self.step(StoreOpened(slots, 0, Replay({}, 1, 0, 0)))
+        if listed:
+            self.list()
+
+    def step(self, event: object) -> list[Effect]:
+        """One input; deletes take effect at once."""
+        effects = list(self.core.step(event, self.now_ms))  # type: ignore[arg-type]
+        self.core.check()
+        for effect in effects:
+            match effect:
+                case Publish(Stored(runs=runs)):
+                    stored = {int(text, 16) for run in runs for text in run.hashes}
+                    assert not stored & self.announced, "announced twice"
+                    self.announced |= stored
+                case Publish(Removed(hashes=hashes)):
+                    removed = {int(text, 16) for text in hashes}
+                    assert removed <= self.announced
+                    self.announced -= removed
+                case AppendJournal(records=records):
+                    for record in records:
+                        if record.operation is Operation.REMOVED:
+                            self.objects.pop(record.block, None)
+                case _:
+                    pass
+        assert self.announced == set(self.here()), "the events say something else than the table"
+        return effects
+
+    def here(self) -> list[int]:
+        """What this host would read."""
+        return sorted(numbers(self.core.inventory.table.blocks()))
+
+    def stored(self) -> list[int]:
+        """What the bucket holds."""
+        return sorted(numbers(self.objects))
+
+    def list(self, *, page: int = 2, complete: bool = True) -> None:
+        """One listing, in the order of the names."""
+        self.step(ListingBegun())
+        entries = [
+            ListedBlock(block, age)
+            for block, age in sorted(self.objects.items(), key=lambda e: (e[0].hash, e[0].checksum))
+        ]
+        for start in range(0, len(entries), page):
+            self.step(ObjectsListed(tuple(entries[start : start + page])))
+        self.step(ListingEnded(complete))
+
+    def put(self, *wanted: int, age_ms: int = 0) -> None:
+        """Another host stores blocks."""
+        self.objects |= {block(number): age_ms for number in wanted}
+
+
+def other(number: int) -> Block:
+    """The same block, computed with other rounding on another host."""
+    known = block(number)
+    return Block(known.hash, known.parent, known.namespace, known.checksum + 1, known.bytes)
+
+
+def test_a_listing_is_the_table() -> None:
+    """Whoever has stored it; again, it changes nothing."""
+    bucket = Bucket()
+    bucket.put(1, 2, 3)
+    bucket.list()
+    assert bucket.here() == [1, 2, 3]
+    bucket.list()
+    assert bucket.here() == [1, 2, 3]
+    assert bucket.core.counts["listed_blocks"] == 3
+    assert bucket.core.view.statistics().figures["listing"] == 0
+
+
+def test_what_others_have_deleted_is_gone_after_a_complete_listing_only() -> None:
+    """A listing that broke off proves nothing."""
+    bucket = Bucket()
+    bucket.put(1, 2, 3)
+    bucket.list()
+    del bucket.objects[block(2)]
+    bucket.list(complete=False)
+    assert bucket.here() == [1, 2, 3]
+    bucket.list()
+    assert bucket.here() == [1, 3]
+    assert bucket.core.counts["evictions.gone"] == 1
+
+
+def test_a_block_that_was_stored_during_a_listing_is_not_gone() -> None:
+    """1. the listing has passed the place of block 1 2. block 1 is evicted and stored again."""
+    bucket = Bucket(slots=1)
+    bucket.put(1)
+    bucket.list()
+    bucket.step(ListingBegun())
+    bucket.core.inventory.lose([(0, block(1))], "evicted")
+    offload(bucket, 1)
+    bucket.step(ListingEnded(True))
+    assert bucket.here() == [1]
+
+
+def test_a_bucket_beyond_its_capacity_loses_its_oldest_everywhere() -> None:
+    """Two hosts that know different halves delete the same objects, not each the other's."""
+    shared: dict[Block, int] = {}
+    first, second = Bucket(slots=2, objects=shared), Bucket(slots=2, objects=shared)
+    first.put(1, 2, age_ms=1_000)
+    first.list()
+    for known in (block(1), block(2)):
+        del shared[known]
+    second.put(3, age_ms=500)
+    second.put(4, age_ms=5_000)
+    second.list()
+    first.put(1, 2, age_ms=1_000)
+    first.list()
+    assert first.stored() == [2, 3]
+    second.list()
+    assert second.stored() == first.here() == second.here() == [2, 3]
+
+
+def test_with_the_same_age_the_names_decide() -> None:
+    """Nothing else may: two hosts would differ."""
+    bucket = Bucket(slots=2)
+    bucket.put(5, 3, 4, 1, age_ms=1_000)
+    bucket.list()
+    assert bucket.stored() == [4, 5]
+
+
+def test_expired_objects_are_deleted_known_or_not() -> None:
+    """By the store's clock alone."""
+    bucket = Bucket(ttl_ms=10_000)
+    bucket.put(1, 2, age_ms=9_000)
+    bucket.put(3, age_ms=11_000)
+    bucket.list()
+    assert bucket.here() == bucket.stored() == [1, 2]
+    bucket.objects[block(1)] = 12_000
+    bucket.list()
+    assert bucket.here() == bucket.stored() == [2]
+    assert bucket.core.counts["evictions.expired"] == 2
+
+
+def test_of_two_objects_of_a_block_one_stays_and_it_is_the_same_for_all() -> None:
+    """Whichever this host had stored, and in which order they are listed."""
+    for mine in (block(1), other(1)):
+        bucket = Bucket()
+        bucket.objects = {mine: 0}
+        bucket.list()
+        bucket.objects = {other(1): 0, block(1): 0}
+        bucket.list(page=1)
+        assert list(bucket.objects) == [block(1)]
+        assert bucket.core.inventory.table.blocks() == [block(1)]
+
+
+def test_a_full_table_makes_room_by_eviction_when_it_writes() -> None:
+    """The evicted object is deleted; capacity holds without a listing."""
+    bucket = Bucket(slots=2)
+    bucket.put(1, 2)
+    bucket.list()
+    offload(bucket, 3)
+    assert len(bucket.here()) == 2
+    assert 3 in bucket.here()
+    assert len(bucket.objects) == 1, "the new one is put by the medium"
+
+
+def test_a_lost_lease_does_not_matter_and_lost_objects_do() -> None:
+    """What is written was verified; what could not be written is not announced."""
+    bucket = Bucket()
+    offload(bucket, 1, 2, 3, valid=False, lost=(1,))
+    assert bucket.here() == [1, 3]
+    assert bucket.core.counts["offload_blocks_d2o"] == 2
+    assert bucket.core.counts["dropped.write_lost"] == 1
+
+
+def test_each_block_of_a_fill_has_its_own_fate() -> None:
+    """Gone and corrupt are lost, a failure may pass: the block stays."""
+    bucket = Bucket()
+    bucket.put(1, 2, 3, 4)
+    bucket.list()
+    bucket.step(ArenaKnown(arena()))
+    read = one(fill(bucket, 1, 2, 3, 4), ReadSlots)
+    reasons = ("", "gone", "corrupt", "transfer_failed")
+    effects = bucket.step(ReadDone(read.read, (True, False, False, False), reasons))
+    reply = one(effects, Answer).reply
+    assert isinstance(reply, FillReply)
+    assert [slot.reason for slot in reply.slots] == list(reasons)
+    assert bucket.here() == [1, 4]
+    assert bucket.stored() == [1, 2, 4], "what is gone need not be deleted, what is corrupt must"
+
+
+def test_while_the_store_is_down_nothing_is_begun() -> None:
+    """Fills are refused at once, writes wait; the reason is said."""
+    bucket = Bucket()
+    bucket.put(1)
+    bucket.list()
+    bucket.step(ArenaKnown(arena()))
+    bucket.step(StoreDown("DYN_KVBM_OBJECT_ENDPOINT is away"))
+    assert bucket.core.view.statistics().ready is False
+    assert bucket.core.view.statistics().reasons == ["DYN_KVBM_OBJECT_ENDPOINT is away"]
+    assert not isinstance(one(fill(bucket, 1), Answer).reply, FillReply)
+    assert not [e for e in seen(bucket, 2) if isinstance(e, LeaseHost)]
+    up = bucket.step(StoreUp())
+    assert one(up, LeaseHost).request.hashes == [name(2).hex()]
+    assert bucket.core.view.statistics().ready
+    assert one(fill(bucket, 1), ReadSlots).sources == (bucket.core.inventory.table.find(name(1)),)
+
+
+def test_after_goodbye_pages_change_nothing() -> None:
+    """A listing may still run while the service ends."""
+    bucket = Bucket()
+    bucket.put(1)
+    bucket.step(ListingBegun())
+    bucket.core.stop()
+    for event in (ObjectsListed((ListedBlock(block(1), 0),)), ListingEnded(True)):
+        effects = bucket.core.step(event, bucket.now_ms)
+        assert not [effect for effect in effects if isinstance(effect, Publish | OpenStore)]
+    assert not len(bucket.core.inventory.table)
+
+
+def seen(bucket: Bucket, *wanted: int) -> list[Effect]:
+    """The host tier announces blocks."""
+    effects: list[Effect] = []
+    for event in bucket.host.stored([block(number) for number in wanted]):
+        effects += bucket.step(HostEvent("0", event))
+    return effects
+
+
+def offload(bucket: Bucket, *wanted: int, valid: bool = True, lost: Iterable[int] = ()) -> None:
+    """All the way of a batch."""
+    if not bucket.core.arenas.usable:
+        bucket.step(ArenaKnown(arena()))
+    lease = one(seen(bucket, *wanted), LeaseHost)
+    slots = [leased_slot(number) for number in asked(lease)]
+    write = one(bucket.step(Leased(lease.write, LeaseReply(lease=1, slots=slots))), WriteSlots)
+    assert numbers(write.blocks) == list(wanted)
+    assert write.slot_bytes == SLOT_BYTES
+    release = one(bucket.step(Written(write.write, tuple(lost))), ReleaseHost)
+    journal = bucket.step(Released(release.write, valid))
+    bucket.step(Journaled((one(journal, AppendJournal).write or 0,)))
+
+
+def fill(bucket: Bucket, *wanted: int) -> list[Effect]:
+    """The host tier asks for blocks."""
+    request = FillRequest(
+        epoch=HOST_EPOCH, until_ms=bucket.now_ms + 1_000,
+        slots=[FillSlot(hash=name(number).hex(), slot=number) for number in wanted],
+    )  # fmt: skip
+    return bucket.step(FillAsked(1, request))
+
+
+def test_a_block_that_is_listed_while_it_waits_for_its_write_is_not_written() -> None:
+    """1. a write is leased 2. the listing names one of its blocks 3. only the other is written."""
+    bucket = Bucket()
+    bucket.step(ArenaKnown(arena()))
+    lease = one(seen(bucket, 1, 2), LeaseHost)
+    bucket.put(1)
+    bucket.list()
+    slots = [leased_slot(number) for number in asked(lease)]
+    write = one(bucket.step(Leased(lease.write, LeaseReply(lease=1, slots=slots))), WriteSlots)
+    assert numbers(write.blocks) == [2]
+    assert bucket.here() == [1]
+
+
+def test_nothing_is_written_before_the_first_listing_has_ended() -> None:
+    """After a restart the host tier tells of blocks that the bucket has: they are not put again."""
+    bucket = Bucket(listed=False)
+    bucket.put(1)
+    bucket.step(ArenaKnown(arena()))
+    assert not [e for e in seen(bucket, 1, 2) if isinstance(e, LeaseHost)]
+    bucket.step(ListingBegun())
+    bucket.step(ObjectsListed((ListedBlock(block(1), 0),)))
+    lease = one(bucket.step(ListingEnded(False)), LeaseHost)
+    assert lease.request.hashes == [name(2).hex()]

@@ -1,0 +1,134 @@
+"""The kept requests: a bounded ring that finds by id, by reason and by engine."""
+
+from __future__ import annotations
+
+import tracemalloc
+from time import perf_counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvbm_common.wire.explain import Explanation, Segment
+from kvbm_host_tier.core.explanation_ring import LOOKUPS_MAX, ExplanationRing
+
+KEPT = 100_000
+
+
+def explanation(number: int, *, request: str = "", engine: str = "ada") -> Explanation:
+    """One with a hit and a miss; even ones were evicted, odd ones are new, each fifth is whole."""
+    reason = "" if number % 5 == 0 else ("never_stored", "evicted")[number % 2 == 0]
+    segments = [Segment(blocks=3, tier="host")]
+    if reason:
+        segments.append(
+            Segment(blocks=2, reason=reason, tier="host", hash=f"{number:032x}", at_ms=number)
+        )
+    return Explanation(
+        request=request or f"cmpl-{number:032x}", engine=engine, ts_ms=number, blocks=5,
+        hit_blocks=3 if reason else 5, reason=reason, segments=segments,
+    )  # fmt: skip
+
+
+def filled(count: int, *, count_max: int = KEPT) -> ExplanationRing:
+    """So many, one after the other."""
+    kept = ExplanationRing(count_max)
+    for number in range(count):
+        kept.add(explanation(number))
+    return kept
+
+
+def latest(kept: ExplanationRing, limit: int, **query: object) -> tuple[list[int], int]:
+    """Times, which are numbers here, and where to go on."""
+    given = {"reason": "", "engine": "", "missed": False, "before": 0} | query
+    found, before = kept.latest(limit=limit, **given)  # type: ignore[arg-type]
+    return [one.ts_ms for one in found], before
+
+
+def test_what_is_kept_comes_back_as_it_was() -> None:
+    kept = filled(3)
+    assert kept.find(explanation(2).request) == [explanation(2)]
+    assert kept.find("another") == []
+    assert kept.oldest_ms() == 0
+    kept.check()
+
+
+def test_the_oldest_goes_and_is_found_no_more() -> None:
+    kept = filled(7, count_max=4)
+    assert len(kept) == 4
+    assert [bool(kept.find(explanation(n).request)) for n in range(7)] == [False] * 3 + [True] * 4
+    assert latest(kept, 10) == ([6, 5, 4, 3], 0)
+    assert kept.oldest_ms() == 3
+    kept.check()
+
+
+def test_a_request_that_asks_again_has_several_lookups() -> None:
+    """The newest first; those that have gone are gone; the list has a limit."""
+    kept = ExplanationRing(100)
+    for number in range(90):
+        kept.add(explanation(number, request="r"))
+    found = [one.ts_ms for one in kept.find("r")]
+    assert found == list(range(89, 89 - LOOKUPS_MAX, -1))
+    for number in range(90, 180):
+        kept.add(explanation(number))
+    assert [one.ts_ms for one in kept.find("r")] == list(range(89, 79, -1))
+    kept.check()
+
+
+def test_filters_and_going_on() -> None:
+    kept = ExplanationRing(100)
+    for number in range(20):
+        kept.add(explanation(number, engine=("ada", "ben")[number % 3 == 0]))
+    assert latest(kept, 3, reason="evicted") == ([18, 16, 14], 14)
+    assert latest(kept, 3, reason="evicted", before=14) == ([12, 8, 6], 6)
+    assert latest(kept, 9, reason="evicted", before=6) == ([4, 2], 0)
+    assert latest(kept, 9, missed=True, engine="ben") == ([18, 12, 9, 6, 3], 0)
+    assert latest(kept, 2, engine="nobody") == ([], 0)
+
+
+def test_an_outcome_is_added_to_the_newest_lookup() -> None:
+    kept = filled(3)
+    assert kept.amend(explanation(1).request, "ada", "corrupt", 2)
+    [found] = kept.find(explanation(1).request)
+    assert (found.outcome, found.lost_blocks) == ("corrupt", 2)
+    assert not kept.amend(explanation(1).request, "ben", "corrupt", 2)
+    assert not kept.amend("another", "ada", "corrupt", 2)
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["", "evicted"])), max_size=40),
+)
+def test_it_is_a_list_that_forgets(count_max: int, asked: list[tuple[str, str]]) -> None:
+    """Whatever comes in which order: the same as the last so many of a list."""
+    kept = ExplanationRing(count_max)
+    for number, (request, reason) in enumerate(asked):
+        segments = [Segment(blocks=1, reason=reason)]
+        kept.add(
+            Explanation(request=request, engine="e", ts_ms=number, blocks=1, hit_blocks=0,
+                        reason=reason, segments=segments)
+        )  # fmt: skip
+        kept.check()
+    last = list(enumerate(asked))[-count_max:]
+    assert latest(kept, 100)[0] == [number for number, _ in reversed(last)]
+    for name in "abcd":
+        expected = [number for number, (request, _) in reversed(last) if request == name]
+        assert [one.ts_ms for one in kept.find(name)] == expected
+    expected = [number for number, (_, reason) in reversed(last) if reason]
+    assert latest(kept, 100, missed=True)[0] == expected
+
+
+def test_a_hundred_thousand_are_searched_in_time_and_take_little() -> None:
+    """By id, by a reason that many have, and by an engine that nobody has: all of them are seen."""
+    tracemalloc.start()
+    few = filled(KEPT // 10)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size / len(few) < 600
+    started_s = perf_counter()
+    kept = filled(KEPT)
+    filled_s = perf_counter() - started_s
+    started_s = perf_counter()
+    assert kept.find(explanation(KEPT // 2).request)
+    assert len(latest(kept, 100, reason="evicted")[0]) == 100
+    assert latest(kept, 100, reason="corrupt") == ([], 0)
+    assert latest(kept, 100, engine="nobody") == ([], 0)
+    found_s = perf_counter() - started_s
+    assert found_s < filled_s / 5, "a twentieth on a quiet machine"

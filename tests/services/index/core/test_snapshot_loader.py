@@ -1,0 +1,49 @@
+"""A snapshot becomes what the index holds, piece by piece."""
+
+from __future__ import annotations
+
+import msgspec
+from kvbm_common.wire.events import Run
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+from kvbm_index.core.snapshot_loader import SnapshotLoader
+
+from tests.services.index.core.test_core import NAMESPACE, block, runs, snapshot
+
+
+def parts(*ranks: int) -> SnapshotReply:
+    """Blocks 0 to 9 on each rank."""
+    named = [SnapshotPart(namespace=NAMESPACE, rank=rank, runs=runs(range(10))) for rank in ranks]
+    return msgspec.structs.replace(snapshot(7), parts=named)
+
+
+def test_every_rank_has_its_blocks() -> None:
+    arrival = SnapshotLoader.whole(parts(0, 1))
+    assert not arrival.malformed
+    assert sorted(holder[3] for holder in arrival.chains) == [0, 1]
+    for chains in arrival.chains.values():
+        chains.check()
+        assert set(chains) == {block(number) for number in range(10)}
+
+
+def test_others_have_turns_between_the_pieces() -> None:
+    arrival, pieces = SnapshotLoader(parts(0, 1)), 1
+    while not arrival.go_on(blocks=4):
+        pieces += 1
+    assert pieces > 2
+    assert {len(chains) for chains in arrival.chains.values()} == {10}
+
+
+def test_when_it_is_there_every_block_is_listed() -> None:
+    [chains] = SnapshotLoader.whole(parts(0)).chains.values()
+    assert chains.index_some(100) == 100
+
+
+def test_a_part_without_blocks_is_a_holder_without_blocks() -> None:
+    reply = msgspec.structs.replace(snapshot(7), parts=[SnapshotPart(namespace=NAMESPACE, runs=[])])
+    arrival = SnapshotLoader.whole(reply)
+    assert not any(arrival.chains.values())
+
+
+def test_a_name_that_is_none_is_noticed() -> None:
+    part = SnapshotPart(namespace=NAMESPACE, runs=[Run(parent=block(1).hex(), hashes=["x"])])
+    assert SnapshotLoader.whole(msgspec.structs.replace(snapshot(7), parts=[part])).malformed

@@ -1,0 +1,353 @@
+"""The aggregation core and the Prometheus text, without IO."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.metrics import Family, Sample
+from kvbm_metrics.core import collector, series
+from kvbm_metrics.core.collector import KVBM_COUNTERS, KVBM_GAUGES, FleetView, Instance, Totals
+from kvbm_metrics.core.rates import Rates
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.services.metrics.samples import (
+    KINDS,
+    WORKER,
+    alive,
+    counted,
+    page_of,
+    record,
+    silent,
+    snapshot,
+    stats,
+    tier_stats,
+)
+
+EVERYBODY = FleetView(instances=[alive(stats(kind)) for kind in KINDS])
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def text_of(view: FleetView, totals: Totals | None = None) -> str:
+    """The answer of `/metrics`."""
+    return page_of(view, totals, version="1.2.3")
+
+
+def series_of(text: str) -> Series:
+    """The text as Prometheus's own client reads it; no series may come twice."""
+    found = [
+        ((sample.name, frozenset(sample.labels.items())), sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    ]
+    assert len(found) == len(dict(found)), "a series comes twice"
+    return dict(found)
+
+
+def value_of(text: str, name: str, **labels: str) -> float:
+    """One series."""
+    return series_of(text)[name, frozenset(labels.items())]
+
+
+# --- KVBM's own ------------------------------------------------------------------------------
+
+
+def test_kvbms_own_are_there_before_any_traffic() -> None:
+    """Exactly KVBM's names and types, no `_total`, no labels, 0, even with nobody there."""
+    lines = text_of(FleetView(instances=[])).splitlines()
+    for name in KVBM_COUNTERS:
+        assert f"# TYPE {name} counter" in lines
+        assert f"{name} 0.0" in lines
+    for name in KVBM_GAUGES:
+        assert f"# TYPE {name} gauge" in lines
+        assert f"{name} 0.0" in lines
+    assert len(KVBM_COUNTERS + KVBM_GAUGES) == 13
+
+
+def test_kvbms_own_are_summed_over_tiers_and_stay_labelled_per_instance() -> None:
+    """One series for KVBM's dashboard, one per instance for ours."""
+    one = counted("kvbm_matched_tokens", 3)
+    two = counted("kvbm_matched_tokens", 4, host="b")
+    view = FleetView(
+        instances=[
+            alive(stats("host-tier"), one),
+            alive(stats("host-tier", host="b"), two),
+        ]
+    )
+    totals = Totals()
+    totals.take([one, two])
+    text = text_of(view, totals)
+    # Prometheus's Python client would read the name with `_total`, so look at the line itself.
+    assert "\nkvbm_matched_tokens 7.0\n" in text
+    labels = {"service": "host-tier", "instance": "0"}
+    assert value_of(text, "kvbm_matched_tokens_total", host="a", **labels) == 3
+    assert value_of(text, "kvbm_matched_tokens_total", host="b", **labels) == 4
+
+
+def test_hit_rates_are_weighted_by_lookups() -> None:
+    """An idle host tier does not drag the rate down; a tier without the figure does not count."""
+    view = FleetView(
+        instances=[
+            alive(stats("host-tier", figures={"host_cache_hit_rate": 0.5, "lookups_windowed": 90})),
+            alive(stats("host-tier", figures={"host_cache_hit_rate": 1.0, "lookups_windowed": 10})),
+            alive(stats("host-tier", figures={"host_cache_hit_rate": 0.0, "lookups_windowed": 0})),
+            alive(stats("disk-tier", figures={"lookups_windowed": 1000})),
+        ]
+    )
+    assert collector.hit_rate(view, "host_cache_hit_rate") == pytest.approx(0.55)
+    assert collector.kvbm_view(view, Totals()).kvbm_disk_cache_hit_rate == 0.0
+
+
+# --- totals ----------------------------------------------------------------------------------
+
+
+def matched(totals: Totals) -> float:
+    """One of the totals."""
+    return totals.values()["kvbm_matched_tokens"]
+
+
+def test_totals_never_go_back() -> None:
+    """1. Two tiers count. 2. One dies. 3. It comes back in a new life. 4. Old news arrives."""
+    totals = Totals()
+    totals.take([counted("kvbm_matched_tokens", 100), counted("kvbm_matched_tokens", 50, host="b")])
+    assert matched(totals) == 150
+    totals.take([counted("kvbm_matched_tokens", 60, host="b")])
+    assert matched(totals) == 160
+    totals.take([counted("kvbm_matched_tokens", 7, epoch=2)])
+    assert matched(totals) == 167
+    totals.take([counted("kvbm_matched_tokens", 100, epoch=1)])
+    assert matched(totals) == 167
+    totals.take([counted("kvbm_matched_tokens", 9, epoch=2)])
+    assert matched(totals) == 169
+
+
+def test_totals_take_both_spellings_and_only_counters() -> None:
+    """A service may or may not write `_total`; a gauge of the same name is somebody's mistake."""
+    totals = Totals()
+    totals.take([counted("kvbm_matched_tokens_total", 5)])
+    wrong = Metrics()
+    wrong.gauge("kvbm_matched_tokens", "Wrong.").set(99)
+    totals.take([snapshot(wrong, "host-tier", host="b")])
+    assert matched(totals) == 5
+
+
+def test_totals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest silent instance is forgotten first, what it has counted is not."""
+    monkeypatch.setattr(collector, "INSTANCES_MAX", 2)
+    totals = Totals()
+    for host in ("a", "b", "c"):
+        totals.take([counted("kvbm_matched_tokens", 1, host=host)])
+    totals.take([counted("kvbm_matched_tokens", 1, host="c")])
+    assert matched(totals) == 3
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.integers(0, 100))))
+@settings(deadline=None)
+def test_totals_only_grow(history: list[tuple[str, int, int]]) -> None:
+    """Whatever arrives in whatever order."""
+    totals, last = Totals(), 0.0
+    for host, epoch, value in history:
+        totals.take([counted("kvbm_matched_tokens", value, host=host, epoch=epoch)])
+        assert matched(totals) >= last
+        last = matched(totals)
+
+
+# --- all other families ----------------------------------------------------------------------
+
+
+def instance_with(*families: Family) -> FleetView:
+    """A host tier with these families."""
+    counted_so_far = snapshot(Metrics(), "host-tier")
+    counted_so_far.families.extend(families)
+    return FleetView(instances=[alive(stats("host-tier"), counted_so_far)])
+
+
+def test_counters_gauges_and_histograms_are_exposed_with_our_labels() -> None:
+    """What a service counts with kvbm_common.runtime.metrics arrives as Prometheus reads it."""
+    counters = Metrics()
+    counters.counter("kvbm_evictions", "Evictions.", labels=["reason"]).labels("room").inc(2)
+    counters.gauge("kvbm_depth", "Depth.").set(1.5)
+    seconds = counters.histogram(
+        "kvbm_transfer_seconds", "Time.", labels=["path"], bounds=[0.1, 1.0]
+    )
+    for value in (0.05, 0.1, 0.5, 7.0):
+        seconds.labels("d2h").observe(value)
+    text = text_of(
+        FleetView(instances=[alive(stats("host-tier"), snapshot(counters, "host-tier"))])
+    )
+    ours = {"service": "host-tier", "host": "a", "instance": "0"}
+    assert value_of(text, "kvbm_evictions_total", reason="room", **ours) == 2
+    assert value_of(text, "kvbm_depth", **ours) == 1.5
+    buckets = {
+        le: value_of(text, "kvbm_transfer_seconds_bucket", path="d2h", le=le, **ours)
+        for le in ("0.1", "1.0", "+Inf")
+    }
+    assert buckets == {"0.1": 2, "1.0": 3, "+Inf": 4}
+    assert value_of(text, "kvbm_transfer_seconds_count", path="d2h", **ours) == 4
+    assert value_of(text, "kvbm_transfer_seconds_sum", path="d2h", **ours) == pytest.approx(7.65)
+
+
+def test_each_family_has_one_header() -> None:
+    """Instances of several hosts share a family."""
+    view = FleetView(
+        instances=[
+            alive(stats("host-tier", host=host), counted("kvbm_dropped", 1, host=host))
+            for host in ("a", "b")
+        ]
+    )
+    assert text_of(view).count("# TYPE kvbm_dropped_total counter\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (Family("go_threads", "gauge", "Not ours.", [Sample({}, 1)]), "malformed"),
+        (Family("kvbm_x\n# TYPE", "gauge", "Injected.", [Sample({}, 1)]), "malformed"),
+        (Family("kvbm_x", "gauge", "A label.", [Sample({"a b": "c"}, 1)]), "malformed"),
+        (Family("kvbm_x", "gauge", "Reserved.", [Sample({"__name__": "c"}, 1)]), "malformed"),
+        (Family("kvbm_x", "histogram", "Short.", [Sample({}, 1, [1])], [0.1]), "malformed"),
+        (Family("kvbm_disk_cache_hit_rate", "gauge", "KVBM's.", [Sample({}, 1)]), "malformed"),
+        (Family("kvbm_up", "gauge", "Ours.", [Sample({}, 1)]), "conflict"),
+        (Family("kvbm_good", "counter", "Another type.", [Sample({}, 1)]), "conflict"),
+    ],
+    ids=lambda value: getattr(value, "help", None),
+)
+def test_what_does_not_fit_is_left_out_and_counted(family: Family, reason: str) -> None:
+    """A strange family never breaks the answer for everybody else."""
+    good = Family("kvbm_good", "gauge", "Fine.", [Sample({}, 1)])
+    text = text_of(instance_with(good, family))
+    assert value_of(text, "kvbm_good", service="host-tier", host="a", instance="0") == 1
+    assert value_of(text, "kvbm_families_refused", reason=reason) == 1
+    assert "kvbm_x" not in text
+
+
+def test_label_values_are_escaped_and_ours_win() -> None:
+    """A value with quotes and line breaks; a label that is called like one of ours."""
+    sample = Sample({"host": "theirs", "what": 'a"b\nc\\'}, 1)
+    text = text_of(instance_with(Family("kvbm_odd", "gauge", "Odd\nhelp.", [sample])))
+    ours = {"service": "host-tier", "host": "a", "instance": "0"}
+    assert value_of(text, "kvbm_odd", exported_host="theirs", what='a"b\nc\\', **ours) == 1
+
+
+def test_too_many_families_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that makes up names cannot flood Prometheus."""
+    monkeypatch.setattr(series, "FAMILIES_MAX", 10)
+    families = [Family(f"kvbm_f{i}", "gauge", "One.", [Sample({}, 1)]) for i in range(30)]
+    text = text_of(instance_with(*families))
+    assert value_of(text, "kvbm_families_refused", reason="too_many") >= 20
+
+
+# --- about instances -------------------------------------------------------------------------
+
+
+def test_up_ready_build_and_tiers() -> None:
+    """What the registry and the stats say."""
+    starting = Instance(record=record("index"), up=True, failure="not_ready: starting")
+    tier = tier_stats("host-tier", used=3, total=4, leases=2)
+    text = text_of(FleetView(instances=[alive(tier), silent("disk-tier"), starting]))
+    assert value_of(text, "kvbm_build_info", version="1.2.3") == 1
+    for kind, up, ready in (("host-tier", 1, 1), ("disk-tier", 0, 0), ("index", 1, 0)):
+        assert value_of(text, "kvbm_up", kind=kind, host="a", instance="0") == up
+        assert value_of(text, "kvbm_ready", kind=kind, host="a", instance="0") == ready
+    labels = {"tier": "host", "service": "host-tier", "host": "a", "instance": "0"}
+    assert value_of(text, "kvbm_tier_slots", state="inactive", **labels) == 3
+    assert value_of(text, "kvbm_tier_occupancy_ratio", **labels) == 0.75
+    assert value_of(text, "kvbm_tier_slot_bytes", **labels) == 100
+    assert value_of(text, "kvbm_tier_leases", **labels) == 2
+
+
+# --- views -----------------------------------------------------------------------------------
+
+
+def test_everybody_ready_is_ready() -> None:
+    """No reason against it."""
+    assert collector.unready_reasons(EVERYBODY, KINDS) == []
+
+
+@pytest.mark.parametrize(
+    ("view", "reason"),
+    [
+        (FleetView(instances=EVERYBODY.instances, connected=False), "NATS is away"),
+        (FleetView(instances=EVERYBODY.instances, registry_error="gone"), "registry: gone"),
+        (FleetView(instances=EVERYBODY.instances[1:]), "index: no instance is registered"),
+        (
+            FleetView(instances=[*EVERYBODY.instances, silent("index", host="b")]),
+            "index.b.0: no answer within 0.5 s",
+        ),
+        (
+            FleetView(
+                instances=[
+                    *EVERYBODY.instances,
+                    alive(stats("index", host="b", ready=False, reasons=["catching up", "slow"])),
+                ]
+            ),
+            "index.b.0: catching up; slow",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_thing_that_is_missing_is_said(view: FleetView, reason: str) -> None:
+    """One sentence per fault, with the name of who is at fault."""
+    assert collector.unready_reasons(view, KINDS) == [reason]
+
+
+def test_tier_view() -> None:
+    """Slots become bytes and occupancy; a silent tier is shown as down, not left out."""
+    tier = tier_stats("host-tier", used=3, total=4, leases=1, figures={"host_cache_hit_rate": 0.25})
+    up, down = collector.tier_views(
+        FleetView(instances=[alive(tier), silent("disk-tier")]), Rates()
+    )
+    assert (up.bytes_total, up.bytes_used, up.occupancy, up.hit_rate) == (400, 300, 0.75, 0.25)
+    assert up.slots["reset"] == 1
+    assert (down.tier, down.up, down.ready, down.slots) == ("disk", False, False, {})
+
+
+def test_a_tier_without_slots_yet_is_empty_not_an_error() -> None:
+    """Before the first engine has said how large its blocks are."""
+    (tier,) = collector.tier_views(
+        FleetView(instances=[alive(stats("host-tier", tier="host", slots={"total": 0}))]),
+        Rates(),
+    )
+    assert (tier.occupancy, tier.bytes_total) == (0.0, 0)
+
+
+def test_status_view() -> None:
+    """Counts by kind and medium, expected kinds first, engines and workers told apart."""
+    view = FleetView(
+        instances=[
+            alive(tier_stats("host-tier", used=1, total=4, workers=[WORKER])),
+            alive(tier_stats("host-tier", used=3, total=4, host="b")),
+            silent("disk-tier"),
+            alive(stats("extra")),
+        ]
+    )
+    status = collector.status_view(
+        view, Totals(), Rates(), expected=("host-tier", "index"), version="1"
+    )
+    assert [one.kind for one in status.services] == ["host-tier", "index", "disk-tier", "extra"]
+    by_kind = {one.kind: (one.expected, one.instances, one.up) for one in status.services}
+    assert by_kind["host-tier"] == (True, 2, 2)
+    assert by_kind["index"] == (True, 0, 0)
+    assert by_kind["disk-tier"] == (False, 1, 0)
+    host, disk = status.tiers
+    assert (host.tier, host.instances, host.slots_used, host.occupancy) == ("host", 2, 4, 0.5)
+    assert (disk.tier, disk.bytes_total) == ("disk", 0)
+    assert (status.ready, status.engines, status.workers) == (False, 1, 1)
+
+
+def test_worker_and_service_views() -> None:
+    """Each worker with its host tier; each service with what it says."""
+    view = FleetView(
+        instances=[
+            alive(tier_stats("host-tier", used=0, total=4, workers=[WORKER])),
+            alive(stats("index", positions={"host-tier-0": [7, 9]})),
+            silent("disk-tier"),
+        ]
+    )
+    (worker,) = collector.worker_views(view)
+    assert (worker.host, worker.host_tier, worker.model) == ("a", "0", "test")
+    assert worker.namespace == WORKER.namespace.digest.hex()
+    _, index, down = collector.service_views(view)
+    assert index.positions == {"host-tier-0": [7, 9]}
+    assert (down.up, down.reasons) == (False, ["no answer within 0.5 s"])

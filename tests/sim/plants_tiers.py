@@ -1,0 +1,149 @@
+"""Planted bugs of tiers: fills, peers, shards and objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import Block
+from kvbm_common.wire.verbs import ErrorBody, FilledSlot, LeaseReply, LeaseRequest
+from kvbm_connectors.core.core import ConnectorCore
+from kvbm_disk_tier.objects.core.listing import Listing
+from kvbm_host_tier.core import fills
+from kvbm_host_tier.core.arena_leases import ArenaLeases
+from kvbm_host_tier.core.engines import Engines
+from kvbm_host_tier.core.peer_messages import PeerPullFailed, PulledBlock
+from kvbm_host_tier.core.peers import Outcome, Peers
+from kvbm_host_tier.core.shard_map import Sharding, ShardMap
+
+from tests.sim.object_tier import ObjectTier
+from tests.sim.plant import OBJECTS, ONE_HOST, TWO_HOSTS, TWO_SHARDS, WRONG_BYTES, Plant
+
+
+def believe_any_slot(patch: pytest.MonkeyPatch) -> None:
+    """A fill's answer is believed, whichever slot it says that it has filled."""
+    outcome = fills._outcome
+
+    def planted(name: SequenceHash, slot: int, filled: FilledSlot | None) -> Block | str:
+        if filled is not None:
+            filled = msgspec.structs.replace(filled, slot=slot)
+        return outcome(name, slot, filled)
+
+    patch.setattr(fills, "_outcome", planted)
+
+
+# --- peers ------------------------------------------------------------------------------------
+
+
+def lease_for_a_moment(patch: pytest.MonkeyPatch) -> None:
+    """The verb grants a lease, and ends it at once."""
+    lease = ArenaLeases.lease_to_copy
+
+    def planted(leases: ArenaLeases, request: LeaseRequest, now_ms: int) -> LeaseReply | ErrorBody:
+        return lease(leases, msgspec.structs.replace(request, lease_ms=1), now_ms)
+
+    patch.setattr(ArenaLeases, "lease_to_copy", planted)
+
+
+def reuse_slots_of_a_late_read(patch: pytest.MonkeyPatch) -> None:
+    """A read from a peer that was given up is taken for ended."""
+    failed = Peers.failed
+
+    def planted(peers: Peers, event: PeerPullFailed, now_ms: int) -> list[Outcome]:
+        return failed(peers, replace(event, settled=True), now_ms)
+
+    patch.setattr(Peers, "failed", planted)
+
+
+def believe_a_peer(patch: pytest.MonkeyPatch) -> None:
+    """What a peer has sent is not compared with its checksum."""
+    verdict = Peers._verdict
+
+    def planted(peers: Peers, name: SequenceHash, came: PulledBlock | None) -> Block | str:
+        if came is not None:
+            leased = came.leased
+            came = replace(came, checksums=tuple(leased.part_checksums) or (leased.checksum,))
+        return verdict(peers, name, came)
+
+    patch.setattr(Peers, "_verdict", planted)
+
+
+# --- shards -----------------------------------------------------------------------------------
+
+
+def never_pardon(patch: pytest.MonkeyPatch) -> None:
+    """An engine that has gone to another host tier cannot come back in the same life."""
+    patch.setattr(Engines, "pardon", lambda _engines, _engine: None)
+
+
+def leave_with_loads(patch: pytest.MonkeyPatch) -> None:
+    """An engine goes to another host tier at once, whatever is under way."""
+    view = vars(ConnectorCore)["view"].fget
+    planted = property(lambda core: replace(view(core), may_leave=True))
+    patch.setattr(ConnectorCore, "view", planted)
+
+
+def believe_an_older_map(patch: pytest.MonkeyPatch) -> None:
+    """A host tier goes by the map that it was told last, however old it is."""
+
+    def planted(sharding: Sharding, shard_map: ShardMap) -> bool:
+        if not sharding.is_front:
+            sharding.map = shard_map
+        return True
+
+    patch.setattr(Sharding, "told", planted)
+
+
+# --- objects ----------------------------------------------------------------------------------
+
+
+def put_without_comparing(patch: pytest.MonkeyPatch) -> None:
+    """What was copied under a lease that may be over becomes an object."""
+    patch.setattr(ObjectTier, "compares_sources", False)
+
+
+def get_without_comparing(patch: pytest.MonkeyPatch) -> None:
+    """What an object holds is not compared with its name."""
+    patch.setattr(ObjectTier, "compares", False)
+
+
+def keep_what_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """An object that a complete listing has not named stays in the table."""
+    patch.setattr(Listing, "_lose_gone", lambda _listing: None)
+
+
+LATE_PEERS = {
+    **TWO_HOSTS, "late": {"pull": 0.0, "load": 0.0, "read": 0.0, "write": 0.0, "peer": 0.6},
+    "host_slots": 12, "faults": (),
+}  # fmt: skip
+ROTTEN_PEERS = {**TWO_HOSTS, "faults": ("rot arena",), "fault_every_ms": 200.0, "verified": True}
+MOVES = {**TWO_SHARDS, "faults": ("drain host", "undrain host"), "fault_every_ms": 400.0}
+LATE_MOVES = {
+    **MOVES, "late": {"pull": 0.0, "load": 0.6, "read": 0.0, "write": 0.0, "peer": 0.0},
+    "host_slots": 10,
+}  # fmt: skip
+LATE_PUTS = {
+    **OBJECTS,
+    "late": {"pull": 0.0, "load": 0.0, "read": 0.0, "write": 0.6, "peer": 0.0},
+    "host_slots": 12,
+    "lease_ms": 800,
+    "faults": (),
+}
+ROTTEN_OBJECTS = {**OBJECTS, "faults": ("rot objects",), "fault_every_ms": 400.0}
+VANISHING = {**OBJECTS, "faults": ("vanish",), "fault_every_ms": 400.0, "object_ttl_ms": 0}
+
+PLANTS = (
+    Plant("any slot of a fill is believed", believe_any_slot, WRONG_BYTES,
+          {**ONE_HOST, "crossed": 0.8, "host_slots": 12}),
+    Plant("a peer's lease is short", lease_for_a_moment, WRONG_BYTES, LATE_PEERS),
+    Plant("a late read is taken for ended", reuse_slots_of_a_late_read, WRONG_BYTES, LATE_PEERS),
+    Plant("a peer is believed", believe_a_peer, WRONG_BYTES, ROTTEN_PEERS),
+    Plant("an engine is never pardoned", never_pardon, "is attached to", MOVES),
+    Plant("an engine leaves with loads", leave_with_loads, WRONG_BYTES, LATE_MOVES),
+    Plant("an older map is believed", believe_an_older_map, "maps|map names|attached", MOVES),
+    Plant("a put is not compared", put_without_comparing, WRONG_BYTES, LATE_PUTS),
+    Plant("an object is not compared", get_without_comparing, WRONG_BYTES, ROTTEN_OBJECTS),
+    Plant("a listing forgets nothing", keep_what_is_gone, "objects that are gone", VANISHING),
+)  # fmt: skip

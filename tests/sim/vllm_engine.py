@@ -1,0 +1,270 @@
+"""An engine with vLLM's scheduler and the connector's scheduler side, on modelled devices.
+
+    schedule --plan--> in flight (one step, or two) --computed--> output --> schedule
+
+Each device block has content that becomes right when the step that computes it has *finished*;
+until then it is garbage. What the host tier pulls is what is there at that moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvbm_common.identity import SequenceHash
+from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
+from kvbm_connectors.vllm.scheduler_side import SchedulerSide
+
+from tests.sim import invariants
+from tests.sim.conversations import say
+from tests.sim.engine_node import REQUEST_MS_MAX, EngineNode
+from tests.sim.vllm_requests import Request, Scheduled, Step
+from tests.sim.vllm_scheduler import Scheduler
+
+STEP_MS = 2.0
+TOKEN_MS = 0.5
+OUTPUT_MS = 0.5
+"""How long the output of a step is on its way to the scheduler."""
+PARTIAL = b"partial"
+
+
+class Half:
+    """The scheduler half, as the scheduler side uses it: the real core, without a thread."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self.ended: list[OfferEnded] = []
+
+    @property
+    def epoch(self) -> int:
+        """Return the life of the host tier that is there."""
+        return self._engine.core.view.epoch
+
+    def lookup(
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        *,
+        first_tokens: Sequence[int] | None = None,
+        trace: str = "",
+    ) -> Hit | None:
+        """See ConnectorCore.lookup."""
+        engine = self._engine
+        hit, effects = engine.core.lookup(request, hashes, engine.world.now_ms)
+        engine.carry_out(effects)
+        return hit
+
+    def take(self, request: str, blocks: Sequence[int]) -> Load:
+        """See ConnectorCore.take."""
+        return self._engine.core.take(request, blocks, self._engine.world.now_ms)
+
+    def load_ended(self, result: LoadResult) -> None:
+        """See ConnectorCore.load_ended."""
+        engine = self._engine
+        engine.carry_out(engine.core.load_ended(result, engine.world.now_ms))
+
+    def forget(self, request: str) -> None:
+        """See ConnectorCore.forget."""
+        self._engine.carry_out(self._engine.core.forget(request))
+
+    def offer(self, runs: Sequence[OfferRun], *, priority: int = 0) -> int | None:
+        """See ConnectorCore.offer."""
+        engine = self._engine
+        offer, effects = engine.core.offer(runs, engine.world.now_ms, priority=priority)
+        engine.carry_out(effects)
+        engine.world.marks["vllm offer"] += offer is not None
+        return offer
+
+    def revoke(self, offer: int) -> None:
+        """See ConnectorCore.revoke."""
+        self._engine.world.marks["vllm offer revoked"] += 1
+        self._engine.carry_out(self._engine.core.revoke(offer))
+
+    def drain_ended(self) -> list[OfferEnded]:
+        """Return the offers that have ended since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class VllmEngine(EngineNode):
+    """An engine as vLLM runs it."""
+
+    block_tokens = 2
+
+    def begin(self) -> None:
+        plan = self.world.plan
+        self.half = Half(self)
+        self.side = SchedulerSide(
+            self.half, self.hasher, world_size=plan.ranks, sync=plan.sync_loads
+        )
+        self.scheduler = Scheduler(self.world, self, self.pool, self.side, self.block_tokens)
+        self._flying_max = 2 if plan.overlaps else 1
+        self._flying: deque[Step] = deque()
+        self._ended: list[list[LoadResult]] = [[] for _ in self.workers]
+        self._waits_for = 0
+        """Loads that the step which is computed waits for."""
+        self._goes_on: Callable[[], None] = lambda: None
+
+    def offer_ended(self, ended: OfferEnded) -> None:
+        self.half.ended.append(ended)
+
+    # --- users ------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """Take a prompt, of which several answers may be wanted."""
+        rng = self.world.rng
+        prompt = self.conversations.next(grows_by=10)
+        copies = rng.choice((1, 1, 1, 2, 3))
+        self.world.marks["vllm several answers"] += copies > 1
+        for copy in range(copies):
+            sampled = [say(rng) for _ in range(rng.randint(1, 8))]
+            stop_at = len(prompt) + len(sampled)
+            tokens = [*prompt, *sampled, *[say(rng) for _ in range(3)]]
+            name = f"{self.name}/{self.life}/{rng.getrandbits(32)}/{copy}"
+            full = len(tokens) // self.block_tokens * self.block_tokens
+            names = self.hasher.chain(tokens[:full])
+            request = Request(
+                name, tokens, names, len(prompt), stop_at, rng.random() < 0.5, self.world.now
+            )
+            self.scheduler.requests[name] = request
+            self.scheduler.waiting.append(request)
+        self.poke()
+
+    @property
+    def tokens_max(self) -> int:
+        return (self.world.plan.device_blocks - 2) * self.block_tokens - 12
+
+    @property
+    def request_count(self) -> int:
+        return len(self.scheduler.requests)
+
+    def disturb(self) -> None:
+        rng, scheduler = self.world.rng, self.scheduler
+        requests = [r for r in scheduler.unfinished() if not r.is_recovering]
+        if requests and rng.random() < 0.05:
+            self.world.marks["vllm abort"] += 1
+            scheduler.abort(rng.choice(requests))
+            self.poke()
+        if scheduler.running and rng.random() < 0.03:
+            victim = scheduler.running[-1]
+            if not victim.is_recovering:
+                scheduler.preempt(victim)
+                self.poke()
+        if rng.random() < 0.02:
+            scheduler.reset(running=rng.random() < 0.5)
+            self.poke()
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Schedule as many steps as may be in flight."""
+        while self.scheduler.has_work and len(self._flying) < self._flying_max:
+            step = self.scheduler.schedule()
+            self._note(step)
+            self._flying.append(step)
+            if len(self._flying) == 1:
+                self._compute(step)
+            else:
+                self.world.marks["vllm steps overlap"] += bool(step.parts)
+            if not step.parts:
+                break
+
+    def _note(self, step: Step) -> None:
+        marks = self.world.marks
+        marks["vllm step"] += 1
+        writing = {
+            block for part in step.parts for block in part.blocks[part.start // self.block_tokens :]
+        }
+        shared = [
+            part
+            for part in step.parts
+            if writing & set(part.blocks[: part.start // self.block_tokens])
+        ]
+        marks["vllm hit in the same step"] += bool(shared)
+
+    def _compute(self, step: Step) -> None:
+        """Begin to compute a step; its loads begin with it, or before it."""
+        self._goes_on = partial(self._forward, step)
+        self._waits_for = len(step.plan.loads) * len(self.workers) if step.plan.sync else 0
+        for load in step.plan.loads:
+            for worker in self.workers:
+                worker.start(load, partial(self._part_ended, worker.rank, step.plan.sync))
+        if not step.plan.sync or not step.plan.loads:
+            self._forward(step)
+
+    def _part_ended(self, rank: int, is_sync: bool, result: LoadResult) -> None:
+        self._ended[rank].append(result)
+        if is_sync:
+            self._waits_for -= 1
+            if not self._waits_for:
+                self._goes_on()
+        else:
+            self.poke()
+
+    def _forward(self, step: Step) -> None:
+        """Compute: what is written is garbage until the end."""
+        for part in step.parts:
+            for index in self._written(part):
+                for worker in self.workers:
+                    worker.device.tear(part.blocks[index])
+        base_ms = STEP_MS if step.parts else OUTPUT_MS
+        duration_ms = base_ms + TOKEN_MS * step.token_count
+        self.later(self.world.rng.uniform(0.5, 1.5) * duration_ms, partial(self._computed, step))
+
+    def _written(self, part: Scheduled) -> range:
+        """Return which blocks of a request's table a step writes."""
+        size = self.block_tokens
+        return range(part.start // size, -(-(part.start + part.count) // size))
+
+    def _computed(self, step: Step) -> None:
+        for part in step.parts:
+            self._write(part)
+        step.results, self._ended = self._ended, [[] for _ in self.workers]
+        for results in step.results:
+            for result in results:
+                step.bad_blocks.update(result.load.blocks[result.usable :])
+        for part in step.parts:
+            self._check_inputs(part, step.bad_blocks)
+        self.later(self.world.rng.uniform(0.2, 1.5) * OUTPUT_MS, partial(self._output, step))
+
+    def _write(self, part: Scheduled) -> None:
+        size, end = self.block_tokens, part.start + part.count
+        for index in self._written(part):
+            if (index + 1) * size <= end:
+                self.write_block(part.request.names[index], part.blocks[index])
+            else:
+                for worker in self.workers:
+                    worker.device.cells[part.blocks[index]] = PARTIAL + worker.device.garbage()
+
+    def _check_inputs(self, part: Scheduled, bad_blocks: set[int]) -> None:
+        """Require that everything which a step has read was right when it was over: blocks of
+        earlier steps, and of requests before it in the same step."""
+        count = part.start // self.block_tokens
+        if bad_blocks.intersection(part.blocks[:count]):
+            return  # vLLM drops what it has computed from a failed load.
+        for index in range(count):
+            where = f"{part.request.request_id} block {index}"
+            self.check_block(part.request.names[index], part.blocks[index], where)
+
+    def _output(self, step: Step) -> None:
+        assert self._flying.popleft() is step
+        for request in self.scheduler.update(step):
+            self.finished += 1
+            took_ms = self.world.now - request.since_ms
+            invariants.check_request_time(took_ms, REQUEST_MS_MAX)
+        if self._flying:
+            self._compute(self._flying[0])
+        if step.parts or step.plan.sent or self._has_loaded(step):
+            self.later(0, self.step)  # As vLLM does; without news it looks at its next tick.
+
+    def _has_loaded(self, step: Step) -> bool:
+        return any(step.results) or any(self._ended)
+
+    # --- checks -----------------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        left = sorted(self.scheduler.requests)
+        invariants.require(not left, f"{self.name} has not finished {left}")
+        invariants.require(self.side.idle, f"{self.name}: the scheduler side follows requests")
+        invariants.require(not self._flying, f"{self.name}: a step has no end")

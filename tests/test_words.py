@@ -1,0 +1,117 @@
+"""House rules for the English of docstrings and comments, as counts that may only fall."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_tidy import PACKAGES
+
+BANNED = (
+    "whoever", "nobody", "somebody", "anew", "for ever", "is none", "is said", "is told",
+    "of which", "has been asked",
+)  # fmt: skip
+"""The subject of a sentence is the thing: these hide it, or speak of a person who is not there."""
+BANNED_PATTERN = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
+DOCSTRING_WORDS_MIN = 4
+
+BOUNDS: dict[str, tuple[int, int]] = {
+    "kvbm_common": (0, 0),
+    "kvbm_cli": (0, 0),
+    "kvbm_index": (0, 0),
+    "kvbm_host_tier": (0, 0),
+    "kvbm_disk_tier": (0, 0),
+    "kvbm_metrics": (0, 0),
+    "kvbm_connectors": (0, 0),
+}
+"""Package → (banned phrases, docstrings that are too short). Lower a bound when a count falls."""
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the docstrings of a module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)) is not None:
+            yield node.body[0].lineno, text
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield every text for readers: docstrings, messages of errors and logs, and comments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+    lines: list[str] = []
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:  # Those of consecutive lines are one text.
+            if lines and token.start[0] > last + 1:
+                yield last, " ".join(lines)
+                lines = []
+            lines.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield last, " ".join(lines)
+
+
+def banned_of(source: str) -> list[tuple[int, str]]:
+    """Return line and phrase of everything that is banned."""
+    found = (
+        (line, phrase)
+        for line, text in texts(source)
+        for phrase in BANNED_PATTERN.findall(" ".join(text.split()))
+    )
+    return [(line, phrase) for line, phrase in found if not phrase.endswith("None")]  # Python's.
+
+
+def too_short(source: str) -> list[tuple[int, str]]:
+    """Return line and text of the docstrings with too few words to stand alone."""
+    found = docstrings(ast.parse(source))
+    return [(line, text) for line, text in found if len(text.split()) < DOCSTRING_WORDS_MIN]
+
+
+def offences(package: Path) -> tuple[list[str], list[str]]:
+    """Return what breaks each of the two rules in a package, with its place."""
+    banned: list[str] = []
+    short: list[str] = []
+    for path in sorted(package.rglob("*.py")):
+        source, place = path.read_text(), path.relative_to(package.parent)
+        banned += [f"{place}:{line}: {phrase}" for line, phrase in banned_of(source)]
+        short += [f"{place}:{line}: {text}" for line, text in too_short(source)]
+    return banned, short
+
+
+def test_rules_see_docstrings_attributes_and_comments() -> None:
+    """Goal: the counts below are of what they say."""
+    source = (
+        '"""Nobody reads a module of which the name is bad, or is None."""\n'
+        'X = 1\n"""Made anew."""\n'
+        "# It is\n# none any more, and whoever\n"
+        'def f() -> None:\n    """Of one name."""\n'
+        'def g() -> None:\n    """Return nothing at all."""\n    print("it is said")\n'
+    )
+    assert sorted(phrase for _, phrase in banned_of(source)) == [
+        "Nobody", "anew", "is none", "is said", "of which", "whoever",
+    ]  # fmt: skip
+    assert too_short(source) == [(7, "Of one name.")]
+
+
+@pytest.mark.parametrize("package", BOUNDS)
+def test_counts_of_offences_only_fall(package: str) -> None:
+    """Goal: no text gets worse, and what was mended stays mended."""
+    banned, short = offences(PACKAGES[package])
+    bounds = BOUNDS[package]
+    assert len(banned) <= bounds[0], "\n".join(banned)
+    assert len(short) <= bounds[1], "\n".join(short)
+    found = (len(banned), len(short))
+    assert found == bounds, f"mended: lower the bound of {package} to {found}"
+
+
+def test_every_package_has_a_bound() -> None:
+    """Goal: a new package starts with none of these."""
+    assert BOUNDS.keys() == PACKAGES.keys()

@@ -1,0 +1,219 @@
+"""Plants: defects that the fuzzer must find, put back by replacing methods of the product.
+
+Each is the behaviour from before a defect was mended, or a mistake that one might make: `engine.py`
+plants in engines, `sitecustomize.py` in services. Only KVBM_FUZZ_PLANT says which; the product
+does not know that variable. Where the product has other methods by now, adapt them here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.vllm.fuzz.patches import add, original, replace, replace_if_there, restore
+
+VARIABLE = "KVBM_FUZZ_PLANT"
+PREFIX = "kvbm_connectors."
+
+
+def nothing() -> None:
+    """Not here."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One defect."""
+
+    what: str
+    shapes: tuple[str, ...]
+    """Those whose programs can show it."""
+    before: Callable[[], None] = nothing
+    """In an engine's process, before the engine is made."""
+    service: Callable[[], None] = nothing
+    """In every service: its lane has a stack of its own."""
+    restarts: bool = False
+    """It must be there when an engine starts."""
+
+
+# --- offers -----------------------------------------------------------------------------------
+
+
+def computed_by_this_request(self: Any, block_tokens: int) -> int:
+    """Full blocks, also those that a request shares with another one that still computes them."""
+    request = self.request
+    if self.lease is not None and (not self.sync or request.num_in_flight_tokens):
+        return 0
+    tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+    return int(tokens // block_tokens)
+
+
+def offer_unfinished() -> None:
+    """Blocks are offered while another request computes them."""
+    replace(f"{PREFIX}vllm.tracked", "Tracked", "computed", computed_by_this_request)
+
+
+def offer_everything_early() -> None:
+    """Blocks are offered with the step that computes them: before they are there."""
+
+    def computed(self: Any, block_tokens: int) -> int:
+        return int(self.request.num_prompt_tokens // block_tokens)
+
+    replace(f"{PREFIX}vllm.tracked", "Tracked", "computed", computed)
+
+
+def keep_offers_of_preempted() -> None:
+    """Offers of preempted requests are not revoked: their blocks are overwritten while read."""
+    replace(f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_preempted", lambda self, name: None)
+
+
+# --- loads ------------------------------------------------------------------------------------
+
+
+def leave_refused_bytes() -> None:
+    """What was refused stays in device memory."""
+    replace_if_there(f"{PREFIX}client.pulls", "Pulls", "_clear", lambda self, blocks: None)
+
+
+def verify_few() -> None:
+    """One load in 16 is verified."""
+    every = property(lambda self: 16)
+    replace(f"{PREFIX}client.engine_options", "EngineOptions", "verify_every", every)
+
+
+def verify_none() -> None:
+    """No load is verified; on several ranks that was so by default."""
+    every = property(lambda self: 0)
+    replace(f"{PREFIX}client.engine_options", "EngineOptions", "verify_every", every)
+
+
+def fail_requests() -> None:
+    """A failed load ends its request: vLLM's default policy."""
+    scheduler = "vllm.v1.core.sched.scheduler"
+    fails = property(lambda self: False, lambda self, value: None)
+    add(scheduler, "Scheduler", "recompute_kv_load_failures", fails)
+
+
+def lose_loads() -> None:
+    """Now and then the end of a load is not told."""
+    arrived, count = original(f"{PREFIX}vllm.worker_side", "WorkerSide", "arrived"), [0]
+
+    def some(self: Any) -> set[str]:
+        names: set[str] = arrived(self)
+        count[0] += bool(names)
+        return set() if names and count[0] % 5 == 0 else names
+
+    replace(f"{PREFIX}vllm.worker_side", "WorkerSide", "arrived", some)
+
+
+def load_for_ever() -> None:
+    """A read that its owner does not serve has no deadline: its load ends with the owner."""
+    read = original(f"{PREFIX}client.arena_reader", "NixlReader", "read")
+
+    def unbounded(self: Any, *arguments: Any, deadline_s: float, **more: Any) -> Any:
+        return read(self, *arguments, deadline_s=100_000.0, **more)
+
+    replace(f"{PREFIX}client.arena_reader", "NixlReader", "read", unbounded)
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def refuse_resets() -> None:
+    """A reset of the connector's cache is refused, and nothing is another name after it."""
+    replace(f"{PREFIX}vllm.connector", "KvbmConnector", "reset_cache", lambda self: False)
+
+
+def ignore_resets() -> None:
+    """The same, but it says that it was done."""
+    replace(f"{PREFIX}vllm.connector", "KvbmConnector", "reset_cache", lambda self: True)
+
+
+def name_adapters_by_name() -> None:
+    """An adapter's content is not in a name."""
+    replace_if_there(
+        f"{PREFIX}vllm.adapters", "Adapters", "value_of", lambda self, lora: lora.lora_name
+    )
+
+
+def name_weights_by_times() -> None:
+    """A checkpoint is known by sizes and times of its files."""
+    import hashlib
+    from pathlib import Path
+
+    def fingerprint(directory: Path) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for path in sorted(Path(directory).iterdir()):
+            if path.is_file() and path.suffix in (".safetensors", ".json"):
+                stat = path.stat()
+                digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        return digest.hexdigest()
+
+    replace(f"{PREFIX}client.weights", "", "fingerprint", fingerprint)
+    replace_if_there(f"{PREFIX}client.weights", "", "revision_of", fingerprint)
+    replace(f"{PREFIX}vllm.loading", "", "revision_of", fingerprint)
+
+
+# --- services ---------------------------------------------------------------------------------
+
+
+def promise_memory() -> None:
+    """The arena has holes: the kernel ends who touches one when memory is full."""
+    replace_if_there("kvbm_common.memory.arena", "Arena", "_allocate", _leave_holes)
+
+
+def _leave_holes(self: Any, *_arguments: Any, **_more: Any) -> None:
+    os.ftruncate(self._fd, self.bytes)
+    self._allocated = True
+
+
+CHUNKED = ("chunked",)
+PLANTS = {
+    "unfinished-offers": Plant(
+        "blocks are offered while they are computed", CHUNKED, before=offer_unfinished
+    ),
+    "early-offers": Plant(
+        "blocks are offered before their step has run", CHUNKED, before=offer_everything_early
+    ),
+    "refused-bytes": Plant(
+        "a refused load leaves its bytes", CHUNKED, before=leave_refused_bytes
+    ),
+    "lost-loads": Plant("the end of a load is not told", CHUNKED, before=lose_loads),
+    "refused-reset": Plant("a reset is refused", CHUNKED, before=refuse_resets),
+    "ignored-reset": Plant(
+        "a reset does nothing", CHUNKED, before=ignore_resets
+    ),
+    "sampled": Plant("one load in 16 is verified", CHUNKED, before=verify_few, restarts=True),
+    "fail-policy": Plant(
+        "a failed load ends its request", CHUNKED, before=fail_requests, restarts=True
+    ),
+    "weights-times": Plant(
+        "weights are their times", CHUNKED, before=name_weights_by_times, restarts=True
+    ),
+    "promised-memory": Plant("the arena has holes", CHUNKED, service=promise_memory, restarts=True),
+    "adapter-names": Plant(
+        "an adapter is its name", ("lora",), before=name_adapters_by_name
+    ),
+    "kept-offers": Plant(
+        "offers of preempted requests stand", ("tiny",), before=keep_offers_of_preempted
+    ),
+    "endless-load": Plant("a load has no deadline", ("nixl",), before=load_for_ever),
+    "unverified": Plant("no rank of two verifies", ("tp2",), before=verify_none, restarts=True),
+}  # fmt: skip
+
+
+def arrange(name: str | None = None) -> None:
+    """Put in place the named plant, or that of the environment, and take away what was there."""
+    restore()
+    name = os.environ.get(VARIABLE, "") if name is None else name
+    plant = PLANTS[name] if name else None
+    if plant is not None:
+        plant.before()
+
+
+def plant_service() -> None:
+    """In a service, what the environment names."""
+    name = os.environ.get(VARIABLE, "")
+    if name:
+        PLANTS[name].service()

@@ -1,0 +1,113 @@
+"""Shapes of engines: each is started once, and many programs run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BLOCK_BYTES = 98_304
+"""Of 32 tokens of the model that make_model.py makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """vLLM's arguments, the stack's settings, and what is drawn for them."""
+
+    name: str
+    blocks: int = 96
+    block_tokens: int = 32
+    model_tokens: int = 1024
+    """Of a prompt and its answer together."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """Of vLLM's, beyond those that follow from the fields above."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """The connector's: no shape but those that are named after it has any."""
+    stack: Mapping[str, object] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    only_greedy: bool = False
+    """Speculation draws other random numbers."""
+    repeats: bool = False
+    adapters: bool = False
+    priorities: bool = False
+    grammars: bool = True
+    second: bool = False
+    """Another engine on the same stack answers some requests."""
+    slow: float = 1.0
+    """How often acts that take seconds are drawn, beside other shapes."""
+    services: tuple[str, ...] = (
+        "host-tier", "host-tier", "host-tier", "disk-tier", "nats", "index", "consolidator"
+    )  # fmt: skip
+    threads: str = "0"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What vLLM's LLM is made with."""
+        return {
+            "dtype": "float32",
+            "block_size": self.block_tokens,
+            "num_gpu_blocks_override": self.blocks,
+            "max_model_len": self.model_tokens,
+            "max_num_batched_tokens": 256,
+            "disable_log_stats": True,
+        } | dict(self.arguments)
+
+
+# In so small an arena the scrubber finds every spoilt block before a load does: half of the shapes
+# go without it.
+MEMORY = {"cpu_cache_gb": 600 * BLOCK_BYTES / 1e9, "scrub_cpu_percent": 0}
+EVICTING = {
+    "cpu_cache_gb": 40 * BLOCK_BYTES / 1e9,
+    "disk_cache_gb": 600 * BLOCK_BYTES / 1e9,
+    "disable_disk_offload_filter": True,
+}
+DISK_ONLY = {"staging_gb": 40 * BLOCK_BYTES / 1e9, "disk_cache_gb": 600 * BLOCK_BYTES / 1e9}
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3
+}  # fmt: skip
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(name="chunked", stack=MEMORY),
+        Shape(
+            name="tiny", blocks=22, model_tokens=640, stack=MEMORY,
+            arguments={"max_num_batched_tokens": 128},
+        ),
+        Shape(name="sync", blocks=64, stack=MEMORY, extra={"load": "sync"}),
+        Shape(
+            name="spec", blocks=64, stack=MEMORY, only_greedy=True, repeats=True, grammars=False,
+            arguments={"speculative_config": NGRAM},
+        ),
+        Shape(
+            name="lora", stack=MEMORY, adapters=True,
+            arguments={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+        ),
+        Shape(
+            name="priority", blocks=28, model_tokens=768, stack=MEMORY, priorities=True,
+            arguments={"scheduling_policy": "priority", "long_prefill_token_threshold": 96},
+        ),
+        Shape(
+            name="large", blocks=24, block_tokens=128,
+            arguments={"max_num_batched_tokens": 2048},
+            stack={"cpu_cache_gb": 0.1},
+        ),
+        Shape(name="evicting", blocks=64, stack=EVICTING, second=True),
+        Shape(name="disk", blocks=64, stack=DISK_ONLY),
+        Shape(
+            name="nixl", blocks=64, stack=MEMORY, slow=3.0,
+            environ={"KVBM_ONBOARD_MOVER": "nixl", "UCX_TLS": "tcp,self"},
+        ),
+        Shape(
+            name="tp2", blocks=64, stack=MEMORY, threads="0|1", grammars=False, slow=0.5,
+            arguments={"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        ),
+    )
+}  # fmt: skip
+
+ALONE = {"max_num_batched_tokens": 4096, "enable_prefix_caching": False, "max_num_seqs": 64}
+ADAPTERS = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
+REFERENCE = Shape(name="reference", blocks=600, model_tokens=2048, arguments=ALONE)
+"""vLLM alone: every request computes all of its prompt."""
+REFERENCE_WITH_ADAPTERS = Shape(
+    name="reference-lora", blocks=600, model_tokens=2048, arguments=ALONE | ADAPTERS
+)

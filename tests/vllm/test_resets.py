@@ -1,0 +1,143 @@
+"""Weights that are updated in a running engine: nothing of before is found after a reset."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conftest import make_lora, make_model
+from tests.vllm.conversation import Ask, Command
+from tests.vllm.harness import (
+    EngineProcess,
+    LiveStack,
+    alike,
+    live_stack,
+    prompt,
+    same,
+)
+from tests.vllm.test_events import wait_agreed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LiveStack]:
+    tiers = {"cpu_cache_gb": 0.05, "disk_cache_gb": 0.05, "disable_disk_offload_filter": True}
+    with live_stack(tiers) as running:
+        yield running
+
+
+def test_a_reset_after_new_weights_hides_what_the_old_ones_made(
+    stack: LiveStack, model: str, tmp_path: Path, log_dir: Path
+) -> None:
+    """Goal: the answers are a fresh engine's with the new weights, token for token.
+
+    1. A prompt is computed, stored, and loaded again.
+    2. Its engine loads other weights and resets its caches, ours with them.
+    3. The prompt is computed; the index agrees; a second time it is loaded, as the new weights
+       have made it.
+    4. A pause that clears the caches works, too.
+    5. The memory is taken back, as for a sleep: the engine computes, and nothing is stored. It is
+       lent again: blocks are loaded as before.
+    6. A reset that vLLM refuses, after yet other weights: what the device has kept of the first
+       ones is hit, and not stored, so that nobody loads it later.
+    """
+    other = make_model(tmp_path / "other", "full", seed=1)
+    log = log_dir / "fresh.log"
+    fresh = EngineProcess(other, stack.settings, log=log).wait_started()
+    tokens = prompt(1, 500)
+    try:
+        expected = fresh.run(Ask(name="fresh", tokens=tokens))
+        elsewhere = fresh.run(Ask(name="fresh 2", tokens=prompt(2, 500)))
+    finally:
+        fresh.stop()
+    engine = EngineProcess(model, stack.settings, log=log_dir / "resets.log").wait_started()
+    try:
+        engine.wait_attached(stack)
+        old = engine.run(Ask(name="old", tokens=tokens))
+        engine.reset()
+        assert engine.run(Ask(name="old again", tokens=tokens))[0].cached == 480
+        engine.say(Command(what="load weights", path=other))
+        assert engine.say(Command(what="reset all")).ok
+        new = engine.run(Ask(name="new", tokens=tokens))
+        assert new[0].cached == 0
+        assert same(new, expected)
+        assert not same(new, old)
+        wait_agreed(stack, engine)
+        engine.reset()
+        again = engine.run(Ask(name="new again", tokens=tokens))
+        assert again[0].cached == 480
+        assert alike(again, expected)
+        assert engine.say(Command(what="pause")).ok
+        paused = engine.run(Ask(name="after a pause", tokens=tokens))
+        assert paused[0].cached == 0
+        wait_agreed(stack, engine)
+        engine.reset()
+        engine.say(Command(what="park"))
+        parked = engine.run(Ask(name="parked", tokens=prompt(2, 500)))
+        assert alike(parked, elsewhere)
+        engine.reset()
+        engine.say(Command(what="restore"))
+        engine.wait_attached(stack)
+        woken = engine.run(Ask(name="after a sleep", tokens=tokens))
+        assert woken[0].cached == 480
+        assert alike(woken, expected)
+        wait_agreed(stack, engine)
+        engine.say(Command(what="load weights", path=model))
+        beside = Ask(name="beside", tokens=prompt(3, 100))
+        assert engine.say(Command(what="reset refused", asks=[beside])).ok
+        assert engine.run(Ask(name="stale", tokens=tokens))[0].cached == 480
+        engine.reset()
+        clean = engine.run(Ask(name="clean", tokens=tokens))
+        assert clean[0].cached == 0
+        assert alike(clean, old)
+    finally:
+        engine.stop()
+
+
+def test_an_adapter_is_known_by_its_content(
+    stack: LiveStack, model: str, tmp_path: Path, log_dir: Path
+) -> None:
+    """Goal: another adapter under the same name finds nothing of the first one.
+
+    1. An adapter's blocks are stored, and loaded again; the index agrees with both halves.
+    2. The same name stands for another directory: computed.
+    3. The first directory's files are replaced: its requests pass through, and are counted,
+       until the caches are reset.
+    """
+    first = make_lora(tmp_path / "first", model, seed=1)
+    second = make_lora(tmp_path / "second", model, seed=2)
+    log = log_dir / "adapters.log"
+    arguments = {"enable_lora": True, "max_lora_rank": 8}
+    engine = EngineProcess(model, stack.settings, log=log, arguments=arguments).wait_started()
+    tokens = prompt(2, 300)
+
+    def ask(name: str, number: int, path: str) -> Ask:
+        return Ask(name=name, tokens=tokens, lora=("poet", number, path))
+
+    try:
+        engine.wait_attached(stack)
+        one = engine.run(ask("one", 1, first))
+        wait_agreed(stack, engine)
+        engine.reset()
+        again = engine.run(ask("one again", 1, first))
+        assert again[0].cached == 288
+        assert alike(again, one)
+        wait_agreed(stack, engine)
+        engine.reset()
+        two = engine.run(ask("two", 2, second))
+        assert two[0].cached == 0
+        assert not same(two, one)
+        wait_agreed(stack, engine)
+        engine.reset()
+        shutil.copy(Path(second) / "adapter_model.safetensors", first)
+        engine.run(ask("changed", 1, first))
+        assert engine.count("requests_refused.lora_changed") == 1
+        assert engine.say(Command(what="reset all")).ok
+        engine.run(ask("read again", 3, first))
+        assert engine.count("requests_refused.lora_recent") == 1
+    finally:
+        engine.stop()
