@@ -42,12 +42,12 @@ STEPS = 400
 class Dynamo:
     """`python -m dynamo.indexer`, and its HTTP API."""
 
-    def __init__(self, settings: Settings, log: Path) -> None:
+    def __init__(self, python: Path, settings: Settings, log: Path) -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
         port = self._url.rsplit(":", 1)[1]
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [dynamo_python(), "-m", "dynamo.indexer", "--port", port],
+                [python, "-m", "dynamo.indexer", "--port", port],
                 stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self._registration = {
@@ -98,8 +98,16 @@ class Dynamo:
         self._process.wait(10.0)
 
 
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """Its environment, which may take a minute: nothing of ours stands still meanwhile."""
+    return dynamo_python()
+
+
 @pytest.fixture(params=["dedup", "passthrough"])
-def settings(nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> Settings:
+def settings(
+    python: Path, nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> Settings:
     return Settings.load(
         settings_of(nats_server, tmp_path).as_environ(),
         {
@@ -123,10 +131,19 @@ async def services(settings: Settings) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def dynamo(settings: Settings, tmp_path: Path) -> Iterator[Dynamo]:
-    dynamo = Dynamo(settings, tmp_path / "dynamo.log")
+def dynamo(python: Path, settings: Settings, tmp_path: Path) -> Iterator[Dynamo]:
+    dynamo = Dynamo(python, settings, tmp_path / "dynamo.log")
     yield dynamo
     dynamo.close()
+
+
+@pytest.fixture
+async def engine(settings: Settings, services: None) -> AsyncIterator[Engine]:
+    engine = Engine(settings)
+    await engine.attach()
+    engine.keep_attached()
+    yield engine
+    await engine.close()
 
 
 async def work(engine: Engine, host: HostTier, rng: random.Random, steps: int) -> None:
@@ -148,13 +165,11 @@ async def work(engine: Engine, host: HostTier, rng: random.Random, steps: int) -
 
 
 async def test_dynamo_s_indexer_holds_what_our_index_holds(
-    settings: Settings, services: None, bus: Bus, dynamo: Dynamo
+    engine: Engine, bus: Bus, dynamo: Dynamo
 ) -> None:
     """1. Half of the work is done before Dynamo listens: it asks for a replay. 2. The other half
     live. 3. Both hold the same blocks; a prompt that is held matches in full."""
     rng = random.Random(5)
-    engine = Engine(settings)
-    await engine.attach()
     async with host_tier(bus) as host:
         await work(engine, host, rng, STEPS)
         await dynamo.register()
@@ -170,4 +185,3 @@ async def test_dynamo_s_indexer_holds_what_our_index_holds(
         longest = max(+engine.device.copies, key=len)
         matched = await dynamo.matched(longest)
         assert matched["longest_matched"] == len(longest), "in tokens"
-    await engine.close()

@@ -79,7 +79,7 @@ class ConsolidatorCore:
         self.consolidated = MergedStreams(host, dedup=dedup, drops=self._drops)
         self.names = TokenNames()
         self._naming = limits is not None and limits.naming
-        self.router = RouterStreams(self.names)
+        self.router = RouterStreams(self.names, dedup=dedup)
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it, in order."""

@@ -43,6 +43,9 @@ BATCH_BLOCKS_MAX = 4_096
 """Blocks in one batch of a rebuild: about a megabyte."""
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE", "object": "STORAGE"}
 """vLLM's names; routers that know tiers know these."""
+ONE_MEDIUM: dict[Tier, str] = dict.fromkeys(MEDIA, "GPU")
+"""The names with `dedup`, as KVBM's: each block is said once, so its tier is an accident, and a
+router that keeps a tree per tier (Dynamo's) must find a block's parent in the same one."""
 
 
 class StreamId(NamedTuple):
@@ -89,8 +92,11 @@ class RouterStream:
 class RouterStreams:
     """The streams of all engines and ranks."""
 
-    def __init__(self, names: TokenNames, *, batches_max: int = BATCHES_MAX) -> None:
+    def __init__(
+        self, names: TokenNames, *, dedup: bool = True, batches_max: int = BATCHES_MAX
+    ) -> None:
         self._names = names
+        self._media = ONE_MEDIUM if dedup else MEDIA
         self._batches_max = batches_max
         self._streams: dict[StreamId, RouterStream] = {}
         self._out: list[Frame] = []
@@ -256,7 +262,7 @@ class RouterStreams:
             parent=None if first.parent is None else short_hash(first.parent),
             token_ids=tokens,
             block_size=len(tokens) // len(run),
-            medium=MEDIA[first.tier],
+            medium=self._media[first.tier],
             lora_name=self._names.kind(first.block).lora_name,
             extra_keys=self._names.extra_keys(run),
             group_idx=first.group or None,
@@ -277,7 +283,7 @@ class RouterStreams:
             return []
         hashes = short_hashes(gone)
         group = event.group or None
-        return [BlockRemoved(block_hashes=hashes, medium=MEDIA[event.tier], group_idx=group)]
+        return [BlockRemoved(block_hashes=hashes, medium=self._media[event.tier], group_idx=group)]
 
     def _retire(self, block: SequenceHash) -> None:
         held = any((block, tier) in s.said for s in self._streams.values() for tier in MEDIA)

@@ -356,16 +356,35 @@ def test_a_malformed_event_of_a_tier_is_counted_and_asked_about(
 def test_routers_hear_of_a_block_when_its_tokens_are_known(
     harness: Harness, host: TierModel
 ) -> None:
-    """1. The disk's blocks have no tokens here. 2. An engine computes one: it is said, as the
-    host's, with the tokens. 3. The engine drops it: still there."""
+    """1. The host's blocks have no tokens here. 2. An engine computes one: it is said, with the
+    tokens. 3. The engine drops it: still there."""
     host.store(*BLOCKS)
     assert harness.whole.statistics().unnamed_blocks == 3
     assert harness.routers[0].held == set()
     harness.batch(0, stored(PROMPT[:2]))
-    assert harness.routers[0].held == {("CPU", short_hash(BLOCKS[0]))}
+    assert harness.routers[0].held == {("GPU", short_hash(BLOCKS[0]))}
     harness.batch(1, removed(engine_hash(PROMPT[:2])))
-    assert harness.routers[0].held == {("CPU", short_hash(BLOCKS[0]))}
+    assert harness.routers[0].held == {("GPU", short_hash(BLOCKS[0]))}
     assert harness.whole.statistics().unnamed_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("dedup", "parent", "child"), [(True, "GPU", "GPU"), (False, "CPU", "GPU")]
+)
+def test_with_dedup_a_block_and_its_parent_are_in_one_medium(
+    dedup: bool, parent: str, child: str
+) -> None:
+    """1. The host has the parent before the device: `dedup` says it once. 2. The device computes
+    the child. A router that keeps a tree per medium, as Dynamo's, must find both in one."""
+    harness = Harness(dedup=dedup)
+    harness.attach()
+    host = TierModel(harness, "host")
+    harness.batch(0, stored(PROMPT[:2]))
+    harness.batch(1, removed(engine_hash(PROMPT[:2])))
+    host.store(BLOCKS[0])
+    harness.batch(2, stored(PROMPT[:4]))
+    held = harness.routers[0].held
+    assert {(parent, short_hash(BLOCKS[0])), (child, short_hash(BLOCKS[1]))} <= held
 
 
 def test_a_batch_for_routers_is_vllm_s(harness: Harness) -> None:
