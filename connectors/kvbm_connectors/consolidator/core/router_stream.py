@@ -44,8 +44,8 @@ BATCH_BLOCKS_MAX = 4_096
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE", "object": "STORAGE"}
 """vLLM's names; routers that know tiers know these."""
 ONE_MEDIUM: dict[Tier, str] = dict.fromkeys(MEDIA, "GPU")
-"""The names with `dedup`, as KVBM's: each block is said once, so its tier is an accident, and a
-router that keeps a tree per tier (Dynamo's) must find a block's parent in the same one."""
+"""The names with `dedup`, as KVBM's: a block has one event, whose tier is an accident, and a router
+that keeps a tree per tier (Dynamo's) must find a block's parent in the same one."""
 
 
 class StreamId(NamedTuple):
