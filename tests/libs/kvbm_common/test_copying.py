@@ -22,13 +22,18 @@ SIZE = 1 << 16
 EDGES = [1, 15, 63, 64, 65, 127, 240, 241, 255, 256, 257, 2047, 2048, 2049, 4095, 4096, 6145]
 """Where XXH3 changes its way, a cache line ends, or a step of the library does."""
 lengths = st.sampled_from(EDGES) | st.integers(1, 9_000)
+stripes = (st.sampled_from([1, 3, 4, 5, 15, 16, 17, 32, 33]) | st.integers(1, 140)).map(
+    lambda count: 64 * count
+)
+"""Lengths that the library moves from registers, on targets of even addresses."""
+ENTRY = "kvbm_move_blocks"
 Copier = NativeCopier | PlainCopier
 
 
-@pytest.fixture(scope="module", params=["native", "plain"])
+@pytest.fixture(scope="module", params=[ENTRY, "kvbm_move_baseline", "plain"])
 def copier(request: pytest.FixtureRequest) -> Copier:
-    """Both ways: each test is a part of the contract."""
-    return PlainCopier() if request.param == "plain" else NativeCopier(library())
+    """Every way: each test is a part of the contract."""
+    return PlainCopier() if request.param == "plain" else NativeCopier(library(), request.param)
 
 
 def noise(size: int = SIZE, seed: int = 1) -> np.ndarray:
@@ -44,9 +49,10 @@ def places(memory: np.ndarray, offsets: Sequence[Sequence[int]], sizes: Sequence
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[list[int]]]:
     """The sizes of a block's pieces, and where those of each block are on both sides."""
-    sizes = draw(st.lists(lengths, min_size=1, max_size=3))
+    by_stripes = draw(st.booleans())
+    sizes = draw(st.lists(stripes if by_stripes else lengths, min_size=1, max_size=3))
     count = draw(st.integers(1, 3))
-    offsets = st.integers(0, 63)
+    offsets = st.sampled_from([0, 16, 32, 48]) if by_stripes else st.integers(0, 63)
 
     def side() -> list[list[int]]:
         at = 0
@@ -79,13 +85,16 @@ def test_a_copy_is_exact_and_summed_like_xxhash(
             expected[at : at + size] = source[start : start + size]
             state.update(source[start : start + size].tobytes())
         sums.append(state.intdigest())
-    found = copier.copy(places(target, targets, sizes), places(source, sources, sizes))
-    assert found == sums
+    sides = places(target, targets, sizes), places(source, sources, sizes)
+    assert copier.copy(*sides) == sums
+    assert np.array_equal(target, expected)
+    target[:] = 9
+    assert copier.copy(*sides, summed=False) == []
     assert np.array_equal(target, expected)
     assert copier.sums(places(source, sources, sizes)) == sums
 
 
-@given(st.data(), lengths)
+@given(st.data(), lengths | stripes)
 @settings(max_examples=100, deadline=None)
 def test_a_flipped_bit_anywhere_is_noticed(copier: Copier, data: st.DataObject, size: int) -> None:
     source, target = noise(size), np.zeros(size, dtype=np.uint8)
@@ -175,11 +184,11 @@ def test_where_there_is_no_library_blocks_are_copied_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is missing, or it is of something else."""
-    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (tmp_path / "missing.so",))
+    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (tmp_path / "missing.so", ENTRY))
     assert copying._best().name == "plain"
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (broken,))
+    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (broken, ENTRY))
     assert copying._best().name == "plain"
 
 

@@ -141,9 +141,12 @@ class NativeCopier:
 
     name = "native"
 
-    def __init__(self, path: Path = LIBRARY) -> None:
-        """Raises OSError where the library is missing or of another platform."""
-        self._move = ctypes.CDLL(str(path)).kvbm_move_blocks
+    def __init__(self, path: Path = LIBRARY, entry: str = "kvbm_move_blocks") -> None:
+        """Load the library; `entry` may name one variant of it for every processor.
+
+        Raises OSError where the library is missing or of another platform.
+        """
+        self._move = getattr(ctypes.CDLL(str(path)), entry)
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._move.argtypes = (pointer, pointer, pointer, size, size, pointer)
         self._move.restype = None

@@ -1,6 +1,7 @@
 /* Copy blocks and sum them up (XXH3-64) in one pass over memory.
  *
- * Each step reads up to STEP bytes of the source once, into a buffer that stays in the L1 cache,
+ * Blocks of whole stripes on aligned targets, which are nearly all, go by stripes.h. This is the
+ * general path: any lengths, any alignment, any processor. Each step reads up to STEP bytes of the source once, into a buffer that stays in the L1 cache,
  * sums the buffer, and stores it past the caches. What is summed is what is stored, even where
  * somebody writes to the source meanwhile. The next step is prefetched.
  *
@@ -12,12 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "stripes.h"
 
 #ifndef KVBM_MOVE
 #define KVBM_MOVE kvbm_move_baseline
@@ -78,6 +74,11 @@ void KVBM_MOVE(const uint64_t *targets, const uint64_t *sources, const uint64_t 
   XXH3_state_t state;
   XXH3_INITSTATE(&state);
   for (size_t block = 0; block < blocks; block++) {
+#if defined(STRIPES)
+    if (try_stripes(targets ? targets + block * pieces : NULL, sources + block * pieces, lengths,
+                    pieces, sums ? sums + block : NULL))
+      continue;
+#endif
     if (sums) XXH3_64bits_reset(&state);
     for (size_t piece = 0; piece < pieces; piece++) {
       size_t at = block * pieces + piece;
