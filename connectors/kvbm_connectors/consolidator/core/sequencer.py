@@ -82,8 +82,8 @@ class Sequencer:
         return self._replayable
 
     def poll(self, now_ms: int, number: int) -> int | None:
-        """Return the first sequence number to ask for, or None if it is not time to. Replay
-        `number` is in flight after a number is returned."""
+        """Return the first sequence number to ask for, or None while it is not time to ask. With a
+        number returned, replay `number` is in flight."""
         if self.replay or not self._replayable:
             return None
         if not self._wanted and now_ms - self._heard_ms >= self._probe_ms:
