@@ -15,11 +15,11 @@ BINDINGS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def wider_cpus() -> set[int]:
-    """The processors that the parent process may use, if OpenMP has bound this thread to fewer or
-    to others.
+    """Return the processors that the parent process may use, if OpenMP has bound this thread to
+    fewer processors or to others.
 
-    Empty when there is nothing to widen. An operator's own choice (`taskset vllm serve`) holds for
-    the parent too, and so stays in force.
+    The set is empty when there is nothing to widen. An operator's own choice (`taskset vllm serve`)
+    holds for the parent too, and so stays in force.
     """
     if not any(os.environ.get(name) for name in BINDINGS) or not hasattr(os, "sched_getaffinity"):
         return set()
@@ -32,7 +32,7 @@ def wider_cpus() -> set[int]:
 
 @contextlib.contextmanager
 def unbound() -> Iterator[None]:
-    """Threads that are started in this block may run beside the engine's computation."""
+    """Let threads that are started in this block run beside the engine's computation."""
     wider = wider_cpus()
     if not wider:
         yield

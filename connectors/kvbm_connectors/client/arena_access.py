@@ -137,11 +137,11 @@ class ArenaAccess:
         self._retry_at_ms = 0
 
     def attached(self) -> Attached | None:
-        """The arena that is read now."""
+        """Return the arena that can be read now, or None."""
         return self._attached
 
     def access(self, epoch: int) -> Access:
-        """May a load of this life be read, now or soon?"""
+        """Return whether a load of this life of the host tier can be read, now or soon."""
         with self._lock:
             known = self._welcome
             if known is None or (self._is_leaving and epoch != known.epoch):
@@ -173,7 +173,7 @@ class ArenaAccess:
             self._attacher.submit(self._attach, welcome)
 
     def leaving(self) -> None:
-        """Another host tier is about to say where its arena is."""
+        """Note that another host tier is about to announce where its arena is."""
         with self._lock:
             self._is_leaving = True
 

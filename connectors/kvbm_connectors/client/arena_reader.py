@@ -70,7 +70,7 @@ class ArenaReader(Protocol):
         TransferError; unless that has settled, late bytes may still reach the target."""
 
     def close(self) -> None:
-        """What was asked for before ends first."""
+        """Close the reader; the reads that were asked for before end first."""
 
 
 class MappedReader:
@@ -140,7 +140,8 @@ class NixlReader:
     def __init__(
         self, mover: MoverThread, peer: str, pool: BouncePool, *, deliver: Deliver | None = None
     ) -> None:
-        """`deliver` is for a target that this process may not write to by itself."""
+        """Read the arena of `peer` through the buffers of `pool`. `deliver` is for a target that
+        this process may not write to by itself."""
         self._mover, self._peer, self._pool = mover, peer, pool
         self._deliver = deliver or _copy_and_sum
         self._threads = copy_threads("bounce")
@@ -196,7 +197,7 @@ class NixlReader:
         read.brought.set_result(Brought(sums, begun - moved.seconds, seconds))
 
     def close(self) -> None:
-        """Reads in flight fail, copies end first."""
+        """Fail the reads in flight, and wait for the copies to end."""
         self._mover.remove_peer(self._peer)
         self._threads.shutdown(wait=True)
 
@@ -246,8 +247,8 @@ def reader_of(
     wanted: str,
     gpu: Gpu | None = None,
 ) -> ArenaReader:
-    """The reader of this arena. `wanted` is `mapped`, `nixl` or `auto`; where the arena cannot be
-    mapped, it is NIXL."""
+    """Return the reader of this arena. `wanted` is `mapped`, `nixl` or `auto`; an arena that cannot
+    be mapped is read by NIXL."""
     if wanted != "nixl":
         try:
             return MappedReader(welcome) if gpu is None else _cuda_reader(welcome, gpu)

@@ -46,7 +46,7 @@ class BouncePool:
     """Buffers of one size. Every method may be called from any thread."""
 
     def __init__(self, mover: MoverThread, *, block_bytes: int, buffers: int = BUFFERS) -> None:
-        """A buffer holds a chunk, of one block at least."""
+        """Create a pool of buffers, each with room for a chunk and for at least one block."""
         self.buffer_bytes = max(CHUNK_BYTES, block_bytes)
         self._mover, self._count = mover, buffers
         self._lock = threading.Lock()
@@ -63,8 +63,8 @@ class BouncePool:
         return self._lost
 
     def borrow(self, deadline: float) -> Future[int]:
-        """The address of a buffer, when there is one. Fails with a TransferError, at the deadline
-        (of `time.monotonic`) at the latest."""
+        """Return a future of the address of a buffer, which settles when a buffer is free. It fails
+        with a TransferError, at the deadline (of `time.monotonic`) at the latest."""
         waiting = _Waiting(deadline)
         with self._lock:
             is_full = len(self._waiting) >= WAITING_MAX
@@ -79,7 +79,7 @@ class BouncePool:
         return waiting.buffer
 
     def give_back(self, buffer: int, settling: Future[None] | None = None) -> None:
-        """The buffer is free; or it will be, when `settling` ends."""
+        """Take a buffer back: it is free at once, or when `settling` ends."""
         if settling is None or settling.done():
             with self._lock:
                 self._free.append(buffer)
@@ -135,7 +135,8 @@ class BouncePool:
         self.give_back(buffer)
 
     def _register(self) -> None:
-        """With the first read; a failure is tried again with the next one."""
+        """Register the memory of the buffers with the first read; retry a failure with the next
+        one."""
         self._memory = map_shared(-1, self._count * self.buffer_bytes)
         address = self._memory.ctypes.data
         registering = self._mover.register_memory(address, self._memory.nbytes)

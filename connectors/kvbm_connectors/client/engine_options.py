@@ -38,9 +38,10 @@ class EngineOptions:
 def settings_of(
     extra: Mapping[str, Any], environ: Mapping[str, str], *, where: str, others: Collection[str]
 ) -> Settings:
-    """Settings from the environment; `extra` goes before it, by attribute or variable name.
+    """Load the settings from the environment; `extra` goes before it, by attribute or variable
+    name.
 
-    `others` are keys of the same mapping that are no settings; a key that is neither is logged, as
+    `others` are keys of the same mapping that are not settings; a key that is neither is logged, as
     one of `where`. Raises ConfigError for a value that does not parse.
     """
     names = settings_by_name()

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 def new_incarnation() -> str:
-    """A name for one life of an engine."""
+    """Draw a random name for one life of an engine."""
     return secrets.token_hex(8)
 
 
@@ -293,19 +293,19 @@ class SchedulerHalf:
                 log.exception("the connector's core failed in %s; the engine goes on", call)
 
     def drain_ended(self) -> list[OfferEnded]:
-        """Offers that have ended since the last call: their blocks may be freed."""
+        """Return the offers that have ended since the last call: their blocks may be freed."""
         ended: list[OfferEnded] = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
     def idle(self) -> bool:
-        """Nothing is on offer, asked or leased: a quiet point."""
+        """Return whether nothing is on offer, asked for or leased: a quiet point."""
         with self._lock:
             return self._core.view.idle and not self._ended
 
     def counts(self) -> dict[str, int]:
-        """What has been counted, links included."""
+        """Return all counters, those of the links included."""
         with self._lock:
             counts = dict(self._core.view.counts) | self._faults
         for link in (self._host, *self._events):

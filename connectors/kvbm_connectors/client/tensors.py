@@ -36,7 +36,7 @@ class UnknownLayout(KvbmError):
 
 
 def regions_of(layers: Iterable[Tensor], block_count: int) -> list[Region]:
-    """The regions of all layers, in their order. Raises UnknownLayout.
+    """Return the regions of all layers, in the order of the layers. Raises UnknownLayout.
 
     `block_count` is the number of the manager's blocks: a view may count smaller kernel blocks.
     """
@@ -72,7 +72,7 @@ def _regions_of_layer(tensor: Tensor, block_count: int) -> list[Region]:
 def _dense_run(
     dimensions: Sequence[tuple[int, int]], item: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes of the longest dense piece, and the dimensions (size, stride) that are outside it."""
+    """Return the bytes of the longest dense piece, and the dimensions (size, stride) outside it."""
     left = sorted((d for d in dimensions if d[0] > 1), key=lambda d: d[1])
     run = item
     while left and left[0][1] == run:

@@ -13,8 +13,10 @@ MakeGpu = Callable[[], "Gpu"]
 
 
 def gpu_maker(device: Any) -> MakeGpu:
-    """How to make the GPU of a torch device. To be called in the engine's own thread: the stream
-    that is current there is the one that computes. What it gives raises KvbmError."""
+    """Return a function that makes the GPU of a torch device, and raises KvbmError.
+
+    Call this in the engine's own thread: the stream that is current there is the one that computes.
+    """
     torch: Any = importlib.import_module("torch")
     compute_stream = int(torch.cuda.current_stream(device).cuda_stream)
     index = device.index if device.index is not None else torch.cuda.current_device()

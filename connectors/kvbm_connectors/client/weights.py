@@ -224,7 +224,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 
 def _files(path: Path) -> list[_File]:
-    """The files that the weights consist of, in the order of their names."""
+    """Return the files that the weights consist of, sorted by name. Raises UnreadableWeights."""
     try:
         if path.is_file():
             return [_File(f"model{path.suffix}", path, path.stat().st_size)]
@@ -237,7 +237,7 @@ def _files(path: Path) -> list[_File]:
 
 
 def _walk(root: Path, directory: Path, above: frozenset[str]) -> Iterator[_File]:
-    """Links are followed, but not into a directory that leads here."""
+    """Yield the model's files below a directory; follow links, but not into a directory above."""
     real = os.path.realpath(directory)
     with os.scandir(directory) as listing:
         entries = list(listing)
@@ -254,7 +254,8 @@ def _walk(root: Path, directory: Path, above: frozenset[str]) -> Iterator[_File]
 
 
 def _plan(file: _File) -> Plan:
-    """What to read of a file: all of a small one."""
+    """Return what to read of a file: all of a small one, else its tensors, or stretches of it if
+    the tensors are unknown."""
     if file.size <= WHOLE_BYTES:
         return file.size, ()
     with file.path.open("rb") as opened:
@@ -264,7 +265,8 @@ def _plan(file: _File) -> Plan:
 
 
 def _tensors(file: int, size: int) -> Plan | None:
-    """The header and the tensors of a safetensors file; None: it is a file of another kind."""
+    """Return the end of the header and the spans of the tensors of a safetensors file; None for a
+    file of another kind."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     end = 8 + length
     if not 2 <= length <= min(HEADER_BYTES_MAX, size - 8) or os.pread(file, 1, 8) != b"{":
@@ -281,7 +283,8 @@ def _tensors(file: int, size: int) -> Plan | None:
 
 
 def _content(file: _File, plan: Plan, pages: int) -> bytes:
-    """A digest of what is read of a file."""
+    """Return a digest of what is read of a file: its beginning, and at most `pages` pages per
+    span."""
     digest = hashlib.blake2b(digest_size=16)
     before, spans = plan
     draws = hashlib.shake_128(b"kvbm-weights:%d" % file.size).digest(8 * pages)
@@ -302,7 +305,8 @@ def _announce(file: int, wanted: Sequence[Span]) -> None:
 
 
 def _pages(span: Span, count: int, draws: bytes) -> Iterator[Span]:
-    """Pages of one tensor: one in each stretch; the first and last are its first and last page."""
+    """Yield pages of one tensor: one in each stretch; the first and last are its first and last
+    page."""
     first, end = span
     if end - first <= count * PAGE_BYTES:
         yield span
@@ -318,7 +322,7 @@ def _pages(span: Span, count: int, draws: bytes) -> Iterator[Span]:
 
 
 def _read(file: int, first: int, end: int) -> bytes:
-    """Bytes of a file; raises OSError when it has become shorter."""
+    """Read the bytes of a file from `first` to `end`; raises OSError when it has become shorter."""
     pieces: list[bytes] = []
     while first < end:
         piece = os.pread(file, end - first, first)

@@ -150,7 +150,8 @@ class WorkerHalf:
         return 0 if attached is None else attached.welcome.epoch
 
     def expect_reads(self, *, expected: bool) -> None:
-        """Is anything on offer? If not, no mover needs to stand ready for the host tier."""
+        """Note whether anything is on offer: if not, no mover needs to stand ready for the host
+        tier."""
         if expected != self._expects_reads:
             self._expects_reads = expected
             self._mover.attend(expected=expected)
@@ -186,7 +187,7 @@ class WorkerHalf:
             self._pulls.begin(load, attached, (load.deadline_ms - now_ms) / 1000)
 
     def _look_at_parked(self) -> None:
-        """Something may have changed for the loads that wait for their arena."""
+        """Begin the parked loads again: their arena may have come, or may be gone."""
         with self._lock:
             parked, self._parked = self._parked, []
         for load in parked:
@@ -208,7 +209,7 @@ class WorkerHalf:
         self._on_news()
 
     def drain_ended(self) -> list[LoadResult]:
-        """The loads that have ended since the last call."""
+        """Return the loads that have ended since the last call."""
         ended: list[LoadResult] = []
         while self._ended:
             ended.append(self._ended.popleft())

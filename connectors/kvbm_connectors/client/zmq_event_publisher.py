@@ -27,7 +27,7 @@ class EventPublisher:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], *, endpoint: str, replay_endpoint: str
     ) -> None:
-        """Binds both endpoints; raises zmq.ZMQError."""
+        """Bind both endpoints; raises zmq.ZMQError if one cannot be bound."""
         self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
         self._publisher = context.socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, HWM)

@@ -22,7 +22,7 @@ class FailedBlocks:
         return len(self._until_ms)
 
     def add(self, name: SequenceHash, now_ms: int) -> None:
-        """Avoid a block that has failed."""
+        """Add a block that has failed, so that it is avoided; the oldest blocks make room."""
         self._until_ms.pop(name, None)
         while len(self._until_ms) >= self._block_count_max:
             self._until_ms.popitem(last=False)

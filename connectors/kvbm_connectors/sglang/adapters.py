@@ -41,7 +41,7 @@ def adapters_of(arguments: Any, since_ns: int) -> dict[str, str]:
 
 
 def _paths(given: Any) -> Iterator[tuple[str, str]]:
-    """Names and paths, before SGLang has parsed its arguments and after."""
+    """Yield the names and paths of adapters, before SGLang has parsed its arguments and after."""
     if isinstance(given, Mapping):
         yield from ((str(name), str(path)) for name, path in given.items())
         return

@@ -132,7 +132,7 @@ class KvbmHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def _server_args() -> Any:
-    """SGLang's arguments; None outside a server."""
+    """Return SGLang's arguments; None outside a server."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
@@ -143,7 +143,7 @@ def _server_args() -> Any:
 
 
 def _revision(arguments: Any, named: str) -> str:
-    """What stands for the weights and all that changes what is computed with them."""
+    """Return what stands for the weights and all that changes what is computed with them."""
     import sglang
 
     version = str(getattr(sglang, "__version__", ""))

@@ -28,7 +28,7 @@ class HostPool(Protocol):
     @property
     def dtype(self) -> Any: ...
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of all pieces, page by page."""
+        """Return the addresses and sizes of all pieces, page by page."""
         ...
 
 

@@ -21,7 +21,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream_of(config: str | None, rank: int) -> Stream:
-    """The stream of one data-parallel rank, from `--kv-events-config`."""
+    """Return the stream of one data-parallel rank, from `--kv-events-config`."""
     if not config:
         return Stream()
     try:
@@ -39,9 +39,9 @@ def stream_of(config: str | None, rank: int) -> Stream:
 
 
 def reachable(endpoint: str, rank: int) -> str:
-    """An endpoint that SGLang binds, as one that a process of this host can connect to.
+    """Return an endpoint that SGLang binds as one that a process of this host can connect to.
 
-    Of TCP, every rank adds its number to the port.
+    With TCP, every rank adds its number to the port. Empty if the endpoint cannot be followed.
     """
     if not endpoint.startswith("tcp://"):
         return endpoint if endpoint.startswith("ipc://") and rank == 0 else ""

@@ -26,9 +26,11 @@ class Generation:
         self._value = b""
 
     def read(self) -> bytes:
-        """The present one; the file is read again when it is another. Empty before any `clear`.
+        """Return the present generation; read the file again when it is another one. Empty before
+        any `clear`.
 
-        Raises OSError when it is there and cannot be read: what was cleared must not come back.
+        Raises OSError when the file is there and cannot be read: what was cleared must not come
+        back.
         """
         with self._lock:
             try:

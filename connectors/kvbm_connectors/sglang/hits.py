@@ -25,7 +25,8 @@ class Hits:
 
 
 def trailing_lengths(present: Sequence[bool], window: int) -> list[int]:
-    """The prefix lengths whose last `window` pages are all there (fewer where it is shorter)."""
+    """Return the prefix lengths whose last `window` pages are all there (fewer pages where the
+    prefix is shorter)."""
     lengths: list[int] = []
     run = 0
     for length, here in enumerate(present, start=1):

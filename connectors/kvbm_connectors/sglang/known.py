@@ -25,12 +25,13 @@ class Known:
     def which(
         self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int
     ) -> list[bool]:
-        """Which of these pages are listed? None, where the host tier of `epoch` lists nothing."""
+        """Return for each page whether it is listed; False for all where the host tier of `epoch`
+        lists nothing."""
         roster = self._present(welcome, epoch)
         return [roster is not None and roster.has_all([name]) for name in names]
 
     def covers(self, names: Sequence[SequenceHash], welcome: Welcome | None, *, epoch: int) -> bool:
-        """Are all of them listed?"""
+        """Return whether all of these pages are listed."""
         roster = self._present(welcome, epoch)
         return roster is not None and roster.has_all(names)
 

@@ -39,5 +39,5 @@ class Options(EngineOptions):
         return cls(settings, str(extra.get("revision", "")))
 
     def of_revision(self, revision: str) -> Options:
-        """The same for certain weights."""
+        """Return the same options for certain weights."""
         return replace(self, revision=revision)

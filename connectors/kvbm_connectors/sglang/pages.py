@@ -38,7 +38,7 @@ class UnknownPool(KvbmError):
 
 
 def names_of(namespace: bytes, generation: bytes, keys: Sequence[str]) -> list[SequenceHash]:
-    """The names of some pages; `namespace` is the digest."""
+    """Return the names of some pages; `namespace` is the digest."""
     base = hashlib.blake2b(generation, key=namespace, digest_size=HASH_BYTES, person=PERSON)
     names: list[SequenceHash] = []
     for key in keys:
@@ -49,7 +49,8 @@ def names_of(namespace: bytes, generation: bytes, keys: Sequence[str]) -> list[S
 
 
 def pages_of(pool: HostPool, indices: Indices, count: int) -> list[int]:
-    """The pages that `count` keys' token slots are in; raises UnknownPool if they are none."""
+    """Return the pages that the token slots of `count` keys are in; raises UnknownPool if the slots
+    are not whole pages."""
     size = pool.page_size
     slots = indices.tolist()
     if len(slots) != count * size:
@@ -61,9 +62,9 @@ def pages_of(pool: HostPool, indices: Indices, count: int) -> list[int]:
 
 
 def regions_of(pool: HostPool) -> list[Region]:
-    """Where the pieces of all pages are, by the pool's own account; raises UnknownPool.
+    """Return where the pieces of all pages are, by the pool's own account; raises UnknownPool.
 
-    The first two pages tell, the last one is asked to agree: layouts need not be known.
+    The first two pages tell, and the last one must agree: layouts need not be known.
     """
     size, count = pool.page_size, pool.size // pool.page_size
     if count < 1:
@@ -107,9 +108,9 @@ def namespace_of(
     *,
     revision: str = "",
 ) -> Namespace:
-    """All that makes the bytes of two pages incompatible.
+    """Return all that makes the bytes of two pages incompatible.
 
-    What is no field of its own is in `layout`: the pool, where a page's pieces begin, which rank.
+    What has no field of its own is in `layout`: the pool, where a page's pieces begin, which rank.
     """
     shared = is_shared(config, pool_name, pool)
     sizes = ",".join(str(region.piece_bytes) for region in regions).encode()

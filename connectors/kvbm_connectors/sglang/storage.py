@@ -88,7 +88,8 @@ class Storage:
     def __init__(
         self, config: StorageConfig, options: Options, stream: Stream, *, refusal: str = ""
     ) -> None:
-        """`refusal` says why pages have no names: then nothing is stored, and nothing found."""
+        """Create the pools of one rank. `refusal` says why pages have no names: then nothing is
+        stored, and nothing found."""
         self.counts: Counter[str] = Counter()
         self._refusal = refusal
         if refusal:
@@ -158,7 +159,8 @@ class Storage:
         return _Pool(pool, store, digest, generation, writer)
 
     def start(self) -> None:
-        """All pools of the beginning are named: attach, the one with the largest pages first."""
+        """Start the stores when all pools of the beginning are named: the one with the largest
+        pages attaches first."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
             self._started = True
@@ -190,7 +192,7 @@ class Storage:
     # --- the calls --------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str], name: str = KV) -> int:
-        """Consecutive hits from the first key on."""
+        """Return the number of consecutive hits from the first key on."""
         return self._guarded("exists", 0, lambda: self._exists(keys, name))
 
     def _exists(self, keys: Sequence[str], name: str) -> int:
@@ -231,7 +233,7 @@ class Storage:
         return stored
 
     def exists_in_all(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> Hits:
-        """How far a prefix can be restored with its part in every pool."""
+        """Return how far a prefix can be restored with its part in every pool."""
         nothing = Hits(0, {}, [])
         return self._guarded("exists", nothing, lambda: self._exists_in_all(keys, transfers))
 
@@ -245,7 +247,8 @@ class Storage:
         return combine(KV, pages, pools)
 
     def _lengths(self, keys: Sequence[str], transfer: PoolTransfer) -> Sequence[int]:
-        """The prefix lengths that a pool has its part of."""
+        """Return the prefix lengths that a pool has its part of; raises UnknownPool for an unknown
+        hit policy."""
         name, policy = _text(transfer.name), _text(transfer.hit_policy)
         if policy == ALL_PAGES:
             return range(1, self._exists(keys, name) + 1)
@@ -272,12 +275,13 @@ class Storage:
             return instead
 
     def refuse(self, what: str) -> None:
-        """A call that we do not serve: counted, and a miss."""
+        """Count a call that we do not serve, and warn; the call is a miss."""
         self.counts[f"unsupported.{what}"] += 1
         self._limiter.warning("unsupported", f"{what} is not served: set interface_v1 to 1")
 
     def clear(self) -> None:
-        """Nothing that was stored so far is found again, by any engine of this host."""
+        """Clear all pools: nothing that was stored so far is found again, by any engine of this
+        host."""
         self._guarded("clear", None, self._clear)
 
     def _clear(self) -> None:
@@ -287,7 +291,7 @@ class Storage:
     # --- figures ----------------------------------------------------------------------------
 
     def statistics(self) -> StorageStatistics:
-        """The batches since the last question."""
+        """Return the batches since the last call, and forget them."""
         found = StorageStatistics()
         while self._batches:
             what, pages, rate = self._batches.popleft()
@@ -300,7 +304,7 @@ class Storage:
         return found
 
     def all_counts(self, pools: Mapping[str, _Pool] | None = None) -> dict[str, int]:
-        """What was counted, by pool."""
+        """Return all counters, those of each pool under its name."""
         found = dict(self.counts)
         for name, entry in (self._pools if pools is None else pools).items():
             found |= {f"{name}.{what}": n for what, n in entry.store.all_counts().items()}
@@ -308,5 +312,5 @@ class Storage:
 
 
 def _text(value: str) -> str:
-    """SGLang's names are enums that are strings."""
+    """Return one of SGLang's names as text: they are enums that are strings."""
     return str(getattr(value, "value", value))

@@ -62,7 +62,8 @@ class Store:
         options: Options,
         stream: Attach,
     ) -> None:
-        """Raises KvbmError or TimeoutError when the memory cannot be lent."""
+        """Lend the memory of the regions. Raises KvbmError or TimeoutError when it cannot be
+        lent."""
         self.namespace = namespace
         self.block_bytes = sum(region.piece_bytes for region in regions)
         self.counts: Counter[str] = Counter()
@@ -128,7 +129,7 @@ class Store:
             return self._wait(lambda: self.attached, timeout_s)
 
     def all_counts(self) -> dict[str, int]:
-        """What was counted here and in both halves."""
+        """Return all counters, of this store and of both halves."""
         return self._scheduler.counts() | dict(self._worker.counts) | dict(self.counts)
 
     # --- news, from the link's and the worker's threads -------------------------------------
@@ -155,7 +156,7 @@ class Store:
     # --- lookups ----------------------------------------------------------------------------
 
     def find(self, names: Sequence[SequenceHash]) -> int:
-        """How many of these pages, from the first on, can be had now. They stay leased."""
+        """Return how many of these pages, from the first on, can be had now. They stay leased."""
         if not names:
             return 0
         asked = tuple(names)
@@ -173,8 +174,11 @@ class Store:
             return found
 
     def _is_known(self, held: Held) -> bool:
-        """Are all listed? Then the question is put, and its answer left for later: SGLang loads a
-        moment afterwards, or, where it finds the hit too short, never."""
+        """Return whether all pages are listed and their lookup is on its way.
+
+        The answer is left for later: SGLang loads a moment afterwards, or, where it finds the hit
+        too short, never.
+        """
         scheduler = self._scheduler
         if self._closed or not self._known.covers(
             held.names, scheduler.welcome, epoch=scheduler.epoch
@@ -183,7 +187,7 @@ class Store:
         return scheduler.lookup(held.request, held.names, hurry=False) is None
 
     def present(self, names: Sequence[SequenceHash]) -> list[bool]:
-        """Which of these pages, each for itself, can be had now."""
+        """Return for each of these pages, by itself, whether it can be had now."""
         if not names:
             return []
         with self._changed:
@@ -229,7 +233,7 @@ class Store:
             self._give_back(oldest)
 
     def _take_held(self, names: tuple[SequenceHash, ...]) -> Held | None:
-        """The lookup that covers these names, if `find` has left one."""
+        """Take the lookup that covers these names, if `find` has left one."""
         held = self._held.get(names[0])
         if held is None or held.names[: len(names)] != names:
             return None
@@ -272,7 +276,7 @@ class Store:
         return self._wait_load(load.request)
 
     def _leased(self, names: tuple[SequenceHash, ...]) -> Held | None:
-        """A lookup with a hit for these names: that of `find`, or a new one."""
+        """Return a lookup with a hit for these names: that of `find`, or a new one."""
         held = self._take_held(names)
         if held is not None and self._answer(held).blocks:
             return held
@@ -307,7 +311,8 @@ class Store:
         return complete
 
     def _is_committed(self, name: SequenceHash) -> bool:
-        """Our confirmation went ahead on the same socket: the answer comes after the commit."""
+        """Return whether a page is committed. Our confirmation went ahead on the same socket, so
+        the answer comes after the commit."""
         held = Held(self._new_request(), (name,))
         with self._changed:
             hit = self._answer(held)
@@ -317,7 +322,7 @@ class Store:
 
     @contextmanager
     def _offering(self) -> Iterator[None]:
-        """The host tier is about to read: our mover stands ready."""
+        """Keep our mover ready while the host tier is about to read."""
         self._worker.expect_reads(expected=True)
         try:
             yield

@@ -111,7 +111,7 @@ def revision_of(
 
 
 def _all_weights(arguments: Any) -> str:
-    """The model's weights, and a draft's."""
+    """Return what stands for the model's weights, and for a draft's."""
     path = str(getattr(arguments, "model_path", None) or "")
     directory = getattr(arguments, "download_dir", None)
     kind = _text(getattr(arguments, "load_format", None)) or "auto"
@@ -126,7 +126,8 @@ def _all_weights(arguments: Any) -> str:
 
 
 def _values(arguments: Any) -> dict[str, Any]:
-    """All arguments as they were resolved; a release without `resolved_dict` resolves in place."""
+    """Return all arguments as they were resolved; a release without `resolved_dict` resolves in
+    place."""
     resolved = getattr(arguments, "resolved_dict", None)
     try:
         values: Mapping[str, Any] = resolved() if callable(resolved) else vars(arguments)
@@ -136,7 +137,7 @@ def _values(arguments: Any) -> dict[str, Any]:
 
 
 def _changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument that is set and not known to be harmless."""
+    """Return every argument that is set and not known to be harmless."""
     return {
         name: _content_or_value(value)
         for name, value in values.items()
@@ -145,14 +146,16 @@ def _changes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content_or_value(value: Any) -> Any:
-    """A file's content in place of its path: the path says nothing of it."""
+    """Return the digest of a file's content in place of its path, which says nothing of it; other
+    values in terms of JSON."""
     if isinstance(value, str) and os.path.isfile(value):
         return content_of(value)
     return _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    """A value in terms of JSON, the same in every process: no address of an object enters."""
+    """Return a value in terms of JSON, the same in every process: no address of an object
+    enters."""
     value = getattr(value, "value", value)  # Some releases give an enumeration's member.
     if value is None or isinstance(value, str | int | float | bool):
         return value
@@ -166,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Files and weights that lie beside the model's."""
+    """Return what stands for the files and weights beside the model's, by argument."""
     found: dict[str, Any] = {name: content_of(values[name]) for name in FILES if values.get(name)}
     for name in FURTHER:
         if path := values.get(name):
@@ -175,5 +178,5 @@ def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A value of the arguments; some releases give an enumeration's member."""
+    """Return a value of the arguments as text; some releases give an enumeration's member."""
     return "" if value is None else str(getattr(value, "value", value))

@@ -32,6 +32,6 @@ class Content:
         np.add(block, offset, out=block)
 
     def holds(self, block: Words, name: SequenceHash) -> bool:
-        """Does the block hold exactly what its name demands?"""
+        """Return whether the block holds exactly what its name demands."""
         self.fill(self._expected, name)
         return bool(np.array_equal(block, self._expected))

@@ -41,7 +41,8 @@ class SimDevice:
         on_news: Callable[[], None],
         runtime: Runtime | None = None,
     ) -> None:
-        """With a `runtime` all ranks are on its GPU, and compute on one stream."""
+        """Create the memory of all ranks, and their workers if there is a connector. With a
+        `runtime` all ranks are on its GPU, and compute on one stream."""
         part_bytes = config.block_bytes // config.ranks
         gpu: Gpu | None = None
         self._memory: list[Pages] = []
@@ -95,12 +96,12 @@ class SimDevice:
             worker.close()
 
     def compute(self, block: int, name: SequenceHash) -> None:
-        """What a prefill leaves behind in a block."""
+        """Fill a block with what a prefill leaves behind in it."""
         for memory, content in zip(self._memory, self._content, strict=True):
             memory.fill(content, block, name)
 
     def holds(self, block: int, name: SequenceHash) -> bool:
-        """Does every rank's part hold what the name demands?"""
+        """Return whether every rank's part of a block holds what the name demands."""
         parts = zip(self._memory, self._content, strict=True)
         return all(memory.holds(content, block, name) for memory, content in parts)
 
@@ -111,7 +112,7 @@ class SimDevice:
             worker.start_load(load)
 
     def drain_ended(self) -> list[LoadResult]:
-        """Loads that every rank has reported."""
+        """Return the loads that every rank has reported since the last call."""
         ended: list[LoadResult] = []
         for worker in self._workers:
             for result in worker.drain_ended():
@@ -123,7 +124,7 @@ class SimDevice:
         return ended
 
     def counts(self) -> dict[str, int]:
-        """The workers' counts, summed."""
+        """Return the counters of the workers, summed."""
         counts: dict[str, int] = {}
         for worker in self._workers:
             for name, count in worker.counts.items():

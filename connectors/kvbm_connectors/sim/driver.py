@@ -119,12 +119,12 @@ class EngineHandle:
             raise DeadlineExceeded(f"{self.config.name}: request {submit.request}") from error
 
     async def dump(self) -> set[SequenceHash]:
-        """The blocks that can be found on the device."""
+        """Return the blocks that can be found on the device."""
         dump = await self._ask("dump", Dump)
         return set(unpack_hashes(dump.names))
 
     async def stats(self) -> Stats:
-        """What has been counted."""
+        """Return what the engine process has counted."""
         return await self._ask("stats", Stats)
 
     async def reset(self) -> bool:
@@ -147,7 +147,7 @@ class EngineHandle:
                 raise DeadlineExceeded(f"{self.config.name}: {what}") from error
 
     async def kill(self) -> None:
-        """SIGKILL, as the out-of-memory killer would."""
+        """Kill the process with SIGKILL, as the out-of-memory killer would."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)

@@ -112,7 +112,8 @@ class SimEngine:
         return not busy
 
     def submit(self, submit: Submit) -> None:
-        """A request has come in."""
+        """Queue a request that has come in, or report an error if its prompt is empty or it is too
+        large."""
         prompt = np.frombuffer(submit.prompt, dtype="<u4")
         outputs = np.frombuffer(submit.outputs, dtype="<u4")
         block_tokens = self.config.block_tokens
@@ -138,7 +139,7 @@ class SimEngine:
         self._events.flush()
 
     def wait_s(self) -> float:
-        """Seconds until time alone makes something happen."""
+        """Return the seconds until time alone makes something happen."""
         if self._computing is None:
             return 0.1
         return max(0.0, self._computing.ready_s - time.perf_counter())
@@ -236,7 +237,7 @@ class SimEngine:
     # --- compute ----------------------------------------------------------------------------
 
     def _compute(self) -> None:
-        """One prefill at a time, as on a busy device."""
+        """Compute one prefill at a time, as on a busy device."""
         now_s = time.perf_counter()
         if self._computing is not None and now_s >= self._computing.ready_s:
             run, self._computing = self._computing, None

@@ -22,7 +22,7 @@ EngineEvent = TypeVar("EngineEvent", BlockStored, BlockRemoved, AllBlocksCleared
 
 
 def engine_hash(name: SequenceHash) -> int:
-    """This engine's own 64-bit hash of a block; it has no meaning outside."""
+    """Return this engine's own 64-bit hash of a block; it has no meaning outside."""
     return int.from_bytes(name[:8], "big")
 
 
@@ -46,7 +46,8 @@ class EventStream(EventPublisher):
         block_tokens: int,
         salt: str | None,
     ) -> None:
-        """A run of blocks can be found; `parent` None: it begins a sequence."""
+        """Add the event that a run of blocks can be found; with `parent` None, the run begins a
+        sequence."""
         is_salted = salt is not None and parent is None
         extra: tuple[tuple[str, ...] | None, ...] | None = None
         if is_salted:
@@ -69,7 +70,7 @@ class EventStream(EventPublisher):
             self._events.append(BlockRemoved(block_hashes=hashes, medium="GPU"))
 
     def cleared(self) -> None:
-        """The prefix cache was reset."""
+        """Add the event that the prefix cache was reset."""
         self._events.append(AllBlocksCleared())
 
     def flush(self) -> None:

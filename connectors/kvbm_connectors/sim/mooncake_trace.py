@@ -42,7 +42,7 @@ class BlockIds(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, line_type: type[Line], *, requests: int | None = None) -> list[Line]:
-    """The first requests of a trace, or all. Raises BadTrace, which names the line."""
+    """Return the first requests of a trace, or all. Raises BadTrace, which names the line."""
     decoder = msgspec.json.Decoder(line_type)
     found: list[Line] = []
     try:

@@ -27,12 +27,12 @@ class BlockPool:
         return len(self._free)
 
     def find(self, name: SequenceHash) -> int | None:
-        """A block that holds this."""
+        """Return a block that holds the content of this name, or None."""
         blocks = self._blocks.get(name)
         return next(iter(blocks)) if blocks else None
 
     def names(self) -> list[SequenceHash]:
-        """Everything that can be found."""
+        """Return the names of everything that can be found."""
         return list(self._blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -51,7 +51,8 @@ class BlockPool:
                 self._free[block] = None
 
     def allocate(self, count: int) -> tuple[list[int], list[SequenceHash]] | None:
-        """Blocks with one reference each, and the names that were evicted; None: not enough."""
+        """Allocate blocks with one reference each; returns them and the names that were evicted, or
+        None if there are not enough."""
         if count > len(self._free):
             return None
         blocks: list[int] = []
@@ -67,7 +68,7 @@ class BlockPool:
         return blocks, evicted
 
     def give_name(self, block: int, name: SequenceHash) -> None:
-        """The block is full and computed: it can be found from now on."""
+        """Name a block that is full and computed: it can be found from now on."""
         assert self._references[block] > 0
         assert self._name[block] is None
         self._name[block] = name

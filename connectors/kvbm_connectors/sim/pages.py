@@ -28,7 +28,7 @@ class Pages(Protocol):
         """Write what the block of this name holds; there when this returns."""
 
     def holds(self, content: Content, block: int, name: SequenceHash) -> bool:
-        """Does the block hold what its name demands?"""
+        """Return whether the block holds what its name demands."""
 
 
 class HostPages:

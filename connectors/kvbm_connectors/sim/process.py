@@ -46,7 +46,8 @@ POLL_MS_MAX = 100
 
 
 def namespace_of(config: EngineConfig) -> Namespace:
-    """Sim engines with the same model and blocks share; no other engine does."""
+    """Return the namespace that sim engines with the same model and blocks share, and no other
+    engine."""
     return Namespace(
         model=config.model,
         block_tokens=config.block_tokens,
@@ -57,7 +58,7 @@ def namespace_of(config: EngineConfig) -> Namespace:
 
 
 def runtime_of(config: EngineConfig) -> Runtime | None:
-    """CUDA, if the engine is to use it. Raises CudaUnavailable."""
+    """Return the CUDA runtime, if the engine is to use it. Raises CudaUnavailable."""
     if config.device != "cuda":
         return None
     from kvbm_common.cuda.runtime import CupyRuntime  # Only where there is a GPU.
@@ -222,7 +223,7 @@ class EngineProcess:
 
 
 def main() -> None:
-    """The entry point of the process."""
+    """Run an engine: the entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The driver stops us; Ctrl-C is for it.
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"

@@ -30,7 +30,8 @@ class Turn:
 
 
 def conversations(*, requests: int, seed: int) -> Iterator[Turn]:
-    """Multi-turn chat: a few long system prompts, many users, histories that grow.
+    """Yield the turns of multi-turn chat: a few long system prompts, many users, histories that
+    grow.
 
     Turns of all conversations are shuffled into each other, so that a conversation comes back when
     much else has passed through the cache.
@@ -53,7 +54,7 @@ def conversations(*, requests: int, seed: int) -> Iterator[Turn]:
 
 
 def trace(path: Path, *, requests: int) -> Iterator[Turn]:
-    """The first requests of a Mooncake trace, in its order, as fast as they go.
+    """Return the first requests of a Mooncake trace, in its order, as fast as they go.
 
     Each hash id becomes the same 512 tokens wherever it appears, the last id of a request only as
     many as the input length leaves. Raises BadTrace, and does so before the first turn.

@@ -45,7 +45,7 @@ COUNTS_LOG_S = 60.0
 
 
 def _interface() -> Any:
-    """The module with the engine's base classes, wherever this release has it."""
+    """Import the module with the engine's base classes, wherever this release has it."""
     for path in SOURCES:
         try:
             return importlib.import_module(path)
@@ -147,7 +147,8 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         return self._side.matched(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """What matters of it is in the scheduler output, too, and there it is complete."""
+        """Do nothing: what matters of the blocks is in the scheduler output, too, and there it is
+        complete."""
 
     def build_connector_meta(self, scheduler_output: Any) -> PromisePlan:
         """Return the plan of this step: see LeaderSide.plan."""
@@ -163,17 +164,17 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         return self._side is not None and self._side.finished(request, cache_block_ids)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """1.3: nothing promised from token `start` on will be used."""
+        """Give up what was promised from token `start` on, which will not be used (release 1.3)."""
         if self._side is not None:
             self._side.cut(request, start)
 
     def request_reset(self, request: Any) -> None:
-        """1.3: the request begins again, with other blocks."""
+        """Reset a request that begins again, with other blocks (release 1.3)."""
         if self._side is not None:
             self._side.reset(request)
 
     def counts(self) -> dict[str, int]:
-        """What has been counted; the names are in docs/trtllm.md."""
+        """Return all counters; their names are in docs/trtllm.md."""
         side, half = self._side, self._half
         return {**half.counts(), **side.counts} if side is not None and half is not None else {}
 
@@ -236,25 +237,29 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
             log.error("KVBM passes through: %s (%s)", error, getattr(error, "code", "timeout"))
 
     def start_load_kv(self, stream: Any) -> None:
-        """The promised blocks are in when this returns. Raises PromiseBroken. `stream` is the one
-        that the step computes on; on it, what was in those blocks before may still be read."""
+        """Load the promised blocks: they are in when this returns. Raises PromiseBroken.
+
+        `stream` is the one that the step computes on; on it, what was in those blocks before may
+        still be read.
+        """
         plan = self.get_connector_meta()
         if self._side is not None and isinstance(plan, PromisePlan):
             self._side.start(plan, compute_stream=getattr(stream, "cuda_stream", None))
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Loads are over before the first layer."""
+        """Do nothing: loads are over before the first layer."""
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """The host tier pulls whole blocks, when their request is over."""
+        """Do nothing: the host tier pulls whole blocks, when their request is over."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Nothing is saved while a step runs."""
+        """Do nothing: nothing is saved while a step runs."""
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """(saved, loaded). Loads are never asynchronous, so that none is awaited."""
+        """Return the requests (saved, loaded). Loads are never asynchronous, so that none is
+        awaited."""
         if self._side is None:
             return list(finished_gen_req_ids), list(started_loading_req_ids)
         return self._side.finished(finished_gen_req_ids), list(started_loading_req_ids)

@@ -57,7 +57,8 @@ class TrtllmEvents:
         """What was left out, by reason."""
 
     def translate(self, raw: Sequence[Mapping[str, Any]]) -> list[EngineEvent]:
-        """The events of one pull. Raises KeyError, TypeError or ValueError for other layouts."""
+        """Translate the events of one pull. Raises KeyError, TypeError or ValueError for other
+        layouts."""
         events: list[EngineEvent] = []
         for one in raw:
             if self._next_id is not None and one["event_id"] != self._next_id:
@@ -90,7 +91,7 @@ class TrtllmEvents:
                 return []
 
     def _stored(self, data: Mapping[str, Any], group: int | None) -> list[EngineEvent]:
-        """One event per block, each behind the one before: keys and salts are per block."""
+        """Return one event per block, each behind the one before: keys and salts are per block."""
         parent = data["parent_hash"]
         parent = None if parent is None else unsigned(parent)
         events: list[EngineEvent] = []

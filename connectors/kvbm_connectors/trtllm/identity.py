@@ -56,7 +56,7 @@ class Lives:
         self._lives: list[Life] = []
 
     def of(self, args: LlmArgs) -> Life:
-        """The life that these arguments stand for; the first who asks begins it."""
+        """Return the life that these arguments stand for; the first call with them begins it."""
         with self._lock:
             for life in self._lives:
                 if life.args is args:
@@ -67,13 +67,13 @@ class Lives:
 
 
 def agree(life: Life, world_size: int, broadcast: Callable[[str, int], str]) -> None:
-    """All ranks take the name that rank 0 has drawn: called once by each rank's worker."""
+    """Take the name that rank 0 has drawn, in all ranks: called once by each rank's worker."""
     if world_size > 1:
         life.incarnation = broadcast(life.incarnation, 0)
 
 
 def refusal_of(args: LlmArgs) -> str:
-    """Why blocks of such an engine cannot be cached; `""` if they can."""
+    """Return why blocks of such an engine cannot be cached; `""` if they can."""
     cache, mapping = args.kv_cache_config, args.parallel_config.to_mapping()
     window = cache.max_attention_window
     refusals = {
@@ -127,7 +127,8 @@ def namespace_of(args: LlmArgs, version: str, life: str) -> Namespace:
 
 
 def _revision(args: LlmArgs, life: str) -> str:
-    """The weights by their content. Raises UnreadableWeights."""
+    """Return the weights by their content, and what changes what is computed with them. Raises
+    UnreadableWeights."""
     weights = _weights(args, life)
     draft = _draft_of(_get(args, "speculative_config"))
     if draft and not weights.startswith("dummy"):
@@ -138,7 +139,8 @@ def _revision(args: LlmArgs, life: str) -> str:
 
 
 def _weights(args: LlmArgs, life: str) -> str:
-    """The fingerprint of a model's files, or the engine's life for what is drawn or pushed."""
+    """Return the fingerprint of a model's files, or the engine's life for what is drawn or pushed.
+    Raises UnreadableWeights."""
     load_format = load_format_of(args)
     if load_format == "dummy":
         return f"dummy:{life}"
@@ -162,13 +164,14 @@ def load_format_of(args: LlmArgs) -> str:
 
 
 def _draft_of(speculative: object) -> str:
-    """The draft model, which writes KV of its own into the same blocks."""
+    """Return the draft model, which writes KV of its own into the same blocks; `""` without one."""
     names = ("speculative_model_dir", "speculative_model")  # Before 1.2, and since.
     return next((str(found) for name in names if (found := _get(speculative, name))), "")
 
 
 def _stable(value: Any) -> str:
-    """A part of the arguments as text, the same in every process: no address may be in it."""
+    """Return a part of the arguments as text, the same in every process: no address may be in
+    it."""
     if hasattr(value, "model_dump_json"):
         return str(value.model_dump_json())
     if isinstance(value, dict):
@@ -177,8 +180,8 @@ def _stable(value: Any) -> str:
 
 
 def stream_of(args: LlmArgs, life: Life, namespace: Namespace, port: int | None) -> Attach:
-    """Where the engine's KV events are published: by the engine itself (1.3), or on the port of
-    the event pump. Otherwise an attachment for offers alone."""
+    """Return where the engine's KV events are published: by the engine itself (1.3), or on the port
+    of the event pump. Otherwise it is an attachment for offers alone."""
     endpoint, replay_endpoint, topic = "", "", ""
     config = _get(args.kv_cache_config, "kv_events_config")
     if config is not None and _get(config, "publisher") == "zmq":
@@ -194,12 +197,13 @@ def stream_of(args: LlmArgs, life: Life, namespace: Namespace, port: int | None)
 
 
 def endpoints_of(port: int) -> tuple[str, str]:
-    """Where pulled events are published, and where replays of them are asked for."""
+    """Return where pulled events are published, and where replays of them are asked for."""
     return f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + REPLAY_OFFSET}"
 
 
 def _reachable(endpoint: str | None) -> str:
-    """An endpoint that the engine binds, as one that a process of this host can connect to."""
+    """Return an endpoint that the engine binds as one that a process of this host can connect
+    to."""
     for wildcard in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"):
         if endpoint and endpoint.startswith(wildcard):
             return "tcp://127.0.0.1:" + endpoint.removeprefix(wildcard)
@@ -207,7 +211,7 @@ def _reachable(endpoint: str | None) -> str:
 
 
 def _get(holder: object, name: str) -> Any:
-    """A field that not every release has."""
+    """Return a field that not every release has, or None."""
     return getattr(holder, name, None)
 
 

@@ -64,7 +64,8 @@ class LeaderSide:
         step_wait_ms: int,
         min_priority: int = 0,
     ) -> None:
-        """`news` is set by the half's thread. All lookups of a step wait `step_wait_ms` at most."""
+        """Create the leader's side. `news` is set by the half's thread. All lookups of a step wait
+        `step_wait_ms` at most."""
         self.counts: Counter[str] = Counter()
         self._half, self._hasher, self._keeper = half, hasher, keeper
         self._block_tokens = hasher.namespace.block_tokens
@@ -89,7 +90,7 @@ class LeaderSide:
     # --- admission --------------------------------------------------------------------------
 
     def matched(self, request: Request, computed_tokens: int) -> int:
-        """Tokens that are promised beyond the device's own `computed_tokens`.
+        """Return the number of tokens that are promised beyond the device's own `computed_tokens`.
 
         One token is always left to compute: the engine insists on it.
         """
@@ -169,7 +170,8 @@ class LeaderSide:
         return kept.slots
 
     def _mapped_arena(self) -> tuple[Arena, Welcome] | None:
-        """The arena of the host tier's present life, mapped once per life."""
+        """Return the arena of the host tier's present life, mapped once per life; None if it cannot
+        be mapped."""
         welcome = self._half.welcome
         if welcome is None:
             return None
@@ -184,7 +186,7 @@ class LeaderSide:
         return self._arena, welcome
 
     def cut(self, request: Request, start: int) -> None:
-        """What was promised from token `start` on will not be used."""
+        """Give up what was promised from token `start` on: it will not be used."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             used = max(0, -(-start // self._block_tokens) - tracked.local)
@@ -192,7 +194,8 @@ class LeaderSide:
             tracked.promised = tracked.promised[:used]
 
     def reset(self, request: Request) -> None:
-        """The request begins again, with other blocks."""
+        """Forget a request that begins again, with other blocks, and give up its promises; one with
+        offers stays."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None and not tracked.offers:
             self._give_up(tracked)
@@ -205,8 +208,8 @@ class LeaderSide:
     # --- steps ------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput | None) -> PromisePlan:
-        """What the workers shall do in this step. Those of the last step have done it: since then
-        all ranks have met in the engine's `get_finished`."""
+        """Return what the workers shall do in this step. They have done the last step's plan: since
+        then all ranks have met in the engine's `get_finished`."""
         self._step_until_ms = None
         self._keeper.give_up(self._handed_out)
         self._handed_out = []
@@ -235,8 +238,11 @@ class LeaderSide:
             loads += self._hand_out(data.request_id, tracked)
 
     def _hand_out(self, request: int, tracked: PromisedRequest) -> list[PromisedLoad]:
-        """A promise is kept in the request's first step. Where the engine has taken less than it
-        was promised, it has no blocks for the rest, and computes that."""
+        """Keep a promise in the request's first step; returns its loads.
+
+        Where the engine has taken less than it was promised, it has no blocks for the rest, and
+        computes that.
+        """
         blocks = tuple(tracked.table[tracked.local : tracked.local + len(tracked.promised)])
         slots, tracked.promised = tracked.promised, ()
         self._handed_out += slots
@@ -252,7 +258,7 @@ class LeaderSide:
     # --- the end of a request ---------------------------------------------------------------
 
     def finished(self, request: Request, blocks: Sequence[int]) -> bool:
-        """A request is over; True: keep its blocks until `saved` names it."""
+        """Finish a request, and offer its blocks; True: keep its blocks until `saved` names it."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.finished:
             return False  # Refused, forgotten, or said for the second time.
@@ -287,7 +293,8 @@ class LeaderSide:
             self._known.add(part.hashes)
 
     def _first_to_offer(self, tracked: PromisedRequest, names: Sequence[SequenceHash]) -> int:
-        """Blocks before this one came from the host tier, or have been offered before."""
+        """Return the first block to offer: those before it came from the host tier, or have been
+        offered before."""
         self._known.serve(self._half.epoch)
         before = tracked.local + tracked.loaded
         unknown = (index for index in range(min(before, len(names)))
@@ -295,7 +302,8 @@ class LeaderSide:
         return next(unknown, min(before, len(names)))
 
     def saved(self, requests: Iterable[int]) -> list[int]:
-        """Those of these finished requests whose blocks are not needed any more; each once."""
+        """Return those of these finished requests whose blocks are not needed any more; each
+        once."""
         self._drain()
         saved = [request for request in requests if request in self._saved]
         self._saved.difference_update(saved)
@@ -313,7 +321,8 @@ class LeaderSide:
     # --- what is followed -------------------------------------------------------------------
 
     def _track(self, request: Request) -> PromisedRequest | None:
-        """None: there are too many that must not be forgotten."""
+        """Return what is followed of a request, from now on if it is new; None if there are too
+        many that must not be forgotten."""
         tracked = self._requests.get(request.request_id)
         if tracked is None and self._has_room():
             refused = refusal_of_request(request)

@@ -58,13 +58,13 @@ class Layout(Protocol):
 
 
 def regions_of_tensor(tensor: Tensor) -> list[Region]:
-    """The regions of the V1 manager's pool. Raises CannotLend and UnknownLayout."""
+    """Return the regions of the V1 manager's pool. Raises CannotLend and UnknownLayout."""
     _check_device(tensor)
     return regions_of([tensor], tensor.shape[0])
 
 
 def regions_of_layout(layout: Layout) -> list[Region]:
-    """The regions of the V2 manager's pools. Raises CannotLend."""
+    """Return the regions of the V2 manager's pools. Raises CannotLend."""
     if len(layout.groups) != 1:
         raise CannotLend(f"the KV cache has {len(layout.groups)} layer groups, one is supported")
     [group] = layout.groups

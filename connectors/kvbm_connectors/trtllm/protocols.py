@@ -32,7 +32,7 @@ class Request(Protocol):
     @property
     def prompt_len(self) -> int: ...
     def get_tokens(self, beam: int) -> Sequence[int]:
-        """Prompt and what was generated so far."""
+        """Return the tokens of the prompt and what was generated so far."""
         ...
 
 

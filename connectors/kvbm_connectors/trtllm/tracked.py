@@ -13,8 +13,8 @@ from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, Request
 
 
 def refusal_of_request(request: Request) -> str:
-    """Why the blocks of a request have no names; `""` if they have: something gives its tokens
-    another meaning."""
+    """Return why the blocks of a request have no names: something gives its tokens another meaning.
+    `""` if they have."""
     if getattr(request, "is_dummy_request", False):
         return "dummy"
     if getattr(request, "lora_task_id", None) is not None:
@@ -27,7 +27,8 @@ def refusal_of_request(request: Request) -> str:
 
 
 def extras_of(request: Request) -> dict[int, Extras]:
-    """The salt, in the first block. Up to 1.2 a request shows only a 64-bit digest of it."""
+    """Return the salt of a request, in the first block. Up to 1.2 a request shows only a 64-bit
+    digest of it."""
     salt = getattr(request, "cache_salt", None)
     if salt:
         return request_extras(salt=salt)
@@ -59,7 +60,7 @@ class PromisedRequest:
     def first_names(
         self, hasher: Hasher, request: Request, tokens: Sequence[int], count: int
     ) -> list[SequenceHash]:
-        """The names of the first `count` blocks. They must be full."""
+        """Return the names of the first `count` blocks, which must be full."""
         known, size = len(self.names), hasher.namespace.block_tokens
         if count > known:
             self.names += hasher.chain(
@@ -70,7 +71,8 @@ class PromisedRequest:
         return self.names[:count]
 
     def deserving(self, min_priority: int) -> int:
-        """How many blocks come before the first one below this priority: the prefix counts."""
+        """Return how many blocks come before the first one below this priority: the prefix
+        counts."""
         if not min_priority:
             return len(self.table)
         below = (
@@ -81,7 +83,8 @@ class PromisedRequest:
         return next(below, len(self.priorities))
 
     def run_to_offer(self, hasher: Hasher, blocks: Sequence[int], first: int, end: int) -> OfferRun:
-        """The blocks from `first` to `end`, or to the first of them that has no page."""
+        """Return the blocks from `first` to `end`, or to the first of them that has no page, as a
+        run."""
         bad = (index for index in range(first, end) if blocks[index] == BAD_PAGE)
         end = next(bad, end)
         parent = self.names[first - 1] if first else hasher.root

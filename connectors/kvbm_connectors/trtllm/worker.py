@@ -181,7 +181,7 @@ class WorkerSide:
             raise PromiseBroken(f"request {load.request}: a block is not what was promised")
 
     def finished(self, finished: Iterable[int]) -> list[int]:
-        """Of the requests that are finished, now or before: those whose blocks may be freed.
+        """Return the requests that are finished, now or before, and whose blocks may be freed.
 
         The engine waits for all ranks. Rank 0 is where the leader is and asks it, so that the other
         ranks need not know, and blocks come free in a step without a plan, too: in one that has no
@@ -195,7 +195,7 @@ class WorkerSide:
         return saved
 
     def all_counts(self) -> dict[str, int]:
-        """What has been counted here and by the half."""
+        """Return all counters, of this side and of the half."""
         half = self._half
         return dict(self.counts) | (dict(half.counts) if half is not None else {})
 

@@ -72,8 +72,8 @@ class Adapters:
         applied: str = "",
         since_ns: int = NEVER_NS,
     ) -> None:
-        """`said` is called with all adapters whenever one is new. `applied` stands for how this
-        engine applies adapters (`application_of`).
+        """Create an empty set of adapters. `said` is called with all adapters whenever one is new.
+        `applied` stands for how this engine applies adapters (`application_of`).
 
         `since_ns` is when the engine began, on the wall clock: files changed later are refused.
         """

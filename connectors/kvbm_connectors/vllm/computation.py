@@ -96,14 +96,15 @@ def entering(part: Any, path: str = "") -> dict[str, Any]:
 
 
 def _is_part(value: Any) -> bool:
-    """A part of vLLM's configuration, not one of Hugging Face, which says itself what it is."""
+    """Return whether a value is a part of vLLM's configuration, and not one of Hugging Face, which
+    describes itself."""
     if isinstance(value, type) or hasattr(value, "to_dict"):
         return False
     return is_dataclass(value) or isinstance(value, SimpleNamespace)
 
 
 def _items(part: Any) -> list[tuple[str, Any]]:
-    """Fields and their values; not every release has all of them."""
+    """Return fields and their values; not every release has all of them."""
     if not is_dataclass(part):
         return list(vars(part).items())
     return [(one.name, getattr(part, one.name, None)) for one in fields(part)]
@@ -119,7 +120,7 @@ def variables_that_enter(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _length_that_counts(model: Any) -> int | str | None:
-    """The longest sequence, as far as the model computes otherwise for another one."""
+    """Return the longest sequence, as far as the model computes otherwise for another one."""
     config = plain(getattr(model, "hf_config", None))
     if has_scaled_rope(config):
         return int(model.max_model_len)

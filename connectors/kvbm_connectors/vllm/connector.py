@@ -67,7 +67,7 @@ class KvbmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     report: StepReport
 
     def aggregate(self, other: KvbmWorkerMetadata) -> KvbmWorkerMetadata:
-        """Both reports: the scheduler side counts the ranks."""
+        """Return a report of both: the scheduler side counts the ranks."""
         return KvbmWorkerMetadata(StepReport(self.report.results + other.report.results))
 
 
@@ -141,8 +141,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log.info("%s, namespace %s", self._life.engine, self._namespace)
 
     def _warn_if_ranks_are_missing(self) -> None:
-        """The host tier welcomes a scheduler half when all its ranks have come. The engine does not
-        wait for that: until then it computes everything, and operators should know."""
+        """Warn if ranks have not come: the host tier welcomes a scheduler half when all its ranks
+        have.
+
+        The engine does not wait for that: until then it computes everything, and operators should
+        know.
+        """
         half, side = self._scheduler_half, self._scheduler
         if half is not None and side is not None and not half.attached:
             side.counts["init_timeouts"] += 1
@@ -171,19 +175,19 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.close()
 
     def counts(self) -> dict[str, int]:
-        """What this half has counted."""
+        """Return what this half has counted."""
         counts = self._worker.counts() if self._worker is not None else {}
         if self._scheduler is not None and self._scheduler_half is not None:
             counts |= self._scheduler_half.counts() | dict(self._scheduler.counts)
         return counts
 
     def get_kv_connector_stats(self) -> KvbmStats | None:
-        """What either half has counted since it was asked last."""
+        """Return what either half has counted since the last call."""
         return self._meter.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:
-        """The same, in the process that logs."""
+        """Build the statistics from `data`, in the process that logs."""
         return KvbmStats(data or {})
 
     @classmethod
@@ -194,7 +198,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvbmPromMetrics:
-        """Our counters in vLLM's `/metrics`."""
+        """Build the metrics that show our counters in vLLM's `/metrics`."""
         return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- the scheduler's --------------------------------------------------------------------
@@ -233,30 +237,35 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """With several groups nothing is offered, so that nothing is held."""
+        """Finish a request. With several groups nothing is offered, so that nothing is held."""
         if self._scheduler is None:
             return False, None
         return self.request_finished(request, block_ids[0])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Where vLLM keeps the events that it has not published yet."""
+        """Keep the block pool, where vLLM keeps the events that it has not published yet; blocks
+        are evicted from it."""
         self._block_pool = gpu_block_pool
         if self._scheduler is not None and hasattr(gpu_block_pool, "evict_blocks"):
             self._scheduler.evict = partial(evict_from, gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """vLLM publishes events when it steps. After a reset of an idle engine's prefix cache it
-        would not, and the index would believe in blocks that are gone: let it step once."""
+        """Return whether vLLM must step once to publish events.
+
+        vLLM publishes events when it steps. After a reset of an idle engine's prefix cache it would
+        not step, and the index would believe in blocks that are gone.
+        """
         return bool(getattr(self._block_pool, "kv_event_queue", None))
 
     def has_pending_block_frees(self) -> bool:
-        """Offers that end free blocks: vLLM waits for that instead of preempting a request."""
+        """Return whether offers that end will free blocks: vLLM waits for that instead of
+        preempting a request."""
         return self._scheduler is not None and self._scheduler.holding
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """For vLLM's metrics: which tier the tokens of a hit were in."""
+        """Return which tier the tokens of a hit were in, for vLLM's metrics."""
         if self._scheduler is None or not num_external_tokens:
             return {}
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -329,7 +338,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, vllm_config: Any) -> bool:
-        """vLLM may unmap the KV tensors of an engine that sleeps (vLLM 0.33)."""
+        """Return True: vLLM may unmap the KV tensors of an engine that sleeps (vLLM 0.33)."""
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -354,28 +363,30 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.start(self._get_connector_metadata().plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are of whole blocks, and are over when they must be."""
+        """Do nothing: loads are of whole blocks, and are over when they must be."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """The host tier pulls whole blocks after the step."""
+        """Do nothing: the host tier pulls whole blocks after the step."""
 
     def wait_for_save(self) -> None:
-        """The scheduler side holds what the host tier pulls."""
+        """Do nothing: the scheduler side holds what the host tier pulls."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(sent, arrived): blocks to be freed, loads that are over."""
+        """Return (sent, arrived): requests whose blocks are to be freed, requests whose loads are
+        over."""
         if self._worker is None:
             return None, None
         return self._worker.sent() or None, self._worker.arrived() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that must be recomputed: the one channel on which failures are reported."""
+        """Return the blocks that must be recomputed: the one channel on which failures are
+        reported."""
         return self._worker.bad_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KvbmWorkerMetadata | None:
-        """How loads ended, so that what failed is not offered again."""
+        """Report how loads ended, so that what failed is not offered again."""
         report = self._worker.report() if self._worker is not None else None
         return KvbmWorkerMetadata(report) if report is not None else None
 

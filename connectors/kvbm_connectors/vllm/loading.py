@@ -72,7 +72,7 @@ def beside(config: Any, environ: Mapping[str, str] = os.environ) -> dict[str, st
 
 
 def _encoder_scales(config: Any) -> str:
-    """The scales of an FP8 image encoder.
+    """Return the scales of an FP8 image encoder.
 
     Without a file they follow the images that this engine has seen: they have its life's name.
     """
@@ -85,7 +85,8 @@ def _encoder_scales(config: Any) -> str:
 
 
 def _generation(model: Any) -> str:
-    """A generation configuration that is not the one in the model's directory."""
+    """Return the digest of a generation configuration that is not the one in the model's
+    directory."""
     kind = getattr(model, "generation_config", None)
     place = getattr(model, "hf_config_path", None) if kind in (None, "auto", "vllm") else kind
     if not place:
@@ -95,7 +96,8 @@ def _generation(model: Any) -> str:
 
 
 def _named(model: Any, load: Any, life: str, loaders: Loaders | None) -> str:
-    """The fingerprints of a model's weights, or the engine's life for those that it draws."""
+    """Return the fingerprints of a model's weights, or the engine's life for those that it draws.
+    Raises UnreadableWeights."""
     if str(load.load_format) == "dummy":
         return f"dummy/{life}"  # Trainers push the real weights later, each other ones.
     refusal = refusal_of_loading(load, loaders)
@@ -132,7 +134,7 @@ def refusal_of_code(model: Any) -> str:
 
 
 def _foreign_class(model: Any) -> str:
-    """The module of the model's class, if it is not one of vLLM's."""
+    """Return the module of the model's class, if it is not one of vLLM's."""
     models = getattr(getattr(model, "registry", None), "models", {})
     entry = models.get(getattr(model, "architecture", ""))
     module = getattr(entry, "module_name", "") or getattr(
@@ -155,7 +157,7 @@ def _asks_modelscope() -> bool:
 
 
 def _further(model: Any) -> Iterator[str]:
-    """Other models that weights of this one are loaded from."""
+    """Yield other models that weights of this one are loaded from."""
     for field in ELSEWHERE:
         if name := getattr(model.hf_config, field, None):
             yield str(name)

@@ -28,7 +28,8 @@ class Life:
 
     @classmethod
     def of(cls, config: Any) -> Life:
-        """From a VllmConfig: the engine's id, and the moment at which it was configured."""
+        """Derive the life from a VllmConfig: from the engine's id, and the moment at which it was
+        configured."""
         rank = int(config.parallel_config.data_parallel_index)
         engine_id = str(config.kv_transfer_config.engine_id)
         text = f"{engine_id}/{config.instance_id}/{rank}"
@@ -48,7 +49,7 @@ def drafts_write_kv(config: Any) -> bool:
 
 
 def refusal_of(config: Any, kv_cache_config: Any) -> str:
-    """Why blocks of such an engine cannot be cached; `""` if they can."""
+    """Return why blocks of such an engine cannot be cached; `""` if they can."""
     parallel = config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if not config.cache_config.enable_prefix_caching:
@@ -73,14 +74,15 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
 
 
 def _kinds(spec: Any) -> set[str]:
-    """A full-attention spec may have a window: its layers look back so far, and keep all blocks."""
+    """Return the kinds of a group's spec. A full-attention spec may have a window: its layers look
+    back so far, and keep all blocks."""
     inner = getattr(spec, "kv_cache_specs", None)
     specs = inner.values() if isinstance(inner, dict) else [spec]
     return {type(one).__name__ for one in specs}
 
 
 def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namespace:
-    """Everything that makes the bytes of two engines incompatible.
+    """Return everything that makes the bytes of two engines incompatible.
 
     `weights` is what an operator calls them, if their content cannot be read here. Raises
     UnreadableWeights otherwise: in doubt an engine passes through.
@@ -106,7 +108,8 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
 
 
 def _revision(config: Any, weights: str) -> str:
-    """The weights by their content, and everything that changes what is computed with them."""
+    """Return the weights by their content, and everything that changes what is computed with
+    them."""
     from vllm import __version__
 
     weights = weights or weights_of(config, _loaders())
@@ -114,14 +117,15 @@ def _revision(config: Any, weights: str) -> str:
 
 
 def _loaders() -> Loaders:
-    """The loaders of vLLM and its plugins by format; a release may keep them elsewhere."""
+    """Return the loaders of vLLM and its plugins by format; a release may keep them elsewhere."""
     from vllm.model_executor import model_loader
 
     return getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
 
 
 def _packing(config: Any, spec: Any) -> str:
-    """On CPU, K is packed by instruction set inside a block: part of the layout."""
+    """Return the part of the layout that names the packing: on CPU, K is packed by instruction set
+    inside a block."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -137,7 +141,8 @@ def _packing(config: Any, spec: Any) -> str:
 
 
 def stream_of(config: Any, life: Life, namespace: Namespace) -> Attach:
-    """Where vLLM publishes its KV events; without a publisher, an attachment for offers alone."""
+    """Return where vLLM publishes its KV events; without a publisher, an attachment for offers
+    alone."""
     events = config.kv_events_config
     wanted = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
     rank = life.data_parallel_rank
@@ -154,7 +159,8 @@ def stream_of(config: Any, life: Life, namespace: Namespace) -> Attach:
 
 
 def _reachable(endpoint: str | None, rank: int) -> str:
-    """An endpoint that vLLM binds, as one that a process of this host can connect to."""
+    """Return an endpoint that vLLM binds as one that a process of this host can connect to. Empty
+    if it cannot be followed."""
     from vllm.distributed.kv_events import ZmqEventPublisher
 
     if not endpoint:

@@ -189,7 +189,7 @@ class SchedulerSide:
             )  # fmt: skip
 
     def hit_of(self, request: EngineRequest) -> Hit:
-        """Where the blocks of a request's last hit were."""
+        """Return where the blocks of a request's last hit were."""
         return self._track(request).hit
 
     # --- steps ------------------------------------------------------------------------------
@@ -281,7 +281,8 @@ class SchedulerSide:
         return sent
 
     def _preempted(self, request: str) -> None:
-        """vLLM has freed a request's blocks; the step now planned may overwrite them."""
+        """Revoke a request's offers: vLLM has freed its blocks, and the step now planned may
+        overwrite them."""
         tracked = self._requests.get(request)
         if tracked is None or tracked.finished:
             return

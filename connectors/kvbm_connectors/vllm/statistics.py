@@ -43,7 +43,8 @@ class Meter:
         self._told: dict[str, int] = {}
 
     def take(self) -> KvbmStats | None:
-        """What was added; None when it is nothing. Every step asks: microseconds count."""
+        """Return what was added since the last call, or None if nothing was. Every step asks:
+        microseconds count."""
         counts = self._read()
         if counts == self._told:
             return None

@@ -23,7 +23,7 @@ from kvbm_connectors.vllm.engine_types import EngineRequest
 
 
 def refusal_of_request(request: EngineRequest) -> str:
-    """Why the blocks of a request have no names; `""` if they have."""
+    """Return why the blocks of a request have no names; `""` if they have."""
     if request.prompt_embeds is not None:
         return "prompt_embeds"
     if getattr(request, "resumable", False):
@@ -66,7 +66,7 @@ class Tracked:
     finished: bool = False
 
     def first_names(self, hasher: Hasher, count: int) -> list[SequenceHash]:
-        """The names of the first `count` blocks. They must be full."""
+        """Return the names of the first `count` blocks, which must be full."""
         known = len(self.names)
         if count > known:
             size = hasher.namespace.block_tokens
@@ -121,7 +121,8 @@ class Tracked:
         return tokens // block_tokens if tokens > self.admitted else 0
 
     def _finished_tokens(self) -> int:
-        """Tokens of steps that have ended; rejected speculative ones are not among them."""
+        """Return the number of tokens of steps that have ended; rejected speculative ones are not
+        counted."""
         request = self.request
         return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
 
@@ -133,8 +134,8 @@ class Tracked:
         blocks: list[int],
         is_known: Callable[[SequenceHash], bool],
     ) -> list[OfferRun]:
-        """What is to be offered of the blocks before `end`: all but what was loaded, and what
-        the device had and the host tier was offered before."""
+        """Return what is to be offered of the blocks before `end`: all but what was loaded, and
+        what the device had and the host tier was offered before."""
         names = self.first_names(hasher, end)
         wanted = [
             index
@@ -151,7 +152,7 @@ class Tracked:
 
 
 def _stretches(indices: list[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers, as (first, end).
+    """Return runs of consecutive numbers, as (first, end).
 
     >>> _stretches([1, 2, 5])
     [(1, 3), (5, 6)]

@@ -118,7 +118,7 @@ class WorkerSide:
         )
 
     def counts(self) -> dict[str, int]:
-        """What has been counted here and by the half."""
+        """Return all counters, of this side and of the half."""
         half = self._half
         return dict(self._counts) | (dict(half.counts) if half is not None else {})
 
@@ -142,7 +142,7 @@ class WorkerSide:
             self._half.start_load(load)
 
     def _wait(self) -> None:
-        """Until the synchronous loads have ended: each does, at its deadline at the latest."""
+        """Wait until the synchronous loads have ended: each does, at its deadline at the latest."""
         while True:
             NEWS.clear()
             self._drain()
@@ -165,23 +165,23 @@ class WorkerSide:
                 self._arrived.add(result.load.request)
 
     def arrived(self) -> set[str]:
-        """Requests whose asynchronous loads have ended, well or not; each once."""
+        """Return the requests whose asynchronous loads have ended, well or not; each once."""
         self._drain()
         arrived, self._arrived = self._arrived, set()
         return arrived
 
     def sent(self) -> set[str]:
-        """Finished requests whose blocks may be freed; each once."""
+        """Return the finished requests whose blocks may be freed; each once."""
         sent, self._sent = self._sent, set()
         return sent
 
     def bad_blocks(self) -> set[int]:
-        """Device blocks that were to be loaded and were not; each once."""
+        """Return the device blocks that were to be loaded and were not; each once."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def report(self) -> StepReport | None:
-        """The loads that have ended since the last report, for the scheduler half."""
+        """Return the loads that have ended since the last report, for the scheduler half."""
         ended, self._ended = self._ended, []
         return StepReport(tuple(ended)) if ended else None
 
@@ -208,5 +208,6 @@ class WorkerSide:
 
 
 def _bad_blocks(result: LoadResult) -> Sequence[int]:
-    """All from the first that failed on: what is behind it cannot be used without it."""
+    """Return all blocks from the first that failed on: what is behind it cannot be used without
+    it."""
     return result.load.blocks[result.usable :]

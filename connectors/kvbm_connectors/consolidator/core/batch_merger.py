@@ -74,7 +74,7 @@ class BatchMerger:
         self._drafts: list[Draft] = []
 
     def stored(self, group: int, view: HeldBlocks, runs: Sequence[BlockRun]) -> None:
-        """These blocks are new."""
+        """Gather blocks that are new in a group."""
         opened = self._open_of(group, view)
         for parent, hashes in runs:
             opened.uncompared.append(hashes)
@@ -84,7 +84,8 @@ class BatchMerger:
                 opened.runs.append((parent, list(hashes)))
 
     def removed(self, group: int, view: HeldBlocks, hashes: Sequence[SequenceHash]) -> None:
-        """These blocks are gone."""
+        """Gather blocks that are gone from a group. If one was stored in this batch, begin a new
+        draft."""
         opened = self._open_of(group, view)
         opened.stored.update(*opened.uncompared)
         opened.uncompared.clear()
@@ -94,12 +95,12 @@ class BatchMerger:
         opened.removed.extend(hashes)
 
     def cleared(self, reason: str) -> None:
-        """Everything is gone: what was gathered before need not be said."""
+        """Drop what was gathered before, which need not be published: everything is gone."""
         self._open.clear()
         self._drafts = [ClearedDraft(reason)]
 
     def take(self) -> list[Draft]:
-        """All drafts, in order; the merger is empty then."""
+        """Return all drafts, in order, and leave the merger empty."""
         for group in list(self._open):
             self._close(group)
         drafts, self._drafts = self._drafts, []
@@ -123,7 +124,7 @@ class BatchMerger:
 
 
 def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[BlockRun]]:
-    """Runs in portions of at most `blocks_max` blocks; a longer run is cut."""
+    """Yield the runs in portions of at most `blocks_max` blocks; a longer run is cut."""
     portion: list[BlockRun] = []
     room = blocks_max
     for run_parent, hashes in runs:

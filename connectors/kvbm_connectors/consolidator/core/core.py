@@ -112,7 +112,7 @@ class ConsolidatorCore:
         return effects + self._say()
 
     def _overhear(self, effect: EngineEffect) -> None:
-        """What the engines' side does changes the consolidated stream."""
+        """Apply what the engines' side does to the consolidated stream and to the router stream."""
         match effect:
             case Publish(event, draft):
                 self.consolidated.engine_event(event, draft)

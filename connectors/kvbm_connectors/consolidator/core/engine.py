@@ -96,11 +96,11 @@ class Engine:
         self.state = ENGINE.next(self.state, event, f"{self.name} {self.incarnation}")
 
     def namespaces(self) -> tuple[str, ...]:
-        """The namespace digests of all ranks, in hex."""
+        """Return the namespace digests of all ranks, in hex."""
         return tuple(sorted({rank.namespace_hex for rank in self.ranks.values()}))
 
     def held(self) -> set[tuple[int, int, SequenceHash]]:
-        """Every (rank, group, block)."""
+        """Return every (rank, group, block) that is held."""
         return {(number, *block) for number, rank in self.ranks.items() for block in rank.blocks()}
 
     def check(self) -> None:
@@ -114,7 +114,8 @@ class Engine:
 
 
 def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> Event:
-    """A draft as the event that has the engine's present number. No rank: it is about all."""
+    """Return a draft as the event that has the engine's present number. Without a rank it is about
+    all ranks."""
     head = EventHead(
         host=host, source=engine.name, tier="device", epoch=engine.epoch, seq=engine.seq,
         ts_ms=ts_ms, rank=0 if rank is None else rank.key.rank,
@@ -130,7 +131,7 @@ def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: 
 
 
 def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
-    """Whether an event is about a block."""
+    """Return whether an event is about a block; a clear is about every block."""
     text = sequence_hash.hex()
     match event:
         case Stored():
@@ -142,6 +143,6 @@ def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
 
 
 def describe(event: Event) -> str:
-    """An event without its blocks."""
+    """Return a line about an event, without its blocks."""
     kind = event.__struct_config__.tag
     return f"{kind} {event.source} rank {event.rank} epoch {event.epoch} seq {event.seq}"

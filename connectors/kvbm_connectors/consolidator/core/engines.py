@@ -137,16 +137,16 @@ class EnginesCore:
         return found is not None and found.incarnation == incarnation
 
     def positions(self) -> dict[str, tuple[int, int]]:
-        """Engine → (epoch, seq) of its last event."""
+        """Return a mapping from each engine to the (epoch, seq) of its last event."""
         return {name: (engine.epoch, engine.seq) for name, engine in self._engines.items()}
 
     def held(self, engine: str) -> set[tuple[int, int, SequenceHash]]:
-        """Every (rank, group, block) of an engine; empty if it is unknown."""
+        """Return every (rank, group, block) of an engine; empty if the engine is unknown."""
         found = self._engines.get(engine)
         return found.held() if found else set()
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """What was lately published about a block, newest last."""
+        """Return what was lately published about a block, newest last."""
         return [
             f"{now_ms} ms {describe(event)}"
             for now_ms, event in self._published

@@ -20,7 +20,7 @@ class EventDraft:
     count: int = 0
 
     def event(self, head: EventHead, group: int, namespace: str, reason: str) -> Stored | Removed:
-        """The event that begins like this."""
+        """Return the draft as an event that begins like `head`; `reason` is that of a removal."""
         if self.runs:
             return head.stored(namespace, [run_of(*run) for run in self.runs], group=group)
         return head.removed(namespace, hashes_to_hex(self.hashes), reason, group=group)
@@ -33,7 +33,7 @@ class EventBuilder:
         self._drafts: list[EventDraft] = []
 
     def stored(self, tier: Tier, parent: SequenceHash, block: SequenceHash) -> None:
-        """A block is new in a tier."""
+        """Add a block that is new in a tier to the last draft, or begin another one."""
         last = self._drafts[-1] if self._drafts else None
         if last is None or last.tier != tier or last.hashes or last.count >= EVENT_BLOCKS_MAX:
             last = EventDraft(tier)
@@ -45,7 +45,7 @@ class EventBuilder:
         last.count += 1
 
     def removed(self, tier: Tier, block: SequenceHash) -> None:
-        """A block is gone from a tier."""
+        """Add a block that is gone from a tier to the last draft, or begin another one."""
         last = self._drafts[-1] if self._drafts else None
         if last is None or last.tier != tier or last.runs or last.count >= EVENT_BLOCKS_MAX:
             last = EventDraft(tier)
@@ -54,6 +54,6 @@ class EventBuilder:
         last.count += 1
 
     def take(self) -> Iterator[EventDraft]:
-        """All drafts, in order."""
+        """Return all drafts, in order, and forget them."""
         drafts, self._drafts = self._drafts, []
         return iter(drafts)

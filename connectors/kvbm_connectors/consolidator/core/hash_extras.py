@@ -55,7 +55,7 @@ def extras_of(
 
 
 def _of_request(event: BlockStored, lora: str | None) -> list[tuple[ExtraTag, bytes]]:
-    """The extras that the event itself names."""
+    """Return the extras that the event itself names: its adapter and its salt."""
     found = []
     if lora is not None:
         found.append((ExtraTag.LORA, lora.encode()))

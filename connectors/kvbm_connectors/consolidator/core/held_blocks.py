@@ -57,7 +57,7 @@ class HeldBlocks:
         return block in self._parents
 
     def name_of(self, engine_hash: EngineHash) -> SequenceHash | None:
-        """Our name of a block that the engine has stored before."""
+        """Return our name of a block that the engine has stored before."""
         return self._names.get(engine_hash)
 
     def store(
@@ -94,13 +94,15 @@ class HeldBlocks:
         return self._count_copies(chain, new)
 
     def _count_names(self, engine_hashes: tuple[EngineHash, ...], fresh: int) -> None:
-        """All but so many of these were known: perhaps they stand for blocks held already."""
+        """Count one more block under each name that was known and in use. The last `fresh` names of
+        the book are new."""
         known = set(engine_hashes).difference(islice(reversed(self._names), fresh))
         for engine_hash in known - self._retired.keys():
             self._name_copies[engine_hash] = self._name_copies.get(engine_hash, 1) + 1
 
     def _count_copies(self, chain: list[SequenceHash], new: int) -> list[BlockRun]:
-        """All but so many of these were held: they are split by those."""
+        """Count a further copy of each block that was held before; return the `new` others as runs,
+        which the held blocks split."""
         runs: list[BlockRun] = []
         fresh = set(islice(reversed(self._parents), new))
         for block in chain:
@@ -142,11 +144,11 @@ class HeldBlocks:
         self._retired.clear()
 
     def block_runs(self) -> list[BlockRun]:
-        """Everything held, each block a run of its own, parents first."""
+        """Return everything held, each block as a run of its own, parents first."""
         return [(parent, [block]) for block, parent in self._parents.items()]
 
     def runs(self) -> list[Run]:
-        """Everything held, for a snapshot."""
+        """Return everything held, as the runs of a snapshot."""
         return runs_of(self._parents.items())
 
     def blocks(self) -> Iterable[SequenceHash]:

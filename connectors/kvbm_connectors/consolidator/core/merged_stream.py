@@ -66,7 +66,8 @@ class RankView:
         return len(self.device) + len(self.beyond)
 
     def said(self, block: SequenceHash, *, inside: bool) -> int:
-        """The tiers that a block was said of."""
+        """Return the tiers that a block was published for, as bits. `inside`: the device holds the
+        block."""
         return self.otherwise.get(block, DEVICE) if inside else self.beyond.get(block, 0)
 
     def say(self, block: SequenceHash, mask: int, *, inside: bool) -> None:
@@ -79,14 +80,16 @@ class RankView:
             apart[block] = mask
 
     def store(self, blocks: Iterable[SequenceHash]) -> None:
-        """The device has these now; what was said of them stays as it was: perhaps nothing."""
+        """Note that the device has these blocks now; what was published of them stays as it was:
+        perhaps nothing."""
         for block in blocks:
             said = self.beyond.pop(block, 0)
             if said != DEVICE:
                 self.otherwise[block] = said
 
     def remove(self, blocks: Iterable[SequenceHash]) -> None:
-        """The device has these no more; what was said stays as it was."""
+        """Note that the device has these blocks no more; what was published of them stays as it
+        was."""
         for block in blocks:
             self.beyond[block] = self.otherwise.pop(block, DEVICE)
 
@@ -104,7 +107,7 @@ class RankView:
         assert all(self.beyond.values())
 
     def clear(self) -> None:
-        """Nothing is there, and nothing was said."""
+        """Forget every block: nothing is there, and nothing was published."""
         self.device = {}
         self.otherwise.clear()
         self.beyond.clear()
@@ -137,7 +140,8 @@ class MergedStreams:
     # ---- inputs ------------------------------------------------------------------------------
 
     def engine_known(self, name: str, ranks: Iterable[int], namespaces: Iterable[str]) -> None:
-        """An engine has these ranks, or has one more."""
+        """Note that an engine has these ranks, perhaps one more than before, in these
+        namespaces."""
         engine = self._engines.setdefault(name, MergedEngine(name))
         namespaces = tuple(namespaces)
         for rank in ranks:
@@ -145,11 +149,12 @@ class MergedStreams:
                 self._join(engine, rank, namespace)
 
     def engine_left(self, name: str) -> None:
-        """An engine's life is over, and its `cleared` was the last word."""
+        """Forget an engine whose life is over; its `cleared` was the last event."""
         self._engines.pop(name, None)
 
     def engine_event(self, event: Event, draft: Draft) -> None:
-        """What the consolidator has published of an engine, and what it was made of."""
+        """Apply an event that the consolidator has published of an engine; `draft` is what it was
+        made of."""
         engine = self._engines.setdefault(event.source, MergedEngine(event.source))
         match draft, event:
             case ClearedDraft(), Cleared():
@@ -162,20 +167,20 @@ class MergedStreams:
                 raise AssertionError(f"{draft} does not make {event}")
 
     def tier_joined(self, source: str, tier: Tier, epoch: int, now_ms: int) -> None:
-        """The registry names a tier."""
+        """Follow the life of a tier that the registry names."""
         self._tiers_changed(self.tiers.joined(source, tier, epoch, now_ms))
 
     def tier_events(self, events: Iterable[Event], now_ms: int) -> None:
-        """Events of tiers, as the bus brought them."""
+        """Apply events of tiers, in the order in which the bus brought them."""
         for event in events:
             self._tiers_changed(self.tiers.take(event, now_ms), event)
 
     def tier_snapshot(self, reply: SnapshotReply, now_ms: int) -> None:
-        """All that a tier holds."""
+        """Apply a snapshot: all that a tier holds."""
         self._tiers_changed(self.tiers.snapshot(reply, now_ms))
 
     def tier_left(self, source: str, epoch: int, now_ms: int) -> None:
-        """A tier is gone."""
+        """Drop the blocks of a tier that is gone, unless a later life of it has begun."""
         self._tiers_changed(self.tiers.left(source, epoch, now_ms))
 
     def rebuild(self) -> None:
@@ -192,14 +197,15 @@ class MergedStreams:
                     self._settle(engine, view, self.tiers.blocks(view.namespace).items(), 0)
 
     def take(self) -> list[Event]:
-        """What is to be said, in order."""
+        """Return the events that are to be published, in order, and forget them."""
         out, self._out = self._out, []
         return out
 
     # ---- questions ---------------------------------------------------------------------------
 
     def snapshot(self, name: str) -> SnapshotReply | None:
-        """The whole consolidated stream of an engine, as of its last event; None: unknown."""
+        """Return the whole consolidated stream of an engine, as of its last event; None if
+        unknown."""
         engine = self._engines.get(name)
         if engine is None or not engine.epoch:
             return None
@@ -217,7 +223,7 @@ class MergedStreams:
                              seq=engine.seq, parts=parts)  # fmt: skip
 
     def live(self, name: str, rank: int = 0) -> dict[SequenceHash, set[Tier]]:
-        """What was said of one rank and not taken back."""
+        """Return what was published for one rank and not taken back: each block with its tiers."""
         engine = self._engines.get(name, MergedEngine(name))
         views = (view for view in engine.views.values() if view.rank == rank)
         return {
@@ -273,7 +279,8 @@ class MergedStreams:
         )  # fmt: skip
 
     def _engine_stored(self, engine: MergedEngine, event: Stored, draft: StoredDraft) -> None:
-        """The engine's half says a block's first copy only: none of these was in the device."""
+        """Apply a store. The engines' half publishes only the first copy of a block, so none of
+        these was in the device."""
         view = self._join(engine, event.rank, event.namespace, event.group)
         view.device = draft.held
         blocks = [block for _, run in draft.blocks for block in run]
@@ -289,7 +296,8 @@ class MergedStreams:
     def _engine_removed(
         self, engine: MergedEngine, event: Removed, blocks: Collection[SequenceHash]
     ) -> None:
-        """And its last copy: all of these were there."""
+        """Apply a removal. The engines' half publishes only the removal of the last copy of a
+        block, so all of these were in the device."""
         view = self._join(engine, event.rank, event.namespace, event.group)
         if view.otherwise.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
             self._pass_on(engine, event)
@@ -299,7 +307,7 @@ class MergedStreams:
         self._settle(engine, view, gone, event.ts_ms, event.reason, inside=False)
 
     def _pass_on(self, engine: MergedEngine, event: Stored | Removed) -> None:
-        """The engine's event is the consolidated one: only its number differs."""
+        """Publish the engine's event as the consolidated one: only its number differs."""
         if engine.epoch:
             engine.seq += 1
             self._out.append(msgspec.structs.replace(event, seq=engine.seq))
@@ -318,8 +326,11 @@ class MergedStreams:
                         self._settle(engine, view, self._news(view, change), ts_ms, reason)
 
     def _news(self, view: RankView, change: Change) -> Iterator[tuple[SequenceHash, SequenceHash]]:
-        """The blocks of a change that may matter to a view. With `dedup` these are few: not what
-        was said, and is in one more tier now, nor what has left one of several."""
+        """Yield the blocks of a change that may matter to a view.
+
+        With `dedup` these are few: neither blocks that were published, and are in one more tier
+        now, nor blocks that have left one of several tiers.
+        """
         stored, removed = change.stored, change.removed
         if self._dedup:
             new = {block for block, _ in stored}.difference(view.beyond).difference(view.device)
@@ -364,7 +375,7 @@ class MergedStreams:
             self._out.append(draft.event(head, view.group, view.namespace, reason))
 
     def _beyond(self, view: RankView, block: SequenceHash) -> int:
-        """The tiers that have it, without the device."""
+        """Return the tiers that have a block, without the device, as bits."""
         mask = 0
         for tier in self.tiers.holding(block, view.namespace):
             mask |= TIER_BITS[tier]

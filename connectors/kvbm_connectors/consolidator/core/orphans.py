@@ -27,7 +27,7 @@ class Orphan:
     condemned: bool = False
 
     def holds(self, engine_hash: EngineHash) -> bool:
-        """Whether this block is stored here and has not been removed since."""
+        """Return whether this block is stored here and has not been removed since."""
         stored = self.event.block_hashes.count(engine_hash)
         return stored > self.removed.count(engine_hash)
 
@@ -103,7 +103,7 @@ class Orphans:
         return dropped
 
     def check(self) -> None:
-        """The count is right and within its limit."""
+        """Assert that the count of blocks is right and within its limit."""
         everybody = [orphan for orphans in self._waiting.values() for orphan in orphans]
         assert self.block_count == sum(len(o.event.block_hashes) for o in everybody)
         assert self.block_count <= self._blocks_max

@@ -96,7 +96,8 @@ class Rank:
             self._hold_orphans(self.orphans.adopt(group, tuple(self._adapters or ())), view)
 
     def _begin_generation(self) -> None:
-        """What was stored is gone, or unknown, and the engine's hashes stand for other content."""
+        """Begin the generation that the connector has announced, if it is a new one: what was
+        stored is gone, or unknown, and the engine's hashes stand for other content."""
         if self.generation != self.attach.generation:
             self.generation = self.attach.generation
             for view in self._views.values():
@@ -144,11 +145,11 @@ class Rank:
                     self._let_wait_or_drop(event, trouble, now_ms)
 
     def take_drafts(self) -> list[Draft]:
-        """What is to be said about all that was applied since the last time."""
+        """Return what is to be published about all that was applied since the last call."""
         return self._merger.take()
 
     def take_named(self) -> list[NamedBlocks]:
-        """What was said of blocks since the last time."""
+        """Return what the engine's events said of blocks since the last call."""
         named, self._named = self._named, []
         return named
 
@@ -159,17 +160,17 @@ class Rank:
             self.drop_orphans()
 
     def drop_orphans(self) -> None:
-        """The replay has brought what there is: who still waits to no purpose is dropped."""
+        """Drop the condemned orphans: the replay has brought what there is, and they still wait."""
         self._drops["orphan"] += self.orphans.drop_condemned()
 
     def everything(self) -> list[Draft]:
-        """All that is held, as drafts: the beginning of an epoch."""
+        """Return all that is held, as drafts: the beginning of an epoch."""
         for group, view in self._views.items():
             self._merger.stored(group, view, view.block_runs())
         return self._merger.take()
 
     def parts(self) -> list[SnapshotPart]:
-        """All that is held, for a snapshot."""
+        """Return all that is held, as the parts of a snapshot."""
         rank = self.key.rank
         return [
             SnapshotPart(namespace=view.namespace_hex, rank=rank, group=group, runs=view.runs())
@@ -178,7 +179,7 @@ class Rank:
         ]
 
     def blocks(self) -> Iterable[tuple[int, SequenceHash]]:
-        """Every (group, block) held."""
+        """Return every (group, block) that is held."""
         return ((group, block) for group, view in self._views.items() for block in view.blocks())
 
     def check(self) -> None:
@@ -293,7 +294,8 @@ class Rank:
     # ---- helpers -----------------------------------------------------------------------------
 
     def _lora_of(self, event: BlockStored) -> str | None:
-        """What stands for an event's adapter in names; None: nothing but its own name."""
+        """Return what stands for an event's adapter in names; None if nothing but its own name
+        does."""
         if self._adapters is None or not event.lora_name:
             return None
         return self._adapters.get(_adapter_key(event.lora_id, event.lora_name), NO_ADAPTER)
@@ -318,7 +320,8 @@ class Rank:
 
 
 def _adapters_of(attach: Attach) -> dict[str, str] | None:
-    """By what events call them, what adapters are called in names."""
+    """Return what adapters are called in names, by what events call them; None where adapters are
+    named by name alone."""
     if attach.adapters is None:
         return None
     return {
@@ -338,7 +341,8 @@ def _in_device(event: BlockStored | BlockRemoved) -> bool:
 
 
 def _misfit(event: BlockStored, view: HeldBlocks) -> str:
-    """Why these are no blocks of the namespace; empty: they are, and have all their tokens."""
+    """Return why these are not blocks of the namespace; empty if they are, and have all their
+    tokens."""
     block_tokens = view.hasher.namespace.block_tokens
     spare = len(event.token_ids) - len(event.block_hashes) * block_tokens
     if event.block_size != block_tokens:

@@ -105,7 +105,7 @@ class RouterStreams:
     # ---- inputs ------------------------------------------------------------------------------
 
     def engine_known(self, engine: str, ranks: Iterable[int]) -> None:
-        """Each of these ranks has a stream."""
+        """Ensure that each of these ranks of an engine has a stream."""
         for rank in ranks:
             self._streams.setdefault(StreamId(rank, engine), RouterStream())
 
@@ -126,7 +126,8 @@ class RouterStreams:
                         self._clear(stream_id, event.ts_ms)
 
     def learn(self, named: NamedBlocks) -> None:
-        """An engine has said what is in some blocks: those that waited for it are said now."""
+        """Learn what an engine says is in some blocks, and publish the blocks that waited for
+        it."""
         new = self._names.learn(named)
         for stream_id, stream in self._streams.items():
             if stream.unnamed:
@@ -145,14 +146,14 @@ class RouterStreams:
                 self._send(stream_id, [], 0)
 
     def take(self) -> list[Frame]:
-        """What is to be published, in order."""
+        """Return the frames that are to be published, in order, and forget them."""
         out, self._out = self._out, []
         return out
 
     # ---- replay ------------------------------------------------------------------------------
 
     def replay(self, rank: int, from_seq: int) -> list[Frame]:
-        """What a reader of a port has missed, per topic: batches, or all that is held."""
+        """Return what a reader of a port has missed, per topic: batches, or all that is held."""
         frames: list[Frame] = []
         for stream_id, stream in self._streams.items():
             if stream_id.rank != rank or from_seq >= stream.next_seq:
@@ -165,7 +166,7 @@ class RouterStreams:
         return frames
 
     def _everything(self, stream_id: StreamId, stream: RouterStream) -> list[Frame]:
-        """All that is held, as batches that end with the last number given."""
+        """Return all that a stream holds, as batches that end with the last number given."""
         held = [Said(*key, *place) for key, place in stream.said.items()]
         # Each batch needs a number that was given; the last one is as large as it must be.
         count = min(stream.next_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
@@ -184,7 +185,7 @@ class RouterStreams:
     # ---- questions ---------------------------------------------------------------------------
 
     def held(self, engine: str, rank: int = 0) -> set[SequenceHash]:
-        """What a reader of a stream holds."""
+        """Return the blocks that a reader of a stream holds."""
         stream = self._streams.get(StreamId(rank, engine), RouterStream())
         return {block for block, _ in stream.said}
 
@@ -242,7 +243,7 @@ class RouterStreams:
         return self._encode(known)
 
     def _encode(self, blocks: Sequence[Said]) -> list[EngineEvent]:
-        """Blocks as events, one per run of the same kind."""
+        """Return blocks as events, one per run of the same kind."""
         runs: list[list[Said]] = []
         last: tuple[object, ...] | None = None
         for said in blocks:
@@ -318,10 +319,10 @@ class RouterStreams:
 
 
 def short_hash(block: SequenceHash) -> int:
-    """What routers call a block: the low 64 bits of its hash."""
+    """Return what routers call a block: the low 64 bits of its hash."""
     return int.from_bytes(block[-8:], "big")
 
 
 def short_hashes(blocks: Sequence[SequenceHash]) -> tuple[int, ...]:
-    """What routers call each of these blocks."""
+    """Return what routers call each of these blocks: the low 64 bits of its hash."""
     return struct.unpack(">" + f"{HASH_BYTES - 8}xQ" * len(blocks), b"".join(blocks))

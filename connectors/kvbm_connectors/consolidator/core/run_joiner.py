@@ -58,7 +58,8 @@ class RunJoiner:
         return True
 
     def take(self) -> list[Parts]:
-        """All that were put off."""
+        """Return all events that were put off, in groups that continue one another, and forget
+        them."""
         joined = self._joined
         if joined:
             self._joined = []
@@ -68,7 +69,7 @@ class RunJoiner:
 
 
 def join(parts: Parts) -> BlockStored:
-    """One event that says the same."""
+    """Join the parts into one event that says the same."""
     if len(parts) == 1:
         return parts[0]
     return msgspec.structs.replace(
@@ -79,7 +80,8 @@ def join(parts: Parts) -> BlockStored:
 
 
 def _tokens_of(parts: Parts) -> Sequence[int]:
-    """The token ids of all parts, packed if they are, as those that came from a socket."""
+    """Return the token ids of all parts, packed if they all are, as those that came from a
+    socket."""
     packed = [part.token_ids for part in parts if isinstance(part.token_ids, memoryview)]
     if len(packed) == len(parts):
         return memoryview(b"".join(packed)).cast("I")

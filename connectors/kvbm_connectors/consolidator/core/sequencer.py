@@ -82,7 +82,8 @@ class Sequencer:
         return self._replayable
 
     def poll(self, now_ms: int, number: int) -> int | None:
-        """The first sequence number to ask for when it is time to: replay `number` flies then."""
+        """Return the first sequence number to ask for, or None while it is not time to ask. With a
+        number returned, replay `number` is in flight."""
         if self.replay or not self._replayable:
             return None
         if not self._wanted and now_ms - self._heard_ms >= self._probe_ms:
@@ -96,7 +97,7 @@ class Sequencer:
         return self.next_seq
 
     def take_live(self, seq: int, batch: EngineBatch, now_ms: int) -> Ready:
-        """A batch came from the PUB."""
+        """Take a batch that came from the PUB; returns what is in order now."""
         self._heard_ms, self._probe_ms = now_ms, self._limits.probe_after_ms
         ready: Ready = []
         if seq == self.next_seq:
@@ -109,7 +110,7 @@ class Sequencer:
         return self._give_up(ready) if self._wanted and not self._replayable else ready
 
     def take_replayed(self, seq: int, batch: EngineBatch) -> Ready:
-        """A batch came from the replay that flies.
+        """Take a batch that came from the replay in flight; returns what is in order now.
 
         If the first one is later than asked, the engine's buffer no longer reaches back. A hole
         after that was made on the way (a ROUTER drops what a slow reader does not take) and is
@@ -125,7 +126,7 @@ class Sequencer:
         return ready + self._accept(seq, batch)
 
     def replay_done(self) -> Ready:
-        """The replay that flew is over: go on with what waited.
+        """End the replay in flight, and go on with what waited.
 
         A replay that brought nothing proves a loss only if the batches behind the gap had come
         before it was asked for: else the engine may have answered before it published them.
@@ -139,7 +140,7 @@ class Sequencer:
         return ready
 
     def replay_failed(self, now_ms: int) -> Ready:
-        """The replay that flew brought nothing (more): try again, or do without."""
+        """End the replay in flight, which brought nothing, or no more: retry, or do without."""
         assert self.replay, "no replay flies"
         self.replay = 0
         self._attempts += 1
@@ -179,7 +180,7 @@ class Sequencer:
             self._drops["pending_full"] += 1
 
     def _drain(self) -> Ready:
-        """What waited and is in sequence now; what the replay has brought too is left out."""
+        """Return what waited and is in sequence now; leave out what the replay has brought too."""
         ready: Ready = []
         for seq in sorted(self._pending):
             batch = self._pending[seq]
@@ -193,7 +194,7 @@ class Sequencer:
         return ready
 
     def _give_up(self, ready: Ready) -> Ready:
-        """What is missing cannot be had: go on after the gap."""
+        """Give up on what is missing, which cannot be had, and go on after the gap."""
         self._wanted = False
         if not self._pending:
             return ready

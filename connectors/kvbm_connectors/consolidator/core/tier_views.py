@@ -59,7 +59,8 @@ class TierViews:
     # ---- inputs ------------------------------------------------------------------------------
 
     def joined(self, name: str, tier: Tier, epoch: int, now_ms: int) -> list[Change]:
-        """The registry names a source: if we do not know this life of it, it is asked."""
+        """Note that the registry names a source; if this life of it is unknown, ask it for a
+        snapshot."""
         source = self._source_of(name, tier)
         if not source.begin(epoch):
             return []
@@ -79,7 +80,8 @@ class TierViews:
         return changes + self._apply_ready(source, now_ms)
 
     def snapshot(self, reply: SnapshotReply, now_ms: int) -> list[Change]:
-        """A source has said all that it holds; then come the events that have waited."""
+        """Take a snapshot, all that a source holds, and then the events that have waited; returns
+        what has changed."""
         source = self._sources.get(reply.source)
         if source is None or not source.landed():
             self._drops["tier_snapshot_unasked"] += 1
@@ -99,13 +101,14 @@ class TierViews:
         return self._become(source, wanted) + self._apply_ready(source, now_ms)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
-        """A source did not answer: ask again later."""
+        """Note that a source did not answer: it is asked again later."""
         source = self._sources.get(name)
         if source is not None and source.landed():
             source.retry_later(now_ms)
 
     def left(self, name: str, epoch: int, now_ms: int) -> list[Change]:
-        """A source's place in the registry is gone: it holds nothing, until it answers."""
+        """Note that a source's place in the registry is gone: it holds nothing, until it
+        answers."""
         source = self._sources.get(name)
         if source is None or source.epoch > epoch:
             return []
@@ -114,14 +117,16 @@ class TierViews:
         return self._become(source, {})
 
     def stream_lost(self, name: str, now_ms: int) -> None:
-        """The stream is another one: what was lost with the old one need not show as a gap."""
+        """Ask a source again: its stream is another one, and what was lost with the old one need
+        not show as a gap."""
         source = self._sources.get(name)
         if source is not None:
             source.fall_behind(now_ms)
             source.ask_at_ms = min(source.ask_at_ms, now_ms)
 
     def ask(self, now_ms: int) -> list[str]:
-        """The sources that are to be asked for a snapshot now."""
+        """Return the sources that are to be asked for a snapshot now, and note that they are
+        asked."""
         due = [name for name, source in self._sources.items() if source.should_ask(now_ms)]
         for name in due:
             self._sources[name].ask(now_ms)
@@ -130,26 +135,26 @@ class TierViews:
     # ---- questions ---------------------------------------------------------------------------
 
     def holding(self, block: SequenceHash, namespace: str) -> Iterable[Tier]:
-        """The tiers that have a block."""
+        """Yield the tiers that have a block."""
         for source in self._sources.values():
             if block in source.blocks.get(namespace, ()):
                 yield source.tier
 
     def has_any(self, blocks: Iterable[SequenceHash], namespace: str) -> bool:
-        """Whether some tier has one of these blocks."""
+        """Return whether some tier has one of these blocks."""
         return not all(
             source.blocks.get(namespace, {}).keys().isdisjoint(blocks)
             for source in self._sources.values()
         )
 
     def without(self, blocks: set[SequenceHash], namespace: str) -> set[SequenceHash]:
-        """Those of these blocks that no tier has."""
+        """Return those of these blocks that no tier has."""
         for source in self._sources.values():
             blocks = blocks.difference(source.blocks.get(namespace, ()))
         return blocks
 
     def parent_of(self, block: SequenceHash, namespace: str) -> SequenceHash:
-        """The parent of a block that some tier has."""
+        """Return the parent of a block that some tier has."""
         return next(
             source.blocks[namespace][block]
             for source in self._sources.values()
@@ -157,7 +162,7 @@ class TierViews:
         )
 
     def blocks(self, namespace: str) -> Blocks:
-        """Every block of a namespace that some tier has, those of earlier sources first."""
+        """Return every block of a namespace that some tier has, those of earlier sources first."""
         found: Blocks = {}
         for source in self._sources.values():
             found |= source.blocks.get(namespace, {})
@@ -235,7 +240,7 @@ def _blocks_of(reply: SnapshotReply) -> dict[str, Blocks]:
 
 
 def pairs_of(runs: Iterable[Run]) -> list[tuple[SequenceHash, SequenceHash]]:
-    """Blocks and their parents; raises IdentityError."""
+    """Return the blocks of these runs, with their parents; raises IdentityError."""
     pairs: list[tuple[SequenceHash, SequenceHash]] = []
     for run in runs:
         hashes = hashes_from_hex(run.hashes)

@@ -38,7 +38,7 @@ class NamedBlocks(NamedTuple):
 
 
 def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:
-    """What an event says of its blocks, which are ours under these hashes."""
+    """Return what an event says of its blocks, which we know under these hashes."""
     size, keys = event.block_size * 4, event.extra_keys or ()
     packed = pack_tokens(event.token_ids)
     tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
@@ -69,27 +69,27 @@ class TokenNames:
         return block in self._tokens
 
     def tokens(self, blocks: Iterable[SequenceHash]) -> bytes:
-        """The token ids of blocks that have names, as u32."""
+        """Return the token ids of blocks that have names, as u32."""
         return b"".join(map(self._tokens.__getitem__, blocks))
 
     def kind(self, block: SequenceHash) -> Kind:
-        """What else was said of a block."""
+        """Return what else was said of a block: its adapter and its extra keys."""
         return self._kinds.get(block, PLAIN)
 
     def extra_keys(self, blocks: list[SequenceHash]) -> tuple[tuple[Any, ...] | None, ...] | None:
-        """The extra keys of each block, None where no block has any."""
+        """Return the extra keys of each block; None where no block has any."""
         if self._kinds.keys().isdisjoint(blocks):
             return None
         keys = tuple(self.kind(block).extra_keys for block in blocks)
         return keys if any(keys) else None
 
     def are_plain(self, blocks: list[SequenceHash]) -> bool:
-        """Whether all have names, and nothing else was said of any."""
+        """Return whether all blocks have names, and nothing else was said of any."""
         named = all(map(self._tokens.__contains__, blocks))
         return named and self._kinds.keys().isdisjoint(blocks)
 
     def learn(self, blocks: NamedBlocks) -> list[SequenceHash]:
-        """An engine stores these blocks; returns those that had no name."""
+        """Learn what an engine stores in these blocks; returns those that had no name."""
         hashes = blocks.hashes
         new = hashes
         if not self._tokens.keys().isdisjoint(hashes):
@@ -118,7 +118,8 @@ class TokenNames:
             del self._retired[block]
 
     def check(self) -> None:
-        """What has retired, or is not plain, has a name; the retired are bounded."""
+        """Assert that what has retired, or is not plain, has a name, and that the retired are
+        bounded."""
         assert self._retired.keys() <= self._tokens.keys()
         assert self._kinds.keys() <= self._tokens.keys()
         assert len(self._retired) <= self._retired_max

@@ -35,15 +35,15 @@ class EndpointTaken(KvbmError):
 
 
 def path_of(endpoint: str) -> Path:
-    """The file of an ipc endpoint."""
+    """Return the path of the file of an ipc endpoint."""
     return Path(endpoint.removeprefix("ipc://"))
 
 
 def lock_of(endpoint: str) -> TextIO | None:
-    """Be the only one on this endpoint, as long as the file is open; raises EndpointTaken.
+    """Lock this endpoint for one process, as long as the file is open; raises EndpointTaken.
 
     ZMQ would take an ipc path away from the process that serves it, and with it all its engines.
-    With tcp the operating system minds that there is one.
+    With tcp the operating system ensures that there is one process, and there is no file.
     """
     if not endpoint.startswith("ipc://"):
         return None

@@ -53,7 +53,7 @@ class BadEndpoint(KvbmError):
 
 
 def check_endpoint(endpoint: str, field: str) -> None:
-    """Raises BadEndpoint unless ZMQ can connect there."""
+    """Raise BadEndpoint unless ZMQ can connect to this endpoint."""
     if not ENDPOINT.fullmatch(endpoint):
         raise BadEndpoint(endpoint, field)
 
@@ -155,7 +155,7 @@ class Streams:
 
 
 def _burst(socket: zmq.asyncio.Socket, first: list[bytes]) -> list[list[bytes]]:
-    """The message that has come, and those that are there already behind it."""
+    """Return the message that has come, and those that are there already behind it."""
     messages = [first]
     # Without asyncio: its future per message costs more than all that follows.
     there: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
@@ -166,7 +166,8 @@ def _burst(socket: zmq.asyncio.Socket, first: list[bytes]) -> list[list[bytes]]:
 
 
 def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """As `recv_multipart` without waiting, in half its time: a frame knows whether more follow."""
+    """Receive as `recv_multipart` does without waiting, in half its time: a frame knows whether
+    more follow."""
     frames: list[bytes] = []
     more = True
     while more:

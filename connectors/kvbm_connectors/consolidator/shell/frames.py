@@ -37,7 +37,8 @@ class FrameReader:
         self._drop = drop
 
     def published(self, messages: Sequence[Message]) -> tuple[tuple[int, EngineBatch], ...]:
-        """Messages of the engine's PUB; a subscription is to a prefix, so longer topics leave."""
+        """Decode messages of the engine's PUB; a subscription is to a prefix, so longer topics are
+        dropped."""
         batches: list[tuple[int, EngineBatch]] = []
         for message in messages:
             frame = self._split(split_published, message)
@@ -52,7 +53,7 @@ class FrameReader:
         return tuple(batches)
 
     def replayed(self, messages: Sequence[Message]) -> Replayed:
-        """Messages of its replay ROUTER. What comes behind the end is ignored."""
+        """Decode messages of the engine's replay ROUTER. What comes behind the end is ignored."""
         batches: list[tuple[int, EngineBatch]] = []
         ended = False
         for message in messages:
@@ -77,7 +78,8 @@ class FrameReader:
             return None
 
     def _decode(self, frame: EngineFrame, batches: list[tuple[int, EngineBatch]]) -> None:
-        """What cannot be decoded leaves a gap, which the core repairs."""
+        """Decode a frame into `batches`. What cannot be decoded leaves a gap, which the core
+        repairs."""
         try:
             batches.append((frame.seq, compact(decode_batch(frame.payload))))
         except WireError as error:

@@ -14,7 +14,7 @@ TOTALS = ("batches", "published", "replays", "router_batches")
 
 
 def figures_of(statistics: ConsolidatorStatistics) -> dict[str, int]:
-    """Everything but the drops."""
+    """Return all figures but the drops, by name."""
     engines = statistics.engines
     return {
         "engines": engines.engines,
@@ -35,12 +35,12 @@ def figures_of(statistics: ConsolidatorStatistics) -> dict[str, int]:
 
 
 def drops_of(statistics: ConsolidatorStatistics) -> dict[str, int]:
-    """What was dropped, by reason."""
+    """Return how much was dropped, by reason."""
     return {**statistics.engines.drops, **statistics.drops}
 
 
 def metrics_of(statistics: ConsolidatorStatistics) -> list[Metric]:
-    """The metrics of the cores."""
+    """Return the metrics of the cores."""
     prefix = "consolidator_dropped_total"
     figures = figures_of(statistics)
     counts = {f"{prefix}.{reason}": value for reason, value in drops_of(statistics).items()}
@@ -52,7 +52,7 @@ def metrics_of(statistics: ConsolidatorStatistics) -> list[Metric]:
 
 
 def metrics_of_second(metrics: Metrics) -> list[Metric]:
-    """The metrics of the publisher of the consolidated stream, under names of their own."""
+    """Return the metrics of the publisher of the consolidated stream, under names of their own."""
     return [_renamed(metric) for metric in metrics.collect()]
 
 

@@ -131,7 +131,7 @@ class RouterSockets:
         self._context.term()
 
     def _port_of(self, rank: int) -> _Port | None:
-        """A rank's port; one that cannot be opened stays shut, and says so once."""
+        """Return a rank's port; one that cannot be opened stays shut, and is logged once."""
         if rank not in self._ports:
             try:
                 if len(self._ports) >= RANKS_MAX:
@@ -181,7 +181,7 @@ class RouterSockets:
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Where a rank is found: its port is the first one's plus the rank.
+    """Return the endpoint of a rank: its port is the first one's plus the rank.
 
     >>> endpoint_of("tcp://0.0.0.0:57001", 2), endpoint_of("ipc:///run/pub", 2)
     ('tcp://0.0.0.0:57003', 'ipc:///run/pub_dp2')

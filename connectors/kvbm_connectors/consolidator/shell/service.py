@@ -198,7 +198,7 @@ class ConsolidatorShell:
         await self.loop.offer(event, deadline_s=INBOX_DEADLINE_S)
 
     async def _on_message(self, peer: bytes, message: ToConsolidator) -> None:
-        """One message of a connector; a KvbmError is answered with Refused."""
+        """Handle one message of a connector; a KvbmError is answered with Refused."""
         match message:
             case Attach():
                 if message.endpoint:
@@ -310,7 +310,8 @@ def _stamped(event: Event) -> Event:
 
 
 def offer_of(host: str, offered: Offered) -> Offer:
-    """A connector's offer as it travels on NATS; raises IdentityError, BadOffer, WireError."""
+    """Return a connector's offer as it travels on NATS; raises IdentityError, BadOffer,
+    WireError."""
     runs = [_offer_run(run) for run in offered.runs]
     if sum(len(run.blocks) for run in runs) > OFFER_BLOCKS_MAX:
         raise BadOffer(f"an offer has at most {OFFER_BLOCKS_MAX} blocks")
@@ -340,7 +341,7 @@ def _offer_run(run: OfferedRun) -> OfferRun:
 
 
 async def serve_consolidator(context: ServiceContext) -> None:
-    """The life of the service."""
+    """Run the consolidator for the whole life of the service."""
     lost_after_s = max(context.settings.registry_ttl_s, BEATS_LOST_S)
     settings = context.settings
     routers = settings.consolidator_enabled and settings.router_endpoint != OFF
@@ -359,9 +360,9 @@ async def serve_consolidator(context: ServiceContext) -> None:
 
 
 def main() -> None:
-    """The entry point of `kvbm serve consolidator`.
+    """Run the service: the entry point of `kvbm serve consolidator`.
 
-    A second one ends before it has entered itself in the registry in the first one's place.
+    A second process ends before it has entered itself in the registry in the first one's place.
     """
     run("consolidator", serve_consolidator, check=_check_alone)
 

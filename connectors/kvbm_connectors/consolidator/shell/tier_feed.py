@@ -99,7 +99,7 @@ class TierFeed:
         self._complete(TierJoined(source, TIERS[record.kind], record.epoch))
 
     async def _follow(self, source: str) -> None:
-        """From its last events on: what they lack, the snapshot has."""
+        """Follow a source from its last events on: what they lack, the snapshot has."""
         subscription = self._context.bus.event_subscription(
             start="last_per_subject",
             subject=f"{SUBJECT_PREFIX}.{self._context.host}.{source}.*",
