@@ -189,12 +189,13 @@ class Campaign:
             self._wishes.report(tally)
             return tally
         for seed in range(self._wishes.first, self._wishes.end):
-            result = self._one(draw(seed, SHAPES[shape]), lane)
+            program = draw(seed, SHAPES[shape], PLANTS[name].often)
+            result = self._one(program, lane)
             tally.programs += 1
             tally.seconds += result.seconds
             if result.failures:
                 tally.found = [Found(
-                    program=draw(seed, SHAPES[shape]), failures=result.failures,
+                    program=program, failures=result.failures,
                     after=tally.programs, like="the plant",
                 )]  # fmt: skip
             if result.failures or time.monotonic() > until_s:

@@ -15,6 +15,8 @@ WAVES = (1, 2, 2, 3, 3, 4)
 PATTERNS = ("nan", "nan", "noise", "flip")
 QUIET_ACTS = {"reset": 10, "none": 7, "reset connector": 2, "corrupt arena": 3}
 """Between waves, with weights."""
+OFTEN = 0.7
+"""How likely a wave has an act that is wanted often."""
 EARLY_KILL = 12
 """Services are killed and stopped in the first steps of a wave: later ones are rare."""
 
@@ -22,7 +24,8 @@ EARLY_KILL = 12
 class Draw:
     """One program's generator."""
 
-    def __init__(self, seed: int, shape: Shape) -> None:
+    def __init__(self, seed: int, shape: Shape, often: tuple[str, ...]) -> None:
+        self._often = often
         self._random = random.Random(f"{shape.name}/{seed}")
         self._seed, self._shape = seed, shape
         self._requests: list[Request] = []
@@ -55,7 +58,7 @@ class Draw:
             self._request(f"w{number}r{index}", before, together=together) for index in range(count)
         ]
         self._requests += requests
-        acts = [*self._acts_before(number), *self._acts_within(requests)]
+        acts = [*self._acts_before(number), *self._acts_within(requests), *self._wanted(number)]
         return Wave(acts=tuple(acts), requests=tuple(requests))
 
     # --- requests ---------------------------------------------------------------------------
@@ -167,10 +170,32 @@ class Draw:
             acts.insert(draw.randrange(3), Act(what="fill memory", at=at))
         return acts
 
+    def _wanted(self, number: int) -> list[Act]:
+        """Return what this program was asked to do often: an act, or `pause` for two."""
+        draw, acts = self._random, []
+        for what in self._often:
+            at = draw.randrange(1, 5)
+            if not self._maybe(OFTEN):
+                continue
+            if what == "pause":
+                acts.append(Act(what="stop", target="host-tier", at=at))
+                acts.append(Act(what="continue", at=at + draw.randrange(2, 9)))
+            elif what == "stop":
+                acts.append(Act(what=what, target="host-tier", at=at))
+            elif what == "fill memory":
+                acts.append(Act(what=what, at=at))
+            elif what == "corrupt arena" and number:
+                pattern = draw.choice(PATTERNS)
+                acts.append(Act(what=what, target=pattern, number=draw.randrange(1 << 30)))
+                acts.append(Act(what="reset"))
+            elif number:
+                acts.append(Act(what=what))
+        return acts
 
-def draw(seed: int, shape: Shape) -> Program:
-    """The program of a seed."""
-    return Draw(seed, shape).program()
+
+def draw(seed: int, shape: Shape, often: tuple[str, ...] = ()) -> Program:
+    """Return the program of a seed, with some acts more often than others."""
+    return Draw(seed, shape, often).program()
 
 
 def _with(request: Request, **changes: object) -> Request:

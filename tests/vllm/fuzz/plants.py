@@ -35,6 +35,8 @@ class Plant:
     """In every service: its lane has a stack of its own."""
     restarts: bool = False
     """It must be there when an engine starts."""
+    often: tuple[str, ...] = ()
+    """Acts without which it cannot show, and which few programs have: drawn often for it."""
 
 
 # --- offers -----------------------------------------------------------------------------------
@@ -182,24 +184,34 @@ PLANTS = {
     "lost-loads": Plant("the end of a load is not told", CHUNKED, before=lose_loads),
     "refused-reset": Plant("a reset is refused", CHUNKED, before=refuse_resets),
     "ignored-reset": Plant(
-        "a reset does nothing", CHUNKED, before=ignore_resets
+        "a reset does nothing", CHUNKED, before=ignore_resets, often=("weights",)
     ),
     "sampled": Plant("one load in 16 is verified", CHUNKED, before=verify_few, restarts=True),
     "fail-policy": Plant(
         "a failed load ends its request", CHUNKED, before=fail_requests, restarts=True
     ),
     "weights-times": Plant(
-        "weights are their times", CHUNKED, before=name_weights_by_times, restarts=True
+        "weights are their times", CHUNKED, before=name_weights_by_times, restarts=True,
+        often=("fine-tune",),
     ),
-    "promised-memory": Plant("the arena has holes", CHUNKED, service=promise_memory, restarts=True),
+    "promised-memory": Plant(
+        "the arena has holes", CHUNKED, service=promise_memory, restarts=True,
+        often=("fill memory",),
+    ),
     "adapter-names": Plant(
         "an adapter is its name", ("lora",), before=name_adapters_by_name
     ),
     "kept-offers": Plant(
-        "offers of preempted requests stand", ("tiny",), before=keep_offers_of_preempted
+        "offers of preempted requests stand", ("tiny",), before=keep_offers_of_preempted,
+        often=("pause",),
     ),
-    "endless-load": Plant("a load has no deadline", ("nixl",), before=load_for_ever),
-    "unverified": Plant("no rank of two verifies", ("tp2",), before=verify_none, restarts=True),
+    "endless-load": Plant(
+        "a load has no deadline", ("nixl",), before=load_for_ever, often=("stop",)
+    ),
+    "unverified": Plant(
+        "no rank of two verifies", ("tp2",), before=verify_none, restarts=True,
+        often=("corrupt arena",),
+    ),
 }  # fmt: skip
 
 

@@ -58,6 +58,18 @@ def test_all_acts_are_drawn() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("plant", [name for name, plant in PLANTS.items() if plant.often])
+def test_what_a_plant_needs_is_drawn_often(plant: str) -> None:
+    """Most programs of several waves have it, and the same seed draws the same program again."""
+    shape, often = SHAPES[PLANTS[plant].shapes[0]], PLANTS[plant].often
+    programs = [draw(seed, shape, often) for seed in SEEDS]
+    assert programs == [draw(seed, shape, often) for seed in SEEDS]
+    wanted = {"stop" if what == "pause" else what for what in often}
+    several = [program for program in programs if len(program.waves) > 1]
+    with_it = [p for p in several if wanted <= {act.what for act in p.acts}]
+    assert len(with_it) > 0.6 * len(several)
+
+
 def test_prompts_share_their_beginning() -> None:
     """A system prompt is the same for all, a tail is one's own, a next turn begins with both."""
     one = Request(name="a", system=1, system_tokens=33, tail=7, tail_tokens=5)
