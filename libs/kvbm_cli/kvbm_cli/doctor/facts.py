@@ -108,7 +108,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _own_bytes(directory: Path, settings: Settings) -> int:
-    """Return the bytes that this host's services have taken there: they may take them again."""
+    """Return the bytes of this host's services in a directory: they may take them again."""
     taken = 0
     for path in directory.glob(f"kvbm-{settings.host}-*"):
         for file in [path] if path.is_file() else path.rglob("*"):

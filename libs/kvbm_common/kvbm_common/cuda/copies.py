@@ -152,7 +152,7 @@ class OutsideWindows(ValueError):
 
 
 def through(windows: Sequence[Window], addresses: Numbers, lengths: Numbers) -> Numbers:
-    """Translate their addresses into ours.
+    """Translate another process's addresses into ours.
 
     Raises OutsideWindows unless every range is inside one window.
     """
