@@ -56,7 +56,7 @@ def jobs(
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
-    """List the jobs of the metrics service, or one; with --cancel it is stopped."""
+    """List the jobs of the metrics service, or show one; with --cancel it is stopped."""
 
     def ask(api: Client) -> Json:
         if job is None:

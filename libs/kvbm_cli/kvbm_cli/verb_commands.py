@@ -136,7 +136,7 @@ def block(
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
-    """Show one block: who has it, who holds it there, and what has happened to it."""
+    """One block: who has it, who holds it there, and what has happened to it."""
     run(lambda api: api.get(f"/v1/blocks/{name}"), _block_tables, url, as_json)
 
 
@@ -159,7 +159,7 @@ def _block_tables(told: Json) -> list[Rows]:
 
 
 def pins(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """List every pin of every tier."""
+    """Every pin of every tier."""
     run(lambda api: api.get("/v1/pins"), lambda told: [told["pins"]], url, as_json)
 
 

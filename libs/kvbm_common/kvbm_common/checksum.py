@@ -56,7 +56,10 @@ def parts_checksum(parts: Iterable[memoryview | NDArray[Any]]) -> int:
 
 
 def record_checksums(data: bytes, record_bytes: int, body_bytes: int) -> NDArray[np.uint64]:
-    """Return the checksums of the first `body_bytes` of each whole record, shape (records,)."""
+    """Return the checksums of the first `body_bytes` of each whole record in `data`.
+
+    The shape is (records,).
+    """
     count = len(data) // record_bytes
     shape = np.dtype({"names": ["body"], "formats": [f"V{body_bytes}"], "itemsize": record_bytes})
     bodies = np.frombuffer(data, shape, count)["body"]

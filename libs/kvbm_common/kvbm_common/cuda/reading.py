@@ -81,7 +81,7 @@ class Gpu:
         self._compute_stream = stream
 
     def fence(self) -> int:
-        """Record an event; when it is done, all that the engine computes by now is done."""
+        """Record an event; when it is done, all that the engine has begun by now is done."""
         self.runtime.use()
         event = self.runtime.event()
         self.runtime.record(event, self._compute_stream)
@@ -262,7 +262,7 @@ class DeviceSums:
     def __call__(self, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of these blocks, in their order. Raises CudaError.
 
-        It may be called in any thread of ours.
+        Call it in a thread of ours.
         """
         with self._lock:
             self._runtime.enter()

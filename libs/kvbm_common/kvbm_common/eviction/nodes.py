@@ -88,7 +88,7 @@ class Nodes(dict[SequenceHash, Node]):
         self.orphans[parent] = self.orphans.get(parent, 0) + 1
 
     def lose(self, parent: SequenceHash) -> None:
-        """Count off a child, which has left, of a parent that is not here."""
+        """Count off a child that has left; its parent is not here."""
         left = self.orphans[parent] - 1
         if left:
             self.orphans[parent] = left

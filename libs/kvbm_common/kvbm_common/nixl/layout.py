@@ -29,7 +29,7 @@ def chunks_of(block_count: int, block_bytes: int, chunk_bytes: int = CHUNK_BYTES
 
 
 def part_bytes(regions: Sequence[Region]) -> int:
-    """Return the bytes of one rank's part of a block."""
+    """Return how many bytes one rank's part of a block has."""
     return sum(region.piece_bytes for region in regions)
 
 

@@ -197,7 +197,7 @@ class MoverThread:
     def write_file(
         self, fd: int, memory: Spans, file_spans: Spans, *, deadline_s: float
     ) -> Future[Transferred]:
-        """Write memory to a file, as `read_file` reads it. Nothing is synced to the medium."""
+        """Write memory to a file, by the rules of `read_file`. Nothing is synced to the medium."""
         return self._submit_file("WRITE", memory, file_spans.in_file(fd), _after(deadline_s))
 
     def read_object(self, name: str, memory: Spans, *, deadline_s: float) -> Future[Transferred]:

@@ -46,7 +46,7 @@ class Core(Protocol[InputIn, EffectOut]):
 
 
 def monotonic_ms() -> int:
-    """Return the time of every core in production: milliseconds that only grow."""
+    """Read the clock of every core in production: milliseconds that only grow."""
     return time.monotonic_ns() // 1_000_000
 
 

@@ -171,7 +171,7 @@ class TransferFigures:
 
 
 def family_of(metric: Metric) -> Family:
-    """Return a metric as it travels: a histogram's buckets each for itself, not added up."""
+    """Return a metric as it travels: the buckets of a histogram are not cumulative."""
     if metric.type == "histogram":
         return _histogram_family(metric)
     assert metric.type in ("counter", "gauge"), metric.name
@@ -198,5 +198,5 @@ def _histogram_family(metric: Metric) -> Family:
 
 
 def _apart(cumulative: Iterable[float]) -> list[int]:
-    """Return counts per bucket from counts of everything up to each."""
+    """Return counts per bucket from cumulative ones, of everything up to each."""
     return [int(after - before) for before, after in pairwise([0.0, *cumulative])]

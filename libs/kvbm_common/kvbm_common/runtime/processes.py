@@ -28,7 +28,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def dying_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None] | None:
     """Return a `preexec_fn` that has the kernel signal the child when the forking thread ends.
 
-    Fork from the main thread, therefore. None except on Linux, where alone there is such a thing.
+    Fork from the main thread, therefore. Elsewhere than on Linux there is no such thing: None.
     """
     if _LIBC is None:
         return None

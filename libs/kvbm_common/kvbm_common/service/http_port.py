@@ -283,7 +283,7 @@ class _Handler(WSGIRequestHandler):
         """Log nothing about a request."""
 
     def get_stderr(self) -> io.StringIO:
-        """Return a text that is not read, where wsgiref tells of clients that are gone."""
+        """Return a buffer that is dropped, where wsgiref tells of clients that are gone."""
         return io.StringIO()
 
 

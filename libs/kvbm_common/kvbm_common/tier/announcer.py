@@ -28,11 +28,11 @@ class Announcer:
         self.seq = 0
 
     def cleared(self, reason: str) -> Cleared:
-        """Return the event that this source holds nothing. The first event of every epoch."""
+        """Return the event that says: this source holds nothing. The first of every epoch."""
         return self._next().cleared(reason)
 
     def stored(self, blocks: Sequence[Block]) -> list[Stored]:
-        """Announce committed blocks, as one event per namespace and EVENT_BLOCKS_MAX blocks."""
+        """Return the events of committed blocks, one per namespace and EVENT_BLOCKS_MAX blocks."""
         return [
             self._next().stored(
                 namespace.hex(), runs_of((block.hash, block.parent) for block in part)
@@ -41,7 +41,7 @@ class Announcer:
         ]
 
     def removed(self, blocks: Sequence[Block], reason: str) -> list[Removed]:
-        """Announce blocks that are gone, cut like `stored`."""
+        """Return the events of blocks that are gone, cut like `stored`."""
         return [
             self._next().removed(namespace.hex(), [block.hash.hex() for block in part], reason)
             for namespace, part in _by_namespace(blocks)

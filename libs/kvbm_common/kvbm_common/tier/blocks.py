@@ -135,7 +135,7 @@ class BlockColumns(Mapping[int, Block]):
         return cls(records, np.arange(len(blocks)))
 
     def without_older(self) -> BlockColumns:
-        """Return the blocks so that of two slots of one block only the newer has it."""
+        """Return every block in one slot only: of two, the newer one has it."""
         if len(self.slot_of) == len(self.names):
             return self
         newest = np.array([self.slot_of[name] for name in self.names]) == self.slots
@@ -207,7 +207,7 @@ class BlockColumns(Mapping[int, Block]):
         return turned
 
     def leaves_first_of(self, rows: NDArray[np.intp]) -> list[SequenceHash]:
-        """Return what `leaves_first` does of some rows only, which are in ascending order."""
+        """Return names like `leaves_first`, of some rows only, which are in ascending order."""
         starts, lengths = self.runs()
         run = np.searchsorted(starts, rows, side="right") - 1
         turned = rows[np.argsort(2 * starts[run] + lengths[run] - rows)]
