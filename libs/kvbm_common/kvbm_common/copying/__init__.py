@@ -142,7 +142,7 @@ class NativeCopier:
     name = "native"
 
     def __init__(self, path: Path = LIBRARY) -> None:
-        """Load the library; raises OSError where it is missing or of another platform."""
+        """Raises OSError where the library is missing or of another platform."""
         self._move = ctypes.CDLL(str(path)).kvbm_move_blocks
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._move.argtypes = (pointer, pointer, pointer, size, size, pointer)
