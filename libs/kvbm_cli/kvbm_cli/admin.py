@@ -10,18 +10,18 @@ from kvbm_cli.asking import AS_JSON, URL, Json, Rows, job_tables, only, picked, 
 
 
 def status(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """The whole system at a glance."""
+    """Show the whole system at a glance."""
     run(lambda api: api.get("/v1/status"), _status_tables, url, as_json)
 
 
 def services(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Every registered instance of a service."""
+    """List every registered instance of a service."""
     columns = ("kind", "host", "instance", "up", "ready", "epoch", "pid", "reasons")
     run(lambda api: api.get("/v1/services"), lambda told: [picked(told, columns)], url, as_json)
 
 
 def tiers(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Slots, bytes, policy, leases, hit rate and rates of every tier."""
+    """Show slots, bytes, policy, leases, hit rate and rates of every tier."""
     columns = ("tier", "host", "instance", "ready", "occupancy", "bytes_used", "bytes_total",
                "fragmentation", "policy", "leases", "hit_rate")  # fmt: skip
     keys = ("tier", "host", "instance")
@@ -33,7 +33,7 @@ def tiers(as_json: bool = AS_JSON, url: str = URL) -> None:
 
 
 def workers(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Every engine worker that is attached."""
+    """List every engine worker that is attached."""
     columns = ("host", "engine", "rank", "world_size", "model", "block_tokens", "block_bytes",
                "verify", "seen_ms_ago")  # fmt: skip
     run(lambda api: api.get("/v1/workers"), lambda told: [picked(told, columns)], url, as_json)
@@ -44,7 +44,7 @@ def audit(
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
-    """Who has changed what."""
+    """Show who has changed what."""
     columns = ("ts_ms", "actor", "verb", "kind", "host", "instance", "outcome")
     run(lambda api: api.get("/v1/audit", last=last),
          lambda told: [picked(told["entries"], columns)], url, as_json)  # fmt: skip
@@ -56,7 +56,7 @@ def jobs(
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
-    """The jobs of the metrics service, or one; with --cancel it is stopped."""
+    """List the jobs of the metrics service, or show one; with --cancel it is stopped."""
 
     def ask(api: Client) -> Json:
         if job is None:

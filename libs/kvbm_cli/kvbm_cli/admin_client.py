@@ -46,7 +46,7 @@ class Client:
 
     @classmethod
     def of(cls, settings: Settings, url: str = "", *, deadline_s: float = DEADLINE_S) -> Client:
-        """The API that the configuration describes, or the one at `url`."""
+        """Return a client of the API that the configuration describes, or of the one at `url`."""
         address = ANY_ADDRESS.get(settings.metrics_bind, settings.metrics_bind)
         shown = f"[{address}]" if ":" in address else address
         token = settings.admin_token or settings.admin_read_token

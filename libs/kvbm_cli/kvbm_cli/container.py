@@ -48,12 +48,12 @@ class TooManyInstances(KvbmError):
 
 
 def lock_path(runtime_dir: Path, kind: str, number: int) -> Path:
-    """The lock of one instance."""
+    """Return the path of the lock file of one instance."""
     return runtime_dir / f"{kind}-{number}.lock"
 
 
 def take_instance(runtime_dir: Path, kind: str) -> tuple[str, TextIO]:
-    """The first free number of a kind, and the lock on it; raises TooManyInstances."""
+    """Return the first free number of a kind and its lock, now held; raises TooManyInstances."""
     for number in range(INSTANCES_MAX):
         try:
             return str(number), take_lock(lock_path(runtime_dir, kind, number))
@@ -96,7 +96,7 @@ def serve(kind: str) -> None:
 
 
 async def health(kind: str, instance: str, settings: Settings) -> StatsReply:
-    """What an instance of this host says of itself; raises KvbmError."""
+    """Return the stats that an instance of this host reports; raises KvbmError."""
     bus = await Bus.connect(
         settings.nats_url, "kvbm-health", counters=Metrics(), deadline_s=HEALTH_DEADLINE_S
     )

@@ -87,21 +87,21 @@ def events(
 
 
 def checked(text: str, option: str) -> str:
-    """A host or source; raises ConfigError."""
+    """Return a host or source that may stand in a subject; raises ConfigError otherwise."""
     if not re.fullmatch(r"\*|[A-Za-z0-9_-]{1,64}", text):
         raise ConfigError(f"--{option}", text, "1 to 64 letters, digits, '-' or '_'")
     return text
 
 
 def kind_of(text: str) -> str:
-    """A kind; raises ConfigError."""
+    """Return a kind of event, or `*`; raises ConfigError for any other text."""
     if text not in (*KINDS, "*"):
         raise ConfigError("--kind", text, f"one of {', '.join(KINDS)}")
     return text
 
 
 def line_of(message: EventMessage) -> str:
-    """An event for people; one that cannot be read says so."""
+    """Format an event as a line for people; the line of an unreadable one gives the error."""
     try:
         event = event_codec.decode(message.payload)
     except WireError as error:

@@ -22,7 +22,7 @@ def explain(
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
-    """Where the blocks of a request came from, and why others did not; or the latest requests."""
+    """Show where the blocks of a request came from, why others missed; or the latest requests."""
 
     def ask(api: Client) -> Json:
         if request is None:

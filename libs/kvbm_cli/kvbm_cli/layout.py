@@ -8,7 +8,7 @@ from kvbm_common.config.settings import Settings
 
 
 def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
-    """The processes of a kind, by name, and the variables in which each differs from the others.
+    """Return the processes of a kind, by name, each with the variables that differ from the others.
 
     One of each kind, and a disk tier per directory: a disk that hangs delays no other. As many
     host tiers as are wanted; an object tier only where it is enabled.
@@ -38,7 +38,7 @@ def _shared_out(
     size_gb: float,
     slots: int | None,
 ) -> dict[str, dict[str, str]]:
-    """Several processes of a kind, with an equal share of the size each."""
+    """Return several processes of a kind, each with an equal share of the size."""
     count = len(own)
     if count == 1:
         return {kind: {}}
@@ -55,13 +55,13 @@ def _shared_out(
 
 
 def port_of(number: int, settings: Settings) -> dict[str, str]:
-    """The variable with the HTTP port of a stack's n-th process: it shares its address with all."""
+    """Return the variable with the HTTP port of a stack's n-th process; all share one address."""
     return (
         {"KVBM_SERVICE_PORT": str(settings.service_port + number)} if settings.service_port else {}
     )
 
 
 def instances_of(kind: str, settings: Settings) -> list[str]:
-    """The instances of a kind that a stack of these settings runs."""
+    """Return the instances of a kind that a stack of these settings runs."""
     own = processes_of(kind, settings).values()
     return [variables.get("KVBM_INSTANCE", settings.instance) for variables in own]

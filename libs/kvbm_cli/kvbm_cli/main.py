@@ -34,7 +34,7 @@ OWN_COMMANDS = ("up", "serve", "config", "doctor")
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command `kvbm`: serve one kind at once, or parse the command line."""
     arguments = sys.argv[1:]
     if len(arguments) == 2 and arguments[0] == "serve" and not arguments[1].startswith("-"):
         # A service needs no command line library, and five of them start at once.
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def serve_kind(kind: str) -> None:
-    """Become the service of this kind; exits with 2 for an unknown kind."""
+    """Run the service of this kind in this process; exits with 2 for an unknown kind."""
     found = {entry.name: entry for entry in entry_points(group=SERVICES)}
     if kind not in found:
         known = ", ".join(sorted(found)) or "none; is kvbm installed?"
@@ -54,7 +54,7 @@ def serve_kind(kind: str) -> None:
 
 
 def make_app(arguments: list[str]) -> typer.Typer:
-    """The command line application, with those commands of other packages that are needed."""
+    """Make the command line application, with those commands of other packages that are needed."""
     import typer
 
     app = typer.Typer(
@@ -257,7 +257,7 @@ def _serve_command() -> Callable[..., None]:
 
 
 def _load(entry: EntryPoint, *, wanted: bool) -> Callable[..., Any]:
-    """The function of an entry point, or one that says why it cannot be had."""
+    """Return the function of an entry point, or one that says why it cannot be loaded."""
     try:
         function: Callable[..., Any] = entry.load()
     except Exception as error:

@@ -58,13 +58,13 @@ def _name(parent: SequenceHash, block: int | str) -> SequenceHash:
 
 
 def hits_of(requests: Requests, policy: EvictionPolicy, slot_count: int) -> int:
-    """How many blocks hit in a tier of so many slots under this policy."""
+    """Return how many blocks hit in a tier of so many slots under this policy."""
     here: set[SequenceHash] = set()
     return sum(_serve(chain, policy, here, slot_count) for chain in requests.chains)
 
 
 def _serve(chain: Chain, policy: EvictionPolicy, here: set[SequenceHash], slot_count: int) -> int:
-    """One request; returns its hits."""
+    """Serve one request from the tier and return its hits."""
     hits = 0
     for name in chain:
         if name not in here:
@@ -92,7 +92,7 @@ def _serve(chain: Chain, policy: EvictionPolicy, here: set[SequenceHash], slot_c
 
 
 def bound_of(requests: Requests, slot_count: int) -> int:
-    """The most blocks that any policy can hit, even one that knows the future.
+    """Return the most blocks that any policy can hit, even one that knows the future.
 
     Between two uses a block is kept, or not; kept, it takes a slot from the one request to the
     other. Choose as many such spans as there can be with no more than `slot_count` at any time:
@@ -121,7 +121,7 @@ def bound_of(requests: Requests, slot_count: int) -> int:
 
 
 def _next_uses(chains: Sequence[Chain]) -> list[list[int | None]]:
-    """For each block of each request: the number of the next request that has it."""
+    """Return, for each block of each request, the number of the next request that has it."""
     seen: dict[SequenceHash, int] = {}
     uses: list[list[int | None]] = []
     for number in range(len(chains) - 1, -1, -1):

@@ -76,7 +76,7 @@ def simulate(
 
 
 def capacities_of(text: str, block_count: int) -> list[int]:
-    """The capacities in blocks, at least one block each; raises ConfigError.
+    """Parse capacities into blocks, at least one block each; raises ConfigError.
 
     >>> capacities_of("100, 2%,0.1%", 5000)
     [100, 100, 5]

@@ -130,7 +130,7 @@ class ServiceProcess:
             self.restarts += 1
 
     async def _live(self) -> int:
-        """One life of the process, from start to exit code."""
+        """Run one life of the process, from start to exit code."""
         with contextlib.ExitStack() as files:
             log = files.enter_context(self._log_path.open("ab")) if self._log_path else None
             self._process = await asyncio.create_subprocess_exec(
@@ -230,7 +230,7 @@ class Stack:
         services: Sequence[str] = SERVICES,
         restart: bool = False,
     ) -> Stack:
-        """A stack with a name, ports and directories of its own, which go with it."""
+        """Create a stack with a name, ports and directories of its own, which go with it."""
         directory = Path(tempfile.mkdtemp(prefix="kvbm-"))
         for name in ("run", "state", "disk", "logs"):
             (directory / name).mkdir(mode=0o700)
@@ -341,7 +341,7 @@ class Stack:
         )
 
     def _take_lock(self) -> None:
-        """One stack per runtime directory: a second one would take its sockets away."""
+        """Take the lock of the runtime directory: a second stack would take its sockets away."""
         try:
             self._lock = take_lock(self.settings.runtime_dir / "stack.lock")
         except LockTaken as error:

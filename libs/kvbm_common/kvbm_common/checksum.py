@@ -23,7 +23,7 @@ PIECE_RECORDS = 8_192
 
 
 def block_checksum(data: bytes | memoryview | NDArray[Any]) -> int:
-    """The xxh3-64 (seed 0) of a contiguous buffer, as an unsigned 64-bit number."""
+    """Return the xxh3-64 (seed 0) of a contiguous buffer, as an unsigned 64-bit number."""
     return xxhash.xxh3_64_intdigest(cast(bytes, data))
 
 
@@ -48,7 +48,7 @@ def part_checksums(data: memoryview | NDArray[Any], part_count: int) -> tuple[in
 
 
 def parts_checksum(parts: Iterable[memoryview | NDArray[Any]]) -> int:
-    """The checksum of contiguous buffers as if they lay back to back."""
+    """Return the checksum of contiguous buffers as if they lay back to back."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(cast(bytes, part))
@@ -56,7 +56,10 @@ def parts_checksum(parts: Iterable[memoryview | NDArray[Any]]) -> int:
 
 
 def record_checksums(data: bytes, record_bytes: int, body_bytes: int) -> NDArray[np.uint64]:
-    """The checksums of the first `body_bytes` of each whole record in `data`, shape (records,)."""
+    """Return the checksums of the first `body_bytes` of each whole record in `data`.
+
+    The shape is (records,).
+    """
     count = len(data) // record_bytes
     shape = np.dtype({"names": ["body"], "formats": [f"V{body_bytes}"], "itemsize": record_bytes})
     bodies = np.frombuffer(data, shape, count)["body"]
@@ -69,7 +72,7 @@ def record_checksums(data: bytes, record_bytes: int, body_bytes: int) -> NDArray
 
 
 def checksums(arena_array: NDArray[np.uint8], offsets: Iterable[int], length: int) -> list[int]:
-    """The checksums of the blocks of `length` bytes at `offsets`, in that order."""
+    """Return the checksums of the blocks of `length` bytes at `offsets`, in that order."""
     digests = []
     for offset in offsets:
         block = arena_array[offset : offset + length]

@@ -123,7 +123,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def namespace_digest(namespace: Namespace) -> bytes:
-    """The 32-byte digest of a namespace; see `Namespace.digest`."""
+    """Return the 32-byte digest of a namespace; see `Namespace.digest`."""
     fields: Mapping[str, object] = msgspec.structs.asdict(namespace)
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=32, person=b"kvbm-namespace").digest()
@@ -149,7 +149,7 @@ class Hasher:
         parent: SequenceHash | None = None,
         extras: Mapping[int, Extras] | None = None,
     ) -> list[SequenceHash]:
-        """The hashes of the full blocks of `tokens` (a last partial block has none).
+        """Return the hashes of the full blocks of `tokens` (a last partial block has none).
 
         `parent` is the block before the first token, None for the start of a sequence. `extras`
         maps a block index, counted from the first token here, to that block's extras.
@@ -198,7 +198,7 @@ def lora_extra(name: str, content: str) -> str:
 
 
 def content_digest(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """16 bytes that stand for a block's tokens alone, whatever their salt and namespace.
+    """Return 16 bytes that stand for a block's tokens alone, whatever their salt and namespace.
 
     Only to say *why* two blocks have different names: nothing is found by it.
     """
@@ -207,7 +207,7 @@ def content_digest(tokens: Sequence[int] | np.ndarray) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:
-    """Token ids as little-endian u32. Raises IdentityError for ids outside 0..2**32-1."""
+    """Pack token ids as little-endian u32. Raises IdentityError for ids outside 0..2**32-1."""
     if isinstance(tokens, memoryview) and tokens.format == "I":
         return tokens.tobytes()
     if isinstance(tokens, list | tuple):
@@ -230,24 +230,24 @@ def _token_packer(count: int) -> Callable[..., bytes]:
 
 
 def pack_extras(extras: Extras) -> bytes:
-    """The tagged, length-prefixed encoding of one block's extras, in canonical order."""
+    """Encode one block's extras, tagged and length-prefixed, in canonical order."""
     return b"".join(struct.pack("<BI", tag, len(value)) + value for tag, value in sorted(extras))
 
 
 def check_hash(value: bytes) -> SequenceHash:
-    """`value` as a SequenceHash; raises IdentityError unless it is 16 bytes."""
+    """Return `value` as a SequenceHash; raises IdentityError unless it is 16 bytes."""
     if len(value) != HASH_BYTES:
         raise IdentityError(f"a sequence hash has {HASH_BYTES} bytes, got {len(value)}")
     return SequenceHash(value)
 
 
 def hash_to_hex(value: SequenceHash) -> str:
-    """32 lower-case hex digits."""
+    """Return a hash as 32 lower-case hex digits."""
     return value.hex()
 
 
 def hash_from_hex(text: str) -> SequenceHash:
-    """The hash of 32 hex digits; raises IdentityError otherwise."""
+    """Return the hash of 32 hex digits; raises IdentityError otherwise."""
     try:
         return check_hash(bytes.fromhex(text))
     except ValueError as error:
@@ -255,17 +255,17 @@ def hash_from_hex(text: str) -> SequenceHash:
 
 
 def hashes_to_hex(values: Iterable[SequenceHash]) -> list[str]:
-    """Many hashes to hex."""
+    """Return many hashes as hex, 32 digits each."""
     return [value.hex() for value in values]
 
 
 def hashes_from_hex(texts: Sequence[str]) -> list[SequenceHash]:
-    """Many hashes from hex; raises IdentityError when one is malformed."""
+    """Return the hashes of many hex texts; raises IdentityError when one is malformed."""
     return unpack_hashes(packed_from_hex(texts))
 
 
 def packed_from_hex(texts: Sequence[str]) -> bytes:
-    """Many hashes from hex, back to back; raises IdentityError when one is malformed."""
+    """Return the hashes of many hex texts, back to back; raises IdentityError if one is bad."""
     packed = _fromhex("".join(texts))
     # `fromhex` skips blanks, so the sum is checked as well: no hash may shift into the next.
     if len(packed) != HASH_BYTES * len(texts) or not {*map(len, texts)} <= {2 * HASH_BYTES}:
@@ -274,9 +274,10 @@ def packed_from_hex(texts: Sequence[str]) -> bytes:
 
 
 def packed_from_json(text: bytes) -> bytes | None:
-    """The same from a JSON array without blanks, in a quarter of the time. None: not this way.
+    """Return the hashes of a JSON array without blanks, back to back; None for any other text.
 
-    `text` is valid JSON of some kind; other kinds than ours are for a decoder, which says why.
+    It takes a quarter of the time of a decoder and `packed_from_hex`. `text` is valid JSON of some
+    kind; other kinds than ours are for a decoder, which says why.
     """
     count, rest = divmod(len(text), JSON_HASH_BYTES)
     if count == 1:  # Half of what it takes to look at the layout of more.
@@ -303,7 +304,7 @@ def _unhex(digits: bytes, count: int) -> bytes | None:
 
 @lru_cache(maxsize=1024)
 def _layout(count: int) -> tuple[bytes, bytes]:
-    """What is at the ends of hashes in a JSON array: brackets with commas, and quotes."""
+    """Return what is at the ends of hashes in a JSON array: brackets with commas, and quotes."""
     return b"[" + b"," * (count - 1) + b"]", b'"' * count
 
 
@@ -315,12 +316,12 @@ def _fromhex(text: str) -> bytes:
 
 
 def pack_hashes(values: Iterable[SequenceHash]) -> bytes:
-    """Hashes back to back, 16 bytes each: how they travel on ZMQ."""
+    """Pack hashes back to back, 16 bytes each: how they travel on ZMQ."""
     return b"".join(values)
 
 
 def unpack_hashes(packed: bytes | bytearray) -> list[SequenceHash]:
-    """The inverse of `pack_hashes`; raises IdentityError on a partial hash."""
+    """Return the hashes that `pack_hashes` has packed; raises IdentityError on a partial hash."""
     if len(packed) % HASH_BYTES:
         raise IdentityError(f"packed hashes must be a multiple of 16 bytes, got {len(packed)}")
     # Half the time of slices; this is most of what an event costs the index.

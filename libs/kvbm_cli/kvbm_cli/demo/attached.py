@@ -60,7 +60,7 @@ class AttachedStack:
             await self._bus.close()
 
     async def tiers(self) -> Tiers:
-        """Kind and instance of every tier of this host."""
+        """Return kind and instance of every tier of this host, in order."""
         found = [(r.kind, r.instance) for r in await self._services() if r.kind in TIERS]
         return sorted(found)
 
@@ -70,6 +70,6 @@ class AttachedStack:
         return set(NEEDED) <= here and bool(await self._registry.list("index"))
 
     async def _services(self) -> list[ServiceRecord]:
-        """Those of this host."""
+        """Return the registered services of this host."""
         assert self._registry is not None
         return [r for r in await self._registry.list() if r.host == self.settings.host]

@@ -66,24 +66,24 @@ class StackView:
         return self._tiers is not None
 
     async def stats(self, kind: str, instance: str = "") -> StatsReply:
-        """The figures of an instance of this host, of the first by default."""
+        """Return the stats of an instance of this host, of the first by default."""
         reply = await self._ask(kind, instance, "stats", b"{}")
         return msgspec.json.decode(reply, type=StatsReply)
 
     async def snapshot(self, kind: str, instance: str = "") -> SnapshotReply:
-        """What a tier holds by its own account."""
+        """Return what a tier holds by its own account."""
         source = f"{kind}-{instance or self._settings.instance}"
         ask = functools.partial(self._ask, kind, instance, "snapshot")
         return await ask_snapshot(ask, SnapshotRequest(source=source))
 
     def instances(self, *kinds: str) -> list[tuple[str, str]]:
-        """Kind and instance of every service of these kinds."""
+        """Return kind and instance of every service of these kinds."""
         if self._tiers is not None:
             return [(kind, name) for kind, name in self._tiers if kind in kinds]
         return [(kind, name) for kind in kinds for name in instances_of(kind, self._settings)]
 
     async def dump(self) -> list[HolderDump]:
-        """What the index holds, by holder of this host."""
+        """Return what the index holds, by holder of this host."""
         payload = await self._bus.request(
             verb_subject("index", "dump"),
             msgspec.json.encode(DumpRequest()),
@@ -101,7 +101,7 @@ class StackView:
         return await self.ask(subject, payload)
 
     async def ask(self, subject: str, payload: bytes) -> bytes:
-        """A verb by its subject; raises KvbmError."""
+        """Send the request of a verb to its subject and return the reply; raises KvbmError."""
         return await self._bus.request(subject, payload, deadline_s=VERB_DEADLINE_S)
 
 

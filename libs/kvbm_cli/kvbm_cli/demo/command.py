@@ -70,7 +70,7 @@ class DemoOptions:
         return conversations(requests=self.requests, seed=self.seed)
 
     def engine_config(self, number: int, settings: Settings, *, name: str = "sim") -> EngineConfig:
-        """The configuration of engine `number`."""
+        """Return the configuration of engine `number`."""
         is_trace = self.trace is not None
         return EngineConfig(
             name=f"{name}-{number}",
@@ -229,7 +229,7 @@ async def _run_workload(
 
 
 async def _run_pairs(options: DemoOptions, engines: list[EngineHandle], tally: Tally) -> None:
-    """Some requests that were onboarded, alone: again from the cache, then recomputed."""
+    """Repeat some requests that were onboarded, alone: once from the cache, once recomputed."""
     loaded = {f.request for f in tally.finished if f.host_blocks + f.disk_blocks > 0}
     turns = [t for number, t in enumerate(options.turns()) if f"r{number}" in loaded]
     chosen = random.Random(options.seed).sample(turns, min(PAIRS_MAX, len(turns)))
@@ -250,7 +250,7 @@ async def _wait_reset(engine: EngineHandle) -> None:
 
 
 async def _together(view: StackView, kind: str) -> StatsReply:
-    """The figures of all tiers of a kind, as if they were one."""
+    """Return the figures of all tiers of a kind, as if they were one tier."""
     tiers = [await view.stats(kind, instance) for _, instance in view.instances(kind)]
     figures: Counter[str] = Counter()
     for tier in tiers:

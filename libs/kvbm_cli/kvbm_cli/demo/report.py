@@ -81,7 +81,7 @@ class Tally:
     """TTFT of a request with the cache, and of the same one recomputed; ms."""
 
     def add(self, finished: Finished) -> None:
-        """A request is done."""
+        """Count a request that is done."""
         self.finished.append(finished)
 
     @property
@@ -142,7 +142,7 @@ def _missed(figures: Mapping[str, float]) -> dict[str, int]:
 
 
 def _unexplained(missed: Mapping[str, int], all_missed: float) -> float:
-    """Blocks without any reason count like those with an unknown one."""
+    """Return the share of missed blocks with an unknown reason; no reason counts as unknown."""
     without = max(0.0, all_missed - sum(missed.values()))
     unknown = sum(count for reason, count in missed.items() if reason in UNEXPLAINED)
     total = without + sum(missed.values())
@@ -177,7 +177,7 @@ def _paths(
 
 
 def _rates(metrics: list[MetricsSnapshot]) -> dict[str, float]:
-    """GB/s by path from the sums of the transfer histograms."""
+    """Return GB/s by path, from the sums of the transfer histograms."""
     sums: dict[str, dict[str, float]] = {"kvbm_transfer_seconds": {}, "kvbm_transfer_bytes": {}}
     for snapshot in metrics:
         for family in snapshot.families:
@@ -193,7 +193,7 @@ def _rates(metrics: list[MetricsSnapshot]) -> dict[str, float]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The table at the end."""
+    """Print the report as a table, at the end of the demo."""
     table = Table(title="KVBM demo", title_justify="left", show_header=False, box=None)
     table.add_row("requests", f"{report.requests} in {report.seconds:.1f} s")
     rates = report.hit_rate

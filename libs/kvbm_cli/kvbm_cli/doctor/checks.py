@@ -39,7 +39,7 @@ class Finding:
 
 
 def examine(facts: Facts, settings: Settings) -> list[Finding]:
-    """Every finding, in the order in which things are needed."""
+    """Return every finding, in the order in which things are needed."""
     return [finding for check in CHECKS for finding in check(facts, settings)]
 
 
@@ -58,7 +58,7 @@ def _settings(_facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def _verification(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Are all blocks verified that engines read, and at no extra pass?"""
+    """Check that every block that engines read is verified, and at no extra pass."""
     if settings.verify_host_reads == "always":
         yield Finding("verification", "ok", "every block is verified")
     else:

@@ -86,7 +86,7 @@ def _memlock() -> int | None:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that a path is on, by the longest mount point above it."""
+    """Return the type of the file system that a path is on, by the longest mount point above it."""
     best, kind = "", "missing"
     if not path.is_dir():
         return kind
@@ -108,7 +108,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _own_bytes(directory: Path, settings: Settings) -> int:
-    """What this host's services have taken there: they may take it again."""
+    """Return the bytes of this host's services in a directory: they may take them again."""
     taken = 0
     for path in directory.glob(f"kvbm-{settings.host}-*"):
         for file in [path] if path.is_file() else path.rglob("*"):
@@ -134,7 +134,7 @@ def _error_name() -> str:
 
 
 def _async_io() -> tuple[str, str]:
-    """Why io_uring and Linux AIO cannot be used; empty where they can."""
+    """Return why io_uring and Linux AIO cannot be used; empty texts where they can."""
     numbers = SYSCALLS.get(platform.machine())
     if numbers is None:
         return f"unknown on {platform.machine()}", ""
@@ -158,7 +158,10 @@ class _Span(ctypes.Structure):
 
 
 def _cross_memory() -> str:
-    """Why this process may not read another's memory, tried on its own; empty where it may."""
+    """Return why this process may not read another's memory; empty where it may.
+
+    The call is tried on this process's own memory.
+    """
     source, target = ctypes.create_string_buffer(b"kvbm", 4), ctypes.create_string_buffer(4)
     spans = [_Span(ctypes.addressof(buffer), 4) for buffer in (target, source)]
     arguments = [os.getpid(), ctypes.byref(spans[0]), 1, ctypes.byref(spans[1]), 1, 0]
@@ -173,7 +176,7 @@ def _number_in(path: Path) -> int:
 
 
 def _clock() -> tuple[bool, float]:
-    """Whether a service keeps the clock right, and the largest error in seconds."""
+    """Return whether a service keeps the clock right, and the largest error in seconds."""
     timex = (ctypes.c_long * TIMEX_WORDS)()
     if _libc.adjtimex(ctypes.byref(timex)) < 0:
         return False, 0.0
@@ -227,7 +230,7 @@ def _direct_works(path: Path) -> bool:
 
 
 def _ports(settings: Settings) -> tuple[PortFacts, ...]:
-    """The ports of this host's services, and who has them."""
+    """Return the ports of this host's services, and whether each is free or ours."""
     metrics = settings.metrics_port
     ours = bool(_get(f"http://127.0.0.1:{metrics}/healthz"))
     found = [
@@ -271,7 +274,7 @@ def _consolidator_serves(settings: Settings) -> bool:
 
 
 def _get(url: str) -> bytes:
-    """The body, or nothing."""
+    """Return the body of an HTTP answer; empty bytes on any error."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_DEADLINE_S) as answer:
             return bytes(answer.read())
@@ -280,7 +283,7 @@ def _get(url: str) -> bytes:
 
 
 def _nats(url: str) -> NatsFacts:
-    """Its first line, which it sends by itself."""
+    """Read the first line of a NATS server, which it sends by itself."""
     parts = urlsplit(url.split(",")[0])
     address = (parts.hostname or "127.0.0.1", parts.port or 4222)
     try:
@@ -323,7 +326,7 @@ def engines_of(settings: Settings) -> tuple[EngineFacts, ...]:
 
 
 def _nixl_plugins() -> tuple[tuple[str, ...], str]:
-    """The plug-ins that NIXL finds, and why there are none."""
+    """Return the plug-ins that NIXL finds, and why there are none."""
     try:
         from kvbm_common.nixl.library import plugin_names
     except ImportError as error:

@@ -70,7 +70,7 @@ def setting(
 
 
 def text_of(value: object) -> str:
-    """A value as the text that its parser accepts; empty for None."""
+    """Return a value as the text that its parser accepts; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -116,7 +116,7 @@ def _nats_url(text: str) -> str:
 
 
 def etcd_servers(text: str) -> tuple[str, ...]:
-    """The servers of `[etcd://|http://]HOST[:PORT],…` as `HOST:PORT`; raises ValueError."""
+    """Parse `[etcd://|http://]HOST[:PORT],…` into servers as `HOST:PORT`; raises ValueError."""
     servers = []
     for part in text.split(","):
         found = re.fullmatch(r"(?:etcd://|http://)?([\w.-]+|\[[\da-fA-F:]+\])(:[1-9]\d*)?/?", part)
@@ -171,7 +171,7 @@ def _secret_token(text: str) -> str:
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parser:
-    """A whole number in a closed range."""
+    """Make a parser of a whole number in a closed range."""
 
     def parse(text: str) -> int:
         value = int(text)
@@ -184,7 +184,7 @@ def integer(minimum: int, maximum: int | None = None) -> Parser:
 
 
 def number(minimum: float, *, inclusive: bool = True, maximum: float = math.inf) -> Parser:
-    """A finite number not below (or above) a minimum, and not above the maximum."""
+    """Make a parser of a finite number: not below (or above) a minimum, at most the maximum."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -200,7 +200,7 @@ def number(minimum: float, *, inclusive: bool = True, maximum: float = math.inf)
 
 
 def choice(*words: str) -> Parser:
-    """One word of a few, in any case."""
+    """Make a parser of one word of a few, in any case."""
 
     def parse(text: str) -> str:
         word = text.strip().lower()
@@ -231,17 +231,17 @@ PORT = integer(1, 65535)
 
 
 def default_host() -> str:
-    """This machine's name as one token of a NATS subject."""
+    """Return this machine's name as one token of a NATS subject."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "localhost"
 
 
 def default_runtime_dir() -> Path:
-    """Sockets live here; one directory per user."""
+    """Return the directory where sockets live; one directory per user."""
     return Path(f"/tmp/kvbm-{os.getuid()}")
 
 
 def default_state_dir() -> Path:
-    """What survives a restart lives here."""
+    """Return the directory for what survives a restart."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "kvbm"
 

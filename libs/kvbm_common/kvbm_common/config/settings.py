@@ -365,12 +365,12 @@ class Settings:
         return cls(**values, origins=origins, warnings=tuple(warnings))
 
     def provenance(self, name: str) -> str:
-        """Where a value comes from: `environment NAME`, `file PATH`, `command line`, `default`."""
+        """Return a value's origin: `environment NAME`, `file PATH`, `command line`, `default`."""
         assert name in settings_by_name(), f"no setting is called {name}"
         return self.origins.get(name, "default")
 
     def as_environ(self) -> dict[str, str]:
-        """Every value that is not a default, as variables: what a child process needs."""
+        """Return every value that is not a default, as variables: what a child process needs."""
         return {
             settings_by_name()[name].variable: text_of(getattr(self, name))
             for name in self.origins
@@ -408,14 +408,14 @@ class Settings:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Every setting in the order of declaration."""
+    """Return every setting in the order of declaration."""
     fields = (field for field in dataclasses.fields(Settings) if "variable" in field.metadata)
     return tuple(Setting(name=field.name, **field.metadata) for field in fields)
 
 
 @cache
 def settings_by_name() -> Mapping[str, Setting]:
-    """Every setting by attribute name."""
+    """Return every setting by attribute name."""
     return {declared.name: declared for declared in all_settings()}
 
 
@@ -431,7 +431,7 @@ def _parse(declared: Setting, text: str, origin: str) -> object:
 
 
 def _texts_of_file(path: str) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """The values of a TOML file as texts by attribute name, their origins, and warnings."""
+    """Read a TOML file: its values as texts by attribute name, their origins, and warnings."""
     if not path:
         return {}, {}, []
     try:

@@ -47,7 +47,7 @@ class Places:
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[tuple[Numbers, int]]) -> Self:
-        """The blocks of `layout.device_pieces` or `layout.slot_pieces`."""
+        """Make the blocks of `layout.device_pieces` or `layout.slot_pieces`."""
         addresses = np.stack([starts for starts, _ in pieces], axis=1)
         return cls(
             np.ascontiguousarray(addresses, dtype=np.uint64),
@@ -77,7 +77,7 @@ class Places:
         return Spans(np.stack([self.addresses.reshape(-1), lengths.reshape(-1), zeros], axis=1))
 
     def whole(self, starts: Numbers | None = None) -> Places:
-        """The same blocks in one piece each, from their first byte on, or from `starts` on."""
+        """Return the same blocks in one piece each, from their first byte or from `starts` on."""
         first = self.addresses[:, 0] if starts is None else starts
         return Places(
             np.ascontiguousarray(first, dtype=np.uint64).reshape(-1, 1),
@@ -85,13 +85,13 @@ class Places:
         )
 
     def cut_like(self, other: Places) -> Places:
-        """These blocks of one piece each, cut into the pieces of others of their size."""
+        """Cut these blocks of one piece each into the pieces of others of their size."""
         assert self.block_bytes == other.block_bytes
         offsets = np.cumsum(other.lengths) - other.lengths
         return Places(self.addresses[:, :1] + offsets, other.lengths)
 
     def split(self, parts: int) -> Places:
-        """Blocks of one piece each, cut into equal parts; each part is a block by itself."""
+        """Cut blocks of one piece each into equal parts; each part is a block by itself."""
         [length] = self.lengths.tolist()
         assert length % parts == 0, (length, parts)
         offsets = np.arange(parts, dtype=np.uint64) * np.uint64(length // parts)
@@ -99,11 +99,11 @@ class Places:
         return Places(starts, np.array([length // parts], dtype=np.uint64))
 
     def only(self, blocks: Sequence[int]) -> Places:
-        """Some of the blocks, by their index."""
+        """Return some of the blocks, by their index."""
         return Places(np.ascontiguousarray(self.addresses[list(blocks)]), self.lengths)
 
     def inside(self, address: int, length: int) -> bool:
-        """Is every piece inside this range?"""
+        """Return whether every piece is inside the range of `length` bytes at `address`."""
         starts, end = self.addresses, np.uint64(address + length)
         if not self.count:
             return True
@@ -111,14 +111,14 @@ class Places:
         return bool(fits.all())
 
     def moved(self, distance: int) -> Places:
-        """The same blocks `distance` bytes further on, or before: in another mapping."""
+        """Return the same blocks `distance` bytes further on, or before: in another mapping."""
         return Places(self.addresses + np.uint64(distance % (1 << 64)), self.lengths)
 
 
 def slot_places(
     slots: Sequence[int], length: int, *, arena_address: int, slot_bytes: int, part_offset: int
 ) -> Places:
-    """Where the parts of one rank are in the slots of an arena: `length` bytes each."""
+    """Return where the parts of one rank are in the slots of an arena: `length` bytes each."""
     starts = np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
     addresses = starts + np.uint64(arena_address + part_offset)
     return Places(addresses.reshape(-1, 1), np.array([length], dtype=np.uint64))
@@ -227,7 +227,7 @@ COPIER = _best()
 
 
 def thread_count(cpus: int | None = None) -> int:
-    """How many threads shall copy: one for each processor that may be used, and a few at most."""
+    """Return how many threads shall copy: one per processor that may be used, at most a few."""
     usable = cpus if cpus is not None else len(os.sched_getaffinity(0))  # Linux only, as all of us.
     return max(1, min(THREADS_MAX, usable))
 

@@ -46,7 +46,7 @@ class Copies:
 
     @classmethod
     def of(cls, targets: ArrayLike, sources: ArrayLike, lengths: ArrayLike) -> Self:
-        """Rows from their columns."""
+        """Make rows from columns of targets, sources and lengths."""
         columns = np.broadcast_arrays(
             np.asarray(targets, np.uint64), np.asarray(sources, np.uint64),
             np.asarray(lengths, np.uint64),
@@ -74,11 +74,11 @@ class Copies:
         return int(self.lengths.sum())
 
     def where(self, flags: Flags) -> Copies:
-        """The rows that are flagged."""
+        """Return the rows that are flagged."""
         return Copies(self.rows[flags])
 
     def joined(self) -> Copies:
-        """Neighbouring rows that go on where the last one ends, on both sides, become one."""
+        """Join neighbouring rows that go on where the last one ends, on both sides."""
         if self.count < 2:
             return self
         ends = self.rows[:-1, :2] + self.rows[:-1, 2:]
@@ -91,18 +91,18 @@ class Copies:
         return Copies(rows)
 
     def cut_at(self, side: int, base: int, step: int) -> Copies:
-        """No row crosses `base + n · step` on a side (0: target, 1: source)."""
+        """Cut rows so that none crosses `base + n · step` on a side (0: target, 1: source)."""
         assert step > 0, step
         assert bool((self.rows[:, side] >= np.uint64(base)).all()), "an address is before the base"
         first = (self.rows[:, side] - np.uint64(base)) % np.uint64(step)
         return self._cut(first, step)
 
     def cut_to(self, length_max: int) -> Copies:
-        """No row is longer than this."""
+        """Cut rows so that none is longer than `length_max` bytes."""
         return self._cut(np.zeros(self.count, dtype=np.uint64), length_max)
 
     def _cut(self, first: Numbers, step: int) -> Copies:
-        """Row i is cut every `step` bytes, where its first byte is at `first[i]` of a step."""
+        """Cut row i every `step` bytes, where its first byte is at `first[i]` of a step."""
         step64 = np.uint64(step)
         counts = (first + self.lengths + step64 - np.uint64(1)) // step64
         if self.count == 0 or int(counts.max()) <= 1:
@@ -152,7 +152,10 @@ class OutsideWindows(ValueError):
 
 
 def through(windows: Sequence[Window], addresses: Numbers, lengths: Numbers) -> Numbers:
-    """Their addresses as ours. Raises OutsideWindows unless every range is inside one window."""
+    """Translate another process's addresses into ours.
+
+    Raises OutsideWindows unless every range is inside one window.
+    """
     ordered = sorted(windows, key=lambda window: window.theirs)
     starts = np.array([window.theirs for window in ordered], dtype=np.uint64)
     ours = np.array([window.ours for window in ordered], dtype=np.uint64)

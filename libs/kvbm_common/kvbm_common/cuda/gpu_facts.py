@@ -7,7 +7,7 @@ from kvbm_common.cuda.runtime import CudaError, CudaUnavailable, CupyRuntime
 
 
 def look(gpu_count: int) -> tuple[tuple[str, ...], str]:
-    """A line for each GPU, and why one could not be used. Takes half a second each."""
+    """Return a line for each GPU, and why one could not be used. Takes half a second each."""
     lines: list[str] = []
     for device in range(gpu_count):
         try:

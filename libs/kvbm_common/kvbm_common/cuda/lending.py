@@ -32,7 +32,7 @@ _codec = msgspec.msgpack.Decoder(tuple[bytes, DeviceMemory])
 
 
 def export(runtime: Runtime, regions: Iterable[Lent]) -> DeviceMemory:
-    """Every allocation that some region is in, once. Raises CudaError."""
+    """Export every allocation that some region is in, once. Raises CudaError."""
     found: dict[int, Allocation] = {}
     for region in regions:
         known = found.values()
@@ -43,12 +43,12 @@ def export(runtime: Runtime, regions: Iterable[Lent]) -> DeviceMemory:
 
 
 def wrap(agent: bytes, memory: DeviceMemory) -> bytes:
-    """Both, as one blob of agent metadata."""
+    """Wrap NIXL's metadata and the device memory into one blob of agent metadata."""
     return MAGIC + msgspec.msgpack.encode((agent, memory))
 
 
 def unwrap(agent: bytes) -> tuple[bytes, DeviceMemory | None]:
-    """NIXL's metadata, and the device memory if there is any. Raises BadPeerMetadata."""
+    """Return NIXL's metadata, and the device memory if there is any. Raises BadPeerMetadata."""
     if not agent.startswith(MAGIC):
         return agent, None
     try:

@@ -35,8 +35,10 @@ class Rate:
 
 
 def choose(rates: Sequence[Rate], direction: str) -> int:
-    """The smallest size from which on the engine is at least as fast, whatever the noise below;
-    one byte more than the largest that was measured, if it never is."""
+    """Return the smallest size from which on the engine is at least as fast, despite noise below.
+
+    If it never is, return one byte more than the largest size that was measured.
+    """
     ours = sorted((r for r in rates if r.direction == direction), key=lambda r: r.piece_bytes)
     threshold = ours[-1].piece_bytes + 1 if ours else 0
     for rate in reversed(ours):
@@ -47,7 +49,7 @@ def choose(rates: Sequence[Rate], direction: str) -> int:
 
 
 def describe(rates: Sequence[Rate]) -> str:
-    """For an operator: the best rate of both directions, and who moves which pieces."""
+    """Describe for an operator the best rate of both directions, and who moves which pieces."""
     parts: list[str] = []
     for direction in ("d2h", "h2d"):
         best = max((max(r.engine, r.kernel) for r in rates if r.direction == direction), default=0)
@@ -57,7 +59,7 @@ def describe(rates: Sequence[Rate]) -> str:
 
 
 def measure(runtime: Runtime, *, moved_bytes: int = MOVED_BYTES) -> list[Rate]:
-    """Every size, both directions, both methods. Raises CudaError."""
+    """Measure every size in both directions with both methods. Raises CudaError."""
     host = runtime.pinned(moved_bytes)
     device, table = runtime.allocate(moved_bytes), runtime.allocate(_table_bytes(moved_bytes))
     stream = runtime.stream(urgent=False)
@@ -80,7 +82,7 @@ def measure(runtime: Runtime, *, moved_bytes: int = MOVED_BYTES) -> list[Rate]:
 
 
 def _batches_work(runtime: Runtime, host: NDArray[np.uint8], device: int, stream: int) -> bool:
-    """Two batches, there and back: a driver's call that we know from its header only."""
+    """Try two batches, there and back: the driver's call is known from its header only."""
     half = PIECES_BYTES[0]
     places = np.array([0, half])
     host[: 2 * half] = np.arange(2 * half) % 251
@@ -96,7 +98,7 @@ def _batches_work(runtime: Runtime, host: NDArray[np.uint8], device: int, stream
 
 
 def _copies(host: int, device: int, moved_bytes: int, piece_bytes: int, direction: str) -> Copies:
-    """Pieces in a mixed order, as blocks of a cache are."""
+    """Return copies of pieces in a mixed order, as blocks of a cache are."""
     order = np.random.default_rng(0).permutation(moved_bytes // piece_bytes)
     ours = host + np.arange(len(order)) * piece_bytes
     theirs = device + order * piece_bytes

@@ -94,7 +94,7 @@ class DeviceMover:
         host_side: int,
         kernel_below: int,
     ) -> None:
-        """`host_side`: 0 where the host is the target, 1 where it is the source."""
+        """Start the mover. `host_side`: 0 where the host is the target, 1 where it is source."""
         self._runtime, self._pinning, self._host_side = runtime, pinning, host_side
         self._kernel_below = kernel_below if runtime.kernels_reach_host else 0
         self._urgent = urgent
@@ -206,7 +206,7 @@ class DeviceMover:
             self._launched(slot)
 
     def _begin(self, job: _Job, wave: _Wave) -> bool:
-        """False: the caller has cancelled it."""
+        """Begin a job with its first wave; return False if the caller has cancelled it."""
         if not wave.is_first:
             return True
         job.started = time.monotonic()
@@ -230,7 +230,7 @@ class DeviceMover:
             runtime.copy(target, source, length, stream)  # Last: it may hold this thread up.
 
     def _launched(self, slot: _Slot) -> None:
-        """Even a wave that failed half-way has an end, which is that of its last copy."""
+        """Record the end of a wave, even of one that failed half-way: that of its last copy."""
         try:
             self._runtime.record(slot.event, self._stream)
         except CudaError as error:
@@ -238,7 +238,7 @@ class DeviceMover:
         self._flying.append(slot)
 
     def _look(self) -> None:
-        """Which waves have ended? They do so in their order: it is one stream."""
+        """Take the waves that have ended, in the order of their one stream; fail the late jobs."""
         while self._flying and self._is_done(self._flying[0]):
             slot = self._flying.popleft()
             wave, slot.wave = slot.wave, None

@@ -76,7 +76,7 @@ class Pinning:
         return int(np.minimum(self.bytes - starts, self.slice_bytes).sum())
 
     def covers(self, addresses: Numbers) -> Flags:
-        """Whether the slice of each address, which is in the range, is pinned by now."""
+        """Return whether the slice of each address, which is in the range, is pinned by now."""
         index = (addresses - np.uint64(self.address)) // np.uint64(self.slice_bytes)
         return self._pinned[index.astype(np.int64)]
 
@@ -130,7 +130,7 @@ class Pinning:
         self._pinned[index] = True
 
     def _fail(self, error: CudaError) -> None:
-        """One slice could not be pinned: the next one would not be either."""
+        """Stop pinning: after one slice that could not be pinned, the next one would fail too."""
         with self._lock:
             is_first = not self._stop
             self._stop = True
@@ -140,7 +140,7 @@ class Pinning:
 
 
 def explain(wanted_bytes: int, pinned_bytes: int, error: str, limit_bytes: int | None) -> str:
-    """What an operator should know about an arena that is not pinned in full."""
+    """Explain to an operator why an arena is not pinned in full, and what to change."""
     text = (
         f"{pinned_bytes} of {wanted_bytes} bytes of the arena are pinned ({error}); "
         "the rest is copied as pageable memory, which is slower"
@@ -167,7 +167,7 @@ def cpus_near(bus_id: str, devices: Path = PCI_DEVICES) -> set[int]:
 
 
 def cpu_list(text: str) -> set[int]:
-    """Linux's notation of a set of processors: `0-3,8`."""
+    """Parse Linux's notation of a set of processors: `0-3,8`."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -71,13 +71,13 @@ class DevicePuller:
             self._peers[name] = peer
 
     def knows(self, name: str) -> bool:
-        """Is this worker's memory open?"""
+        """Return whether this worker's memory is open."""
         return name in self._peers
 
     def read(
         self, name: str, target: Spans, source: Spans, *, deadline_s: float
     ) -> Future[Transferred]:
-        """As `MoverThread.read`: from the worker's addresses into ours."""
+        """Read from the worker's addresses into ours, as `MoverThread.read` does."""
         with self._lock:
             peer = self._peers.get(name)
             if peer is None:
@@ -114,7 +114,7 @@ class DevicePuller:
             self._pinning.close()
 
     def _device(self, bus_id: str) -> _Device:
-        """The device, with a mover of its own. The first one pins the arena, for all of them."""
+        """Return the device, with a mover of its own. The first one pins the arena for all."""
         with self._opening:  # Several ranks come at once.
             if bus_id not in self._devices:
                 self._devices[bus_id] = self._make_device(bus_id)

@@ -45,7 +45,7 @@ class Gpu:
     """The GPU of a worker, and the stream that its engine computes on (0: CUDA's default)."""
 
     def __init__(self, runtime: Runtime, *, compute_stream: int = 0) -> None:
-        """Takes some measurements. Raises CudaError and TimeoutError."""
+        """Take some measurements of the GPU. Raises CudaError and TimeoutError."""
         self.runtime, self._compute_stream = runtime, compute_stream
         self._lock = Lock()
         self._stream: int | None = None
@@ -54,8 +54,11 @@ class Gpu:
         log.info("copies of GPU %s: %s", runtime.bus_id(), describe(self.rates))
 
     def export(self, regions: Sequence[Lent]) -> DeviceMemory:
-        """What the host tier needs to pull blocks from here; without handles where CUDA gives none
-        (memory of virtual addresses, as of sleep modes): then NIXL has to do it."""
+        """Return what the host tier needs to pull blocks from here.
+
+        The handles are missing where CUDA gives none (memory of virtual addresses, as of sleep
+        modes): then NIXL has to pull the blocks.
+        """
         from kvbm_common.cuda.lending import DeviceMemory, export  # msgspec: not for a benchmark.
 
         try:
@@ -65,7 +68,7 @@ class Gpu:
             return DeviceMemory(self.runtime.bus_id(), self.runtime.device, [])
 
     def _apart(self, call: Callable[[], T]) -> T:
-        """In a thread of ours: the caller's is the engine's, whose device and captures are its."""
+        """Run a call in a thread of ours: the caller's has the engine's device and captures."""
 
         def run() -> T:
             self.runtime.enter()
@@ -74,19 +77,21 @@ class Gpu:
         return self._own.submit(run).result(CALL_DEADLINE_S)
 
     def computes_on(self, stream: int) -> None:
-        """The engine computes on this stream from now on."""
+        """Set the stream that the engine computes on from now on."""
         self._compute_stream = stream
 
     def fence(self) -> int:
-        """An event: whatever the engine has begun to compute by now is done."""
+        """Record an event; when it is done, all that the engine has begun by now is done."""
         self.runtime.use()
         event = self.runtime.event()
         self.runtime.record(event, self._compute_stream)
         return event
 
     def sums(self, regions: Sequence[Region]) -> SumsOfBlocks:
-        """What sums up blocks of these regions: the GPU, or, for pieces that its kernel cannot
-        read, this host, which copies them back."""
+        """Return what sums up blocks of these regions.
+
+        That is the GPU; for pieces that its kernel cannot read, this host, which copies them back.
+        """
         if DeviceSums.fits(regions):
             return DeviceSums(self.runtime, regions)
         log.warning("blocks are summed up by the host: the GPU's kernel cannot read this layout")
@@ -212,7 +217,7 @@ class DeviceReader:
         return self._mover.move(copies, deadline_s=deadline_s, after=[fence])
 
     def close(self) -> None:
-        """What was asked for before ends first."""
+        """Close mover, pinning and arena; reads that were asked for before end first."""
         self._mover.close()
         self._pinning.close()
         self._arena.close()
@@ -235,7 +240,7 @@ class DeviceSums:
         self._table = table
 
     def _set_up(self) -> None:
-        """With the first blocks, in the thread that asks for them."""
+        """Allocate stream and tables with the first blocks, in the thread that asks for them."""
         runtime, table = self._runtime, self._table
         self._stream = runtime.stream(urgent=True)
         self._staging = runtime.pinned(max(table.nbytes, 8 * SUM_BLOCKS_MAX))
@@ -248,14 +253,17 @@ class DeviceSums:
 
     @staticmethod
     def fits(regions: Sequence[Lent]) -> bool:
-        """Whether no stripe of the checksum is in two pieces, and every word is aligned."""
+        """Return whether no stripe of the checksum is in two pieces, and every word is aligned."""
         step = kernels.SUM_PIECE_BYTES
         return sum(r.piece_bytes for r in regions) >= kernels.SUM_BLOCK_BYTES_MIN and all(
             r.piece_bytes % step == 0 and r.address % 8 == 0 and r.stride % 8 == 0 for r in regions
         )
 
     def __call__(self, blocks: Sequence[int]) -> list[int]:
-        """The checksums of these blocks, in their order, for a thread of ours. Raises CudaError."""
+        """Return the checksums of these blocks, in their order. Raises CudaError.
+
+        Call it in a thread of ours.
+        """
         with self._lock:
             self._runtime.enter()
             if not self._is_set_up:

@@ -81,12 +81,15 @@ class Runtime(Protocol):
         """Make this device the calling thread's."""
 
     def enter(self) -> None:
-        """The same in a thread of ours. An engine captures CUDA graphs, and a call from any other
-        thread that could disturb one (allocate, register, ask for an event) breaks its capture,
-        unless that thread has said that it has nothing to do with it."""
+        """Make this device the calling thread's, which is a thread of ours.
+
+        An engine captures CUDA graphs, and a call from any other thread that could disturb one
+        (allocate, register, ask for an event) breaks its capture, unless that thread has said that
+        it has nothing to do with it.
+        """
 
     def stream(self, *, urgent: bool) -> int:
-        """A stream that waits for no other one by itself."""
+        """Create a stream that waits for no other one by itself."""
 
     def end_stream(self, stream: int) -> None: ...
 
@@ -95,21 +98,21 @@ class Runtime(Protocol):
     def end_event(self, event: int) -> None: ...
 
     def record(self, event: int, stream: int) -> None:
-        """The event is done when what is in the stream by now is."""
+        """Record an event, which is done when what is in the stream by now is."""
 
     def wait(self, stream: int, event: int) -> None:
-        """What is put into the stream from now on waits for the event as last recorded."""
+        """Make what is put into the stream from now on wait for the event as last recorded."""
 
     def is_done(self, event: int) -> bool: ...
 
     def copy(self, target: int, source: int, length: int, stream: int) -> None:
-        """One copy by a copy engine, between any two places."""
+        """Copy one range by a copy engine, between any two places."""
 
     def zero(self, target: int, length: int, stream: int) -> None:
         """Fill device memory with zeros."""
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
-        """Many copies in one call, in any order. Host memory must be pinned. Needs `batches`."""
+        """Copy many ranges in one call, in any order. Needs `batches` and pinned host memory."""
 
     def copy_rows(self, table: int, count: int, stream: int) -> None:
         """Copy by the kernel: `count` rows (target, source, bytes) in device memory."""
@@ -126,7 +129,7 @@ class Runtime(Protocol):
     def unregister_host(self, address: int) -> None: ...
 
     def pinned(self, length: int) -> NDArray[np.uint8]:
-        """Pinned host memory, which lives as long as the array."""
+        """Allocate pinned host memory, which lives as long as the array."""
 
     def allocate(self, length: int) -> int:
         """Allocate memory of the device."""
@@ -134,20 +137,20 @@ class Runtime(Protocol):
     def free(self, address: int) -> None: ...
 
     def export(self, address: int) -> Allocation:
-        """The allocation that an address is in, for another process."""
+        """Export the allocation that an address is in, for another process."""
 
     def open(self, allocation: Allocation) -> int:
-        """Where another process's allocation is here."""
+        """Open another process's allocation and return its address here."""
 
     def close(self, address: int) -> None:
         """Close what `open` has opened."""
 
     def bus_id(self) -> str:
-        """Where the device is on the PCI bus, as in sysfs."""
+        """Return where the device is on the PCI bus, as in sysfs."""
 
 
 def put(runtime: Runtime, copies: Copies, stream: int) -> None:
-    """Copies by the copy engine: in one call where the driver can, else one by one."""
+    """Copy by the copy engine: in one call where the driver can, else one by one."""
     if runtime.batches and copies.count > 1:
         runtime.copy_batch(copies, stream)
         return
@@ -192,7 +195,7 @@ class CupyRuntime:
 
     @classmethod
     def at(cls, bus_id: str) -> CupyRuntime:
-        """The device at this place of the PCI bus. Raises CudaUnavailable."""
+        """Return the device at this place of the PCI bus. Raises CudaUnavailable."""
         try:
             runtime: Any = importlib.import_module("cupy").cuda.runtime
             device = int(runtime.deviceGetByPCIBusId(bus_id))

@@ -42,30 +42,31 @@ class EvictionPolicy(Protocol):
     """
 
     def fill(self, former: BlockColumns) -> None:
-        """The blocks of a former life: as if each was admitted in their order, and then freed
-        leaves first, but a million within a second. Only into an empty policy.
+        """Fill an empty policy with the blocks of a former life, a million within a second.
+
+        The result is as if each was admitted in their order, and then freed leaves first.
         """
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
-        """A block was committed; it is free."""
+        """Add a block that was committed; it is free."""
 
     def hold(self, block: SequenceHash) -> None:
-        """A free block is in use: not a victim."""
+        """Mark a free block as in use: it is no victim."""
 
     def free(self, block: SequenceHash) -> None:
-        """A held block is no longer in use. Chains are freed leaves first."""
+        """Mark a held block as no longer in use. Chains are freed leaves first."""
 
     def touch(self, block: SequenceHash) -> None:
         """Count a use: a lookup or read found the block, free or held."""
 
     def forget(self, block: SequenceHash) -> None:
-        """A free block has left the tier."""
+        """Forget a free block that has left the tier."""
 
     def victims(self, count: int) -> list[SequenceHash]:
-        """Up to `count` free blocks to evict, worst first. Changes nothing."""
+        """Return up to `count` free blocks to evict, worst first. Changes nothing."""
 
     def __len__(self) -> int:
-        """How many blocks are free."""
+        """Return how many blocks are free."""
 
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
@@ -76,9 +77,9 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 
 
 def make_policy(name: str, slot_count: int = 0) -> EvictionPolicy:
-    """The policy of that name for a tier of so many slots.
+    """Make the policy of that name for a tier of so many slots.
 
-    Raises UnknownPolicy that lists the names there are.
+    Raises UnknownPolicy, which lists the names there are.
     """
     try:
         make = POLICIES[name]

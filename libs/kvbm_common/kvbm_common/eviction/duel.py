@@ -65,15 +65,18 @@ class Duel:
         """How often LRU had to be followed."""
 
     def samples(self, word: int) -> bool:
-        """Is this name in the sample? `word` is its `mix`."""
+        """Return whether a name is in the sample. `word` is its `mix`."""
         return word >> (64 - SAMPLE_BITS) < self._sampled_below
 
     def all_sampled(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """The same for many, given their `mixed`."""
+        """Return, for each of many names, whether it is in the sample, given their `mixed`."""
         return words >> np.uint64(64 - SAMPLE_BITS) < np.uint64(self._sampled_below)
 
     def used(self, name: SequenceHash, *, hit: bool, again: bool) -> None:
-        """A sampled block was asked for, before too or not; the tier had it, or not."""
+        """Count that a sampled block was asked for.
+
+        `hit`: the tier had it; `again`: it was asked for before too.
+        """
         if name in self._ghosts:
             if not hit:
                 self.behind += 1.0
@@ -89,7 +92,7 @@ class Duel:
             self._decide()
 
     def freed(self, name: SequenceHash) -> None:
-        """A sampled block is the latest to be freed."""
+        """Make a sampled block the latest to be freed."""
         ghosts = self._ghosts
         if name in ghosts:
             ghosts.move_to_end(name)
@@ -100,7 +103,7 @@ class Duel:
                 ghosts.popitem(last=False)
 
     def forgot(self, name: SequenceHash) -> None:
-        """A sampled block has left the tier, perhaps without ever having been held."""
+        """Forget a sampled block that has left the tier, perhaps without ever having been held."""
         self._fresh.discard(name)
 
     def _decide(self) -> None:
@@ -122,5 +125,5 @@ class Duel:
         self.follows_lru = self._beaten or self._little
 
     def __len__(self) -> int:
-        """How many names are remembered."""
+        """Return how many names are remembered."""
         return len(self._ghosts) + len(self._fresh)

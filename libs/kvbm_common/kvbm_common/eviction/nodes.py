@@ -60,7 +60,7 @@ class Nodes(dict[SequenceHash, Node]):
         """Parents that are not here, and how many children they have here."""
 
     def fill(self, former: Former) -> None:
-        """These are here; only into empty nodes."""
+        """Fill empty nodes with the blocks of a former life."""
         assert not self
         assert not self._slot_of
         self._former, self._slot_of = former, former.slot_of
@@ -71,12 +71,12 @@ class Nodes(dict[SequenceHash, Node]):
         return name in self or name in self._slot_of
 
     def find(self, name: SequenceHash) -> Node | None:
-        """Its node, if it is here."""
+        """Return the node of a block, None if it is not here."""
         node = self.get(name)
         return self[name] if node is None and name in self._slot_of else node
 
     def take(self, name: SequenceHash) -> Node:
-        """Its node, which leaves; its children stay."""
+        """Remove the node of a block and return it; its children stay."""
         node = self[name]
         del self[name]
         if node.children:
@@ -84,11 +84,11 @@ class Nodes(dict[SequenceHash, Node]):
         return node
 
     def adopt(self, parent: SequenceHash) -> None:
-        """A child of a parent that is not here has come."""
+        """Count a new child of a parent that is not here."""
         self.orphans[parent] = self.orphans.get(parent, 0) + 1
 
     def lose(self, parent: SequenceHash) -> None:
-        """… and has left."""
+        """Count off a child that has left; its parent is not here."""
         left = self.orphans[parent] - 1
         if left:
             self.orphans[parent] = left
@@ -147,7 +147,7 @@ class Former:
         return rows
 
     def node(self, slot: int) -> Node:
-        """The node of the block in a slot."""
+        """Make the node of the block in a slot."""
         row = int(self._row_of_slot[slot])
         node = Node(
             SequenceHash(self._parents[row].item()),

@@ -32,11 +32,11 @@ class FreeOrder:
         assert len(self._left) == len(self._former)
 
     def add(self, name: SequenceHash) -> None:
-        """This one is free now."""
+        """Add a name that is free now."""
         self._later[name] = None
 
     def remove(self, name: SequenceHash) -> None:
-        """It is not any more; raises KeyError when it was not."""
+        """Remove a name that is no longer free; raises KeyError when it was not."""
         if name in self._later:
             del self._later[name]
             return

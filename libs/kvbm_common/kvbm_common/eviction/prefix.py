@@ -154,12 +154,12 @@ class PrefixPolicy:
         self.returns.used(block, word, node.kind, self._now)
 
     def _uncover(self, block: SequenceHash, node: Node) -> None:
-        """A free block without children here: a leaf."""
+        """Add a free block without children here to the leaves."""
         node.place = len(self._leaves)
         self._leaves.append(block)
 
     def _cover(self, node: Node) -> None:
-        """No free leaf any more."""
+        """Remove a node that is no free leaf any more from the leaves."""
         last = self._leaves.pop()
         if node.place < len(self._leaves):
             self._leaves[node.place] = last
@@ -256,7 +256,7 @@ class _Chosen:
         return self._nodes[name].children if left is None else left
 
     def take_in_order(self) -> None:
-        """LRU: in the order in which they were freed, but no parent before its children."""
+        """Take blocks as LRU does, in the order of their freeing, but children before parents."""
         passed: set[SequenceHash] = set()
         for name in self._free:
             if self.full:

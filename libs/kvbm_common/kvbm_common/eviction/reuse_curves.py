@@ -44,7 +44,7 @@ SAMPLE_BITS = 16
 
 
 def bucket_of(age: int) -> int:
-    """The bucket of an age.
+    """Return the bucket of an age.
 
     >>> [bucket_of(age) for age in (1, 7, 8, 11, 12, 16)]
     [0, 0, 1, 1, 2, 3]
@@ -85,7 +85,7 @@ class ReuseCurves:
         """By kind and bucket of age. Before anything is known: the older, the less."""
 
     def used(self, name: SequenceHash, word: int, kind: int, now: int) -> None:
-        """A block was used; `word` is the name's `mix`."""
+        """Count a use of a block at `now`; `word` is the name's `mix`."""
         if now >= self._due:
             self._period = min(self._period * 5 // 4, PERIOD_MAX)
             self._due = now + self._period
@@ -100,7 +100,7 @@ class ReuseCurves:
         self._expire(now)
 
     def fill(self, uses: Iterable[tuple[SequenceHash, int, int]], now: int) -> None:
-        """What was used until now, once each: (name, kind, when), all of them in the sample."""
+        """Take over the uses until now, one per name: (name, kind, when), all in the sample."""
         for name, kind, when in uses:
             self._waited[name] = (when, kind)
             self._expire(when)
@@ -108,7 +108,7 @@ class ReuseCurves:
         self.learn(now)
 
     def samples(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Which of these names are in the sample, given their `mixed`."""
+        """Return which of these names are in the sample, given their `mixed`."""
         return words >> np.uint64(64 - SAMPLE_BITS) < np.uint64(self._sampled_below)
 
     def _expire(self, now: int) -> None:
@@ -140,14 +140,14 @@ class ReuseCurves:
                 row[:] = [0.5 * count for count in row]
 
     def __len__(self) -> int:
-        """How many names are remembered."""
+        """Return how many names are remembered."""
         return len(self._waited)
 
 
 def _hazards(
     back: Sequence[float], gone: Sequence[float], prior: Iterable[float], weight: float
 ) -> list[float]:
-    """By bucket: the part of the blocks so old that came back at that age."""
+    """Return by bucket the part of the blocks so old that came back at that age."""
     old = 0.0
     counts: list[float] = []
     for come, left in zip(reversed(back), reversed(gone), strict=True):
@@ -160,8 +160,10 @@ def _hazards(
 
 
 def worth_of(hazards: Sequence[float]) -> list[float]:
-    """The worth by bucket: the steepest line from the bucket's start to any later point of the
-    curve of hits over time, found with the curve's upper hull from the right.
+    """Return the worth by bucket.
+
+    That is the steepest line from the bucket's start to any later point of the curve of hits over
+    time, found with the curve's upper hull from the right.
     """
     hits, time, alive = [0.0], [0.0], 1.0
     for hazard, width in zip(hazards, WIDTHS, strict=True):

@@ -26,13 +26,13 @@ WORD = (1 << 64) - 1
 
 
 def mix(name: SequenceHash) -> int:
-    """64 well-spread bits of a name, the same in every process."""
+    """Return 64 well-spread bits of a name, the same in every process."""
     word = int.from_bytes(name[-8:], "little") * SPREAD & WORD
     return (word ^ (word >> 29)) * SPREAD & WORD
 
 
 def mixed(names: NDArray[np.void]) -> NDArray[np.uint64]:
-    """The same for many names."""
+    """Return 64 well-spread bits of each of many names, as `mix` does for one."""
     spread = np.uint64(SPREAD)
     words = np.ascontiguousarray(names).view("<u8").reshape(-1, 2)[:, 1] * spread
     mixed: NDArray[np.uint64] = (words ^ (words >> np.uint64(29))) * spread

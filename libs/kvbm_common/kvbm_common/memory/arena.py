@@ -75,7 +75,7 @@ class Arena:
     def __init__(
         self, path: Path, fd: int, size_bytes: int, *, owner: bool, writable: bool = True
     ) -> None:
-        """Takes over `fd`. Use `create` or `attach`."""
+        """Take over `fd`. Use `create` or `attach` instead."""
         self.path = path
         self.bytes = size_bytes
         self._fd = fd
@@ -149,7 +149,7 @@ class Arena:
         return self._memory
 
     def view(self, offset: int, length: int) -> memoryview:
-        """A view of `length` bytes at `offset`, writable where the mapping is."""
+        """Return a view of `length` bytes at `offset`, writable where the mapping is."""
         assert offset >= 0, offset
         assert offset + length <= self.bytes, (offset, length, self.bytes)
         return self.array.data[offset : offset + length]

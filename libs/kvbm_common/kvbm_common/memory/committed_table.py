@@ -34,7 +34,7 @@ class CommittedTable:
     """The writing side; the owner of the arena owns its roster."""
 
     def __init__(self, file: Arena, epoch: int) -> None:
-        """Takes over `file`. Use `create`."""
+        """Take over `file`. Use `create` instead."""
         self._file = file
         self._words = file.view(0, file.bytes).cast("Q")
         self._mask = file.bytes // ROW_BYTES - 2
@@ -43,7 +43,10 @@ class CommittedTable:
 
     @classmethod
     def create(cls, arena_path: str, *, slot_count: int, epoch: int) -> Self:
-        """An empty one for an arena of so many slots. Raises ArenaNoSpace, ArenaUnavailable."""
+        """Create an empty table for an arena of so many slots.
+
+        Raises ArenaNoSpace, ArenaUnavailable.
+        """
         assert slot_count > 0
         rows = 1 << (slot_count // ROW_TAGS_MEAN).bit_length()
         path = Path(arena_path + SUFFIX)
@@ -53,7 +56,7 @@ class CommittedTable:
         return cls(file, epoch)
 
     def add(self, names: Iterable[SequenceHash]) -> int:
-        """These blocks are there; returns how many of them no row had room for."""
+        """Add blocks that are there; return how many of them no row had room for."""
         words, unlisted = self._words, 0
         for name in names:
             row, tag = self._place(name)
@@ -67,7 +70,7 @@ class CommittedTable:
         return unlisted
 
     def remove(self, names: Iterable[SequenceHash]) -> None:
-        """These blocks are gone."""
+        """Remove blocks that are gone from the table."""
         words = self._words
         for name in names:
             row, tag = self._place(name)
@@ -97,8 +100,10 @@ class CommittedTableReader:
     """
 
     def __init__(self, arena_path: str, epoch: int) -> None:
-        """Raises ArenaUnavailable when there is no roster, or it is not of this life of the
-        arena."""
+        """Map the table of an arena.
+
+        Raises ArenaUnavailable when there is no table, or it is not of this life of the arena.
+        """
         self.epoch = epoch
         path = arena_path + SUFFIX
         try:
@@ -113,7 +118,7 @@ class CommittedTableReader:
         self._mask = count - 1
 
     def has_all(self, names: Sequence[SequenceHash]) -> bool:
-        """Are all of these blocks there, as far as the roster knows?"""
+        """Return whether all of these blocks are there, as far as the table knows."""
         find, mask = self._file.find, self._mask
         chosen = struct.unpack(f"={2 * len(names)}Q", b"".join(names))[::2]
         for name, number in zip(names, chosen, strict=True):

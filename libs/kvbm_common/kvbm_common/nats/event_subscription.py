@@ -259,7 +259,7 @@ class EventSubscription:
         return int(message.headers.get("Nats-Last-Consumer", "0")) == self._consumer_position
 
     async def _keep_watch(self) -> None:
-        """Only for a part of a stream: was something dropped that was not delivered?"""
+        """Watch a part of a stream for messages that were dropped before they were delivered."""
         while True:
             await asyncio.sleep(CHECK_S)
             if not self.live:
@@ -337,13 +337,16 @@ class EventSubscription:
             self._skip_dropped(stream.state)
 
     def _unwanted(self, state: StreamState) -> int:
-        """Up to where a new reader wants nothing: what was dropped before it came is no loss."""
+        """Return up to where a new reader wants nothing: what was dropped before is no loss."""
         # Who reads the last message of each subject asks elsewhere for the rest.
         from_now = self._start in ("new", "last_per_subject")
         return state.last_seq if from_now else state.first_seq - 1
 
     def _skip_dropped(self, state: StreamState) -> None:
-        """What came behind our position is gone; in a part of a stream it need not be ours."""
+        """Skip what came after our position and is gone.
+
+        In a part of a stream it need not be ours.
+        """
         self._position = state.first_seq - 1
         if self._watched and self._horizon.certain >= self._position:
             return
@@ -415,7 +418,7 @@ Columns = tuple[list[int], list[int], list[int]]
 
 
 def alike_positions(replies: list[str]) -> Columns | None:
-    """The same of many, in columns, where only the numbers differ. None: not this way."""
+    """Return the positions of many replies, in columns, if only their numbers differ; else None."""
     beginning = replies[0].rsplit(".", PLACE_NUMBERS)[0]
     if len(replies) < 2 or not beginning.startswith(PLACED) or beginning.count(".") not in DOTS:
         return None
@@ -433,7 +436,7 @@ def alike_positions(replies: list[str]) -> Columns | None:
 
 
 def several_positions(replies: list[str]) -> Columns | None:
-    """The same of many of one form. None: they have not all one."""
+    """Return the positions of many replies of one form, in columns; None for several forms."""
     size = replies[0].count(".") + 1
     if {reply.count(".") for reply in replies} != {size - 1}:
         return None
@@ -446,5 +449,5 @@ def several_positions(replies: list[str]) -> Columns | None:
 
 
 def _first_number(tokens: int) -> int:
-    """Which of so many tokens is the position in the stream."""
+    """Return which of so many tokens is the position in the stream."""
     return 7 if tokens >= 11 else 5

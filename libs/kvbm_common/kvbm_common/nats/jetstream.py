@@ -95,7 +95,7 @@ class StreamSpec:
     """Messages kept per subject; 1 makes a stream of last values (a KV bucket)."""
 
     def as_config(self) -> dict[str, Any]:
-        """The stream as the API takes it; durations in ns."""
+        """Return the stream as the API takes it; durations in ns."""
         config: dict[str, Any] = {
             "name": self.name,
             "subjects": list(self.subjects),
@@ -227,7 +227,7 @@ class Backoff:
         self._tries = 0
 
     async def sleep(self) -> None:
-        """A try failed: wait before the next."""
+        """Wait, after a failed try, before the next one."""
         pause_s = BACKOFF_S[min(self._tries, len(BACKOFF_S) - 1)]
         self._tries += 1
         await asyncio.sleep(pause_s)

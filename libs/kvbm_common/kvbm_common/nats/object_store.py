@@ -99,7 +99,7 @@ class ObjectStore:
         return msgspec.json.decode(stored, type=ObjectInfo)
 
     async def get(self, info: ObjectInfo, *, deadline_s: float) -> bytes:
-        """The bytes of an object; raises ObjectBroken."""
+        """Return the bytes of an object; raises ObjectBroken."""
         chunks: list[bytes] = []
         subscription = EventSubscription(
             self._link, self._spec, subject=f"$O.{self.bucket}.C.{info.nuid}", start="all"

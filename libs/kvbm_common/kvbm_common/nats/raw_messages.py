@@ -41,7 +41,7 @@ class RawMessage(NamedTuple):
 
 
 def cut_front(data: bytes, at: int) -> tuple[bytes, list[RawMessage], int]:
-    """The whole messages from here on that are for one subscription, until something else comes.
+    """Cut off the whole messages from here on for one subscription, until something else comes.
 
     Returns the subscription, its messages and where they end. No message: `at`.
     """

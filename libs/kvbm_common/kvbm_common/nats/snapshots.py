@@ -53,12 +53,12 @@ class SnapshotPages:
     """The source's side: answers requests, and keeps the pages of what did not fit into one."""
 
     def __init__(self, make: Callable[[SnapshotRequest], SnapshotReply | Pages]) -> None:
-        """`make` says what a source holds now; it may raise KvbmError."""
+        """Serve the snapshots of `make`: it says what a source holds now, or raises KvbmError."""
         self._make = make
         self._kept: dict[_Moment, list[bytes | Page]] = {}
 
     def answer(self, payload: bytes) -> bytes:
-        """A page as JSON; raises WireError, SnapshotGone and whatever `make` raises."""
+        """Return a page as JSON; raises WireError, SnapshotGone and what `make` raises."""
         request = _request.decode(payload)
         if request.page:
             moment = _moment(request, request.epoch, request.seq)
@@ -91,7 +91,7 @@ def _made(page: SnapshotReply) -> Page:
 
 
 def _encoded(pages: list[bytes | Page], number: int) -> bytes:
-    """A page as JSON, made when it is asked for the first time."""
+    """Return a page as JSON, made when it is asked for the first time."""
     page = pages[number]
     if isinstance(page, bytes):
         return page
@@ -106,7 +106,7 @@ def _moment(request: SnapshotRequest, epoch: int, seq: int) -> _Moment:
 async def ask_snapshot(
     ask: Callable[[bytes], Awaitable[bytes]], request: SnapshotRequest
 ) -> SnapshotReply:
-    """The whole snapshot, page by page; `ask` sends a payload and returns the answer.
+    """Ask for the whole snapshot, page by page; `ask` sends a payload and returns the answer.
 
     Raises KvbmError: what `ask` raises, WireError, SnapshotGone.
     """
@@ -122,7 +122,7 @@ async def ask_snapshot(
 
 
 def pages_of(reply: SnapshotReply, page_bytes: int = PAGE_BYTES) -> list[SnapshotReply]:
-    """A snapshot as pages of at most so many bytes, roughly; a long run is cut."""
+    """Split a snapshot into pages of at most so many bytes, roughly; a long run is cut."""
     pages: list[list[SnapshotPart]] = [[]]
     room = page_bytes
     for part in reply.parts:
@@ -146,7 +146,7 @@ def pages_of(reply: SnapshotReply, page_bytes: int = PAGE_BYTES) -> list[Snapsho
 
 
 def joined(pages: list[SnapshotReply]) -> SnapshotReply:
-    """Pages as one snapshot, with one part per namespace, rank and group."""
+    """Join pages into one snapshot, with one part per namespace, rank and group."""
     parts: dict[tuple[str, int, int], SnapshotPart] = {}
     for page in pages:
         for part in page.parts:

@@ -31,7 +31,7 @@ class ConsumerInfo(msgspec.Struct, frozen=True):
 
 
 async def look(link: Link, stream: str, consumer: str) -> tuple[ConsumerInfo, StreamInfo]:
-    """First the consumer, then the stream: `Horizon.look` needs this order. Raises KvbmError."""
+    """Read the consumer, then the stream: `Horizon.look` needs this order. Raises KvbmError."""
     asked = await call_api(link, f"CONSUMER.INFO.{stream}.{consumer}")
     consumer_info = msgspec.json.decode(asked, type=ConsumerInfo)
     asked = await call_api(link, f"STREAM.INFO.{stream}")
@@ -47,14 +47,14 @@ class Horizon:
         """The last position of the stream at the look before."""
 
     def begin(self, certain: int, state: StreamState) -> None:
-        """A reader begins, or another stream does: nothing up to `certain` is wanted."""
+        """Begin with a new reader or another stream: nothing up to `certain` is wanted."""
         self.certain = max(0, certain)  # A stream that never held anything begins with 0.
         self._ended_with = state.last_seq
 
     def look(
         self, consumer: ConsumerInfo, state: StreamState, *, position: int, taken: int
     ) -> bool:
-        """Whether something may have been lost since the last look.
+        """Return whether something may have been lost since the last look.
 
         `position`: in the stream, of the last message taken *before* the look; `taken`: how many
         of the consumer's messages were taken until after it.

@@ -60,7 +60,7 @@ class VerbServer:
         )
 
     def endpoint(self, subject: str, handler: VerbHandler) -> Callable[[Request], Awaitable[None]]:
-        """The function that takes the requests of one subject: it starts a task for each."""
+        """Return the function that takes the requests of one subject: it starts a task for each."""
         serving: set[asyncio.Task[None]] = set()
 
         async def take(request: Request) -> None:

@@ -56,7 +56,7 @@ def only_new_ring(before: set[int]) -> int | None:
 
 
 def rings() -> set[int]:
-    """The descriptors of this process's rings."""
+    """Return the descriptors of this process's rings."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # It was closed meanwhile.

@@ -29,12 +29,12 @@ def chunks_of(block_count: int, block_bytes: int, chunk_bytes: int = CHUNK_BYTES
 
 
 def part_bytes(regions: Sequence[Region]) -> int:
-    """Bytes of one rank's part of a block."""
+    """Return how many bytes one rank's part of a block has."""
     return sum(region.piece_bytes for region in regions)
 
 
 def device_pieces(regions: Sequence[Region], blocks: Sequence[int]) -> list[tuple[Addresses, int]]:
-    """Per region: the addresses of the blocks' pieces, and the piece's size in bytes."""
+    """Return per region the addresses of the blocks' pieces, and the piece's size in bytes."""
     ids = np.asarray(blocks, dtype=np.uint64)
     return [
         (np.uint64(region.address) + ids * np.uint64(region.stride), region.piece_bytes)
@@ -50,7 +50,7 @@ def slot_pieces(
     slot_bytes: int,
     part_offset: int,
 ) -> list[tuple[Addresses, int]]:
-    """The same pieces in the arena, in the same order as `device_pieces`."""
+    """Return where the pieces of `device_pieces` are in the arena, in the same order."""
     starts = np.uint64(arena_address) + np.asarray(slots, dtype=np.uint64) * np.uint64(slot_bytes)
     pieces: list[tuple[Addresses, int]] = []
     offset = part_offset

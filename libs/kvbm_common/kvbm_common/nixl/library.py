@@ -26,7 +26,7 @@ GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
 
 
 def _import_nixl() -> tuple[ModuleType, ModuleType]:
-    """The API and the bindings of whichever wheel is installed."""
+    """Import the API and the bindings of the wheel that is installed."""
     # Debian's ibverbs-providers bring a second libnl, and the process then segfaults at exit. An
     # operator with InfiniBand sets UCX_MODULES, and this default does not apply.
     os.environ.setdefault("UCX_MODULES", "^ib")
@@ -54,7 +54,7 @@ NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
 
 
 def defaults_of(backend: str) -> dict[str, str]:
-    """Parameters of any back end, chosen for this machine."""
+    """Return the parameters of any back end, chosen for this machine."""
     if backend == "GDS":
         return {"batch_pool_size": str(GDS_BATCHES)}
     return posix_defaults() if backend == "POSIX" else {}
@@ -70,8 +70,11 @@ def posix_defaults() -> dict[str, str]:
 
 
 def prepare_object_plugin(agent: Any) -> None:
-    """One request for one transfer: the AWS SDK tries 10 times by itself, for 25 s where the port
-    is closed and for a minute where no answer comes. Like this it takes 0 s and 3 to 10 s."""
+    """Limit the object plug-in to one request for one transfer.
+
+    The AWS SDK tries 10 times by itself, for 25 s where the port is closed and for a minute where
+    no answer comes. Like this it takes 0 s and 3 to 10 s.
+    """
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
     os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")
     agent.get_plugin_params("OBJ")  # Loads the plug-in: else the back end is not found.
@@ -79,10 +82,10 @@ def prepare_object_plugin(agent: Any) -> None:
 
 @functools.cache
 def probe_posix() -> str:
-    """`use_uring`, or `use_aio` where a container forbids io_uring. Raises `MoverUnavailable`.
+    """Return `use_uring`, or `use_aio` where a container forbids io_uring.
 
     Never `use_posix_aio`: one request's error fails its innocent neighbours, and it is 5 to 10
-    times slower.
+    times slower. Raises `MoverUnavailable`.
     """
     for io_queue in ("use_uring", "use_aio"):
         agent = api.nixl_agent(
@@ -95,6 +98,6 @@ def probe_posix() -> str:
 
 
 def plugin_names() -> tuple[str, ...]:
-    """The back ends that NIXL finds."""
+    """Return the back ends that NIXL finds."""
     config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
     return tuple(sorted(api.nixl_agent("probe", config).get_plugin_list()))

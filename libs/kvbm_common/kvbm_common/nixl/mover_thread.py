@@ -159,7 +159,7 @@ class MoverThread:
         self._call(lambda pump: pump.attend(expected=expected))
 
     def metadata(self) -> Future[bytes]:
-        """What peers need to read from here. Registrations add to it: ask after the last one."""
+        """Return what peers need to read from here, as of now: ask after the last registration."""
         return self._call(lambda pump: pump.metadata())
 
     def add_peer(self, metadata: bytes) -> Future[str]:
@@ -187,23 +187,28 @@ class MoverThread:
     def read_file(
         self, fd: int, memory: Spans, file_spans: Spans, *, deadline_s: float
     ) -> Future[Transferred]:
-        """File to memory; a short read fails. With O_DIRECT, addresses, lengths and offsets are
-        multiples of 4 KiB. At most `POSIX_IO_COUNT_MAX` spans."""
+        """Read from a file into memory; a short read fails.
+
+        With O_DIRECT, addresses, lengths and offsets are multiples of 4 KiB. At most
+        `POSIX_IO_COUNT_MAX` spans.
+        """
         return self._submit_file("READ", memory, file_spans.in_file(fd), _after(deadline_s))
 
     def write_file(
         self, fd: int, memory: Spans, file_spans: Spans, *, deadline_s: float
     ) -> Future[Transferred]:
-        """Memory to file, as `read_file`. Nothing is synced to the medium."""
+        """Write memory to a file, by the rules of `read_file`. Nothing is synced to the medium."""
         return self._submit_file("WRITE", memory, file_spans.in_file(fd), _after(deadline_s))
 
     def read_object(self, name: str, memory: Spans, *, deadline_s: float) -> Future[Transferred]:
-        """The beginning of an object into one span of memory. A shorter object fills a part of it
-        without an error: compare a checksum."""
+        """Read the beginning of an object into one span of memory.
+
+        A shorter object fills a part of it without an error: compare a checksum.
+        """
         return self._submit_object("READ", name, memory, deadline_s)
 
     def write_object(self, name: str, memory: Spans, *, deadline_s: float) -> Future[Transferred]:
-        """One span of memory becomes an object, all of it or nothing."""
+        """Write one span of memory as an object, all of it or nothing."""
         return self._submit_object("WRITE", name, memory, deadline_s)
 
     def statistics(self) -> MoverStatistics:
@@ -308,7 +313,7 @@ class MoverThread:
             pump.accept(self._inbox.popleft())
 
     def _wait_for_work(self, pump: Pump) -> bool:
-        """Whether the kernel has completed I/Os: only a ring tells."""
+        """Wait for work; return whether the kernel has completed I/Os, which only a ring tells."""
         pause_s = pump.pause_s
         if pause_s == 0.0:
             return False

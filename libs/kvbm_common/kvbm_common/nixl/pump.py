@@ -167,8 +167,10 @@ class Pump:
         self._finished()
 
     def poll(self) -> bool:
-        """One round: start what may start, ask NIXL about the rest, fail what is late. Whether
-        anything has ended."""
+        """Do one round and return whether anything has ended.
+
+        A round starts what may start, asks NIXL about the rest, and fails what is late.
+        """
         now = time.monotonic()
         ended = [(one, outcome) for one in self._flights if (outcome := self._ask(one)) is not None]
         for transfer, _ in ended:
@@ -305,20 +307,23 @@ class Pump:
         return self._agent.initialize_xfer(transfer.operation, local, remote, transfer.peer)
 
     def _register_object(self, transfer: Transfer) -> None:
-        """NIXL knows an object by a number; one number for each transfer, never used again."""
+        """Register an object, which NIXL knows by a number.
+
+        There is one number for each transfer, never used again.
+        """
         transfer.remote = Spans.of([0], transfer.local.bytes, device=self._next_object, kind="OBJ")
         self._next_object += 1
         self._agent.register_memory(_object_rows(transfer), "OBJ")
 
     def _ask(self, transfer: Transfer) -> Outcome | None:
-        """None: it has not ended."""
+        """Ask NIXL for the outcome of a transfer; None: it has not ended."""
         try:
             return DONE if self._agent.check_xfer_state(transfer.handle) == "DONE" else None
         except NIXL_ERRORS as error:
             return error
 
     def _take_out(self, transfer: Transfer) -> None:
-        """NIXL has ended the transfer: another one has room."""
+        """Remove a transfer that NIXL has ended: another one has room."""
         self._flights.remove(transfer)
         self._file_ios -= transfer.file_ios
         self._file_bytes[transfer.operation] -= transfer.file_bytes
@@ -372,7 +377,7 @@ class Pump:
         self._finished()
 
     def _proves_end(self, transfer: Transfer, error: Exception) -> bool:
-        """Whether nothing can be written any more: see the module's text."""
+        """Return whether nothing can be written any more: see the module's text."""
         never_posted = transfer.handle is None
         # A file's error comes after its last I/O, an object's after its only request.
         kind = transfer.remote.kind
@@ -427,8 +432,11 @@ class Pump:
 
 
 def _leak(*things: object) -> None:
-    """Never destroy these: the end of an agent whose request hangs waits for it, for up to ten
-    seconds, and holds Python's lock all the time, so that not even a watchdog could run."""
+    """Keep these things for the life of the process: they are never destroyed.
+
+    The end of an agent whose request hangs waits for it, for up to ten seconds, and holds Python's
+    lock all the time, so that not even a watchdog could run.
+    """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 

@@ -37,7 +37,7 @@ class Spans:
 
     @classmethod
     def of(cls, addresses: ArrayLike, length: int, *, device: int = 0, kind: str = "DRAM") -> Self:
-        """Equal spans of `length` bytes at `addresses` (in a file: offsets), in that order."""
+        """Make equal spans of `length` bytes at `addresses` (in a file: offsets), in that order."""
         starts = np.asarray(addresses, dtype=np.uint64).reshape(-1)
         rows = np.empty((len(starts), 3), dtype=np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = starts, length, device
@@ -45,7 +45,10 @@ class Spans:
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[tuple[NDArray[np.uint64], int]]) -> Self:
-        """Several groups of equal spans: (addresses, length) each, in that order (see layout)."""
+        """Make spans of several groups of equal ones, in that order (see layout).
+
+        A group is (addresses, length).
+        """
         return cls(np.concatenate([cls.of(starts, length).rows for starts, length in pieces]))
 
     @property
@@ -57,19 +60,19 @@ class Spans:
         return int(self.rows[:, 1].sum())
 
     def in_file(self, fd: int) -> Spans:
-        """The same offsets and lengths as places in the file `fd`."""
+        """Return the same offsets and lengths as places in the file `fd`."""
         rows = self.rows.copy()
         rows[:, 2] = fd
         return Spans(rows, "FILE")
 
     def on_device(self, device: int) -> Spans:
-        """The same addresses as places in the memory of a GPU."""
+        """Return the same addresses as places in the memory of a GPU."""
         rows = self.rows.copy()
         rows[:, 2] = device
         return Spans(rows, "VRAM")
 
     def touch(self, registration: Registration) -> bool:
-        """Whether any of these spans lies, even in part, in the registered range."""
+        """Return whether any of these spans lies, even in part, in the registered range."""
         if self.kind != registration.kind:
             return False
         starts, lengths, devices = self.rows.T

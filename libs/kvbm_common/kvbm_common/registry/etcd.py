@@ -96,7 +96,7 @@ class EtcdRegistry(WatchedRegistry):
         return registration
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
-        """The live services (of one kind); raises RegistryUnavailable."""
+        """Return the live services (of one kind); raises RegistryUnavailable."""
         self._begin_watching()
         try:
             async with asyncio.timeout(LIST_DEADLINE_S):
@@ -261,7 +261,7 @@ class EtcdRegistration(HeldEntry):
 
 
 async def _begin_life(client: EtcdClient, key: str) -> int:
-    """An epoch above all that came before."""
+    """Return an epoch above all that came before; raises RegistryUnavailable."""
     for _ in range(TRIES_MAX):
         before = _record_of((await client.get(f"{SERVICES}{key}")).entry)
         floor = before.epoch if before else 0
@@ -273,7 +273,7 @@ async def _begin_life(client: EtcdClient, key: str) -> int:
 
 
 async def _ensure_created(client: EtcdClient, *, floor: int = 0) -> tuple[Entry, int]:
-    """When the store was made, and its revision: together no less than `floor`."""
+    """Return when the store was made, and its revision: together no less than `floor`."""
     for _ in range(TRIES_MAX):
         reading = await client.get(CREATED)
         entry = reading.entry

@@ -185,7 +185,7 @@ class EtcdClient:
         return await self._call(put)
 
     async def grant(self, ttl_s: float) -> int:
-        """A new lease of whole seconds, not below etcd's least; raises RegistryUnavailable."""
+        """Grant a lease of whole seconds, not below etcd's least; raises RegistryUnavailable."""
         return await self._call(lambda client: int(client.lease(math.ceil(ttl_s)).id))
 
     async def keep_alive(self, lease: int) -> bool:
@@ -290,7 +290,7 @@ def _reading(response: Any) -> Reading:
 
 
 def _text(error: BaseException) -> str:
-    """What grpc says; etcd3 hides it behind an exception without text."""
+    """Return what grpc says; etcd3 hides it behind an exception without text."""
     for cause in (error, error.__context__):
         with contextlib.suppress(AttributeError, TypeError):
             return f"{cause.code().name.lower()}: {cause.details()}"  # type: ignore[union-attr]

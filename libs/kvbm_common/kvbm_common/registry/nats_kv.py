@@ -123,7 +123,7 @@ class NatsRegistry(WatchedRegistry):
         return registration
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
-        """The live services (of one kind); raises RegistryUnavailable."""
+        """Return the live services (of one kind); raises RegistryUnavailable."""
         subscription = self._start_watching()
         try:
             await subscription.wait_caught_up(deadline_s=LIST_DEADLINE_S)

@@ -54,7 +54,7 @@ class Presence:
     """The services that are present. One is MISSING while its entry is gone since an outage."""
 
     def __init__(self, *, grace_s: float, warn: Callable[[str, str], None]) -> None:
-        """`warn` takes a kind of trouble and a text."""
+        """Begin without entries. `warn` takes a kind of trouble and a text."""
         self._warn = warn
         self._grace_s = grace_s
         """How long an owner may need to find the registry once it is back."""

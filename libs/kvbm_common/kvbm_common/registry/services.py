@@ -44,7 +44,7 @@ class Registry(Protocol):
         """Enter, and stay entered by heartbeats; raises RegistryUnavailable."""
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
-        """The live services (of one kind); raises RegistryUnavailable."""
+        """Return the live services (of one kind); raises RegistryUnavailable."""
 
     def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
         """Call back for each service that is there (Joined), then for every change.

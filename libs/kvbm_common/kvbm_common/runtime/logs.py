@@ -33,7 +33,7 @@ class TextFormatter(logging.Formatter):
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without a traceback. A kind is in the message already."""
+        """Format the line without a traceback. A kind is in the message already."""
         ids = "".join(f" {name}={value}" for name, value in _ids(record) if name != "kind")
         return super().formatMessage(record) + ids
 
@@ -46,7 +46,7 @@ class JsonFormatter(logging.Formatter):
         self._source = source
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message has in it."""
+        """Format a record as one line, even if its message has several."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, object] = {
             "ts": f"{seconds}.{int(record.msecs):03d}Z",

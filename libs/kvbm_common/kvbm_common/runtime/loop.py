@@ -46,7 +46,7 @@ class Core(Protocol[InputIn, EffectOut]):
 
 
 def monotonic_ms() -> int:
-    """The clock of every core in production: milliseconds that only grow."""
+    """Read the clock of every core in production: milliseconds that only grow."""
     return time.monotonic_ns() // 1_000_000
 
 
@@ -152,9 +152,9 @@ class CoreLoop(Generic[Input, Effect]):
                     await asyncio.sleep(0)
 
     def _burst(self, tasks: asyncio.TaskGroup) -> int:
-        """Some steps, then others have their turn: an input may be a batch of many events.
+        """Run some steps, then let others have their turn; return how many turns.
 
-        Returns how many turns.
+        An input may be a batch of many events.
         """
         until_ms, flying = self._now_ms() + BURST_MS, self._in_flight
         for _ in range(BURST_MAX):

@@ -70,7 +70,7 @@ class Metrics:
         self.registry.register(Included(collect))
 
     def collect(self) -> list[Metric]:
-        """Everything as of now, in the order of declaration, each name once.
+        """Collect every metric as of now, in the order of declaration, each name once.
 
         A core and its shell may count under one name: what shell and core dropped is one metric.
         """
@@ -84,11 +84,11 @@ class Metrics:
         return list(merged.values())
 
     def families(self) -> list[Family]:
-        """Everything as it travels."""
+        """Return every metric as it travels."""
         return [family_of(metric) for metric in self.collect()]
 
     def value(self, name: str, **labels: str) -> float:
-        """The value of one series, under the name that Prometheus reads; 0 if never touched."""
+        """Return the value of one series by the name that Prometheus reads; 0 if never touched."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def _declare(
@@ -116,7 +116,7 @@ class Included:
 def metrics_of_counts(
     counts: Mapping[str, int], *, label_names: Mapping[str, str] = MappingProxyType({})
 ) -> list[Metric]:
-    """A core's counts as counters.
+    """Return a core's counts as counters.
 
     `dropped.no_room` becomes `kvbm_dropped{reason="no_room"}`; a count without a dot has no label.
     `label_names` names the label of a metric where `reason` would be wrong.
@@ -132,12 +132,12 @@ def metrics_of_counts(
 
 
 def metrics_of_gauges(figures: Mapping[str, float]) -> list[Metric]:
-    """A core's figures of now as gauges."""
+    """Return a core's figures of now as gauges."""
     return [gauge_of(f"kvbm_{name}", _help(name), value) for name, value in sorted(figures.items())]
 
 
 def gauge_of(name: str, help: str, value: float) -> Metric:
-    """One figure of now."""
+    """Return one figure of now as a gauge."""
     metric = Metric(name, help, "gauge")
     metric.add_sample(name, {}, value)
     return metric
@@ -162,7 +162,7 @@ class TransferFigures:
         )
 
     def observe(self, path: str, seconds: float, size: int) -> None:
-        """One transfer of `size` bytes has ended."""
+        """Observe the end of one transfer of `size` bytes."""
         self._seconds.labels(path).observe(seconds)
         self._bytes.labels(path).observe(size)
 
@@ -171,7 +171,7 @@ class TransferFigures:
 
 
 def family_of(metric: Metric) -> Family:
-    """A metric as it travels: a histogram's buckets each for itself, without their sum so far."""
+    """Return a metric as it travels: the buckets of a histogram are not cumulative."""
     if metric.type == "histogram":
         return _histogram_family(metric)
     assert metric.type in ("counter", "gauge"), metric.name
@@ -198,5 +198,5 @@ def _histogram_family(metric: Metric) -> Family:
 
 
 def _apart(cumulative: Iterable[float]) -> list[int]:
-    """Counts per bucket from counts of everything up to each."""
+    """Return counts per bucket from cumulative ones, of everything up to each."""
     return [int(after - before) for before, after in pairwise([0.0, *cumulative])]

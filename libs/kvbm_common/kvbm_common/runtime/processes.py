@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def dying_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None] | None:
-    """A `preexec_fn`: the kernel sends the child a signal when the thread that forked it ends.
+    """Return a `preexec_fn` that has the kernel signal the child when the forking thread ends.
 
     Fork from the main thread, therefore. Elsewhere than on Linux there is no such thing: None.
     """
@@ -52,7 +52,7 @@ class LockTaken(KvbmError):
 
 
 def take_lock(path: Path) -> TextIO:
-    """Be the only one who holds this file, as long as it is open; raises LockTaken."""
+    """Lock this file for this process alone, as long as it is open; raises LockTaken."""
     lock = path.open("a+")  # It is held, not read.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

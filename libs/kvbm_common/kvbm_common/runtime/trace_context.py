@@ -24,17 +24,17 @@ class TraceContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-01"
 
     def child(self) -> TraceContext:
-        """A new span of the same trace."""
+        """Return a new span of the same trace."""
         return TraceContext(self.trace_id, _digits(8))
 
 
 def new_trace() -> TraceContext:
-    """The first span of a new trace."""
+    """Return the first span of a new trace."""
     return TraceContext(_digits(16), _digits(8))
 
 
 def parse(text: str) -> TraceContext | None:
-    """The span that `text` names, if it is to be recorded."""
+    """Return the span that `text` names, None if it is not to be recorded."""
     found = _FORM.fullmatch(text)
     if found is None or not int(found[3], 16) & 1:
         return None

@@ -39,7 +39,7 @@ def tier_verbs(
 
 
 async def answer_log_level(payload: bytes) -> bytes:
-    """The verb `log_level` of every service: from now on, until the process ends."""
+    """Answer the verb `log_level` of every service: it holds until the process ends."""
     request = _log_level.decode(payload)
     root = logging.getLogger()
     was = logging.getLevelName(root.level).lower()

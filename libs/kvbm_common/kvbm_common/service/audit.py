@@ -45,7 +45,7 @@ class Audit:
         )
 
     def audited(self, verb: str, handler: VerbHandler) -> VerbHandler:
-        """The same handler, each of whose calls is written before it is answered."""
+        """Wrap a handler so that each of its calls is written before it is answered."""
 
         async def handle(payload: bytes) -> bytes:
             try:

@@ -17,7 +17,10 @@ class CoreAnswers:
     """The questions that wait for an answer of the core, by number."""
 
     def __init__(self, dropped: Counter) -> None:
-        """`dropped` counts answers that no question waits for, as the reason `answer_too_late`."""
+        """Begin without questions.
+
+        `dropped` counts answers that no question waits for, as the reason `answer_too_late`.
+        """
         self._dropped = dropped
         self._waiting: dict[int, asyncio.Future[msgspec.Struct]] = {}
         self._numbers = itertools.count(1)

@@ -195,7 +195,7 @@ class HttpPort:
         return answer
 
     def _in_loop(self, ask: Callable[[], Answer]) -> Answer:
-        """What a function says in the event loop; raises LoopSilent."""
+        """Return what a function says in the event loop; raises LoopSilent."""
         answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
         def run() -> None:
@@ -257,7 +257,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called between connections, and every `POLL_S`."""
+        """Cut old connections; the server calls this between connections and every `POLL_S`."""
         self.cut(CLIENT_DEADLINE_S)
 
     def cut(self, after_s: float) -> None:
@@ -270,7 +270,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone, or was cut."""
+        """Log a client that has gone, or was cut."""
         _log.debug("the connection of %s ended early", client_address, exc_info=True)
 
 
@@ -280,10 +280,10 @@ class _Handler(WSGIRequestHandler):
     timeout = CLIENT_DEADLINE_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A request is nothing to tell of."""
+        """Log nothing about a request."""
 
     def get_stderr(self) -> io.StringIO:
-        """Where wsgiref tells of clients that are gone: nowhere."""
+        """Return a buffer that is dropped, where wsgiref tells of clients that are gone."""
         return io.StringIO()
 
 

@@ -117,7 +117,7 @@ class ServiceContext:
             _log.debug("standard output is closed")
 
     def unready_reasons(self) -> list[str]:
-        """Why it does not serve; empty when it does."""
+        """Return why the service does not serve; empty when it does."""
         if self.stopping.is_set():
             return ["stopping"]
         if not self._announced:
@@ -134,7 +134,7 @@ class ServiceContext:
         return msgspec.json.encode(self._stats())
 
     async def answer_metrics(self, _payload: bytes) -> bytes:
-        """The verb `metrics`: a MetricsSnapshot."""
+        """Answer the verb `metrics` with a MetricsSnapshot."""
         snapshot = MetricsSnapshot(
             kind=self.kind,
             host=self.host,
@@ -151,7 +151,7 @@ Main = Callable[[ServiceContext], Awaitable[None]]
 def run(
     kind: str, main: Main, *, check: Callable[[Settings], None] = lambda settings: None
 ) -> None:
-    """The entry point of a service process; exits with 0 when stopped, 2 for bad settings.
+    """Run a service process to its end; exits with 0 when stopped, 2 for bad settings.
 
     `check` raises a KvbmError when this process must not even enter itself in the registry.
     """
@@ -188,7 +188,7 @@ async def _run_until_signal(kind: str, main: Main, settings: Settings) -> int:
 
 
 async def serve(kind: str, main: Main, settings: Settings, stopping: asyncio.Event) -> int:
-    """Live one life of a service in this event loop; returns the exit code."""
+    """Run one life of a service in this event loop; return the exit code."""
     life = asyncio.create_task(_live(kind, main, settings, stopping), name=kind)
     stop = asyncio.create_task(stopping.wait(), name="stopping")
     await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +211,7 @@ class _Standing:
     context: ServiceContext | None = None
 
     def unready_reasons(self) -> list[str]:
-        """Why it does not serve; empty when it does."""
+        """Return why the service does not serve; empty when it does."""
         if self.context is None:
             return [f"waiting for {self.waits_for}"]
         return self.context.unready_reasons()
@@ -280,7 +280,7 @@ async def _connect(
 
 
 def make_registry(settings: Settings, bus: Bus) -> Registry:
-    """The registry that the settings name. It connects when it is used."""
+    """Make the registry that the settings name. It connects when it is used."""
     if not settings.etcd_servers:
         return NatsRegistry(bus, ttl_s=settings.registry_ttl_s)
     from kvbm_common.registry.etcd import EtcdRegistry  # Brings grpc: only for who wants it.
@@ -302,7 +302,7 @@ async def _register(
 
 
 async def _leave(registration: ServiceRegistration) -> None:
-    """A registry that is slow to answer does not hold up our end: the entry expires."""
+    """Leave the registry; a slow one does not hold up our end, because the entry expires."""
     try:
         async with asyncio.timeout(LEAVE_DEADLINE_S):
             await registration.revoke()

@@ -98,7 +98,7 @@ class Tracer:
 
 
 def tracer_of(settings: Settings, service: str) -> Tracer:
-    """A tracer that does what the settings say; raises TracingUnavailable."""
+    """Return a tracer that does what the settings say; raises TracingUnavailable."""
     if not wanted(settings, os.environ):
         return Tracer(service)
     try:
@@ -111,7 +111,7 @@ def tracer_of(settings: Settings, service: str) -> Tracer:
 
 
 def wanted(settings: Settings, environ: Mapping[str, str]) -> bool:
-    """Does anybody want traces?"""
+    """Return whether the settings or the standard's variables ask for traces."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     return bool(settings.otlp_endpoint) or any(environ.get(name) for name in STANDARD)

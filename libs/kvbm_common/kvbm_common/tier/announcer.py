@@ -28,11 +28,11 @@ class Announcer:
         self.seq = 0
 
     def cleared(self, reason: str) -> Cleared:
-        """This source holds nothing. The first event of every epoch."""
+        """Return the event that says: this source holds nothing. The first of every epoch."""
         return self._next().cleared(reason)
 
     def stored(self, blocks: Sequence[Block]) -> list[Stored]:
-        """Committed blocks, as one event per namespace and EVENT_BLOCKS_MAX blocks."""
+        """Return the events of committed blocks, one per namespace and EVENT_BLOCKS_MAX blocks."""
         return [
             self._next().stored(
                 namespace.hex(), runs_of((block.hash, block.parent) for block in part)
@@ -41,7 +41,7 @@ class Announcer:
         ]
 
     def removed(self, blocks: Sequence[Block], reason: str) -> list[Removed]:
-        """Blocks that are gone, cut like `stored`."""
+        """Return the events of blocks that are gone, cut like `stored`."""
         return [
             self._next().removed(namespace.hex(), [block.hash.hex() for block in part], reason)
             for namespace, part in _by_namespace(blocks)
@@ -54,7 +54,7 @@ class Announcer:
         )
 
     def moment(self, blocks: Sequence[Block]) -> list[Callable[[], SnapshotReply]]:
-        """The pages of a snapshot of these blocks, as of the last event numbered, to be made later.
+        """Return makers of the pages of a snapshot of these blocks, as of the last event numbered.
 
         A million blocks at once would hold a tier's event loop for half a second.
         """
@@ -68,7 +68,7 @@ class Announcer:
         return [functools.partial(page, number) for number in range(count)]
 
     def snapshot(self, blocks: Sequence[Block]) -> SnapshotReply:
-        """Everything the source holds, as of the last event it has numbered."""
+        """Return everything the source holds, as of the last event it has numbered."""
         parts = [
             SnapshotPart(
                 namespace=namespace.hex(),
@@ -87,7 +87,7 @@ class Announcer:
 
 
 def runs_of(blocks: Iterable[tuple[SequenceHash, SequenceHash]]) -> list[Run]:
-    """Blocks as runs: a block whose parent ends a run here continues it.
+    """Return blocks as runs: a block whose parent ends a run here continues it.
 
     >>> [len(run.hashes) for run in runs_of([(b"1" * 16, b"0" * 16), (b"2" * 16, b"1" * 16)])]
     [2]

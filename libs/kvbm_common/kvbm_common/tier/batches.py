@@ -7,7 +7,7 @@ BATCH_BLOCKS_MOST = 256
 
 
 def batch_blocks(blocks_max: int, bytes_max: int, slot_bytes: int) -> int:
-    """Blocks of one batch: `blocks_max`, and of small ones as many as have `bytes_max`.
+    """Return the blocks in a batch: `blocks_max`, and of small ones as many as have `bytes_max`.
 
     Question, lease, record and synchronisation cost the same for any batch: with 16 blocks of
     256 KiB in each the disk waited for us.

@@ -101,7 +101,7 @@ class BlockColumns(Mapping[int, Block]):
     """Committed blocks by slot, oldest first, in columns of a numpy array of records."""
 
     def __init__(self, records: NDArray[np.void], rows: NDArray[np.intp]) -> None:
-        """The blocks are `records[rows]`, in that order; `records` has the fields of COLUMNS."""
+        """Take the blocks `records[rows]`, in that order; `records` has the fields of COLUMNS."""
         self._records, self._rows = records, rows
         self.slots: NDArray[np.intp] = records["slot"][rows].astype(np.intp)
         self.parents: NDArray[np.void] = records["parent"][rows]
@@ -123,7 +123,7 @@ class BlockColumns(Mapping[int, Block]):
 
     @classmethod
     def of(cls, blocks: Mapping[int, Block]) -> BlockColumns:
-        """The columns of these blocks, in their order."""
+        """Return the columns of these blocks, in their order."""
         if isinstance(blocks, BlockColumns):
             return blocks
         records = np.zeros(len(blocks), np.dtype(list(COLUMNS.items())))
@@ -135,7 +135,7 @@ class BlockColumns(Mapping[int, Block]):
         return cls(records, np.arange(len(blocks)))
 
     def without_older(self) -> BlockColumns:
-        """If a block is in two slots, the newer one has it."""
+        """Return every block in one slot only: of two, the newer one has it."""
         if len(self.slot_of) == len(self.names):
             return self
         newest = np.array([self.slot_of[name] for name in self.names]) == self.slots
@@ -167,7 +167,7 @@ class BlockColumns(Mapping[int, Block]):
         return int(self._records["bytes"][self._rows].sum(dtype=np.int64))
 
     def blocks(self, start: int, stop: int) -> list[Block]:
-        """The blocks of these rows."""
+        """Return the blocks of the rows from `start` to `stop`."""
         part = self._records[self._rows[start:stop]]
         names = self.names[start:stop]
         return list(
@@ -199,7 +199,7 @@ class BlockColumns(Mapping[int, Block]):
         return [known(namespace, namespace) for namespace in namespaces]
 
     def leaves_first(self) -> list[SequenceHash]:
-        """The names, but every run of children behind their parents is turned round."""
+        """Return the names, but every run of children behind their parents is turned round."""
         turned: list[SequenceHash] = []
         starts, lengths = self.runs()
         for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True):
@@ -207,18 +207,18 @@ class BlockColumns(Mapping[int, Block]):
         return turned
 
     def leaves_first_of(self, rows: NDArray[np.intp]) -> list[SequenceHash]:
-        """The same of some rows only, which are in ascending order."""
+        """Return names like `leaves_first`, of some rows only, which are in ascending order."""
         starts, lengths = self.runs()
         run = np.searchsorted(starts, rows, side="right") - 1
         turned = rows[np.argsort(2 * starts[run] + lengths[run] - rows)]
         return [self.names[row] for row in turned.tolist()]
 
     def runs(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Where each run of children behind their parents begins, and how long it is."""
+        """Return where each run of children behind their parents begins, and how long it is."""
         starts = np.flatnonzero(~self.continues)
         return starts, np.diff(starts, append=len(self))
 
 
 def _words(names: NDArray[np.void]) -> NDArray[np.uint64]:
-    """Names as pairs of numbers, which are compared much faster."""
+    """Return names as pairs of numbers, which are compared much faster."""
     return np.ascontiguousarray(names).view(np.uint64).reshape(-1, 2)

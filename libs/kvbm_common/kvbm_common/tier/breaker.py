@@ -50,7 +50,10 @@ class Breaker:
         self._probing = False
 
     def allows(self, now_ms: int) -> bool:
-        """May something go there now? In PROBING only one thing may: call `start` then."""
+        """Return whether something may go to the guarded resource now.
+
+        In PROBING only one thing may: call `start` then.
+        """
         if self.state is BreakerState.OPEN and now_ms >= self._probe_from_ms:
             self._move("paused")
             self._probing = False
@@ -63,14 +66,14 @@ class Breaker:
         self._probing = self.state is BreakerState.PROBING
 
     def good(self) -> None:
-        """It came back as it should."""
+        """Note that an operation came back as it should."""
         self._troubles = 0
         if self.state is BreakerState.PROBING:
             self._move("succeeded")
             self._pause_ms = PAUSE_MS
 
     def trouble(self, now_ms: int) -> bool:
-        """It failed, or took too long; True: it is bypassed from now on."""
+        """Note a failure, or a long wait; return True if the resource is bypassed from now on."""
         self._troubles += 1
         probe_failed = self.state is BreakerState.PROBING
         if self.state is BreakerState.OPEN or not (probe_failed or self._troubles >= FAILURES_MAX):

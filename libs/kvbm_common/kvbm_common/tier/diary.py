@@ -33,7 +33,7 @@ class Diary:
         self._blocks = 0
 
     def __len__(self) -> int:
-        """How many entries there are."""
+        """Return how many entries there are."""
         return len(self._entries)
 
     def note(self, now_ms: int, what: str, block: SequenceHash) -> None:
@@ -55,11 +55,11 @@ class Diary:
             self._blocks -= len(self._entries.popleft().blocks)
 
     def entries(self, block: SequenceHash) -> list[tuple[int, str]]:
-        """All that is remembered of one block, (when in ms, what), oldest first."""
+        """Return all that is remembered of one block, (when in ms, what), oldest first."""
         return [
             (entry.now_ms, entry.told_of(block)) for entry in self._entries if block in entry.blocks
         ]
 
     def story(self, block: SequenceHash) -> list[str]:
-        """The same as text."""
+        """Return all that is remembered of one block, a text per entry, oldest first."""
         return [f"{now_ms} ms {what}" for now_ms, what in self.entries(block)]

@@ -176,7 +176,7 @@ class Followed(Generic[Item]):
         self.fall_behind(now_ms)
 
     def fall_behind(self, ask_at_ms: int) -> None:
-        """Something is missing: ask for a snapshot, not before a time."""
+        """Ask for a snapshot, not before a time, because something is missing."""
         if self.state is not FollowState.BEHIND:
             self._move("missed")
             self.ask_at_ms = ask_at_ms
@@ -245,7 +245,10 @@ class Followed(Generic[Item]):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Be current again if nothing waits: the position has just moved, and no hole is known."""
+        """Make the source current again if nothing waits and no hole is known.
+
+        It is called when the position has just moved.
+        """
         if self.state is FollowState.BEHIND and not self.waiting and not self.hollow:
             self._move("caught up")
             self.attempts = 0

@@ -11,7 +11,7 @@ from kvbm_common.checksum import block_checksum
 
 
 def owner_of(key: bytes, names: Mapping[str, bytes]) -> str | None:
-    """Whose a key is, of names and their bytes; None: there are none."""
+    """Return the name that owns a key, of names and their bytes; None: there are none."""
     if not names:
         return None
     return max(names, key=lambda name: block_checksum(key + names[name]))

@@ -112,11 +112,11 @@ class SlotTable:
     # --- questions --------------------------------------------------------------------------
 
     def find(self, block: SequenceHash) -> int | None:
-        """The slot of a committed block, None when it is not there."""
+        """Return the slot of a committed block, None when it is not there."""
         return self._slot.get(block)
 
     def is_staging(self, block: SequenceHash) -> bool:
-        """Is this block on its way in?"""
+        """Return whether this block is on its way in."""
         return block in self._staging
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
@@ -124,34 +124,34 @@ class SlotTable:
         return self._slot.keys().isdisjoint(names) and self._staging.keys().isdisjoint(names)
 
     def block(self, slot: int) -> Block:
-        """The committed block in a slot."""
+        """Return the committed block in a slot."""
         block = self._block[slot]
         assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
         return block if block is not _FOLDED else self._former[slot]
 
     def idle_block(self, slot: int) -> Block | None:
-        """The block in an INACTIVE slot; None: the slot has another state."""
+        """Return the block in an INACTIVE slot; None: the slot has another state."""
         return self.block(slot) if self._state[slot] is SlotState.INACTIVE else None
 
     def generation(self, slot: int) -> int:
-        """How often the slot was staged."""
+        """Return how often the slot was staged."""
         return self._generation[slot]
 
     def generations(self) -> dict[SequenceHash, int]:
-        """All blocks that can be found, with the generation of their slot."""
+        """Return all blocks that can be found, with the generation of their slot."""
         return {name: self._generation[slot] for name, slot in self._slot.items()}
 
     def blocks(self) -> list[Block]:
-        """All blocks that can be found."""
+        """Return all blocks that can be found."""
         return list(self.each_block())
 
     def unfolded_blocks(self) -> list[Block]:
-        """Those that are not folded."""
+        """Return the blocks that can be found and are not folded."""
         found = map(self._block.__getitem__, self._slot.values())
         return [block for block in found if block is not None and block is not _FOLDED]
 
     def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
-        """Which of these blocks are here, and folded."""
+        """Return which of these blocks are here, and folded."""
         if not self.folded_count:
             return set()
         slots = ((name, self._slot.get(name)) for name in names)
@@ -163,19 +163,19 @@ class SlotTable:
         return len(self._former) - self._unfolded
 
     def each_block(self) -> Iterator[Block]:
-        """The same one after the other; nothing may be moved meanwhile."""
+        """Yield all blocks that can be found, one by one; nothing may be moved meanwhile."""
         return (self.block(slot) for slot in self._slot.values())
 
     def latest(self, count: int) -> list[SequenceHash]:
-        """The `count` blocks that were committed last, oldest first."""
+        """Return the `count` blocks that were committed last, oldest first."""
         return list(islice(reversed(self._slot), count))[::-1]
 
     def pin_count(self, slot: int) -> int:
-        """How often a slot is pinned."""
+        """Return how often a slot is pinned."""
         return self._pins[slot]
 
     def __len__(self) -> int:
-        """How many blocks can be found."""
+        """Return how many blocks can be found."""
         return len(self._slot)
 
     @property
@@ -184,11 +184,11 @@ class SlotTable:
         return len(self._reset)
 
     def room(self) -> int:
-        """How many slots could be staged now, evicting where needed."""
+        """Return how many slots could be staged now, evicting where needed."""
         return len(self._reset) + len(self.policy)
 
     def counts(self) -> dict[str, int]:
-        """Slots by state, and `total`: those that may be used."""
+        """Count slots by state, and in `total` those that may be used."""
         active = len(self._slot) + len(self._discarded) - len(self.policy)
         return {
             "reset": len(self._reset),
@@ -210,11 +210,11 @@ class SlotTable:
         return self._block_bytes
 
     def staged(self) -> set[int]:
-        """The STAGED slots, abandoned ones included; for `check`."""
+        """Return the STAGED slots, abandoned ones included; for `check`."""
         return self._staged.keys() | self._abandoned
 
     def pins(self) -> dict[int, int]:
-        """The ACTIVE slots and how often each is pinned; for `check`."""
+        """Return the ACTIVE slots and how often each is pinned; for `check`."""
         return {slot: count for slot, count in enumerate(self._pins) if count}
 
     # --- moves ------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class SlotTable:
             free(block.hash)
 
     def abort(self, slot: int) -> None:
-        """The bytes did not arrive, or not intact."""
+        """Reset a staged slot, because its bytes did not arrive, or not intact."""
         self._move(slot, "abort")
         if slot in self._abandoned:
             self._abandoned.remove(slot)
@@ -275,7 +275,7 @@ class SlotTable:
         self._reset.append(slot)
 
     def abandon(self, slot: int) -> None:
-        """Late bytes may still reach a staged slot: free its name, and keep it until `abort`."""
+        """Free the name of a staged slot, but keep it until `abort`: late bytes may reach it."""
         assert slot in self._staged, f"slot {slot} is {self._state[slot].name}, cannot be abandoned"
         del self._staging[self._staged.pop(slot)]
         self._abandoned.add(slot)

@@ -279,5 +279,5 @@ audit_codec: JsonCodec[Audited] = JsonCodec(Audited)
 
 
 def audit_subject(kind: str, host: str, instance: str) -> str:
-    """Where the changes of one instance are written."""
+    """Return the subject on which the changes of one instance are written."""
     return f"{AUDIT_SUBJECT_PREFIX}.{kind}.{host}.{instance}"

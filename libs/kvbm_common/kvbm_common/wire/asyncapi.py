@@ -105,7 +105,7 @@ PARAMETERS: dict[str, Json] = {
 
 
 def document() -> Json:
-    """The whole description, AsyncAPI 3.0."""
+    """Return the whole description, AsyncAPI 3.0."""
     channels: Json = {}
     operations: Json = {}
     for one in PUBLISHED:
@@ -136,7 +136,7 @@ def document() -> Json:
 
 
 def render() -> str:
-    """The text of docs/asyncapi.yaml."""
+    """Render the text of docs/asyncapi.yaml."""
     # A development dependency: services and engines never render this.
     import yaml
 
@@ -158,7 +158,7 @@ def _info() -> Json:
 
 
 def _verb_subjects(verb: Verb) -> Iterable[tuple[str, str]]:
-    """Names and subjects of the channels on which a verb is asked."""
+    """Yield names and subjects of the channels on which a verb is asked."""
     name = "every" if verb.service == "{service}" else verb.service
     here = verbs.verb_subject(verb.service, verb.verb, host="{host}", instance="{instance}")
     yield f"{name}-{verb.verb}", here
@@ -167,7 +167,7 @@ def _verb_subjects(verb: Verb) -> Iterable[tuple[str, str]]:
 
 
 def _channel(subject: str | None, types: Sequence[type]) -> Json:
-    """A channel; without a subject it is an inbox that the requester names."""
+    """Describe a channel; without a subject it is an inbox that the requester names."""
     channel: Json = {
         "address": subject,
         "messages": {_name(one): {"$ref": f"#/components/messages/{_name(one)}"} for one in types},

@@ -55,11 +55,11 @@ class JsonCodec(Generic[Message]):
         self._peek = msgspec.json.Decoder(_Version)
 
     def encode(self, message: Message) -> bytes:
-        """The bytes of a message."""
+        """Encode a message into bytes."""
         return self._encoder.encode(message)
 
     def decode(self, payload: bytes) -> Message:
-        """The message of some bytes; raises WireError."""
+        """Decode a message from bytes; raises WireError."""
         _check_size(payload)
         try:
             return self._decoder.decode(payload)
@@ -76,11 +76,11 @@ class MsgpackCodec(Generic[Message]):
         self._peek = msgspec.msgpack.Decoder(_Version)
 
     def encode(self, message: Message) -> bytes:
-        """The bytes of a message."""
+        """Encode a message into bytes."""
         return self._encoder.encode(message)
 
     def decode(self, payload: bytes) -> Message:
-        """The message of some bytes; raises WireError."""
+        """Decode a message from bytes; raises WireError."""
         _check_size(payload)
         try:
             return self._decoder.decode(payload)
@@ -101,7 +101,7 @@ def _check_size(payload: bytes) -> None:
 
 
 def _refused(payload: bytes, error: Exception, peek: _Peek) -> WireError:
-    """What to say of a payload that did not decode. Mixed releases must show as `version`."""
+    """Return the error of a payload that did not decode. Mixed releases must show as `version`."""
     try:
         version = peek.decode(payload).v
     except _REFUSALS:

@@ -172,14 +172,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def split_published(frames: Sequence[bytes]) -> EngineFrame:
-    """A message of an engine's PUB; raises WireError."""
+    """Split a message of an engine's PUB; raises WireError."""
     if len(frames) != 3:
         raise _malformed(f"{len(frames)} frames instead of topic, seq and payload")
     return EngineFrame(frames[0], _seq_of(frames[1]), _checked_size(frames[2]))
 
 
 def split_replayed(frames: Sequence[bytes]) -> EngineFrame:
-    """A message of an engine's replay ROUTER, as a DEALER sees it; raises WireError."""
+    """Split a message of an engine's replay ROUTER, as a DEALER sees it; raises WireError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise _malformed(f"{len(frames)} frames are no replay")
     topic = frames[1] if len(frames) == 4 else b""
@@ -187,29 +187,29 @@ def split_replayed(frames: Sequence[bytes]) -> EngineFrame:
 
 
 def published_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """What a PUB sends."""
+    """Return the frames that a PUB sends."""
     return [topic, seq.to_bytes(SEQ_BYTES, "big"), payload]
 
 
 def replay_request(from_seq: int) -> list[bytes]:
-    """What a DEALER sends to have everything from `from_seq` again."""
+    """Return what a DEALER sends to have everything from `from_seq` again."""
     return [b"", from_seq.to_bytes(SEQ_BYTES, "big")]
 
 
 def split_replay_request(frames: Sequence[bytes]) -> int:
-    """The first sequence number that is asked for; raises WireError."""
+    """Return the first sequence number that is asked for; raises WireError."""
     if len(frames) != 2 or frames[0]:
         raise _malformed(f"{len(frames)} frames are no replay request")
     return _seq_of(frames[1])
 
 
 def replayed_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """One message of a replay, behind the asker's identity, as vLLM ≥ 0.26 frames it."""
+    """Return one message of a replay, behind the asker's identity, as vLLM ≥ 0.26 frames it."""
     return [b"", topic, seq.to_bytes(SEQ_BYTES, "big"), payload]
 
 
 def replay_end_frames() -> list[bytes]:
-    """The end of a replay."""
+    """Return the frames of the end of a replay."""
     return replayed_frames(b"", END_SEQ, b"")
 
 
@@ -217,12 +217,12 @@ def replay_end_frames() -> list[bytes]:
 
 
 def encode_batch(batch: EngineBatch) -> bytes:
-    """A payload in the map layout. Fields without a default in vLLM are there, even as nil."""
+    """Encode a payload in the map layout; fields without a default in vLLM stay, even as nil."""
     return _encoder.encode((batch.ts, [_as_map(event) for event in batch.events], batch.dp_rank))
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
-    """A payload in any layout; raises WireError.
+    """Decode a payload in any layout; raises WireError.
 
     An event of an unknown type becomes an `OtherEvent`; a known one that is malformed spoils the
     batch, because it may be a removal, and to miss one is to lie.
@@ -238,7 +238,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 
 def compact(batch: EngineBatch) -> EngineBatch:
-    """The same batch, whose token ids are views of u32 from now on, one piece of memory an event.
+    """Turn the token ids of a batch into views of u32, one piece of memory an event; return it.
 
     To be called before anybody else has the batch. Where hundreds wait to be applied together, an
     object for every id would cost more than all that is done with them. What are no ids stay as
@@ -273,7 +273,7 @@ def _batch_of(ts: float, events: Iterable[EngineEvent], dp_rank: int | None) -> 
 
 
 def _event_of(raw: Any) -> EngineEvent:
-    """One event in either layout; raises msgspec.ValidationError."""
+    """Decode one event in either layout; raises msgspec.ValidationError."""
     if isinstance(raw, list) and raw and isinstance(raw[0], str):
         name = raw[0]
         fields = dict(zip(_POSITIONS.get(name, ()), raw[1:], strict=False))
@@ -294,7 +294,10 @@ def _event_of(raw: Any) -> EngineEvent:
 
 
 def _normalised(event: EngineEvent) -> EngineEvent:
-    """The event with unsigned hashes."""
+    """Return the event with unsigned hashes, and with its `mm_keys` as extra keys.
+
+    Where `mm_keys` has an unknown shape, return an `OtherEvent` instead.
+    """
     if not isinstance(event, _WITH_HASHES):
         return event
     if isinstance(event, BlockStored) and event.mm_keys:
@@ -312,9 +315,9 @@ def _normalised(event: EngineEvent) -> EngineEvent:
 
 
 def _multimodal(event: BlockStored) -> tuple[tuple[Any, ...] | None, ...] | None:
-    """`mm_keys` as extra keys: per block, pairs of content hash and offset. None: some other shape.
+    """Return `mm_keys` as extra keys: per block, pairs of content hash and offset.
 
-    A pair is an array or a map of `hash` and `start_offset`.
+    None: some other shape. A pair is an array or a map of `hash` and `start_offset`.
     """
     count = len(event.block_hashes)
     if not isinstance(event.mm_keys, list) or len(event.mm_keys) != count:
@@ -344,7 +347,7 @@ def _any_negative(hashes: tuple[EngineHash, ...]) -> bool:
 
 
 def unsigned(value: EngineHash) -> EngineHash:
-    """An engine hash with a signed integer taken as its unsigned twin."""
+    """Return an engine hash with a signed integer taken as its unsigned twin."""
     return value & HASH_MASK if isinstance(value, int) else value
 
 

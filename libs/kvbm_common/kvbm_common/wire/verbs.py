@@ -371,17 +371,17 @@ hits_codec: JsonCodec[Hits] = JsonCodec(Hits)
 
 
 def offers_subject(host: str) -> str:
-    """Where the offers of a host's engines go."""
+    """Return the subject of the offers of a host's engines."""
     return f"kvbm.v1.offers.{host}"
 
 
 def hits_subject(host: str) -> str:
-    """Where the hits of a host's host tier go."""
+    """Return the subject of the hits of a host's host tier."""
     return f"kvbm.v1.hits.{host}"
 
 
 def verb_subject(kind: str, verb: str, *, host: str = "", instance: str = "") -> str:
-    """The subject of a verb, of any replica or of one instance."""
+    """Return the subject of a verb, of any replica or of one instance."""
     if host:
         return f"kvbm.v1.{kind}.{host}.{instance}.{verb}"
     return f"kvbm.v1.{kind}.{verb}"
