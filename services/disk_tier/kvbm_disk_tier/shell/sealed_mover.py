@@ -35,7 +35,8 @@ class SealedMover(DiskMover):
         keys: Keys,
         pool_slots: Callable[[int], int],
     ) -> None:
-        """`pool_slots` says how many slots of so many bytes the pool has."""
+        """Take over `mover`; `pool_slots` returns the pool's slot count for a slot size in
+        bytes."""
         super().__init__(mover=mover, counters=counters)
         self._keys = keys
         self._pool_slots = pool_slots
