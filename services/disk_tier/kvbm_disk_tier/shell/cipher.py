@@ -101,8 +101,7 @@ class Keys:
         return self._ciphers[namespace]
 
     def id_of(self, namespace: bytes) -> str | None:
-        """Return a name for the key of a namespace that reveals nothing of it; None: it has no
-        key."""
+        """Return a name for the key of a namespace that reveals nothing of it; None: no key."""
         if namespace not in self._ids:  # A listing asks for every object.
             key = self._key(namespace)
             self._ids[namespace] = None if key is None else _id_of(key)

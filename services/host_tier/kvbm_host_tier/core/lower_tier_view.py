@@ -97,7 +97,7 @@ class LowerTierView:
         self._instance.pop(name, None)
 
     def avoid(self, name: SequenceHash, now_ms: int, *, for_ms: int = AVOID_MS) -> None:
-        """Avoid a block for a while: a fill of it has failed, but it may be there."""
+        """Leave a block alone for a while: a fill of it has failed, but it may be there."""
         self._avoid.pop(name, None)
         self._avoid[name] = now_ms + for_ms
         while len(self._avoid) > AVOID_MAX:
@@ -111,7 +111,7 @@ class LowerTierView:
         return self._ask(instance, now_ms)
 
     def left(self, instance: str) -> None:
-        """Drop what a disk tier held: it has left."""
+        """Drop what a disk tier held, and remember it as away: the tier has left."""
         self._remember_away(instance)
         self._clear(instance)
         self._sources.pop(instance, None)

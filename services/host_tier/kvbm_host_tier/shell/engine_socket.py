@@ -34,7 +34,7 @@ IPC = "ipc://"
 def own_endpoint(endpoint: str, instance: str) -> str:
     """Return the second endpoint of an instance that shares a well-known one.
 
-    Empty: it has none, because the shared one is not a path.
+    Empty: it has none, because the shared one is not an IPC path.
     """
     if not endpoint.startswith(IPC):
         return ""

@@ -157,8 +157,7 @@ class PeerReader:
             self._process.kill()
 
     def _end_all(self) -> None:
-        """Fail all calls and settle all reads: with the process ended whatever could still
-        write."""
+        """Fail all calls and settle all reads: the process that could still write has ended."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(PeerReaderClosed("the door process has ended"))

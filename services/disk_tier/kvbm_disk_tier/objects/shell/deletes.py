@@ -26,8 +26,7 @@ class Deletes:
     """The queue, and the one task that empties it."""
 
     def __init__(self, bucket: Bucket, counted: Callable[[str, int], None]) -> None:
-        """Start with an empty queue; `counted(outcome, objects)` hears of the outcome of
-        deletes."""
+        """Start with an empty queue; `counted(outcome, objects)` hears how deletes end."""
         self._bucket = bucket
         self._counted = counted
         self._queue: OrderedDict[str, None] = OrderedDict()
