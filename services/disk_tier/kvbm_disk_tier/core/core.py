@@ -92,7 +92,7 @@ class DiskTierCore:
         write_budget: int = 0,
         kind: StoreKind = DISK,
     ) -> None:
-        """`write_budget`: bytes in 24 hours, 0 without a limit."""
+        """Create an empty core; `write_budget` is in bytes per 24 hours, 0 without a limit."""
         assert instance, "an instance has a name"
         assert epoch >= 0
         limits = limits or DiskTierLimits()

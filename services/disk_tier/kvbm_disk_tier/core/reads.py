@@ -91,7 +91,7 @@ class Reads:
         outbox: Outbox,
         counts: Counter[str],
     ) -> None:
-        """`ids`: of the reads, shared with the writes."""
+        """Start without reads; `ids` numbers them and is shared with the writes."""
         self.flying: dict[int, Read] = {}
         self.waiting: list[tuple[int, int, FillAsked]] = []
         """A heap of (turn, number of arrival, fill)."""

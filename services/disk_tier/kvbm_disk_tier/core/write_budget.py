@@ -27,7 +27,7 @@ class WriteBudget:
         return self._level
 
     def take(self, size: int, now_ms: int) -> bool:
-        """Spend this many bytes, if they may be written.
+        """Take this many bytes from the budget; return False, and take none, if it lacks them.
 
         A batch larger than the bucket may go when the bucket is full; what it took too much is
         waited for afterwards.

@@ -66,7 +66,10 @@ class Writes:
         outbox: Outbox,
         counts: Counter[str],
     ) -> None:
-        """`owner`: in whose name leases are taken. `ids`: of the writes, shared with the reads."""
+        """Start without writes; leases are taken in the name of `owner`.
+
+        `ids` numbers the writes and is shared with the reads.
+        """
         assert owner, "leases have an owner"
         self.flying = WritesInFlight(inventory.diary)
         self.may_begin = store.kind.sized

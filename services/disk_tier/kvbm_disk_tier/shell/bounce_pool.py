@@ -27,9 +27,9 @@ class BouncePool:
 
     @asynccontextmanager
     async def lend(self, count: int, *, deadline_s: float) -> AsyncIterator[list[int]]:
-        """Slots for one transfer, once there are so many; raises TransferError.
+        """Lend slots to one transfer as soon as `count` are free; raises TransferError.
 
-        Leave only when the transfer can touch them no more.
+        Leave the context only when the transfer can touch them no more.
         """
         if count > self._slot_count:
             raise TransferFailed(f"{count} blocks at once: the pool has {self._slot_count} slots")
@@ -48,6 +48,6 @@ class BouncePool:
                 self._given_back.notify_all()
 
     def slot(self, number: int) -> memoryview:
-        """The bytes of a slot."""
+        """Return a view of the bytes of a slot."""
         start = number * self.slot_bytes
         return self._view[start : start + self.slot_bytes]

@@ -60,7 +60,10 @@ class Keys:
     """The keys that blocks are sealed with, by namespace. Never printed."""
 
     def __init__(self, by_prefix: Mapping[str, bytes]) -> None:
-        """Keys of 32 bytes by the beginning of a namespace's digest; empty: of all others."""
+        """Hold keys of 32 bytes by the beginning of a namespace's digest.
+
+        The key with the empty beginning is for all other namespaces.
+        """
         # The longest beginning first: it says most.
         self._by_prefix = sorted(by_prefix.items(), key=lambda entry: -len(entry[0]))
         self._ciphers: dict[bytes, AESGCM | None] = {}
@@ -68,7 +71,7 @@ class Keys:
 
     @classmethod
     def parse(cls, text: str, variable: str) -> Keys:
-        """Entries with commas, blanks or line breaks between; raises BadKeys."""
+        """Parse entries with commas, blanks or line breaks between; raises BadKeys."""
         found: dict[str, bytes] = {}
         for number, entry in enumerate(filter(None, re.split(r"[\s,]+", text)), 1):
             matched = _ENTRY.fullmatch(entry.lower())
@@ -85,27 +88,27 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path, variable: str) -> Keys:
-        """The keys in a file; raises BadKeys."""
+        """Read the keys in a file; raises BadKeys."""
         try:
             return cls.parse(path.read_text(encoding="ascii"), variable)
         except (OSError, UnicodeDecodeError) as error:
             raise BadKeys(f"{variable}: {path} cannot be read: {error}") from error
 
     def cipher(self, namespace: bytes) -> AESGCM | None:
-        """The cipher of a namespace; None: it has no key."""
+        """Return the cipher of a namespace, or None if it has no key."""
         if namespace not in self._ciphers:
             self._ciphers[namespace] = self._derive(namespace)
         return self._ciphers[namespace]
 
     def id_of(self, namespace: bytes) -> str | None:
-        """Names the key of a namespace without telling anything of it; None: it has no key."""
+        """Return a name for the key of a namespace that reveals nothing of it; None: no key."""
         if namespace not in self._ids:  # A listing asks for every object.
             key = self._key(namespace)
             self._ids[namespace] = None if key is None else _id_of(key)
         return self._ids[namespace]
 
     def ids(self) -> list[str]:
-        """The names of all keys."""
+        """Return the names of all keys, sorted."""
         return sorted({_id_of(key) for _, key in self._by_prefix})
 
     def _key(self, namespace: bytes) -> bytes | None:

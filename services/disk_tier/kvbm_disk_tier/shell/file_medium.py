@@ -55,7 +55,7 @@ class FileMedium:
         self._store.close()
 
     async def recover(self) -> StoreOpened | StoreFailed | None:
-        """What the journal of a former life says."""
+        """Recover what the journal of an earlier process records."""
         try:
             return await asyncio.wrap_future(self._thread.call(self._recover))
         except StoreError as error:
@@ -74,7 +74,7 @@ class FileMedium:
         return StoreOpened(header.slot_count, header.slot_bytes, found, depth)
 
     async def open(self, slot_bytes: int) -> StoreOpened | StoreFailed:
-        """An empty store in place of whatever was there."""
+        """Create an empty store in place of the one that was there, if any."""
 
         def create() -> StoreOpened:
             self._mover.drop_file()

@@ -61,7 +61,7 @@ class DiskMover:
     """One NIXL agent between one file and the arenas that are mapped now."""
 
     def __init__(self, *, mover: MoverThread, counters: Metrics) -> None:
-        """`mover` can move files; it is closed with this."""
+        """Take over `mover`, which can move files; it is closed with this."""
         self._mover = mover
         self._worker = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="worker")
         self._arenas: dict[int, tuple[Arena, Registration]] = {}
@@ -122,7 +122,10 @@ class DiskMover:
     def depth(
         self, tuning: Tuning, slot_count: int, stride: int, taken: Mapping[int, Block]
     ) -> Depth:
-        """How much in flight keeps the file busy; nothing may fly. `taken`: slots with blocks."""
+        """Set and return the queue depth that keeps the file busy; nothing may be in flight.
+
+        `taken`: slots with blocks.
+        """
         assert self._flying == 0
         self._mover.limit_files(read_bytes=None, written_bytes=None)
         found = tuning.depth(self._mover, self._fd, stride, slot_count, taken)
@@ -133,7 +136,7 @@ class DiskMover:
         return found
 
     def drop_file(self) -> None:
-        """The file is about to be closed; nothing may fly."""
+        """Release the file, which is about to be closed; nothing may be in flight."""
         assert self._flying == 0
         if self._file is not None:
             self._mover.deregister(self._file).result(CALL_DEADLINE_S)
@@ -156,7 +159,7 @@ class DiskMover:
     async def _written(
         self, effect: WriteSlots, outcomes: Sequence[Put | BaseException]
     ) -> Written | WriteFailed:
-        """All parts of a batch have ended."""
+        """Combine the outcomes of all parts of a batch, which have ended."""
         failed: WriteFailed | None = None
         lost: list[int] = []
         before = 0
@@ -184,7 +187,7 @@ class DiskMover:
         return await asyncio.wrap_future(future)
 
     async def read(self, effect: ReadSlots) -> ReadDone | ReadFailed:
-        """File to arena, and every checksum compared."""
+        """Copy blocks from the file to the arena and compare every checksum."""
         arena = self._arena(effect.epoch)
         if arena is None:
             return ReadFailed(effect.read, STALE_ARENA)
@@ -213,7 +216,7 @@ class DiskMover:
         return moved
 
     async def _in_thread(self, work: Callable[[Arena, E], T], arena: Arena, effect: E) -> T:
-        """What takes processor time: it keeps off the event loop."""
+        """Run work that takes processor time in a thread: it keeps off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, arena, effect)
 
     def _observe(self, path: str, moved: Transferred) -> None:
@@ -247,7 +250,7 @@ async def wait_settled(error: TransferError) -> None:
 
 
 def left_s(effect: ReadSlots) -> float:
-    """Until a read's deadline, in seconds; a little where it has passed."""
+    """Return the seconds until a read's deadline; 0.01 where it has passed."""
     return max((effect.until_ms - monotonic_ms()) / 1000, 0.01)
 
 

@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 
 def file_mover(name: str, wanted: str, directory: Path, *, direct: bool = True) -> MoverThread:
-    """A mover for files in `directory`; raises MoverUnavailable.
+    """Start a mover for files in `directory`; raises MoverUnavailable.
 
-    What is `wanted` other than AUTO is tried on a file there first: a plug-in may load, and its
-    driver, or the file system, may still not do. Then, and where it is missing, POSIX it is.
+    A `wanted` back end other than AUTO is tried on a file there first: a plug-in may load, and its
+    driver, or the file system, may still not do. If the trial fails or the plug-in is missing,
+    POSIX is used.
     """
     if wanted != AUTO:
         backend = wanted.upper()
@@ -41,7 +42,7 @@ def file_mover(name: str, wanted: str, directory: Path, *, direct: bool = True) 
 
 
 def _tried(name: str, backend: str, directory: Path, *, direct: bool) -> MoverThread:
-    """A mover that has written a page and read it again; raises KvbmError or OSError."""
+    """Return a mover that has written a page and read it again; raises KvbmError or OSError."""
     mover = MoverThread(name, backends=(backend,))
     path = directory / "trial"
     try:

@@ -68,7 +68,10 @@ class Tuning:
     def depth(
         self, mover: MoverThread, fd: int, stride: int, slot_count: int, taken: Mapping[int, object]
     ) -> Depth:
-        """The depth for a store; `taken`: its slots that hold blocks. Nothing else may fly."""
+        """Return the depth for a store, measured unless it is configured.
+
+        `taken`: its slots that hold blocks. Nothing else may be in flight.
+        """
         if self.queue_depth is not None:
             return Depth(self.queue_depth, self.queue_depth)
         sample = range(0, slot_count, max(1, slot_count // (2 * DEPTH_MAX)))
@@ -111,7 +114,7 @@ def measure(
 
 
 def knee(rates: Mapping[int, float]) -> int | None:
-    """The smallest depth that is as good as the best; None: nothing was measured."""
+    """Return the smallest depth that is as good as the best; None: nothing was measured."""
     if not rates:
         return None
     enough = GOOD_ENOUGH * max(rates.values())
@@ -123,7 +126,10 @@ def _at_least(least: int, depth: int | None) -> int | None:
 
 
 def _enough(rates: Mapping[int, float], stride: int, turn_s: float) -> int | None:
-    """The knee twice: some wait in the kernel. And what the disk moves in a turn of ours."""
+    """Return twice the knee, plus what the disk moves in a turn of ours; None: not measured.
+
+    The knee counts twice since some requests wait in the kernel.
+    """
     depth = knee(rates)
     return None if depth is None else 2 * depth + round(turn_s * max(rates.values()) / stride)
 
@@ -174,7 +180,7 @@ class _Run:
         return mover.read_file(self._fd, memory, file, deadline_s=TRANSFER_DEADLINE_S)
 
     def rates(self, move: Move, slots: Sequence[int], end_s: float) -> dict[int, float]:
-        """Bytes a second by depth, as far as the time goes; what fails ends it."""
+        """Measure bytes a second by depth, as far as the time goes; a failure ends it."""
         rates: dict[int, float] = {}
         if len(slots) < SLOTS_MIN:
             return rates

@@ -35,7 +35,7 @@ class SealedMover(DiskMover):
         keys: Keys,
         pool_slots: Callable[[int], int],
     ) -> None:
-        """`pool_slots` says how many slots of so many bytes the pool has."""
+        """Take over `mover`; `pool_slots(slot_bytes)` returns how many slots a pool has."""
         super().__init__(mover=mover, counters=counters)
         self._keys = keys
         self._pool_slots = pool_slots

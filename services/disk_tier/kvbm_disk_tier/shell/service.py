@@ -75,7 +75,7 @@ async def serve(context: ServiceContext) -> None:
 
 
 def keys_of(settings: Settings) -> Keys | None:
-    """What blocks are sealed with, None: nothing; raises BadKeys."""
+    """Return the keys that blocks are sealed with, None: they are not; raises BadKeys."""
     if settings.disk_keys and settings.disk_keys_file is not None:
         raise KvbmError("KVBM_DISK_KEYS and KVBM_DISK_KEYS_FILE are both set: one is enough")
     if not settings.disk_keys and settings.disk_keys_file is None:
@@ -122,5 +122,5 @@ async def _wait_store(options: StoreOptions, stopping: asyncio.Event) -> Store |
 
 
 def main() -> None:
-    """The entry point of `kvbm serve disk-tier`."""
+    """Run the disk tier: the entry point of `kvbm serve disk-tier`."""
     run("disk-tier", serve)

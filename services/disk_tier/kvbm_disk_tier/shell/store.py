@@ -156,7 +156,7 @@ class Store:
         return found
 
     def _refusal(self, header: Header) -> str:
-        """Why a store cannot be used as it is; empty: it can."""
+        """Return why a store cannot be used as it is; empty: it can."""
         if header.format != FORMAT:
             return (
                 f"it has format {header.format}, and this release has format {FORMAT}; an empty "
@@ -235,7 +235,7 @@ class Store:
             self._fill(fd, size)
 
     def _fill(self, fd: int, size: int) -> None:
-        """The file system cannot preallocate: write zeros, or leave the file sparse."""
+        """Write zeros or leave the file sparse: the file system cannot preallocate."""
         if not self.options.zerofill_fallback:
             os.ftruncate(fd, size)
             return
@@ -276,12 +276,12 @@ class Store:
         os.ftruncate(self._journal_fd, size - size % RECORD_BYTES)
 
     def synchronise(self) -> None:
-        """`sync` = interval: called every second."""
+        """Synchronise an open store; called every second where `sync` is interval."""
         if self.fd >= 0:
             self._synchronise()
 
     def _synchronise(self) -> None:
-        """Both files at the same time: the disk flushes once for both.
+        """Synchronise both files at the same time: the disk flushes once for both.
 
         A power cut may keep a record and lose its block, which fails its checksum when it is read;
         it was never announced.
@@ -318,7 +318,7 @@ class Store:
 
 
 def stride_of(slot_bytes: int, cipher: str) -> int:
-    """Bytes from slot to slot in a file of slots for blocks of so many bytes."""
+    """Return the bytes from slot to slot in a file for blocks of `slot_bytes` bytes."""
     return slot_bytes + (EXTRA_BYTES if cipher else 0)
 
 

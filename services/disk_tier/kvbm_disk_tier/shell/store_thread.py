@@ -41,7 +41,7 @@ class StoreThread:
         self._thread.shutdown(wait=True)
 
     def append(self, records: tuple[Record, ...], *, write: int | None) -> Future[tuple[int, ...]]:
-        """`Store.append`, together with what else waits; fails with OSError.
+        """Queue a `Store.append`, done together with others that wait; fails with OSError.
 
         `write`: the batch that these records commit, if they do. The first of those appended
         together learns of all, the others of none.
@@ -51,7 +51,7 @@ class StoreThread:
         return append.done
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Anything else that uses the store."""
+        """Queue any other function that uses the store, and return its future."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -68,7 +68,10 @@ class StoreThread:
         self._thread.submit(self._take_turn)
 
     def _take_turn(self) -> None:
-        """One turn per job is submitted; a turn that finds nothing was spared by a group."""
+        """Run the next job; appends that wait next to each other run as one.
+
+        One turn per job is submitted; a turn that finds nothing was spared by a group.
+        """
         if not self._waiting:
             return
         job = self._waiting.popleft()

@@ -179,7 +179,10 @@ class TierShell:
         self._offer(HitsTold(hits.instance, hits))
 
     async def _follow_hosts(self) -> None:
-        """Every event of a host tier of this host, from now on; snapshots tell what was before."""
+        """Follow every event of a host tier of this host, from now on.
+
+        Snapshots tell what was before.
+        """
         subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
         subscription = self._context.bus.event_subscription(
             start="new",
@@ -290,14 +293,16 @@ class TierShell:
         return None
 
     async def _pause(self) -> AnnounceMore:
-        """Others have their turn, and NATS its time: what the outbox dropped would be a gap."""
+        """Give other tasks a turn, and NATS time: what the outbox dropped would be a gap."""
         with contextlib.suppress(DeadlineExceeded):
             await self._publisher.flush(deadline_s=ANNOUNCE_DEADLINE_S)
         return AnnounceMore()
 
     async def _say_accepting(self, accepting: bool) -> None:
-        """An instance that does not hear of it goes on as before: a block is written twice, or
-        not."""
+        """Tell the other instances whether this one accepts blocks.
+
+        An instance that does not hear of it goes on as before: a block is written twice, or not.
+        """
         try:
             await self._context.registration.update({ACCEPTING: accepting})
         except RegistryUnavailable as error:

@@ -107,7 +107,7 @@ class Answers:
         counts: Counter[str],
         emit: Emit,
     ) -> None:
-        """`answered`: keeps a lookup until its misses are explained."""
+        """Start without hits; `answered` keeps a lookup until its misses are explained."""
         assert hit_window >= 0
         self._table = table
         self._leases = leases

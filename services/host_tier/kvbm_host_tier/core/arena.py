@@ -31,7 +31,10 @@ class Arena:
         make_slots: Callable[[int], None],
         emit: Emit,
     ) -> None:
-        """`slots_wanted`: the configured number; None: as many as fit into the memory."""
+        """Start without slots; `slots_wanted` is the configured number of them.
+
+        None: as many as fit into the memory.
+        """
         assert slots_wanted is None or slots_wanted >= 0
         self.info = info
         self.slot_bytes = 0

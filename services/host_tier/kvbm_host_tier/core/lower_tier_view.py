@@ -51,7 +51,7 @@ class LowerTierView:
         return name in self._instance
 
     def missing(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
-        """Those that no disk tier has."""
+        """Return those names that no disk tier has."""
         known = self._instance
         return [name for name in names if name not in known]
 
@@ -69,12 +69,12 @@ class LowerTierView:
         return list(self._sources)
 
     def has_never_had(self, names: Collection[SequenceHash]) -> bool:
-        """Is nothing known of any of these?"""
+        """Return whether nothing is known of any of these names."""
         known = (self._instance.keys(), self._away)
         return self.fates.knows_none_of(names) and all(one.isdisjoint(names) for one in known)
 
     def is_away(self, name: SequenceHash) -> bool:
-        """Did an instance have it that is away?"""
+        """Return whether an instance had this block that is away."""
         return name in self._away
 
     def epoch(self, instance: str) -> int:
@@ -83,35 +83,35 @@ class LowerTierView:
         return source.epoch if source is not None else 0
 
     def usable(self, name: SequenceHash, now_ms: int) -> bool:
-        """Is it worth while to ask for this block now?"""
+        """Return whether it is worth while to ask for this block now."""
         return self.source(name, now_ms) is not None
 
     def source(self, name: SequenceHash, now_ms: int) -> str | None:
-        """Whom to ask for this block now; None: it is not worth while."""
+        """Return the instance to ask for this block now; None: it is not worth while."""
         instance = self._instance.get(name)
         avoided = instance is not None and self._avoid and now_ms < self._avoid.get(name, now_ms)
         return None if avoided else instance
 
     def forget(self, name: SequenceHash) -> None:
-        """The disk tier does not have this block: not again until it is announced again."""
+        """Forget a block that the disk tier does not have, until it is announced again."""
         self._instance.pop(name, None)
 
     def avoid(self, name: SequenceHash, now_ms: int, *, for_ms: int = AVOID_MS) -> None:
-        """A fill of this block has failed, but it may be there: not again for a while."""
+        """Leave a block alone for a while: a fill of it has failed, but it may be there."""
         self._avoid.pop(name, None)
         self._avoid[name] = now_ms + for_ms
         while len(self._avoid) > AVOID_MAX:
             self._avoid.popitem(last=False)
 
     def joined(self, instance: str, now_ms: int = 0) -> list[AskDiskSnapshot]:
-        """A disk tier is there: what does it hold?"""
+        """Note a disk tier that has joined, and ask what it holds."""
         source = self._source_of(instance)
         source.fall_behind(now_ms)
         source.ask_at_ms = min(source.ask_at_ms, now_ms)
         return self._ask(instance, now_ms)
 
     def left(self, instance: str) -> None:
-        """A disk tier is gone."""
+        """Drop what a disk tier held, and remember it as away: the tier has left."""
         self._remember_away(instance)
         self._clear(instance)
         self._sources.pop(instance, None)
@@ -139,7 +139,7 @@ class LowerTierView:
         return new, self._ask(instance, now_ms)
 
     def snapshot(self, instance: str, reply: SnapshotReply | None, now_ms: int = 0) -> None:
-        """The answer to AskDiskSnapshot; None: there was none.
+        """Apply the answer to AskDiskSnapshot; None: there was none.
 
         Events that have overtaken it have waited, and are applied once more on top.
         """

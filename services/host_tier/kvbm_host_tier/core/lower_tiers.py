@@ -24,22 +24,22 @@ class LowerTiers:
         return any(name in view for view in self.views.values())
 
     def instances(self) -> list[tuple[Tier, str]]:
-        """Every instance below that has joined, the nearest first."""
+        """Return every instance below that has joined, the nearest first."""
         return [(tier, one) for tier, view in self.views.items() for one in view.instances]
 
     def missing(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
-        """Those that some tier that is there does not have, or all of them when none is."""
+        """Return those names that some present tier does not have; all if no tier is present."""
         views = [view for view in self.views.values() if view.is_followed]
         if len(views) == 1:
             return views[0].missing(names)
         return [name for name in names if not views or any(name not in view for view in views)]
 
     def usable(self, name: SequenceHash, now_ms: int) -> bool:
-        """Is it worth while to ask for this block now?"""
+        """Return whether it is worth while to ask for this block now."""
         return self.source(name, now_ms) is not None
 
     def source(self, name: SequenceHash, now_ms: int) -> tuple[Tier, str] | None:
-        """Whom to ask for a block now: the tier, and its instance. None: it is not worth while."""
+        """Return the tier and the instance to ask for a block now; None: it is not worth while."""
         for tier, view in self._nearest_first:
             instance = view.source(name, now_ms)
             if instance is not None:
@@ -53,7 +53,10 @@ class LowerTiers:
 
 
 def tier_of(source: str) -> tuple[Tier, str] | None:
-    """The lower tier that a source is an instance of: ("disk", "0"); None: of no lower tier."""
+    """Return the lower tier that a source is an instance of: ("disk", "0").
+
+    None: it is an instance of no lower tier.
+    """
     for tier in LOWER:
         if source.startswith(f"{tier}-tier-"):
             return tier, source.removeprefix(f"{tier}-tier-")

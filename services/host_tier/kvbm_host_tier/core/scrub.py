@@ -76,9 +76,9 @@ class Scrubber:
         counts: Counter[str],
         emit: Emit,
     ) -> None:
-        """`is_busy`: whether a transfer is in flight, which the scrubber would take bandwidth from.
+        """Start waiting; `cpu_percent` is of one core, 0: no block is read.
 
-        `cpu_percent`: of one core; 0: no block is read.
+        `is_busy`: whether a transfer is in flight, which the scrubber would take bandwidth from.
         """
         assert 0 <= cpu_percent <= 100
         self._held = held

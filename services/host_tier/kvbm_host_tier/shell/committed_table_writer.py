@@ -29,7 +29,7 @@ class CommittedTableWriter:
         )
 
     def follow(self, event: Event) -> None:
-        """Blocks come and go."""
+        """Update the table after an event: blocks come and go."""
         match event:
             case Stored(runs=runs):
                 roster = self._roster or self._make()
@@ -46,7 +46,7 @@ class CommittedTableWriter:
                 assert_never(event)
 
     def _make(self) -> CommittedTable | None:
-        """Without one, engines ask."""
+        """Create the table, or return None if that has failed: then engines ask."""
         if self._has_failed:
             return None
         view = self._view

@@ -20,7 +20,10 @@ _limiter = OncePerKind(logging.getLogger(__name__))
 
 
 async def ask_fates(context: ServiceContext, effect: AskFates) -> FatesTold:
-    """The outcome of AskFates. Without an answer a miss is explained by what is known here."""
+    """Ask a lower tier as AskFates says, and return its answer.
+
+    Without an answer a miss is explained by what is known here.
+    """
     subject = verb_subject(
         f"{effect.tier}-tier", "fates", host=context.host, instance=effect.instance
     )

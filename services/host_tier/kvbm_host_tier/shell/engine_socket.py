@@ -32,7 +32,10 @@ IPC = "ipc://"
 
 
 def own_endpoint(endpoint: str, instance: str) -> str:
-    """Where one of those that share a well-known endpoint listens, too; empty: nowhere."""
+    """Return the second endpoint of an instance that shares a well-known one.
+
+    Empty: it has none, because the shared one is not an IPC path.
+    """
     if not endpoint.startswith(IPC):
         return ""
     path = Path(endpoint.removeprefix(IPC))

@@ -20,7 +20,7 @@ from kvbm_host_tier.core.view import HostTierView
 
 
 def explain_verbs(view: HostTierView) -> dict[str, VerbHandler]:
-    """`explain` and `explain_list`, over what this host tier has kept."""
+    """Return `explain` and `explain_list`, over what this host tier has kept."""
 
     async def one(payload: bytes) -> bytes:
         request = explain_request.decode(payload)
@@ -48,7 +48,10 @@ def explain_verbs(view: HostTierView) -> dict[str, VerbHandler]:
 
 
 def _wall_clock_ahead_ms() -> int:
-    """The core's clock counts from some start; people want the time of day."""
+    """Return how far the time of day is ahead of the core's clock.
+
+    The core's clock counts from some start; people want the time of day.
+    """
     return time.time_ns() // 1_000_000 - monotonic_ms()
 
 

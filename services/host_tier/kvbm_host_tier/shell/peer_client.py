@@ -84,7 +84,7 @@ class PeerClient:
         door.on_settled = self._settled
 
     def left(self, peer: PeerId) -> None:
-        """A peer has left, or begun a new life: it is asked again where its arena is.
+        """Forget a peer that has left or begun a new life: it is asked again where its arena is.
 
         NIXL forgets it only when nothing hangs: a wire may heal, and the same peer return.
         """
@@ -99,7 +99,7 @@ class PeerClient:
     # --- the index --------------------------------------------------------------------------
 
     async def holders(self, ask: AskHolders) -> HoldersTold:
-        """Which other host tiers have the beginning of a run?"""
+        """Ask the index which other host tiers have the beginning of a run."""
         if not self._bus.connected:
             return HoldersTold(ask.question, None)
         request = MatchRequest(hashes=[name.hex() for name in ask.names])
@@ -156,7 +156,7 @@ class PeerClient:
             self._unreleased.labels(reason=error.code).inc()
 
     async def _meet(self, peer: PeerId, until_ms: int) -> Known:
-        """Where its arena is, as far as we know, or as it says."""
+        """Return where a peer's arena is, as far as we know, or as it says."""
         async with self._meeting.setdefault(peer, asyncio.Lock()):
             known = self._known.get(peer)
             if known is not None and known.life == self._door.life:
@@ -222,9 +222,10 @@ class PeerClient:
 def readable(
     pull: PullFromPeer, door: DoorReply, leased: Sequence[LeasedSlot]
 ) -> list[tuple[int, LeasedSlot]]:
-    """What of a lease can be read into our slots: blocks that were asked for, inside both arenas.
+    """Return what of a lease can be read into our slots.
 
-    All of one size and number of parts, as the blocks of one chain are.
+    These are blocks that were asked for, inside both arenas. All are of one size and number of
+    parts, as the blocks of one chain are.
     """
     slot_of: dict[SequenceHash, int] = dict(zip(pull.names, pull.slots, strict=True))
     wanted: list[tuple[int, LeasedSlot]] = []

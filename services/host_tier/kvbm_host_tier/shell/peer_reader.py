@@ -143,7 +143,7 @@ class PeerReader:
             self.on_settled(read)
 
     def may_write(self, read: int) -> bool:
-        """Has a failed read not settled yet?"""
+        """Return whether a failed read may still write: it has not settled yet."""
         return read in self._unsettled
 
     @property
@@ -157,7 +157,7 @@ class PeerReader:
             self._process.kill()
 
     def _end_all(self) -> None:
-        """The process is gone, and with it whatever could still write."""
+        """Fail all calls and settle all reads: the process that could still write has ended."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(PeerReaderClosed("the door process has ended"))
@@ -218,7 +218,7 @@ class PeerReader:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """In order by the end of its input, or not."""
+    """End a process by the end of its input, or kill it after a deadline."""
     if process.stdin is not None:
         process.stdin.close()
     try:

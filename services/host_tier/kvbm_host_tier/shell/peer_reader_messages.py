@@ -89,13 +89,13 @@ _from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor
 
 
 def frame(message: ToDoor | FromDoor) -> bytes:
-    """A message as it goes into a pipe."""
+    """Encode a message as it goes into a pipe."""
     payload = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
 
 def read_frame(pipe: BinaryIO) -> ToDoor | None:
-    """The next message of the host tier; None: it has closed the pipe."""
+    """Read the next message of the host tier; None: it has closed the pipe."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -106,7 +106,7 @@ def read_frame(pipe: BinaryIO) -> ToDoor | None:
 
 
 async def receive_frame(pipe: asyncio.StreamReader) -> FromDoor | None:
-    """The next message of the door; None: it has ended."""
+    """Receive the next message of the door; None: it has ended."""
     try:
         size = _LENGTH.unpack(await pipe.readexactly(_LENGTH.size))[0]
         assert size <= FRAME_BYTES_MAX, size

@@ -165,7 +165,7 @@ class Puller:
         return PeerAttached(effect.engine, effect.rank, peer)
 
     def _open(self, peer: str, memory: DeviceMemory) -> None:
-        """A worker's memory is on a GPU: by CUDA, or, where that cannot be, by NIXL."""
+        """Attach a worker's memory on a GPU by CUDA, or, where that cannot be, by NIXL."""
         from kvbm_common.cuda.pulling import DevicePuller  # Only where there is a GPU.
 
         with self._opening:  # Several ranks come at once.

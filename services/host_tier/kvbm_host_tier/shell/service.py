@@ -65,5 +65,5 @@ def _limits(context: ServiceContext) -> HostTierLimits:
 
 
 def main() -> None:
-    """The entry point of `kvbm serve host-tier`."""
+    """Run the host tier: the entry point of `kvbm serve host-tier`."""
     run("host-tier", serve)

@@ -77,7 +77,7 @@ class Siblings:
                 self._complete(MemberLeft(instance, epoch, said_so=False))
 
     def registry_changed(self, event: RegistryEvent) -> None:
-        """A host tier of this host, perhaps ourselves, has come, changed or gone."""
+        """Pass on that a host tier of this host, perhaps this one, came, changed or left."""
         record = event.record
         if isinstance(event, Left):
             said_so = event.reason == "deleted"
@@ -98,8 +98,11 @@ class Siblings:
                 self._complete(MapTold(msgspec.json.decode(told, type=ShardMap)))
 
     async def say(self, place: SayPlace) -> None:
-        """A host tier that does not hear of it goes by the map before: engines come and are
-        redirected."""
+        """Publish our place, and the shard map if one is given, in the registry.
+
+        A host tier that does not hear of it goes by the map before: engines come and are
+        redirected.
+        """
         info: Info = {ENDPOINT: self._engines.own, TAKES: place.takes}
         if place.shard_map is not None:
             info[SHARDS] = msgspec.json.encode(place.shard_map).decode()
@@ -109,7 +112,7 @@ class Siblings:
             self._log.warning(error.code, f"the other host tiers do not hear of us: {error}")
 
     async def hand_over(self) -> None:
-        """We end: let engines finish and go, if there is somewhere to go."""
+        """Let engines finish and go before we end, if there is somewhere to go."""
         self._complete(Leaving())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):

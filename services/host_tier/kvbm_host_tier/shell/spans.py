@@ -45,7 +45,10 @@ class OnboardSpans:
         self._leased: dict[int, _Onboard] = {}
 
     def heard(self, connection: bytes, message: ToHostTier) -> ToHostTier:
-        """A message from an engine; a traced lookup gets the span under which it is answered."""
+        """Trace a message from an engine.
+
+        A traced lookup gets the span under which it is answered.
+        """
         if not self._tracer.on:
             return message
         match message:
@@ -66,7 +69,7 @@ class OnboardSpans:
         return message
 
     def said(self, connection: bytes, message: FromHostTier) -> None:
-        """A message to an engine."""
+        """Trace a message to an engine: the answer to a traced lookup ends its span."""
         if not self._tracer.on or not isinstance(message, Found):
             return
         begun = self._asked.pop((connection, message.lookup), None)

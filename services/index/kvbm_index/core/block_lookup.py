@@ -36,11 +36,11 @@ class BlockLookup(Generic[T]):
         return (block for part in self._parts for block in part)
 
     def get(self, block: bytes) -> T | None:
-        """The value of a block, if it has one."""
+        """Return the value of a block, or None if it has none."""
         return self._parts[block[-1] & self._mask].get(block)
 
     def set(self, blocks: Sequence[bytes], value: T) -> None:
-        """One value for some blocks."""
+        """Set one value for some blocks."""
         if not self._mask:
             [whole] = self._parts
             whole.update(dict.fromkeys(blocks, value))
@@ -52,7 +52,7 @@ class BlockLookup(Generic[T]):
             parts[block[-1]][block] = value
 
     def drop(self, blocks: Iterable[bytes]) -> None:
-        """These have none any more."""
+        """Drop the values of these blocks, where they have one."""
         parts, mask = self._parts, self._mask
         for block in blocks:
             parts[block[-1] & mask].pop(block, None)

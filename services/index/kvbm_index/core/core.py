@@ -99,7 +99,7 @@ class IndexCore(Queries):
     # ---- events ------------------------------------------------------------------------------
 
     def _on_events(self, events: Sequence[AnyEvent], now_ms: int) -> None:
-        """Neighbours of one holder and kind are applied together, if nothing is odd about them."""
+        """Apply neighbours of one holder and kind together, if nothing is odd about them."""
         for _, group in groupby(events, _holder_and_kind):
             several = list(group)
             if len(several) == 1 or not self._apply_together(several, now_ms):
@@ -107,7 +107,7 @@ class IndexCore(Queries):
                     self._on_next(event, now_ms)
 
     def _apply_together(self, events: list[AnyEvent], now_ms: int) -> bool:
-        """The next ones of a source that is current. False: nothing was done."""
+        """Apply the next events of a current source; return False if nothing was done."""
         first, count = events[0], len(events)
         source = self._sources.get((first.host, first.source))  # type: ignore[call-overload]
         if source is None or source.state is not FollowState.CURRENT or first.epoch != source.epoch:
@@ -135,7 +135,7 @@ class IndexCore(Queries):
         return True
 
     def _on_next(self, event: AnyEvent, now_ms: int) -> None:
-        """The usual event, the next one of a source that is current, takes the short way."""
+        """Apply one event; the next one of a current source, the usual case, takes a short way."""
         # A plain tuple is as good a key as a SourceKey, and a third of the time to make.
         source = self._sources.get((event.host, event.source))  # type: ignore[call-overload]
         if (
@@ -179,7 +179,7 @@ class IndexCore(Queries):
                 self._applied.append((now_ms, event))
 
     def _refuse(self, source: Source, now_ms: int) -> None:
-        """Only a snapshot can repair what a malformed event would have said."""
+        """Count a malformed event and let the source fall behind: only a snapshot repairs it."""
         self._drops["malformed"] += 1
         source.refuse(now_ms)
         self._asking = True
@@ -237,7 +237,7 @@ class IndexCore(Queries):
             source.retry_later(now_ms)
 
     def _landed(self, key: SourceKey) -> Source | None:
-        """The source whose snapshot flew; None if none did (it took longer than its deadline)."""
+        """Return the source whose snapshot has come; None: it took longer than its deadline."""
         source = self._sources.get(key)
         if source is None or not source.landed():
             self._drops["late_snapshot"] += 1
@@ -249,7 +249,7 @@ class IndexCore(Queries):
     # ---- lives -------------------------------------------------------------------------------
 
     def _on_joined(self, key: SourceKey, epoch: int, now_ms: int) -> None:
-        """A life that we have heard nothing of is asked for a snapshot, if it stays silent."""
+        """Note a registered source; ask for a snapshot if a new life of it stays silent."""
         source = self._source_of(key, now_ms)
         if source is None:
             self._drops["sources_full"] += 1
@@ -288,7 +288,7 @@ class IndexCore(Queries):
         self._asking = True
 
     def _on_stream_lost(self, now_ms: int) -> None:
-        """Who was current is so again with its next event, or with a snapshot."""
+        """Let every current source fall behind until its next event, or a snapshot."""
         self._position, self._stream = 0, ""
         for source in self._sources.values():
             if source.state is FollowState.CURRENT:
@@ -329,7 +329,7 @@ class IndexCore(Queries):
         self._holdings.drop(source.key)
 
     def _source_of(self, key: SourceKey, now_ms: int) -> Source | None:
-        """The source, made if it is new. None: there are too many."""
+        """Return the source, made if it is new; None: there are too many."""
         source = self._sources.get(key)
         if source is None:
             if len(self._sources) >= self._limits.sources_max and not self._forget_gone():

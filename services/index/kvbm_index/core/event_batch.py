@@ -47,7 +47,7 @@ _events = msgspec.json.Decoder(list[LeanEvent])
 def read(
     messages: Sequence[EventMessage], refuse: Callable[[EventMessage, WireError], None]
 ) -> list[LeanEvent]:
-    """The events of messages, in order, without those that are handed to `refuse`."""
+    """Read the events of messages, in order; those that cannot be read go to `refuse`."""
     found: list[LeanEvent] = []
     for _, group in groupby(messages, _subject):
         several = list(group)
@@ -64,7 +64,7 @@ def read(
 
 
 def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
-    """The events of messages that have one subject. None: not this way."""
+    """Read the events of messages with one subject at once; None: read them one by one."""
     try:
         events = _events.decode(b"[" + b",".join(map(_payload, messages)) + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -76,9 +76,9 @@ def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
 
 
 def stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] | None:
-    """The runs of all of these, in order, those that continue each other as one.
+    """Return the runs of all of these, in order, those that continue each other as one.
 
-    None: not this way.
+    None: the events cannot be read this way.
     """
     namespaces = set(map(_namespace, events))
     if len(namespaces) != 1:
@@ -106,7 +106,7 @@ Columns = tuple[list[bytes], list[bytes], list[bytes]]
 
 
 def _columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
-    """None: not this way."""
+    """Return parents, tails and hashes of these runs; None: they cannot be read this way."""
     # Of a run, what is behind its first words.
     first, *runs = b"".join(texts).split(RUN[0])
     if first or len(runs) != len(texts):
@@ -122,7 +122,10 @@ def _columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
 
 
 def _equal_columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
-    """The same of texts of one length, which are a table, and cut by numpy."""
+    """Return the columns of texts of one length, which are a table, and cut by numpy.
+
+    None: they cannot be read this way.
+    """
     length = len(texts[0])
     if length < PARENT_ENDS + len(SHAPE[0]) + len(SHAPE[1]) + DIGITS + 2:
         return None
@@ -136,7 +139,7 @@ def _equal_columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
 
 @lru_cache(maxsize=LAYOUTS_MAX)
 def _layout(length: int) -> np.dtype[np.void]:
-    """Where the parts of a run are whose text has this length."""
+    """Return where the parts of a run are whose text has this length."""
     hashes = PARENT_ENDS + len(SHAPE[0])
     return np.dtype(
         {
@@ -154,7 +157,7 @@ def _layout(length: int) -> np.dtype[np.void]:
 
 
 def removed_by(events: Sequence[DecodedRemoved]) -> bytes | None:
-    """The blocks that are gone with all of these. None: not this way.
+    """Return the blocks that are gone with all of these; None: they cannot be read this way.
 
     The last event first: engines evict from the leaf on, so this is from the root on, like chains.
     """
@@ -163,7 +166,7 @@ def removed_by(events: Sequence[DecodedRemoved]) -> bytes | None:
 
 
 def _breaks(parents: list[bytes], tails: list[bytes]) -> list[int]:
-    """Where a run is not the next of the one before it."""
+    """Return the positions where a run does not continue the one before it."""
     if parents[1:] == tails[:-1]:
         return []
     pairs = zip(parents[1:], tails[:-1], strict=True)

@@ -90,7 +90,7 @@ NamedRun = tuple[bytes, bytes, bool]
 
 
 def runs_of(event: DecodedStored | Stored) -> list[NamedRun]:
-    """The runs of an event; raises IdentityError."""
+    """Return the runs of an event; raises IdentityError."""
     if isinstance(event, DecodedStored):
         text = bytes(event.runs)
         run = _only_run(text, event.namespace)
@@ -103,7 +103,10 @@ def runs_of(event: DecodedStored | Stored) -> list[NamedRun]:
 
 
 def _only_run(text: bytes, namespace: str) -> NamedRun | None:
-    """Nearly always it is one run, written by us: no string is made of it. None: not this way."""
+    """Return the only run of a text written by us; None: it cannot be read this way.
+
+    Nearly always it is one run: no string is made of it.
+    """
     if text[:RUN_BEGINS] != RUN[0] or text[PARENT_ENDS:HASHES_BEGIN] != RUN[1]:
         return None
     if text[-RUN_ENDS:] != RUN[2]:
@@ -112,7 +115,10 @@ def _only_run(text: bytes, namespace: str) -> NamedRun | None:
 
 
 def named_run(digits: bytes, hashes: bytes, namespace: str) -> NamedRun | None:
-    """A run from its parent's digits and a JSON array of ours. None: not this way."""
+    """Return a run from its parent's digits and a JSON array of ours.
+
+    None: it cannot be read this way.
+    """
     blocks = packed_from_json(hashes)
     if not blocks:
         return None
@@ -129,7 +135,10 @@ def _root(namespace: str) -> bytes:
 
 
 def named_runs(runs: Sequence[Run], namespace: str) -> list[NamedRun]:
-    """The same for runs that are decoded; raises IdentityError."""
+    """Name decoded runs: parent, blocks, and whether they start at the root.
+
+    Raises IdentityError.
+    """
     return [
         (parent, packed_from_hex(run.hashes), parent == _root(namespace))
         for run in runs
@@ -138,7 +147,7 @@ def named_runs(runs: Sequence[Run], namespace: str) -> list[NamedRun]:
 
 
 def removed_of(event: DecodedRemoved | Removed) -> bytes:
-    """The names of the blocks that are gone, back to back; raises IdentityError."""
+    """Return the names of the blocks that are gone, back to back; raises IdentityError."""
     if not isinstance(event, DecodedRemoved):
         return packed_from_hex(event.hashes)
     text = bytes(event.hashes)
@@ -158,7 +167,7 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
 
 @lru_cache(maxsize=SUBJECTS_MAX)
 def names_on(subject: str) -> tuple[str, str, type[LeanEvent] | None]:
-    """Host, source and kind that a subject names."""
+    """Return the host, source and kind that a subject names."""
     prefix, *names = subject.rsplit(".", SUBJECT_NAMES)
     if prefix != SUBJECT_PREFIX or len(names) != SUBJECT_NAMES:
         return "", "", None
@@ -166,7 +175,7 @@ def names_on(subject: str) -> tuple[str, str, type[LeanEvent] | None]:
 
 
 def read(subject: str, payload: bytes) -> LeanEvent:
-    """The event of a message; raises WireError."""
+    """Read the event of a message; raises WireError."""
     event = lean_codec.decode(payload)
     host, source, kind = names_on(subject)
     if event.host != host or event.source != source or type(event) is not kind:

@@ -38,9 +38,9 @@ class Holdings:
         return sum(map(len, self._chains.values()))
 
     def add(self, holder: HolderTuple, parent: bytes, run: bytes, *, rooted: bool) -> None:
-        """A holder has this run of blocks, too: back to back behind their parent.
+        """Add a run of blocks, back to back behind their parent, to what a holder has.
 
-        With `rooted` that is the root of their namespace.
+        With `rooted` the parent is the root of their namespace.
         """
         chains = self._chains.get(holder)
         if chains is None:
@@ -52,7 +52,7 @@ class Holdings:
         chains.add(parent, run, rooted=rooted)
 
     def load(self, image: HolderImage) -> None:
-        """What a holder had."""
+        """Load what a holder had when the image was made."""
         holder = (image.host, image.source, image.tier, image.rank, image.group)
         chains = self._new(holder)
         chains.load(image.segments)
@@ -79,7 +79,7 @@ class Holdings:
             room = chains.index_some(room)
 
     def images(self) -> list[HolderImage]:
-        """What every holder has."""
+        """Return an image of what every holder has."""
         return [
             HolderImage(host=host, source=source, tier=tier, rank=rank, group=group,
                         segments=chains.images())
@@ -87,7 +87,7 @@ class Holdings:
         ]  # fmt: skip
 
     def discard(self, holder: HolderTuple, blocks: bytes) -> None:
-        """A holder has these no more."""
+        """Discard these blocks, which a holder no longer has."""
         chains = self._chains.get(holder)
         if chains is not None:
             chains.discard(blocks)
@@ -95,21 +95,21 @@ class Holdings:
                 self._forget(Holder(*holder))
 
     def drop(self, key: SourceKey, rank: int | None = None) -> None:
-        """A source holds nothing any more (on one rank, if that is given)."""
+        """Drop everything that a source holds (on one rank, if that is given)."""
         for holder in list(self._holders.get(key, ())):
             if rank is None or holder.rank == rank:
                 self._forget(holder)
 
     def of(self, key: SourceKey) -> dict[Holder, Chains]:
-        """What a source holds, by holder."""
+        """Return what a source holds, by holder."""
         return {holder: self._chains[holder] for holder in self._holders.get(key, ())}
 
     def holders_of(self, block: SequenceHash) -> list[Holder]:
-        """Who has a block, in order."""
+        """Return the holders that have a block, sorted."""
         return sorted(Holder(*holder) for holder, has in self._chains.items() if block in has)
 
     def on(self, host: str) -> list[tuple[Holder, Chains]]:
-        """All holders of a host, in order."""
+        """Return all holders of a host and their chains, sorted."""
         return sorted(
             (Holder(*holder), chains)
             for holder, chains in self._chains.items()
@@ -117,7 +117,10 @@ class Holdings:
         )
 
     def match(self, asked: Sequence[SequenceHash]) -> list[tuple[Holder, int]]:
-        """How many of `asked` each holder has without a hole, from the first on; longest first."""
+        """Return how many of `asked` each holder has without a hole, from the first on.
+
+        The longest comes first.
+        """
         if not asked:
             return []
         # Who has a first block was told that its parent is the root, so all are listed; of a block
@@ -165,7 +168,10 @@ class Holdings:
             self._forget_starts()
 
     def _forget_starts(self) -> None:
-        """Unlist who does not have a block any more. Doubling makes this cheap on the whole."""
+        """Remove holders from the lists of blocks that they no longer have.
+
+        Doubling makes this cheap on the whole.
+        """
         none = Chains()
         kept = {
             block: tuple(one for one in holders if self._chains.get(one, none).begins_with(block))

@@ -99,7 +99,7 @@ class _PackedImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack(image: Image) -> bytes:
-    """The bytes of an image, about 16 a block."""
+    """Pack an image into bytes, about 16 a block."""
     holders = [_packed(holder) for holder in image.holders]
     packed = _PackedImage(v=IMAGE_VERSION, stream=image.stream, position=image.position,
                           sources=image.sources, holders=holders)  # fmt: skip
@@ -107,7 +107,7 @@ def pack(image: Image) -> bytes:
 
 
 def unpack(content: bytes) -> Image:
-    """The image of some bytes; raises ImageError."""
+    """Unpack an image from bytes; raises ImageError."""
     try:
         packed = msgspec.msgpack.decode(content, type=_PackedImage)
         if packed.v != IMAGE_VERSION:

@@ -56,7 +56,10 @@ class Queries:
         return IndexView(self.statistics(), self.position, self.positions())
 
     def match(self, hashes: Sequence[SequenceHash]) -> list[HolderMatch]:
-        """How many of `hashes` each holder has without a hole, from the first on; longest first."""
+        """Return how many of `hashes` each holder has without a hole, from the first on.
+
+        The longest comes first.
+        """
         return [
             HolderMatch(host=host, source=source, tier=tier, rank=rank, group=group, blocks=blocks)
             for (host, source, tier, rank, group), blocks in self._holdings.match(hashes)
@@ -65,15 +68,15 @@ class Queries:
     def scores(
         self, hashes: Sequence[SequenceHash], weights: Mapping[Tier, float]
     ) -> list[PlaceScore]:
-        """What `hashes` are worth on every rank of every engine; the best first."""
+        """Return what `hashes` are worth on every rank of every engine; the best first."""
         return scores(self._holdings, hashes, weights)
 
     def holders_of(self, hashes: Sequence[SequenceHash]) -> list[list[Holder]]:
-        """Who has each of some blocks."""
+        """Return the holders of each of some blocks."""
         return [self._holdings.holders_of(block) for block in hashes]
 
     def dump(self, source: str | None = None) -> list[HolderDump]:
-        """The blocks of every holder (of one source), sorted, and the position they stand for."""
+        """Return the blocks of every holder (of one source), sorted, and their position."""
         return [
             HolderDump(
                 **holder._asdict(),
@@ -87,7 +90,7 @@ class Queries:
         ]
 
     def holders(self, source: str | None = None) -> list[tuple[Holder, int, int, int]]:
-        """Every holder (of one source) with its epoch, seq and number of blocks."""
+        """Return every holder (of one source) with its epoch, seq and number of blocks."""
         return [
             (holder, found.epoch, found.seq, len(blocks))
             for key, found in sorted(self._sources.items())
@@ -96,7 +99,7 @@ class Queries:
         ]
 
     def image(self) -> Image:
-        """Everything known now; copies of lists only, 20 ms for a million blocks."""
+        """Return everything known now; copies of lists only, 20 ms for a million blocks."""
         sources = [
             SourceImage(host=key.host, source=key.source, epoch=source.epoch, seq=source.seq,
                         state=source.state.name, hollow=source.hollow)
@@ -111,7 +114,7 @@ class Queries:
         return self._position
 
     def positions(self) -> dict[SourceKey, tuple[int, int]]:
-        """Source → (epoch, seq) applied, of all sources that are not gone."""
+        """Map each source that is not gone to the (epoch, seq) applied."""
         return {
             key: (source.epoch, source.seq)
             for key, source in self._sources.items()
@@ -119,11 +122,11 @@ class Queries:
         }
 
     def behind(self) -> list[SourceKey]:
-        """Sources whose snapshot is missing."""
+        """Return the sources whose snapshot is missing."""
         return [key for key, source in self._sources.items() if source.state is FollowState.BEHIND]
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """Which events about a block were lately applied, newest last."""
+        """Return which events about a block were lately applied, newest last."""
         return [
             f"{now_ms} ms {event.__struct_config__.tag} {event.host}/{event.source} "
             f"epoch {event.epoch} seq {event.seq}"

@@ -42,7 +42,7 @@ class ReplyTooLarge(KvbmError):
 
 
 def decoded(codec: JsonCodec[Request], payload: bytes) -> Request:
-    """A request; raises BadRequest that names the field where one is at fault."""
+    """Decode a request; raises BadRequest that names the field where one is at fault."""
     try:
         return codec.decode(payload or b"{}")
     except WireError as error:
@@ -50,7 +50,7 @@ def decoded(codec: JsonCodec[Request], payload: bytes) -> Request:
 
 
 def hashes_of(request: MatchRequest) -> Sequence[SequenceHash]:
-    """The blocks that a request asks for; raises BadRequest."""
+    """Return the blocks that a request asks for; raises BadRequest."""
     if request.hashes is not None and request.tokens is not None:
         raise BadRequest("give hashes or tokens, not both", "tokens")
     try:
@@ -72,7 +72,7 @@ def _hasher(namespace: Namespace) -> Hasher:
 
 
 def encoded(reply: msgspec.Struct) -> bytes:
-    """The reply as it travels; raises ReplyTooLarge."""
+    """Encode a reply as it travels; raises ReplyTooLarge."""
     payload = msgspec.json.encode(reply)
     if len(payload) > MESSAGE_BYTES_MAX:
         raise ReplyTooLarge(f"{len(payload)} bytes; ask for one source, or for `holders`")

@@ -27,7 +27,7 @@ Held = tuple[Tier, list[tuple[int, int]]]
 def scores(
     holdings: Holdings, asked: Sequence[SequenceHash], weights: Mapping[Tier, float]
 ) -> list[PlaceScore]:
-    """Every place with at least one block, the highest score first."""
+    """Score every place with at least one block, the highest score first."""
     hosts = {holder.host for holder in holdings.holders_of(asked[0])} if asked else set()
     found: list[PlaceScore] = []
     for host in sorted(hosts):
@@ -50,7 +50,7 @@ def scores(
 
 
 def _run_length(held: Sequence[Held]) -> int:
-    """The longest run that some holders have together."""
+    """Return the length of the longest run that some holders have together."""
     length = 0
     for start, end in sorted(part for _, parts in held for part in parts):
         if start > length:

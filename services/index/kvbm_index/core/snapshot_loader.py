@@ -41,7 +41,10 @@ class SnapshotLoader:
         return arrival
 
     def go_on(self, blocks: int = PIECE_BLOCKS) -> bool:
-        """Work for about so many blocks; returns whether it is there."""
+        """Continue with about so many blocks; return whether the snapshot is loaded.
+
+        A malformed snapshot ends it, too.
+        """
         try:
             for done in self._pieces:
                 blocks -= done
@@ -52,7 +55,7 @@ class SnapshotLoader:
         return True
 
     def _make(self) -> Iterator[int]:
-        """Says after each piece how many blocks it was worth; raises IdentityError."""
+        """Yield after each piece how many blocks it was worth; raises IdentityError."""
         snapshot = self.snapshot
         for part in snapshot.parts:
             holder = (snapshot.host, snapshot.source, snapshot.tier, part.rank, part.group)

@@ -61,7 +61,7 @@ def request_of(
     lora: str = "",
     weights: str = "",
 ) -> dict[str, Any]:
-    """The request as it travels; raises ValueError for what cannot be read."""
+    """Build the request as it travels; raises ValueError for what cannot be read."""
     if question not in QUESTIONS:
         raise ValueError(f"no question {question!r}; there are {', '.join(QUESTIONS)}")
     if question == "holders":
@@ -122,5 +122,5 @@ def _rows(question: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _json_of(text: str) -> Any:
-    """JSON, or JSON in a file; raises ValueError, OSError."""
+    """Parse JSON, or `@` and a file with JSON; raises ValueError, OSError."""
     return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)

@@ -75,7 +75,7 @@ class ImageStore:
                 self._fail("store", error)
 
     async def _is_due(self) -> bool:
-        """Whether no other replica has just done it."""
+        """Return whether an image is due: no other replica has just stored one."""
         info = await self._store.info(NAME)
         return info is None or _age_s(info) > self._interval_s / 2
 
@@ -95,7 +95,10 @@ class ImageStore:
 
 
 def _age_s(info: ObjectInfo) -> float:
-    """By the clocks of two machines: a jump costs an image more or less."""
+    """Return the age of an image in seconds.
+
+    It is by the clocks of two machines: a jump costs an image more or less.
+    """
     try:
         return abs((datetime.now(UTC) - datetime.fromisoformat(info.mtime)).total_seconds())
     except ValueError:

@@ -92,8 +92,10 @@ class IndexShell:
     """Translates between NATS and the core."""
 
     def __init__(self, context: ServiceContext, core: IndexCore, events: Bus) -> None:
-        """`events`: a connection of its own, so that no question waits behind a flood of events or
-        a snapshot."""
+        """Prepare the service; `events` is a connection of its own.
+
+        So no question waits behind a flood of events or a snapshot.
+        """
         self._context = context
         self._events = events
         self._core = core
@@ -189,7 +191,10 @@ class IndexShell:
                 await _others()
 
     def _stream_lost(self) -> None:
-        """Behind the events that wait: taken before them, they would pass for news after it."""
+        """Queue the loss of the stream behind the events that wait.
+
+        Taken before them, they would pass for news after it.
+        """
         if not self._loop.offer_nowait(StreamLost()):
             # Later is as good: some sources are asked that need not be.
             offering = self._loop.offer(StreamLost(), deadline_s=INBOX_DEADLINE_S)
@@ -223,7 +228,10 @@ class IndexShell:
                 await asyncio.sleep(SNAPSHOT_DEADLINE_S / 10)
 
     async def _wait_ready(self) -> None:
-        """Until history and registry are read, or the deadline: then it serves what it knows."""
+        """Wait until history and registry are read, or the deadline.
+
+        After the deadline the index serves what it knows.
+        """
         give_up_s = time.monotonic() + READY_DEADLINE_S
         while self._reasons() and time.monotonic() < give_up_s:
             if self._context.stopping.is_set():
@@ -267,9 +275,10 @@ class IndexShell:
         return SnapshotReceived(arrival)
 
     def _owner_of(self, key: SourceKey) -> tuple[str, str]:
-        """Who answers for a source: a tier for itself, the consolidator of its host for an engine.
+        """Return what answers for a source: a tier itself, or the consolidator of its host.
 
-        An engine cannot be called like a tier: the consolidator refuses that.
+        The consolidator answers for an engine, which cannot be called like a tier: the consolidator
+        refuses that.
         """
         for kind in TIER_KINDS:
             if key.source.startswith(f"{kind}-"):
@@ -285,7 +294,7 @@ class IndexShell:
         return answer
 
     async def _match_batch(self, payload: bytes) -> bytes:
-        """Every question has its turn between other work: a batch may be long."""
+        """Match every question of a batch, with a turn for other work between: it may be long."""
         replies = []
         for question in decoded(_batch_request, payload).questions:
             replies.append(self._answer(question))
@@ -345,7 +354,7 @@ class IndexShell:
 
 
 async def _others() -> None:
-    """Everybody else has turns."""
+    """Give every other task its turns."""
     for _ in range(TURNS):
         await asyncio.sleep(0)
 
@@ -383,7 +392,7 @@ def _metrics(statistics: Statistics) -> list[Metric]:
 
 
 async def serve_index(context: ServiceContext) -> None:
-    """The life of the service."""
+    """Run the service until it is stopped."""
     limits = Limits(
         unregistered_ms=int(context.settings.registry_ttl_s * 1000), look_after_ms=LOOK_AFTER_MS
     )
@@ -396,5 +405,5 @@ async def serve_index(context: ServiceContext) -> None:
 
 
 def main() -> None:
-    """The entry point of `kvbm serve index`."""
+    """Run the index: the entry point of `kvbm serve index`."""
     run("index", serve_index)

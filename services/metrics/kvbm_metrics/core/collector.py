@@ -246,7 +246,10 @@ def used_slots(stats: StatsReply) -> int:
 
 
 def fragmentation(stats: StatsReply) -> float:
-    """The part of the used slots' bytes that no block fills: blocks smaller than their slots."""
+    """Return the part of the used slots' bytes that no block fills, from 0 to 1.
+
+    It comes from blocks smaller than their slots.
+    """
     taken = used_slots(stats) * stats.slot_bytes
     return max(0.0, 1 - stats.block_bytes / taken) if taken else 0.0
 
@@ -332,7 +335,7 @@ def _medium_view(tier: Tier, group: Sequence[TierView]) -> MediumView:
 
 
 def unready_reasons(view: FleetView, expected: Sequence[str]) -> list[str]:
-    """Why the system does not serve as it should; empty when it does.
+    """Return why the system does not serve as it should; empty when it does.
 
     Strict on purpose: each expected kind must be there, and each instance must be ready.
     """

@@ -28,7 +28,7 @@ Counted = tuple[Tier, StatsReply, Rate]
 
 
 def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
-    """What goes into one instance of a tier and out of it."""
+    """Return the rates of what goes into one instance of a tier and out of it."""
     if tier == "host":
         blocks_in = rate.sum("offload_blocks_d2h", "promoted_blocks", "peer_pulled_blocks")
         blocks_out = rate.sum(*ONBOARDED)
@@ -49,7 +49,7 @@ def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
 
 
 def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
-    """All instances together, one entry for each way that a present tier has."""
+    """Sum the flows of all instances, one entry for each way that a present tier has."""
     blocks: dict[tuple[Place, Tier], float] = {}
     moved: dict[tuple[Place, Tier], float] = {}
 
@@ -75,7 +75,7 @@ def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
 
 
 def lookups_of(counted: Iterable[Counted]) -> LookupsView:
-    """What engines ask for and find, over all host tiers."""
+    """Return the rates of what engines ask for and find, over all host tiers."""
     rates = [rate for tier, _, rate in counted if tier == "host"]
     return LookupsView(
         window_s=max((one.window_s for one in rates), default=0.0),

@@ -29,7 +29,7 @@ Position = Annotated[list[int], Field(description="[epoch, seq]")]
 
 
 def _up_to(length: int) -> Any:
-    """A list of a million wrong items is refused at the first one."""
+    """Limit the length of a list, and refuse a million wrong items at the first one."""
     return Field(max_length=length, fail_fast=True)
 
 
@@ -66,7 +66,7 @@ class NamespaceQuery(_Query):
     format: Literal[2] = 2
 
     def to_namespace(self) -> Namespace:
-        """The same in the wire's type."""
+        """Convert this namespace to the wire's type."""
         return Namespace(**self.model_dump())
 
 
@@ -80,7 +80,7 @@ class MatchQuery(_Query):
     lora: str | None = None
 
     def to_request(self) -> MatchRequest:
-        """The same in the wire's type."""
+        """Convert this query to the wire's type."""
         return MatchRequest(
             hashes=self.hashes,
             tokens=self.tokens,
@@ -96,7 +96,7 @@ class MatchBatchQuery(_Query):
     questions: Annotated[list[MatchQuery], _up_to(BATCH_QUESTIONS_MAX)]
 
     def to_request(self) -> MatchBatchRequest:
-        """The same in the wire's type."""
+        """Convert these queries to the wire's type."""
         return MatchBatchRequest(questions=[one.to_request() for one in self.questions])
 
 
@@ -109,7 +109,7 @@ class ScoreQuery(MatchQuery):
     ] = {}
 
     def to_score_request(self) -> ScoreRequest:
-        """The same in the wire's type."""
+        """Convert this query with its weights to the wire's type."""
         match = msgspec.structs.asdict(self.to_request())
         return ScoreRequest(**match, weights=dict(self.weights))
 

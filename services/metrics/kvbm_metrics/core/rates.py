@@ -48,7 +48,7 @@ class Rates:
         self._samples: dict[tuple[str, str, str], tuple[int, deque[_Sample]]] = {}
 
     def take(self, replies: Iterable[StatsReply], now_s: float) -> None:
-        """What instances have said now."""
+        """Take the figures that instances have reported now, at most one sample per spacing."""
         for reply in replies:
             key = (reply.kind, reply.host, reply.instance)
             epoch, samples = self._samples.pop(key, (reply.epoch, deque[_Sample]()))
@@ -63,7 +63,7 @@ class Rates:
             del self._samples[next(iter(self._samples))]
 
     def of(self, kind: str, host: str, instance: str) -> Rate:
-        """The rates of one instance over its window."""
+        """Return the rates of one instance over its window."""
         _, samples = self._samples.get((kind, host, instance), (0, deque[_Sample]()))
         if len(samples) < 2:
             return NO_RATE

@@ -72,17 +72,17 @@ class Block:
     series: list[Series] = field(default_factory=list)
 
     def add(self, labels: Mapping[str, str], value: float) -> None:
-        """A series under the metric's own name."""
+        """Add a series under the metric's own name."""
         self.series.append(Series(self.name, labels, value))
 
 
 def kvbm_counters(values: KvbmView) -> list[Block]:
-    """KVBM's counters, with series that have their very names."""
+    """Return KVBM's counters, with series that have their very names."""
     return _kvbm(values, KVBM_COUNTERS, "counter")
 
 
 def fleet(view: FleetView, values: KvbmView, *, version: str) -> list[Block]:
-    """KVBM's gauges, and everything that the instances have counted."""
+    """Return KVBM's gauges, and everything that the instances have counted."""
     families = _Families()
     for block in _about_instances(view, version=version):
         families.add_own(block)
@@ -106,7 +106,7 @@ class _Families:
         self._refused: Counter[str] = Counter()
 
     def blocks(self) -> list[Block]:
-        """All that have a series."""
+        """Return all families that have a series, and the counts of what was refused."""
         refused = Block(
             "kvbm_families_refused", "Metric families and samples left out of this answer."
         )
@@ -115,12 +115,12 @@ class _Families:
         return [block for block in (*self._blocks.values(), refused) if block.series]
 
     def add_own(self, block: Block) -> None:
-        """A family that this service makes."""
+        """Add a family that this service makes."""
         self._blocks[block.name] = block
         self._own.add(block.name)
 
     def add(self, record: ServiceRecord, family: Family) -> None:
-        """A family of one instance."""
+        """Add a family of one instance, or count why it is refused."""
         name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
         block = self._blocks.get(name)
         if not _NAME.fullmatch(name) or family.name in KVBM_GAUGES:
@@ -152,7 +152,10 @@ class _Families:
 
 
 def _labels(record: ServiceRecord, sample: Sample) -> dict[str, str]:
-    """A label of the service that is called like one of ours gets Prometheus's usual prefix."""
+    """Return the labels of a sample, with those of its service.
+
+    A label of the service that is called like one of ours gets Prometheus's usual prefix.
+    """
     theirs = {f"exported_{k}" if k in _OURS else k: v for k, v in sample.labels.items()}
     ours = {"service": record.kind, "host": record.host, "instance": record.instance}
     return theirs | ours
@@ -161,7 +164,7 @@ def _labels(record: ServiceRecord, sample: Sample) -> dict[str, str]:
 def _histogram(
     name: str, labels: Mapping[str, str], bounds: Sequence[float], sample: Sample
 ) -> Iterator[Series]:
-    """Cumulative buckets, sum and count."""
+    """Yield the series of a histogram: cumulative buckets, sum and count."""
     running = 0
     for bound, count in zip([*map(_bound, bounds), "+Inf"], sample.bucket_counts, strict=True):
         running += count
@@ -171,7 +174,7 @@ def _histogram(
 
 
 def _bound(bound: float) -> str:
-    """A bucket's bound as it has always been written here: 4194304.0, not 4.194304e+06."""
+    """Format a bucket's bound as always written here: 4194304.0, not 4.194304e+06."""
     return repr(float(bound))
 
 
@@ -181,7 +184,7 @@ def _is_label(name: str) -> bool:
 
 
 def _about_instances(view: FleetView, *, version: str) -> list[Block]:
-    """What this service knows of the others from the registry and their stats."""
+    """Return what this service knows of the others from the registry and their stats."""
     build = Block("kvbm_build_info", "The version of KVBM.")
     build.add({"version": version}, 1)
     up = Block("kvbm_up", "Whether a registered instance answers.")

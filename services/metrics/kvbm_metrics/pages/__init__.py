@@ -26,19 +26,19 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 @router.get("/")
 async def live() -> HTMLResponse:
-    """The live page; it asks the API, with the token that the reader gives it."""
+    """Serve the live page; it asks the API, with the token that the reader gives it."""
     return _page("live.html", "script-src 'self'; style-src 'self'")
 
 
 @router.get("/live/{part}")
 async def live_part(part: Part) -> Response:
-    """Its scripts and its style."""
+    """Serve a script or the style of the live page."""
     return _part(part)
 
 
 @router.get("/docs")
 async def docs() -> HTMLResponse:
-    """Every route with its parameters and bodies, to read and to try."""
+    """Serve a page with every route, its parameters and bodies, to read and to try."""
     return _page("docs.html", None)
 
 
@@ -69,7 +69,7 @@ def _headers(policy: str) -> dict[str, str]:
 
 
 def _inline_sources(text: str) -> str:
-    """Only the scripts and styles that are in the page itself run."""
+    """Return a policy under which only scripts and styles in the page itself run."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, body in _INLINE.findall(text):
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()

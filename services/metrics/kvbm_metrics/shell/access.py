@@ -43,7 +43,7 @@ class Access:
     without_token: Role = "admin"
 
     def role_of(self, token: str | None) -> Role | None:
-        """What a token may do; None: it is not ours."""
+        """Return what a token may do; None: it is not ours."""
         if token is None:
             return self.without_token
         found: Role | None = None
@@ -54,7 +54,7 @@ class Access:
 
 
 def access_of(*, bind: str, read_token: str, admin_token: str, open_role: Role | None) -> Access:
-    """The access that the configuration means. `open_role`: what needs no token."""
+    """Return the access that the configuration means; `open_role`: what needs no token."""
     role: Role = "admin" if is_loopback(bind) and not (read_token or admin_token) else "none"
     return Access(
         read_token=read_token,
@@ -64,7 +64,7 @@ def access_of(*, bind: str, read_token: str, admin_token: str, open_role: Role |
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     if address == "localhost":
         return True
     try:

@@ -67,7 +67,7 @@ class UnknownBlock(KvbmError):
 
 
 async def block(api: ApiOf, hash: Hash) -> BlockStoryView:
-    """One block: who has it, who holds it there, and what has happened to it."""
+    """Return the story of one block: its tiers, its holders there, and what happened to it."""
     reply = await api.fleet.ask_index("where", WhereRequest(hashes=[hash]), _where)
     records = [one for one in await api.fleet.records() if one.kind in TIER_OF_KIND]
     story = await operations.block_story(api.fleet, records, reply.blocks[0].holders, hash)
@@ -77,26 +77,26 @@ async def block(api: ApiOf, hash: Hash) -> BlockStoryView:
 
 
 async def pins(api: ApiOf) -> PinsView:
-    """Every pin of every tier."""
+    """Return every pin of every tier."""
     records = [one for one in await api.fleet.records() if one.kind in TIER_OF_KIND]
     return await operations.all_pins(api.fleet, records)
 
 
 @questions.get("/jobs", tags=["jobs"])
 async def jobs(api: ApiOf) -> JobsView:
-    """The jobs of this metrics service."""
+    """Return the jobs of this metrics service."""
     return JobsView(jobs=[_job_view(job) for job in api.jobs.all()])
 
 
 @questions.get("/jobs/{job}", tags=["jobs"])
 async def job(api: ApiOf, job: JobId) -> JobView:
-    """How far a job has come."""
+    """Return how far a job has come."""
     return _job_view(api.jobs.find(job))
 
 
 @questions.get("/audit", tags=["changes"])
 async def audit(api: ApiOf, last: Annotated[int, Query(ge=1, le=1000)] = 100) -> AuditView:
-    """The newest changes that operators have asked for, over HTTP or NATS."""
+    """Return the newest changes that operators have asked for, over HTTP or NATS."""
     return AuditView(entries=[AuditEntryView(**asdict(one)) for one in api.audit.newest(last)])
 
 

@@ -46,7 +46,7 @@ UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def create_app(api: Api, counters: Metrics) -> FastAPI:
-    """The application; `counters` get a count of the requests."""
+    """Create the application; `counters` get a count of the requests."""
     app = FastAPI(
         title="KVBM",
         version=api.version,
@@ -100,7 +100,7 @@ async def healthz() -> HealthView:
     "/readyz", tags=["health"], responses={UNAVAILABLE: {"model": ReadyView, "description": "No."}}
 )
 async def readyz(api: ApiOf, view: View, response: Response) -> ReadyView:
-    """NATS, the registry, and every expected service are there and ready; 503 if not."""
+    """Check that NATS, the registry and every expected service are there and ready; 503 if not."""
     reasons = collector.unready_reasons(view, api.expected)
     if reasons:
         response.status_code = UNAVAILABLE
@@ -117,7 +117,7 @@ async def readyz(api: ApiOf, view: View, response: Response) -> ReadyView:
     },
 )
 async def metrics(api: ApiOf, view: View) -> Response:
-    """Everything that all services count; 404 when DYN_KVBM_METRICS is false."""
+    """Return everything that all services count; 404 when DYN_KVBM_METRICS is false."""
     if not api.expose_metrics:
         raise HTTPException(HTTPStatus.NOT_FOUND, "DYN_KVBM_METRICS is false")
     values = collector.kvbm_view(view, api.fleet.totals)
@@ -127,7 +127,7 @@ async def metrics(api: ApiOf, view: View) -> Response:
 
 @router.get("/v1/status", tags=["status"])
 async def status(api: ApiOf, view: View) -> StatusView:
-    """The whole system at a glance."""
+    """Return the state of the whole system at a glance."""
     return collector.status_view(
         view, api.fleet.totals, api.fleet.rates, expected=api.expected, version=api.version
     )
@@ -135,19 +135,19 @@ async def status(api: ApiOf, view: View) -> StatusView:
 
 @router.get("/v1/services", tags=["status"])
 async def services(view: View) -> list[ServiceView]:
-    """Every registered instance; one that does not answer has `up` false."""
+    """Return every registered instance; one that does not answer has `up` false."""
     return collector.service_views(view)
 
 
 @router.get("/v1/tiers", tags=["status"])
 async def tiers(api: ApiOf, view: View) -> list[TierView]:
-    """Slots, bytes, occupancy, policy, rates and counters of every tier instance."""
+    """Return slots, bytes, occupancy, policy, rates and counters of every tier instance."""
     return collector.tier_views(view, api.fleet.rates)
 
 
 @router.get("/v1/workers", tags=["status"])
 async def workers(view: View) -> list[WorkerView]:
-    """Every engine worker that is attached to a host tier."""
+    """Return every engine worker that is attached to a host tier."""
     return collector.worker_views(view)
 
 
@@ -164,7 +164,7 @@ ASKS_INDEX = problems.described(
 
 @router.post("/v1/match", tags=["blocks"], responses=ASKS_INDEX)
 async def match(api: ApiOf, query: MatchQuery) -> MatchView:
-    """The longest prefix that each holder has without a hole."""
+    """Return the longest prefix that each holder has without a hole."""
     _check(query)
     reply = await api.fleet.ask_index("match", query.to_request(), _match_reply)
     return MatchView.model_validate(msgspec.to_builtins(reply))
@@ -172,7 +172,7 @@ async def match(api: ApiOf, query: MatchQuery) -> MatchView:
 
 @router.post("/v1/match_batch", tags=["blocks"], responses=ASKS_INDEX)
 async def match_batch(api: ApiOf, query: MatchBatchQuery) -> MatchBatchView:
-    """Several matches in one request."""
+    """Answer several matches in one request."""
     for question in query.questions:
         _check(question)
     reply = await api.fleet.ask_index("match_batch", query.to_request(), _batch_reply)
@@ -181,7 +181,7 @@ async def match_batch(api: ApiOf, query: MatchBatchQuery) -> MatchBatchView:
 
 @router.post("/v1/score", tags=["blocks"], responses=ASKS_INDEX)
 async def score(api: ApiOf, query: ScoreQuery) -> ScoreView:
-    """What a prompt is worth on every rank of every engine, over all tiers that it can reach."""
+    """Return what a prompt is worth on every rank of every engine, over all tiers it can reach."""
     _check(query)
     reply = await api.fleet.ask_index("score", query.to_score_request(), _score_reply)
     return ScoreView.model_validate(msgspec.to_builtins(reply))
@@ -189,7 +189,7 @@ async def score(api: ApiOf, query: ScoreQuery) -> ScoreView:
 
 @router.post("/v1/where", tags=["blocks"], responses=ASKS_INDEX)
 async def where(api: ApiOf, query: WhereQuery) -> WhereView:
-    """Who has each of some blocks."""
+    """Return which holders have each of some blocks."""
     reply = await api.fleet.ask_index("where", WhereRequest(hashes=query.hashes), _where_reply)
     return WhereView.model_validate(msgspec.to_builtins(reply))
 
@@ -198,13 +198,13 @@ async def where(api: ApiOf, query: WhereQuery) -> WhereView:
 async def holders(
     api: ApiOf, source: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{1,64}$")] = None
 ) -> HoldersView:
-    """How many blocks every holder has (of one source), and up to which position that is true."""
+    """Return how many blocks every holder has (of one source), and the position this stands for."""
     reply = await api.fleet.ask_index("holders", DumpRequest(source=source), _holders_reply)
     return HoldersView.model_validate(msgspec.to_builtins(reply))
 
 
 def _check(query: MatchQuery) -> None:
-    """What the types cannot say; raises BadQuery."""
+    """Check what the types cannot express; raises BadQuery."""
     if query.hashes is None and query.tokens is None:
         raise BadQuery("hashes", "give hashes, or tokens with a namespace")
     if query.hashes is not None and query.tokens is not None:

@@ -35,6 +35,6 @@ class AuditLog:
                         _log.warning(error.kind, f"an entry of the audit stream: {error}")
 
     def newest(self, count: int) -> list[Audited]:
-        """The newest entries, oldest first."""
+        """Return the newest entries, oldest first."""
         skipped = max(0, len(self._entries) - count)
         return list(itertools.islice(self._entries, skipped, None))

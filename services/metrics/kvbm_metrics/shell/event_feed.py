@@ -75,7 +75,7 @@ async def events(
     ] = 0,
     last_event_id: Annotated[str, Header(description="Go on behind this one.")] = "",
 ) -> EventStream:
-    """Events as they come, from now on or from the past; `id` is the place in the stream."""
+    """Stream events as they come, from now on or from the past; `id` is the stream position."""
     start = _start(since, last_event_id)
     if len(api.feeds) >= FEEDS_MAX:
         raise TooManyFeeds(f"{len(api.feeds)} feeds are open")
@@ -98,7 +98,7 @@ def _start(since: str, last_event_id: str) -> Start:
 async def counted(
     api: Api, subject: str, start: Start, *, per_second: int = 0
 ) -> AsyncGenerator[bytes, None]:
-    """A feed that takes one of the places from its first part to its end.
+    """Yield a feed that takes one of the places from its first part to its end.
 
     A reader that leaves before its feed begins would never give a place back, so two that come in
     the same moment may both get the last one.
@@ -131,16 +131,16 @@ class Sample:
         return self._skipped > 0
 
     def wait_s(self, now_s: float) -> float:
-        """How long no event passes any more."""
+        """Return for how many seconds no event passes any more."""
         is_full = self._per_second and self._room <= 0 and int(now_s) == self._second
         return self._second + 1 - now_s if is_full else 0.0
 
     def leave_out(self, count: int) -> None:
-        """Events that were not even read."""
+        """Count events that were not even read as skipped."""
         self._skipped += count
 
     def take(self, messages: Sequence[EventMessage], now_s: float) -> bytes:
-        """What the reader gets now, as text; at the turn of a second also what it has missed."""
+        """Return what the reader gets now, as text; once a second also what it has missed."""
         said = b""
         if int(now_s) != self._second:
             self._second, self._room = int(now_s), self._per_second
@@ -161,7 +161,7 @@ async def feed(
     heartbeat_s: float = HEARTBEAT_S,
     per_second: int = 0,
 ) -> AsyncGenerator[bytes, None]:
-    """Batches of messages, as text; comments in between, while nothing happens.
+    """Yield batches of messages, as text; comments in between, while nothing happens.
 
     A sample of everything is read in turns: what no page shows is not even fetched, since reading
     the events of a busy host costs more than all else that a page asks for.
@@ -182,7 +182,10 @@ async def feed(
 async def _turn(
     bus: Bus, subject: str, start: Start, sample: Sample, *, heartbeat_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """Until the sample of everything has no room in this second, and says its position."""
+    """Yield parts until the sample of everything has no room left in this second.
+
+    The sample then has the position at which the turn has ended.
+    """
     sample.position = 0
     async with bus.event_subscription(start=start, subject=subject) as batches:
         batch = asyncio.ensure_future(anext(batches, None))
@@ -216,7 +219,7 @@ async def _pause(seconds: float) -> None:
 
 
 async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
-    """Where the next turn begins: what came meanwhile is left out, and counted."""
+    """Return where the next turn begins; what came meanwhile is counted as left out."""
     try:
         last = (await ensure_stream(bus, EVENTS)).state.last_seq
     except KvbmError:  # NATS is away: the next turn waits for it.
@@ -226,7 +229,10 @@ async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
 
 
 def _text(message: EventMessage) -> bytes:
-    """A payload is JSON as msgspec writes it, in one line; a stranger's may have more."""
+    """Format a message as an event of the feed.
+
+    A payload is JSON as msgspec writes it, in one line; a stranger's may have more.
+    """
     kind = message.subject.rsplit(".", 1)[1].encode()
     data = b"".join(b"data: %s\n" % line for line in message.payload.splitlines())
     return b"id: %d\nevent: %s\n%s\n" % (message.sequence, kind, data)

@@ -54,7 +54,10 @@ async def explain_list(
     missed: bool = False,
     limit: Annotated[int, Query(ge=1, le=LIST_MAX)] = 100,
 ) -> ExplainListView:
-    """The latest lookups of all engines, newest first; `reason` is that of the first miss."""
+    """Return the latest lookups of all engines, newest first.
+
+    `reason` is that of the first miss.
+    """
     request = ExplainListRequest(
         limit=limit, reason=reason or "", engine=engine or "", missed=missed
     )
@@ -73,7 +76,7 @@ async def explain_list(
 
 @router.get("/explain/{request_id:path}", tags=["explain"])
 async def explain(api: ApiOf, request_id: RequestId) -> ExplainView:
-    """Every kept lookup of a request: where each block came from, and why others did not."""
+    """Return every kept lookup of a request: where blocks came from, and why others did not."""
     answers, silent = await operations.ask_all(
         api.fleet, await _host_tiers(api.fleet), "explain", ExplainRequest(request=request_id),
         explain_reply,
@@ -96,7 +99,7 @@ async def _host_tiers(fleet: Fleet) -> list[ServiceRecord]:
 async def _listed(
     fleet: Fleet, record: ServiceRecord, request: ExplainListRequest
 ) -> list[Explanation]:
-    """As many as are wanted, or all that there are."""
+    """Return as many lookups of a host tier as are wanted, or all that there are."""
     found: list[Explanation] = []
     before = 0
     for _ in range(STEPS_MAX):

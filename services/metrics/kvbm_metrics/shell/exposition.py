@@ -25,7 +25,7 @@ class FleetCollector(Collector):
         self._as_unknown = as_unknown
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric with its series."""
+        """Yield each metric with its series."""
         for block in self._blocks:
             metric = Metric(block.name, block.help, "unknown" if self._as_unknown else block.kind)
             metric.samples = [Sample(one.name, dict(one.labels), one.value) for one in block.series]
@@ -33,13 +33,13 @@ class FleetCollector(Collector):
 
 
 def render(view: FleetView, values: KvbmView, *, version: str) -> bytes:
-    """The whole answer of `/metrics`, UTF-8. Takes milliseconds: not for an event loop."""
+    """Render the whole answer of `/metrics`, UTF-8, in milliseconds: not for an event loop."""
     fleet = FleetCollector(series.fleet(view, values, version=version))
     return _kvbm_counters(values) + generate_latest(fleet)
 
 
 def _kvbm_counters(values: KvbmView) -> bytes:
-    """KVBM's counters, under their very names.
+    """Render KVBM's counters, under their very names.
 
     The library writes `_total` behind the name of every counter, and KVBM's do not have it. Of a
     metric of unknown type it writes the name as it is, and `untyped`.

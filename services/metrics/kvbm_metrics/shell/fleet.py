@@ -51,7 +51,7 @@ class LiveServices(Protocol):
     """The part of the registry that is needed here."""
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
-        """The live services; raises RegistryUnavailable."""
+        """Return the live services; raises RegistryUnavailable."""
 
 
 class Fleet:
@@ -93,7 +93,10 @@ class Fleet:
         return self._bus
 
     async def view(self) -> FleetView:
-        """Everybody now, or as of at most `cache_s` ago. Never raises when a service is silent."""
+        """Return all instances as of now, or as of at most `cache_s` ago.
+
+        Never raises when a service is silent.
+        """
         async with self._collecting:
             # Who has waited for the lock takes what was collected meanwhile.
             if self._cached is None or self._clock_s() - self._taken_s > self._cache_s:
@@ -125,7 +128,7 @@ class Fleet:
         return codec.decode(payload)
 
     async def records(self) -> Sequence[ServiceRecord]:
-        """Everybody who is registered; raises RegistryUnavailable when nothing is known."""
+        """Return all registered instances; raises RegistryUnavailable when nothing is known."""
         error = await self._refresh_records()
         if error and not self._records:
             raise RegistryUnavailable(error)
@@ -198,7 +201,7 @@ class Fleet:
 
 
 def _named(record: ServiceRecord, snapshot: MetricsSnapshot) -> MetricsSnapshot:
-    """A snapshot under the name that the registry knows, whatever it calls itself."""
+    """Rename a snapshot as the registry knows its service, whatever it calls itself."""
     return msgspec.structs.replace(
         snapshot, kind=record.kind, host=record.host, instance=record.instance
     )

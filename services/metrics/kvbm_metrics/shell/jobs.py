@@ -82,14 +82,14 @@ class Jobs:
         return job
 
     def find(self, job_id: str) -> Job:
-        """The job of that id; raises UnknownJob."""
+        """Return the job of that id; raises UnknownJob."""
         job = self._jobs.get(job_id)
         if job is None:
             raise UnknownJob(f"no job {job_id!r}")
         return job
 
     def all(self) -> list[Job]:
-        """Those that are remembered, newest first."""
+        """Return the jobs that are remembered, newest first."""
         return list(self._jobs.values())[::-1]
 
     async def cancel(self, job_id: str) -> Job:

@@ -66,7 +66,7 @@ def targets(
     host: str | None,
     instance: str | None,
 ) -> list[ServiceRecord]:
-    """The instances that are meant; raises UnknownInstance when there are none."""
+    """Return the instances that are meant; raises UnknownInstance when there are none."""
     found = [
         record
         for record in records
@@ -81,7 +81,7 @@ def targets(
 
 
 def kinds_of(verb: OperatorVerb, given: Mapping[str, Any]) -> list[str]:
-    """The services that are meant, of those that answer the verb."""
+    """Return the services that are meant, of those that answer the verb."""
     tier = given.get("tier", "all")
     if kind := given.get("kind"):
         return [kind]
@@ -111,7 +111,10 @@ async def change(
 def removing(
     fleet: Fleet, records: Sequence[ServiceRecord], verb: str, whole: RemoveRequest
 ) -> Work:
-    """The work of `evict` and `reset`: each instance in steps until nothing is left to remove."""
+    """Return the work of `evict` and `reset`.
+
+    It asks each instance in steps until nothing is left to remove.
+    """
     parts = [None] if whole.hashes is None else _parts(whole.hashes, STEP_BLOCKS_MAX)
 
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
@@ -140,7 +143,10 @@ def removing(
 def resizing(
     fleet: Fleet, records: Sequence[ServiceRecord], verb: str, request: ResizeRequest
 ) -> Work:
-    """The work of `resize`: each instance in steps until it is small enough, or stays larger."""
+    """Return the work of `resize`.
+
+    It asks each instance in steps until it is small enough, or stays larger.
+    """
 
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
         tally: Counter[str] = Counter(slots=0, evicted=0)
@@ -168,7 +174,10 @@ def resizing(
 def prefetching(
     fleet: Fleet, records: Sequence[ServiceRecord], query: PrefetchQuery, actor: str
 ) -> Work:
-    """The work of `prefetch`: each host tier in steps, until a step finds the end of the run."""
+    """Return the work of `prefetch`.
+
+    It asks each host tier in steps, until a step finds the end of the run.
+    """
     parts = _parts(_names_of(query), PREFETCH_STEP_BLOCKS)
 
     async def work(job: Job) -> AsyncGenerator[Progress, None]:
@@ -205,7 +214,7 @@ def _parts(hashes: list[str], size: int) -> list[list[str]]:
 
 
 def _names_of(query: PrefetchQuery) -> list[str]:
-    """The run as hashes, each once; raises IdentityError."""
+    """Return the run as hashes, each once; raises IdentityError."""
     if query.hashes is not None:
         return list(dict.fromkeys(query.hashes))
     assert query.tokens is not None
@@ -225,7 +234,7 @@ async def block_story(
     holders: Sequence[BlockHolder],
     name: str,
 ) -> BlockStoryView | None:
-    """What the index and every tier know of a block; None: no service knows it."""
+    """Return what the index and every tier know of a block; None: no service knows it."""
     answers, silent = await ask_all(fleet, records, "block", BlockRequest(hash=name), _block)
     tiers = [_placed(record, reply) for record, reply in answers if reply.held or reply.story]
     if not holders and not tiers and not silent:
@@ -239,7 +248,7 @@ async def block_story(
 
 
 async def all_pins(fleet: Fleet, records: Sequence[ServiceRecord]) -> PinsView:
-    """The pins of all tiers."""
+    """Return the pins of all tiers, and the tiers that did not answer."""
     answers, silent = await ask_all(fleet, records, "pins", PinsRequest(), _pins)
     pins = [
         PinView(**_named(record), tier=TIER_OF_KIND[record.kind], **msgspec.structs.asdict(pin))
@@ -256,7 +265,7 @@ async def ask_all(
     request: msgspec.Struct,
     codec: JsonCodec[Reply],
 ) -> tuple[list[tuple[ServiceRecord, Reply]], list[str]]:
-    """Who has answered what, and who has not and why."""
+    """Ask every instance; return the answers, and which did not answer and why."""
     silent: list[str] = []
 
     async def one(record: ServiceRecord) -> Reply | None:

@@ -54,7 +54,7 @@ class BadQuery(KvbmError):
 def problem_response(
     status: HTTPStatus, code: str, detail: str, *, errors: Mapping[str, str] | None = None
 ) -> Response:
-    """An error as a response; the first key of `errors` is the field at fault."""
+    """Return an error as a response; the first key of `errors` is the field at fault."""
     problem = Problem(
         type=f"urn:kvbm:{code}",
         title=status.phrase,
@@ -68,7 +68,7 @@ def problem_response(
 
 
 def described(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route for OpenAPI."""
+    """Return the `responses` of a route for OpenAPI."""
     content = {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}
     return {int(one): {"description": one.phrase, "content": content} for one in statuses}
 
@@ -82,7 +82,7 @@ def install(app: FastAPI) -> None:
 
 
 def status_of(error: KvbmError) -> HTTPStatus:
-    """The status that says whose fault an error is."""
+    """Return the status that tells whose fault an error is."""
     if isinstance(error, RequestFailed) and error.code.startswith("bad_"):
         return HTTPStatus.BAD_REQUEST
     return _STATUS_BY_CODE.get(error.code, HTTPStatus.BAD_GATEWAY)
@@ -99,7 +99,7 @@ async def _on_invalid(_request: Request, error: Exception) -> Response:
 
 
 def _field_of(location: Sequence[str | int]) -> str:
-    """`("body", "tokens", 3)` as `tokens.3`; the body as a whole is `body`."""
+    """Format `("body", "tokens", 3)` as `tokens.3`; the body as a whole is `body`."""
     return ".".join(str(part) for part in location[1:]) or str(location[0])
 
 
@@ -126,6 +126,6 @@ async def _on_kvbm(_request: Request, error: Exception) -> Response:
 
 
 async def _on_mistake(_request: Request, error: Exception) -> Response:
-    """Ours. The traceback goes to the log, not to a stranger."""
+    """Answer an error of our own: the traceback goes to the log, not to a stranger."""
     text = f"{type(error).__name__}, see the log of the metrics service"
     return problem_response(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", text)

@@ -104,7 +104,7 @@ def open_socket(settings: Settings) -> socket.socket:
 
 
 def expected_kinds(settings: Settings) -> tuple[str, ...]:
-    """The services without which the system is not ready."""
+    """Return the services without which the system is not ready."""
     kinds = ["index", "host-tier", "disk-tier", KIND]
     if settings.object_enabled:
         kinds.append("object-tier")

@@ -61,7 +61,7 @@ class Listing:
     def __init__(
         self, *, ttl_ms: int, inventory: Inventory, journal: JournalWriter, counts: Counter[str]
     ) -> None:
-        """`ttl_ms`: objects older than that are deleted; 0: they have no end."""
+        """Start before the first listing; objects older than `ttl_ms` are deleted, 0: never."""
         assert ttl_ms >= 0
         self._ttl_ms = ttl_ms
         self._inventory = inventory

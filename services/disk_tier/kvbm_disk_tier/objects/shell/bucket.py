@@ -69,12 +69,15 @@ class BucketOptions:
     path_style: bool = True
 
     def __repr__(self) -> str:
-        """Without the keys: this is logged."""
+        """Represent the bucket without its keys: the text is logged."""
         return f"{self.bucket} at {self.endpoint or 'AWS'} ({self.region})"
 
     def for_nixl(self, *, threads: int) -> dict[str, str]:
-        """Parameters of NIXL's OBJ back end. Checksums of the transport are left out: ours is
-        compared after every read, and stores that are not AWS differ in them."""
+        """Return the parameters of NIXL's OBJ back end.
+
+        Checksums of the transport are left out: ours is compared after every read, and stores that
+        are not AWS differ in them.
+        """
         given = {
             "bucket": self.bucket,
             "region": self.region,
@@ -103,14 +106,14 @@ class Bucket:
     """One bucket. Its methods belong to one event loop."""
 
     def __init__(self, options: BucketOptions, counted: Callable[[str, bool], None]) -> None:
-        """`counted(kind, ok)` hears of every request that was made. Makes no request itself."""
+        """Prepare a client without a request; `counted(kind, ok)` hears of every later request."""
         self.options = options
         self._counted = counted
         self._turns = asyncio.Semaphore(THREADS)
         self._client: Any = None
 
     async def pages(self, prefix: str) -> AsyncIterator[list[Listed]]:
-        """Every object below a prefix, a page at a time; raises BucketError."""
+        """Yield every object below a prefix, a page at a time; raises BucketError."""
         after: dict[str, str] = {}
 
         def list_page(client: Any) -> Any:
@@ -197,7 +200,10 @@ class Bucket:
             raise self._away("has not answered") from error
 
     def _run(self, call: Callable[[Any], T]) -> T:
-        """In a thread. Two threads may both make the client: one of them is dropped."""
+        """Run a call with the client, in a thread; raises BucketError.
+
+        Two threads may both make the client: one of them is dropped.
+        """
         import botocore.exceptions as failures
 
         try:
@@ -229,7 +235,10 @@ class Bucket:
 
 
 def backoff(pause_s: float = PAUSE_S, max_s: float = PAUSE_MAX_S) -> Iterator[float]:
-    """Pauses that double, each between half and all of it: many clients do not come at once."""
+    """Yield pauses in seconds that double up to `max_s`.
+
+    Each is between half and all of its step: many clients do not come at once.
+    """
     while True:
         yield pause_s * random.uniform(0.5, 1.0)
         pause_s = min(2 * pause_s, max_s)
@@ -257,7 +266,7 @@ def _make_client(options: BucketOptions) -> Any:
 
 @functools.cache
 def _session() -> Any:
-    """It reads megabytes of descriptions: once for a process."""
+    """Return the boto3 session; it reads megabytes of descriptions, once for a process."""
     import boto3
 
     return boto3.session.Session()

@@ -26,7 +26,7 @@ class Deletes:
     """The queue, and the one task that empties it."""
 
     def __init__(self, bucket: Bucket, counted: Callable[[str, int], None]) -> None:
-        """`counted(outcome, objects)` hears what has become of them."""
+        """Start with an empty queue; `counted(outcome, objects)` hears how deletes end."""
         self._bucket = bucket
         self._counted = counted
         self._queue: OrderedDict[str, None] = OrderedDict()
@@ -37,7 +37,7 @@ class Deletes:
         """Deleted, or to be, since `forget`: a page of a listing may still name them."""
 
     def __len__(self) -> int:
-        """Names that wait or fly."""
+        """Return the number of names that wait for their delete or are being deleted."""
         return len(self._queue) + len(self._flying)
 
     def add(self, names: Iterable[str]) -> None:
@@ -53,11 +53,11 @@ class Deletes:
             self._wake.set()
 
     def forget(self) -> None:
-        """A listing begins: what is deleted by now will not be named."""
+        """Forget the finished deletes: a listing that begins now does not name those objects."""
         self.lately = set(self._queue) | self._flying
 
     async def wait_writable(self, name: str) -> None:
-        """The name is about to be written: it is not deleted any more."""
+        """Cancel the delete of a name about to be written, or wait until it has ended."""
         self._queue.pop(name, None)
         while name in self._flying:
             await self._landed.wait()

@@ -32,7 +32,7 @@ class Health:
         self._pauses = backoff(PAUSE_S, PAUSE_MAX_S)
 
     def trouble(self, reason: str, *, write: bool, refused: bool = False) -> bool:
-        """Something has not; True: now it is down."""
+        """Count a failure; return whether it has just taken the store down."""
         self._troubles += 1
         if self.reason or not (refused or self._troubles >= TROUBLES_MAX):
             return False
@@ -40,15 +40,15 @@ class Health:
         return True
 
     def pause_s(self) -> float:
-        """How long to wait before the next probe."""
+        """Return how long to wait before the next probe, in seconds."""
         return next(self._pauses)
 
     def up(self) -> None:
-        """A probe has succeeded."""
+        """Mark the store as up: a probe has succeeded."""
         self.reason = ""
         self._troubles = 0
 
     def still_down(self, reason: str) -> bool:
-        """A probe has failed; True: for another reason than it was known for."""
+        """Record that a probe has failed; return whether the reason is another than before."""
         is_new, self.reason = reason != self.reason, reason
         return is_new

@@ -70,7 +70,7 @@ class Lanes:
             waiter.set_result(lane)
 
     def _next(self) -> tuple[asyncio.Future[int] | None, bool]:
-        """Who is next; those who wait no more are skipped."""
+        """Return the next waiter and whether it writes; waiters that gave up are skipped."""
         may_write = len(self._writing) < self._writes_max
         for queue, writes in ((self._readers, False), (self._writers, True)):
             while queue and (not writes or may_write):
@@ -95,7 +95,7 @@ class LaneMemory:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapping))
 
     def lane(self, lane: int, length: int) -> NDArray[np.uint8]:
-        """The first bytes of a lane."""
+        """Return the first `length` bytes of a lane."""
         assert length <= self.lane_bytes
         start = lane * self.lane_bytes
         return self.array[start : start + length]

@@ -126,7 +126,7 @@ class ObjectMedium:
     # --- the store --------------------------------------------------------------------------
 
     async def recover(self) -> StoreOpened | StoreFailed | None:
-        """Nothing is known before the first listing."""
+        """Return None: nothing is known before the first listing."""
         return None
 
     async def open(self, _slot_bytes: int) -> StoreOpened | StoreFailed:
@@ -152,13 +152,13 @@ class ObjectMedium:
         self._mover.drop_arena(instance)
 
     async def append(self, effect: AppendJournal) -> Journaled | None:
-        """An object that is written is its own record; one that is removed is deleted."""
+        """Queue the removed objects for deletion; an object that is written is its own record."""
         removed = [r.block for r in effect.records if r.operation is Operation.REMOVED]
         self._deletes.add(map(self._names.name_of, removed))
         return None if effect.write is None else Journaled((effect.write,))
 
     async def rewrite(self, _effect: RewriteJournal) -> None:
-        """There is no journal."""
+        """Ignore the request: a bucket has no journal."""
 
     async def run(self, loop: Loop) -> None:
         """List, delete and probe, until cancelled."""
@@ -171,7 +171,7 @@ class ObjectMedium:
     # --- blocks -----------------------------------------------------------------------------
 
     async def write(self, effect: WriteSlots) -> Written | WriteFailed:
-        """Arena to objects, each by itself."""
+        """Copy blocks from the arena to objects, each by itself."""
         outcomes = await asyncio.gather(
             *(
                 self._put(block, effect.epoch, source * effect.slot_bytes)
@@ -207,7 +207,7 @@ class ObjectMedium:
         return outcome
 
     async def read(self, effect: ReadSlots) -> ReadDone:
-        """Objects to arena, each by itself, in the order in which they were asked for."""
+        """Copy objects to the arena, each by itself, in the order in which they were asked for."""
         got = await asyncio.gather(
             *(
                 self._get(block, effect, target * effect.slot_bytes)
@@ -219,7 +219,7 @@ class ObjectMedium:
         return ReadDone(effect.read, intact, outcomes, sums)
 
     async def _get(self, block: Block, effect: ReadSlots, offset: int) -> tuple[str, Sums]:
-        """How a read has ended, and the checksums of the parts of what was read."""
+        """Return how a read has ended, and the checksums of the parts of what was read."""
         if block.bytes > effect.slot_bytes:
             return TOO_LARGE, ()
         epoch, until_ms = effect.epoch, effect.until_ms
@@ -244,9 +244,10 @@ class ObjectMedium:
         return outcome, sums
 
     async def _why(self, name: str, block: Block, outcome: str, until_ms: int) -> str:
-        """NIXL could not read it: is it gone, is it another size, or is the store in trouble?
+        """Find out why NIXL could not read: object gone, of another size, or store in trouble.
 
-        A list, because a head of an object cannot tell a missing object from a missing bucket.
+        It asks with a list, because a head of an object cannot tell a missing object from a missing
+        bucket.
         """
         left_s = max((until_ms - monotonic_ms()) / 1000, 0.01)
         try:
@@ -349,7 +350,10 @@ class ObjectMedium:
 
 
 def requests_counter(counters: Metrics) -> Counter:
-    """What the store bills: requests by kind. `get` and `put` are NIXL's, the others boto3's."""
+    """Return the counter of requests by kind, which the store bills.
+
+    `get` and `put` are NIXL's, the others boto3's.
+    """
     return counters.counter(
         "kvbm_object_requests_total", "Requests to the bucket.", labels=("request", "outcome")
     )

@@ -67,7 +67,7 @@ class ObjectMover:
         counters: Metrics,
         packing: Packing | None = None,
     ) -> None:
-        """Raises MoverUnavailable. Makes no request."""
+        """Start the transfer threads without a request; raises MoverUnavailable."""
         self.packing: Packing = packing or Plain()
         parameters = bucket.for_nixl(threads=lanes)
         self._mover = MoverThread(name, backends=("OBJ",), object_params=parameters)
@@ -113,7 +113,7 @@ class ObjectMover:
     async def put(
         self, name: str, block: Block, *, epoch: int, offset: int, deadline_s: float
     ) -> str:
-        """The arena's bytes at `offset` become an object; returns OK or what was wrong."""
+        """Write the arena's bytes at `offset` as an object; return OK or what was wrong."""
         until_s = asyncio.get_running_loop().time() + deadline_s
 
         async def fly(taken: _Taken, memory: LaneMemory, arena: Bytes) -> str:
@@ -131,7 +131,7 @@ class ObjectMover:
     async def get(
         self, name: str, block: Block, *, epoch: int, offset: int, until_ms: int
     ) -> str | Sums:
-        """An object's bytes come into the arena at `offset`; returns their sums or what was wrong.
+        """Read an object into the arena at `offset`; return its sums or what was wrong.
 
         The sums are the checksums of the block's parts.
         """

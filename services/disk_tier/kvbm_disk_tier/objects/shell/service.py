@@ -49,7 +49,7 @@ async def serve(context: ServiceContext) -> None:
 
 
 def make_medium(context: ServiceContext) -> ObjectMedium:
-    """The bucket of the configuration. Makes no request; raises BadKeys."""
+    """Make the medium for the configured bucket, without a request; raises BadKeys."""
     settings = context.settings
     keys = keys_of(settings)
     where = BucketOptions(
@@ -92,7 +92,7 @@ def _packing(keys: Keys | None) -> Packing:
 
 
 def check(settings: Settings) -> None:
-    """Whether an object tier can be had at all; raises KvbmError."""
+    """Check whether this configuration can have an object tier at all; raises KvbmError."""
     if not settings.object_enabled:
         return
     if not settings.object_bucket:
@@ -103,5 +103,5 @@ def check(settings: Settings) -> None:
 
 
 def main() -> None:
-    """The entry point of `kvbm serve object-tier`."""
+    """Run the object tier: the entry point of `kvbm serve object-tier`."""
     run("object-tier", serve, check=check)
