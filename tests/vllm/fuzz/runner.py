@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvbm_common.errors import KvbmError
+
 from tests.vllm.fuzz.engines import Engines, Plain
 from tests.vllm.fuzz.judge import Failure, differences
 from tests.vllm.fuzz.lane import Lane
@@ -26,8 +28,8 @@ SPARE_TOKENS = 64
 ANSWERS = ("tokens", "logprobs", "prompt logprobs", "finish")
 """Failures that vLLM alone might show, too."""
 WORST = (
-    "answers", "hangs", "stuck", "dead", "engine", "held", "left over", "not attached", "broken",
-    "traceback", "refused",
+    "answers", "hangs", "stuck", "dead", "gone", "engine", "held", "left over", "not attached",
+    "broken", "traceback", "refused",
 )  # fmt: skip
 _nonces = itertools.count(time.time_ns())
 
@@ -322,3 +324,6 @@ class Run:
             wait_for(quiet, "quiet", deadline_s=QUIET_DEADLINE_S)
         except AssertionError:
             self._fail("left over", f"the host tier holds {left}")
+        except KvbmError as error:  # It ended, and no act of the program had ended it.
+            self._fail("gone", f"the host tier does not answer: {error}")
+            self._result.unusable = True
