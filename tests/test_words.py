@@ -21,6 +21,9 @@ BANNED = (
 BANNED_PATTERN = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 DOCSTRING_WORDS_MIN = 4
 
+VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text().split())
+"""What a function's docstring may begin with. A verb that is missing here is added."""
+
 BOUNDS: dict[str, tuple[int, int]] = {
     "kvbm_common": (0, 0),
     "kvbm_cli": (0, 0),
@@ -75,6 +78,23 @@ def too_short(source: str) -> list[tuple[int, str]]:
     return [(line, text) for line, text in found if len(text.split()) < DOCSTRING_WORDS_MIN]
 
 
+def not_begun_by_a_verb(source: str) -> list[tuple[int, str]]:
+    """Return line and text of functions' docstrings that begin with something else.
+
+    A property is a thing: its docstring may begin with a noun.
+    """
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if text is None or any("property" in ast.unparse(by) for by in node.decorator_list):
+            continue
+        if re.split(r"[^A-Za-z]", text, maxsplit=1)[0].lower() not in VERBS:
+            found.append((node.body[0].lineno, text))
+    return found
+
+
 def offences(package: Path) -> tuple[list[str], list[str]]:
     """Return what breaks each of the two rules in a package, with its place."""
     banned: list[str] = []
@@ -99,6 +119,28 @@ def test_rules_see_docstrings_attributes_and_comments() -> None:
         "Nobody", "anew", "is none", "is said", "of which", "whoever",
     ]  # fmt: skip
     assert too_short(source) == [(7, "Of one name.")]
+
+
+def test_rule_of_verbs_sees_functions_and_methods() -> None:
+    """Goal: nouns and sentences are found; properties and classes may begin with a noun."""
+    source = (
+        'class C:\n    """A thing of its own kind."""\n'
+        '    def f(self) -> int:\n        """The number of all things."""\n'
+        '    @property\n    def g(self) -> int:\n        """The number of all things."""\n'
+        '    async def h(self) -> int:\n        """Return the number of things; 0: none."""\n'
+    )
+    assert not_begun_by_a_verb(source) == [(4, "The number of all things.")]
+
+
+@pytest.mark.parametrize("package", BOUNDS)
+def test_docstring_of_a_function_begins_with_a_verb(package: str) -> None:
+    """Goal: a docstring says what a call does, before it says how."""
+    found = [
+        f"{path.relative_to(PACKAGES[package].parent)}:{line}: {text}"
+        for path in sorted(PACKAGES[package].rglob("*.py"))
+        for line, text in not_begun_by_a_verb(path.read_text())
+    ]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("package", BOUNDS)

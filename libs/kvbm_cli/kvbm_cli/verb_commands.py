@@ -136,7 +136,7 @@ def block(
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
-    """One block: who has it, who holds it there, and what has happened to it."""
+    """Show one block: where it is, what holds it there, and what has happened to it."""
     run(lambda api: api.get(f"/v1/blocks/{name}"), _block_tables, url, as_json)
 
 
@@ -159,7 +159,7 @@ def _block_tables(told: Json) -> list[Rows]:
 
 
 def pins(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Every pin of every tier."""
+    """List every pin of every tier."""
     run(lambda api: api.get("/v1/pins"), lambda told: [told["pins"]], url, as_json)
 
 

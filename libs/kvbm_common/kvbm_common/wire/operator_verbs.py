@@ -141,7 +141,7 @@ _REMOVED_BY = ("hashes", "prefix", "namespace", "everything")
 OPERATOR_VERBS = (
     OperatorVerb(
         "block", admin.BlockRequest, admin.BlockReply,
-        "One block: who has it, who holds it there, and what has happened to it.",
+        "Show one block: where it is, what holds it there, and what has happened to it.",
         method="GET", path="/v1/blocks/{hash}", tag="blocks",
     ),
     OperatorVerb(
@@ -175,7 +175,7 @@ OPERATOR_VERBS = (
         ),
     ),
     OperatorVerb(
-        "pins", admin.PinsRequest, admin.PinsReply, "Every pin of every tier.", method="GET",
+        "pins", admin.PinsRequest, admin.PinsReply, "List every pin of every tier.", method="GET",
     ),
     OperatorVerb(
         "drain", admin.DrainRequest, admin.DrainReply,
