@@ -100,11 +100,25 @@ def _copier_rows(roof: float) -> list[Row]:
     rows = [info_row(f"copy and checksum in one pass ({COPIER.name}), one thread, share of memcpy",
                      one / roof, unit="x")]  # fmt: skip
     if len(os.sched_getaffinity(0)) > 1:
-        rows.append(
+        two = statistics.median(together for together, _ in pairs)
+        plain = statistics.median(_memcpy_by_two(source, target) for _ in range(ROUNDS))
+        rows += [
             rate_row("the same, two threads beside one", statistics.median(a / b for a, b in pairs),
-                     unit="x", target=THREADS_TARGET)
-        )  # fmt: skip
+                     unit="x", target=THREADS_TARGET),
+            info_row("two threads, share of two threads of memcpy", two / plain, unit="x"),
+        ]  # fmt: skip
     return rows
+
+
+def _memcpy_by_two(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> float:
+    """GB/s of two threads that copy a half each: what the memory allows."""
+    halves = [slice(0, len(source) // 2), slice(len(source) // 2, None)]
+    with ThreadPoolExecutor(2) as pool:
+        started = time.perf_counter()
+        copies = [pool.submit(np.copyto, target[half], source[half]) for half in halves]
+        for copy in copies:
+            copy.result()
+        return len(source) / (time.perf_counter() - started) / 1e9
 
 
 def _copied(source: NDArray[np.uint8], target: NDArray[np.uint8], *, threads: int) -> float:
