@@ -177,9 +177,10 @@ class Draw:
             at = draw.randrange(1, 5)
             if not self._maybe(OFTEN):
                 continue
-            if what == "pause":
+            if what == "pause":  # Whatever is offered meanwhile is pulled late.
+                at = draw.randrange(1, 13)
                 acts.append(Act(what="stop", target="host-tier", at=at))
-                acts.append(Act(what="continue", at=at + draw.randrange(2, 9)))
+                acts.append(Act(what="continue", at=at + draw.randrange(3, 16)))
             elif what == "stop":
                 acts.append(Act(what=what, target="host-tier", at=at))
             elif what == "fill memory":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbm_common.tier.batches import batch_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class HostTierLimits:
@@ -16,6 +18,8 @@ class HostTierLimits:
     batch_blocks_max: int = 16
     batch_bytes: int = 0
     """A fill from disk has more blocks when they are small: see `batches.batch_blocks`."""
+    pull_bytes: int = 0
+    """A pull from an engine has more blocks when they are small: up to so many bytes."""
     offers_max: int = 1024
     """Offers waiting or in flight; more are dropped and counted, never queued without end."""
     lookups_max: int = 4096
@@ -39,3 +43,7 @@ class HostTierLimits:
     """The share of one core that compares idle blocks with checksums (KVBM_SCRUB_CPU_PERCENT)."""
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
+
+    def pull_blocks(self, block_bytes: int) -> int:
+        """Return how many blocks of this size one pull brings at most."""
+        return batch_blocks(self.batch_blocks_max, self.pull_bytes, block_bytes)

@@ -223,7 +223,7 @@ class Offload:
         """Take the next blocks of an offer that are neither here nor on their way."""
         batch: list[Wanted] = []
         names: set[SequenceHash] = set()
-        table, batch_max = self._table, self._limits.batch_blocks_max
+        table, batch_max = self._table, self._limits.pull_blocks(state.engine.block_bytes)
         while state.wanted and len(batch) < batch_max:
             wanted = state.wanted.popleft()
             name = wanted.hash
