@@ -9,7 +9,7 @@ from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.machine import Machine
-from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored
+from kvbm_common.wire.events import Event, EventHead
 
 from kvbm_connectors.consolidator.core.batch_merger import (
     ClearedDraft,
@@ -127,21 +127,3 @@ def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: 
         case ClearedDraft(reason):
             return head.cleared(reason, rank_only=rank is not None and len(engine.ranks) > 1)
     assert_never(draft)
-
-
-def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
-    """Whether an event is about a block."""
-    text = sequence_hash.hex()
-    match event:
-        case Stored():
-            return any(text in run.hashes for run in event.runs)
-        case Removed():
-            return text in event.hashes
-        case Cleared():
-            return True
-
-
-def describe(event: Event) -> str:
-    """An event without its blocks."""
-    kind = event.__struct_config__.tag
-    return f"{kind} {event.source} rank {event.rank} epoch {event.epoch} seq {event.seq}"

@@ -16,17 +16,16 @@ under the same incarnation gets the engine a new epoch, and all its ranks begin 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.engine_events import EngineBatch
-from kvbm_common.wire.events import Event
 from kvbm_common.wire.local import Attach, Attached, Refused
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, Draft
-from kvbm_connectors.consolidator.core.engine import Engine, describe, event_of, mentions
+from kvbm_connectors.consolidator.core.engine import Engine, event_of
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
     BeatReceived,
@@ -54,11 +53,10 @@ from kvbm_connectors.consolidator.core.messages import (
     Tick,
     Unsubscribe,
 )
+from kvbm_connectors.consolidator.core.published_events import PublishedEvents
 from kvbm_connectors.consolidator.core.rank import Rank
 from kvbm_connectors.consolidator.core.sequencer import Ready
 
-STORY_EVENTS_MAX = 2_000
-"""Published events that are remembered for stories."""
 TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
 """What the tiers are called as sources; an engine may not be."""
 
@@ -72,7 +70,7 @@ class EnginesCore:
         self._engines: dict[str, Engine] = {}
         self._drops: Counter[str] = Counter()
         self._effects: list[EngineEffect] = []
-        self._published: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._published = PublishedEvents()
         self._now_ms = 0
         self._offers_open = True
         self._batch_count = 0
@@ -147,11 +145,7 @@ class EnginesCore:
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
         """What was lately published about a block, newest last."""
-        return [
-            f"{now_ms} ms {describe(event)}"
-            for now_ms, event in self._published
-            if mentions(event, sequence_hash)
-        ]
+        return self._published.story(sequence_hash)
 
     def statistics(self) -> EnginesStatistics:
         """Return the figures for metrics."""
@@ -384,7 +378,7 @@ class EnginesCore:
             return
         engine.seq += 1
         event = event_of(self._host, engine, rank, draft, ts_ms)
-        self._published.append((self._now_ms, event))
+        self._published.add(event, self._now_ms)
         self._publish_count += 1
         self._effects.append(Publish(event, draft))
 
