@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.nats.event_subscription import alike_positions, positions_of, several_positions
+from kvbm_common.nats.stream_positions import alike_positions, positions_of, several_positions
 
 NUMBERS = st.tuples(*[st.integers(0, 10**12)] * 3)
 
