@@ -18,7 +18,7 @@ class FoldedBlocks:
         """So many of the blocks, or their slots, are like all others."""
 
     def __len__(self) -> int:
-        """How many blocks are still to be unfolded."""
+        """Return how many blocks are still to be unfolded."""
         return len(self._columns) - self._taken
 
     def __getitem__(self, slot: int) -> Block:
