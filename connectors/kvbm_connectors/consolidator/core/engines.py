@@ -178,7 +178,7 @@ class EnginesCore:
             self._effects.append(Reply(peer, refusal))
             return
         engine = self._engines.get(attach.engine)
-        if engine is not None and self._is_another(engine, attach):
+        if engine is not None and engine.is_another(attach):
             self._end(engine, "replaced")
             engine = None
         if engine is None:
@@ -211,15 +211,9 @@ class EnginesCore:
             return Refused(about="attach", code="too_many_streams", message=text)
         return None
 
-    def _is_another(self, engine: Engine, attach: Attach) -> bool:
-        """Return whether this is another life, or the same life with facts that cannot change."""
-        rank = engine.ranks.get(attach.rank)
-        return engine.incarnation != attach.incarnation or (
-            rank is not None and not rank.continues(attach)
-        )
-
     def _register(self, engine: Engine) -> None:
         """Ask for an epoch, or say that there is one more rank."""
+        assert engine.ranks, f"{engine.name} has no rank to register"
         facts = (engine.name, engine.incarnation, tuple(sorted(engine.ranks)), engine.namespaces())
         if engine.epoch:
             self._effects.append(Describe(*facts))
@@ -273,6 +267,7 @@ class EnginesCore:
 
     def _end(self, engine: Engine, reason: str) -> None:
         """Announce that the device blocks of this life are gone."""
+        assert self._engines.get(engine.name) is engine, f"{engine.name} has ended: {reason}"
         if engine.epoch:
             self._publish_draft(engine, None, ClearedDraft(reason), 0)
         followed = [rank for rank in engine.ranks.values() if rank.attach.endpoint]
@@ -384,6 +379,7 @@ class EnginesCore:
 
     def _answer(self, engine: Engine, rank: Rank) -> None:
         """Tell the connector that its rank is attached; epoch 0: the registry has not answered."""
+        assert engine.ranks.get(rank.key.rank) is rank, f"{rank.key} is no rank of {engine.name}"
         message = Attached(
             engine=engine.name, rank=rank.key.rank, epoch=engine.epoch, offers=self._offers_open,
             generation=rank.attach.generation,

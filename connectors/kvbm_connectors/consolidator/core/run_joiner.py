@@ -69,6 +69,7 @@ class RunJoiner:
 
 def join(parts: Parts) -> BlockStored:
     """One event that says the same."""
+    assert parts, "an event has a part"
     if len(parts) == 1:
         return parts[0]
     return msgspec.structs.replace(
