@@ -48,7 +48,7 @@ class Orphans:
         """Let an event wait for its parent, or for its adapter. False: there is no room."""
         awaited = adapter or event.parent
         assert awaited is not None, "a root has no parent to wait for"
-        assert event.block_hashes, f"an event without blocks waits for {awaited}"
+        assert event.block_hashes, f"an event without blocks waits for {awaited!r}"
         if self.block_count + len(event.block_hashes) > self._blocks_max:
             return False
         orphan = Orphan(group, event, now_ms)
