@@ -22,7 +22,7 @@ PACKAGES = {
     "kvbm_metrics": ROOT / "services/metrics/kvbm_metrics",
     "kvbm_connectors": ROOT / "connectors/kvbm_connectors",
 }
-MODULE_LINES_MAX = 475
+MODULE_LINES_MAX = 400
 """Most are under 300; a longer one hides a second noun."""
 
 PURE_FOLDERS = ("core", "tier", "eviction")
@@ -38,7 +38,9 @@ CORES = [
     PACKAGES["kvbm_connectors"] / "sim/paged.py",
 ]
 """Modules without clock, socket, file, thread, event loop or random source: the folder says so."""
-SETTINGS = [PACKAGES["kvbm_common"] / f"config/{name}.py" for name in ("settings", "schema")]
+SETTINGS = [
+    PACKAGES["kvbm_common"] / f"config/{name}.py" for name in ("settings", "declarations", "schema")
+]
 """Cores take the record of the settings; reading files and variables is in the same modules."""
 PURE_IMPORTS = {
     "__future__", "array", "binascii", "bisect", "builtins", "collections", "contextlib",

@@ -23,6 +23,11 @@ SUBJECTS = {
     "slots": Subject(
         "libs/kvbm_common", "kvbm_common/tier/slots.py", (f"{TIER}/test_slots.py",)
     ),
+    "folded_blocks": Subject(
+        "libs/kvbm_common",
+        "kvbm_common/tier/folded_blocks.py",
+        tuple(f"{TIER}/test_{part}.py" for part in ("folded_blocks", "slots")),
+    ),
     "leases": Subject(
         "libs/kvbm_common", "kvbm_common/tier/leases.py", (f"{TIER}/test_leases.py",)
     ),

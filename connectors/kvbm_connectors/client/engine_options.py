@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_common.config.settings import Settings, settings_by_name
+from kvbm_common.config.declarations import settings_by_name
+from kvbm_common.config.settings import Settings
 
 from kvbm_connectors.core.limits import ConnectorLimits
 

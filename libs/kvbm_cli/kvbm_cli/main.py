@@ -100,7 +100,8 @@ def _config_command() -> Callable[..., None]:
 
 def print_configuration(*, as_json: bool) -> None:
     """Print every setting with its value and origin; exits with 2 if one is wrong."""
-    from kvbm_common.config.settings import Settings, all_settings
+    from kvbm_common.config.declarations import all_settings
+    from kvbm_common.config.settings import Settings
     from rich.console import Console
     from rich.table import Table
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import kvbm_connectors.sglang
 import pytest
-from kvbm_common.config.settings import Settings, settings_by_name
+from kvbm_common.config.declarations import settings_by_name
+from kvbm_common.config.settings import Settings
 from kvbm_connectors.sglang.events import stream_of
 from kvbm_connectors.sglang.options import Options
 

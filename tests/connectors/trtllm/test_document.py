@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from kvbm_common.config.settings import Settings, settings_by_name
+from kvbm_common.config.declarations import settings_by_name
+from kvbm_common.config.settings import Settings
 from kvbm_connectors.trtllm import event_pump
 from kvbm_connectors.trtllm.identity import refusal_of
 

@@ -69,6 +69,7 @@ class BatchMerger:
     """Gathers changes in the order in which they happened."""
 
     def __init__(self, blocks_max: int = EVENT_BLOCKS_MAX) -> None:
+        assert blocks_max > 0, blocks_max
         self._blocks_max = blocks_max
         self._open: dict[int, _Open] = {}
         self._drafts: list[Draft] = []
@@ -103,6 +104,7 @@ class BatchMerger:
         """Return all drafts, in order, and leave the merger empty."""
         for group in list(self._open):
             self._close(group)
+        assert not self._open, f"groups {list(self._open)} are not closed"
         drafts, self._drafts = self._drafts, []
         return drafts
 
@@ -110,6 +112,7 @@ class BatchMerger:
         opened = self._open.get(group)
         if opened is None:
             opened = self._open[group] = _Open(view.namespace_hex, view.held)
+        assert opened.held is view.held, f"group {group} has another view"
         return opened
 
     def _close(self, group: int) -> None:
@@ -124,7 +127,8 @@ class BatchMerger:
 
 
 def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[BlockRun]]:
-    """Yield the runs in portions of at most `blocks_max` blocks; a longer run is cut."""
+    """Runs in portions of at most `blocks_max` blocks; a longer run is cut."""
+    assert blocks_max > 0, blocks_max
     portion: list[BlockRun] = []
     room = blocks_max
     for run_parent, hashes in runs:

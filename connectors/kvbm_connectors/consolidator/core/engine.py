@@ -9,7 +9,8 @@ from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.machine import Machine
-from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored
+from kvbm_common.wire.events import Event, EventHead
+from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.consolidator.core.batch_merger import (
     ClearedDraft,
@@ -59,6 +60,13 @@ class Engine:
     state: EngineState = field(default_factory=partial(ENGINE.next, None, "joined"))
     ask_at_ms: int = 0
 
+    def is_another(self, attach: Attach) -> bool:
+        """Return whether this is another life, or the same life with facts that cannot change."""
+        rank = self.ranks.get(attach.rank)
+        return self.incarnation != attach.incarnation or (
+            rank is not None and not rank.continues(attach)
+        )
+
     def should_ask(self, now_ms: int) -> bool:
         """Tell whether it is time to ask the registry for an epoch."""
         return self.state is EngineState.UNREGISTERED and now_ms >= self.ask_at_ms
@@ -69,11 +77,13 @@ class Engine:
 
     def asked(self) -> None:
         """Note that an AskEpoch flies."""
+        assert not self.epoch, f"{self.name} has epoch {self.epoch} already"
         self._move("asked")
 
     def granted(self, epoch: int) -> None:
         """Take an epoch: events count from 1."""
         assert epoch > 0, f"{self.name}: no epoch"
+        assert not self.epoch, f"{self.name} has epoch {self.epoch}, and gets {epoch}"
         self._move("granted")
         self.epoch, self.seq = epoch, 0
 
@@ -90,6 +100,7 @@ class Engine:
 
     def leave(self) -> None:
         """End this life, in any state."""
+        assert (self.epoch > 0) == (self.state is EngineState.REGISTERED), self.name
         ENGINE.end(self.state, "left", self.name)
 
     def _move(self, event: str) -> None:
@@ -114,8 +125,10 @@ class Engine:
 
 
 def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> Event:
-    """Return a draft as the event that has the engine's present number. Without a rank it is about
-    all ranks."""
+    """A draft as the event that has the engine's present number. No rank: it is about all."""
+    assert engine.epoch > 0, f"{engine.name}: an event without an epoch"
+    assert engine.seq > 0, f"{engine.name}: an event without a number"
+    assert rank is None or rank.key.engine == engine.name, f"{rank.key} is not of {engine.name}"
     head = EventHead(
         host=host, source=engine.name, tier="device", epoch=engine.epoch, seq=engine.seq,
         ts_ms=ts_ms, rank=0 if rank is None else rank.key.rank,
@@ -128,21 +141,3 @@ def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: 
         case ClearedDraft(reason):
             return head.cleared(reason, rank_only=rank is not None and len(engine.ranks) > 1)
     assert_never(draft)
-
-
-def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
-    """Return whether an event is about a block; a clear is about every block."""
-    text = sequence_hash.hex()
-    match event:
-        case Stored():
-            return any(text in run.hashes for run in event.runs)
-        case Removed():
-            return text in event.hashes
-        case Cleared():
-            return True
-
-
-def describe(event: Event) -> str:
-    """Return a line about an event, without its blocks."""
-    kind = event.__struct_config__.tag
-    return f"{kind} {event.source} rank {event.rank} epoch {event.epoch} seq {event.seq}"

@@ -16,17 +16,16 @@ under the same incarnation gets the engine a new epoch, and all its ranks begin 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.engine_events import EngineBatch
-from kvbm_common.wire.events import Event
 from kvbm_common.wire.local import Attach, Attached, Refused
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, Draft
-from kvbm_connectors.consolidator.core.engine import Engine, describe, event_of, mentions
+from kvbm_connectors.consolidator.core.engine import Engine, event_of
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
     BeatReceived,
@@ -54,11 +53,10 @@ from kvbm_connectors.consolidator.core.messages import (
     Tick,
     Unsubscribe,
 )
+from kvbm_connectors.consolidator.core.published_events import PublishedEvents
 from kvbm_connectors.consolidator.core.rank import Rank
 from kvbm_connectors.consolidator.core.sequencer import Ready
 
-STORY_EVENTS_MAX = 2_000
-"""Published events that are remembered for stories."""
 TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
 """What the tiers are called as sources; an engine may not be."""
 
@@ -72,7 +70,7 @@ class EnginesCore:
         self._engines: dict[str, Engine] = {}
         self._drops: Counter[str] = Counter()
         self._effects: list[EngineEffect] = []
-        self._published: deque[tuple[int, Event]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._published = PublishedEvents()
         self._now_ms = 0
         self._offers_open = True
         self._batch_count = 0
@@ -146,12 +144,8 @@ class EnginesCore:
         return found.held() if found else set()
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """Return what was lately published about a block, newest last."""
-        return [
-            f"{now_ms} ms {describe(event)}"
-            for now_ms, event in self._published
-            if mentions(event, sequence_hash)
-        ]
+        """What was lately published about a block, newest last."""
+        return self._published.story(sequence_hash)
 
     def statistics(self) -> EnginesStatistics:
         """Return the figures for metrics."""
@@ -184,7 +178,7 @@ class EnginesCore:
             self._effects.append(Reply(peer, refusal))
             return
         engine = self._engines.get(attach.engine)
-        if engine is not None and self._is_another(engine, attach):
+        if engine is not None and engine.is_another(attach):
             self._end(engine, "replaced")
             engine = None
         if engine is None:
@@ -217,15 +211,9 @@ class EnginesCore:
             return Refused(about="attach", code="too_many_streams", message=text)
         return None
 
-    def _is_another(self, engine: Engine, attach: Attach) -> bool:
-        """Return whether this is another life, or the same life with facts that cannot change."""
-        rank = engine.ranks.get(attach.rank)
-        return engine.incarnation != attach.incarnation or (
-            rank is not None and not rank.continues(attach)
-        )
-
     def _register(self, engine: Engine) -> None:
         """Ask for an epoch, or say that there is one more rank."""
+        assert engine.ranks, f"{engine.name} has no rank to register"
         facts = (engine.name, engine.incarnation, tuple(sorted(engine.ranks)), engine.namespaces())
         if engine.epoch:
             self._effects.append(Describe(*facts))
@@ -279,6 +267,7 @@ class EnginesCore:
 
     def _end(self, engine: Engine, reason: str) -> None:
         """Announce that the device blocks of this life are gone."""
+        assert self._engines.get(engine.name) is engine, f"{engine.name} has ended: {reason}"
         if engine.epoch:
             self._publish_draft(engine, None, ClearedDraft(reason), 0)
         followed = [rank for rank in engine.ranks.values() if rank.attach.endpoint]
@@ -384,12 +373,13 @@ class EnginesCore:
             return
         engine.seq += 1
         event = event_of(self._host, engine, rank, draft, ts_ms)
-        self._published.append((self._now_ms, event))
+        self._published.add(event, self._now_ms)
         self._publish_count += 1
         self._effects.append(Publish(event, draft))
 
     def _answer(self, engine: Engine, rank: Rank) -> None:
         """Tell the connector that its rank is attached; epoch 0: the registry has not answered."""
+        assert engine.ranks.get(rank.key.rank) is rank, f"{rank.key} is no rank of {engine.name}"
         message = Attached(
             engine=engine.name, rank=rank.key.rank, epoch=engine.epoch, offers=self._offers_open,
             generation=rank.attach.generation,

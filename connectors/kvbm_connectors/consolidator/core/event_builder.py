@@ -20,7 +20,10 @@ class EventDraft:
     count: int = 0
 
     def event(self, head: EventHead, group: int, namespace: str, reason: str) -> Stored | Removed:
-        """Return the draft as an event that begins like `head`; `reason` is that of a removal."""
+        """The event that begins like this."""
+        assert bool(self.runs) != bool(self.hashes), (
+            f"{len(self.runs)} runs, {len(self.hashes)} gone"
+        )
         if self.runs:
             return head.stored(namespace, [run_of(*run) for run in self.runs], group=group)
         return head.removed(namespace, hashes_to_hex(self.hashes), reason, group=group)

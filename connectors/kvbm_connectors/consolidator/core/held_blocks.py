@@ -32,6 +32,7 @@ class HeldBlocks:
     """The blocks of one group of one rank."""
 
     def __init__(self, hasher: Hasher, retired_max: int = RETIRED_MAX) -> None:
+        assert retired_max >= 0, retired_max
         self.hasher = hasher
         self.namespace_hex = hasher.namespace.digest.hex()
         self._retired_max = retired_max
@@ -94,15 +95,15 @@ class HeldBlocks:
         return self._count_copies(chain, new)
 
     def _count_names(self, engine_hashes: tuple[EngineHash, ...], fresh: int) -> None:
-        """Count one more block under each name that was known and in use. The last `fresh` names of
-        the book are new."""
+        """All but so many of these were known: perhaps they stand for blocks held already."""
+        assert 0 <= fresh <= len(engine_hashes), (fresh, len(engine_hashes))
         known = set(engine_hashes).difference(islice(reversed(self._names), fresh))
         for engine_hash in known - self._retired.keys():
             self._name_copies[engine_hash] = self._name_copies.get(engine_hash, 1) + 1
 
     def _count_copies(self, chain: list[SequenceHash], new: int) -> list[BlockRun]:
-        """Count a further copy of each block that was held before; return the `new` others as runs,
-        which the held blocks split."""
+        """All but so many of these were held: they are split by those."""
+        assert 0 <= new <= len(chain), (new, len(chain))
         runs: list[BlockRun] = []
         fresh = set(islice(reversed(self._parents), new))
         for block in chain:
@@ -136,6 +137,7 @@ class HeldBlocks:
         last = list(islice(reversed(self._names.items()), self._retired_max))
         self._names = dict(reversed(last))
         self._retired = OrderedDict.fromkeys(self._names)
+        assert len(self._retired) <= self._retired_max, len(self._retired)
 
     def forget(self) -> None:
         """Hold nothing, and know no names: the engine's hashes stand for other content now."""
@@ -175,11 +177,13 @@ class HeldBlocks:
         if len(self._retired) > self._retired_max:
             oldest, _ = self._retired.popitem(last=False)
             del self._names[oldest]
+        assert len(self._retired) <= self._retired_max, len(self._retired)
 
 
 def _one_less(copies: dict[_Key, int], key: _Key) -> int:
     """Take one off a count; only counts above one are kept. Returns what is left."""
     left = copies.pop(key, 1) - 1
+    assert left >= 0, f"{key!r} had {left + 1} copies"
     if left > 1:
         copies[key] = left
     return left

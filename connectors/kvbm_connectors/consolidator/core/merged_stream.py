@@ -268,10 +268,12 @@ class MergedStreams:
         engine.cleared |= ranks
         if event.epoch > engine.epoch:
             engine.epoch, engine.seq = event.epoch, 0
+        assert engine.epoch >= event.epoch > 0, f"{engine.name}: {engine.epoch}, {event.epoch}"
         head = self._next(engine, "device", event.ts_ms, event.rank)
         self._out.append(head.cleared(event.reason, rank_only=event.rank_only))
 
     def _next(self, engine: MergedEngine, tier: Tier, ts_ms: int, rank: int) -> EventHead:
+        assert engine.epoch > 0, f"{engine.name}: an event before its epoch"
         engine.seq += 1
         return EventHead(
             host=self._host, source=engine.name, tier=tier, epoch=engine.epoch, seq=engine.seq,
@@ -307,7 +309,8 @@ class MergedStreams:
         self._settle(engine, view, gone, event.ts_ms, event.reason, inside=False)
 
     def _pass_on(self, engine: MergedEngine, event: Stored | Removed) -> None:
-        """Publish the engine's event as the consolidated one: only its number differs."""
+        """The engine's event is the consolidated one: only its number differs."""
+        assert event.source == engine.name, f"{event.source}'s event in {engine.name}'s stream"
         if engine.epoch:
             engine.seq += 1
             self._out.append(msgspec.structs.replace(event, seq=engine.seq))
@@ -356,6 +359,7 @@ class MergedStreams:
 
         `inside`: the device has all of them, or none. None: the book says which.
         """
+        assert engine.views.get((view.rank, view.namespace)) is view, (engine.name, view.rank)
         drafts = EventBuilder()
         for block, parent in blocks:
             here = block in view.device if inside is None else inside

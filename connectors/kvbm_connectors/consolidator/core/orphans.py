@@ -36,6 +36,7 @@ class Orphans:
     """The orphans of one stream."""
 
     def __init__(self, blocks_max: int) -> None:
+        assert blocks_max >= 0, blocks_max
         self._blocks_max = blocks_max
         self._waiting: dict[ParentKey, list[Orphan]] = {}
         self.block_count = 0
@@ -47,6 +48,7 @@ class Orphans:
         """Let an event wait for its parent, or for its adapter. False: there is no room."""
         awaited = adapter or event.parent
         assert awaited is not None, "a root has no parent to wait for"
+        assert event.block_hashes, f"an event without blocks waits for {awaited!r}"
         if self.block_count + len(event.block_hashes) > self._blocks_max:
             return False
         orphan = Orphan(group, event, now_ms)
@@ -62,6 +64,7 @@ class Orphans:
         for engine_hash in engine_hashes if self._waiting else ():
             adopted += self._waiting.pop((group, engine_hash), ())
         self.block_count -= sum(len(orphan.event.block_hashes) for orphan in adopted)
+        assert self.block_count >= 0, f"{self.block_count} blocks wait after {len(adopted)} events"
         return adopted
 
     def remove(self, group: int, engine_hash: EngineHash) -> bool:
@@ -94,6 +97,7 @@ class Orphans:
                 self._waiting[key] = left
             else:
                 del self._waiting[key]
+        assert 0 <= self.block_count <= before, f"{self.block_count} of {before} blocks wait"
         return before - self.block_count
 
     def clear(self) -> int:

@@ -90,6 +90,7 @@ class Rank:
         The generation is that of blocks stored after the next clear: the engine resets its device's
         cache, tells its connector, which waits until we know, and only then publishes the clear.
         """
+        assert self.continues(attach), f"{self.key} is described as another engine: {attach}"
         self.attach = attach
         self._adapters = _adapters_of(attach)
         for group, view in self._views.items() if self.orphans else ():
@@ -111,6 +112,7 @@ class Rank:
         self._drops["orphan"] += self.orphans.clear()
         self._joiner.take()
         self._views.clear()
+        assert not self.orphans, f"{self.key}: {self.orphans.block_count} orphans outlive a restart"
         self.generation = self.attach.generation
         self._merger = BatchMerger()
         self.order = self._new_order(now_ms)
@@ -208,6 +210,7 @@ class Rank:
 
     def _try_to_store(self, event: BlockStored) -> str:
         """Hold the blocks of an event, or say why not; then nothing has changed."""
+        assert event.block_hashes, f"{self.key}: an event without blocks was put off"
         if not _in_device(event):
             return "other_medium"
         view = self._view_of(event)
@@ -227,6 +230,7 @@ class Rank:
         return ""
 
     def _let_wait_or_drop(self, event: BlockStored, trouble: str, now_ms: int) -> None:
+        assert trouble, f"{self.key}: an event without trouble is held"
         if trouble in (NO_PARENT, NO_ADAPTER):
             adapter = _adapter_key(event.lora_id, event.lora_name) if trouble == NO_ADAPTER else ""
             if self.orphans.add(self._group_of(event), event, now_ms, adapter=adapter):
@@ -312,6 +316,7 @@ class Rank:
                 return None
             namespace = msgspec.structs.replace(self.attach.namespace, group=group)
             view = self._views[group] = HeldBlocks(Hasher(namespace))
+        assert view.hasher.namespace.group == group, f"{self.key}: the view is not of group {group}"
         return view
 
     def _new_order(self, now_ms: int) -> Sequencer:

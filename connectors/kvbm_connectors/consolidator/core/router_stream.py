@@ -95,6 +95,7 @@ class RouterStreams:
     def __init__(
         self, names: TokenNames, *, dedup: bool = True, batches_max: int = BATCHES_MAX
     ) -> None:
+        assert batches_max > 0, batches_max
         self._names = names
         self._media = ONE_MEDIUM if dedup else MEDIA
         self._batches_max = batches_max
@@ -159,6 +160,9 @@ class RouterStreams:
             if stream_id.rank != rank or from_seq >= stream.next_seq:
                 continue
             if stream.buffer and stream.buffer[0].seq <= from_seq:
+                assert stream.buffer[-1].seq == stream.next_seq - 1, (
+                    f"{stream_id}: a hole at the end"
+                )
                 skipped = from_seq - stream.buffer[0].seq
                 frames += [frame for index, frame in enumerate(stream.buffer) if index >= skipped]
             else:
@@ -177,6 +181,7 @@ class RouterStreams:
         ]
         batches[0] = [AllBlocksCleared(), *batches[0]]
         first = stream.next_seq - len(batches)
+        assert first >= 0, f"{stream_id}: {len(batches)} batches, {stream.next_seq} numbers"
         return [
             Frame(stream_id, first + index, self._payload(stream_id, events, 0))
             for index, events in enumerate(batches)
@@ -256,6 +261,7 @@ class RouterStreams:
         return [self._stored([said.block for said in run], run[0]) for run in runs]
 
     def _stored(self, run: list[SequenceHash], first: Said) -> BlockStored:
+        assert run, f"a run without blocks, the first would be {first}"
         packed = self._names.tokens(run)
         tokens = struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
         return BlockStored(
@@ -313,13 +319,15 @@ class RouterStreams:
         stream.buffer_bytes += len(frame.payload)
         while len(stream.buffer) > self._batches_max or stream.buffer_bytes > BUFFER_BYTES_MAX:
             stream.buffer_bytes -= len(stream.buffer.popleft().payload)
+        assert stream.buffer_bytes >= 0, f"{stream_id}: {stream.buffer_bytes} bytes are kept"
 
     def _payload(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> bytes:
         return encode_batch(EngineBatch(ts_ms / 1000, tuple(events), stream_id.rank))
 
 
 def short_hash(block: SequenceHash) -> int:
-    """Return what routers call a block: the low 64 bits of its hash."""
+    """What routers call a block: the low 64 bits of its hash."""
+    assert len(block) == HASH_BYTES, block.hex()
     return int.from_bytes(block[-8:], "big")
 
 

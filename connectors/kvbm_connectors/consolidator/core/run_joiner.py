@@ -69,7 +69,8 @@ class RunJoiner:
 
 
 def join(parts: Parts) -> BlockStored:
-    """Join the parts into one event that says the same."""
+    """One event that says the same."""
+    assert parts, "an event has a part"
     if len(parts) == 1:
         return parts[0]
     return msgspec.structs.replace(

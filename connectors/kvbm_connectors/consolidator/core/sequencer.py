@@ -82,8 +82,8 @@ class Sequencer:
         return self._replayable
 
     def poll(self, now_ms: int, number: int) -> int | None:
-        """Return the first sequence number to ask for, or None while it is not time to ask. With a
-        number returned, replay `number` is in flight."""
+        """The first sequence number to ask for when it is time to: replay `number` flies then."""
+        assert number > 0, "0 stands for no replay"
         if self.replay or not self._replayable:
             return None
         if not self._wanted and now_ms - self._heard_ms >= self._probe_ms:
@@ -116,6 +116,7 @@ class Sequencer:
         after that was made on the way (a ROUTER drops what a slow reader does not take) and is
         asked for again.
         """
+        assert self.replay, f"batch {seq} of a replay, and no replay flies"
         is_first, self._replay_began = not self._replay_began, True
         if seq < self.next_seq:
             return []
@@ -152,6 +153,7 @@ class Sequencer:
         return self._give_up(self._drain())
 
     def _out_of_order(self, seq: int, batch: EngineBatch) -> Ready:
+        assert not self.replaying, f"batch {seq} waits for replay {self.replay}"
         if seq > self.next_seq:
             self._pend(seq, batch)
             self._wanted = True
@@ -162,11 +164,13 @@ class Sequencer:
         return [Sign.RESTARTED]
 
     def _accept(self, seq: int, batch: EngineBatch) -> Ready:
+        assert seq >= self.next_seq, f"batch {seq} is behind {self.next_seq}: it was taken before"
         self.next_seq = seq + 1
         self._latest_ts = max(self._latest_ts, batch.ts)
         self._recent[seq] = batch.ts
         if len(self._recent) > RECENT_MAX:
             self._recent.popitem(last=False)
+        assert len(self._recent) <= RECENT_MAX, f"{len(self._recent)} time stamps are remembered"
         return [batch]
 
     def _is_duplicate(self, seq: int, batch: EngineBatch) -> bool:
@@ -174,6 +178,7 @@ class Sequencer:
         return batch.ts <= self._latest_ts if remembered is None else batch.ts == remembered
 
     def _pend(self, seq: int, batch: EngineBatch) -> None:
+        assert seq != self.next_seq, f"batch {seq} is the next one, and would wait"
         if len(self._pending) < self._limits.pending_batches_max:
             self._pending.setdefault(seq, batch)
         else:
@@ -194,7 +199,8 @@ class Sequencer:
         return ready
 
     def _give_up(self, ready: Ready) -> Ready:
-        """Give up on what is missing, which cannot be had, and go on after the gap."""
+        """What is missing cannot be had: go on after the gap."""
+        assert not self.replay, f"replay {self.replay} may still bring {self.next_seq}"
         self._wanted = False
         if not self._pending:
             return ready

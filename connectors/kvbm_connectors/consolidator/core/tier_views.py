@@ -221,6 +221,7 @@ class TierViews:
 
     def _become(self, source: _Source, wanted: dict[str, Blocks]) -> list[Change]:
         """Hold exactly this; returns what differs from before."""
+        assert self._sources.get(source.name) is source, f"{source.name} is followed no more"
         before, source.blocks = source.blocks, wanted
         changes = []
         for namespace in before.keys() | wanted.keys():

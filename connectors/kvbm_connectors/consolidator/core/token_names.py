@@ -42,6 +42,7 @@ def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:
     size, keys = event.block_size * 4, event.extra_keys or ()
     packed = pack_tokens(event.token_ids)
     tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
+    assert len(tokens) == len(hashes), f"{len(hashes)} blocks, tokens of {len(tokens)}"
     if event.lora_name is None and not any(keys):
         return NamedBlocks(hashes, tokens)
     kinds = [
@@ -55,6 +56,7 @@ class TokenNames:
     """All names of one host."""
 
     def __init__(self, retired_max: int = RETIRED_MAX) -> None:
+        assert retired_max >= 0, retired_max
         self._retired_max = retired_max
         self._tokens: dict[SequenceHash, bytes] = {}
         self._kinds: dict[SequenceHash, Kind] = {}
@@ -111,6 +113,7 @@ class TokenNames:
                 oldest, _ = self._retired.popitem(last=False)
                 del self._tokens[oldest]
                 self._kinds.pop(oldest, None)
+            assert len(self._retired) <= self._retired_max, len(self._retired)
 
     def keep(self, blocks: Iterable[SequenceHash]) -> None:
         """Note that these blocks have a holder again."""

@@ -1,4 +1,4 @@
 """Settings: names, defaults and limits of every variable, and the manual that is made from them.
 
-Begin with `settings.py`; `schema.py` says how one setting is declared.
+Begin with `declarations.py`, where every setting is; `settings.py` reads their values.
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from kvbm_common.config.declarations import all_settings
 from kvbm_common.config.schema import NO_EFFECT, NO_EFFECT_PREFIXES, Setting
-from kvbm_common.config.settings import FILE_VARIABLE, all_settings
+from kvbm_common.config.settings import FILE_VARIABLE
 
 _TITLES = {
     "host_tier": "Host tier (G2)",
@@ -20,7 +21,7 @@ _TITLES = {
 
 _INTRODUCTION = f"""# Configuration
 
-<!-- Written by `python -m kvbm_common.config.manual` from kvbm_common/config/settings.py. -->
+<!-- Written by `python -m kvbm_common.config.manual` from kvbm_common/config/declarations.py. -->
 
 A value comes from the first of: the command line, an environment variable, the TOML file that
 `{FILE_VARIABLE}` names, the default. An empty variable counts as unset. The file has one table per

@@ -11,19 +11,16 @@ import asyncio
 import itertools
 import logging
 import random
-import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 import nats
 import nats.errors
-from nats import micro
 from nats.aio.client import Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.micro.request import ERROR_CODE_HEADER
-from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
 from kvbm_common.errors import (
     BusUnavailable,
@@ -38,10 +35,10 @@ from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.event_subscription import EventSubscription, Start
 from kvbm_common.nats.jetstream import BACKOFF_S, EVENTS, StreamSpec, ensure_stream
 from kvbm_common.nats.raw_messages import RawMessage
-from kvbm_common.nats.verb_server import Request, VerbHandler, VerbServer
+from kvbm_common.nats.verb_server import VerbHandler, VerbServer
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.verbs import ErrorReply, verb_subject
+from kvbm_common.wire.verbs import ErrorReply
 
 __all__ = ["Bus", "EventMessage", "EventPublisher", "EventSubscription", "VerbHandler"]
 
@@ -53,7 +50,6 @@ PENDING_MAX = 1_000
 """Messages that wait for one subscriber; the newest are dropped and counted beyond it."""
 NO_RESPONDERS = "503"
 """The status header of NATS's own answer when no subscriber listens."""
-SERVICE_VERSION = "0.1.0"
 
 MessageHandler = Callable[[str, bytes], Awaitable[None] | None]
 """Takes the subject and the payload of a message."""
@@ -75,8 +71,7 @@ class Bus:
         self._connected = asyncio.Event()
         self._closing = False
         self._callbacks: list[Callable[[], None]] = []
-        self._services: dict[tuple[str, str], Service] = {}
-        self._server = VerbServer(counters)
+        self._server = VerbServer(self._client, counters)
         self._patterns: dict[Subscription, str] = {}
         self._inbox = ""
         self._tokens = itertools.count()
@@ -223,16 +218,7 @@ class Bus:
         With `shared`, also on `kvbm.v1.<kind>.<verb>`, where one of all replicas answers. Requests
         of one verb are served concurrently.
         """
-        service = await self._service(kind, instance)
-        for verb, handler in verbs.items():
-            subjects = {verb_subject(kind, verb, host=host, instance=instance): instance}
-            if shared:
-                subjects[verb_subject(kind, verb)] = kind
-            for subject, queue in subjects.items():
-                take = _adapted(self._server.endpoint(subject, handler))
-                await service.add_endpoint(
-                    EndpointConfig(name=verb, subject=subject, handler=take, queue_group=queue)
-                )
+        await self._server.add_verbs(kind, instance, host, verbs, shared=shared)
         await self._client.flush()
 
     # ---- events ------------------------------------------------------------------------------
@@ -346,16 +332,6 @@ class Bus:
 
         return unsubscribe
 
-    async def _service(self, kind: str, instance: str) -> Service:
-        """Return the micro service of this process, one per kind and instance."""
-        if (kind, instance) not in self._services:
-            config = ServiceConfig(name=f"kvbm-{kind}", version=SERVICE_VERSION)
-            # The library still asks for datetime.utcnow(), which newer Pythons warn about.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._services[kind, instance] = await micro.add_service(self._client, config)
-        return self._services[kind, instance]
-
     def _on_answers(self, replies: list[RawMessage]) -> None:
         for reply in replies:
             answer = self._answers.get(reply.subject.rsplit(".", 1)[-1])
@@ -414,35 +390,3 @@ def _request_failed(reply: RawMessage) -> RequestFailed:
     except msgspec.MsgspecError:
         return RequestFailed(reply.headers[ERROR_CODE_HEADER], "no reason was given")
     return RequestFailed(error.code, error.message, error.field)
-
-
-def _adapted(endpoint: Callable[[Request], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
-    async def take(request: Any) -> None:
-        await endpoint(_Incoming(request))
-
-    return take
-
-
-class _Incoming:
-    """A request of the library as the verb server wants it."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-        self.payload: bytes = request.data
-
-    async def respond(self, payload: bytes) -> None:
-        """Answer; raises BusUnavailable, MessageTooLarge."""
-        await self._send(self._request.respond(payload))
-
-    async def respond_error(self, payload: bytes, *, code: str, message: str) -> None:
-        """Answer with an error; raises BusUnavailable. A header cannot hold line breaks."""
-        line = " ".join(message.split())
-        await self._send(self._request.respond_error(code, line, data=payload))
-
-    async def _send(self, sending: Awaitable[None]) -> None:
-        try:
-            await sending
-        except nats.errors.MaxPayloadError as error:
-            raise MessageTooLarge("the reply is larger than the server takes") from error
-        except (nats.errors.Error, ValueError) as error:
-            raise BusUnavailable(f"cannot reply: {error}") from error

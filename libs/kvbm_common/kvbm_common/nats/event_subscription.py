@@ -41,6 +41,12 @@ from kvbm_common.nats.jetstream import (
 )
 from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.stream_horizon import ConsumerInfo, Horizon, look
+from kvbm_common.nats.stream_positions import (
+    alike_positions,
+    is_event,
+    positions_of,
+    several_positions,
+)
 
 
 class Resume(NamedTuple):
@@ -66,15 +72,8 @@ INACTIVE_S = 5.0
 """The server drops a consumer without a listener after this time."""
 CONTROL = "100"
 """The status header of heartbeats and flow control requests."""
-PLACED = "$JS.ACK."
-"""How the reply subject of an event begins; behind it is its place in the stream."""
-PLACE_NUMBERS = 4
-"""At its end: positions in stream and consumer, time, messages pending."""
-DOTS = (4, 6)
-"""Before these, without and with a domain; a cluster's replies end with something else."""
 
 _log = logging.getLogger(__name__)
-_numbers = msgspec.json.Decoder(list[int])
 
 
 class EventSubscription:
@@ -184,7 +183,7 @@ class EventSubscription:
                 continue
             message = self._arrived[0]
             # An event says where it stands; its headers need not be read to tell what it is.
-            if not _is_event(message) and message.headers.get("Status") == CONTROL:
+            if not is_event(message) and message.headers.get("Status") == CONTROL:
                 self._arrived.popleft()
                 intact = await self._take_control(message)
             else:
@@ -206,7 +205,7 @@ class EventSubscription:
         arrived = list(islice(self._arrived, self._batch_max - len(batch)))
         placed = alike_positions([message.reply for message in arrived])
         if placed is None:
-            arrived = list(takewhile(_is_event, arrived))
+            arrived = list(takewhile(is_event, arrived))
             replies = [message.reply for message in arrived]
             placed = several_positions(replies) if len(replies) > 1 else None
         count = len(arrived)
@@ -396,58 +395,3 @@ class EventSubscription:
     def _on_messages(self, messages: list[RawMessage]) -> None:
         self._arrived.extend(messages)
         self._arrival.set()
-
-
-def _is_event(message: RawMessage) -> bool:
-    return message.reply.startswith(PLACED)
-
-
-def positions_of(reply: str) -> tuple[int, int, int]:
-    """Stream position, consumer position and messages pending, from the reply subject.
-
-    `$JS.ACK.<stream>.<consumer>.<delivered>.<stream pos>.<consumer pos>.<time>.<pending>`, with
-    two tokens (domain, account) more in front of the stream's name and one at the end in clusters.
-    """
-    tokens = reply.split(".")
-    at = _first_number(len(tokens))
-    return int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 3])
-
-
-Columns = tuple[list[int], list[int], list[int]]
-"""Stream positions, consumer positions and messages pending."""
-
-
-def alike_positions(replies: list[str]) -> Columns | None:
-    """Return the positions of many replies, in columns, if only their numbers differ; else None."""
-    beginning = replies[0].rsplit(".", PLACE_NUMBERS)[0]
-    if len(replies) < 2 or not beginning.startswith(PLACED) or beginning.count(".") not in DOTS:
-        return None
-    text = ",".join(replies).replace(f"{beginning}.", "").replace(".", ",")
-    try:
-        numbers = _numbers.decode(f"[{text}]")
-    except msgspec.DecodeError:
-        return None
-    if len(numbers) != PLACE_NUMBERS * len(replies):
-        return None
-    positions, consumer_positions, _, pending = (
-        numbers[column::PLACE_NUMBERS] for column in range(PLACE_NUMBERS)
-    )
-    return positions, consumer_positions, pending
-
-
-def several_positions(replies: list[str]) -> Columns | None:
-    """Return the positions of many replies of one form, in columns; None for several forms."""
-    size = replies[0].count(".") + 1
-    if {reply.count(".") for reply in replies} != {size - 1}:
-        return None
-    tokens = ".".join(replies).split(".")
-    at = _first_number(size)
-    positions, consumer_positions, pending = (
-        list(map(int, tokens[first::size])) for first in (at, at + 1, at + 3)
-    )
-    return positions, consumer_positions, pending
-
-
-def _first_number(tokens: int) -> int:
-    """Return which of so many tokens is the position in the stream."""
-    return 7 if tokens >= 11 else 5

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import warnings
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 import msgspec
+import nats.errors
+from nats import micro
+from nats.aio.client import Client
+from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
 from kvbm_common.errors import BusUnavailable, KvbmError, MessageTooLarge
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.verbs import ErrorBody, ErrorReply
+from kvbm_common.wire.verbs import ErrorBody, ErrorReply, verb_subject
 
+SERVICE_VERSION = "0.1.0"
 CONCURRENT_MAX = 256
 """Requests of one subject that are served at the same time; more are answered `busy`."""
 
@@ -52,12 +58,35 @@ class Internal(KvbmError):
 class VerbServer:
     """Runs the handlers of one process."""
 
-    def __init__(self, counters: Metrics) -> None:
+    def __init__(self, client: Client, counters: Metrics) -> None:
+        self._client = client
+        self._services: dict[tuple[str, str], Service] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = OncePerKind(_logger)
         self._failed = counters.counter(
             "kvbm_bus_handler_errors_total", "Messages that ended in an error.", labels=("code",)
         )
+
+    async def add_verbs(
+        self,
+        kind: str,
+        instance: str,
+        host: str,
+        verbs: Mapping[str, VerbHandler],
+        *,
+        shared: bool,
+    ) -> None:
+        """Serve verbs on the subjects of one instance; with `shared`, also on those of its kind."""
+        service = await self._service(kind, instance)
+        for verb, handler in verbs.items():
+            subjects = {verb_subject(kind, verb, host=host, instance=instance): instance}
+            if shared:
+                subjects[verb_subject(kind, verb)] = kind
+            for subject, queue in subjects.items():
+                take = _adapted(self.endpoint(subject, handler))
+                await service.add_endpoint(
+                    EndpointConfig(name=verb, subject=subject, handler=take, queue_group=queue)
+                )
 
     def endpoint(self, subject: str, handler: VerbHandler) -> Callable[[Request], Awaitable[None]]:
         """Return the function that takes the requests of one subject: it starts a task for each."""
@@ -106,3 +135,45 @@ class VerbServer:
         except (BusUnavailable, MessageTooLarge) as gone:
             # The requester meets its own deadline.
             self.count_failure(subject, gone)
+
+    async def _service(self, kind: str, instance: str) -> Service:
+        """The micro service of this process, one per kind and instance."""
+        if (kind, instance) not in self._services:
+            config = ServiceConfig(name=f"kvbm-{kind}", version=SERVICE_VERSION)
+            # The library still asks for datetime.utcnow(), which newer Pythons warn about.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._services[kind, instance] = await micro.add_service(self._client, config)
+        return self._services[kind, instance]
+
+
+def _adapted(endpoint: Callable[[Request], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    async def take(request: Any) -> None:
+        await endpoint(_Incoming(request))
+
+    return take
+
+
+class _Incoming:
+    """A request of the library as the verb server wants it."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.payload: bytes = request.data
+
+    async def respond(self, payload: bytes) -> None:
+        """Answer; raises BusUnavailable, MessageTooLarge."""
+        await self._send(self._request.respond(payload))
+
+    async def respond_error(self, payload: bytes, *, code: str, message: str) -> None:
+        """Answer with an error; raises BusUnavailable. A header cannot hold line breaks."""
+        line = " ".join(message.split())
+        await self._send(self._request.respond_error(code, line, data=payload))
+
+    async def _send(self, sending: Awaitable[None]) -> None:
+        try:
+            await sending
+        except nats.errors.MaxPayloadError as error:
+            raise MessageTooLarge("the reply is larger than the server takes") from error
+        except (nats.errors.Error, ValueError) as error:
+            raise BusUnavailable(f"cannot reply: {error}") from error

@@ -36,8 +36,9 @@ from typing import Self, TypeVar
 
 from kvbm_common.nixl.doorbell import Doorbell
 from kvbm_common.nixl.library import POSIX_IO_COUNT_MAX, posix_defaults, probe_posix
-from kvbm_common.nixl.pump import PAUSE_S, Call, Pump, Transfer
+from kvbm_common.nixl.pump import PAUSE_S, Call, Pump
 from kvbm_common.nixl.spans import Registration, Spans
+from kvbm_common.nixl.transfer_queue import Transfer
 from kvbm_common.nixl.transfers import (
     BadPeerMetadata,
     MoverBusy,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,15 +15,14 @@ from typing import Any
 
 from kvbm_common.nixl.doorbell import only_new_ring, rings
 from kvbm_common.nixl.library import (
-    IN_FLIGHT_COUNT_MAX,
     NIXL_ERRORS,
-    POSIX_IO_COUNT_MAX,
     api,
     bindings,
     defaults_of,
     prepare_object_plugin,
 )
 from kvbm_common.nixl.spans import Registration, Spans
+from kvbm_common.nixl.transfer_queue import Transfer, TransferQueue
 from kvbm_common.nixl.transfers import (
     BadPeerMetadata,
     MoverBusy,
@@ -51,9 +49,6 @@ SPIN_S = 0.02
 PAUSE_S = 0.00005
 # Where the kernel wakes us this bounds the lateness of deadlines, and of a kernel that does not.
 RING_PAUSE_S = 0.001
-# Reads overtake writes that wait, because engines wait for reads; but no write waits longer than
-# this.
-OVERTAKEN_S = 0.1
 # Object stores answer in milliseconds at best, and threads of their own move the bytes.
 OBJECT_PAUSE_S = 0.001
 
@@ -61,30 +56,6 @@ OBJECT_PAUSE_S = 0.001
 DONE = "done"
 Outcome = str | Exception
 """How a transfer has ended: DONE, or NIXL's error."""
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    operation: str
-    peer: str
-    local: Spans
-    remote: Spans
-    deadline: float
-    future: Future[Transferred] = field(default_factory=Future)
-    name: str = ""  # Of an object: it is known to NIXL only while the transfer lasts.
-    handle: Any = None
-    accepted: float = 0.0
-    posted: float = 0.0
-    ended: float = 0.0
-    settling: Future[None] | None = None  # Set when the future has failed and NIXL has not ended.
-
-    @property
-    def file_ios(self) -> int:
-        return self.remote.count if self.remote.kind == "FILE" else 0
-
-    @property
-    def file_bytes(self) -> int:
-        return self.local.bytes if self.remote.kind == "FILE" else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -122,16 +93,11 @@ class Pump:
             self._busy_pause_s = RING_PAUSE_S
         self._next_object = 1
         self._finished = finished
-        self._waiting: deque[Transfer] = deque()
-        self._flights: list[Transfer] = []  # In flight and draining.
+        self._queue = TransferQueue()
         self._leaving: dict[str, Future[None]] = {}
         self._unsettled: list[Future[None]] = []  # Ended by UCX with an error that proves nothing.
         self._last_event = 0.0
         self._serve_at = 0.0
-        self._file_ios = 0
-        self._file_bytes = {"READ": 0, "WRITE": 0}
-        self._file_bytes_max: dict[str, int | None] = {"READ": None, "WRITE": None}
-        self._draining = 0
         self._transfers_done = 0
         self._bytes_moved = 0
         self._failures = 0
@@ -141,10 +107,10 @@ class Pump:
     @property
     def pause_s(self) -> float | None:
         """How long to wait for a job before the next poll; None: there is nothing to poll."""
-        if len(self._flights) > self._draining:
+        if self._queue.in_flight_count:
             settled = not self._spins or time.monotonic() - self._last_event > SPIN_S
             return self._busy_pause_s if settled else 0.0
-        if self._flights or self._waiting:
+        if self._queue.flights or self._queue.waiting:
             return IDLE_POLL_S
         if not self._serves:
             return None
@@ -153,7 +119,7 @@ class Pump:
     def accept(self, job: Call | Transfer) -> None:
         if isinstance(job, Transfer):
             job.accepted = time.monotonic()
-            self._waiting.append(job)
+            self._queue.waiting.append(job)
             return
         if job.future.set_running_or_notify_cancel():
             try:
@@ -172,16 +138,17 @@ class Pump:
         A round starts what may start, asks NIXL about the rest, and fails what is late.
         """
         now = time.monotonic()
-        ended = [(one, outcome) for one in self._flights if (outcome := self._ask(one)) is not None]
+        ended = [
+            (one, outcome) for one in self._queue.flights if (outcome := self._ask(one)) is not None
+        ]
         for transfer, _ in ended:
             self._take_out(transfer)
         # Before the end is reported: that takes as long as the listener keeps the lock.
-        while self._waiting and self._may_start(following := self._next(now)):
-            self._waiting.remove(following)
+        while (following := self._queue.pop(now)) is not None:
             self._start(following)
         for transfer, outcome in ended:
             self._land(transfer, outcome)
-        for transfer in self._flights:
+        for transfer in self._queue.flights:
             if transfer.settling is None and now > transfer.deadline:
                 self._timeouts += 1
                 self._drain(transfer, TransferTimeout, "the deadline passed in flight")
@@ -192,12 +159,12 @@ class Pump:
 
     def finish(self, close_by: float) -> None:
         """Fail everything, drain until `close_by`, and end the agent."""
-        while self._waiting:
-            self._refuse(self._waiting.popleft(), MoverClosed("the mover was closed"))
-        for transfer in self._flights:
+        while self._queue.waiting:
+            self._refuse(self._queue.waiting.popleft(), MoverClosed("the mover was closed"))
+        for transfer in self._queue.flights:
             if transfer.settling is None:
                 self._drain(transfer, MoverClosed, "the mover was closed in mid-transfer")
-        while self._flights and time.monotonic() < close_by:
+        while self._queue.flights and time.monotonic() < close_by:
             self.poll()
             time.sleep(PAUSE_S)
         self._destroy()
@@ -207,14 +174,14 @@ class Pump:
         return registration
 
     def deregister(self, registration: Registration) -> None:
-        for transfer in self._flights:
+        for transfer in self._queue.flights:
             if transfer.local.touch(registration) or transfer.remote.touch(registration):
                 raise MoverBusy(f"a transfer still uses {registration}")
         descriptors = self._agent.get_reg_descs([_row_of(registration)], registration.kind)
         self._agent.deregister_memory(descriptors)
 
     def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> None:
-        self._file_bytes_max = {"READ": read_bytes, "WRITE": written_bytes}
+        self._queue.limit_files(read_bytes=read_bytes, written_bytes=written_bytes)
 
     def attend(self, *, expected: bool) -> None:
         self._attentive = expected
@@ -239,40 +206,25 @@ class Pump:
         if name in self._leaving:
             raise PeerLost(f"{name} is being removed already")
         self._leaving[name] = gone
-        for transfer in [t for t in self._waiting if t.peer == name]:
-            self._waiting.remove(transfer)
+        for transfer in [t for t in self._queue.waiting if t.peer == name]:
+            self._queue.waiting.remove(transfer)
             self._refuse(transfer, PeerLost(f"{name} was removed"))
-        for transfer in self._flights:
+        for transfer in self._queue.flights:
             if transfer.peer == name and transfer.settling is None:
                 self._drain(transfer, PeerLost, f"{name} was removed in mid-transfer")
         self._forget_if_settled(name)
 
     def statistics(self) -> MoverStatistics:
         return MoverStatistics(
-            waiting=len(self._waiting),
-            in_flight=len(self._flights) - self._draining,
-            draining=self._draining,
+            waiting=len(self._queue.waiting),
+            in_flight=self._queue.in_flight_count,
+            draining=self._queue.draining,
             transfers_done=self._transfers_done,
             bytes_moved=self._bytes_moved,
             failures=self._failures,
             timeouts=self._timeouts,
             notifications_dropped=self._notifications_dropped,
         )
-
-    def _next(self, now: float) -> Transfer:
-        first = self._waiting[0]
-        if first.operation == "READ" or now > first.accepted + OVERTAKEN_S:
-            return first
-        return next((one for one in self._waiting if one.operation == "READ"), first)
-
-    def _may_start(self, transfer: Transfer) -> bool:
-        if len(self._flights) - self._draining >= IN_FLIGHT_COUNT_MAX:
-            return False
-        if self._file_ios + transfer.file_ios > POSIX_IO_COUNT_MAX:
-            return False
-        limit = self._file_bytes_max[transfer.operation]
-        flying = self._file_bytes[transfer.operation]
-        return limit is None or not flying or flying + transfer.file_bytes <= limit
 
     def _start(self, transfer: Transfer) -> None:
         if time.monotonic() > transfer.deadline:
@@ -285,9 +237,7 @@ class Pump:
         if not transfer.future.set_running_or_notify_cancel():
             self._finished()
             return
-        self._flights.append(transfer)
-        self._file_ios += transfer.file_ios
-        self._file_bytes[transfer.operation] += transfer.file_bytes
+        self._queue.add_flight(transfer)
         self._last_event = transfer.posted = time.monotonic()
         outcome: Outcome | None
         try:
@@ -323,17 +273,14 @@ class Pump:
             return error
 
     def _take_out(self, transfer: Transfer) -> None:
-        """Remove a transfer that NIXL has ended: another one has room."""
-        self._flights.remove(transfer)
-        self._file_ios -= transfer.file_ios
-        self._file_bytes[transfer.operation] -= transfer.file_bytes
-        self._draining -= transfer.settling is not None
+        """NIXL has ended the transfer: another one has room."""
+        self._queue.remove_flight(transfer)
         self._last_event = transfer.ended = time.monotonic()
 
     def _drain(self, transfer: Transfer, kind: type[TransferError], reason: str) -> None:
         """Fail the transfer for its caller while NIXL still has it."""
         self._failures += 1
-        self._draining += 1
+        self._queue.draining += 1
         transfer.settling = Future()
         transfer.future.set_exception(kind(reason, transfer.settling))
 
@@ -401,7 +348,7 @@ class Pump:
         return TransferFailed(f"{what}: {error}", settling)
 
     def _forget_if_settled(self, peer: str) -> None:
-        if peer in self._leaving and all(flight.peer != peer for flight in self._flights):
+        if peer in self._leaving and all(flight.peer != peer for flight in self._queue.flights):
             with contextlib.suppress(*NIXL_ERRORS):
                 self._agent.remove_remote_agent(peer)
             self._leaving.pop(peer).set_result(None)
@@ -411,14 +358,14 @@ class Pump:
         if self._serves:
             notifications = self._agent.get_new_notifs(["UCX"])
             self._notifications_dropped += sum(map(len, notifications.values()))
-        for transfer in [t for t in self._waiting if now > t.deadline]:
-            self._waiting.remove(transfer)
+        for transfer in [t for t in self._queue.waiting if now > t.deadline]:
+            self._queue.waiting.remove(transfer)
             self._timeouts += 1
             self._refuse(transfer, TransferTimeout("the deadline passed in the queue"))
 
     def _destroy(self) -> None:
         """End the agent, which settles UCX: its worker and connections are gone."""
-        survivors, self._flights = self._flights, []
+        survivors, self._queue.flights = self._queue.flights, []
         if any(transfer.remote.kind == "OBJ" for transfer in survivors):
             _leak(self._agent, *(transfer.handle for transfer in survivors))
         for transfer in survivors:

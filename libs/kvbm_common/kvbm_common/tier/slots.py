@@ -1,38 +1,12 @@
 """Slots: the one machine that both tiers keep their blocks in.
 
-A slot is a place for one block. It is always in exactly one state:
-
-    RESET --stage--> STAGED --register--> INACTIVE --pin----> ACTIVE
-    ^ ^ |              |                   | ^  |              |
-    | | retire         |                   | +--+---unpin------+
-    | | v              |                   |
-    | | RETIRED        |                   |
-    | |   |            |                   |
-    | +-revive         |                   |
-    +-------abort------+-------evict-------+
-
-STAGED    bytes are on their way in; no lookup finds the block
-INACTIVE  committed, can be found, can be evicted
-ACTIVE    committed and pinned by at least one lease; cannot be evicted
-RETIRED   empty and not to be used: an operator has made the tier smaller than its medium
-
-A committed block found to be wrong is *discarded*: its name is gone at once, so that no lookup
-finds it again, and its slot goes to RESET as soon as its last pin is gone. `generation` counts the
-times a slot was staged: who remembers a slot remembers its generation too, and can tell that it is
-another block's by now.
-
-A staged slot that late bytes may still reach is *abandoned*: its name is free again, the slot stays
-STAGED until its owner knows that nothing comes any more, and aborts it.
-
-Correspondence: STAGED is KVBM's Mutable/Staged and vLLM's "not ready"; INACTIVE is KVBM's Inactive
-and `ref_cnt == 0`; ACTIVE is KVBM's Primary and `ref_cnt > 0`.
+The states of a slot and their drawing are in `slot_states.py`; this module has the moves.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from itertools import islice
 
 import numpy as np
@@ -40,49 +14,22 @@ import numpy as np
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block, BlockColumns
-from kvbm_common.tier.machine import InvalidTransition, Machine
+from kvbm_common.tier.folded_blocks import FOLDED, FoldedBlocks
+from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.slot_states import SLOT, SlotState
 
-__all__ = ["Block", "InvalidTransition", "SlotState", "SlotTable"]
+__all__ = ["Block", "SlotTable"]
 
-
-class SlotState(Enum):
-    """The states of the drawing above."""
-
-    RESET = "reset"
-    STAGED = "staged"
-    INACTIVE = "inactive"
-    ACTIVE = "active"
-    RETIRED = "retired"
-
-    __hash__ = object.__hash__  # Enum's own is written in Python, and every move hashes a state.
-
-
-SLOT = Machine(
-    "slot",
-    {
-        (SlotState.RESET, "stage"): SlotState.STAGED,
-        (SlotState.STAGED, "register"): SlotState.INACTIVE,
-        (SlotState.STAGED, "abort"): SlotState.RESET,
-        (SlotState.INACTIVE, "pin"): SlotState.ACTIVE,
-        (SlotState.ACTIVE, "unpin"): SlotState.INACTIVE,
-        (SlotState.INACTIVE, "evict"): SlotState.RESET,
-        (SlotState.RESET, "retire"): SlotState.RETIRED,
-        (SlotState.RETIRED, "revive"): SlotState.RESET,
-    },
-)
 _TRANSITIONS = SLOT.transitions  # Every block of every step makes four moves: no call for each.
 
 
-_FOLDED = Block(SequenceHash(b""), SequenceHash(b""), b"", 0, 0)
-"""Stands for a block of a former life that is kept in columns only."""
-
-
 class SlotTable:
-    """The slots of one tier. Allocated once; every change is one of the transitions above."""
+    """The slots of one tier. Allocated once; every change is a transition of SLOT."""
 
     def __init__(self, slot_count: int, policy: EvictionPolicy) -> None:
         self.evicted_count = 0
-        self._set_slots(slot_count, policy)
+        self.slot_count = 0
+        self.lay_out(slot_count, policy)
         self._staged: dict[int, SequenceHash] = {}
         self._staging: dict[SequenceHash, int] = {}
         self._slot: dict[SequenceHash, int] = {}
@@ -90,11 +37,11 @@ class SlotTable:
         self._abandoned: set[int] = set()
         self._retired: list[int] = []
         self._block_bytes = 0
-        self._former = BlockColumns.of({})
-        self._unfolded = 0
-        """So many of the former blocks, or their slots, are like all others."""
+        self._folded = FoldedBlocks(BlockColumns.of({}))
 
-    def _set_slots(self, slot_count: int, policy: EvictionPolicy) -> None:
+    def lay_out(self, slot_count: int, policy: EvictionPolicy) -> None:
+        """Give a table without slots its slots: their number was not known when it was made."""
+        assert self.slot_count == 0, "a table gets its slots once"
         assert slot_count >= 0
         self.slot_count = slot_count
         self.policy = policy
@@ -103,11 +50,6 @@ class SlotTable:
         self._pins = [0] * slot_count
         self._block: list[Block | None] = [None] * slot_count
         self._reset = list(range(slot_count - 1, -1, -1))  # A stack: low slots first.
-
-    def lay_out(self, slot_count: int, policy: EvictionPolicy) -> None:
-        """Give a table without slots its slots: their number was not known when it was made."""
-        assert self.slot_count == 0, "a table gets its slots once"
-        self._set_slots(slot_count, policy)
 
     # --- questions --------------------------------------------------------------------------
 
@@ -127,7 +69,7 @@ class SlotTable:
         """Return the committed block in a slot."""
         block = self._block[slot]
         assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
-        return block if block is not _FOLDED else self._former[slot]
+        return block if block is not FOLDED else self._folded[slot]
 
     def idle_block(self, slot: int) -> Block | None:
         """Return the block in an INACTIVE slot; None: the slot has another state."""
@@ -148,19 +90,19 @@ class SlotTable:
     def unfolded_blocks(self) -> list[Block]:
         """Return the blocks that can be found and are not folded."""
         found = map(self._block.__getitem__, self._slot.values())
-        return [block for block in found if block is not None and block is not _FOLDED]
+        return [block for block in found if block is not None and block is not FOLDED]
 
     def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
         """Return which of these blocks are here, and folded."""
         if not self.folded_count:
             return set()
         slots = ((name, self._slot.get(name)) for name in names)
-        return {name for name, slot in slots if slot is not None and self._block[slot] is _FOLDED}
+        return {name for name, slot in slots if slot is not None and self._block[slot] is FOLDED}
 
     @property
     def folded_count(self) -> int:
         """How many `restore`d slots are still to be unfolded."""
-        return len(self._former) - self._unfolded
+        return len(self._folded)
 
     def each_block(self) -> Iterator[Block]:
         """Yield all blocks that can be found, one by one; nothing may be moved meanwhile."""
@@ -224,8 +166,7 @@ class SlotTable:
         short = count - len(self._reset)
         if short <= 0:
             return []
-        victims = self.policy.victims(short)
-        return [self.evict(victim) for victim in victims]
+        return [self.evict(victim) for victim in self.policy.victims(short)]
 
     def stage(self, block: SequenceHash) -> int | None:
         """Take a RESET slot for a block that is neither committed nor staged; None: no room."""
@@ -295,28 +236,22 @@ class SlotTable:
         self._reset = np.flatnonzero(~taken)[::-1].tolist()
         self._state = [SlotState.INACTIVE] * self.slot_count
         self._generation = [1] * self.slot_count
-        self._block = [_FOLDED] * self.slot_count
+        self._block = [FOLDED] * self.slot_count
         for slot in self._reset:
             self._state[slot], self._generation[slot], self._block[slot] = SlotState.RESET, 0, None
         self._slot = former.slot_of
         self._block_bytes = former.total_bytes
-        self._former, self._unfolded = former, 0
+        self._folded = FoldedBlocks(former)
         self.policy.fill(former)
 
     def unfold(self, count: int) -> list[Block]:
         """Unfold the next `count` restored blocks; returns those that can still be found."""
-        start = self._unfolded
-        blocks = self._former.blocks(start, start + count)
-        slots = self._former.slots[start : start + count].tolist()
-        self._unfolded += len(blocks)
         found: list[Block] = []
-        for slot, block in zip(slots, blocks, strict=True):
-            if self._block[slot] is _FOLDED:  # Else it has left, and perhaps another has come.
+        for slot, block in self._folded.take(count):
+            if self._block[slot] is FOLDED:  # Else it has left, and perhaps another has come.
                 self._block[slot] = block
                 if slot not in self._discarded:
                     found.append(block)
-        if self._unfolded == len(self._former):
-            self._former, self._unfolded = BlockColumns.of({}), 0
         return found
 
     def pin(self, slot: int, *, used: bool = False) -> None:
@@ -382,21 +317,11 @@ class SlotTable:
 
     def retire(self, count: int) -> int:
         """Take up to `count` RESET slots out of use; returns how many there were."""
-        count = min(count, len(self._reset))
-        for _ in range(count):
-            slot = self._reset.pop()
-            self._move(slot, "retire")
-            self._retired.append(slot)
-        return count
+        return self._shift(count, self._reset, self._retired, "retire")
 
     def revive(self, count: int) -> int:
         """Put up to `count` RETIRED slots back into use; returns how many there were."""
-        count = min(count, len(self._retired))
-        for _ in range(count):
-            slot = self._retired.pop()
-            self._move(slot, "revive")
-            self._reset.append(slot)
-        return count
+        return self._shift(count, self._retired, self._reset, "revive")
 
     def use_policy(self, policy: EvictionPolicy) -> None:
         """Have another policy choose from now on. It learns the blocks in the old one's order.
@@ -411,6 +336,14 @@ class SlotTable:
         for name in held:
             policy.hold(name)
         self.policy = policy
+
+    def _shift(self, count: int, source: list[int], target: list[int], verb: str) -> int:
+        count = min(count, len(source))
+        for _ in range(count):
+            slot = source.pop()
+            self._move(slot, verb)
+            target.append(slot)
+        return count
 
     def _free(self, slot: int) -> None:
         self._move(slot, "unpin")
@@ -457,8 +390,8 @@ class SlotTable:
             assert (self._block[slot] is not None) == committed
         held = [slot for slot, block in enumerate(self._block) if block is not None]
         assert self._block_bytes == sum(self.block(slot).bytes for slot in held)
-        folded = {slot for slot in held if self._block[slot] is _FOLDED}
-        assert folded <= set(self._former.slots[self._unfolded :].tolist())
+        folded = {slot for slot in held if self._block[slot] is FOLDED}
+        assert folded <= self._folded.slots()
         counts = self.counts()
         assert counts["total"] == self.slot_count - by_state[SlotState.RETIRED]
         assert all(counts[state.value] == by_state[state] for state in SlotState), counts

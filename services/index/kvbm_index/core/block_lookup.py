@@ -65,6 +65,7 @@ class BlockLookup(Generic[T]):
         return len(part)
 
     def _divide(self) -> None:
+        assert not self._mask, f"divided already, in {len(self._parts)} parts"
         [whole] = self._parts
         self._parts, self._mask = [{} for _ in range(PARTS)], PARTS - 1
         for block, value in whole.items():

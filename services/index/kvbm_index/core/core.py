@@ -201,6 +201,7 @@ class IndexCore(Queries):
     def _ask_snapshots(self, now_ms: int) -> list[Effect]:
         self._asking = False
         effects: list[Effect] = []
+        assert 0 <= self._snapshots_flying <= self._limits.snapshots_max, self._snapshots_flying
         for source in self._sources.values():
             if self._snapshots_flying >= self._limits.snapshots_max:
                 break
@@ -243,6 +244,7 @@ class IndexCore(Queries):
             self._drops["late_snapshot"] += 1
             return None
         self._snapshots_flying -= 1
+        assert self._snapshots_flying >= 0, f"{key}: more snapshots have landed than flew"
         self._asking = True
         return source
 
@@ -316,10 +318,13 @@ class IndexCore(Queries):
         begun = source.begin(epoch)
         if begun:
             self._holdings.drop(source.key)
+            assert source.epoch == epoch, f"{source.key} begins {epoch}, is in {source.epoch}"
+            assert not self._holdings.of(source.key), f"{source.key} holds blocks of another life"
         return begun
 
     def _fall_behind(self, source: Source, ask_at_ms: int) -> None:
         source.fall_behind(ask_at_ms)
+        assert source.state is FollowState.BEHIND, f"{source.key} is {source.state.name}"
         self._asking = True
 
     def _leave(self, source: Source, now_ms: int) -> None:
@@ -327,6 +332,8 @@ class IndexCore(Queries):
         source.registered = False
         source.unregistered_since_ms = now_ms
         self._holdings.drop(source.key)
+        assert source.state is FollowState.GONE, f"{source.key} is {source.state.name}"
+        assert not self._holdings.of(source.key), f"{source.key} has left, and holds something"
 
     def _source_of(self, key: SourceKey, now_ms: int) -> Source | None:
         """Return the source, made if it is new; None: there are too many."""

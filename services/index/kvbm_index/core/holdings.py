@@ -60,6 +60,7 @@ class Holdings:
 
     def take(self, holder: HolderTuple, chains: Chains) -> None:
         """Take in all that a holder has; nothing was known of it before."""
+        assert holder not in self._chains, f"{holder} holds blocks that no snapshot has said"
         if chains:
             self._new(holder, chains)
             self._note_starts(holder, chains)
@@ -189,6 +190,7 @@ class Holdings:
     def _forget(self, holder: Holder) -> None:
         key = SourceKey(holder.host, holder.source)
         gone = self._chains.pop(holder, None)
+        assert gone is not None, f"{holder} is listed, and holds nothing"
         if gone:
             self._leavings.append(gone)
         holders = self._holders.get(key, set())

@@ -14,6 +14,7 @@ class Segment:
     __slots__ = ("blocks", "indexed", "parent", "rooted")
 
     def __init__(self, parent: bytes, blocks: bytes | bytearray, *, rooted: bool) -> None:
+        assert blocks, f"a segment without blocks behind {parent.hex()}"
         self.parent = parent
         self.blocks = bytearray(blocks)
         self.rooted = rooted

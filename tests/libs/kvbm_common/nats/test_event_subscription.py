@@ -1,39 +1,205 @@
-"""Where an event stands in its stream, read one by one and in columns."""
+"""Subscriptions to events on a real nats-server: in order and complete through every outage."""
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from kvbm_common.nats.event_subscription import alike_positions, positions_of, several_positions
+from kvbm_common.nats.bus import Bus, EventPublisher
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.event_message import EventMessage
+from kvbm_common.nats.jetstream import EVENTS, call_api
 
-NUMBERS = st.tuples(*[st.integers(0, 10**12)] * 3)
-
-
-@given(st.lists(NUMBERS, min_size=1, max_size=20), st.booleans())
-def test_the_columns_are_what_each_says(placed: list[tuple[int, int, int]], domain: bool) -> None:
-    """With a domain and an account in front, and a token behind, as in clusters."""
-    front, behind = ("hub.ACCOUNT.", ".x7") if domain else ("", "")
-    replies = [
-        f"$JS.ACK.{front}S.consumer.1.{stream}.{consumer}.1763799999999999999.{pending}{behind}"
-        for stream, consumer, pending in placed
-    ]
-    columns = several_positions(replies)
-    assert columns is not None
-    assert list(zip(*columns, strict=True)) == list(map(positions_of, replies)) == placed
-    alike = len(placed) > 1 and not domain
-    assert alike_positions(replies) == (columns if alike else None)
+from tests.libs.kvbm_common.nats.speaking import DEADLINE_S, publishing, put, read
+from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize("odd", ["$JS.ACK.S.c.1.2.3.4", "$JS.ACK.hub.A.S.c.1.2.3.4.5.x"])
-def test_of_several_forms_no_columns_are_made(odd: str) -> None:
-    assert several_positions(["$JS.ACK.S.c.1.2.3.4.5", odd]) is None
+async def test_events_arrive_in_order_and_in_batches(bus: Bus) -> None:
+    """Goal: 2,000 events through window and flow control, in far fewer batches."""
+    batches: list[list[EventMessage]] = []
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+        put(publisher, 1, 2000)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            async for batch in subscription:
+                batches.append(batch)
+                if batch[-1].payload == b"2000":
+                    break
+    messages = [message for batch in batches for message in batch]
+    assert [int(message.payload) for message in messages] == list(range(1, 2001))
+    assert [message.sequence for message in messages] == list(range(1, 2001))
+    assert len(batches) < 200
 
 
-def test_a_reply_that_is_another_consumers_or_none_is_seen() -> None:
-    """1. Two of one consumer. 2. Another consumer's, no event, and one number too few."""
-    replies = [f"$JS.ACK.hub.A.S.c.1.{at}.{at}.5.0" for at in (7, 8)]
-    assert alike_positions(replies) == ([7, 8], [7, 8], [0, 0])
-    for odd in ("$JS.ACK.hub.A.S.d.1.9.9.5.0", "$JS.FC.S.c.1", "", "$JS.ACK.hub.A.S.c.1.9.9.5"):
-        assert alike_positions([*replies, odd]) is None
-        assert alike_positions([odd, *replies]) is None
+async def test_subscription_starts_where_it_is_told(bus: Bus) -> None:
+    """Goal: from the beginning, from a sequence, from now on."""
+    async with publishing(bus) as publisher:
+        put(publisher, 1, 5)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        async with (
+            bus.event_subscription(start="all") as everything,
+            bus.event_subscription(start=4) as later,
+            bus.event_subscription(start="new") as news,
+        ):
+            waiting = asyncio.create_task(read(news, 7))
+            assert await read(everything, 5) == [1, 2, 3, 4, 5]
+            assert await read(later, 5) == [4, 5]
+            await news.wait_caught_up(deadline_s=DEADLINE_S)
+            put(publisher, 6, 7)
+            assert await waiting == [6, 7]
+
+
+async def test_nothing_is_lost_when_nats_is_killed(bus: Bus, nats_server: NatsServer) -> None:
+    """Goal: order and completeness over kill -9 and restart, in mid-stream.
+
+    1. Publish 300, kill NATS as soon as the first ones were read. 2. Publish 300 more while it is
+    away. 3. Start it again. 4. All 600 arrive in order.
+    """
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+        put(publisher, 1, 300)
+        seen = await read(subscription, 1)
+        nats_server.kill()
+        put(publisher, 301, 600)
+        await nats_server.start()
+        seen += await read(subscription, 600)
+        await publisher.flush(deadline_s=DEADLINE_S)
+    assert seen == list(range(1, 601))
+
+
+async def test_deleted_consumer_is_made_again(bus: Bus) -> None:
+    """Goal: a reader notices a consumer that vanished. Method: delete it through the API."""
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+        put(publisher, 1, 3)
+        assert await read(subscription, 3) == [1, 2, 3]
+        names = await call_api(bus, f"CONSUMER.NAMES.{EVENTS.name}")
+        name = names.split(b'"consumers":["')[1].split(b'"')[0].decode()
+        await call_api(bus, f"CONSUMER.DELETE.{EVENTS.name}.{name}")
+        put(publisher, 4, 6)
+        assert await read(subscription, 6) == [4, 5, 6]
+        assert subscription.recreated == 1
+
+
+async def test_deleted_stream_is_made_again(bus: Bus) -> None:
+    """Goal: events go on after somebody deleted the stream; what it held is gone."""
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+        put(publisher, 1, 3)
+        assert await read(subscription, 3) == [1, 2, 3]
+        await call_api(bus, f"STREAM.DELETE.{EVENTS.name}")
+        put(publisher, 4, 6)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        assert await read(subscription, 6) == [4, 5, 6]
+
+
+async def test_lost_store_is_noticed(bus: Bus, nats_server: NatsServer) -> None:
+    """Goal: NATS comes back with an empty store, and its sequences start again from 1."""
+    import shutil
+
+    lost: list[str] = []
+    reading = bus.event_subscription(on_stream_lost=lambda: lost.append("stream"))
+    async with publishing(bus) as publisher, reading as subscription:
+        put(publisher, 1, 50)
+        await read(subscription, 50)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        nats_server.kill()
+        shutil.rmtree(nats_server.directory / "jetstream")
+        await nats_server.start()
+        put(publisher, 51, 53)
+        assert await read(subscription, 53) == [51, 52, 53]
+        assert lost == ["stream"]
+
+
+async def test_a_slow_reader_is_told_what_the_stream_has_dropped(bus: Bus) -> None:
+    """1. The reader pauses. 2. The stream drops what the server has not sent yet. 3. It reads on.
+
+    Told between the last message before the hole and the first one behind it.
+    """
+    small = replace(EVENTS, name="SMALL", subjects=("small.>",), bytes_max=4 * 1024 * 1024)
+    seen: list[int] = []
+    losses: list[int] = []
+    publisher = EventPublisher(bus, small, source="sim-0", counters=bus.counters)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        bus.event_subscription(
+            spec=small, subject="small.>", on_stream_lost=lambda: losses.append(len(seen))
+        ) as subscription,
+    ):
+        running = tasks.create_task(publisher.run())
+        padding = b" " * 64 * 1024
+        for seq in range(1, 401):
+            publisher.publish("small.stored", b"%d" % seq + padding, epoch=1, seq=seq)
+            if seq == 1:
+                seen += await read(subscription, 1)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            async for batch in subscription:
+                seen += [int(message.payload) for message in batch]
+                if 400 in seen:
+                    break
+        running.cancel()
+    holes = [at for at, (one, other) in enumerate(pairwise(seen), 1) if other != one + 1]
+    assert holes, "the stream has dropped nothing: the test is too small"
+    assert losses == holes
+
+
+async def test_a_slow_reader_of_a_part_is_told_what_the_stream_has_dropped(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. The reader of a part pauses. 2. The stream drops what was not sent yet. 3. It is told.
+
+    A part has holes anyway, so nobody was told.
+    """
+    monkeypatch.setattr("kvbm_common.nats.event_subscription.CHECK_S", 0.05)
+    small = replace(EVENTS, name="SMALL", subjects=("small.>",), bytes_max=4 * 1024 * 1024)
+    lost = asyncio.Event()
+    publisher = EventPublisher(bus, small, source="sim-0", counters=bus.counters)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        bus.event_subscription(
+            spec=small, subject="small.mine.*", start="last_per_subject", on_stream_lost=lost.set
+        ) as subscription,
+    ):
+        running = tasks.create_task(publisher.run())
+        padding = b" " * 64 * 1024
+        publisher.publish("small.mine.stored", b"1" + padding, epoch=1, seq=1)
+        seen = await read(subscription, 1)
+        assert not lost.is_set()
+        for seq in range(2, 401):
+            publisher.publish("small.mine.stored", b"%d" % seq + padding, epoch=1, seq=seq)
+        await publisher.flush(deadline_s=DEADLINE_S)
+        seen += await read(subscription, 400)
+        assert len(seen) < 400, "the stream has dropped nothing: the test is too small"
+        async with asyncio.timeout(DEADLINE_S):
+            await lost.wait()
+        running.cancel()
+
+
+async def test_a_reader_of_a_quiet_part_of_a_busy_stream_is_told_of_no_loss(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others fill the stream three times over, a quarter of it between two looks."""
+    monkeypatch.setattr("kvbm_common.nats.event_subscription.CHECK_S", 0.02)
+    small = replace(EVENTS, name="SMALL", subjects=("small.>",), bytes_max=4 * 1024 * 1024)
+    losses: list[str] = []
+    publisher = EventPublisher(bus, small, source="sim-0", counters=bus.counters)
+    async with (
+        asyncio.TaskGroup() as tasks,
+        bus.event_subscription(
+            spec=small, subject="small.mine.*", on_stream_lost=lambda: losses.append("stream")
+        ) as subscription,
+    ):
+        running = tasks.create_task(publisher.run())
+        publisher.publish("small.mine.stored", b"1", epoch=1, seq=1)
+        assert await read(subscription, 1) == [1]
+        reading = tasks.create_task(read(subscription, 2))
+        padding = b" " * 64 * 1024
+        for seq in range(2, 193):
+            publisher.publish("small.other.stored", padding, epoch=1, seq=seq)
+            if seq % 16 == 0:
+                await publisher.flush(deadline_s=DEADLINE_S)
+                await wait_until(lambda seq=seq: subscription._horizon.certain >= seq)  # type: ignore[misc]
+        publisher.publish("small.mine.stored", b"2", epoch=1, seq=193)
+        assert await reading == [2]
+        running.cancel()
+    assert losses == []

@@ -14,7 +14,7 @@ from kvbm_common.nats.embedded_server import NatsServer
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from tests.libs.kvbm_common.nats.test_bus import echo, fail, publishing, put, read
+from tests.libs.kvbm_common.nats.speaking import echo, fail, publishing, put, read
 
 EVENTS = 3_000
 """So many that the server asks for flow control."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbm_common.nixl import pump
+from kvbm_common.nixl import pump, transfer_queue
 from kvbm_common.nixl.mover_thread import (
     JOB_COUNT_MAX,
     BadPeerMetadata,
@@ -416,11 +416,11 @@ class TestFiles:
         """One of each direction flies at a time: the order of their ends is the disk's. Method:
         four writes and a read are handed over at one moment, from inside the mover, when the write
         before them has ended."""
-        monkeypatch.setattr(pump, "OVERTAKEN_S", overtaken_s)
+        monkeypatch.setattr(transfer_queue, "OVERTAKEN_S", overtaken_s)
         started: list[str] = []
         start = pump.Pump._start
 
-        def note(pump: pump.Pump, transfer: pump.Transfer) -> None:
+        def note(pump: pump.Pump, transfer: transfer_queue.Transfer) -> None:
             started.append(transfer.operation)
             start(pump, transfer)
 

@@ -22,7 +22,8 @@ from kvbm_common.eviction import POLICIES, make_policy
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.leases import Lease, LeaseTable
-from kvbm_common.tier.slots import InvalidTransition, SlotTable
+from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.slots import SlotTable
 
 from tests.libs.helpers import StrictLru, block, name, names
 

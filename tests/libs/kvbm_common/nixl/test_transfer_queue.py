@@ -1,0 +1,84 @@
+"""Which transfer starts next, and when there is no room: without NIXL."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+from kvbm_common.nixl import transfer_queue
+from kvbm_common.nixl.spans import Spans
+from kvbm_common.nixl.transfer_queue import OVERTAKEN_S, Transfer, TransferQueue
+
+BLOCK = 4096
+
+
+def transfer(operation: str, blocks: int = 1, *, accepted: float = 0.0) -> Transfer:
+    """A transfer of so many blocks of a file, handed over at a time."""
+    spans = Spans.of([BLOCK * index for index in range(blocks)], BLOCK)
+    made = Transfer(operation, "self", spans, spans.in_file(3), deadline=60.0)
+    made.accepted = accepted
+    return made
+
+
+def queue_of(*transfers: Transfer) -> TransferQueue:
+    queue = TransferQueue()
+    queue.waiting.extend(transfers)
+    return queue
+
+
+def start_all(queue: TransferQueue, now: float = 0.0) -> list[Transfer]:
+    """Start what may start; returns it in its order."""
+    started: list[Transfer] = []
+    while (following := queue.pop(now)) is not None:
+        queue.add_flight(following)
+        started.append(following)
+    return started
+
+
+def test_reads_overtake_writes_that_have_not_waited_long() -> None:
+    write, later, read = transfer("WRITE"), transfer("WRITE"), transfer("READ")
+    assert start_all(queue_of(write, later, read), OVERTAKEN_S) == [read, write, later]
+    assert start_all(queue_of(write, later, read), 2 * OVERTAKEN_S) == [write, later, read]
+
+
+def test_bytes_of_each_direction_are_limited_and_one_always_may_fly() -> None:
+    """A read larger than the limit flies alone; another begins when it has ended."""
+    large, small, write = transfer("READ", 4), transfer("READ"), transfer("WRITE")
+    queue = queue_of(large, small, write)
+    queue.limit_files(read_bytes=2 * BLOCK, written_bytes=None)
+    assert start_all(queue) == [large]
+    assert list(queue.waiting) == [small, write]
+    queue.remove_flight(large)
+    assert start_all(queue) == [small, write]
+
+
+@pytest.mark.parametrize(("limit", "most"), [("IN_FLIGHT_COUNT_MAX", 2), ("POSIX_IO_COUNT_MAX", 5)])
+def test_nixl_gets_no_more_than_it_takes(
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    """Two transfers of two I/Os each: as many transfers as may fly, or as many I/Os less one."""
+    monkeypatch.setattr(transfer_queue, limit, most)
+    first, second, third = (transfer("READ", 2) for _ in range(3))
+    queue = queue_of(first, second, third)
+    assert start_all(queue) == [first, second]
+    queue.remove_flight(first)
+    assert start_all(queue) == [third]
+
+
+def test_a_draining_transfer_leaves_its_place_but_not_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NIXL still has its I/Os, but it counts as failed."""
+    monkeypatch.setattr(transfer_queue, "IN_FLIGHT_COUNT_MAX", 1)
+    first, second, third = (transfer("READ") for _ in range(3))
+    queue = queue_of(first, second, third)
+    queue.limit_files(read_bytes=2 * BLOCK, written_bytes=None)
+    assert start_all(queue) == [first]
+    first.settling = Future()
+    queue.draining += 1
+    assert (queue.in_flight_count, start_all(queue)) == (0, [second])
+    second.settling = Future()
+    queue.draining += 1
+    assert start_all(queue) == []
+    queue.remove_flight(first)
+    assert (queue.draining, start_all(queue)) == (1, [third])
