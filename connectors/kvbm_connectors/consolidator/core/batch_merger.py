@@ -127,7 +127,7 @@ class BatchMerger:
 
 
 def _cut(runs: list[BlockRun], blocks_max: int) -> Iterator[list[BlockRun]]:
-    """Runs in portions of at most `blocks_max` blocks; a longer run is cut."""
+    """Yield the runs in portions of at most `blocks_max` blocks; a longer run is cut."""
     assert blocks_max > 0, blocks_max
     portion: list[BlockRun] = []
     room = blocks_max

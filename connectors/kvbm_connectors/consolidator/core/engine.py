@@ -125,7 +125,8 @@ class Engine:
 
 
 def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: int) -> Event:
-    """A draft as the event that has the engine's present number. No rank: it is about all."""
+    """Return a draft as the event that has the engine's present number. Without a rank it is about
+    all ranks."""
     assert engine.epoch > 0, f"{engine.name}: an event without an epoch"
     assert engine.seq > 0, f"{engine.name}: an event without a number"
     assert rank is None or rank.key.engine == engine.name, f"{rank.key} is not of {engine.name}"

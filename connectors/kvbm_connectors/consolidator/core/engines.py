@@ -144,7 +144,7 @@ class EnginesCore:
         return found.held() if found else set()
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """What was lately published about a block, newest last."""
+        """Return what was lately published about a block, newest last."""
         return self._published.story(sequence_hash)
 
     def statistics(self) -> EnginesStatistics:

@@ -20,7 +20,7 @@ class EventDraft:
     count: int = 0
 
     def event(self, head: EventHead, group: int, namespace: str, reason: str) -> Stored | Removed:
-        """The event that begins like this."""
+        """Return the draft as an event that begins like `head`; `reason` is that of a removal."""
         assert bool(self.runs) != bool(self.hashes), (
             f"{len(self.runs)} runs, {len(self.hashes)} gone"
         )

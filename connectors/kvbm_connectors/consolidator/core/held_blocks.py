@@ -95,14 +95,16 @@ class HeldBlocks:
         return self._count_copies(chain, new)
 
     def _count_names(self, engine_hashes: tuple[EngineHash, ...], fresh: int) -> None:
-        """All but so many of these were known: perhaps they stand for blocks held already."""
+        """Count one more block under each name that was known and in use. The last `fresh` names of
+        the book are new."""
         assert 0 <= fresh <= len(engine_hashes), (fresh, len(engine_hashes))
         known = set(engine_hashes).difference(islice(reversed(self._names), fresh))
         for engine_hash in known - self._retired.keys():
             self._name_copies[engine_hash] = self._name_copies.get(engine_hash, 1) + 1
 
     def _count_copies(self, chain: list[SequenceHash], new: int) -> list[BlockRun]:
-        """All but so many of these were held: they are split by those."""
+        """Count a further copy of each block that was held before; return the `new` others as runs,
+        which the held blocks split."""
         assert 0 <= new <= len(chain), (new, len(chain))
         runs: list[BlockRun] = []
         fresh = set(islice(reversed(self._parents), new))

@@ -22,7 +22,7 @@ class PublishedEvents:
         self._events.append((now_ms, event))
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
-        """What was lately published about a block, newest last."""
+        """Return what was lately published about a block, newest last."""
         return [
             f"{now_ms} ms {describe(event)}"
             for now_ms, event in self._events
@@ -31,7 +31,7 @@ class PublishedEvents:
 
 
 def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
-    """Whether an event is about a block."""
+    """Return whether an event is about a block; a clear is about every block."""
     text = sequence_hash.hex()
     match event:
         case Stored():
@@ -43,6 +43,6 @@ def mentions(event: Event, sequence_hash: SequenceHash) -> bool:
 
 
 def describe(event: Event) -> str:
-    """An event without its blocks."""
+    """Return a line about an event, without its blocks."""
     kind = event.__struct_config__.tag
     return f"{kind} {event.source} rank {event.rank} epoch {event.epoch} seq {event.seq}"

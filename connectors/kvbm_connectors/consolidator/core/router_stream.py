@@ -326,7 +326,7 @@ class RouterStreams:
 
 
 def short_hash(block: SequenceHash) -> int:
-    """What routers call a block: the low 64 bits of its hash."""
+    """Return what routers call a block: the low 64 bits of its hash."""
     assert len(block) == HASH_BYTES, block.hex()
     return int.from_bytes(block[-8:], "big")
 

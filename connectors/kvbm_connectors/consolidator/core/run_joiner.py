@@ -69,7 +69,7 @@ class RunJoiner:
 
 
 def join(parts: Parts) -> BlockStored:
-    """One event that says the same."""
+    """Join the parts into one event that says the same."""
     assert parts, "an event has a part"
     if len(parts) == 1:
         return parts[0]

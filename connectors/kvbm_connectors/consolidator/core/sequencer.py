@@ -82,7 +82,8 @@ class Sequencer:
         return self._replayable
 
     def poll(self, now_ms: int, number: int) -> int | None:
-        """The first sequence number to ask for when it is time to: replay `number` flies then."""
+        """Return the first sequence number to ask for, or None while it is not time to ask. With a
+        number returned, replay `number` is in flight."""
         assert number > 0, "0 stands for no replay"
         if self.replay or not self._replayable:
             return None
@@ -199,7 +200,7 @@ class Sequencer:
         return ready
 
     def _give_up(self, ready: Ready) -> Ready:
-        """What is missing cannot be had: go on after the gap."""
+        """Give up on what is missing, which cannot be had, and go on after the gap."""
         assert not self.replay, f"replay {self.replay} may still bring {self.next_seq}"
         self._wanted = False
         if not self._pending:

@@ -309,12 +309,12 @@ class DeclaredSettings:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Every setting in the order of declaration."""
+    """Return every setting in the order of declaration."""
     fields = dataclasses.fields(DeclaredSettings)
     return tuple(Setting(name=field.name, **field.metadata) for field in fields)
 
 
 @cache
 def settings_by_name() -> Mapping[str, Setting]:
-    """Every setting by attribute name."""
+    """Return every setting by attribute name."""
     return {declared.name: declared for declared in all_settings()}

@@ -36,7 +36,7 @@ def positions_of(reply: str) -> tuple[int, int, int]:
 
 
 def alike_positions(replies: list[str]) -> Columns | None:
-    """The same of many, in columns, where only the numbers differ. None: not this way."""
+    """Return the positions of many replies, in columns, if only their numbers differ; else None."""
     beginning = replies[0].rsplit(".", PLACE_NUMBERS)[0]
     if len(replies) < 2 or not beginning.startswith(PLACED) or beginning.count(".") not in DOTS:
         return None
@@ -54,7 +54,7 @@ def alike_positions(replies: list[str]) -> Columns | None:
 
 
 def several_positions(replies: list[str]) -> Columns | None:
-    """The same of many of one form. None: they have not all one."""
+    """Return the positions of many replies of one form, in columns; None for several forms."""
     size = replies[0].count(".") + 1
     if {reply.count(".") for reply in replies} != {size - 1}:
         return None
@@ -67,5 +67,5 @@ def several_positions(replies: list[str]) -> Columns | None:
 
 
 def _first_number(tokens: int) -> int:
-    """Which of so many tokens is the position in the stream."""
+    """Return which of so many tokens is the position in the stream."""
     return 7 if tokens >= 11 else 5

@@ -137,7 +137,7 @@ class VerbServer:
             self.count_failure(subject, gone)
 
     async def _service(self, kind: str, instance: str) -> Service:
-        """The micro service of this process, one per kind and instance."""
+        """Return the micro service of this process, one per kind and instance."""
         if (kind, instance) not in self._services:
             config = ServiceConfig(name=f"kvbm-{kind}", version=SERVICE_VERSION)
             # The library still asks for datetime.utcnow(), which newer Pythons warn about.

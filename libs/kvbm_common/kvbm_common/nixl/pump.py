@@ -273,7 +273,7 @@ class Pump:
             return error
 
     def _take_out(self, transfer: Transfer) -> None:
-        """NIXL has ended the transfer: another one has room."""
+        """Remove a transfer that NIXL has ended: another one has room."""
         self._queue.remove_flight(transfer)
         self._last_event = transfer.ended = time.monotonic()
 

@@ -66,10 +66,7 @@ class Writes:
         outbox: Outbox,
         counts: Counter[str],
     ) -> None:
-        """Start without writes; leases are taken in the name of `owner`.
-
-        `ids` numbers the writes and is shared with the reads.
-        """
+        """Start without writes. Leases are `owner`'s; `ids` numbers writes and reads."""
         assert owner, "leases have an owner"
         self.flying = WritesInFlight(inventory.diary)
         self.may_begin = store.kind.sized

@@ -92,10 +92,7 @@ class IndexShell:
     """Translates between NATS and the core."""
 
     def __init__(self, context: ServiceContext, core: IndexCore, events: Bus) -> None:
-        """Prepare the service; `events` is a connection of its own.
-
-        So no question waits behind a flood of events or a snapshot.
-        """
+        """Prepare the service. `events` is another connection: no question waits behind events."""
         self._context = context
         self._events = events
         self._core = core
@@ -191,10 +188,7 @@ class IndexShell:
                 await _others()
 
     def _stream_lost(self) -> None:
-        """Queue the loss of the stream behind the events that wait.
-
-        Taken before them, they would pass for news after it.
-        """
+        """Queue the loss of the stream behind the events that wait: they came before it."""
         if not self._loop.offer_nowait(StreamLost()):
             # Later is as good: some sources are asked that need not be.
             offering = self._loop.offer(StreamLost(), deadline_s=INBOX_DEADLINE_S)
@@ -228,10 +222,7 @@ class IndexShell:
                 await asyncio.sleep(SNAPSHOT_DEADLINE_S / 10)
 
     async def _wait_ready(self) -> None:
-        """Wait until history and registry are read, or the deadline.
-
-        After the deadline the index serves what it knows.
-        """
+        """Wait until history and registry are read; after a deadline, serve what is known."""
         give_up_s = time.monotonic() + READY_DEADLINE_S
         while self._reasons() and time.monotonic() < give_up_s:
             if self._context.stopping.is_set():
