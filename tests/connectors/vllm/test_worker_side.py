@@ -34,17 +34,17 @@ class Tensor:
     """Some memory, as torch shows it."""
 
     def __init__(self) -> None:
-        self._memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        self.shape: Sequence[int] = self._memory.shape
+        self.memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self.shape: Sequence[int] = self.memory.shape
 
     def stride(self) -> Sequence[int]:
-        return self._memory.strides
+        return self.memory.strides
 
     def element_size(self) -> int:
         return 1
 
     def data_ptr(self) -> int:
-        return self._memory.ctypes.data
+        return self.memory.ctypes.data
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
     with CUDA's handles, and verifies on the device."""
     monkeypatch.setattr("kvbm_connectors.vllm.worker_side.LEND_AGAIN_S", 0.1)
     tensor, runtime = Tensor(), FakeRuntime()
-    runtime._memory[tensor.data_ptr()] = tensor._memory.reshape(-1)
+    runtime.memory[tensor.data_ptr()] = tensor.memory.reshape(-1)
     answers: list[CudaUnavailable | Gpu] = [CudaUnavailable("no cupy"), Gpu(runtime)]
 
     def make_gpu() -> Gpu:
@@ -139,7 +139,7 @@ def test_a_flipped_byte_is_found_with_the_settings_that_are_shipped(
         side.start(StepPlan((load,)))
         wait_for(lambda: side.arrived() == {"r"})
         assert side.bad_blocks() == {0}
-        assert np.array_equal(tensor._memory[2], parts[3, rank])
-        assert not tensor._memory[0].any()
+        assert np.array_equal(tensor.memory[2], parts[3, rank])
+        assert not tensor.memory[0].any()
         assert side.counts()["loads_failed.corrupt"] == 1
         side.close()

@@ -34,7 +34,7 @@ class Cache:
 
     def __init__(self, runtime: FakeRuntime) -> None:
         self.address = runtime.allocate(LAYERS * BLOCKS * PIECE)
-        self.pieces = runtime._memory[self.address].reshape(LAYERS, BLOCKS, PIECE)
+        self.pieces = runtime.memory[self.address].reshape(LAYERS, BLOCKS, PIECE)
         self.pieces[:] = np.random.default_rng(5).integers(0, 255, self.pieces.shape, np.uint8)
         self.regions = [
             Region(address=self.address + layer * BLOCKS * PIECE, stride=PIECE,
@@ -271,7 +271,7 @@ def test_a_layout_that_the_kernel_cannot_sum_is_summed_by_the_host(runtime: Fake
     """It is verified all the same: blocks are copied back."""
     piece = 96
     address = runtime.allocate(3 * 4 * piece)
-    memory = runtime._memory[address].reshape(3, 4, piece)
+    memory = runtime.memory[address].reshape(3, 4, piece)
     memory[:] = np.random.default_rng(5).integers(0, 255, memory.shape, np.uint8)
     regions = [
         Region(address=address + i * 4 * piece, stride=piece, piece_bytes=piece, blocks=4)
