@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from kvbm_common.checksum import block_checksum
 from kvbm_common.cuda.lending import unwrap
-from kvbm_common.cuda.reading import Gpu
+from kvbm_common.cuda.reading import Gpu, SumsOfBlocks
 from kvbm_common.cuda.runtime import CudaUnavailable
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread, TransferFailed
 from kvbm_common.nixl.spans import Registration
-from kvbm_common.wire.local import Hello
+from kvbm_common.wire.local import Hello, Region
 from kvbm_connectors.core.messages import Load
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
@@ -99,6 +99,14 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
             raise answer
         return answer
 
+    summed: list[list[int]] = []
+    sums = Gpu.sums
+
+    def note(gpu: Gpu, regions: Sequence[Region]) -> SumsOfBlocks:
+        summed.append([region.address for region in regions])
+        return sums(gpu, regions)
+
+    monkeypatch.setattr(Gpu, "sums", note)
     options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
     side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, options)
     with host_tier(options.settings.host_tier_endpoint) as host:
@@ -107,8 +115,7 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
         _, memory = unwrap(host.hear(Hello).agent)
         assert memory is not None
         assert [a.address for a in memory.allocations] == [tensor.data_ptr()]
-        assert side._half is not None
-        assert side._half._pulls._sum_on_gpu is not None
+        assert summed == [[tensor.data_ptr()]]
         side.close()
 
 
