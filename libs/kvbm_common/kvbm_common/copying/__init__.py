@@ -211,7 +211,7 @@ def clear(target: Places) -> None:
             ctypes.memset(address, 0, length)
 
 
-def _best() -> Copier:
+def best_copier() -> Copier:
     try:
         return NativeCopier()
     except (OSError, AttributeError) as error:
@@ -219,7 +219,7 @@ def _best() -> Copier:
         return PlainCopier()
 
 
-COPIER = _best()
+COPIER = best_copier()
 """What this process copies by."""
 
 

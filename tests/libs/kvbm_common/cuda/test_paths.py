@@ -21,6 +21,7 @@ from kvbm_common.nixl.transfers import BadPeerMetadata, PeerLost, TransferFailed
 from kvbm_common.wire.local import Region
 
 from tests.gpu.fake_runtime import FakeRuntime
+from tests.waiting import wait_for
 
 DEADLINE_S = 10.0
 LAYERS, BLOCKS, PIECE = 3, 6, 512
@@ -155,9 +156,7 @@ def test_the_arena_is_pinned_with_the_first_worker(
     assert runtime.registered == {}
     for name in ("ada", "bob"):
         puller.attach(name, export(runtime, Cache(runtime).regions))
-    assert puller._pinning is not None
-    puller._pinning._done.result(DEADLINE_S)
-    assert runtime.registered == {arena.address: arena.bytes}
+    wait_for(lambda: runtime.registered == {arena.address: arena.bytes})
     puller.close()
     assert runtime.registered == {}
 
@@ -237,8 +236,7 @@ def test_an_engine_that_captures_a_graph_is_not_disturbed(
     sums = gpu.sums(cache.regions)
     assert sums is not None
     reader = DeviceReader(gpu, arena_path=arena.path, arena_address=THEIRS)
-    reader._pinning._done.result(DEADLINE_S)
-    assert reader._pinning.pinned_bytes == arena.bytes, reader._pinning.reason
+    wait_for(lambda: sum(runtime.registered.values()) == arena.bytes)
     reader.read(
         cache.spans([1]), slots(cache, THEIRS, [0]), deadline_s=DEADLINE_S
     ).result(DEADLINE_S)  # fmt: skip
