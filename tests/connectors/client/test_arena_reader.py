@@ -44,6 +44,8 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 class HeldCopier:
     """A copier whose copies wait while `free` is clear."""
 
+    name = "held"
+
     def __init__(self, copier: Copier) -> None:
         self.copier, self.free = copier, threading.Event()
         self.free.set()
@@ -52,6 +54,10 @@ class HeldCopier:
         """Copy when it may."""
         assert self.free.wait(DEADLINE_S)
         return self.copier.copy(target, source, summed=summed)
+
+    def sums(self, source: Places) -> list[int]:
+        """Sum up at once."""
+        return self.copier.sums(source)
 
 
 @pytest.fixture(params=["native", "plain"])

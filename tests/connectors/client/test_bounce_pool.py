@@ -182,7 +182,9 @@ class PoolMachine(RuleBasedStateMachine):
             if self.held:
                 self.pool.give_back(self.held.pop())
         for _ in range(3):
-            assert self.borrow().done()
+            wanted = self.pool.borrow(by(SOON_S))
+            wanted.add_done_callback(self._take)
+            assert wanted.done()
         assert len(self.held) == 3
 
 

@@ -212,6 +212,7 @@ def clear(target: Places) -> None:
 
 
 def best_copier() -> Copier:
+    """Return the compiled copier where it can be loaded, and the plain one elsewhere."""
     try:
         return NativeCopier()
     except (OSError, AttributeError) as error:
