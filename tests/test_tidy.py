@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.private_names import private_names
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "kvbm_common": ROOT / "libs/kvbm_common/kvbm_common",
@@ -298,3 +300,96 @@ def test_no_test_sleeps() -> None:
         and ast.unparse(node.args[0]) != "0"
     }
     assert sleeping == PACED.keys()
+
+
+IN_ENGINE = "runs inside the engine's process: from its objects only private names lead to ours"
+BREAKS = "a plant: it breaks the product inside, to see that this is noticed"
+HURRIES_EXIT = "`os._exit`: torch's and vLLM's own exit takes seconds"
+NO_GPU = "the calls of a runtime without a GPU: its constructor needs one"
+RACE = "takes away the check before the allocation, as a race would"
+PRIVATE_ALLOWED = {
+    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_copy_rows"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_cuda"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_cupy"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_streams"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_sum_blocks"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_driver_calls.py", "_cuda"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_driver_calls.py", "_driver"): NO_GPU,
+    ("tests/libs/kvbm_common/memory/test_arena.py", "_mapped"): "a mapping that fails late",
+    ("tests/libs/kvbm_common/memory/test_arena_space.py", "_check_space"): RACE,
+    ("tests/libs/kvbm_common/nats/test_event_subscription.py", "_horizon"): (
+        "publishes on when the reader has looked: how far it has is told to no caller"
+    ),
+    ("tests/libs/kvbm_common/nats/test_direct_client.py", "_direct"): "a client without a server",
+    ("tests/libs/kvbm_common/nats/test_direct_client.py", "_ps"): "nats-py's parser",
+    ("tests/libs/kvbm_common/nats/test_public_client.py", "_direct"): "must be empty after a test",
+    ("tests/libs/kvbm_common/nats/test_public_client.py", "_process_msg"): "nats-py's own method",
+    ("tests/libs/kvbm_common/nats/test_public_client.py", "_raw"): "a message of nats-py as ours",
+    ("tests/libs/kvbm_common/nats/test_stream_horizon.py", "_Delivered"): (
+        "the two numbers of a consumer, as the server sends them"
+    ),
+    ("tests/libs/kvbm_common/nixl/test_mover_thread.py", "_call"): "asks the pump for its pause",
+    ("tests/libs/kvbm_common/nixl/test_mover_thread.py", "_start"): (
+        "the order in which the pump starts transfers"
+    ),
+    ("tests/libs/kvbm_common/runtime/test_processes.py", "_DICE"): "makes chance a known one",
+    ("tests/libs/kvbm_common/runtime/test_processes.py", "_KERNELS_PORTS"): "another kernel's file",
+    ("tests/libs/kvbm_common/tier/test_blocks.py", "_nodes"): (
+        "two ways to build a policy must leave the same nodes"
+    ),
+    ("tests/libs/kvbm_common/tier/test_follow.py", "_move"): (
+        "a move outside the table, which no message reaches"
+    ),
+    ("tests/services/disk_tier/shell/test_mover.py", "_put"): "the hook that subclasses override",
+    ("tests/services/host_tier/shell/test_service_space.py", "_check_space"): RACE,
+    ("tests/services/metrics/shell/test_api.py", "_transport"): "httpx's own name",
+    ("tests/services/metrics/shell/test_event_feed.py", "_now_s"): "the clock of the feed",
+    ("tests/services/metrics/shell/test_event_feed.py", "_pause"): "the clock of the feed",
+    ("tests/sglang/plants.py", "*"): BREAKS,
+    ("tests/sglang/rank_process.py", "*"): IN_ENGINE,
+    ("tests/sim/plants.py", "*"): BREAKS,
+    ("tests/sim/plants_engines.py", "*"): BREAKS,
+    ("tests/sim/plants_tiers.py", "*"): BREAKS,
+    ("tests/vllm/engine_process.py", "*"): IN_ENGINE,
+    ("tests/vllm/fields_process.py", "*"): HURRIES_EXIT,
+    ("tests/vllm/fuzz/engine.py", "*"): IN_ENGINE,
+    ("tests/vllm/fuzz/plants.py", "*"): BREAKS,
+    ("tests/vllm/fuzz/processes.py", "_process"): "the standard library's executor",
+    ("tests/vllm/namespace_process.py", "*"): HURRIES_EXIT,
+}
+"""(file, name) → why a test may use this private name; `*`: every name in that file."""
+
+
+def test_no_test_reads_a_private_attribute_of_the_product() -> None:
+    """A test knows what an operator can know: effects, views, statistics, replies, metrics."""
+    used = {
+        (str(path.relative_to(ROOT)), name)
+        for path in (ROOT / "tests").rglob("*.py")
+        for _, name in private_names(path.read_text())
+    }
+    whole = {(file, "*") for file, _ in used} & PRIVATE_ALLOWED.keys()
+    used = {(file, name) for file, name in used if (file, "*") not in whole} | whole
+    assert used == PRIVATE_ALLOWED.keys()
+
+
+PRIVATE_READS = """
+from kvbm_common.nats.bus import _pack
+class Fake:
+    def __init__(self): self._own = 1
+    def made(self): return self._own, Fake()._own, self._theirs
+class Engine(Fake):
+    def again(self): return self._own
+def test(monkeypatch, host):
+    assert host.core._held.table, host.__class__
+    host.core._draining = True
+    monkeypatch.setattr(host, "_step", None)
+    return Fake()._own
+"""
+
+
+def test_a_private_read_is_found() -> None:
+    """Reads, writes, imports and names in text are seen; a class may use what it defines."""
+    found = [(line, name) for line, name in private_names(PRIVATE_READS)]
+    assert found == [
+        (2, "_pack"), (5, "_theirs"), (9, "_held"), (10, "_draining"), (11, "_step"), (12, "_own"),
+    ]  # fmt: skip

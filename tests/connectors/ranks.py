@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kvbm_common.checksum import block_checksum
 from kvbm_common.wire.local import FromHostTier, Hello, Region, ToHostTier
-from kvbm_connectors.client.arena_reader import ArenaReader
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Load, LoadResult
 
@@ -66,12 +64,6 @@ class Rank(WorkerHalf):
         host.say(welcome(EPOCH, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT, **changes))
         epoch = changes.get("epoch", EPOCH)
         wait_for(lambda: self.epoch == epoch)
-
-    def read_by(self, reader: ArenaReader) -> None:
-        """From now on, another reader reads the arena that is attached."""
-        attached = self._arena.attached()
-        assert attached is not None
-        self._arena._attached = replace(attached, reader=reader)
 
     def result(self) -> LoadResult:
         """The one load that ends."""

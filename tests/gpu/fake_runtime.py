@@ -60,7 +60,8 @@ class FakeRuntime:
     opened: dict[int, Allocation] = field(default_factory=dict)
     _streams: dict[int, deque[_Step]] = field(default_factory=dict)
     _events: dict[int, _Event] = field(default_factory=dict)
-    _memory: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    memory: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    """What is allocated, by its address."""
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
@@ -203,17 +204,17 @@ class FakeRuntime:
     def allocate(self, length: int) -> int:
         self._disturb("allocate")
         memory = np.zeros(length, dtype=np.uint8)
-        self._memory[memory.ctypes.data] = memory
+        self.memory[memory.ctypes.data] = memory
         return memory.ctypes.data
 
     def free(self, address: int) -> None:
         self._disturb("free")
         self._say("free", address)
-        del self._memory[address]
+        del self.memory[address]
 
     def export(self, address: int) -> Allocation:
         self._disturb("export")
-        for base, memory in self._memory.items():
+        for base, memory in self.memory.items():
             if base <= address < base + len(memory):
                 return Allocation(base, len(memory), base.to_bytes(64, "little"))
         raise CudaError("cudaErrorInvalidValue: invalid argument")

@@ -37,7 +37,7 @@ class SharedRuntime(FakeRuntime):
         os.ftruncate(file, length)
         memory = _mapped(file, length)
         address = memory.ctypes.data
-        self._memory[address], self.files[address] = memory, file
+        self.memory[address], self.files[address] = memory, file
         return address
 
     def free(self, address: int) -> None:
@@ -56,13 +56,13 @@ class SharedRuntime(FakeRuntime):
         except OSError as error:
             raise CudaError(f"cudaErrorInvalidResourceHandle: {error}") from error
         address = memory.ctypes.data
-        self._memory[address], self.opened[address] = memory, allocation
+        self.memory[address], self.opened[address] = memory, allocation
         self._say("open", address)
         return address
 
     def close(self, address: int) -> None:
         FakeRuntime.close(self, address)
-        del self._memory[address]
+        del self.memory[address]
 
     def copy(self, target: int, source: int, length: int, stream: int) -> None:
         FakeRuntime.copy(self, target, source, length, stream)
@@ -70,7 +70,7 @@ class SharedRuntime(FakeRuntime):
             self._put(stream, lambda: _flip(target), lambda: True)
 
     def _is_ours(self, address: int) -> bool:
-        sizes = ((base, len(self._memory[base])) for base in self.files)
+        sizes = ((base, len(self.memory[base])) for base in self.files)
         return any(base <= address < base + size for base, size in sizes)
 
 

@@ -56,7 +56,8 @@ class DiskTier(LowerTier):
     def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]]:
         """Return what is in the slots, trusting what the journal has said: after a crash only a
         read can tell."""
-        found = invariants.contents(self.core.inventory.table, self.store.file)
+        blocks = invariants.by_slot(self.core.inventory.table)
+        found = invariants.contents(blocks, self.store.file)
         invariants.require(found.keys() <= self.store.journaled, "committed before it was durable")
         trusted = self._recovered & found.keys()
         return found | {name: right_cells(name, self.world.plan.ranks) for name in trusted}

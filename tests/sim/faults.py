@@ -132,9 +132,9 @@ class Faults:
         tier = self._any(self._cluster.host_tiers)
         if not tier.up:
             return
-        count, spared = tier.arena.slot_count, tier.table.staged()
+        count, committed = tier.arena.slot_count, tier.core.view.blocks()
         for slot in self._world.rng.sample(range(count), count // 2):
-            if slot not in spared:  # What rots before its first checksum cannot be found.
+            if slot in committed:  # What rots before its first checksum cannot be found.
                 tier.arena.rot(slot)
 
     def _kill_reader(self) -> None:
@@ -167,5 +167,5 @@ def _stop(node: Node | None) -> None:
 def undrain(tiers: Sequence[HostTier]) -> None:
     """End what operators have begun, before everything comes to rest."""
     for tier in tiers:
-        if tier.up and tier.core._held.draining:
+        if tier.up and tier.statistics().figures["draining"]:
             tier.siblings.drain("undrain")

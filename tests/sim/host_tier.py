@@ -8,10 +8,9 @@ from typing import assert_never
 
 import msgspec
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
-from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.events import Event, Removed, Tier
 from kvbm_common.wire.local import FromHostTier, from_host_tier, to_host_tier
-from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, Hits, SnapshotReply
+from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, Hits, SnapshotReply, StatsReply
 from kvbm_disk_tier.core import messages as disk
 from kvbm_host_tier.core import messages as host
 from kvbm_host_tier.core.core import HostTierCore
@@ -109,15 +108,14 @@ class HostTier(Service):
     def check(self) -> None:
         """Check the core, and the checksums in its table."""
         self.core.check()
-        invariants.check_sums(self.table, self.world.plan.ranks, self.name)
-
-    @property
-    def table(self) -> SlotTable:
-        """The slots, as only tests see them."""
-        return self.core._held.table
+        invariants.check_sums(self.core.view.blocks().values(), self.world.plan.ranks, self.name)
 
     def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]]:
-        return invariants.contents(self.table, self.arena)
+        return invariants.contents(self.core.view.blocks(), self.arena)
+
+    def statistics(self) -> StatsReply:
+        """Return the figures that the tier shows of itself."""
+        return self.core.view.statistics(self.world.now_ms)
 
     def snapshot(self, _source: str) -> SnapshotReply:
         return self.core.view.snapshot()
@@ -332,8 +330,9 @@ class HostTier(Service):
     def check_arrived(self, arrived: Sequence[tuple[SequenceHash, int]]) -> None:
         """Require that what was just committed is right: nothing of the world's was too late for
         its checksum to find."""
+        blocks = self.core.view.blocks()
         for name, slot in arrived:
-            if self.table.find(name) == slot:
+            if slot in blocks and blocks[slot].hash == name:
                 for rank, content in enumerate(self.arena.content(slot)):
                     invariants.check_content(name, rank, content, f"{self.name}, just filled,")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.slots import SlotTable
+from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.wire.events import Cleared, Event, Stored
 from kvbm_connectors.core.limits import ConnectorLimits
 
@@ -40,10 +40,14 @@ class Announced:
         self._position[event.source] = (event.epoch, event.seq)
 
 
-def contents(table: SlotTable, memory: Memory) -> dict[SequenceHash, tuple[bytes, ...]]:
+def by_slot(table: SlotTable) -> dict[int, Block]:
+    """Return every committed block by its slot."""
+    return {slot: one for one in table.blocks() if (slot := table.find(one.hash)) is not None}
+
+
+def contents(blocks: Mapping[int, Block], memory: Memory) -> dict[SequenceHash, tuple[bytes, ...]]:
     """Return what is truly in the slot of each block that can be found."""
-    found = {block.hash: table.find(block.hash) for block in table.blocks()}
-    return {name: memory.content(slot) for name, slot in found.items() if slot is not None}
+    return {block.hash: memory.content(slot) for slot, block in blocks.items()}
 
 
 def check_content(name: SequenceHash, rank: int, content: bytes, where: str) -> None:
@@ -80,10 +84,10 @@ def check_stored(
     check_contents(found, event.source)
 
 
-def check_sums(table: SlotTable, ranks: int, where: str) -> None:
+def check_sums(blocks: Iterable[Block], ranks: int, where: str) -> None:
     """Require of each committed block the checksum of its name's content: a wrong one would make
     good bytes look bad, or bad ones good."""
-    for block in table.blocks():
+    for block in blocks:
         good = block.checksum == right_checksum(block.hash, ranks)
         require(good, f"{where} has a wrong checksum of {block.hash.hex()}")
 

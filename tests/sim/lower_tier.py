@@ -102,7 +102,7 @@ class LowerTier(Service):
     def check(self) -> None:
         """Check the core, and the checksums in its table."""
         self.core.check()
-        invariants.check_sums(self.core.inventory.table, self.world.plan.ranks, self.name)
+        invariants.check_sums(self.core.inventory.table.blocks(), self.world.plan.ranks, self.name)
 
     def snapshot(self, _source: str) -> SnapshotReply:
         return self.core.view.snapshot()

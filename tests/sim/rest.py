@@ -110,14 +110,15 @@ def _check_consolidated(engine: EngineNode) -> None:
 
 
 def _check_host_tier(node: HostTier) -> None:
-    core, leases = node.core, node.core._leases.leases
     node.check()
-    counts, unsettled = node.table.counts(), core._offload.unsettled_count
-    require(len(leases) == 0, f"leases left: {leases.all()}")
+    statistics = node.statistics()
+    counts, figures = statistics.slots, statistics.figures
+    unsettled = int(figures["slots_unsettled"])
+    require(statistics.leases == 0, f"leases left: {statistics.leases}")
     require(counts["active"] == 0, f"pinned slots left: {counts}")
     require(counts["staged"] == unsettled, f"staged slots left: {counts}, {unsettled} unsettled")
-    require(len(core._offload) == 0, "offers left")
-    require(len(core._onboard) == 0, "lookups left")
+    require(figures["offers"] == 0, "offers left")
+    require(figures["lookups_waiting"] == 0, "lookups left")
     check_contents(node.contents(), "arena")
 
 

@@ -137,7 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = pool_of(3)
         self.held: set[int] = set()
-        self.lost: dict[int, int] = {}
+        self.lost: dict[int, Future[None]] = {}
 
     @rule(target=lent)
     def borrow(self) -> Future[int]:
@@ -160,8 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
         if settled:
             self.pool.give_back(buffer)
             return None
-        self.lost[buffer] = 1
-        late: Future[None] = Future()
+        self.lost[buffer] = late = Future[None]()
         self.pool.give_back(buffer, late)
         return buffer, late
 
@@ -172,10 +171,21 @@ class PoolMachine(RuleBasedStateMachine):
             late[1].set_result(None)
 
     @invariant()
-    def all_buffers_are_somewhere(self) -> None:
+    def what_is_lost_is_counted(self) -> None:
         assert self.pool.lost == len(self.lost)
-        if self.pool._is_registered:
-            assert len(self.pool._free) + len(self.held) + len(self.lost) == 3
+
+    def teardown(self) -> None:
+        """Everything comes back, and all buffers can be borrowed."""
+        while self.held or self.lost:
+            while self.lost:
+                self.lost.popitem()[1].set_result(None)
+            if self.held:
+                self.pool.give_back(self.held.pop())
+        for _ in range(3):
+            wanted = self.pool.borrow(by(SOON_S))
+            wanted.add_done_callback(self._take)
+            assert wanted.done()
+        assert len(self.held) == 3
 
 
 PoolMachine.TestCase.settings = settings(max_examples=100, deadline=None)

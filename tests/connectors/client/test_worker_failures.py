@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvbm_common.copying import THREADS_MAX, Places
+from kvbm_common.copying import COPIER, Places
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import (
     MoverThread,
@@ -20,6 +20,7 @@ from kvbm_common.nixl.mover_thread import (
     TransferTimeout,
 )
 from kvbm_common.wire.local import Found, Hello, Pulled
+from kvbm_connectors.client import arena_access, bounce_pool
 from kvbm_connectors.client.arena_reader import Brought
 from kvbm_connectors.client.bounce_pool import BUFFERS
 
@@ -35,6 +36,7 @@ from tests.connectors.ranks import (
     load,
 )
 from tests.libs.nixl_owner import Owner
+from tests.recording import recorded
 from tests.waiting import stop_child, wait_for
 
 # --- time, and arenas that change ---------------------------------------------------------------
@@ -59,9 +61,18 @@ class Held:
         pass
 
 
-def test_a_lease_that_runs_out_under_the_copy_fails_the_load(rank: Rank, host: Host) -> None:
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """The reader of the arena that the worker is about to meet."""
+    reader = Held()
+    monkeypatch.setattr(arena_access, "reader_of", lambda *_, **__: reader)
+    return reader
+
+
+def test_a_lease_that_runs_out_under_the_copy_fails_the_load(
+    reader: Held, rank: Rank, host: Host
+) -> None:
     """The bytes may be another block's by then, however good they look."""
-    rank.read_by(reader := Held())
     late = load([1, 2], in_ms=30)
     rank.start_load(late)
     wait_for(lambda: time.monotonic_ns() // 1_000_000 >= late.deadline_ms)
@@ -73,21 +84,22 @@ def test_a_lease_that_runs_out_under_the_copy_fails_the_load(rank: Rank, host: H
     assert not rank.memory.any()
 
 
-def test_a_lease_that_has_run_out_is_not_even_read(rank: Rank, host: Host) -> None:
-    rank.read_by(reader := Held())
+def test_a_lease_that_has_run_out_is_not_even_read(reader: Held, rank: Rank, host: Host) -> None:
     rank.start_load(load([1], in_ms=-1))
     assert rank.result().reason == "lease_ended"
     assert reader.reads == []
 
 
-def test_a_load_ends_when_no_late_byte_can_reach_its_blocks(rank: Rank, host: Host) -> None:
+def test_a_load_ends_when_no_late_byte_can_reach_its_blocks(
+    reader: Held, rank: Rank, host: Host
+) -> None:
     """1. The read times out and drains: the engine may not reuse the blocks. 2. It has settled."""
-    rank.read_by(reader := Held())
     settling: Future[None] = Future()
     rank.start_load(load([1]))
     reader.reads[0].set_exception(TransferTimeout("late", settling))
-    rank._pulls._verifier.submit(lambda: None).result(DEADLINE_S)
-    assert rank.drain_ended() == []
+    rank.start_load(load([2]))
+    reader.reads[1].set_exception(TransferFailed("busy"))
+    assert rank.result().load.slots == (2,)  # The one that came later has ended, and only that one.
     assert rank.loading == 1
     settling.set_result(None)
     assert rank.result().reason == "transfer_timeout"
@@ -109,8 +121,9 @@ def test_a_peer_that_dies_fails_what_it_had_not_sent(tmp_path: Path) -> None:
         rank.close()
 
 
-def test_a_peer_that_was_lost_fails_the_blocks_of_its_chunk(rank: Rank, host: Host) -> None:
-    rank.read_by(reader := Held())
+def test_a_peer_that_was_lost_fails_the_blocks_of_its_chunk(
+    reader: Held, rank: Rank, host: Host
+) -> None:
     rank.start_load(load([1, 2]))
     reader.reads[0].set_exception(PeerLost("gone"))
     assert rank.result().reason == "peer_lost"
@@ -172,14 +185,17 @@ def test_before_the_start_and_after_the_end_no_load_is_forgotten(tmp_path: Path)
     assert rank.loading == 0
 
 
-def test_a_load_in_flight_ends_with_the_worker(rank: Rank, host: Host) -> None:
-    """Its copy waits for its turn when the engine stops: it ends first."""
-    held = threading.Event()
-    attached = rank._arena.attached()
-    assert attached is not None
-    threads = attached.reader._threads  # type: ignore[attr-defined]
-    for _ in range(THREADS_MAX):
-        threads.submit(held.wait, DEADLINE_S)
+def test_a_load_in_flight_ends_with_the_worker(
+    rank: Rank, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy stands still when the engine stops: it ends first."""
+    held, copy = threading.Event(), COPIER.copy
+
+    def late(target: Places, source: Places, *, summed: bool) -> list[int]:
+        assert held.wait(DEADLINE_S)
+        return copy(target, source, summed=summed)
+
+    monkeypatch.setattr(COPIER, "copy", late)
     rank.start_load(load([1]))
     closing = threading.Thread(target=rank.close)
     closing.start()
@@ -198,12 +214,14 @@ def tcp_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stopped_host_tier_fails_loads_at_their_deadline_and_its_late_bytes_land_elsewhere(
-    tcp_only: None, tmp_path: Path
+    tcp_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1. The owner of the arena is stopped: loads end by their deadlines, blocks untouched, while
     NIXL still has them open. 2. More of them than there are buffers: the pool is exhausted, which
     is said at once and counted. 3. It runs again: the late bytes come, into the buffers; the blocks
     stay zero. Then loads go on as before."""
+    pools = recorded(monkeypatch, arena_access, "BouncePool")
+    buffers = recorded(monkeypatch, bounce_pool, "map_shared")
     rank = Rank(tmp_path, mover="nixl")
     with Owner(SIZE, os.environ) as stopped, host_tier(rank.endpoint) as host:
         rank.meet(host, arena_address=stopped.address, agent=stopped.metadata)
@@ -218,13 +236,13 @@ def test_a_stopped_host_tier_fails_loads_at_their_deadline_and_its_late_bytes_la
             assert time.monotonic() - started < 0.3 + 1
             assert result.intact == (False, False)
             assert (result.reason == "bounce_exhausted") is (number == BUFFERS)
-        assert rank._arena._pool.lost == BUFFERS
+        [pool] = pools
+        assert pool.lost == BUFFERS
         assert rank.counts["loads_failed.bounce_exhausted"] == 1
         assert not rank.memory.any()
         stopped.process.send_signal(signal.SIGCONT)
-        wait_for(lambda: rank._arena._pool.lost == 0)
-        late = rank._arena._pool._memory[: 2 * BLOCK_BYTES]
-        assert late.any()
+        wait_for(lambda: pool.lost == 0)
+        assert buffers[0][: 2 * BLOCK_BYTES].any()
         assert not rank.memory.any()
         rank.start_load(load([4]))
         assert rank.result().intact == (True,)
@@ -256,7 +274,10 @@ def test_metadata_that_is_none_leaves_the_worker_without_an_arena(
 
 
 def test_a_second_welcome_does_not_take_away_what_the_first_has_given(
-    tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    owner: Owner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Every greeting is answered, and the second answer may come while the first is attached."""
     gate = threading.Event()
@@ -267,6 +288,7 @@ def test_a_second_welcome_does_not_take_away_what_the_first_has_given(
         return add_peer(mover, metadata)
 
     monkeypatch.setattr(MoverThread, "add_peer", slow)
+    attachers = recorded(monkeypatch, arena_access, "ThreadPoolExecutor")
     rank = Rank(tmp_path, mover="nixl")
     with host_tier(rank.endpoint) as host:
         rank.start()
@@ -275,11 +297,11 @@ def test_a_second_welcome_does_not_take_away_what_the_first_has_given(
             host.say(welcome(EPOCH, slot_bytes=BLOCK_BYTES, slot_count=SLOT_COUNT,
                              arena_address=owner.address, agent=owner.metadata))  # fmt: skip
         host.send(b"garbage")
-        wait_for(lambda: rank._link.counts["dropped.malformed"])
+        wait_for(lambda: "was dropped" in caplog.text)
         gate.set()
         rank.start_load(load([1]))
         assert rank.result().intact == (True,)
-        rank._arena._attacher.submit(lambda: None).result(DEADLINE_S)
+        attachers[0].submit(lambda: None).result(DEADLINE_S)
         rank.start_load(load([2]))
         assert rank.result().intact == (True,)
         rank.close()
@@ -305,18 +327,20 @@ def test_an_arena_that_cannot_be_reached_is_tried_again(
     with host_tier(rank.endpoint) as host:
         rank.meet(host, arena_path=str(arena.path), arena_address=THEIRS, agent=owner.metadata)
         assert failures == []
-        assert rank._arena._failures == 0
+        assert rank.counts["arena_failures"] == 2
         rank.start_load(load([1]))
         assert rank.result().intact == (True,)
         rank.close()
 
 
-def test_what_is_not_for_a_worker_is_passed_over(rank: Rank, host: Host) -> None:
+def test_what_is_not_for_a_worker_is_passed_over(
+    rank: Rank, host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
     """A confused host tier answers lookups to the wrong half."""
     host.say(Pulled(offer=1, pulled=1, skipped=0))
     host.say(Found(lookup=1, epoch=EPOCH, lease=0, slots=[], checksums=[], block_bytes=0))
     host.send(b"garbage")
-    wait_for(lambda: rank._link.counts["dropped.malformed"])
+    wait_for(lambda: "was dropped" in caplog.text)
     rank.start_load(load([1]))
     assert rank.result().intact == (True,)
 

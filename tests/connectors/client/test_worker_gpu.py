@@ -31,7 +31,7 @@ class GpuRank:
         self.news = threading.Semaphore(0)
         self.endpoint = f"ipc://{directory}/host.sock"
         address = self.runtime.allocate(DEVICE_BLOCKS * BLOCK_BYTES)
-        self.memory = self.runtime._memory[address].reshape(DEVICE_BLOCKS, BLOCK_BYTES)
+        self.memory = self.runtime.memory[address].reshape(DEVICE_BLOCKS, BLOCK_BYTES)
         half = BLOCK_BYTES // 2
         regions = [
             Region(address=address + offset, stride=BLOCK_BYTES, piece_bytes=half,

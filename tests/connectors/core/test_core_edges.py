@@ -8,7 +8,7 @@ from kvbm_common.identity import pack_hashes
 from kvbm_common.wire.local import Confirm, Lookup, Offered, OfferedRun, Outcome, Release
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_connectors.core.limits import ConnectorLimits
-from kvbm_connectors.core.messages import ConnectorMisuse, Hit, OfferEnded, Origin
+from kvbm_connectors.core.messages import ConnectorMisuse, Hit, OfferEnded, Origin, ToHost
 from kvbm_connectors.core.outbox import REQUEST_CHARS_MAX
 
 from tests.connectors.helpers import (
@@ -302,7 +302,7 @@ def test_counts_add_up() -> None:
     for round_ in (1, 2):
         engine.found(1, 2, 3)
         engine.load_ended(engine.take(0, 1, 2), 2)
-        engine.core._lookups._avoided.clear()
+        engine.wait(LIMITS.avoid_ms)
         offer = engine.offer(5, 6)
         assert offer is not None
         engine.pulled(offer, 2)
@@ -383,7 +383,13 @@ def test_a_namespace_has_32_bytes() -> None:
         with pytest.raises(AssertionError):
             ConnectorCore(engine="a", incarnation="1", namespace=bytes(length))
     core = ConnectorCore(engine="a", incarnation="1", namespace=bytes(32))
-    assert core._limits == ConnectorLimits()
+    core.attached(EPOCH)
+    [asked] = core.lookup("r", [name(1)], 0)[1]
+    assert isinstance(asked, ToHost)
+    assert isinstance(asked.message, Lookup)
+    limits = ConnectorLimits()
+    assert asked.message.deadline_ms == limits.onboard_deadline_ms
+    assert asked.message.lease_ms == limits.onboard_deadline_ms + limits.lease_ms
 
 
 def test_an_offer_that_is_revoked_ends_with_the_reason_that_is_given() -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from kvbm_common.identity import unpack_hashes
 from kvbm_common.wire.local import Confirm, Found, Lookup, Release
-from kvbm_connectors.core.lookups import Stage
 from kvbm_connectors.core.messages import Effect, Hit, Load, ToHost
 
 from tests.connectors.helpers import ANSWER_MS, LEASE_MS, LIMITS, Engine, answer, numbers
@@ -36,13 +35,29 @@ class Outside(Engine):
         """Leases of this life of the host tier that have not come back."""
         self.loads: list[Load] = []
         self.avoided: dict[int, int] = {}
+        self.asking = ""
+        self.asked_by: dict[int, str] = {}
+        """Lookup → its request, for the last lookup of each."""
+        self.known: dict[str, int] = {}
+        """Request → the lease of its answer, until it is taken."""
         super().__init__(attach=False)
+
+    def look_up(self, *wanted: int, request: str = "r") -> Hit | None:
+        self.asking = request
+        return super().look_up(*wanted, request=request)
+
+    def take(self, *blocks: int, request: str = "r") -> Load:
+        self.known.pop(request, None)
+        return super().take(*blocks, request=request)
 
     def took(self, effects: Sequence[Effect]) -> list[Effect]:
         for effect in effects:
             match effect:
                 case ToHost(Lookup() as lookup):
                     self.asked_now.append(lookup)
+                    self.asked_by = {k: r for k, r in self.asked_by.items() if r != self.asking}
+                    self.asked_by[lookup.lookup] = self.asking
+                    self.known.pop(self.asking, None)
                     for number in numbers(unpack_hashes(lookup.hashes)):
                         assert self.avoided.get(number, 0) <= self.now_ms, "it had failed"
                 case ToHost(Release(lease=lease)):
@@ -58,13 +73,15 @@ class Outside(Engine):
         """The answer arrives, though maybe at somebody who takes the host tier for gone."""
         if found.lease and self.core.view.epoch:
             self.leased.add(found.lease)
+            request = self.asked_by.get(found.lookup)
+            if request is not None and found.lease not in {load.lease for load in self.loads}:
+                self.known[request] = found.lease
         self.hear(found)
 
     def drop(self, request: str) -> None:
         """What is given up while the host tier is gone ends there by its deadline."""
-        state = self.core._lookups._requests.get(request)
-        if state is not None and state.found is not None and not self.core.view.epoch:
-            self.leased.discard(state.found.lease)
+        if not self.core.view.epoch:
+            self.leased.discard(self.known.get(request, 0))
 
 
 class Everything(RuleBasedStateMachine):
@@ -77,6 +94,8 @@ class Everything(RuleBasedStateMachine):
         self.leases = 1_000
         self.answered: list[Found] = []
         self.offers: list[int] = []
+        self.wanted: dict[str, list[int]] = {}
+        """What each request asked for last."""
         self.hits: dict[str, Hit] = {}
         """What each request was told last, as long as it may take it."""
 
@@ -151,6 +170,7 @@ class Everything(RuleBasedStateMachine):
     def look_up(self, request: str, blocks: list[int]) -> None:
         self.hits.pop(request, None)
         self.engine.drop(request)
+        self.wanted[request] = blocks
         hit = self.engine.look_up(*blocks, request=request)
         if hit is None:
             assert self.engine.core.view.epoch, "nobody will answer"
@@ -221,9 +241,11 @@ class Everything(RuleBasedStateMachine):
             if load.epoch != engine.core.view.epoch:
                 engine.leased.discard(load.lease)
             engine.load_ended(load)
-        for request, state in list(engine.core._lookups._requests.items()):
-            if state.stage is not Stage.LOST:
-                assert engine.look_up(*numbers(state.hashes), request=request) is not None
+        for request, blocks in self.wanted.items():
+            engine.drop(request)
+            sent = len(engine.asked_now)
+            hit = engine.look_up(*blocks, request=request)
+            assert hit is not None or len(engine.asked_now) > sent, "an old question is still open"
         for request in ("r", "s", "t"):
             engine.drop(request)
             engine.forget(request)

@@ -6,11 +6,13 @@ import threading
 
 import pytest
 from kvbm_connectors.client import link_thread
-from kvbm_connectors.sglang.pages import UnknownPool
+from kvbm_connectors.sglang import storage as storage_module
+from kvbm_connectors.sglang.pages import UnknownPool, names_of
 from kvbm_connectors.sglang.storage import Storage
 
 from tests.connectors.sglang.conftest import PATIENCE_MS, Attach
 from tests.connectors.sglang.pool import Config, Extra, Pool, Transfer, keys_of
+from tests.recording import recorded
 from tests.vllm.harness import LiveStack, corrupt_arena
 from tests.waiting import wait_for
 
@@ -110,8 +112,12 @@ def test_a_question_that_could_wait_is_sent_when_its_pages_are_wanted(
     assert taken(theirs, other, keys, 6) == [True] * COUNT
 
 
-def test_parents_are_named_where_sglang_says_them(attach: Attach, stack: LiveStack) -> None:
+def test_parents_are_named_where_sglang_says_them(
+    attach: Attach, stack: LiveStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With `hicache_storage_pass_prefix_keys` the chain goes on; else a batch is one of its own."""
+    generations = recorded(monkeypatch, storage_module, "Generation")
+    namespaces = recorded(monkeypatch, storage_module, "namespace_of")
     pool = Pool()
     storage = attach(pool)
     keys = keys_of("chain", 4)
@@ -120,7 +126,7 @@ def test_parents_are_named_where_sglang_says_them(attach: Attach, stack: LiveSta
     snapshot = stack.call(stack.view.snapshot("host-tier"))
     runs = [run for part in snapshot.parts for run in part.runs]
     parents = {name: run.parent for run in runs for name in run.hashes[:1]}
-    names = [name.hex() for name in storage._pools["kv"].names(keys)]
+    names = [name.hex() for name in names_of(namespaces[0].digest, generations[0].read(), keys)]
     assert parents.get(names[2], names[1]) == names[1]
 
 

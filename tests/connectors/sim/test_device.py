@@ -43,7 +43,7 @@ def test_a_block_holds_what_was_computed(tmp_path: Path, ranks: int, on_gpu: boo
         assert not device.holds(2, name(2))
         assert not device.holds(1, name(1))
         if runtime is not None:
-            runtime._memory[device._memory[-1].address][-1] ^= 1
+            list(runtime.memory.values())[-1][-1] ^= 1
             assert not device.holds(3, name(2))
     finally:
         device.close()

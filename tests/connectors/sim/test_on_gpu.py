@@ -58,7 +58,7 @@ def test_memory_is_the_same_at_another_address() -> None:
     address = owner.allocate(8192)
     theirs = opener.open(owner.export(address + 4096))
     assert theirs != address
-    owner._memory[address][:] = 7
-    assert opener._memory[theirs].tolist() == [7] * 8192
+    owner.memory[address][:] = 7
+    assert opener.memory[theirs].tolist() == [7] * 8192
     opener.close(theirs)
     owner.free(address)

@@ -8,14 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.connectors.trtllm.engine import BLOCK_TOKENS, Executor, LlmRequest
 from tests.connectors.trtllm.package import args_of, installed
+from tests.recording import recorded
 from tests.vllm.harness import LiveStack
 from tests.waiting import wait_for
+
+if TYPE_CHECKING:
+    from kvbm_common.identity import Hasher
+    from kvbm_connectors.client.scheduler import SchedulerHalf
+    from kvbm_connectors.trtllm.leader import LeaderSide
+    from kvbm_connectors.trtllm.promises import PromiseKeeper
 
 DEADLINE_S = 10.0
 
@@ -25,6 +32,12 @@ class Engine(Executor):
 
     def __init__(self, leader: Any, workers: list[Any], **options: Any) -> None:
         super().__init__(leader, workers, **options)
+        self.half: SchedulerHalf
+        self.side: LeaderSide
+        self.keeper: PromiseKeeper
+        self.hasher: Hasher
+        """Parts of the leader, as `engine_on` has seen them made."""
+        self.name = ""
         self._next_id = 2048  # TensorRT-LLM's do not begin at 0 either.
 
     def request(self, tokens: range | list[int], output: int = 1, **fields: Any) -> LlmRequest:
@@ -40,7 +53,7 @@ class Engine(Executor):
     def settle(self) -> None:
         """Step until the engine is idle: blocks come free in steps without a plan, too."""
         self._step_until(lambda: self.idle)
-        self.leader._side.check()
+        self.side.check()
 
     def _step_until(self, condition: Callable[[], bool]) -> None:
         give_up_s = time.monotonic() + DEADLINE_S
@@ -91,14 +104,19 @@ def engine_on(
     (model / "model.safetensors").write_bytes(b"weights")
     with installed() as broadcast:
         module = importlib.import_module("kvbm_connectors.trtllm")
+        connector = importlib.import_module("kvbm_connectors.trtllm.connector")
+        parts = ("SchedulerHalf", "LeaderSide", "PromiseKeeper", "Hasher")
+        made = [recorded(monkeypatch, connector, name) for name in parts]
         workers = []
         for rank in range(ranks):
             args = replace(args_of(rank, ranks, **cache), model=model, load_format="auto")
             broadcast.rank = rank
             if rank == 0:
-                leader = module.KvbmConnectorLeader(args)
+                leader, leader_args = module.KvbmConnectorLeader(args), args
             workers.append(module.KvbmConnectorWorker(args))
         engine = Engine(leader, workers, **options)
+        [engine.half], [engine.side], [engine.keeper], [engine.hasher] = made
+        engine.name = connector.LIVES.of(leader_args).engine
         try:
             if wait:
                 wait_attached(engine)
@@ -109,7 +127,7 @@ def engine_on(
 
 def wait_attached(engine: Engine) -> None:
     """Until lookups and offers are answered."""
-    half = engine.leader._half
+    half = engine.half
     wait_for(lambda: half.attached and half.streams_attached, "the engine is not attached")
 
 

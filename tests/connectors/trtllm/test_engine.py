@@ -36,7 +36,7 @@ def test_what_was_computed_is_loaded_before_the_next_step(
         again = engine.ask(range(100, 121))
         assert (again.device_hit, again.external) == (0, 20)
         assert engine.counts["computed"] == 21 + 1
-        assert engine.leader._side.idle
+        assert engine.side.idle
     with engine_on(stack, monkeypatch, ranks=ranks) as other:
         assert other.ask(range(100, 121)).external == 20
     assert promises_left(stack) == []
@@ -203,13 +203,12 @@ def test_a_promise_waits_for_its_request(stack: LiveStack, monkeypatch: Monkey) 
     """
     variables = {"KVBM_LEASE_MS": "100", "KVBM_ONBOARD_DEADLINE_MS": "100"}
     with engine_on(stack, monkeypatch, variables=variables) as engine:
-        keeper, prompt = engine.leader._side._keeper, range(9000, 9021)
+        keeper, prompt = engine.keeper, range(9000, 9021)
         engine.ask(prompt)
         engine.forget()
         waits = engine.request(prompt, deferred=3)
         engine.run(engine.request(range(9100, 9110), 3))
-        released = engine.leader._half._core._limits.lease_ms * 2
-        until_ms = time.monotonic() * 1000 + released
+        until_ms = time.monotonic() * 1000 + 2 * int(variables["KVBM_LEASE_MS"])
         wait_for(lambda: time.monotonic() * 1000 > until_ms, "the lease")
         engine.run(waits)
         engine.settle()
@@ -254,7 +253,8 @@ def test_a_promise_outlives_the_host_tier(stack: LiveStack, monkeypatch: Monkey)
         stack.start("host-tier")
         monkeypatch.undo()
         engine.settle()
-        wait_for(lambda: engine.leader._half.welcome.epoch == engine.leader._half.epoch, "epoch")
+        half = engine.half
+        wait_for(lambda: half.welcome is not None and half.welcome.epoch == half.epoch, "epoch")
         engine.forget()
         engine.ask(range(7000, 7020))
         engine.forget()

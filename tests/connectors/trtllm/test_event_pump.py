@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from kvbm_common.identity import Hasher, request_extras
+from kvbm_common.identity import request_extras
 from kvbm_common.runtime.processes import free_port
 from kvbm_connectors.trtllm import event_pump
 from kvbm_connectors.trtllm.event_pump import EventPump, of_llm, of_server
@@ -102,16 +102,13 @@ def test_pulled_events_reach_the_index_under_our_names(
     pump.start()
     variables = {"DYN_KVBM_TRTLLM_ZMQ_PORT": str(port)}
     with engine_on(stack, monkeypatch, variables=variables) as engine:
-        half = engine.leader._half
-        namer = engine.leader._side._hasher
-        assert isinstance(namer, Hasher)
+        namer, name = engine.hasher, engine.name
         plain, salted = list(range(10, 18)), list(range(20, 28))
         names = [*namer.chain(plain), *namer.chain(salted, extras=request_extras(salt="t"))]
         server.events += [stored(0, plain), stored(1, salted, "t")]
 
         def on_device() -> set[str]:
             found = stack.indexed()
-            name = half._core._outbox._engine
             return next((found[one] for one in found if name in one), set())
 
         wait_for(lambda: on_device() == {name.hex() for name in names}, "the index has them not")

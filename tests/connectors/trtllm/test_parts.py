@@ -31,7 +31,7 @@ from kvbm_connectors.trtllm.identity import (
 )
 from kvbm_connectors.trtllm.memory import CannotLend, regions_of_layout, regions_of_tensor
 from kvbm_connectors.trtllm.plan import PromisedLoad, PromisePlan
-from kvbm_connectors.trtllm.promises import PromiseKeeper, PromiseReader
+from kvbm_connectors.trtllm.promises import PREFIX, PromiseKeeper, PromiseReader
 from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, SOURCES
 from kvbm_connectors.trtllm.tracked import PromisedRequest, refusal_of_request
 from kvbm_connectors.trtllm.worker import PromiseBroken, WorkerSide
@@ -72,17 +72,18 @@ def test_without_the_engine_it_is_said_what_is_missing() -> None:
 def test_a_broken_engine_is_not_taken_for_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is there, and something that it imports is not."""
     missing = ModuleNotFoundError("No module named 'torch'", name="torch")
+    import_module = importlib.import_module
 
     def broken(path: str) -> Any:
         if path.startswith("tensorrt_llm"):
             raise missing
-        return importlib.import_module(path)
+        return import_module(path)
 
     with installed():
         connector = importlib.import_module("kvbm_connectors.trtllm.connector")
-        monkeypatch.setattr(connector, "importlib", SimpleNamespace(import_module=broken))
+        monkeypatch.setattr(importlib, "import_module", broken)
         with pytest.raises(ModuleNotFoundError, match="torch"):
-            connector._interface()
+            importlib.reload(connector)
 
 
 # ---- identity --------------------------------------------------------------------------------
@@ -293,13 +294,15 @@ def test_what_is_promised_is_a_copy(tmp_path: Path) -> None:
         expected = bytes(arena.view(2 * BLOCK_BYTES, BLOCK_BYTES))
         arena.array[:] = 0
         reader = PromiseReader(tmp_path, "1")
+        mapped = Arena.attach(reader.path, writable=False)
         offset = kept.slots[1] * keeper.slot_bytes
-        assert bytes(reader._memory.view(offset, BLOCK_BYTES)) == expected
+        assert bytes(mapped.view(offset, BLOCK_BYTES)) == expected
         keeper.give_up(kept.slots)
         keeper.check()
         assert keeper.keep(load_of(arena, [1, 1, 1, 1]), 4, arena, BLOCK_BYTES).corrupt is None
         assert keeper.room(BLOCK_BYTES) == 0
         assert keeper.room(2 * BLOCK_BYTES) == 0
+        mapped.close()
         reader.close()
         keeper.close()
     assert list(tmp_path.iterdir()) == []
@@ -405,14 +408,14 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
         assert keeper.room(size)
         kept = keeper.keep(load, 2, arena, size)
         sums = keeper.checksums(kept.slots)
-        plan = PromisePlan(1, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 0), sums),))
+        plan = PromisePlan(2, keeper.slot_bytes, (PromisedLoad(7, kept.slots, (3, 0), sums),))
+        memory = Arena.attach(tmp_path / (PREFIX + life.incarnation))
         for rank in range(ranks):
             runtime = FakeRuntime(seed=rank)
             tensor = GpuPool(runtime) if on_gpu else Tensor(5)
             side = WorkerSide(life, NAMESPACE, settings, rank=rank, world_size=ranks)
             with pytest.raises(PromiseBroken, match="no memory"):
-                side.start(plan)
-            side._plan_number = 0
+                side.start(PromisePlan(1, keeper.slot_bytes, plan.loads))
             side.register(regions_of_tensor(tensor), partial(Gpu, runtime) if on_gpu else None)
             compute = runtime.stream(urgent=False)
             side.start(plan, compute_stream=compute)
@@ -429,14 +432,15 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
             assert not tensor.memory.any()
             outside = PromisedLoad(7, kept.slots, (3, 5), sums)
             with pytest.raises(PromiseBroken, match="not in the pool"):
-                side.start(PromisePlan(2, keeper.slot_bytes, (outside,)))
-            flipped = keeper._memory.view(kept.slots[1] * keeper.slot_bytes + part.stop - 1, 1)
+                side.start(PromisePlan(3, keeper.slot_bytes, (outside,)))
+            flipped = memory.view(kept.slots[1] * keeper.slot_bytes + part.stop - 1, 1)
             flipped[0] ^= 1
             with pytest.raises(PromiseBroken, match="not what was promised"):
-                side.start(PromisePlan(3, keeper.slot_bytes, plan.loads))
+                side.start(PromisePlan(4, keeper.slot_bytes, plan.loads))
             assert side.counts["promises_corrupt"] == 1
             refused = list(plan.loads[0].blocks)
             assert not blocks[refused].any(), "bytes that were refused stay in device memory"
             flipped[0] ^= 1
             side.close()
+        memory.close()
         keeper.close()

@@ -107,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         if hasattr(self, "engine"):
-            self.engine.leader._side.check()
+            self.engine.side.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -115,10 +115,10 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.engine.settle()
             assert self.engine.pool.free_count == self.engine.pool.block_count
-            side = self.engine.leader._side
+            side = self.engine.side
             side.plan(None)
-            assert not side._by_offer
-            assert side._keeper.promised == 0
+            assert self.engine.half.idle()
+            assert self.engine.keeper.promised == 0
         finally:
             self.cleanup.close()
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from kvbm_common.checksum import block_checksum
 from kvbm_common.cuda.lending import unwrap
-from kvbm_common.cuda.reading import Gpu
+from kvbm_common.cuda.reading import Gpu, SumsOfBlocks
 from kvbm_common.cuda.runtime import CudaUnavailable
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread, TransferFailed
 from kvbm_common.nixl.spans import Registration
-from kvbm_common.wire.local import Hello
+from kvbm_common.wire.local import Hello, Region
 from kvbm_connectors.core.messages import Load
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
@@ -34,17 +34,17 @@ class Tensor:
     """Some memory, as torch shows it."""
 
     def __init__(self) -> None:
-        self._memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        self.shape: Sequence[int] = self._memory.shape
+        self.memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self.shape: Sequence[int] = self.memory.shape
 
     def stride(self) -> Sequence[int]:
-        return self._memory.strides
+        return self.memory.strides
 
     def element_size(self) -> int:
         return 1
 
     def data_ptr(self) -> int:
-        return self._memory.ctypes.data
+        return self.memory.ctypes.data
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
     with CUDA's handles, and verifies on the device."""
     monkeypatch.setattr("kvbm_connectors.vllm.worker_side.LEND_AGAIN_S", 0.1)
     tensor, runtime = Tensor(), FakeRuntime()
-    runtime._memory[tensor.data_ptr()] = tensor._memory.reshape(-1)
+    runtime.memory[tensor.data_ptr()] = tensor.memory.reshape(-1)
     answers: list[CudaUnavailable | Gpu] = [CudaUnavailable("no cupy"), Gpu(runtime)]
 
     def make_gpu() -> Gpu:
@@ -99,6 +99,14 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
             raise answer
         return answer
 
+    summed: list[list[int]] = []
+    sums = Gpu.sums
+
+    def note(gpu: Gpu, regions: Sequence[Region]) -> SumsOfBlocks:
+        summed.append([region.address for region in regions])
+        return sums(gpu, regions)
+
+    monkeypatch.setattr(Gpu, "sums", note)
     options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
     side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, options)
     with host_tier(options.settings.host_tier_endpoint) as host:
@@ -107,8 +115,7 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
         _, memory = unwrap(host.hear(Hello).agent)
         assert memory is not None
         assert [a.address for a in memory.allocations] == [tensor.data_ptr()]
-        assert side._half is not None
-        assert side._half._pulls._sum_on_gpu is not None
+        assert summed == [[tensor.data_ptr()]]
         side.close()
 
 
@@ -139,7 +146,7 @@ def test_a_flipped_byte_is_found_with_the_settings_that_are_shipped(
         side.start(StepPlan((load,)))
         wait_for(lambda: side.arrived() == {"r"})
         assert side.bad_blocks() == {0}
-        assert np.array_equal(tensor._memory[2], parts[3, rank])
-        assert not tensor._memory[0].any()
+        assert np.array_equal(tensor.memory[2], parts[3, rank])
+        assert not tensor.memory[0].any()
         assert side.counts()["loads_failed.corrupt"] == 1
         side.close()

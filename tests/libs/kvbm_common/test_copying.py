@@ -185,11 +185,11 @@ def test_where_there_is_no_library_blocks_are_copied_all_the_same(
 ) -> None:
     """It is missing, or it is of something else."""
     monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (tmp_path / "missing.so", ENTRY))
-    assert copying._best().name == "plain"
+    assert copying.best_copier().name == "plain"
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (broken, ENTRY))
-    assert copying._best().name == "plain"
+    assert copying.best_copier().name == "plain"
 
 
 def test_a_machine_without_a_compiler_builds_the_package_without_the_library(

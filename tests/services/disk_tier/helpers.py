@@ -139,7 +139,7 @@ class Disk:
         """What is durable."""
         self.host = Announcer(host="h", source="host-tier-0", tier="host", epoch=HOST_EPOCH)
         self._replies = 0
-        self._take(self.core.start())
+        self.took(self.core.start())
         if ready:
             self.make_ready()
 
@@ -153,7 +153,7 @@ class Disk:
 
     def step(self, event: Input) -> list[Effect]:
         """One input; returns the effects other than announcements."""
-        effects = self._take(self.core.step(event, self.now_ms))
+        effects = self.took(self.core.step(event, self.now_ms))
         self.core.check()
         here = {block.hash for block in self.core.inventory.table.blocks()}
         told = here - self.core.inventory.table.folded(here)
@@ -163,7 +163,7 @@ class Disk:
         assert self.announced == expected, "the events say something else than the table"
         return effects
 
-    def _take(self, effects: Sequence[Effect]) -> list[Effect]:
+    def took(self, effects: Sequence[Effect]) -> list[Effect]:
         for effect in effects:
             match effect:
                 case Publish(event):

@@ -36,7 +36,7 @@ from tests.services.disk_tier.mediums import (
     arena,
     sealed_medium,
 )
-from tests.services.disk_tier.objects.making import make_medium
+from tests.services.disk_tier.objects.making import PARTS, make_medium
 from tests.services.disk_tier.s3_server import S3Server
 
 
@@ -131,7 +131,7 @@ def flip(place: Place, request: pytest.FixtureRequest, block: Block, offset: int
         return
     client, bucket = request.getfixturevalue("s3").client, request.getfixturevalue("bucket_name")
     assert isinstance(place.medium, ObjectMedium)
-    key = place.medium._names.name_of(block)
+    key = PARTS[place.medium].names.name_of(block)
     data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
     data[offset] ^= 1
     client.put_object(Bucket=bucket, Key=key, Body=bytes(data))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from kvbm_common.identity import Namespace, SequenceHash, hash_from_hex, pack_hashes
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.slots import Block
+from kvbm_common.wire.admin import BlockReply, BlockRequest, DrainReply, DrainRequest
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
 from kvbm_common.wire.local import (
     Beat,
@@ -41,6 +42,7 @@ from kvbm_common.wire.verbs import (
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.messages import (
+    AdminAsked,
     Answer,
     ArenaInfo,
     AskFill,
@@ -168,7 +170,8 @@ class Host:
         """One input; returns the effects other than announcements."""
         effects = self._take(self.core.step(event, self.now_ms))
         self.core.check()
-        there = {int.from_bytes(block.hash, "big") for block in self.core._held.announced()}
+        parts = self.core.view.snapshot().parts
+        there = {number for part in parts for run in part.runs for number in numbers(run.hashes)}
         assert self.announced == there, "the events say something else than the table"
         return effects
 
@@ -301,8 +304,9 @@ class Host:
         """The one answer among the effects, whose slots hold what they should."""
         [found] = of(self.told(effects), Found)
         assert len(found.slots) == len(found.checksums)
+        blocks = self.core.view.blocks()
         for slot, expected in zip(found.slots, found.checksums, strict=True):
-            assert self.core._held.table.block(slot).checksum == expected
+            assert blocks[slot].checksum == expected
         assert (found.lease == 0) == (not found.slots)
         return found
 
@@ -393,11 +397,32 @@ class Host:
     @property
     def slots(self) -> dict[str, int]:
         """Slots by state."""
-        return self.core._held.table.counts()
+        return self.core.view.statistics(self.now_ms).slots
+
+    def figure(self, figure: str) -> int:
+        """A figure of the statistics: offers, lookups that wait, slots that are unsettled."""
+        return int(self.core.view.statistics(self.now_ms).figures[figure])
+
+    def drain(self) -> None:
+        """An operator wants no new blocks here."""
+        [answer] = of(self.step(AdminAsked(0, "drain", DrainRequest())), Answer)
+        assert answer.reply == DrainReply(draining=True, was=False)
+
+    def block(self, number: int) -> BlockReply:
+        """What an operator is told of a block."""
+        asked = AdminAsked(0, "block", BlockRequest(hash=name(number).hex()))
+        [answer] = of(self.step(asked), Answer)
+        assert isinstance(answer.reply, BlockReply)
+        return answer.reply
+
+    def diary(self, number: int) -> list[tuple[int, str]]:
+        """What happened to a block, and when."""
+        return [(self.now_ms - one.ago_ms, one.what) for one in self.block(number).story]
 
     def slot_of(self, number: int) -> int | None:
         """Where a block is."""
-        return self.core._held.table.find(name(number))
+        blocks = self.core.view.blocks()
+        return next((slot for slot, one in blocks.items() if one.hash == name(number)), None)
 
     def refusal(self, effects: Sequence[Effect]) -> Refused:
         """The one refusal among the effects."""

@@ -282,7 +282,7 @@ class Everything(RuleBasedStateMachine):
             return
         busy = before["active"] + before["staged"]
         assert answer.reply.slots >= max(slots, busy)
-        if not self.host.core._staging:  # There, only what is on disk may go.
+        if not self.host.core.view.is_staging:  # There, only what is on disk may go.
             assert answer.reply.slots == max(slots, busy)
         self.take(effects)
 
@@ -316,11 +316,13 @@ class Everything(RuleBasedStateMachine):
             self.lend(self.fills.pop())
         for _ in range(2):
             self.be_silent(2 * FILL_GRACE_MS)
-        core = self.host.core
         assert not self.peers
-        assert len(core._leases.leases) == len(core._offload) == len(core._onboard) == 0
-        assert core._held.table.staged() == {slot for pull in self.lost for slot in pull.slots}
-        assert core._held.table.pins() == {}
+        statistics, lost = self.host.core.view.statistics(self.host.now_ms), set[int]()
+        lost.update(slot for pull in self.lost for slot in pull.slots)
+        assert statistics.leases == statistics.slots["active"] == 0
+        assert self.host.figure("offers") == self.host.figure("lookups_waiting") == 0
+        assert statistics.slots["staged"] == self.host.figure("slots_unsettled") == len(lost)
+        assert not lost & self.host.core.view.blocks().keys()
 
 
 def sender(connection: bytes) -> tuple[str, int]:

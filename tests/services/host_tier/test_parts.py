@@ -97,7 +97,7 @@ def test_one_rank_has_one_part_whose_checksum_is_the_blocks() -> None:
     found = host.found(host.look_up(1))
     assert (found.checksums, found.part_checksums) == ([1_001], [])
     assert host.lease(1).slots[0].part_checksums == []
-    block = host.core._held.table.block(found.slots[0])
+    block = host.core.view.blocks()[found.slots[0]]
     assert (block.part_count, block.part_checksums) == (1, (1_001,))
 
 

@@ -214,7 +214,8 @@ def clear(target: Places) -> None:
             ctypes.memset(address, 0, length)
 
 
-def _best() -> Copier:
+def best_copier() -> Copier:
+    """Return the compiled copier where it can be loaded, and the plain one elsewhere."""
     try:
         return NativeCopier()
     except (OSError, AttributeError) as error:
@@ -222,7 +223,7 @@ def _best() -> Copier:
         return PlainCopier()
 
 
-COPIER = _best()
+COPIER = best_copier()
 """What this process copies by."""
 
 

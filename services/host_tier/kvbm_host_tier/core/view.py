@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.slots import Block
 from kvbm_common.wire.explain import Explanation
 from kvbm_common.wire.verbs import ArenaReply, SnapshotReply, StatsReply
 
@@ -81,6 +82,11 @@ class HostTierView:
         )
 
     # --- the blocks -------------------------------------------------------------------------
+
+    def blocks(self) -> dict[int, Block]:
+        """Return every committed block by its slot, guests included; O(slots)."""
+        table = self._held.table
+        return {slot: one for one in table.blocks() if (slot := table.find(one.hash)) is not None}
 
     def snapshot(self) -> SnapshotReply:
         """Return every announced block, as of the last event."""

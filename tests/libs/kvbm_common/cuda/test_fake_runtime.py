@@ -24,9 +24,9 @@ def test_without_an_event_two_streams_race() -> None:
         runtime = FakeRuntime(seed=seed, moves=False)
         a, b, c = (runtime.allocate(8) for _ in range(3))
         first, second = runtime.stream(urgent=True), runtime.stream(urgent=True)
-        runtime._memory[a][:] = 7
+        runtime.memory[a][:] = 7
         runtime.copy(b, a, 8, first)
         runtime.copy(c, b, 8, second)
         runtime.advance()
-        results.add(int(runtime._memory[c][0]))
+        results.add(int(runtime.memory[c][0]))
     assert results == {0, 7}

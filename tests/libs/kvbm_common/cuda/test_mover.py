@@ -248,7 +248,7 @@ def test_measuring_takes_every_size_both_ways() -> None:
         (direction, size) for direction in ("d2h", "h2d") for size in PIECES_BYTES
     ]
     assert all(rate.engine > 0 and rate.kernel > 0 for rate in rates)
-    assert runtime._memory == {}
+    assert runtime.memory == {}
 
 
 def test_batches_that_do_not_work_are_not_used() -> None:

@@ -21,6 +21,7 @@ from kvbm_common.nixl.transfers import BadPeerMetadata, PeerLost, TransferFailed
 from kvbm_common.wire.local import Region
 
 from tests.gpu.fake_runtime import FakeRuntime
+from tests.waiting import wait_for
 
 DEADLINE_S = 10.0
 LAYERS, BLOCKS, PIECE = 3, 6, 512
@@ -34,7 +35,7 @@ class Cache:
 
     def __init__(self, runtime: FakeRuntime) -> None:
         self.address = runtime.allocate(LAYERS * BLOCKS * PIECE)
-        self.pieces = runtime._memory[self.address].reshape(LAYERS, BLOCKS, PIECE)
+        self.pieces = runtime.memory[self.address].reshape(LAYERS, BLOCKS, PIECE)
         self.pieces[:] = np.random.default_rng(5).integers(0, 255, self.pieces.shape, np.uint8)
         self.regions = [
             Region(address=self.address + layer * BLOCKS * PIECE, stride=PIECE,
@@ -155,9 +156,7 @@ def test_the_arena_is_pinned_with_the_first_worker(
     assert runtime.registered == {}
     for name in ("ada", "bob"):
         puller.attach(name, export(runtime, Cache(runtime).regions))
-    assert puller._pinning is not None
-    puller._pinning._done.result(DEADLINE_S)
-    assert runtime.registered == {arena.address: arena.bytes}
+    wait_for(lambda: runtime.registered == {arena.address: arena.bytes})
     puller.close()
     assert runtime.registered == {}
 
@@ -237,8 +236,7 @@ def test_an_engine_that_captures_a_graph_is_not_disturbed(
     sums = gpu.sums(cache.regions)
     assert sums is not None
     reader = DeviceReader(gpu, arena_path=arena.path, arena_address=THEIRS)
-    reader._pinning._done.result(DEADLINE_S)
-    assert reader._pinning.pinned_bytes == arena.bytes, reader._pinning.reason
+    wait_for(lambda: sum(runtime.registered.values()) == arena.bytes)
     reader.read(
         cache.spans([1]), slots(cache, THEIRS, [0]), deadline_s=DEADLINE_S
     ).result(DEADLINE_S)  # fmt: skip
@@ -271,7 +269,7 @@ def test_a_layout_that_the_kernel_cannot_sum_is_summed_by_the_host(runtime: Fake
     """It is verified all the same: blocks are copied back."""
     piece = 96
     address = runtime.allocate(3 * 4 * piece)
-    memory = runtime._memory[address].reshape(3, 4, piece)
+    memory = runtime.memory[address].reshape(3, 4, piece)
     memory[:] = np.random.default_rng(5).integers(0, 255, memory.shape, np.uint8)
     regions = [
         Region(address=address + i * 4 * piece, stride=piece, piece_bytes=piece, blocks=4)

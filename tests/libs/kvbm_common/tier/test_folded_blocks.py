@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from kvbm_common.tier.blocks import BlockColumns
 from kvbm_common.tier.folded_blocks import FoldedBlocks
 
@@ -31,8 +33,10 @@ def test_a_block_can_be_read_without_being_taken() -> None:
 
 def test_columns_are_given_up_with_their_last_block() -> None:
     """Columns of millions of blocks do not stay in memory for nothing."""
-    blocks = folded(1, 2)
+    columns = BlockColumns.of({10: block(1), 20: block(2)})
+    alive, blocks = weakref.ref(columns.slots), FoldedBlocks(columns)
+    del columns
     blocks.take(1)
-    assert 10 in blocks._columns
+    assert alive() is not None
     blocks.take(1)
-    assert len(blocks._columns) == 0
+    assert alive() is None

@@ -183,7 +183,7 @@ def test_a_store_that_is_made_anew_removes_what_was_announced_only() -> None:
 def test_who_stops_while_it_announces_is_silent_afterwards() -> None:
     """The last `cleared` is the last event, and the blocks are there after the next restart."""
     disk, _ = in_steps(4, 1, 3, 5, 7)
-    disk._take(disk.core.stop())
+    disk.took(disk.core.stop())
     assert of(disk.step(AnnounceMore()), AnnounceLater) == []
     assert isinstance(disk.events[-1], Cleared)
 
@@ -263,7 +263,7 @@ def test_after_the_last_cleared_nothing_is_announced_or_begun() -> None:
     write, ahead = one(effects, WriteSlots), one(effects, LeaseHost)
     read = one(disk.fill(1), ReadSlots)
     last = disk.core.stop()
-    disk._take(last)
+    disk.took(last)
     assert disk.announced == set()
     assert disk.core.view.snapshot().parts == []
     assert refusal(disk.fill(1)) == "stopping"

@@ -11,7 +11,7 @@ from tests.services.disk_tier.helpers import name
 
 def count(frequency_filter: FrequencyFilter, number: int) -> int:
     """What a block counts: how many decay steps it takes to forget it."""
-    return frequency_filter._counts.get(name(number), 0)
+    return frequency_filter.count(name(number))
 
 
 def test_a_new_block_counts_one_and_does_not_pass() -> None:

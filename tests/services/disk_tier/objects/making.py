@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 from kvbm_common.runtime.loop import CoreLoop
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_disk_tier.objects.core.names import Names
 from kvbm_disk_tier.objects.core.packing import Plain
 from kvbm_disk_tier.objects.shell.bucket import Bucket, BucketOptions
 from kvbm_disk_tier.objects.shell.medium import ObjectMedium, ObjectOptions, requests_counter
@@ -21,6 +23,17 @@ from tests.services.disk_tier.mediums import Inbox
 
 LANES = 4
 PREFIX = "kv"
+
+
+class Parts(NamedTuple):
+    """What a medium was made of."""
+
+    mover: ObjectMover
+    counters: Metrics
+    names: Names
+
+
+PARTS: WeakKeyDictionary[ObjectMedium, Parts] = WeakKeyDictionary()
 
 
 def make_medium(
@@ -42,13 +55,14 @@ def make_medium(
         packing=Plain() if keys is None else Sealed(keys),
     )  # fmt: skip
     given = ObjectOptions(prefix=PREFIX, slot_count=8, list_s=list_s, label=label, keys=keys)
-    return ObjectMedium(given, Bucket(options, counted), mover, counters)
+    medium = ObjectMedium(given, Bucket(options, counted), mover, counters)
+    PARTS[medium] = Parts(mover, counters, Names(PREFIX, keys))
+    return medium
 
 
 def listed_of(medium: ObjectMedium, kind: str) -> float:
     """How many objects of a kind the listings have named."""
-    [metric] = medium._listed.collect()
-    return sum(one.value for one in metric.samples if one.labels == {"kind": kind})
+    return PARTS[medium].counters.value("kvbm_object_listed_total", kind=kind)
 
 
 @asynccontextmanager

@@ -23,7 +23,14 @@ from kvbm_disk_tier.objects.shell import bucket as bucket_module
 from kvbm_disk_tier.objects.shell.medium import ObjectMedium
 
 from tests.services.disk_tier.mediums import BLOCK_BYTES, SLOT_BYTES, Inbox, Place, arena
-from tests.services.disk_tier.objects.making import LANES, PREFIX, listed_of, make_medium, running
+from tests.services.disk_tier.objects.making import (
+    LANES,
+    PARTS,
+    PREFIX,
+    listed_of,
+    make_medium,
+    running,
+)
 from tests.services.disk_tier.s3_server import Proxy, S3Server
 from tests.waiting import wait_until
 
@@ -230,16 +237,17 @@ async def test_rights_that_are_taken_away_stop_everything_until_they_return(
         assert (await read(place, {4: blocks[0]})).intact == (True,)
 
 
-async def test_a_missing_bucket_does_not_empty_the_table(place: Place, s3: S3Server) -> None:
+async def test_a_missing_bucket_does_not_empty_the_table(
+    place: Place, s3: S3Server, bucket_name: str
+) -> None:
     """A bucket that somebody removed answers 404 to everything: nothing is `gone` by that."""
     blocks = {0: place.fill(0, 10)}
     await place.medium.write(place.writing(blocks))
     medium = place.medium
     assert isinstance(medium, ObjectMedium)
-    bucket = medium._bucket.options.bucket
-    for name in s3.names(bucket):
-        s3.client.delete_object(Bucket=bucket, Key=name)
-    s3.client.delete_bucket(Bucket=bucket)
+    for name in s3.names(bucket_name):
+        s3.client.delete_object(Bucket=bucket_name, Key=name)
+    s3.client.delete_bucket(Bucket=bucket_name)
     assert (await read(place, {4: blocks[0]}, within_ms=1_000)).reasons == ("transfer_failed",)
     failed = await medium.open(0)
     assert isinstance(failed, StoreFailed)
@@ -286,10 +294,11 @@ async def test_a_server_that_hangs_costs_its_deadline_and_no_late_byte_arrives(
     assert time.monotonic() - started_s < 1.5
     medium = far.medium
     assert isinstance(medium, ObjectMedium)
-    assert medium._mover.lanes.taken_count == 1, "NIXL may still write into it"
+    lanes = PARTS[medium].mover.lanes
+    assert lanes.taken_count == 1, "NIXL may still write into it"
     proxy.swallows = False
     proxy.drop()
-    await wait_until(lambda: medium._mover.lanes.taken_count == 0)
+    await wait_until(lambda: lanes.taken_count == 0)
     assert far.bytes_of(4)[:1] == b"\x2c"
     assert (await read(far, {4: blocks[0]})).intact == (True,)
 

@@ -36,11 +36,17 @@ def arenas() -> Iterator[list[Arena]]:
 
 
 @pytest.fixture
-def mover(tmp_path: Path) -> Iterator[DiskMover]:
+def thread() -> MoverThread:
+    """What the mover moves with, and closes."""
+    return MoverThread("test", backends=("POSIX",))
+
+
+@pytest.fixture
+def mover(tmp_path: Path, thread: MoverThread) -> Iterator[DiskMover]:
     """A mover with a file."""
     fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     os.posix_fallocate(fd, 0, SLOTS * SLOT_BYTES)
-    mover = DiskMover(mover=MoverThread("test", backends=("POSIX",)), counters=Metrics())
+    mover = DiskMover(mover=thread, counters=Metrics())
     mover.use_file(fd, SLOTS, SLOT_BYTES)
     yield mover
     mover.close()
@@ -124,14 +130,14 @@ def writing(epoch: int, blocks: list[Block], *, first: int = 0) -> WriteSlots:
 
 
 async def test_a_large_batch_is_several_transfers(
-    mover: DiskMover, arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+    mover: DiskMover, thread: MoverThread, arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three blocks, two to a transfer: all are there, each with its own bytes."""
     monkeypatch.setattr("kvbm_disk_tier.shell.mover.TRANSFER_BYTES", 2 * SLOT_BYTES)
     blocks = [fill(arenas[0], slot, 10 + slot) for slot in range(3)]
     mover.use_arena(str(arenas[0].path), 1)
     assert await mover.write(writing(1, blocks)) == Written(5, ())
-    assert mover._mover.statistics().transfers_done == 2
+    assert thread.statistics().transfers_done == 2
     for slot, block in enumerate(blocks):
         assert await mover.read(reading(1, 3, block, source=slot)) == ReadDone(1, (True,))
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from kvbm_common.memory.huge_pages import map_shared
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_disk_tier.core.messages import Depth
 from kvbm_disk_tier.shell import queue_depth as depth_module
@@ -20,6 +22,7 @@ from kvbm_disk_tier.shell.queue_depth import (
     knee,
     measure,
 )
+from numpy.typing import NDArray
 
 STRIDE = 4096
 SLOTS = 64
@@ -98,16 +101,13 @@ def test_small_blocks_fly_in_four_batches_of_as_many_bytes(
 def test_memory_that_takes_its_time_costs_the_disk_nothing(
     mover: MoverThread, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = depth_module._Memory
-
-    def slow(mover: MoverThread, stride: int) -> depth_module._Memory:
-        memory = real(mover, stride)
+    def slow(fd: int, size_bytes: int) -> NDArray[np.uint8]:
         ends_s = time.monotonic() + 2 * BUDGET_S
         while time.monotonic() < ends_s:
             pass
-        return memory
+        return map_shared(fd, size_bytes)
 
-    monkeypatch.setattr(depth_module, "_Memory", slow)
+    monkeypatch.setattr(depth_module, "map_shared", slow)
     found = depth(mover, path, Tuning(batch_blocks=1))
     assert found.reads is not None
     assert found.writes is not None

@@ -120,7 +120,7 @@ class Host:
     slot n; fills go into the slots behind."""
 
     def __init__(self, bus: Bus, arena: Arena) -> None:
-        self._bus = bus
+        self.bus = bus
         self._registry = NatsRegistry(bus, ttl_s=TTL_S)
         self._publisher: EventPublisher = bus.event_publisher("host-tier-0")
         self.arena = arena
@@ -201,7 +201,7 @@ class Host:
 
     async def _listen(self) -> None:
         subject = "kvbm.v1.events.h.disk-tier-0.*"
-        async with self._bus.event_subscription(start="all", subject=subject) as events:
+        async with self.bus.event_subscription(start="all", subject=subject) as events:
             async for batch in events:
                 self.events += [event_codec.decode(message.payload) for message in batch]
 
@@ -245,7 +245,7 @@ class Host:
             until_ms=monotonic_ms() + 5_000,
             slots=[FillSlot(hash=name(n).hex(), slot=slot) for n, slot in slots.items()],
         )
-        reply = msgspec.json.decode(await ask(self._bus, "fill", request), type=FillReply)
+        reply = msgspec.json.decode(await ask(self.bus, "fill", request), type=FillReply)
         answers = dict(zip(wanted, reply.slots, strict=True))
         for number, answer in answers.items():
             if answer.ok:
@@ -373,13 +373,13 @@ async def test_many_blocks_are_served_before_all_are_announced(
     store.close()
     settings = settings_of(nats_server, tmp_path, disk_cache_override_num_blocks=count)
     async with living(settings):
-        await wait_stats(host._bus, "ready", True)
+        await wait_stats(host.bus, "ready", True)
         await until(lambda: can_fill(host, count))
         await host.wait_announced(*range(1, count + 1))
         assert [len(run.hashes) for event in host.events if isinstance(event, Stored)
                 for run in event.runs] == [EVENT_BLOCKS_MAX, EVENT_BLOCKS_MAX, 10]  # fmt: skip
         reply = msgspec.json.decode(
-            await ask(host._bus, "snapshot", b'{"source":"disk-tier-0"}'), type=SnapshotReply
+            await ask(host.bus, "snapshot", b'{"source":"disk-tier-0"}'), type=SnapshotReply
         )
         assert sum(len(run.hashes) for part in reply.parts for run in part.runs) == count
         assert reply.seq == len(host.events)

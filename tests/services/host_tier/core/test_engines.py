@@ -207,7 +207,7 @@ def test_a_worker_with_other_memory_ends_what_was_offered_from_the_old() -> None
     assert of(host.pulled(pull), StartPull) == []
     host.step(PeerAttached(engine_id(), 0, "new"))
     assert host.slots["reset"] == 4
-    assert len(host.core._offload) == 0
+    assert host.figure("offers") == 0
     [pull] = of(host.offer(4), StartPull)
     assert pull.parts[0].peer == "new"
 

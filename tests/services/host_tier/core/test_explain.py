@@ -111,11 +111,10 @@ def test_a_hit_says_where_each_block_came_from() -> None:
 def test_blocks_that_nobody_ever_had() -> None:
     """One segment for all of them, which says since when that is known."""
     host = Host()
+    host.now_ms += 500
     ask(host, "r", 1, 2, 3)
     [segment] = told(host, "r").segments
-    started_ms = host.core._reasons.started_ms
-    assert started_ms
-    assert segment == Segment(blocks=3, reason="never_stored", hash=name(1).hex(), at_ms=started_ms)
+    assert segment == Segment(blocks=3, reason="never_stored", hash=name(1).hex(), at_ms=1_000)
     assert missed_counts(host) == {"never_stored": 3}
 
 
@@ -125,11 +124,11 @@ def test_what_left_before_memory_reaches_is_said_to_be_forgotten(
     """A tier that has forgotten a single block can no longer say "never"."""
     monkeypatch.setattr(departures.Departures.__init__, "__defaults__", (1,))
     host = evicted()
-    host.core._held.departures.note([name(1)], "evicted", 700)
-    host.core._held.departures.note([name(2)], "evicted", 800)
+    host.store(5, 6)
+    host.now_ms += 500
     ask(host, "r", 9)
     [segment] = told(host, "r").segments
-    assert (segment.reason, segment.at_ms) == ("not_remembered", 700)
+    assert (segment.reason, segment.at_ms) == ("not_remembered", 2_000)
 
 
 def test_evicted_with_policy_and_time() -> None:
@@ -177,7 +176,7 @@ def test_an_offer_that_was_not_held() -> None:
 
 def test_a_drained_tier_takes_no_offers() -> None:
     host = Host()
-    host.core._held.draining = True
+    host.drain()
     host.offer(1)
     ask(host, "r", 1)
     [segment] = told(host, "r").segments

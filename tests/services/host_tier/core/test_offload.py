@@ -40,7 +40,7 @@ def test_an_offer_is_pulled_confirmed_and_announced_in_this_order() -> None:
     host.confirm(5)
     assert stored_blocks(host) == [1, 2]
     assert tuple(host.slot_of(number) for number in (1, 2)) == pull.slots
-    committed = host.core._held.table.block(pull.slots[1])
+    committed = host.core.view.blocks()[pull.slots[1]]
     assert (committed.parent, committed.checksum) == (name(1), checksum(2))
     assert host.core.view.counts["offload_blocks_d2h"] == 2
     assert host.core.view.counts["bytes.d2h"] == 2 * BLOCK_BYTES
@@ -54,7 +54,7 @@ def test_a_hold_that_was_broken_commits_nothing() -> None:
     assert stored_blocks(host) == []
     assert host.slots["reset"] == 4
     assert host.core.view.counts["dropped.offer_revoked"] == 2
-    assert len(host.core._offload) == 0
+    assert host.figure("offers") == 0
 
 
 def test_a_confirm_that_does_not_come_commits_nothing() -> None:
@@ -62,7 +62,7 @@ def test_a_confirm_that_does_not_come_commits_nothing() -> None:
     host = Host()
     host.pulled(one_pull(host.offer(1, offer=5)))
     host.wait(1_999)
-    assert len(host.core._offload) == 1
+    assert host.figure("offers") == 1
     host.wait(1)
     assert host.slots["reset"] == 4
     host.confirm(5)
@@ -98,7 +98,7 @@ def test_an_offer_of_nothing_new_needs_no_confirm() -> None:
     host.store(1, 2)
     pulled = told_pulled(host, host.offer(1, 2, offer=9))
     assert pulled == Pulled(offer=9, pulled=0, skipped=2, confirm=False)
-    assert len(host.core._offload) == 0
+    assert host.figure("offers") == 0
 
 
 def test_two_engines_offer_the_same_block() -> None:

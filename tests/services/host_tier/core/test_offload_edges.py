@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvbm_common.wire.local import Pulled
+from kvbm_common.identity import pack_hashes
+from kvbm_common.wire.local import Lookup, Pulled
 from kvbm_common.wire.verbs import OFFER_BLOCKS_MAX
 from kvbm_host_tier.core import offload
 from kvbm_host_tier.core.limits import HostTierLimits
@@ -11,22 +12,34 @@ from kvbm_host_tier.core.messages import PullPart, PullSettled, StartPull, ToEng
 
 from tests.services.host_tier.helpers import (
     BLOCK_BYTES,
+    LEASE_MS,
+    LOOKUP_MS,
+    NAMESPACE,
     OFFER_MS,
     Host,
     engine_id,
     hello,
+    incarnation,
     name,
     of,
 )
 from tests.services.host_tier.offers import one_pull, told_pulled
+from tests.services.host_tier.peer_helpers import HostWithPeers
 
 LIMITS = HostTierLimits()
 
 
 def why(host: Host, number: int) -> tuple[int, str, str] | None:
     """When and why a block was not stored."""
-    fate = host.core._held.departures.get(name(number))
-    return None if fate is None else (fate.at_ms, fate.why, fate.detail)
+    host.attach(engine="witness")
+    lookup = Lookup(
+        engine="witness", incarnation=incarnation(1), lookup=1, namespace=NAMESPACE.digest,
+        hashes=pack_hashes([name(number)]), lease_ms=LEASE_MS, deadline_ms=LOOKUP_MS, request="why",
+    )  # fmt: skip
+    host.say(lookup)
+    [segment] = host.core.view.explanations("why")[0].segments
+    failed = segment.reason == "offload_failed"
+    return (segment.at_ms, "offload", segment.detail) if failed else None
 
 
 def dropped(host: Host) -> dict[str, int]:
@@ -65,10 +78,9 @@ def test_the_diary_follows_a_block() -> None:
     host.now_ms += 10
     host.pulled(pull)
     host.confirm(5)
-    assert [text for _, text in host.core._held.diary.entries(name(1))] == [
-        f"staged in slot 0 for {engine_id()}", "committed in slot 0",
+    assert host.diary(1) == [
+        (1_000, f"staged in slot 0 for {engine_id()}"), (1_010, "committed in slot 0"),
     ]  # fmt: skip
-    assert [at_ms for at_ms, _ in host.core._held.diary.entries(name(1))] == [1_000, 1_010]
 
 
 # --- instants -----------------------------------------------------------------------------------
@@ -81,7 +93,7 @@ def test_an_offer_ends_at_its_deadline_and_not_before() -> None:
     assert dropped(host) == {}
     host.wait(1)
     assert why(host, 1) is None, "its pull still flies"
-    assert len(host.core._offload) == 1
+    assert host.figure("offers") == 1
 
 
 def test_a_confirm_in_time_is_one_before_its_deadline() -> None:
@@ -122,7 +134,7 @@ def test_blocks_of_a_refused_offer_are_remembered_with_the_reason() -> None:
 
 def test_a_draining_tier_takes_nothing() -> None:
     host = Host()
-    host.core._held.draining = True
+    host.drain()
     assert told_pulled(host, host.offer(1, 2)) == Pulled(
         offer=1, pulled=0, skipped=0, failed=2, reason="draining", confirm=False
     )
@@ -173,7 +185,7 @@ def test_each_block_of_a_dead_offer_is_counted_once() -> None:
     host.pull_failed(second, reason="late")
     assert dropped(host) == {"offer_deadline": 2, "pull_late": 1}
     assert why(host, 2) == (1_100, "offload", "late")
-    assert (len(host.core._offload), host.slots["reset"]) == (0, 4)
+    assert (host.figure("offers"), host.slots["reset"]) == (0, 4)
 
 
 def test_a_dead_offer_is_not_killed_again() -> None:
@@ -186,7 +198,7 @@ def test_a_dead_offer_is_not_killed_again() -> None:
     assert dropped(host) == {"offer_deadline": 1}
     host.pulled(pull)
     assert dropped(host) == {"offer_deadline": 2}
-    assert len(host.core._offload) == 0
+    assert host.figure("offers") == 0
 
 
 def test_only_the_offers_of_the_engine_that_ends_are_dropped() -> None:
@@ -257,23 +269,23 @@ def test_unsettled_slots_are_counted_by_slot_and_settle_one_pull_at_a_time() -> 
     pulls = of(host.offer(1, 2, 3, 4, 5), StartPull)
     for pull in pulls:
         host.pull_failed(pull, settled=pull is pulls[2])
-    assert host.core._offload.unsettled_count == 4
-    assert host.core._offload.staged_slots() == {*pulls[0].slots, *pulls[1].slots}
+    assert host.figure("slots_unsettled") == 4
+    assert host.slots["staged"] == 4
     host.step(PullSettled(pulls[1].pull))
-    assert host.core._offload.staged_slots() == {*pulls[0].slots}
+    assert (host.slots["staged"], host.figure("slots_unsettled")) == (2, 2)
     assert host.slots["reset"] == 6
     assert dropped(host) == {"pull_transfer_timeout": 5}
 
 
 def test_a_guest_that_is_offered_here_becomes_a_block_of_ours() -> None:
     """What an engine of this host computes is no other host's any more: it is announced."""
-    host = Host()
-    host.store(1)
-    host.core._held.guests[name(1)] = None
-    host.announced.discard(1)
+    host = HostWithPeers()
+    [pull] = host.ask_peers(1)
+    host.came(pull)
+    assert (host.figure("guests"), host.announced) == (1, set())
     pulled = told_pulled(host, host.offer(1))
     assert (pulled.skipped, host.announced) == (1, {1})
-    assert name(1) not in host.core._held.guests
+    assert host.figure("guests") == 0
 
 
 def test_an_engine_without_a_scheduler_is_told_nothing() -> None:

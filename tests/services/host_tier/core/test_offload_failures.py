@@ -41,7 +41,7 @@ def test_slots_of_an_unsettled_pull_are_not_used_until_it_settles() -> None:
     pull = one_pull(host.offer(1))
     [lost] = pull.slots
     host.pull_failed(pull, settled=False)
-    assert host.core._offload.unsettled_count == 1
+    assert host.figure("slots_unsettled") == 1
     host.store(1)
     assert host.announced == {1}
     for number in range(11, 20):
@@ -53,7 +53,7 @@ def test_slots_of_an_unsettled_pull_are_not_used_until_it_settles() -> None:
     assert host.slots["staged"] == 1
     assert host.core.view.statistics(host.now_ms).figures["slots_unsettled"] == 1
     assert host.step(PullSettled(pull.pull)) == []
-    assert host.slots["staged"] == host.core._offload.unsettled_count == 0
+    assert host.slots["staged"] == host.figure("slots_unsettled") == 0
     host.store(31, 32, 33)
     assert lost in {host.slot_of(number) for number in (31, 32, 33)}
 
@@ -98,7 +98,7 @@ def test_an_offers_deadline_gives_its_slots_back_when_they_are_safe() -> None:
     assert host.slots["staged"] == 1
     assert host.pull_failed(third) == []
     assert host.slots["reset"] == 4
-    assert len(host.core._offload) == 0
+    assert host.figure("offers") == 0
     counts = host.core.view.counts
     assert counts["dropped.offer_deadline"] == 2
     assert counts["dropped.pull_transfer_timeout"] == 1
@@ -182,7 +182,7 @@ def test_an_engine_that_leaves_while_its_offer_waits_for_a_confirm() -> None:
     host.pulled(one_pull(host.offer(1)))
     host.bye()
     assert host.slots["reset"] == 4
-    assert len(host.core._offload) == 0
+    assert host.figure("offers") == 0
 
 
 def test_offers_of_others_go_on_when_an_engine_ends() -> None:

@@ -35,11 +35,6 @@ def prefetch(
     return host.step(AdminAsked(reply_to, "prefetch", request))
 
 
-def diary(host: Host, number: int) -> list[tuple[int, str]]:
-    """What happened to a block."""
-    return host.core._held.diary.entries(name(number))
-
-
 def fills(effects: list[Effect]) -> list[AskFill]:
     """The fills that were asked for."""
     return of(effects, AskFill)
@@ -69,7 +64,7 @@ def test_a_prefetch_that_is_refused_says_why() -> None:
     host.look_up(1)
     text = "this host tier takes no prefetch now"
     assert of(prefetch(host, 2), Answer) == [Answer(5, ErrorBody(code="busy", message=text))]
-    host.core._held.draining = True
+    host.drain()
     assert of(prefetch(host, 2), Answer) == [Answer(5, ErrorBody(code="draining", message=text))]
 
 
@@ -107,10 +102,10 @@ def test_a_filled_block_is_committed_as_the_disk_tier_says_it_is() -> None:
     host.filled(fill)
     slot = host.slot_of(1)
     assert slot is not None
-    assert host.core._held.table.block(slot) == Block(
+    assert host.core.view.blocks()[slot] == Block(
         name(1), name(0), NAMESPACE.digest, checksum(1), BLOCK_BYTES
     )
-    assert diary(host, 1) == [
+    assert host.diary(1) == [
         (1_000, "staged in slot 0 for a fill"), (1_010, "came from disk to slot 0"),
     ]  # fmt: skip
 
@@ -179,7 +174,7 @@ def test_an_engine_that_ends_leaves_the_lookups_of_others() -> None:
     [fill] = fills(host.look_up(1))
     host.look_up(1, engine="bob")
     host.bye()
-    assert len(host.core._onboard) == 1
+    assert host.figure("lookups_waiting") == 1
     assert len(host.found(host.filled(fill)).slots) == 1
 
 
@@ -190,13 +185,13 @@ def test_what_comes_from_a_peer_is_counted_and_written_down() -> None:
     """Two blocks in two pulls of one; then a third."""
     host = HostWithPeers(slots=8, batch_blocks_max=1)
     pulls = host.ask_peers(1, 2)
-    assert diary(host, 1) == [(1_000, "staged in slot 0 from ann/0")]
+    assert host.diary(1) == [(1_000, "staged in slot 0 from ann/0")]
     host.now_ms += 10
     for pull in pulls:
         host.came(pull)
     assert host.core.view.counts["peer_pulled_blocks"] == 2
     assert host.core.view.counts["bytes.r2h"] == 2 * BLOCK_BYTES
-    assert diary(host, 1)[-1] == (1_010, "came from remote to slot 0")
+    assert host.diary(1)[-1] == (1_010, "came from remote to slot 0")
     [pull] = host.ask_peers(3)
     host.came(pull)
     assert host.core.view.counts["peer_pulled_blocks"] == 3

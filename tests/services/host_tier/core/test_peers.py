@@ -271,7 +271,7 @@ def test_so_many_pulls_fly_and_the_rest_waits() -> None:
     host.came(second)
     host.came(third)
     assert reason_counts(host)["deadline"] == 2
-    assert host.core._held.table.staged() == set()
+    assert host.slots["staged"] == 0
 
 
 def test_room_is_made_for_what_fits() -> None:

@@ -182,11 +182,9 @@ class PeersInEveryOrder(RuleBasedStateMachine):
         self.take(self.host.wait(1_000))
         for lease in self.leases:
             self.host.release(lease)
-        core = self.host.core
         assert not self.asked, "a look-up was not answered"
         assert self.peer_leases == 0
-        assert core._held.table.staged() == set()
-        assert core._held.table.pins() == {}
+        assert self.host.slots["staged"] == self.host.slots["active"] == 0
 
 
 PeersInEveryOrder.TestCase.settings = settings(

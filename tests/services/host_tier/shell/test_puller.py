@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kvbm_common.checksum import block_checksum
 from kvbm_common.copying import thread_count
+from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import PeerLost, TransferFailed, Transferred, TransferTimeout
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.local import Region
@@ -78,14 +79,22 @@ def begin(puller: Puller, *, ranks: int) -> asyncio.Task[PullDone | PullFailed]:
     return asyncio.create_task(pulling)
 
 
-async def test_sums_are_in_the_order_of_the_slots(puller: Puller, reads: Reads) -> None:
+def attach(directory: Path) -> Arena:
+    """The puller's arena, as an engine maps it."""
+    [path] = directory.iterdir()
+    return Arena.attach(path)
+
+
+async def test_sums_are_in_the_order_of_the_slots(
+    puller: Puller, reads: Reads, tmp_path: Path
+) -> None:
     """Of each rank's part of each block."""
     pulling = begin(puller, ranks=2)
     await wait_until(lambda: len(reads.asked) == 2)
-    arena = puller._live
-    for slot in (2, 0):
-        arena.view(slot * SLOT_BYTES, 64)[:] = bytes([slot + 1]) * 64
-        arena.view(slot * SLOT_BYTES + 64, 64)[:] = bytes([slot + 7]) * 64
+    with attach(tmp_path) as arena:
+        for slot in (2, 0):
+            arena.view(slot * SLOT_BYTES, 64)[:] = bytes([slot + 1]) * 64
+            arena.view(slot * SLOT_BYTES + 64, 64)[:] = bytes([slot + 7]) * 64
     for [read] in reads.asked.values():
         read.set_result(Transferred(128, 0.001))
     done = await pulling

@@ -65,7 +65,7 @@ async def test_a_gpus_blocks_are_pulled_by_cuda(
 ) -> None:
     """Blocks 3 and 0 into slots 1 and 2, with the checksums of what is there."""
     address = runtime.allocate(BLOCKS * PIECE)
-    cache = runtime._memory[address].reshape(BLOCKS, PIECE)
+    cache = runtime.memory[address].reshape(BLOCKS, PIECE)
     cache[:] = np.random.default_rng(0).integers(0, 255, cache.shape, np.uint8)
     region = Region(address=address, stride=PIECE, piece_bytes=PIECE, blocks=BLOCKS)
     peer = await attach(puller, worker, runtime, region)

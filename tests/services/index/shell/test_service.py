@@ -71,8 +71,8 @@ class Source:
         self.seq = 0
         self.snapshots = 0
         self._bus = bus
-        self._registry = NatsRegistry(bus, ttl_s=TTL_S)
-        self._publisher: EventPublisher = bus.event_publisher(self.name)
+        self.registry = NatsRegistry(bus, ttl_s=TTL_S)
+        self.publisher: EventPublisher = bus.event_publisher(self.name)
         self.registration: ServiceRegistration
         self._task: asyncio.Task[None]
 
@@ -82,18 +82,18 @@ class Source:
         """A source with an epoch, from its first event to its death without a word."""
         source = cls(bus, instance=instance)
         await source.begin()
-        source._task = asyncio.create_task(source._publisher.run())
+        source._task = asyncio.create_task(source.publisher.run())
         verbs = {"snapshot": source._snapshot}
         await bus.add_verbs("host-tier", instance, "h", verbs)
         try:
             yield source
         finally:
             source._task.cancel()
-            await source._registry.close()
+            await source.registry.close()
 
     async def begin(self) -> None:
         """Another life."""
-        self.registration = await self._registry.register("host-tier", "h", self.instance)
+        self.registration = await self.registry.register("host-tier", "h", self.instance)
         self.seq, self.held = 0, []
         self.publish(Cleared(**self._envelope()))
 
@@ -114,11 +114,11 @@ class Source:
     def publish(self, event: Event) -> None:
         """Put an event on the stream."""
         payload = msgspec.json.encode(event)
-        self._publisher.publish(event_subject(event), payload, epoch=event.epoch, seq=event.seq)
+        self.publisher.publish(event_subject(event), payload, epoch=event.epoch, seq=event.seq)
 
     async def flush(self) -> None:
         """Until the stream has everything."""
-        await self._publisher.flush(deadline_s=DEADLINE_S)
+        await self.publisher.flush(deadline_s=DEADLINE_S)
 
     def _envelope(self) -> dict[str, Any]:
         self.seq += 1
@@ -297,7 +297,7 @@ async def test_history_beyond_the_stream_comes_from_a_snapshot(
     """Goal: an index that starts when the stream has forgotten everything is right all the same."""
     async with Source.living(bus) as source:
         source.store(CHAIN)
-        await source._publisher.flush(deadline_s=5.0)
+        await source.publisher.flush(deadline_s=5.0)
         await call_api(bus, f"STREAM.PURGE.{EVENTS.name}")
         async with living(settings_of(nats_server)):
             await wait_held(bus, source)
@@ -314,11 +314,11 @@ async def test_a_dead_source_leaves_and_a_new_life_begins(bus: Bus) -> None:
     await wait_held(bus, source, deadline_s=TTL_S * 3)
     another = Source(bus)
     await another.begin()
-    publishing = asyncio.create_task(another._publisher.run())
+    publishing = asyncio.create_task(another.publisher.run())
     another.store(CHAIN[:2])
     await wait_held(bus, another)
     publishing.cancel()
-    await another._registry.close()
+    await another.registry.close()
 
 
 async def test_the_index_and_nats_are_killed_and_all_converges(
