@@ -17,9 +17,7 @@ class HostTierLimits:
     transfers_max: int = 4
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """A fill from disk has more blocks when they are small: see `batches.batch_blocks`."""
-    pull_bytes: int = 0
-    """A pull from an engine has more blocks when they are small: up to so many bytes."""
+    """Fills from disk and pulls have more blocks when they are small: `batches.batch_blocks`."""
     offers_max: int = 1024
     """Offers waiting or in flight; more are dropped and counted, never queued without end."""
     lookups_max: int = 4096
@@ -46,4 +44,4 @@ class HostTierLimits:
 
     def pull_blocks(self, block_bytes: int) -> int:
         """Return how many blocks of this size one pull brings at most."""
-        return batch_blocks(self.batch_blocks_max, self.pull_bytes, block_bytes)
+        return batch_blocks(self.batch_blocks_max, self.batch_bytes, block_bytes)

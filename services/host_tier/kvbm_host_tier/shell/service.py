@@ -19,10 +19,6 @@ from kvbm_host_tier.shell.puller import Puller
 
 log = logging.getLogger(__name__)
 
-PULL_BATCHES = 4
-"""Transfers of one pull, at most. Confirmation, commit and events cost the same for any pull: one
-of 64 MiB instead of 16 offloads blocks of 1 MiB up to half again as fast."""
-
 
 async def serve(context: ServiceContext) -> None:
     """Run the host tier of this host."""
@@ -58,7 +54,6 @@ def _limits(context: ServiceContext) -> HostTierLimits:
         transfers_max=settings.max_concurrent_transfers,
         batch_blocks_max=settings.max_transfer_batch_size,
         batch_bytes=settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
-        pull_bytes=PULL_BATCHES * settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
         peer_pulls_max=settings.peer_pulls_max if settings.peer_pulls else 0,
         peer_deadline_ms=settings.peer_deadline_ms,
         hit_window=settings.cache_stats_max_requests,

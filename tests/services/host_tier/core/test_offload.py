@@ -170,7 +170,7 @@ def test_offers_take_turns_batch_by_batch() -> None:
 @pytest.mark.parametrize(("room", "first"), [(0, 1), (2, 2), (3, 3), (9, 4)])
 def test_small_blocks_are_pulled_together(room: int, first: int) -> None:
     """Four blocks, batches of one, and room for so many blocks in a pull: some come at once."""
-    host = Host(slots=8, batch_blocks_max=1, pull_bytes=room * BLOCK_BYTES)
+    host = Host(slots=8, batch_blocks_max=1, batch_bytes=room * BLOCK_BYTES)
     pulls = of(host.offer(1, 2, 3, 4), StartPull)
     assert len(pulls[0].blocks) == first
     assert sum(len(pull.blocks) for pull in pulls) == 4
