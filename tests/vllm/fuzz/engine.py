@@ -305,3 +305,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # A worker that vLLM has spawned: of several ranks.
+    plants.arrange()
