@@ -31,7 +31,7 @@ up: setup ## start the stack in the foreground
 	$(VENV)/bin/kvbm up $(ARGS)
 
 # Half of the tests wait for something, and most machines have a second core: two halves at once.
-OTHER_HALF := tests/services tests/sim tests/libs/kvbm_common/eviction
+OTHER_HALF := tests/services tests/sim tests/integration/test_operators.py
 test: setup lint ## lint, types and every test of the first suite (with ARGS: in one process)
 ifdef ARGS
 	$(PY) -m pytest -m "not slow" $(ARGS)
