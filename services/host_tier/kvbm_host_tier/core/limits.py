@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbm_common.tier.batches import batch_blocks
-
 
 @dataclass(frozen=True, slots=True)
 class HostTierLimits:
@@ -41,7 +39,3 @@ class HostTierLimits:
     """The share of one core that compares idle blocks with checksums (KVBM_SCRUB_CPU_PERCENT)."""
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
-
-    def pull_blocks(self, block_bytes: int) -> int:
-        """Return how many blocks of this size one pull brings at most."""
-        return batch_blocks(self.batch_blocks_max, self.batch_bytes, block_bytes)

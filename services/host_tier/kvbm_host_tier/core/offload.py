@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.batches import batch_blocks
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.local import Confirm, Pulled
@@ -43,12 +44,7 @@ ASKED_MAX = 4096
 class Offload:
     """All offers of all engines. Pulls are shared out among the offers in turn."""
 
-    def __init__(
-        self,
-        held: HeldBlocks,
-        engines: Engines,
-        means: Means,
-    ) -> None:
+    def __init__(self, held: HeldBlocks, engines: Engines, means: Means) -> None:
         assert means.limits.transfers_max > 0
         self._held, self._table = held, held.table
         self._engines = engines
@@ -223,7 +219,8 @@ class Offload:
         """Take the next blocks of an offer that are neither here nor on their way."""
         batch: list[Wanted] = []
         names: set[SequenceHash] = set()
-        table, batch_max = self._table, self._limits.pull_blocks(state.engine.block_bytes)
+        table, most, size = self._table, self._limits, state.engine.block_bytes
+        batch_max = batch_blocks(most.batch_blocks_max, most.batch_bytes, size)
         while state.wanted and len(batch) < batch_max:
             wanted = state.wanted.popleft()
             name = wanted.hash
