@@ -20,6 +20,8 @@ from kvbm_connectors.consolidator.core.batch_merger import (
 )
 from kvbm_connectors.consolidator.core.rank import Rank
 
+Facts = tuple[str, str, tuple[int, ...], tuple[str, ...]]
+
 
 class EngineState(Enum):
     """What the registry has said of an engine."""
@@ -59,6 +61,8 @@ class Engine:
     seq: int = 0
     state: EngineState = field(default_factory=partial(ENGINE.next, None, "joined"))
     ask_at_ms: int = 0
+    told: Facts | None = None
+    """What the registry was told last."""
 
     def is_another(self, attach: Attach) -> bool:
         """Return whether this is another life, or the same life with facts that cannot change."""
@@ -79,6 +83,16 @@ class Engine:
         """Note that an AskEpoch flies."""
         assert not self.epoch, f"{self.name} has epoch {self.epoch} already"
         self._move("asked")
+
+    @property
+    def facts(self) -> Facts:
+        """What the registry holds of it: name, life, ranks, namespaces."""
+        return self.name, self.incarnation, tuple(sorted(self.ranks)), self.namespaces()
+
+    def tell(self) -> Facts:
+        """Return the facts for the registry, and note that it is told."""
+        self.told = self.facts
+        return self.told
 
     def granted(self, epoch: int) -> None:
         """Take an epoch: events count from 1."""
@@ -119,6 +133,7 @@ class Engine:
         assert self.ranks, f"{self.name} has no rank"
         assert (self.seq > 0) == (self.epoch > 0), f"{self.name}: an epoch begins with cleared"
         assert (self.epoch > 0) == (self.state is EngineState.REGISTERED), self.name
+        assert not self.epoch or self.told == self.facts, f"{self.name}: {self.told} is old"
         for number, rank in self.ranks.items():
             assert rank.key == (self.name, self.incarnation, number)
             rank.check()

@@ -214,12 +214,11 @@ class EnginesCore:
     def _register(self, engine: Engine) -> None:
         """Ask for an epoch, or say that there is one more rank."""
         assert engine.ranks, f"{engine.name} has no rank to register"
-        facts = (engine.name, engine.incarnation, tuple(sorted(engine.ranks)), engine.namespaces())
         if engine.epoch:
-            self._effects.append(Describe(*facts))
+            self._effects.append(Describe(*engine.tell()))
         elif engine.should_ask(self._now_ms):
             engine.asked()
-            self._effects.append(AskEpoch(*facts))
+            self._effects.append(AskEpoch(*engine.tell()))
 
     def _on_epoch(self, event: EpochGranted) -> None:
         engine = self._engines.get(event.engine)
@@ -229,6 +228,8 @@ class EnginesCore:
                 self._effects.append(RevokeEpoch(event.engine))
             return
         engine.granted(event.epoch)
+        if engine.told != engine.facts:  # A rank has come since it was asked.
+            self._register(engine)
         self._publish_draft(engine, None, ClearedDraft("attached"), 0)
         for rank in engine.ranks.values():
             for draft in rank.everything():

@@ -22,6 +22,7 @@ from kvbm_connectors.consolidator.core.messages import (
     AskSnapshot,
     Broadcast,
     ConsolidatorLimits,
+    Describe,
     EngineBatchReceived,
     EngineDetached,
     EpochGranted,
@@ -348,6 +349,23 @@ def test_a_malformed_event_of_a_tier_is_counted_and_asked_about(
     host.answer()
     assert harness.whole.statistics().drops["tier_malformed"] == 1
     assert harness.consolidated.blocks() == set(BLOCKS)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_rank_that_comes_while_the_epoch_is_asked_for_is_made_known(before: int) -> None:
+    """1. The host has blocks. 2. Rank 1 attaches before the epoch of rank 0 is granted, or after.
+    3. What the host has counts for both, and the registry hears of both."""
+    harness = Harness()
+    TierModel(harness, "host").store(*BLOCKS)
+    harness.attach(epoch=False)
+    if before:
+        harness.attach(rank=1, epoch=False)
+    harness.grant()
+    if not before:
+        harness.attach(rank=1, epoch=False)
+    described = [effect.ranks for effect in harness.other if isinstance(effect, Describe)]
+    assert described == [(0, 1)]
+    assert harness.consolidated.blocks(0) == harness.consolidated.blocks(1) == set(BLOCKS)
 
 
 # ---- routers ---------------------------------------------------------------------------------
