@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat, starmap
 from typing import NamedTuple
@@ -147,7 +147,8 @@ class RouterStreams:
                 self._send(stream_id, [], 0)
 
     def take(self) -> list[Frame]:
-        """Return the frames that are to be published, in order, and forget them."""
+        """Return the frames that are to be published, in order: the end of a step."""
+        self._names.forget()
         out, self._out = self._out, []
         return out
 
@@ -171,7 +172,7 @@ class RouterStreams:
 
     def _everything(self, stream_id: StreamId, stream: RouterStream) -> list[Frame]:
         """Return all that a stream holds, as batches that end with the last number given."""
-        held = [Said(*key, *place) for key, place in stream.said.items()]
+        held = list(_parents_first(stream.said))
         # Each batch needs a number that was given; the last one is as large as it must be.
         count = min(stream.next_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
         starts = [index * BATCH_BLOCKS_MAX for index in range(count)]
@@ -323,6 +324,24 @@ class RouterStreams:
 
     def _payload(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> bytes:
         return encode_batch(EngineBatch(ts_ms / 1000, tuple(events), stream_id.rank))
+
+
+def _parents_first(said: dict[Key, Place]) -> Iterator[Said]:
+    """Yield all that is held, each block behind its parent: a router refuses it before.
+
+    A parent that went and came back stands behind its child in `said`.
+    """
+    done: set[Key] = set()
+    for key in said:
+        chain: list[Key] = []
+        at: Key | None = key
+        while at is not None and at not in done:
+            done.add(at)
+            chain.append(at)
+            parent = said[at][0]
+            above = () if parent is None else ((parent, tier) for tier in (at[1], *MEDIA))
+            at = next((one for one in above if one in said), None)
+        yield from (Said(*one, *said[one]) for one in reversed(chain))
 
 
 def short_hash(block: SequenceHash) -> int:

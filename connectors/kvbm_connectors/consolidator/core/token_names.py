@@ -109,11 +109,16 @@ class TokenNames:
         """Note that this block has no holder any more."""
         if block in self._tokens:
             self._retired[block] = None
-            if len(self._retired) > self._retired_max:
-                oldest, _ = self._retired.popitem(last=False)
-                del self._tokens[oldest]
-                self._kinds.pop(oldest, None)
-            assert len(self._retired) <= self._retired_max, len(self._retired)
+
+    def forget(self) -> None:
+        """Forget the oldest names without a holder, above the bound.
+
+        Called at the end of a step: what a clear takes from a reader is often said again at once.
+        """
+        while len(self._retired) > self._retired_max:
+            oldest, _ = self._retired.popitem(last=False)
+            del self._tokens[oldest]
+            self._kinds.pop(oldest, None)
 
     def keep(self, blocks: Iterable[SequenceHash]) -> None:
         """Note that these blocks have a holder again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -37,7 +39,12 @@ from kvbm_connectors.consolidator.core.messages import (
     TierSnapshotFailed,
     TierStreamLost,
 )
-from kvbm_connectors.consolidator.core.router_stream import RouterStreams, StreamId, short_hash
+from kvbm_connectors.consolidator.core.router_stream import (
+    Frame,
+    RouterStreams,
+    StreamId,
+    short_hash,
+)
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, TokenNames
 
 from tests.connectors.consolidator.model import (
@@ -473,6 +480,12 @@ def stored_event(seq: int, blocks: list[SequenceHash]) -> Stored:
                   namespace=NAMESPACE.digest.hex(), runs=[run])  # fmt: skip
 
 
+def cleared_event(seq: int) -> Cleared:
+    """A consolidated event of an engine."""
+    return Cleared(host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=1,
+                   reason="reset")  # fmt: skip
+
+
 def removed_event(seq: int, blocks: list[SequenceHash]) -> Removed:
     """A consolidated event of an engine."""
     hashes = [block.hex() for block in blocks]
@@ -486,11 +499,73 @@ def test_names_of_blocks_that_nobody_has_are_forgotten_in_time() -> None:
     names.learn(NamedBlocks(blocks, [bytes(8)] * 4))
     for block in blocks:
         names.retire(block)
+    assert len(names) == 4, "the step may not be over"
+    names.forget()
     assert [block for block in blocks if block in names] == blocks[2:]
     names.keep(blocks[2:3])
     names.retire(blocks[3])
+    names.forget()
     assert len(names) == 2
     names.check()
+
+
+def test_what_is_said_again_in_the_step_of_a_clear_keeps_its_name() -> None:
+    """An engine's cache is reset: what the tiers have, more blocks than names are kept without a
+    holder, is said again at once."""
+    streams = RouterStreams(TokenNames(retired_max=1))
+    blocks = [chain((n, n))[0] for n in range(4)]
+    streams.learn(NamedBlocks(blocks, [bytes(8)] * 4))
+    streams.take_event(stored_event(1, blocks))
+    streams.take()
+    streams.take_event(cleared_event(2))
+    streams.take_event(stored_event(3, blocks))
+    streams.take()
+    assert (streams.held("sim-0"), streams.unnamed_count) == (set(blocks), 0)
+    streams.check()
+
+
+def order_of(frames: Iterable[Frame]) -> list[int | bytes]:
+    """The blocks of all stores, in the order in which a router reads them."""
+    events = [event for frame in frames for event in decode_batch(frame.payload).events]
+    stores = [event for event in events if isinstance(event, BlockStored)]
+    return [block for event in stores for block in event.block_hashes]
+
+
+def test_a_replay_of_everything_says_parents_first() -> None:
+    """The parent went and came back, behind its child."""
+    streams = RouterStreams(TokenNames(), batches_max=1)
+    parent, child = BLOCKS[:2]
+    streams.learn(NamedBlocks([parent, child], [bytes(8)] * 2))
+    streams.take_event(stored_event(1, [parent, child]))
+    streams.take_event(removed_event(2, [parent]))
+    streams.take_event(stored_event(3, [parent]))
+    assert order_of(streams.replay(0, 0)) == [short_hash(parent), short_hash(child)]
+
+
+def test_what_several_tiers_have_is_said_again_parents_first(
+    harness: Harness, host: TierModel, disk: TierModel
+) -> None:
+    """1. The child is in host memory, its parent on disk. 2. The engine's cache is reset."""
+    harness.batch(0, stored(PROMPT[:4]))
+    host.store(*BLOCKS[:2])
+    disk.store(BLOCKS[0])
+    host.remove(BLOCKS[0])
+    before = harness.routers[0].next_seq
+    harness.batch(1, AllBlocksCleared())
+    frames = harness.whole.router.replay(0, before)
+    assert order_of(frames) == [short_hash(block) for block in BLOCKS[:2]]
+
+
+def test_a_snapshot_s_blocks_are_said_parents_first(harness: Harness, host: TierModel) -> None:
+    """A snapshot may list a child before its parent."""
+    harness.batch(0, stored(PROMPT[:4]))
+    harness.batch(1, removed(*(engine_hash(PROMPT[:end]) for end in (4, 2))))
+    host.store(BLOCKS[1], parent=BLOCKS[0], lose=True)
+    before = harness.routers[0].next_seq
+    host.store(BLOCKS[0])
+    assert order_of(harness.whole.router.replay(0, before)) == [
+        short_hash(block) for block in BLOCKS[:2]
+    ]
 
 
 # ---- a property ------------------------------------------------------------------------------
