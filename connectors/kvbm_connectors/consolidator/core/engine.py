@@ -90,7 +90,7 @@ class Engine:
         return self.name, self.incarnation, tuple(sorted(self.ranks)), self.namespaces()
 
     def tell(self) -> Facts:
-        """Return the facts for the registry, and note that it is told."""
+        """Return the facts for the registry, and keep them as what it knows."""
         self.told = self.facts
         return self.told
 

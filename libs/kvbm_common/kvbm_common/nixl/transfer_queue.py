@@ -1,6 +1,6 @@
-"""Transfers on their way through the mover: those that wait, in which order they start, and room.
+"""Transfers on their way through the mover: which wait, in which order they start, how many fly.
 
-Like the pump, it is driven by the mover's thread only.
+Like the pump, it is called by the mover's thread only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from kvbm_common.nixl.library import IN_FLIGHT_COUNT_MAX, POSIX_IO_COUNT_MAX
 from kvbm_common.nixl.spans import Spans
 from kvbm_common.nixl.transfers import Transferred
 
-# Reads overtake writes that wait, because engines wait for reads; but no write waits longer than
-# this.
+# Reads overtake writes that wait, because engines wait for reads. A write that has waited for so
+# many seconds goes first where it may start; a limit on writes alone never holds up a read.
 OVERTAKEN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
+    """One transfer; its times are seconds on the clock of `time.monotonic`."""
+
     operation: str
     peer: str
     local: Spans
@@ -64,11 +66,16 @@ class TransferQueue:
         self._file_bytes_max = {"READ": read_bytes, "WRITE": written_bytes}
 
     def pop(self, now: float) -> Transfer | None:
-        """Take the next transfer that may start out of those that wait; None: nothing may."""
-        if not self.waiting or not self._may_start(following := self._next(now)):
+        """Take from the waiting transfers the next that may start; None: nothing may."""
+        if not self.waiting:
             return None
-        self.waiting.remove(following)
-        return following
+        first = self._next(now)
+        if not self._has_room(first):
+            return None
+        candidate = first if self._is_within_limit(first) else self._passing(first)
+        if candidate is not None:
+            self.waiting.remove(candidate)
+        return candidate
 
     def add_flight(self, transfer: Transfer) -> None:
         """Count a transfer that NIXL gets now."""
@@ -87,13 +94,26 @@ class TransferQueue:
         first = self.waiting[0]
         if first.operation == "READ" or now > first.accepted + OVERTAKEN_S:
             return first
-        return next((one for one in self.waiting if one.operation == "READ"), first)
+        return self._first_read() or first
 
-    def _may_start(self, transfer: Transfer) -> bool:
+    def _first_read(self) -> Transfer | None:
+        return next((one for one in self.waiting if one.operation == "READ"), None)
+
+    def _passing(self, held_up: Transfer) -> Transfer | None:
+        """Return the read that may start while a write waits for other writes to end."""
+        read = self._first_read() if held_up.operation == "WRITE" else None
+        if read is None or not self._has_room(read) or not self._is_within_limit(read):
+            return None
+        return read
+
+    def _has_room(self, transfer: Transfer) -> bool:
+        """Tell whether NIXL takes one more transfer, of so many I/Os."""
         if self.in_flight_count >= IN_FLIGHT_COUNT_MAX:
             return False
-        if self._file_ios + transfer.file_ios > POSIX_IO_COUNT_MAX:
-            return False
+        return self._file_ios + transfer.file_ios <= POSIX_IO_COUNT_MAX
+
+    def _is_within_limit(self, transfer: Transfer) -> bool:
+        """Tell whether its direction has room. One transfer may always fly, however large."""
         limit = self._file_bytes_max[transfer.operation]
         flying = self._file_bytes[transfer.operation]
         return limit is None or not flying or flying + transfer.file_bytes <= limit

@@ -52,6 +52,28 @@ def test_bytes_of_each_direction_are_limited_and_one_always_may_fly() -> None:
     assert start_all(queue) == [small, write]
 
 
+def test_a_write_that_waits_for_other_writes_holds_up_no_read() -> None:
+    """It is overdue, and its direction is full. Where a read has no room either, nothing starts."""
+    flying, overdue, read, more = (transfer(one) for one in ("WRITE", "WRITE", "READ", "READ"))
+    queue = queue_of(flying, overdue, read, more)
+    queue.limit_files(read_bytes=BLOCK, written_bytes=BLOCK)
+    assert start_all(queue, 2 * OVERTAKEN_S) == [flying, read]
+    queue.remove_flight(flying)
+    assert start_all(queue, 2 * OVERTAKEN_S) == [overdue]
+
+
+def test_an_overdue_write_waits_for_room_and_reads_do_not_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five I/Os at most; a read of four flies, an overdue write needs two."""
+    monkeypatch.setattr(transfer_queue, "POSIX_IO_COUNT_MAX", 5)
+    flying, overdue, read = transfer("READ", 4), transfer("WRITE", 2), transfer("READ")
+    queue = queue_of(flying, overdue, read)
+    assert start_all(queue, 2 * OVERTAKEN_S) == [flying]
+    queue.remove_flight(flying)
+    assert start_all(queue, 2 * OVERTAKEN_S) == [overdue, read]
+
+
 @pytest.mark.parametrize(("limit", "most"), [("IN_FLIGHT_COUNT_MAX", 2), ("POSIX_IO_COUNT_MAX", 5)])
 def test_nixl_gets_no_more_than_it_takes(
     monkeypatch: pytest.MonkeyPatch, limit: str, most: int
