@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -197,3 +198,21 @@ def test_a_machine_without_a_compiler_builds_the_package_without_the_library(
 ) -> None:
     """What was compiled before, on whatever machine, is removed: it may not run here."""
     assert not build(tmp_path, compiler="no-such-compiler").exists()
+
+
+def test_nothing_is_done_where_there_is_neither_target_nor_sum() -> None:
+    """A whole stripe block, whose fast path has no such case."""
+    source = places(noise(), [[0]], [1024])
+    move = ctypes.CDLL(str(library())).kvbm_move_blocks
+    address = ctypes.c_void_p(source.addresses.ctypes.data)
+    length = ctypes.c_void_p(source.lengths.ctypes.data)
+    move(None, address, length, ctypes.c_size_t(1), ctypes.c_size_t(1), None)
+
+
+def test_places_are_arrays_as_the_library_reads_them() -> None:
+    """A view with strides, or other numbers, would be read as other addresses."""
+    lengths = np.array([8, 8], dtype=np.uint64)
+    square = np.zeros((2, 2), dtype=np.uint64)
+    for wrong in (square[:, ::-1], square.T, square.astype(np.int64)):
+        with pytest.raises(AssertionError):
+            Places(wrong, lengths)

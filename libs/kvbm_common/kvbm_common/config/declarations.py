@@ -156,8 +156,9 @@ class DeclaredSettings:
         help="How many batches a tier moves at the same time.")
     max_transfer_batch_size: int = setting(
         "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", 16, schema.integer(1, 4096), section="transfers",
-        unit="blocks", help="How many blocks one batch moves at most; between host and disk "
-        "so many MiB of smaller ones, and up to four times that, 64 MiB, to a fast disk.")
+        unit="blocks", help="How many blocks one batch moves at most. Of smaller blocks, pulls, "
+        "fills and writes move this many MiB, 256 blocks at most; writes to a fast disk four "
+        "times that.")
     lease_ms: int = setting(
         "KVBM_LEASE_MS", 5000, schema.integer(100, 600_000), section="transfers", unit="ms",
         help="How long a lease pins blocks unless it is released earlier.")

@@ -44,6 +44,9 @@ class Places:
             self.addresses.shape,
             self.lengths.shape,
         )
+        for numbers in (self.addresses, self.lengths):  # The library reads them as C arrays.
+            assert numbers.flags.c_contiguous, numbers.strides
+            assert numbers.dtype == np.uint64, numbers.dtype
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[tuple[Numbers, int]]) -> Self:

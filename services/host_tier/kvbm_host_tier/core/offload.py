@@ -37,6 +37,8 @@ from kvbm_host_tier.core.offers import (
 )
 
 _OFFER_MOVES, _PULL_MOVES = OFFER.transitions, PULL.transitions  # Every offer makes four moves.
+PULL_SHARE = 16
+"""A pull of small blocks takes no more than such a part of the arena: it evicts as many."""
 ASKED_MAX = 4096
 """Offers that are remembered: minutes of a busy host, and messages are late by seconds."""
 
@@ -220,7 +222,8 @@ class Offload:
         batch: list[Wanted] = []
         names: set[SequenceHash] = set()
         table, most, size = self._table, self._limits, state.engine.block_bytes
-        batch_max = batch_blocks(most.batch_blocks_max, most.batch_bytes, size)
+        share = table.slot_count * size // PULL_SHARE
+        batch_max = batch_blocks(most.batch_blocks_max, min(most.batch_bytes, share), size)
         while state.wanted and len(batch) < batch_max:
             wanted = state.wanted.popleft()
             name = wanted.hash

@@ -167,10 +167,13 @@ def test_offers_take_turns_batch_by_batch() -> None:
     assert order == [(1,), (2,), (11,), (3,)]
 
 
-@pytest.mark.parametrize(("room", "first"), [(0, 1), (2, 2), (3, 3), (9, 4)])
-def test_small_blocks_are_pulled_together(room: int, first: int) -> None:
-    """Four blocks, batches of one, and room for so many blocks in a pull: some come at once."""
-    host = Host(slots=8, batch_blocks_max=1, batch_bytes=room * BLOCK_BYTES)
+@pytest.mark.parametrize(
+    ("room", "slots", "first"), [(0, 64, 1), (2, 64, 2), (3, 64, 3), (9, 64, 4), (9, 47, 2)]
+)
+def test_small_blocks_are_pulled_together(room: int, slots: int, first: int) -> None:
+    """Four blocks, batches of one, and room for so many blocks in a pull: some come at once, but
+    no more than a sixteenth of the arena's slots."""
+    host = Host(slots=slots, batch_blocks_max=1, batch_bytes=room * BLOCK_BYTES)
     pulls = of(host.offer(1, 2, 3, 4), StartPull)
     assert len(pulls[0].blocks) == first
     assert sum(len(pull.blocks) for pull in pulls) == 4

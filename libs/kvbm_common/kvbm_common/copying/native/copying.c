@@ -68,11 +68,13 @@ static void move_piece(XXH3_state_t *state, uint8_t *to, const uint8_t *from, si
 }
 
 /* Piece p of block b: lengths[p] bytes from sources[b * pieces + p] to targets[b * pieces + p].
- * sums[b]: over the pieces of block b, back to back. `targets` or `sums` may be null. */
+ * sums[b]: over the pieces of block b, back to back. `targets` or `sums` may be null, or both: then
+ * there is nothing to do. */
 void KVBM_MOVE(const uint64_t *targets, const uint64_t *sources, const uint64_t *lengths,
                size_t blocks, size_t pieces, uint64_t *sums) {
   XXH3_state_t state;
   XXH3_INITSTATE(&state);
+  if (!targets && !sums) return;
   for (size_t block = 0; block < blocks; block++) {
 #if defined(STRIPES)
     if (try_stripes(targets ? targets + block * pieces : NULL, sources + block * pieces, lengths,
