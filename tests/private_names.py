@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-BY_TEXT = ("getattr", "setattr", "hasattr", "delattr")
-"""Calls that name an attribute in their second argument, of `monkeypatch` too."""
+BY_TEXT = (
+    "getattr", "setattr", "hasattr", "delattr", "object", "patch", "attrgetter", "methodcaller",
+)  # fmt: skip
+"""Calls that name an attribute by a text, those of `monkeypatch` and `mock` too."""
 
 
 def is_private(name: str) -> bool:
@@ -35,11 +37,15 @@ def _names_in(
         yield node.lineno, node.attr
     elif isinstance(node, ast.ImportFrom):
         yield from ((node.lineno, one.name) for one in node.names if is_private(one.name))
-    elif isinstance(node, ast.Call) and len(node.args) > 1:
+    elif isinstance(node, ast.Import):
+        parts = [part for one in node.names for part in one.name.split(".")]
+        yield from ((node.lineno, part) for part in parts if is_private(part))
+    elif isinstance(node, ast.Call):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-        text = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
-        if called in BY_TEXT and isinstance(text, str) and is_private(text):
-            yield node.lineno, text
+        given = [one.value for one in node.args if isinstance(one, ast.Constant)]
+        texts = [text.rpartition(".")[2] for text in given if isinstance(text, str)]
+        if called in BY_TEXT:
+            yield from ((node.lineno, text) for text in texts if is_private(text))
     for inner in ast.iter_child_nodes(node):
         yield from _names_in(inner, own, classes)
 
@@ -61,6 +67,9 @@ def _all_classes() -> dict[str, ast.ClassDef]:
 def _defined_by(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> frozenset[str]:
     """Return the private names that a class and its bases in the tests define."""
     names: set[str] = set()
+    for field in node.body:
+        for target in getattr(field, "targets", [getattr(field, "target", None)]):
+            names |= {target.id} if isinstance(target, ast.Name) else set()
     for inner in ast.walk(node):
         match inner:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -68,8 +77,6 @@ def _defined_by(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> frozens
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
                 names.add(name)
             case ast.AnnAssign(target=ast.Attribute(value=ast.Name(id="self"), attr=name)):
-                names.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
                 names.add(name)
             case _:
                 pass

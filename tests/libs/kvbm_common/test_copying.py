@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,6 +214,7 @@ def test_places_are_arrays_as_the_library_reads_them() -> None:
     """A view with strides, or other numbers, would be read as other addresses."""
     lengths = np.array([8, 8], dtype=np.uint64)
     square = np.zeros((2, 2), dtype=np.uint64)
-    for wrong in (square[:, ::-1], square.T, square.astype(np.int64)):
+    wrongs: list[Any] = [square[:, ::-1], square.T, square.astype(np.int64)]
+    for wrong in wrongs:
         with pytest.raises(AssertionError):
             Places(wrong, lengths)
