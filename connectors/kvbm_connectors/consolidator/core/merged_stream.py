@@ -33,7 +33,8 @@ from kvbm_connectors.consolidator.core.batch_merger import (
 )
 from kvbm_connectors.consolidator.core.event_builder import EventBuilder
 from kvbm_connectors.consolidator.core.held_blocks import Held
-from kvbm_connectors.consolidator.core.tier_views import Change, TierViews, parents_first
+from kvbm_connectors.consolidator.core.parents_first import parents_first
+from kvbm_connectors.consolidator.core.tier_views import Change, TierViews
 
 TIER_BITS: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "object": 8}
 DEVICE = TIER_BITS["device"]
@@ -194,8 +195,9 @@ class MergedStreams:
             ranks, engine.cleared = engine.cleared, set()
             for view in engine.views.values():
                 if view.rank in ranks:
-                    held = parents_first(self.tiers.blocks(view.namespace))
-                    self._settle(engine, view, held, 0)
+                    held = self.tiers.blocks(view.namespace)
+                    order = parents_first(held, held.get)
+                    self._settle(engine, view, [(block, held[block]) for block in order], 0)
 
     def take(self) -> list[Event]:
         """Return the events that are to be published, in order, and forget them."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat, starmap
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 
+from kvbm_connectors.consolidator.core.parents_first import parents_first
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, TokenNames
 
 BATCHES_MAX = 10_000
@@ -172,7 +174,8 @@ class RouterStreams:
 
     def _everything(self, stream_id: StreamId, stream: RouterStream) -> list[Frame]:
         """Return all that a stream holds, as batches that end with the last number given."""
-        held = list(_parents_first(stream.said))
+        order = parents_first(stream.said, partial(_parent_in, stream.said))
+        held = [Said(*key, *stream.said[key]) for key in order]
         # Each batch needs a number that was given; the last one is as large as it must be.
         count = min(stream.next_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
         starts = [index * BATCH_BLOCKS_MAX for index in range(count)]
@@ -326,22 +329,11 @@ class RouterStreams:
         return encode_batch(EngineBatch(ts_ms / 1000, tuple(events), stream_id.rank))
 
 
-def _parents_first(said: dict[Key, Place]) -> Iterator[Said]:
-    """Yield all that is held, each block behind its parent: a router refuses it before.
-
-    A parent that went and came back stands behind its child in `said`.
-    """
-    done: set[Key] = set()
-    for key in said:
-        chain: list[Key] = []
-        at: Key | None = key
-        while at is not None and at not in done:
-            done.add(at)
-            chain.append(at)
-            parent = said[at][0]
-            above = () if parent is None else ((parent, tier) for tier in (at[1], *MEDIA))
-            at = next((one for one in above if one in said), None)
-        yield from (Said(*one, *said[one]) for one in reversed(chain))
+def _parent_in(said: dict[Key, Place], key: Key) -> Key | None:
+    """Return what a block's parent is held as: in the same tier if it can be."""
+    parent, tier = said[key][0], key[1]
+    above = () if parent is None else ((parent, one) for one in (tier, *MEDIA))
+    return next((one for one in above if one in said), None)
 
 
 def short_hash(block: SequenceHash) -> int:

@@ -7,7 +7,7 @@ Its snapshot is compared with what was believed, and the difference is the chang
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvbm_common.errors import KvbmError
@@ -15,6 +15,8 @@ from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
+
+from kvbm_connectors.consolidator.core.parents_first import parents_first
 
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 """A source whose last event is all that is left of it is asked less and less often."""
@@ -226,24 +228,12 @@ class TierViews:
         changes = []
         for namespace in before.keys() | wanted.keys():
             had, has = before.get(namespace, {}), wanted.get(namespace, {})
-            new = [(block, parent) for block, parent in parents_first(has) if block not in had]
+            order = parents_first(has, has.get)
+            new = [(block, has[block]) for block in order if block not in had]
             gone = [block for block in had if block not in has]
             if new or gone:
                 changes.append(Change(source.name, source.tier, namespace, new, gone))
         return changes
-
-
-def parents_first(blocks: Blocks) -> Iterator[tuple[SequenceHash, SequenceHash]]:
-    """Yield all blocks with their parents, each behind its parent if that is one of them."""
-    done: set[SequenceHash] = set()
-    for block in blocks:
-        chain: list[SequenceHash] = []
-        at = block
-        while at in blocks and at not in done:
-            done.add(at)
-            chain.append(at)
-            at = blocks[at]
-        yield from ((one, blocks[one]) for one in reversed(chain))
 
 
 def _blocks_of(reply: SnapshotReply) -> dict[str, Blocks]:
