@@ -79,8 +79,14 @@ async def post(client: httpx.AsyncClient, path: str, body: object, status: int =
 
 
 async def job_of(client: httpx.AsyncClient, path: str, body: object) -> Any:
-    """Start a job, and wait for its end."""
-    job = await post(client, path, body, 202)
+    """Start a job, and wait for its end. A registry that is slow to answer (503) is asked again."""
+
+    async def started() -> Any:
+        reply = await client.post(path, json=body, headers={"kvbm-actor": "ada"})
+        assert reply.status_code in (202, 503), reply.text
+        return reply.json() if reply.status_code == 202 else None
+
+    job = await ask_until(started, deadline_s=DEADLINE_S)
 
     async def ended() -> Any:
         found = (await client.get(f"/v1/jobs/{job['id']}")).json()
