@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from kvbm_common.identity import Hasher, Namespace, hash_to_hex, pack_hashes
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire import admin, events, local, scores, verbs
 from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
 from msgspec.structs import replace
@@ -217,10 +218,20 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
         regions=[local.Region(address=2**46, stride=65_536, piece_bytes=65_536, blocks=1_024)],
         verify="sampled",
     ),
+    "hello_groups": local.Hello(
+        **_engine(role="scheduler", namespace=NAMESPACE),
+        group_namespaces=[msgspec.structs.replace(NAMESPACE, group=1)],
+    ),
     "beat": local.Beat(**_engine()),
     "bye": local.Bye(**_engine()),
     "lookup": local.Lookup(
         **_engine(lookup=5, namespace=DIGEST, hashes=PACKED), lease_ms=10_000, deadline_ms=2_000
+    ),
+    "lookup_groups": local.Lookup(
+        **_engine(lookup=5, namespace=DIGEST, hashes=PACKED + PACKED[::-1]),
+        lease_ms=10_000,
+        deadline_ms=2_000,
+        groups=[GroupRun(16, len(PACKED) // 16), GroupRun(16, len(PACKED) // 16, 1)],
     ),
     "outcome": local.Outcome(**_engine(request="cmpl-7", lookup=5, reason="corrupt", blocks=2)),
     "release": local.Release(**_engine(lease=12, corrupt=[1])),
@@ -264,6 +275,17 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         checksums=[2**64 - 1, 1],
         block_bytes=2_097_152,
         part_checksums=[2, 3, 4, 2**64 - 1],
+    ),
+    "found_groups": local.Found(
+        lookup=5,
+        epoch=EPOCH,
+        lease=12,
+        slots=[7, 8],
+        checksums=[2**64 - 1, 1],
+        block_bytes=2_097_152,
+        boundary=16,
+        shared=32,
+        reason="not_stored",
     ),
     "pulled": local.Pulled(offer=3, pulled=2, skipped=1),
 }

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from kvbm_common.identity import Namespace, SequenceHash, hash_from_hex, pack_hashes
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.admin import BlockReply, BlockRequest, DrainReply, DrainRequest
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
@@ -227,7 +228,7 @@ class Host:
 
     def offer(
         self, *wanted: int, offer: int | None = None, engine: str = "ada", life: int = 1,
-        deadline_ms: int = OFFER_MS,
+        deadline_ms: int = OFFER_MS, namespace: str = DIGEST,
     ) -> list[Effect]:  # fmt: skip
         """An engine offers a chain: block n is in device block n, its parent is the one before."""
         self._ids += 1
@@ -243,7 +244,7 @@ class Host:
                     engine=engine,
                     incarnation=incarnation(life),
                     offer=self._ids if offer is None else offer,
-                    namespace=DIGEST,
+                    namespace=namespace,
                     deadline_ms=deadline_ms,
                     runs=[run],
                 )
@@ -284,7 +285,7 @@ class Host:
 
     def look_up(
         self, *wanted: int, engine: str = "ada", life: int = 1, lookup: int | None = None,
-        lease_ms: int = LEASE_MS, deadline_ms: int = LOOKUP_MS,
+        lease_ms: int = LEASE_MS, deadline_ms: int = LOOKUP_MS, groups: Sequence[GroupRun] = (),
     ) -> list[Effect]:  # fmt: skip
         """Which of these can be had?"""
         self._ids += 1
@@ -297,6 +298,7 @@ class Host:
                 hashes=pack_hashes(name(number) for number in wanted),
                 lease_ms=lease_ms,
                 deadline_ms=deadline_ms,
+                groups=list(groups),
             )
         )
 

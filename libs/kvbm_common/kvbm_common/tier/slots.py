@@ -57,8 +57,12 @@ class SlotTable:
         """Return the slot of a committed block, None when it is not there."""
         return self._slot.get(block)
 
+    def holds(self, block: SequenceHash) -> bool:
+        """Return whether a committed block is there."""
+        return block in self._slot
+
     def is_staging(self, block: SequenceHash) -> bool:
-        """Return whether this block is on its way in."""
+        """Return whether a block is on its way in."""
         return block in self._staging
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
@@ -164,9 +168,7 @@ class SlotTable:
     def make_room(self, count: int) -> list[Block]:
         """Evict until `count` slots are RESET or nothing can be evicted; returns the evicted."""
         short = count - len(self._reset)
-        if short <= 0:
-            return []
-        return [self.evict(victim) for victim in self.policy.victims(short)]
+        return [self.evict(victim) for victim in self.policy.victims(short)] if short > 0 else []
 
     def stage(self, block: SequenceHash) -> int | None:
         """Take a RESET slot for a block that is neither committed nor staged; None: no room."""

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from kvbm_common.identity import Namespace
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.events import Natural, Token
@@ -58,6 +59,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     incarnation: Incarnation
     role: Literal["scheduler", "worker"]
     namespace: Namespace
+    group_namespaces: list[Namespace] = []
+    """Those of the model's other KV groups; `namespace` is the first group's."""
     rank: Natural = 0
     world_size: Positive = 1
     agent: bytes = b""
@@ -67,6 +70,11 @@ class Hello(_Message, frozen=True, kw_only=True):
     """The version of the shard map by which it comes here; 0: by the well-known endpoint."""
     verify: str = ""
     """Which loads this worker compares with their checksums: `always`, `sampled`, `never`."""
+
+    @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """Return the namespaces of all KV groups, the first group's first."""
+        return self.namespace, *self.group_namespaces
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -161,6 +169,9 @@ class Lookup(_Message, frozen=True, kw_only=True):
     """With a trace: when the onboard began, wall clock."""
     parent: str = ""
     """With a trace: the `traceparent` of the engine's own span, if it has one."""
+    groups: list[GroupRun] = []
+    """Of a model with several KV groups: how `hashes` is cut into groups. The answer is the largest
+    boundary at which every group has what a hit needs."""
 
 
 class Outcome(_Message, frozen=True, kw_only=True):
@@ -201,6 +212,12 @@ class Found(_Message, frozen=True, kw_only=True):
     part_checksums: list[int] = []
     """The checksum of each rank's part of each block, block after block: every rank verifies its
     own. Empty where blocks have one part, whose checksum is in `checksums`."""
+    boundary: Natural = 0
+    """Of a lookup with groups: the tokens of the hit. `slots` are those of the blocks that it needs
+    (`tier/kv_groups.py`), group after group."""
+    shared: Natural = 0
+    """Of a lookup with groups: the tokens up to which every group without a window has all blocks.
+    Behind `boundary`, blocks of a window are missing: prompts part here."""
 
 
 class Release(_Message, frozen=True, kw_only=True):

@@ -18,6 +18,8 @@ from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.explain import REQUEST_CHARS_MAX, Place
 from kvbm_common.wire.local import Found, Lookup
 
+from kvbm_host_tier.core.engines import Engine
+from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.messages import Answer, Emit, EngineId, ToEngine
 from kvbm_host_tier.core.miss_reason import Looked
 
@@ -71,6 +73,7 @@ class OnboardState:
     run: int = 0
     """Blocks of the run that may still be had; shrinks when a fill fails."""
     block_tokens: int = 0
+    """Tokens that the engine would compute for each block; of a plan, on average."""
     state: LookupState | None = None
     """None: it is not answered yet in the step that it came with."""
     came_from: dict[int, Medium] = field(default_factory=dict)
@@ -86,6 +89,43 @@ class OnboardState:
     brings: Mapping[Medium, int] = field(default_factory=dict)
     """Blocks on their way for it, by where they come from, as long as that is measured."""
     began_ms: int = 0
+    plan: GroupPlan | None = None
+    """Of a lookup over several KV groups: what `hashes` was chosen from."""
+
+    @classmethod
+    def of_engine(
+        cls,
+        connection: bytes,
+        lookup: Lookup,
+        hashes: list[SequenceHash],
+        engine: Engine,
+        plan: GroupPlan | None,
+        now_ms: int,
+    ) -> OnboardState:
+        """Return the state of an engine's lookup for these blocks."""
+        block_tokens = engine.hello.namespace.block_tokens
+        if plan is not None and hashes:
+            block_tokens = max(1, plan.reach.tokens // len(hashes))
+        return cls(
+            engine=engine.id,
+            owner=engine.label,
+            hashes=hashes,
+            answer_by_ms=now_ms + lookup.deadline_ms,
+            lease_until_ms=now_ms + lookup.lease_ms,
+            connection=connection,
+            lookup=lookup.lookup,
+            block_tokens=block_tokens,
+            asked=lookup,
+            block_bytes=engine.block_bytes,
+            plan=plan,
+        )
+
+    @property
+    def why_short(self) -> str:
+        """Why less was found than was asked for; empty: all was found."""
+        if self.plan is not None:
+            return (self.reason or "not_stored") if self.plan.is_short else ""
+        return self.reason if self.run < len(self.hashes) else ""
 
     @property
     def trace(self) -> str:
@@ -133,8 +173,11 @@ class Answers:
         disk, objects = _came_from(state, "disk"), _came_from(state, "object")
         remote = _came_from(state, "remote")
         here = state.run - len(disk) - len(objects) - len(remote)
-        self._count(len(state.hashes), here, len(disk), len(objects), len(remote))
-        self._counts["matched_tokens"] += state.run * state.block_tokens
+        plan = state.plan
+        asked = len(state.hashes) if plan is None else plan.asked
+        self._count(asked, here, len(disk), len(objects), len(remote))
+        boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
+        self._counts["matched_tokens"] += boundary or state.run * state.block_tokens
         blocks = [self._table.block(slot) for slot in slots]
         found = Found(
             lookup=state.lookup,
@@ -147,7 +190,9 @@ class Answers:
             disk_blocks=disk,
             object_blocks=objects,
             remote_blocks=remote,
-            reason=state.reason if state.run < len(state.hashes) else "",
+            reason=state.why_short,
+            boundary=boundary,
+            shared=shared,
         )
         self._emit(ToEngine(state.connection, found))
         self.explain(state, now_ms)
@@ -157,10 +202,13 @@ class Answers:
         assert state.run <= len(state.hashes), state.owner
         asked = state.asked
         if asked is not None:
+            hashes, reason = state.hashes, state.reason
+            if state.plan is not None:
+                hashes, reason = [*hashes, *state.plan.missed()], state.why_short
             self._answered(
                 Looked(
                     asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms,
-                    state.hashes, state.run, state.came_from, state.reason, state.failed_at,
+                    hashes, state.run, state.came_from, reason, state.failed_at,
                     content=asked.content, namespace=asked.namespace, avoided=asked.avoided,
                     trace=asked.trace,
                 )
@@ -171,7 +219,7 @@ class Answers:
         reply = PrefetchReply(
             blocks=state.run,
             filled=len(state.came_from.keys() & set(range(state.run))),
-            reason=state.reason if state.run < len(state.hashes) else "",
+            reason=state.why_short,
         )
         assert reply.filled <= reply.blocks
         self._counts["prefetched_blocks"] += reply.filled
@@ -224,6 +272,19 @@ class Answers:
             "object_cache_hit_rate": sum(entry[3] for entry in window) / asked,
             "lookups_windowed": float(len(window)) if any(entry[0] for entry in window) else 0.0,
         }
+
+
+def fall_back(state: OnboardState, plan: GroupPlan, table: SlotTable) -> None:
+    """Have a lookup over several groups reach as far as blocks are here, and pin those."""
+    came_from = {state.hashes[place]: tier for place, tier in state.came_from.items()}
+    table.unpin(slot for slot in state.slots if slot is not None)
+    plan.fall_back(table.holds)
+    state.hashes = plan.needed()
+    state.slots = [*table.pin_prefix(state.hashes)]
+    state.run = len(state.slots)
+    assert state.run == len(state.hashes), state.owner
+    places = enumerate(state.hashes)
+    state.came_from = {at: came_from[name] for at, name in places if name in came_from}
 
 
 def _part_checksums(blocks: Sequence[Block]) -> list[int]:

@@ -93,7 +93,6 @@ class Engine:
 
     id: EngineId
     hello: Hello
-    namespace: bytes
     seen_ms: int
     scheduler: Scheduler | None = None
     workers: dict[int, Worker] = field(default_factory=dict)
@@ -101,6 +100,8 @@ class Engine:
     """It was redirected to another host tier."""
     label: str = ""
     """Its id as text: the owner of its leases."""
+    namespaces: frozenset[str] = frozenset()
+    """Digests of its KV groups' namespaces, in hex: what it may offer blocks under."""
     complete: bool = False
     """Every worker is ATTACHED."""
     block_bytes: int = 0
@@ -110,6 +111,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.label = str(self.id)
+        self.namespaces = frozenset(one.digest.hex() for one in self.hello.namespaces)
 
     def workers_changed(self) -> None:
         """Take the workers into account as they are now."""
@@ -198,9 +200,7 @@ class Engines:
             ended, engine = engine.id, None
             self.end(ended)
         if engine is None:
-            engine = Engine(
-                EngineId(hello.engine, hello.incarnation), hello, hello.namespace.digest, now_ms
-            )
+            engine = Engine(EngineId(hello.engine, hello.incarnation), hello, now_ms)
             self._engines[hello.engine] = engine
         assert engine.id.incarnation == hello.incarnation, engine.label
         engine.seen_ms = now_ms
@@ -216,7 +216,7 @@ class Engines:
         if f"{hello.engine}:{hello.incarnation}" in self._superseded:
             return _refused("superseded", "a newer life of this engine is attached", "incarnation")
         known = self.get(hello.engine, hello.incarnation)
-        if known is not None and known.hello.namespace != hello.namespace:
+        if known is not None and known.hello.namespaces != hello.namespaces:
             return _refused("namespace", "differs from the engine's other halves", "namespace")
         if known is not None and known.hello.world_size != hello.world_size:
             return _refused("world_size", "differs from the engine's other halves", "world_size")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvbm_common.eviction import make_policy
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import Diary
@@ -22,6 +22,8 @@ from kvbm_common.wire.verbs import Hits
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Emit, Publish, TellHits
 
+HITS_MAX = 1024
+"""Hits that are told per lookup at most; the rest are told the next time."""
 UNWRITTEN_TOLD_MAX = 256
 """The oldest unwritten blocks of a full staging arena; the next shortage tells of the next ones."""
 
@@ -170,6 +172,12 @@ class HeldBlocks:
             by_namespace.setdefault(self.table.block(slot).namespace, []).append(name.hex())
         for namespace, hashes in by_namespace.items():
             self._emit(TellHits(Hits(namespace=namespace.hex(), hashes=hashes)))
+
+    def tell_hits(self, namespace: bytes, names: Iterable[SequenceHash]) -> None:
+        """Tell the disk tier of blocks that it does not have and that were asked for again."""
+        news = hashes_to_hex(self._below.missing(names)[:HITS_MAX])
+        if news:
+            self._emit(TellHits(Hits(namespace=namespace.hex(), hashes=news)))
 
     def remove(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
         """Remove blocks: no lookup finds them again, and reads under way go to their end."""

@@ -23,6 +23,10 @@ class LowerTiers:
     def __contains__(self, name: SequenceHash) -> bool:
         return any(name in view for view in self.views.values())
 
+    def medium_of(self, name: SequenceHash) -> Tier | None:
+        """Return the nearest tier that has a block, whether it can be asked now or not."""
+        return next((tier for tier, view in self._nearest_first if name in view), None)
+
     def instances(self) -> list[tuple[Tier, str]]:
         """Return every instance below that has joined, the nearest first."""
         return [(tier, one) for tier, view in self.views.items() for one in view.instances]

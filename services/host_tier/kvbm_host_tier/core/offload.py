@@ -154,7 +154,7 @@ class Offload:
             return "unknown_engine"
         if not engine.complete:
             return "incomplete_engine"
-        if offer.namespace != engine.namespace.hex():
+        if offer.namespace not in engine.namespaces:
             return "namespace"
         if len(self._offers) >= self._limits.offers_max:
             return "busy"

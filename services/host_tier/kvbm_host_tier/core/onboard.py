@@ -12,25 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from kvbm_common.identity import SequenceHash, hashes_to_hex
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.explain import Place
 from kvbm_common.wire.local import Lookup
-from kvbm_common.wire.verbs import ErrorBody, Hits
+from kvbm_common.wire.verbs import ErrorBody
 
-from kvbm_host_tier.core.answers import LOOKUP, OPERATOR, Answers, LookupState, Medium, OnboardState
+from kvbm_host_tier.core.answers import (
+    LOOKUP,
+    OPERATOR,
+    Answers,
+    LookupState,
+    Medium,
+    OnboardState,
+    fall_back,
+)
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.fills import Filled, Fills
+from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.load_cost import LoadCost
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.means import Means
-from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed, TellHits
+from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
-
-HITS_MAX = 1024
-"""Hits that are told per lookup at most; the rest are told the next time."""
 
 
 class Onboard:
@@ -88,20 +94,15 @@ class Onboard:
             self._counts["dropped.lookup_busy"] += 1
             self._answers.refuse(connection, lookup, hashes, "busy", now_ms)
             return
-        state = OnboardState(
-            engine=engine.id,
-            owner=engine.label,
-            hashes=hashes,
-            answer_by_ms=now_ms + lookup.deadline_ms,
-            lease_until_ms=now_ms + lookup.lease_ms,
-            connection=connection,
-            lookup=lookup.lookup,
-            block_tokens=engine.hello.namespace.block_tokens,
-            asked=lookup,
-            block_bytes=engine.block_bytes,
-        )
+        plan = None
+        if lookup.groups:
+            plan = GroupPlan.of(lookup.groups, hashes)
+            plan.choose(self._table.holds, lambda name: self._may_come(name, now_ms))
+            hashes = plan.needed()
+        state = OnboardState.of_engine(connection, lookup, hashes, engine, plan, now_ms)
         here = self._begin(state, now_ms)
-        self._tell_hits(lookup, hashes[:here])  # The engine waits, the disk tier does not.
+        # The engine waits, the disk tier does not.
+        self._held.tell_hits(lookup.namespace, hashes[:here])
 
     def prefetch(
         self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int
@@ -110,8 +111,8 @@ class Onboard:
         assert reply_to
         if self._held.draining or len(self._states) >= self._limits.lookups_max:
             code = "draining" if self._held.draining else "busy"
-            text = "this host tier takes no prefetch now"
-            self._emit(Answer(reply_to, ErrorBody(code=code, message=text)))
+            error = ErrorBody(code=code, message="this host tier takes no prefetch now")
+            self._emit(Answer(reply_to, error))
             return
         state = OnboardState(
             engine=OPERATOR,
@@ -131,14 +132,20 @@ class Onboard:
         if here < len(state.hashes):
             fills = self._walk_rest(state, now_ms)
         self._admit(state.hashes, state.slots)
-        if state.reason == "not_stored":
+        if state.reason == "not_stored" and state.plan is None:
             rest = state.hashes[state.run :]
             question = self._peers.ask(rest, now_ms, until_ms=state.answer_by_ms)
         if fills or question or None in state.slots:
             self._wait(state, fills, question, now_ms)
         else:
-            self._answers.give(state, now_ms)
+            self._give(state, now_ms)
         return here
+
+    def _may_come(self, name: SequenceHash, now_ms: int) -> bool:
+        """Return whether a block is here, below, or on its way for another lookup."""
+        if self._table.holds(name) or name in self._waiting:
+            return True
+        return not self._table.is_staging(name) and self._below.usable(name, now_ms)
 
     def _admit(self, names: Sequence[SequenceHash], slots: Sequence[int | None]) -> None:
         """Turn guests that were just pinned into announced blocks: this is their second use."""
@@ -215,12 +222,6 @@ class Onboard:
         for index in range(start, state.run):
             if state.slots[index] is None:
                 self._waiting.setdefault(state.hashes[index], []).append((onboard_id, index))
-
-    def _tell_hits(self, lookup: Lookup, names: Iterable[SequenceHash]) -> None:
-        """Tell the disk tier of blocks that it does not have and that were asked for again."""
-        news = hashes_to_hex(self._below.missing(names)[:HITS_MAX])
-        if news:
-            self._emit(TellHits(Hits(namespace=lookup.namespace.hex(), hashes=news)))
 
     # --- peers ------------------------------------------------------------------------------
 
@@ -346,7 +347,13 @@ class Onboard:
         assert len(state.slots) == state.run, state.owner
         self._cost.ended(state, now_ms)
         if state.state is LookupState.FILLING:
-            self._answers.give(self._move(onboard_id, "complete"), now_ms)
+            self._give(self._move(onboard_id, "complete"), now_ms)
+
+    def _give(self, state: OnboardState, now_ms: int) -> None:
+        """Answer a lookup; one over several KV groups falls back on what is here."""
+        if state.plan is not None and state.run < len(state.hashes):
+            fall_back(state, state.plan, self._table)
+        self._answers.give(state, now_ms)
 
     def tick(self, now_ms: int) -> None:
         """Answer the lookups that are due with the prefix that is here, and start pulls."""
@@ -357,15 +364,12 @@ class Onboard:
                 self._cost.ended(state, now_ms)
                 self._counts["lookups_cut_by_deadline"] += 1
                 run = state.slots.index(None)
-                self._cut(state, run, "deadline", self._place_of(state.hashes[run]))
-            self._answers.give(state, now_ms)
+                self._cut(
+                    state, run, "deadline", self._below.medium_of(state.hashes[run]) or "remote"
+                )
+            self._give(state, now_ms)
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
         assert all(now_ms < state.answer_by_ms for state in self._states.values())
-
-    def _place_of(self, name: SequenceHash) -> Place:
-        """Return where a block that has not come was to come from."""
-        views = self._below.views
-        return next((tier for tier, view in views.items() if name in view), "remote")
 
     def end_engine(self, engine_id: EngineId, now_ms: int) -> None:
         """Drop the lookups of an engine that has left, and what they pin."""

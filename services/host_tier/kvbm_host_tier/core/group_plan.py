@@ -1,0 +1,97 @@
+"""The plan of a lookup over several KV groups: which blocks an answer would lease.
+
+The plan is made for the largest boundary for which every block is here, below, or on its way. Its
+blocks are then a run like that of any lookup, which is brought as a whole. Where a block does not
+come, the plan falls back on the largest boundary for which all blocks are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvbm_common.identity import BLOCK_TOKENS_MAX, IdentityError, SequenceHash
+from kvbm_common.tier.kv_groups import (
+    WINDOW_BLOCKS_MAX,
+    GroupRun,
+    Reach,
+    longest,
+    needed,
+    needed_names,
+    reach,
+)
+
+GROUPS_MAX = 64
+"""KV groups of one model: a handful."""
+
+Has = Callable[[SequenceHash], bool]
+
+
+@dataclass(slots=True)
+class GroupPlan:
+    """The blocks that a lookup asks for, group by group, and how far it reaches."""
+
+    groups: Sequence[GroupRun]
+    names: Sequence[Sequence[SequenceHash]]
+    longest: int
+    """The tokens of the largest boundary that is asked for."""
+    reach: Reach
+
+    @classmethod
+    def of(cls, groups: Sequence[GroupRun], hashes: Sequence[SequenceHash]) -> GroupPlan:
+        """Return a plan that reaches nothing yet. Raises IdentityError for groups that do not fit
+        the hashes."""
+        _require_groups(groups, len(hashes))
+        rest = iter(hashes)
+        names = [list(islice(rest, group.blocks)) for group in groups]
+        return cls(groups, names, longest(groups), Reach(0, 0))
+
+    def choose(self, here: Has, may_come: Has) -> None:
+        """Reach as far as blocks go that are here, or may come."""
+        self.reach = reach(self.groups, self.names, here)
+        if self.is_short:
+            self.reach = reach(self.groups, self.names, may_come)
+
+    def fall_back(self, here: Has) -> None:
+        """Reach as far as blocks go that are here; what was shared stays known."""
+        shorter = reach(self.groups, self.names, here, most=self.reach.tokens)
+        assert shorter.tokens <= self.reach.tokens, (shorter, self.reach)
+        self.reach = Reach(shorter.tokens, self.reach.shared)
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether the plan reaches less far than the engine asks."""
+        return self.reach.tokens < self.longest
+
+    @property
+    def asked(self) -> int:
+        """Return how many blocks a hit of all tokens would need."""
+        return sum(map(len, needed(self.groups, self.longest)))
+
+    def needed(self) -> list[SequenceHash]:
+        """Return the blocks that the planned hit needs, group after group."""
+        return needed_names(self.groups, self.names, self.reach.tokens)
+
+    def missed(self) -> list[SequenceHash]:
+        """Return the blocks that a hit of all tokens would need beside those of the plan."""
+        planned = set(self.needed())
+        wanted = needed_names(self.groups, self.names, self.longest)
+        return [name for name in wanted if name not in planned]
+
+
+def _require_groups(groups: Sequence[GroupRun], hash_count: int) -> None:
+    if len(groups) > GROUPS_MAX:
+        raise IdentityError(f"a lookup has at most {GROUPS_MAX} groups, got {len(groups)}")
+    for group in groups:
+        if not 1 <= group.block_tokens <= BLOCK_TOKENS_MAX:
+            raise IdentityError(
+                f"groups.block_tokens is {group.block_tokens}, must be 1..{BLOCK_TOKENS_MAX}"
+            )
+        if group.blocks < 0 or not 0 <= group.window <= WINDOW_BLOCKS_MAX:
+            raise IdentityError(
+                f"groups has {group.blocks} blocks and a window of {group.window}, must be ≥ 0 and "
+                f"0..{WINDOW_BLOCKS_MAX}"
+            )
+    if sum(group.blocks for group in groups) != hash_count:
+        raise IdentityError(f"groups must have {hash_count} blocks in all, as many as hashes")
