@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from kvbm_common.identity import Namespace, SequenceHash, unpack_hashes
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.local import (
     Confirm,
     Found,
@@ -136,9 +137,12 @@ class Engine:
 
     # --- onboard ----------------------------------------------------------------------------
 
-    def look_up(self, *wanted: int, request: str = "r") -> Hit | None:
+    def look_up(
+        self, *wanted: int, request: str = "r", groups: Sequence[GroupRun] = ()
+    ) -> Hit | None:
         """Which of these can be had?"""
-        hit, effects = self.core.lookup(request, [name(n) for n in wanted], self.now_ms)
+        names = [name(number) for number in wanted]
+        hit, effects = self.core.lookup(request, names, self.now_ms, groups=groups)
         self.took(effects)
         return hit
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
@@ -48,10 +49,11 @@ class Half:
         *,
         first_tokens: Sequence[int] | None = None,
         trace: str = "",
+        groups: Sequence[GroupRun] = (),
     ) -> Hit | None:
         """See ConnectorCore.lookup."""
         engine = self._engine
-        hit, effects = engine.core.lookup(request, hashes, engine.world.now_ms)
+        hit, effects = engine.core.lookup(request, hashes, engine.world.now_ms, groups=groups)
         engine.carry_out(effects)
         return hit
 
@@ -68,10 +70,14 @@ class Half:
         """See ConnectorCore.forget."""
         self._engine.carry_out(self._engine.core.forget(request))
 
-    def offer(self, runs: Sequence[OfferRun], *, priority: int = 0) -> int | None:
+    def offer(
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
+    ) -> int | None:
         """See ConnectorCore.offer."""
         engine = self._engine
-        offer, effects = engine.core.offer(runs, engine.world.now_ms, priority=priority)
+        offer, effects = engine.core.offer(
+            runs, engine.world.now_ms, priority=priority, namespace=namespace
+        )
         engine.carry_out(effects)
         engine.world.marks["vllm offer"] += offer is not None
         return offer

@@ -24,6 +24,7 @@ def stack() -> Iterator[LiveStack]:
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
+        pytest.param("windowed", {}, id="several groups"),
         pytest.param("windowed", {"disable_hybrid_kv_cache_manager": True}, id="windows"),
         pytest.param(
             "latent",
@@ -66,7 +67,6 @@ def test_other_attention_in_one_group_is_cached(
 @pytest.mark.parametrize(
     ("kind", "arguments", "reason"),
     [
-        pytest.param("windowed", {}, "the model has 3 KV cache groups", id="several groups"),
         pytest.param(
             "latent", {"attention_backend": "CPU_MLA"}, "prefix caching is off",
             id="latent attention",

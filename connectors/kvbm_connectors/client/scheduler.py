@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from kvbm_common.identity import Namespace, SequenceHash, content_digest
 from kvbm_common.runtime import trace_context
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.local import (
     Adapter,
     Attach,
@@ -85,6 +86,7 @@ class SchedulerHalf:
         world_size: int = 1,
         limits: ConnectorLimits | None = None,
         on_news: Callable[[], None] = lambda: None,
+        group_namespaces: Sequence[Namespace] = (),
     ) -> None:
         self._core = ConnectorCore(
             engine=engine, incarnation=incarnation, namespace=namespace.digest, limits=limits
@@ -108,6 +110,7 @@ class SchedulerHalf:
             incarnation=incarnation,
             role="scheduler",
             namespace=namespace,
+            group_namespaces=list(group_namespaces),
             world_size=world_size,
         )
         beat = Beat(engine=engine, incarnation=incarnation)
@@ -214,6 +217,7 @@ class SchedulerHalf:
         first_tokens: Sequence[int] | np.ndarray | None = None,
         trace: str = "",
         hurry: bool = True,
+        groups: Sequence[GroupRun] = (),
     ) -> Hit | None:
         """See ConnectorCore.lookup.
 
@@ -226,7 +230,7 @@ class SchedulerHalf:
         effects: list[Effect] = []
         with self._guarded("lookup"):
             hit, effects = self._core.lookup(
-                request, hashes, _now_ms(), deadline_ms=deadline_ms, origin=origin
+                request, hashes, _now_ms(), deadline_ms=deadline_ms, origin=origin, groups=groups
             )
         self._carry_out(effects, hurry=hurry)
         return hit
@@ -266,12 +270,16 @@ class SchedulerHalf:
             effects = self._core.forget(request)
         self._carry_out(effects, hurry=hurry)
 
-    def offer(self, runs: Sequence[OfferRun], *, priority: int = 0) -> int | None:
+    def offer(
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
+    ) -> int | None:
         """Offer device blocks: see ConnectorCore.offer."""
         offer: int | None = None
         effects: list[Effect] = []
         with self._guarded("offer"):
-            offer, effects = self._core.offer(runs, _now_ms(), priority=priority)
+            offer, effects = self._core.offer(
+                runs, _now_ms(), priority=priority, namespace=namespace
+            )
         self._carry_out(effects)
         return offer
 

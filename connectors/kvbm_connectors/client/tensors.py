@@ -54,6 +54,33 @@ def regions_of(layers: Iterable[Tensor], block_count: int) -> list[Region]:
     return regions
 
 
+def regions_of_groups(groups: Sequence[Iterable[Tensor]], block_count: int) -> list[Region]:
+    """Return the regions of the KV group with the largest blocks; those of the others lie in them.
+
+    Groups overlay each other: a block's bytes belong to the group that has the block. Raises
+    UnknownLayout where a group has bytes that the largest one has not.
+    """
+    found = sorted((regions_of(layers, block_count) for layers in groups), key=_block_bytes)
+    if not found:
+        raise UnknownLayout("an engine without layers has no blocks")
+    *others, largest = found
+    for regions in others:
+        for region in regions:
+            if not any(_contains(one, region) for one in largest):
+                raise UnknownLayout(f"KV groups do not overlay each other: {region}")
+    return largest
+
+
+def _block_bytes(regions: Sequence[Region]) -> int:
+    return sum(region.piece_bytes for region in regions)
+
+
+def _contains(outer: Region, inner: Region) -> bool:
+    starts_inside = outer.address <= inner.address
+    ends_inside = inner.address + inner.piece_bytes <= outer.address + outer.piece_bytes
+    return starts_inside and ends_inside and outer.stride == inner.stride
+
+
 def _regions_of_layer(tensor: Tensor, block_count: int) -> list[Region]:
     shape, item = list(tensor.shape), tensor.element_size()
     if not shape or shape[0] == 0 or shape[0] % block_count:

@@ -62,6 +62,7 @@ class WorkerHalf:
         onboard_mover: str = "auto",
         on_news: Callable[[], None] = lambda: None,
         gpu: Gpu | None = None,
+        group_namespaces: Sequence[Namespace] = (),
     ) -> None:
         """Verify one load in `verify_every`, 0: none. With a `gpu` the regions are in its memory,
         which no code here may touch. `verify` is what the host tier lists for this worker, where
@@ -101,7 +102,8 @@ class WorkerHalf:
         self._closed = False
         hello = Hello(
             engine=engine, incarnation=incarnation, role="worker", namespace=namespace, rank=rank,
-            world_size=world_size, agent=agent, regions=list(regions),
+            group_namespaces=list(group_namespaces), world_size=world_size, agent=agent,
+            regions=list(regions),
             verify=verify or VERIFIES.get(verify_every, "sampled"),
         )  # fmt: skip
         self._link = self._link_to(host_tier_endpoint, hello)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvbm_common.tier.kv_groups import GroupRun, longest, needed, step_tokens
 from kvbm_common.wire.local import Found
 
 from kvbm_connectors.core.messages import Hit, LoadResult
 
 
-def is_sound(found: Found, asked: int) -> bool:
+def is_sound(found: Found, asked: int, groups: Sequence[GroupRun] = ()) -> bool:
     """Tell whether an answer fits the question and itself: a load is made of it as it stands."""
     assert asked > 0, f"lookup {found.lookup} asked for nothing"
     count = len(found.slots)
+    if groups and count != _needed(groups, found.boundary):
+        return False
     if not count == len(found.checksums) <= asked:
         return False
     if found.part_checksums and (not count or len(found.part_checksums) % count):
@@ -19,6 +24,13 @@ def is_sound(found: Found, asked: int) -> bool:
     if len(set(elsewhere)) < len(elsewhere) or any(index >= count for index in elsewhere):
         return False
     return count == 0 or (found.block_bytes > 0 and found.lease > 0)
+
+
+def _needed(groups: Sequence[GroupRun], boundary: int) -> int:
+    """Return how many blocks a hit up to a boundary needs; -1: there is no such boundary."""
+    if boundary > longest(groups) or boundary % step_tokens(groups):
+        return -1
+    return sum(map(len, needed(groups, boundary)))
 
 
 def checksums_of(found: Found) -> tuple[tuple[int, ...], ...]:
@@ -45,7 +57,9 @@ def hit_of(found: Found) -> Hit:
     remote = len(found.remote_blocks)
     blocks = len(found.slots)
     assert disk + remote <= blocks, f"lookup {found.lookup}: {disk} + {remote} of {blocks} blocks"
-    return Hit(blocks, blocks - disk - remote, disk, remote, found.reason)
+    return Hit(
+        blocks, blocks - disk - remote, disk, remote, found.reason, found.boundary, found.shared
+    )
 
 
 def why_failed(result: LoadResult) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.local import Found, Pulled
 
 from kvbm_connectors.core.attachment import Attachment
@@ -127,15 +128,19 @@ class ConnectorCore:
         *,
         deadline_ms: int | None = None,
         origin: Origin = UNSAID,
+        groups: Sequence[GroupRun] = (),
     ) -> tuple[Hit | None, list[Effect]]:
         """Return which run of these blocks can be onboarded; None: ask again.
 
         Idempotent: asking again with the same hashes changes nothing. Other hashes begin another
         lookup. `deadline_ms` goes before the limit of that name, for an engine that waits for the
-        answer. `origin` is what only serves to explain and to trace.
+        answer. `origin` is what only serves to explain and to trace. Of a model with several KV
+        groups, `groups` says how `hashes` is cut into them.
         """
         onboard_ms = deadline_ms or self._limits.onboard_deadline_ms
-        hit = self._lookups.lookup(request, hashes, now_ms, onboard_ms=onboard_ms, origin=origin)
+        hit = self._lookups.lookup(
+            request, hashes, now_ms, onboard_ms=onboard_ms, origin=origin, groups=groups
+        )
         assert hit is None or hit.blocks <= len(hashes), self.story(request)
         return hit, self._outbox.drain()
 
@@ -166,13 +171,22 @@ class ConnectorCore:
     # --- offers -----------------------------------------------------------------------------
 
     def offer(
-        self, runs: Sequence[OfferRun], now_ms: int, *, priority: int = 0
+        self,
+        runs: Sequence[OfferRun],
+        now_ms: int,
+        *,
+        priority: int = 0,
+        namespace: bytes = b"",
     ) -> tuple[int | None, list[Effect]]:
-        """Offer device blocks. The engine holds them until `OfferEnded`; None: do not hold."""
+        """Offer device blocks. The engine holds them until `OfferEnded`; None: do not hold.
+
+        `namespace` is the digest of their KV group's; empty: the engine's.
+        """
         if self._attachment.refusal or not self._takes_offers:
             self._counts["offers_passed_through"] += sum(len(run.hashes) for run in runs)
             return None, []
-        return self._offers.offer(runs, now_ms, priority=priority), self._outbox.drain()
+        offer = self._offers.offer(runs, now_ms, priority=priority, namespace=namespace)
+        return offer, self._outbox.drain()
 
     def pulled(self, pulled: Pulled) -> list[Effect]:
         """End an offer that the host tier has read, and confirm that its blocks were held."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.kv_groups import GroupRun, longest, needed_names, split, step_tokens
 from kvbm_common.tier.machine import InvalidTransition, Machine
 from kvbm_common.wire.local import Found
 
@@ -71,14 +72,23 @@ class RequestState:
 
     lookup: int
     hashes: tuple[SequenceHash, ...]
-    asked: int
-    """How many of them were asked for: those before the first that is avoided."""
+    asked: tuple[SequenceHash, ...]
+    """Those of them that were asked for: they come before the first that is avoided."""
     deadline_ms: int
     """When to stop waiting for the answer."""
     lease_until_ms: int
     """When the lease ends, on our clock."""
     stage: Stage
     found: Found | None = None
+    groups: tuple[GroupRun, ...] = ()
+    """How `asked` is cut into KV groups, where there are several."""
+
+    def names(self) -> tuple[SequenceHash, ...]:
+        """Return the names of the blocks that were found, in the order of their slots."""
+        assert self.found is not None, f"lookup {self.lookup} has no answer"
+        if not self.groups:
+            return self.asked[: len(self.found.slots)]
+        return tuple(needed_names(self.groups, split(self.groups, self.asked), self.found.boundary))
 
 
 class Lookups:
@@ -120,6 +130,7 @@ class Lookups:
         *,
         onboard_ms: int,
         origin: Origin,
+        groups: Sequence[GroupRun] = (),
     ) -> Hit | None:
         """Return the hit of a request that has its answer; None: ask again."""
         assert request, "a lookup without a request"
@@ -130,12 +141,12 @@ class Lookups:
             self.forget(request)  # A load in flight goes on; this is another lookup.
             state = None
         if state is None:
-            return self._ask(request, hashes, now_ms, onboard_ms, origin)
+            return self._ask(request, hashes, now_ms, onboard_ms, origin, groups)
         if state.stage is Stage.ASKED:
             if now_ms < state.deadline_ms:
                 return None
             self._counts["lookups_unanswered"] += 1
-            self._tell(request, state.lookup, "no_answer", state.asked)
+            self._tell(request, state.lookup, "no_answer", len(state.asked))
             self._move(request, "no answer")
             return Hit(0, reason="no_answer")
         assert state.found is not None, self.story(request)
@@ -153,11 +164,12 @@ class Lookups:
         now_ms: int,
         onboard_ms: int,
         origin: Origin,
+        groups: Sequence[GroupRun],
     ) -> Hit | None:
         if refusal := self._attachment.refusal:
             self._counts["lookups_passed_through"] += 1
             return Hit(0, reason=refusal)
-        wanted = hashes[: self._avoided.run_before(hashes, now_ms)]
+        wanted, groups = self._without_avoided(hashes, groups, now_ms)
         avoided = len(hashes) - len(wanted)
         assert avoided >= 0, f"{request} asks for {len(wanted)} of {len(hashes)} blocks"
         self._counts["avoided_blocks"] += avoided
@@ -171,10 +183,11 @@ class Lookups:
             RequestState(
                 lookup,
                 tuple(hashes),
-                len(wanted),
+                tuple(wanted),
                 deadline_ms=now_ms + onboard_ms + self._limits.answer_margin_ms,
                 lease_until_ms=now_ms + lease_ms,
                 stage=LOOKUP.next(None, "asked"),
+                groups=tuple(groups),
             ),
         )
         self._outbox.ask(
@@ -185,13 +198,31 @@ class Lookups:
             avoided=avoided,
             request=request if self._attachment.explains else "",
             origin=origin,
+            groups=groups,
         )
         self._counts["lookups"] += 1
         return None
 
+    def _without_avoided(
+        self, hashes: Sequence[SequenceHash], groups: Sequence[GroupRun], now_ms: int
+    ) -> tuple[Sequence[SequenceHash], Sequence[GroupRun]]:
+        """Return what comes before the first avoided block, in every group."""
+        run_before = self._avoided.run_before
+        if not groups:
+            return hashes[: run_before(hashes, now_ms)], ()
+        names = split(groups, hashes)
+        most = longest(groups)
+        for group, found in zip(groups, names, strict=True):
+            most = min(most, run_before(found, now_ms) * group.block_tokens)
+        most -= most % step_tokens(groups)
+        shorter = [GroupRun(one.block_tokens, most // one.block_tokens, one.window)
+                   for one in groups]  # fmt: skip
+        kept = [found[: one.blocks] for one, found in zip(shorter, names, strict=True)]
+        return [name for found in kept for name in found], shorter
+
     def _begin(self, request: str, state: RequestState) -> None:
         assert state.lookup not in self._asked, f"lookup {state.lookup} was asked before"
-        assert state.asked <= len(state.hashes), f"{request} asks for more than it has"
+        assert len(state.asked) <= len(state.hashes), f"{request} asks for more than it has"
         if request in self._requests:
             self._move(request, "asked again")
         self._requests[request] = state
@@ -210,7 +241,7 @@ class Lookups:
         elif request is None or state is None:
             self._counts["answers_unwanted"] += 1
             self._give_back(found.lease)
-        elif is_sound(found, state.asked):
+        elif is_sound(found, len(state.asked), state.groups):
             state.found = found
             self._move(request, "found")
         else:
@@ -229,12 +260,16 @@ class Lookups:
     # --- loads ------------------------------------------------------------------------------
 
     def take(self, request: str, blocks: Sequence[int]) -> Load:
-        """Return the load of the first `len(blocks)` found blocks. Raises ConnectorMisuse."""
+        """Return the load of the first `len(blocks)` found blocks; over several KV groups, of all.
+
+        Raises ConnectorMisuse.
+        """
         state = self._requests.get(request)
         if state is None or not LOOKUP.has(state.stage, "taken") or state.found is None:
             raise ConnectorMisuse(f"request {request} has nothing to load")
         found, count = state.found, len(blocks)
-        if not 0 < count <= len(found.slots):
+        is_part = count < len(found.slots) and not state.groups
+        if not count or not (is_part or count == len(found.slots)):
             raise ConnectorMisuse(f"request {request}: {count} of {len(found.slots)} blocks")
         assert found.lease, self.story(request)
         self._move(request, "taken")
@@ -247,10 +282,11 @@ class Lookups:
             lease=found.lease,
             slots=tuple(found.slots[:count]),
             blocks=tuple(blocks),
-            hashes=state.hashes[:count],
+            hashes=state.names()[:count],
             checksums=checksums_of(found)[:count],
             block_bytes=found.block_bytes,
             deadline_ms=state.lease_until_ms,
+            whole=bool(state.groups),
         )
 
     def load_ended(self, result: LoadResult, now_ms: int) -> None:

@@ -71,6 +71,8 @@ class Load:
     block_bytes: int
     deadline_ms: int
     lookup: int = 0
+    whole: bool = False
+    """Of several KV groups: if one block fails, none can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class LoadResult:
     @property
     def usable(self) -> int:
         """Return the blocks of the prefix that can be used."""
+        if self.load.whole and not all(self.intact):
+            return 0
         return next((i for i, ok in enumerate(self.intact) if not ok), len(self.intact))
 
 
@@ -110,6 +114,11 @@ class Hit:
     remote: int = 0
     reason: str = ""
     """Why there are not more."""
+    boundary: int = 0
+    """Of a lookup over several KV groups: the tokens that the blocks stand for."""
+    shared: int = 0
+    """The tokens up to which the groups without a window have all blocks: where this is more,
+    blocks of a window are missing."""
 
 
 @dataclass(frozen=True, slots=True)

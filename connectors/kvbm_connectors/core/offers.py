@@ -51,7 +51,9 @@ class Offers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def offer(self, runs: Sequence[OfferRun], now_ms: int, *, priority: int) -> int | None:
+    def offer(
+        self, runs: Sequence[OfferRun], now_ms: int, *, priority: int, namespace: bytes = b""
+    ) -> int | None:
         """Offer device blocks; None: too many offers are out, so the engine holds nothing."""
         block_count = sum(len(run.hashes) for run in runs)
         assert all(len(run.hashes) == len(run.blocks) for run in runs), "a block without its hash"
@@ -60,7 +62,9 @@ class Offers:
             return None
         offer, within_ms = self._outbox.new_id(), self._limits.offer_deadline_ms
         assert offer not in self._offers, f"offer {offer} is out already"
-        self._outbox.offer(offer, runs, deadline_ms=within_ms, priority=priority)
+        self._outbox.offer(
+            offer, runs, deadline_ms=within_ms, priority=priority, namespace=namespace
+        )
         self._offers[offer] = OfferOut(OFFER.next(None, "offered"), now_ms + within_ms)
         self._counts["offered_blocks"] += block_count
         assert len(self._offers) <= self._limits.offers_max, len(self._offers)

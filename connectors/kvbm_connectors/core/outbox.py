@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from kvbm_common.identity import SequenceHash, pack_hashes
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.local import Confirm, Lookup, Offered, OfferedRun, Outcome, Release
 
 from kvbm_connectors.core.messages import Effect, OfferEnded, OfferRun, Origin, ToEvents, ToHost
@@ -42,6 +43,7 @@ class Outbox:
         avoided: int,
         request: str,
         origin: Origin,
+        groups: Sequence[GroupRun] = (),
     ) -> None:
         """Ask the host tier for a run; an empty `request` keeps the question unexplained."""
         assert wanted, f"lookup {lookup} asks for nothing"
@@ -61,6 +63,7 @@ class Outbox:
             trace=origin.trace,
             sent_us=origin.sent_us,
             parent=origin.parent,
+            groups=list(groups),
         )
         self._effects.append(ToHost(message))
 
@@ -91,16 +94,22 @@ class Outbox:
             self._effects.append(ToHost(message))
 
     def offer(
-        self, offer: int, runs: Sequence[OfferRun], *, deadline_ms: int, priority: int
+        self,
+        offer: int,
+        runs: Sequence[OfferRun],
+        *,
+        deadline_ms: int,
+        priority: int,
+        namespace: bytes = b"",
     ) -> None:
-        """Offer device blocks through the consolidator."""
+        """Offer device blocks through the consolidator; an empty namespace is the engine's."""
         assert offer > 0, f"offer {offer}"
         assert deadline_ms >= 0, f"offer {offer} waits {deadline_ms} ms"
         message = Offered(
             engine=self._engine,
             incarnation=self._incarnation,
             offer=offer,
-            namespace=self._namespace,
+            namespace=namespace or self._namespace,
             deadline_ms=deadline_ms,
             priority=priority,
             runs=[

@@ -1,8 +1,8 @@
 """The connector that vLLM loads: its methods, handed on to the scheduler or the worker side.
 
-vLLM makes one for its scheduler and one in each worker. What cannot be cached (several KV groups,
-device memory that NIXL does not know yet) is logged once; the engine then computes
-as it would without us.
+vLLM makes one for its scheduler and one in each worker. What cannot be cached (recurrent state,
+device memory that NIXL does not know yet) is logged once; the engine then computes as it would
+without us.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import Hasher
+from kvbm_common.identity import Hasher, Namespace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,10 +29,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvbm_connectors.client.affinity import unbound
 from kvbm_connectors.client.engine_options import log_beside
 from kvbm_connectors.client.scheduler import SchedulerHalf
-from kvbm_connectors.client.torch_device import gpu_maker
 from kvbm_connectors.vllm.adapters import Adapters
+from kvbm_connectors.vllm.block_holds import BlockHolds
 from kvbm_connectors.vllm.computation import application_of
 from kvbm_connectors.vllm.device_cache import evict_from, is_cleared
+from kvbm_connectors.vllm.hit_sources import sources_of
+from kvbm_connectors.vllm.kv_groups import groups_of, is_hybrid
+from kvbm_connectors.vllm.lent_layers import lend_layers
 from kvbm_connectors.vllm.load_failures import recompute_failed_loads
 from kvbm_connectors.vllm.namespace import (
     Life,
@@ -95,6 +98,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KvbmError as error:
             log.error("KVBM passes through: %s (%s)", error, error.code)
             return
+        self._groups = groups_of(kv_cache_config, self._namespace)
+        self._holds = BlockHolds() if is_hybrid(kv_cache_config) else None
         self._life = Life.of(vllm_config)
         self._world_size = int(vllm_config.parallel_config.world_size)
         if role == KVConnectorRole.SCHEDULER:
@@ -119,6 +124,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             world_size=self._world_size,
             limits=self._options.limits,
             on_news=NEWS.set,
+            group_namespaces=self._group_namespaces,
         )
         self._scheduler = SchedulerSide(
             self._scheduler_half,
@@ -126,6 +132,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             world_size=self._world_size,
             sync=self._options.load == "sync",
             drafts=drafts_write_kv(self._vllm_config),
+            groups=self._groups,
+            holds=self._holds,
             adapters=Adapters(
                 lambda adapters: half.describe(adapters=adapters),
                 applied=application_of(self._vllm_config.lora_config),
@@ -139,6 +147,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._barrier.daemon = True
         self._barrier.start()
         log.info("%s, namespace %s", self._life.engine, self._namespace)
+
+    @property
+    def _group_namespaces(self) -> list[Namespace]:
+        return [group.hasher.namespace for group in self._groups[1:]]
 
     def _warn_if_ranks_are_missing(self) -> None:
         """Warn if ranks have not come: the host tier welcomes a scheduler half when all its ranks
@@ -237,25 +249,28 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Finish a request. With several groups nothing is offered, so that nothing is held."""
-        if self._scheduler is None:
-            return False, None
-        return self.request_finished(request, block_ids[0])
+        """End a request: see SchedulerSide.finished_in_groups."""
+        side = self._scheduler
+        return side is not None and side.finished_in_groups(request, block_ids), None
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Keep the block pool, where vLLM keeps the events that it has not published yet; blocks
         are evicted from it."""
         self._block_pool = gpu_block_pool
-        if self._scheduler is not None and hasattr(gpu_block_pool, "evict_blocks"):
-            self._scheduler.evict = partial(evict_from, gpu_block_pool)
+        if self._scheduler is None:
+            return
+        if hasattr(gpu_block_pool, "evict_blocks"):
+            self._scheduler.evict = partial(evict_from, gpu_block_pool, len(self._groups))
+        if self._holds is not None:
+            self._holds.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must step once to publish events.
+        """Return whether vLLM must step once to publish events, or to have held blocks back.
 
         vLLM publishes events when it steps. After a reset of an idle engine's prefix cache it would
         not step, and the index would believe in blocks that are gone.
         """
-        return bool(getattr(self._block_pool, "kv_event_queue", None))
+        return bool(self._holds) or bool(getattr(self._block_pool, "kv_event_queue", None))
 
     def has_pending_block_frees(self) -> bool:
         """Return whether offers that end will free blocks: vLLM waits for that instead of
@@ -268,17 +283,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return which tier the tokens of a hit were in, for vLLM's metrics."""
         if self._scheduler is None or not num_external_tokens:
             return {}
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-        hit = self._scheduler.hit_of(request)
-        disk = min(num_external_tokens, hit.disk * self._namespace.block_tokens)
-        remote = min(num_external_tokens - disk, hit.remote * self._namespace.block_tokens)
-        split = {
-            CacheHitSource.HOST: num_external_tokens - disk - remote,
-            CacheHitSource.DISK: disk,
-            CacheHitSource.P2P: remote,
-        }
-        return {source: tokens for source, tokens in split.items() if tokens}
+        return sources_of(self._scheduler.hit_of(request), num_external_tokens)
 
     def reset_cache(self) -> bool | None:
         """Find nothing of what was stored so far: the weights may be others now.
@@ -317,24 +322,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._options,
             rank=_tensor_parallel_rank() if world_size > 1 else 0,
             world_size=world_size,
+            group_namespaces=self._group_namespaces,
         )
         self._worker = worker
-        self._lend = lambda: self._lend_to(worker, kv_caches)
+        self._lend = partial(lend_layers, worker, kv_caches, self._kv_cache_config)
         self._lend()
-
-    def _lend_to(self, worker: WorkerSide, kv_caches: Mapping[str, Any]) -> None:
-        group = self._kv_cache_config.kv_cache_groups[0]
-        layers = [kv_caches[name] for name in group.layer_names if name in kv_caches]
-        devices = {tensor.device.type for tensor in layers}
-        if devices not in ({"cpu"}, {"cuda"}):
-            log.error("KVBM passes through: KV tensors on %s are not lent", devices)
-            return
-        make_gpu = gpu_maker(layers[0].device) if devices == {"cuda"} else None
-        try:
-            with unbound():
-                worker.register(layers, self._kv_cache_config.num_blocks, make_gpu)
-        except KvbmError as error:
-            log.error("KVBM passes through: %s (%s)", error, error.code)
 
     @classmethod
     def supports_sleep_mode(cls, vllm_config: Any) -> bool:
@@ -380,9 +372,16 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None, None
         return self._worker.sent() or None, self._worker.arrived() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what `get_finished` returns, with the requests whose loads have failed as a whole
+        (vLLM 0.30 and later)."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.failed()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that must be recomputed: the one channel on which failures are
-        reported."""
+        """Return the blocks that must be recomputed, of an engine with one KV group."""
         return self._worker.bad_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KvbmWorkerMetadata | None:

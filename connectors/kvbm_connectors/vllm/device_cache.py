@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 
-def evict_from(pool: Any, request: Any, first: int) -> None:
+def evict_from(pool: Any, group_count: int, request: Any, first: int) -> None:
     """Take the blocks of a request from index `first` on out of vLLM's prefix cache."""
     for block_hash in request.block_hashes[first:]:
-        # Two requests may have computed the same block: each copy is cached.
-        while found := pool.get_cached_block(block_hash, [0]):
-            pool.evict_blocks({block.block_id for block in found})
+        for group in range(group_count):
+            # Two requests may have computed the same block: each copy is cached.
+            while found := pool.get_cached_block(block_hash, [group]):
+                pool.evict_blocks({block.block_id for block in found})
 
 
 def is_cleared(pool: Any) -> bool | None:

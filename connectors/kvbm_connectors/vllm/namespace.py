@@ -12,6 +12,7 @@ from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.weights import label_of
 from kvbm_connectors.vllm.computation import digest_of
+from kvbm_connectors.vllm.kv_groups import grouping_of, is_hybrid, refusal_of_groups
 from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
 
 log = logging.getLogger(__name__)
@@ -51,19 +52,17 @@ def drafts_write_kv(config: Any) -> bool:
 def refusal_of(config: Any, kv_cache_config: Any) -> str:
     """Return why blocks of such an engine cannot be cached; `""` if they can."""
     parallel = config.parallel_config
-    groups = kv_cache_config.kv_cache_groups
     if not config.cache_config.enable_prefix_caching:
         # vLLM turns it off where a kernel cannot begin behind a prefix (latent attention on CPU):
         # blocks from us would be as wrong there as its own.
         return "prefix caching is off"
-    if len(groups) != 1:
-        return (
-            f"the model has {len(groups)} KV cache groups, and one is supported; "
-            "--disable-hybrid-kv-cache-manager makes one of full and windowed attention"
-        )
-    kinds = _kinds(groups[0].kv_cache_spec)
-    if not kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
-        return f"its KV cache is {', '.join(sorted(kinds))}, and full attention is supported"
+    if refusal := refusal_of_groups(kv_cache_config):
+        return refusal
+    if is_hybrid(kv_cache_config):
+        if drafts_write_kv(config):
+            return "a draft model beside several KV groups is not supported"
+        if not _takes_failed_requests():
+            return "this vLLM cannot be told that a load of several KV groups has failed"
     if parallel.pipeline_parallel_size != 1:
         return "pipeline parallelism is not supported"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
@@ -73,12 +72,11 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
     return ""
 
 
-def _kinds(spec: Any) -> set[str]:
-    """Return the kinds of a group's spec. A full-attention spec may have a window: its layers look
-    back so far, and keep all blocks."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    specs = inner.values() if isinstance(inner, dict) else [spec]
-    return {type(one).__name__ for one in specs}
+def _takes_failed_requests() -> bool:
+    """Return whether this vLLM takes failures of whole requests (from 0.30 on)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
 
 
 def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namespace:
@@ -98,7 +96,7 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
         block_tokens=int(group.kv_cache_spec.block_size),
         dtype=dtype if cache_dtype == "auto" else f"{dtype}/{cache_dtype}",
         quantisation=str(model.quantization or ""),
-        layout=str(layout) + _packing(config, group.kv_cache_spec),
+        layout=f"{layout}{_packing(config, group.kv_cache_spec)}{grouping_of(kv_cache_config)}",
         layers=len(group.layer_names),
         heads=int(model.get_total_num_kv_heads()),
         head_dim=int(model.get_head_size()),

@@ -17,25 +17,25 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvbm_common.identity import ExtraTag, Hasher, SequenceHash, request_extras
+from kvbm_common.tier.kv_groups import GroupRun
 
-from kvbm_connectors.client.offered_names import OfferedNames
 from kvbm_connectors.core.messages import (
     ConnectorMisuse,
     Hit,
     Load,
     LoadResult,
-    OfferEnded,
-    OfferRun,
     merge_results,
-    offers_of,
 )
 from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
+from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
+from kvbm_connectors.vllm.device_offers import DeviceOffers, OffersTaken, Tables
 from kvbm_connectors.vllm.engine_types import (
     BlockTable,
     EngineRequest,
     SchedulerOutput,
-    scheduled_blocks,
+    scheduled_tables,
 )
+from kvbm_connectors.vllm.kv_groups import KvGroup, runs_of
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.vllm.tracked import Tracked, refusal_of_request
 
@@ -48,11 +48,9 @@ IDLE_WAIT_S = 0.001
 Evict = Callable[[EngineRequest, int], None]
 
 
-class Half(Protocol):
+class Half(OffersTaken, Protocol):
     """SchedulerHalf, as far as it is used here."""
 
-    @property
-    def epoch(self) -> int: ...
     def lookup(
         self,
         request: str,
@@ -60,13 +58,11 @@ class Half(Protocol):
         *,
         first_tokens: Sequence[int] | None = None,
         trace: str = "",
+        groups: Sequence[GroupRun] = (),
     ) -> Hit | None: ...
     def take(self, request: str, blocks: Sequence[int]) -> Load: ...
     def load_ended(self, result: LoadResult) -> None: ...
     def forget(self, request: str) -> None: ...
-    def offer(self, runs: Sequence[OfferRun], *, priority: int = 0) -> int | None: ...
-    def revoke(self, offer: int) -> None: ...
-    def drain_ended(self) -> list[OfferEnded]: ...
 
 
 class SchedulerSide:
@@ -81,10 +77,13 @@ class SchedulerSide:
         sync: bool = False,
         drafts: bool = False,
         adapters: Adapters | None = None,
+        groups: Sequence[KvGroup] = (),
+        holds: BlockHolds | None = None,
     ) -> None:
         """Follow the requests of an engine with `world_size` ranks.
 
         With `sync` a step waits for its loads. `drafts`: a draft model writes KV of its own.
+        Several KV groups, or one with a window, need `holds`; `hasher` is the first group's.
         """
         self.counts: Counter[str] = Counter()
         self._adapters = adapters or Adapters()
@@ -93,6 +92,9 @@ class SchedulerSide:
         """The device's cache has blocks of an earlier generation: a reset was refused."""
         self._half = half
         self._hasher = hasher
+        self._groups = tuple(groups) or (KvGroup(hasher),)
+        self._hybrid = holds is not None
+        self._offers = DeviceOffers(half, self._groups, self.counts, holds)
         self._block_tokens = hasher.namespace.block_tokens
         self._world_size = world_size
         self._sync = sync
@@ -100,25 +102,23 @@ class SchedulerSide:
         self.evict: Evict = lambda request, first: None
         """Takes a request's blocks from an index on out of vLLM's prefix cache."""
         self._requests: dict[str, Tracked] = {}
-        self._by_offer: dict[int, tuple[str, tuple[SequenceHash, ...]]] = {}
-        """Offer → its request and its blocks."""
         self._loads: list[Load] = []
         """Taken since the last plan."""
         self._results: dict[str, list[LoadResult]] = {}
         """Loads that some ranks have reported, by request."""
-        self._known = OfferedNames()
         self._waiting = 0
         """Lookups that had no answer in this step."""
 
     @property
     def holding(self) -> bool:
-        """Do offers keep finished requests' blocks from being freed?"""
-        return any(tracked.finished and tracked.offers for tracked in self._requests.values())
+        """Do offers keep blocks from being freed?"""
+        finished = (tracked for tracked in self._requests.values() if tracked.finished)
+        return self._offers.holding or any(tracked.offers for tracked in finished)
 
     @property
     def idle(self) -> bool:
-        """No request is followed."""
-        return not self._requests
+        """No request is followed, and nothing is on offer."""
+        return not self._requests and not self._offers.any_out
 
     # --- admission --------------------------------------------------------------------------
 
@@ -138,23 +138,31 @@ class SchedulerSide:
         tracked.local = local = computed_tokens // self._block_tokens
         if local >= usable:
             return 0, False
-        names = tracked.first_names(self._hasher, usable)[local:]
-        hit = self._lookup(request, names, local)
+        hit = self._lookup(tracked, usable)
         if hit is not None and hit.reason == "lease_ended":
-            hit = self._lookup(request, names, local)
+            hit = self._lookup(tracked, usable)
         if hit is None:
             self._waiting += 1
             return None, False
         tracked.hit = hit
-        return hit.blocks * self._block_tokens, hit.blocks > 0 and not self._sync
+        if not self._hybrid:
+            return hit.blocks * self._block_tokens, hit.blocks > 0 and not self._sync
+        # Other prompts part from this one there, so that a window before it is worth keeping.
+        tracked.boundaries |= {local, local + hit.shared // self._block_tokens}
+        return hit.boundary, hit.boundary > 0
 
-    def _lookup(
-        self, request: EngineRequest, names: Sequence[SequenceHash], local: int
-    ) -> Hit | None:
+    def _lookup(self, tracked: Tracked, usable: int) -> Hit | None:
+        request, local = tracked.request, tracked.local
+        names = [
+            name
+            for group in self._groups
+            for name in tracked.first_names(group.hasher, usable)[local:]
+        ]
         begins_sequence = not local and not request.mm_features  # Then the tokens name the block.
         return self._half.lookup(
             request.request_id,
             names,
+            groups=runs_of(self._groups, usable - local) if self._hybrid else (),
             first_tokens=request.all_token_ids[: self._block_tokens] if begins_sequence else None,
             trace=(getattr(request, "trace_headers", None) or {}).get("traceparent", ""),
         )
@@ -167,17 +175,27 @@ class SchedulerSide:
             return
         count = -(-external_tokens // self._block_tokens)
         end = tracked.local + count
-        ids = blocks.get_block_ids()[0][tracked.local : end]
-        names = tracked.first_names(self._hasher, end)[tracked.local :]
-        load = self._take(request.request_id, names, ids)
-        tracked.lease, tracked.sync = load.lease, self._sync
+        ids: list[int] = []
+        names: list[SequenceHash] = []
+        for group, table in zip(self._groups, blocks.get_block_ids(), strict=False):
+            first = max(tracked.local, end - group.window) if group.window else tracked.local
+            ids += table[first:end]
+            names += tracked.first_names(group.hasher, end)[first:]
+        load = self._take(tracked, names, ids, external_tokens)
+        tracked.lease, tracked.sync = load.lease, self._sync and not self._hybrid
         tracked.loaded = (tracked.local, end)
         # What is loaded is in the host tier. It must count as known before anybody shares it.
-        self._known.add(names)
+        self._offers.known.add(names)
         self._loads.append(load)
 
-    def _take(self, request: str, names: Sequence[SequenceHash], blocks: list[int]) -> Load:
+    def _take(
+        self, tracked: Tracked, names: Sequence[SequenceHash], blocks: list[int], tokens: int
+    ) -> Load:
+        request = tracked.request.request_id
         try:
+            if self._hybrid and (tokens != tracked.hit.boundary or NULL_BLOCK in blocks):
+                text = f"{tokens} of {tracked.hit.boundary} tokens into {blocks}"
+                raise ConnectorMisuse(f"{text}: a hit over several KV groups is loaded as a whole")
             return self._half.take(request, blocks)
         except ConnectorMisuse as error:
             # The engine counts on a load. One that fails is recomputed; an exception is the end.
@@ -186,6 +204,7 @@ class SchedulerSide:
             return Load(
                 request=request, epoch=0, lease=0, slots=(0,) * len(blocks), blocks=tuple(blocks),
                 hashes=tuple(names), checksums=((0,),) * len(blocks), block_bytes=0, deadline_ms=0,
+                whole=self._hybrid,
             )  # fmt: skip
 
     def hit_of(self, request: EngineRequest) -> Hit:
@@ -207,15 +226,20 @@ class SchedulerSide:
                 output.num_scheduled_tokens[request],
                 len((output.scheduled_spec_decode_tokens or {}).get(request, ())),
             )
+            tables = scheduled_tables(output, request)
+            self._offers.keep(tracked, tables, tracked.dispatched_tokens // self._block_tokens)
             if tracked.computed(self._block_tokens) > tracked.offered:
-                self._offer(tracked, scheduled_blocks(output, request))
+                self._offers.offer(tracked, tables)
         loads, self._loads = tuple(self._loads), []
         waiting, self._waiting = self._waiting, 0
         if not output.num_scheduled_tokens and not loads and not sent and self._expects(waiting):
             NEWS.wait(IDLE_WAIT_S)
             NEWS.clear()
         return StepPlan(
-            loads, bool(loads) and self._sync, offering=bool(self._by_offer), sent=tuple(sent)
+            loads,
+            bool(loads) and self._sync and not self._hybrid,
+            offering=self._offers.any_out,
+            sent=tuple(sent),
         )
 
     def _expects(self, waiting: int) -> bool:
@@ -238,73 +262,59 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.lease = None
-        first = tracked.loaded[0]
-        tracked.loaded = (first, first + result.usable)
-        tracked.offered = min(tracked.offered, first + result.usable)
+        first, end = tracked.loaded
+        if result.usable < len(result.intact):
+            end = first + (0 if result.load.whole else result.usable)
+        tracked.loaded = (first, end)
+        tracked.offered = min(tracked.offered, end)
+        tracked.kept_until = min(tracked.kept_until, end)
         if tracked.finished and not tracked.offers:
             del self._requests[result.load.request]
 
     # --- offers -----------------------------------------------------------------------------
 
-    def _offer(self, tracked: Tracked, blocks: list[int]) -> None:
-        if tracked.refused:
-            return
-        self._known.serve(self._half.epoch)
-        runs = tracked.runs_to_offer(
-            tracked.computed(self._block_tokens),
-            hasher=self._hasher,
-            blocks=blocks,
-            is_known=self._known.__contains__,
-        )
-        for part in (part for run in runs for part in offers_of(run)):
-            offer = self._half.offer([part])
-            if offer is None:
-                continue  # No host tier is there, or too much is on offer: the core has counted it.
-            tracked.offers.add(offer)
-            self._by_offer[offer] = (tracked.request.request_id, part.hashes)
-            self._known.add(part.hashes)
-
     def _take_ended_offers(self) -> list[str]:
         """Take the requests that had finished and whose last offer is over now."""
         sent: list[str] = []
-        for ended in self._half.drain_ended():
-            request, names = self._by_offer.pop(ended.offer, ("", ()))
-            if not ended.complete:
-                self._known.discard(names)
+        for request, offer in self._offers.take_ended():
             tracked = self._requests.get(request)
-            if tracked is None:
-                continue  # Revoked, and ended meanwhile.
-            tracked.offers.discard(ended.offer)
+            if tracked is None or offer not in tracked.offers:
+                continue  # The request does not hold its blocks.
+            tracked.offers.discard(offer)
             if tracked.finished and not tracked.offers:
                 del self._requests[request]
                 sent.append(request)
         return sent
 
     def _preempted(self, request: str) -> None:
-        """Revoke a request's offers: vLLM has freed its blocks, and the step now planned may
-        overwrite them."""
+        """Revoke what a request offers and holds itself: vLLM has freed its blocks, and the step
+        now planned may overwrite them."""
         tracked = self._requests.get(request)
         if tracked is None or tracked.finished:
             return
         # No request can have hit them yet: a `schedule` call that preempts admits none.
         self.evict(tracked.request, tracked.unwritten_from(self._block_tokens))
-        for offer in tracked.offers:
-            _, names = self._by_offer.pop(offer, ("", ()))
-            self._known.discard(names)
-            self._half.revoke(offer)
-        self.counts["offers_revoked"] += len(tracked.offers)
+        if tracked.offers:
+            self._offers.revoke(tracked.offers)
+        self._offers.drop_kept(tracked)
         tracked.offers.clear()
         tracked.offered = 0
         tracked.readmitted()
 
     def finished(self, request: EngineRequest, blocks: list[int]) -> bool:
+        """End a request of an engine with one KV group: see `finished_in_groups`."""
+        return self.finished_in_groups(request, (blocks,))
+
+    def finished_in_groups(self, request: EngineRequest, tables: Tables) -> bool:
         """Return True to keep a finished request's blocks until a plan names it in `sent`."""
         name = request.request_id
         tracked = self._requests.get(name)
         if tracked is None:
             return False
         self._half.forget(name)
-        self._offer(tracked, blocks)
+        self._offers.keep_tail(tracked, tables)
+        self._offers.offer(tracked, tables)
+        self._offers.drop_kept(tracked)
         tracked.finished = True
         if tracked.lease is not None and not tracked.sync:
             # Aborted while it loads: vLLM holds the blocks until the load has ended.
@@ -325,8 +335,9 @@ class SchedulerSide:
             if refused:
                 self.counts[f"requests_refused.{refused}"] += 1
             tracked = self._requests[request.request_id] = Tracked(
-                request, refused, marks, steps_behind=self._steps_behind
-            )
+                request, refused, marks, steps_behind=self._steps_behind,
+                boundaries={(request.num_tokens - 1) // self._block_tokens},
+            )  # fmt: skip
         return tracked
 
     def marks_of(self, request: EngineRequest) -> tuple[tuple[ExtraTag, bytes], ...]:
@@ -344,6 +355,7 @@ class SchedulerSide:
 
     def _refuse(self, tracked: Tracked, reason: str) -> None:
         """Store nothing of a request any more, and load nothing for it."""
+        self._offers.drop_kept(tracked)
         if not tracked.refused:
             tracked.refused = reason
             self.counts[f"requests_refused.{reason}"] += 1
@@ -375,6 +387,5 @@ class SchedulerSide:
                 del self._requests[name]
             else:
                 self._refuse(tracked, "reset")
-        for offer in self._by_offer:
-            self._half.revoke(offer)
+        self._offers.revoke_all()
         return cleared

@@ -13,7 +13,7 @@ and hashed blocks for it. No step ever writes those blocks, and they keep their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash
@@ -39,8 +39,8 @@ class Tracked:
     refused: str
     marks: tuple[tuple[ExtraTag, bytes], ...] = ()
     """Extras of the first block: salt, LoRA and generation (`SchedulerSide.marks_of`)."""
-    names: list[SequenceHash] = field(default_factory=list)
-    """Of the first full blocks, as far as they were asked for."""
+    names: dict[int, list[SequenceHash]] = field(default_factory=dict)
+    """KV group → the names of its first full blocks, as far as they were asked for."""
     local: int = 0
     """Blocks that the device's own prefix cache had when the request was last admitted."""
     hit: Hit = field(default_factory=lambda: Hit(0))
@@ -64,19 +64,26 @@ class Tracked:
     offers: set[int] = field(default_factory=set)
     """Offers that are not over: as long as there are any, the blocks are held."""
     finished: bool = False
+    boundaries: set[int] = field(default_factory=set)
+    """Numbers of blocks at which other requests may hit, so that windows are kept before them."""
+    kept: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Group with a window → index → device block: held until its step has ended, then offered."""
+    kept_until: int = 0
+    """Blocks of windows before this one were looked at, whether to keep them."""
 
     def first_names(self, hasher: Hasher, count: int) -> list[SequenceHash]:
-        """Return the names of the first `count` blocks, which must be full."""
-        known = len(self.names)
+        """Return the names of the first `count` blocks of a group, which must be full."""
+        names = self.names.setdefault(hasher.namespace.group, [])
+        known = len(names)
         if count > known:
             size = hasher.namespace.block_tokens
             tokens = self.request.all_token_ids[known * size : count * size]
-            self.names += hasher.chain(
+            names += hasher.chain(
                 list(tokens),
-                parent=self.names[-1] if self.names else None,
+                parent=names[-1] if names else None,
                 extras=self._extras(known, count, size),
             )
-        return self.names[:count]
+        return names[:count]
 
     def _extras(self, first: int, end: int, size: int) -> Mapping[int, Extras]:
         """Return extras by block, counted from `first`, tagged as events are (hash_extras.py)."""
@@ -126,32 +133,43 @@ class Tracked:
         request = self.request
         return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
 
-    def runs_to_offer(
-        self,
-        end: int,
-        *,
-        hasher: Hasher,
-        blocks: list[int],
-        is_known: Callable[[SequenceHash], bool],
-    ) -> list[OfferRun]:
-        """Return what is to be offered of the blocks before `end`: all but what was loaded, and
+    def places_to_offer(
+        self, end: int, names: Sequence[SequenceHash], is_known: Callable[[SequenceHash], bool]
+    ) -> list[int]:
+        """Return which of the blocks before `end` are to be offered: all but what was loaded, and
         what the device had and the host tier was offered before."""
-        names = self.first_names(hasher, end)
-        wanted = [
+        return [
             index
-            for index in range(self.offered, min(end, len(blocks)))
-            if not self.loaded[0] <= index < self.loaded[1]
-            and not (index < self.local and is_known(names[index]))
+            for index in range(self.offered, end)
+            if not self.was_loaded(index) and not (index < self.local and is_known(names[index]))
         ]
-        self.offered = end
-        runs: list[OfferRun] = []
-        for first, after in _stretches(wanted):
-            parent = names[first - 1] if first else hasher.root
-            runs.append(OfferRun(parent, tuple(names[first:after]), tuple(blocks[first:after])))
-        return runs
+
+    def was_loaded(self, index: int) -> bool:
+        """Return whether a block came from the host tier."""
+        return self.loaded[0] <= index < self.loaded[1]
+
+    def take_kept(self, group: int, end: int) -> dict[int, int]:
+        """Return the kept blocks before `end` of a group, which are kept no longer."""
+        kept = self.kept.get(group, {})
+        return {index: kept.pop(index) for index in sorted(kept) if index < end}
 
 
-def _stretches(indices: list[int]) -> list[tuple[int, int]]:
+def runs_to_offer(
+    places: Sequence[int],
+    blocks: Mapping[int, int] | Sequence[int],
+    names: Sequence[SequenceHash],
+    root: SequenceHash,
+) -> list[OfferRun]:
+    """Return runs of consecutive blocks: `blocks` has the device block of each place."""
+    runs: list[OfferRun] = []
+    for first, after in _stretches(places):
+        parent = names[first - 1] if first else root
+        held = tuple(blocks[place] for place in range(first, after))
+        runs.append(OfferRun(parent, tuple(names[first:after]), held))
+    return runs
+
+
+def _stretches(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Return runs of consecutive numbers, as (first, end).
 
     >>> _stretches([1, 2, 5])

@@ -6,14 +6,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.client.tensors import Tensor, regions_of
+from kvbm_connectors.client.tensors import Tensor, regions_of_groups
 from kvbm_connectors.client.torch_device import MakeGpu
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Load, LoadResult
@@ -44,7 +44,9 @@ class WorkerSide:
         *,
         rank: int = 0,
         world_size: int = 1,
+        group_namespaces: Sequence[Namespace] = (),
     ) -> None:
+        self._group_namespaces = group_namespaces
         self._life, self._namespace, self._options = life, namespace, options
         self._rank, self._world_size = rank, world_size
         self._half: WorkerHalf | None = None
@@ -59,14 +61,19 @@ class WorkerSide:
         """Since the last report."""
         self._arrived: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
         self._sent: set[str] = set()
         self._make_gpu: MakeGpu | None = None
         self._gpu: Gpu | None = None
 
     def register(
-        self, tensors: Iterable[Tensor], block_count: int, make_gpu: MakeGpu | None = None
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        block_count: int,
+        make_gpu: MakeGpu | None = None,
     ) -> None:
-        """Lend the memory of these layers and begin to attach. Raises UnknownLayout.
+        """Lend the memory of the layers of each KV group, and begin to attach. Raises
+        UnknownLayout.
 
         With `make_gpu` it is a GPU's.
 
@@ -74,7 +81,7 @@ class WorkerSide:
         computes meanwhile.
         """
         self._make_gpu = make_gpu
-        regions = regions_of(tensors, block_count)
+        regions = regions_of_groups(groups, block_count)
         if not self._lend(regions):
             self._lender = threading.Thread(
                 target=self._lend_again, args=(regions,), name="kvbm-lend", daemon=True
@@ -107,6 +114,7 @@ class WorkerSide:
             engine=self._life.engine,
             incarnation=self._life.incarnation,
             namespace=self._namespace,
+            group_namespaces=self._group_namespaces,
             regions=regions,
             host_tier_endpoint=self._options.settings.host_tier_endpoint,
             rank=self._rank,
@@ -158,7 +166,10 @@ class WorkerSide:
     def _take(self, results: Sequence[LoadResult]) -> None:
         for result in results:
             self._ended.append(result)
-            self._bad_blocks.update(_bad_blocks(result))
+            if not result.load.whole:
+                self._bad_blocks.update(_bad_blocks(result))
+            elif result.usable < len(result.intact):
+                self._failed.add(result.load.request)
             if result.load.request in self._sync:
                 self._sync.discard(result.load.request)
             else:
@@ -179,6 +190,11 @@ class WorkerSide:
         """Return the device blocks that were to be loaded and were not; each once."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
+
+    def failed(self) -> set[str]:
+        """Return the requests whose loads over several KV groups have failed; each once."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def report(self) -> StepReport | None:
         """Return the loads that have ended since the last report, for the scheduler half."""

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from kvbm_common.identity import unpack_hashes
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.local import Confirm, Found, Lookup, Release
 from kvbm_connectors.core.messages import Effect, Hit, Load, ToHost
 
@@ -42,9 +43,11 @@ class Outside(Engine):
         """Request → the lease of its answer, until it is taken."""
         super().__init__(attach=False)
 
-    def look_up(self, *wanted: int, request: str = "r") -> Hit | None:
+    def look_up(
+        self, *wanted: int, request: str = "r", groups: Sequence[GroupRun] = ()
+    ) -> Hit | None:
         self.asking = request
-        return super().look_up(*wanted, request=request)
+        return super().look_up(*wanted, request=request, groups=groups)
 
     def take(self, *blocks: int, request: str = "r") -> Load:
         self.known.pop(request, None)

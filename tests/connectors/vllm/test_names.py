@@ -64,7 +64,7 @@ class FakeHalf:
     def forget(self, request: str) -> None:
         self.forgotten.append(request)
 
-    def offer(self, runs: Any, *, priority: int = 0) -> int:
+    def offer(self, runs: Any, *, priority: int = 0, namespace: bytes = b"") -> int:
         self.offers += 1
         return self.offers
 

@@ -72,7 +72,7 @@ def test_memory_that_cannot_be_lent_is_lent_later(
     side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, options)
     with host_tier(options.settings.host_tier_endpoint) as host:
         tensor = Tensor()
-        side.register([tensor], BLOCKS)
+        side.register([[tensor]], BLOCKS)
         assert side.counts() == {"lend_failures": 1}
         load = Load("r", 7, 5, (0,), (2,), (name(1),), ((0,),), BLOCK_BYTES, 2**60)
         side.start(StepPlan((load,)))
@@ -110,7 +110,7 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
     options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
     side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, options)
     with host_tier(options.settings.host_tier_endpoint) as host:
-        side.register([tensor], BLOCKS, make_gpu)
+        side.register([[tensor]], BLOCKS, make_gpu)
         assert side.counts() == {"lend_failures": 1}
         _, memory = unwrap(host.hear(Hello).agent)
         assert memory is not None
@@ -138,7 +138,7 @@ def test_a_flipped_byte_is_found_with_the_settings_that_are_shipped(
         parts = arena.array.reshape(4, world_size, BLOCK_BYTES)
         sums = tuple(tuple(block_checksum(part) for part in parts[slot]) for slot in (3, 1))
         parts[1, rank, 5] ^= 1
-        side.register([tensor], BLOCKS)
+        side.register([[tensor]], BLOCKS)
         host.hear(Hello)
         host.say(welcome(7, slot_bytes=size, slot_count=4, arena_path=str(arena.path),
                          agent=mover.metadata().result(10)))  # fmt: skip

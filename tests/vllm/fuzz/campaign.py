@@ -97,11 +97,9 @@ class Campaign:
 
     def __init__(self, wishes: Wishes) -> None:
         self._wishes = wishes
-        self._fixtures = made(VLLM_PYTHON)
         wishes.work.mkdir(parents=True, exist_ok=True)
         self._private = enter_private_memory()
-        self._reference = Reference(self._fixtures, wishes.work)
-        self._reference.begin()
+        self._references: dict[str, tuple[Path, Reference]] = {}
         self._alone: Plain | None = None
         self._known: dict[str, Found] = {}
 
@@ -116,7 +114,8 @@ class Campaign:
                 share = self._share_s(number)
                 tallies.append(self._shape(shape, programs, time.monotonic() + share))
         finally:
-            self._reference.stop()
+            for _, reference in self._references.values():
+                reference.stop()
             if self._alone is not None:
                 self._alone.close()
         return tallies
@@ -203,9 +202,20 @@ class Campaign:
         self._wishes.report(tally)
         return tally
 
+    def _of_kind(self, shape: str) -> tuple[Path, Reference]:
+        """The checkpoints for a shape's engines, and vLLM alone, which starts meanwhile."""
+        kind = SHAPES[shape].kind
+        if kind not in self._references:
+            fixtures = made(VLLM_PYTHON, kind)
+            reference = Reference(kind, fixtures, self._wishes.work)
+            self._references[kind] = fixtures, reference
+            reference.begin()
+        return self._references[kind]
+
     def _lane(self, shape: str, plant: str) -> Lane:
+        fixtures, _ = self._of_kind(shape)
         return Lane(
-            SHAPES[shape], self._fixtures, self._wishes.work / shape, plant=plant,
+            SHAPES[shape], fixtures, self._wishes.work / shape, plant=plant,
             private=self._private,
         )  # fmt: skip
 
@@ -214,12 +224,14 @@ class Campaign:
         if self._alone is None or self._alone.shape.name != shape:
             if self._alone is not None:
                 self._alone.close()
-            self._alone = Plain(SHAPES[shape], self._fixtures, self._wishes.work / f"{shape}-alone")
+            fixtures, _ = self._of_kind(shape)
+            self._alone = Plain(SHAPES[shape], fixtures, self._wishes.work / f"{shape}-alone")
         return self._alone
 
     def _one(self, program: Program, lane: Lane) -> Result:
         plain = partial(self._plain, program.shape)
-        result = Run(program, lane, self._reference, plain).result()
+        _, reference = self._of_kind(program.shape)
+        result = Run(program, lane, reference, plain).result()
         if result.unusable:
             lane.reopen()
         return result

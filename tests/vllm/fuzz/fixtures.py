@@ -21,9 +21,9 @@ SCRIPT = Path(__file__)
 TESTS = SCRIPT.parents[1]
 
 
-def made(python: Path) -> Path:
-    """A directory with `a`, `b`, and `lora0` to `lora3`."""
-    directory = Path(tempfile.gettempdir()) / f"kvbm-fuzz-{os.getuid()}-{VERSION}"
+def made(python: Path, kind: str) -> Path:
+    """A directory with `a`, `b`, and `lora0` to `lora3`, of one kind of model."""
+    directory = Path(tempfile.gettempdir()) / f"kvbm-fuzz-{os.getuid()}-{VERSION}-{kind}"
     with Path(f"{directory}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.is_dir():
@@ -33,7 +33,7 @@ def made(python: Path) -> Path:
             for seed, name in enumerate(WEIGHTS):
                 script, target = TESTS / "make_model.py", unfinished / name
                 subprocess.run(
-                    [python, script, target, "--seed", str(seed)],
+                    [python, script, target, "--kind", kind, "--seed", str(seed)],
                     check=True, env=environ, capture_output=True,
                 )  # fmt: skip
             subprocess.run([python, SCRIPT, unfinished], check=True, env=environ)

@@ -8,7 +8,7 @@ does not know that variable. Where the product has other methods by now, adapt t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,38 @@ def offer_everything_early() -> None:
 def keep_offers_of_preempted() -> None:
     """Offers of preempted requests are not revoked: their blocks are overwritten while read."""
     replace(f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_preempted", lambda self, name: None)
+
+
+# --- KV groups --------------------------------------------------------------------------------
+
+
+def hold_nothing() -> None:
+    """Blocks that leave their window while they are on offer are overwritten while read."""
+
+    def count(self: Any, blocks: Sequence[int]) -> None:
+        self._count += len(blocks)
+
+    def forget(self: Any, blocks: Sequence[int]) -> None:
+        self._count -= len(blocks)
+
+    replace(f"{PREFIX}vllm.block_holds", "BlockHolds", "hold", count)
+    replace(f"{PREFIX}vllm.block_holds", "BlockHolds", "release", forget)
+
+
+def shorten_windows() -> None:
+    """A hit brings one block of a window too few."""
+    blocks = original(f"{PREFIX}vllm.kv_groups", "", "window_blocks")
+
+    def fewer(spec: Any) -> int:
+        count = int(blocks(spec))
+        return max(1, count - 1) if count else 0
+
+    replace(f"{PREFIX}vllm.kv_groups", "", "window_blocks", fewer)
+
+
+def report_no_failed_request() -> None:
+    """A load over several groups that failed is taken for one that has ended well."""
+    replace(f"{PREFIX}vllm.worker_side", "WorkerSide", "failed", lambda self: set())
 
 
 # --- loads ------------------------------------------------------------------------------------
@@ -207,6 +239,17 @@ PLANTS = {
     ),
     "endless-load": Plant(
         "a load has no deadline", ("nixl",), before=load_for_ever, often=("stop",)
+    ),
+    "unheld-windows": Plant(
+        "blocks that leave their window are not held", ("hybrid-tiny",), before=hold_nothing,
+        restarts=True,
+    ),
+    "short-windows": Plant(
+        "a window is a block too short", ("hybrid",), before=shorten_windows, restarts=True
+    ),
+    "unreported-loads": Plant(
+        "a failed load of several groups is not told", ("hybrid",),
+        before=report_no_failed_request, often=("corrupt arena",),
     ),
     "unverified": Plant(
         "no rank of two verifies", ("tp2",), before=verify_none, restarts=True,

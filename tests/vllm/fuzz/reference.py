@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tests.vllm.fuzz.processes import FuzzEngine
-from tests.vllm.fuzz.shapes import REFERENCE, REFERENCE_WITH_ADAPTERS
+from tests.vllm.fuzz.shapes import reference
 from tests.vllm.fuzz.talk import Answer, Ask, Command
 
 KEPT_MAX = 20_000
@@ -18,13 +18,15 @@ class NotJudged(Exception):
 
 
 class Reference:
-    """Engines without a connector or a prefix cache; any checkpoint, any adapter.
+    """Engines of one kind of model without a connector or a prefix cache; any checkpoint, any
+    adapter.
 
     Adapters have an engine of their own, because on CPU vLLM cannot combine them with everything
     else (prompt logprobs).
     """
 
-    def __init__(self, fixtures: Path, work: Path) -> None:
+    def __init__(self, kind: str, fixtures: Path, work: Path) -> None:
+        self._kind = kind
         self._fixtures, self._work = fixtures, work
         self._known: dict[str, Answer] = {}
         self._engines: dict[bool, FuzzEngine] = {}
@@ -37,7 +39,7 @@ class Reference:
         self._engines[False] = self._start(adapters=False)
 
     def _start(self, *, adapters: bool) -> FuzzEngine:
-        shape = REFERENCE_WITH_ADAPTERS if adapters else REFERENCE
+        shape = reference(self._kind, adapters=adapters)
         log = self._work / f"{shape.name}.log"
         self._weights[adapters] = ""
         return FuzzEngine(self._fixtures / "a", shape, None, log=log, environ={})

@@ -14,6 +14,8 @@ class Shape:
     """vLLM's arguments, the stack's settings, and what is drawn for them."""
 
     name: str
+    kind: str = "full"
+    """Of the model: see make_model.py."""
     blocks: int = 96
     block_tokens: int = 32
     model_tokens: int = 1024
@@ -91,6 +93,11 @@ SHAPES = {
             arguments={"max_num_batched_tokens": 2048},
             stack={"cpu_cache_gb": 0.1},
         ),
+        Shape(name="hybrid", kind="windowed", stack=MEMORY),
+        Shape(
+            name="hybrid-tiny", kind="windowed", blocks=72, model_tokens=640, second=True,
+            stack=EVICTING, arguments={"max_num_batched_tokens": 128},
+        ),
         Shape(name="evicting", blocks=64, stack=EVICTING, second=True),
         Shape(name="disk", blocks=64, stack=DISK_ONLY),
         Shape(
@@ -106,8 +113,11 @@ SHAPES = {
 
 ALONE = {"max_num_batched_tokens": 4096, "enable_prefix_caching": False, "max_num_seqs": 64}
 ADAPTERS = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
-REFERENCE = Shape(name="reference", blocks=600, model_tokens=2048, arguments=ALONE)
-"""vLLM alone: every request computes all of its prompt."""
-REFERENCE_WITH_ADAPTERS = Shape(
-    name="reference-lora", blocks=600, model_tokens=2048, arguments=ALONE | ADAPTERS
-)
+
+
+def reference(kind: str, *, adapters: bool) -> Shape:
+    """vLLM alone, which computes all of every prompt."""
+    return Shape(
+        name=f"reference-{kind}{'-lora' if adapters else ''}", kind=kind, blocks=1200,
+        model_tokens=2048, arguments=ALONE | (ADAPTERS if adapters else {}),
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import lcm
 
 import msgspec
@@ -47,6 +48,14 @@ class Reach:
 
 Names = Sequence[Sequence[SequenceHash]]
 """The names of every group's blocks, in the order of the groups."""
+
+
+def split(groups: Iterable[GroupRun], names: Sequence[SequenceHash]) -> Names:
+    """Return the names of each group's blocks, which come one group after the other."""
+    rest = iter(names)
+    found = [list(islice(rest, group.blocks)) for group in groups]
+    assert next(rest, None) is None, f"{len(names)} names are more than {groups} have"
+    return found
 
 
 def step_tokens(groups: Iterable[GroupRun]) -> int:

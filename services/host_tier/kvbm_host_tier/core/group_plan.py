@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from kvbm_common.identity import BLOCK_TOKENS_MAX, IdentityError, SequenceHash
 from kvbm_common.tier.kv_groups import (
@@ -20,6 +19,7 @@ from kvbm_common.tier.kv_groups import (
     needed,
     needed_names,
     reach,
+    split,
 )
 
 GROUPS_MAX = 64
@@ -43,9 +43,7 @@ class GroupPlan:
         """Return a plan that reaches nothing yet. Raises IdentityError for groups that do not fit
         the hashes."""
         _require_groups(groups, len(hashes))
-        rest = iter(hashes)
-        names = [list(islice(rest, group.blocks)) for group in groups]
-        return cls(groups, names, longest(groups), Reach(0, 0))
+        return cls(groups, split(groups, hashes), longest(groups), Reach(0, 0))
 
     def choose(self, here: Has, may_come: Has) -> None:
         """Reach as far as blocks go that are here, or may come."""

@@ -1,0 +1,48 @@
+"""Holds: references to blocks in vLLM's pool that keep offered blocks from being reused.
+
+With one KV group a finished request keeps its blocks while an offer is out. With several, vLLM
+frees blocks of a running request that have left their window, so an offer holds each block itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+NULL_BLOCK = 0
+"""vLLM's place holder for blocks that have left a window."""
+
+
+class BlockHolds:
+    """References that the connector has taken. Called by the scheduler's thread alone."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return how many references are held."""
+        return self._count
+
+    @property
+    def ready(self) -> bool:
+        """Return whether vLLM has shown its pool: nothing can be held before."""
+        return self._pool is not None
+
+    def bind(self, pool: Any) -> None:
+        """Hold blocks of this pool (vllm.v1.core.block_pool.BlockPool) from now on."""
+        assert not self._count, f"{self._count} blocks of another pool are held"
+        if all(hasattr(pool, name) for name in ("blocks", "touch", "free_blocks")):
+            self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Take a reference to each block."""
+        assert NULL_BLOCK not in blocks, f"vLLM's null block is no block to hold: {blocks}"
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+        self._count += len(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give the references back; the first block of a run is the last to be reused."""
+        assert len(blocks) <= self._count, f"{len(blocks)} of {self._count} held blocks"
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+        self._count -= len(blocks)

@@ -1,0 +1,196 @@
+"""Offers of vLLM's device blocks: which blocks of a request are offered, and what holds them.
+
+With one KV group, a request holds the blocks that it offers, and vLLM frees them when a plan names
+the request in `sent`. With several, or a sliding window, vLLM frees blocks while their request
+runs, so `BlockHolds` has a reference to each offered block.
+
+A window's blocks leave it before anybody could offer them: the step that computes them must end
+first. So those that are worth it are held from the plan on that computes them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from kvbm_common.identity import SequenceHash
+
+from kvbm_connectors.client.offered_names import OfferedNames
+from kvbm_connectors.core.messages import OfferEnded, OfferRun, offers_of
+from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
+from kvbm_connectors.vllm.kv_groups import KvGroup, is_in_tail
+from kvbm_connectors.vllm.tracked import Tracked, runs_to_offer
+
+Tables = Sequence[Sequence[int]]
+"""A request's device blocks, KV group by KV group."""
+
+
+class OffersTaken(Protocol):
+    """SchedulerHalf, as far as offers go."""
+
+    @property
+    def epoch(self) -> int: ...
+    def offer(
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
+    ) -> int | None: ...
+    def revoke(self, offer: int) -> None: ...
+    def drain_ended(self) -> list[OfferEnded]: ...
+
+
+class DeviceOffers:
+    """All offers of one engine."""
+
+    def __init__(
+        self,
+        half: OffersTaken,
+        groups: Sequence[KvGroup],
+        counts: Counter[str],
+        holds: BlockHolds | None,
+    ) -> None:
+        """Offer the blocks of these groups; without `holds` requests hold what they offer."""
+        assert groups, "an engine without KV groups offers nothing"
+        assert holds is not None or (len(groups) == 1 and not groups[0].window), groups
+        self._half, self._groups, self._counts = half, groups, counts
+        self._holds = holds
+        self._block_tokens = groups[0].hasher.namespace.block_tokens
+        self._out: dict[int, tuple[str, OfferRun]] = {}
+        """Offer → its request and its blocks."""
+        self.known = OfferedNames()
+
+    @property
+    def any_out(self) -> bool:
+        """Return whether anything is on offer."""
+        return bool(self._out)
+
+    @property
+    def holding(self) -> bool:
+        """Return whether blocks are held beside the requests that use them."""
+        return self._holds is not None and len(self._holds) > 0
+
+    # --- windows ----------------------------------------------------------------------------
+
+    def keep(self, tracked: Tracked, tables: Tables, end: int) -> None:
+        """Hold the blocks before `end` of windows that a hit may need, until they are offered."""
+        if self._holds is None or not self._holds.ready or tracked.refused:
+            return
+        assert end >= 0, f"{tracked.request.request_id} has {end} blocks"
+        for at, (group, table) in enumerate(zip(self._groups, tables, strict=False)):
+            if group.window:
+                places = range(tracked.kept_until, min(end, len(table)))
+                near = [one for one in places if is_in_tail(one, group.window, tracked.boundaries)]
+                self._keep(tracked, at, near, table)
+        tracked.kept_until = max(tracked.kept_until, end)
+
+    def keep_tail(self, tracked: Tracked, tables: Tables) -> None:
+        """Hold the last blocks of each window of a request that ends: the next turn begins there.
+
+        Those that an offer or a load has brought to the host tier need not be held.
+        """
+        end = tracked.computed(self._block_tokens)
+        if self._holds is None or not self._holds.ready or tracked.refused or not end:
+            return
+        for at, (group, table) in enumerate(zip(self._groups, tables, strict=False)):
+            first = max(0, end - group.window)
+            if group.window:
+                names = tracked.first_names(group.hasher, end)
+                places = range(first, min(end, len(table)))
+                new = [place for place in places if names[place] not in self.known]
+                self._keep(tracked, at, new, table)
+
+    def _keep(self, tracked: Tracked, at: int, places: list[int], table: Sequence[int]) -> None:
+        assert self._holds is not None
+        if not places:  # Of most steps, which finish no block.
+            return
+        kept = tracked.kept.setdefault(at, {})
+        # Of what the device had, some may be offered already.
+        names = tracked.first_names(self._groups[at].hasher, tracked.local)
+        for place in places:
+            block = table[place]
+            is_here = place < len(names) and names[place] in self.known
+            if block == NULL_BLOCK or place in kept or is_here or tracked.was_loaded(place):
+                continue
+            self._holds.hold([block])
+            kept[place] = block
+
+    def drop_kept(self, tracked: Tracked) -> None:
+        """Give back what is held of a request and not on offer."""
+        for kept in tracked.kept.values():
+            assert self._holds is not None
+            self._holds.release(list(kept.values()))
+        tracked.kept.clear()
+        tracked.kept_until = 0
+
+    # --- offers -----------------------------------------------------------------------------
+
+    def offer(self, tracked: Tracked, tables: Tables) -> None:
+        """Offer what steps have finished since the last time."""
+        if tracked.refused or (self._holds is not None and not self._holds.ready):
+            return
+        self.known.serve(self._half.epoch)
+        end = tracked.computed(self._block_tokens)
+        for at, (group, table) in enumerate(zip(self._groups, tables, strict=False)):
+            names = tracked.first_names(group.hasher, end)
+            if group.window:
+                self._offer_kept(tracked, at, end, names)
+            else:
+                upto = min(end, len(table))
+                places = tracked.places_to_offer(upto, names, self.known.__contains__)
+                runs = runs_to_offer(places, table, names, group.hasher.root)
+                self._offer_runs(tracked, group, runs, held=False)
+        tracked.offered = end
+
+    def _offer_kept(
+        self, tracked: Tracked, at: int, end: int, names: Sequence[SequenceHash]
+    ) -> None:
+        group, kept = self._groups[at], tracked.take_kept(at, end)
+        runs = runs_to_offer(list(kept), kept, names, group.hasher.root)
+        self._offer_runs(tracked, group, runs, held=True)
+
+    def _offer_runs(
+        self, tracked: Tracked, group: KvGroup, runs: Iterable[OfferRun], *, held: bool
+    ) -> None:
+        namespace = group.hasher.namespace.digest if self._holds is not None else b""
+        for part in (part for run in runs for part in offers_of(run)):
+            offer = self._half.offer([part], namespace=namespace)
+            if offer is None:  # No host tier is there, or too much is on offer: it is counted.
+                if held and self._holds is not None:
+                    self._holds.release(part.blocks)
+                continue
+            if self._holds is None:
+                tracked.offers.add(offer)
+            elif not held:
+                self._holds.hold(part.blocks)
+            self._out[offer] = (tracked.request.request_id, part)
+            self.known.add(part.hashes)
+
+    # --- ends -------------------------------------------------------------------------------
+
+    def take_ended(self) -> list[tuple[str, int]]:
+        """Return the offers that have ended, each with its request; their blocks are free."""
+        ended: list[tuple[str, int]] = []
+        for one in self._half.drain_ended():
+            request, run = self._out.pop(one.offer, ("", None))
+            if run is None:
+                continue  # Revoked before, with its request.
+            if not one.complete:
+                self.known.discard(run.hashes)
+            if self._holds is not None:
+                self._holds.release(run.blocks)
+            ended.append((request, one.offer))
+        return ended
+
+    def revoke(self, offers: Collection[int]) -> None:
+        """End offers whose blocks vLLM has freed: the step now planned may overwrite them."""
+        assert self._holds is None, "held blocks are not overwritten"
+        for offer in offers:
+            _, run = self._out.pop(offer, ("", None))
+            if run is not None:
+                self.known.discard(run.hashes)
+            self._half.revoke(offer)
+        self._counts["offers_revoked"] += len(offers)
+
+    def revoke_all(self) -> None:
+        """Have every offer end: the engine's memory may be taken away."""
+        for offer in self._out:
+            self._half.revoke(offer)

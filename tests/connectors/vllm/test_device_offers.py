@@ -1,0 +1,303 @@
+"""Offers over two KV groups: full attention, and a window of one block. A block has four tokens.
+
+vLLM replaces blocks that have left the window by its null block, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from kvbm_common.identity import Hasher, SequenceHash
+from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
+from kvbm_connectors.vllm.block_holds import BlockHolds
+from kvbm_connectors.vllm.kv_groups import KvGroup
+from kvbm_connectors.vllm.plan import StepReport
+from kvbm_connectors.vllm.scheduler_side import SchedulerSide
+from msgspec.structs import replace
+
+from tests.connectors.helpers import NAMESPACE
+from tests.connectors.vllm.pool import Pool
+from tests.connectors.vllm.requests import Output, Request
+
+FULL = KvGroup(Hasher(NAMESPACE))
+WINDOW = KvGroup(Hasher(replace(NAMESPACE, group=1)), 1)
+
+
+class Half:
+    """A scheduler half whose host tier has `hit`, and takes every offer."""
+
+    epoch = 1
+
+    def __init__(self) -> None:
+        self.hit = Hit(0)
+        self.asked: list[tuple[SequenceHash, ...]] = []
+        self.offered: dict[int, OfferRun] = {}
+        self.namespaces: dict[int, bytes] = {}
+        self.revoked: list[int] = []
+        self.ended: list[OfferEnded] = []
+        self.results: list[LoadResult] = []
+        self.takes = True
+
+    def lookup(self, request: str, hashes: Sequence[SequenceHash], **_: Any) -> Hit:
+        self.asked.append(tuple(hashes))
+        return self.hit
+
+    def take(self, request: str, blocks: Sequence[int]) -> Load:
+        return Load(
+            request=request, epoch=1, lease=1, slots=(0,) * len(blocks), blocks=tuple(blocks),
+            hashes=self.asked[-1][: len(blocks)], checksums=((0,),) * len(blocks), block_bytes=1,
+            deadline_ms=1, whole=True,
+        )  # fmt: skip
+
+    def load_ended(self, result: LoadResult) -> None:
+        self.results.append(result)
+
+    def forget(self, request: str) -> None: ...
+
+    def offer(
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
+    ) -> int | None:
+        if not self.takes:
+            return None
+        number = len(self.offered) + 1
+        [self.offered[number]] = runs
+        self.namespaces[number] = namespace
+        return number
+
+    def revoke(self, offer: int) -> None:
+        self.revoked.append(offer)
+        self.end(offer, complete=False)
+
+    def end(self, *offers: int, complete: bool = True) -> None:
+        """The host tier has these, or not."""
+        self.ended += [OfferEnded(offer, 1, complete) for offer in offers]
+
+    def drain_ended(self) -> list[OfferEnded]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class Engine:
+    """The scheduler side of an engine with two groups, and its pool."""
+
+    def __init__(self) -> None:
+        self.pool, self.half, self.holds = Pool(), Half(), BlockHolds()
+        self.holds.bind(self.pool)
+        self.side = SchedulerSide(self.half, FULL.hasher, groups=[FULL, WINDOW], holds=self.holds)
+
+    def admit(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
+        found = self.side.matched(request, local)
+        request.num_computed_tokens = local
+        return found
+
+    def step(self, request: Request, tokens: int, *tables: list[int], ends: bool = True) -> None:
+        """Plan a step, and let it end."""
+        state = State({request.request_id: tables})
+        self.side.plan(Output({request.request_id: tokens}, kv_connector_block_state=state))
+        request.begin(tokens)
+        if ends:
+            request.end(tokens)
+
+    @property
+    def offers(self) -> dict[int, tuple[int, ...]]:
+        """The device blocks of each offer."""
+        return {number: run.blocks for number, run in self.half.offered.items()}
+
+
+class State:
+    """vllm.v1.core.sched.output.KVConnectorBlockState."""
+
+    def __init__(self, tables: dict[str, tuple[list[int], ...]]) -> None:
+        self.tables = tables
+
+    def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None:
+        return self.tables.get(req_id)
+
+
+def tokens(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
+
+
+def test_blocks_of_a_window_are_held_from_the_step_that_computes_them() -> None:
+    """Goal: a block that leaves the window before its offer is not overwritten.
+
+    1. A step computes four blocks, of a prompt of 17 tokens: the last one is the end of the
+       prompt. It is held at once; nothing is offered.
+    2. The step has ended, and vLLM has freed what left the window. Both groups are offered.
+    """
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    assert (engine.pool.held(), engine.offers) == ([14], {})
+    engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
+    assert engine.offers == {1: (1, 2, 3, 4), 2: (14,)}
+    assert engine.half.namespaces == {
+        1: FULL.hasher.namespace.digest,
+        2: WINDOW.hasher.namespace.digest,
+    }
+    names = WINDOW.hasher.chain(tokens(16))
+    assert engine.half.offered[2].parent == names[2]
+    assert engine.half.offered[2].hashes == (names[3],)
+    assert engine.pool.held() == [1, 2, 3, 4, 14]
+
+
+def test_what_an_offer_holds_is_free_when_it_ends() -> None:
+    """The request goes on, and keeps its own references."""
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
+    engine.half.end(1)
+    engine.side.plan(Output())
+    assert engine.pool.held() == [14]
+    engine.half.end(2)
+    assert engine.side.plan(Output()).sent == ()
+    assert engine.pool.held() == []
+    assert not len(engine.holds)
+
+
+def test_a_finished_request_is_not_kept_and_its_last_window_is_offered() -> None:
+    """Goal: the next turn of a conversation begins where this one ends.
+
+    The answer has 7 tokens: two more blocks. The window before the end of the prompt was held, and
+    the last block is in the table.
+    """
+    engine, request = Engine(), Request(all_token_ids=tokens(9))
+    engine.admit(request)
+    engine.step(request, 8, [1, 2], [11, 12])
+    request.all_token_ids = tokens(16)
+    engine.step(request, 8, [1, 2, 3, 4], [0, 12, 13, 14])
+    assert not engine.side.finished_in_groups(request, ([1, 2, 3, 4], [0, 0, 0, 14]))
+    assert [engine.half.offered[number].blocks for number in (1, 2)] == [(1, 2), (12,)]
+    assert [engine.half.offered[number].blocks for number in (3, 4)] == [(3, 4), (14,)]
+    assert engine.pool.held() == [1, 2, 3, 4, 12, 14]
+    assert not engine.side.idle
+    engine.half.end(1, 2, 3, 4)
+    engine.side.plan(Output())
+    assert engine.side.idle
+    assert engine.pool.held() == []
+
+
+def test_where_no_host_tier_takes_offers_nothing_stays_held() -> None:
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.half.takes = False
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    assert engine.pool.held() == [14]
+    engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
+    engine.side.finished_in_groups(request, ([1, 2, 3, 4, 5], [0, 0, 0, 14, 15]))
+    assert (engine.pool.held(), engine.side.idle) == ([], True)
+
+
+def test_a_preempted_request_gives_back_what_is_not_on_offer() -> None:
+    """What is on offer stays held: no step overwrites it, and the offer is not revoked."""
+    engine, request = Engine(), Request(all_token_ids=tokens(33))
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    engine.step(request, 16, [1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 14, 15, 16, 17, 18], ends=False)
+    assert engine.pool.held() == [1, 2, 3, 4, 14, 18]
+    engine.side.plan(Output(preempted_req_ids=["r"]))
+    assert engine.pool.held() == [1, 2, 3, 4, 14]
+    assert engine.half.revoked == []
+
+
+def test_a_refused_request_gives_back_what_it_holds() -> None:
+    """A reset with other weights: what is computed now is stored under no name."""
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    engine.side.reset("0123456789abcdef")
+    assert engine.pool.held() == []
+
+
+def test_before_vllm_shows_its_pool_nothing_is_offered() -> None:
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    side = SchedulerSide(engine.half, FULL.hasher, groups=[FULL, WINDOW], holds=BlockHolds())
+    engine.side = side
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
+    assert engine.offers == {}
+
+
+# --- hits ---------------------------------------------------------------------------------------
+
+
+def test_a_hit_is_loaded_into_the_blocks_that_it_needs() -> None:
+    """Eight tokens are on the device; the host tier has up to 16: of the window, one block."""
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
+    assert engine.admit(request, 8) == (8, True)
+    asked = FULL.hasher.chain(tokens(16))[2:] + WINDOW.hasher.chain(tokens(16))[2:]
+    assert engine.half.asked == [tuple(asked)]
+    engine.side.allocated(request, Table([1, 2, 3, 4], [0, 0, 0, 14]), 8)
+    [load] = engine.side.plan(Output()).loads
+    assert (load.blocks, load.whole) == ((3, 4, 14), True)
+
+
+@pytest.mark.parametrize(("external", "table"), [(4, [0, 0, 13, 14]), (8, [0, 0, 0, 0])])
+def test_a_hit_that_vllm_cuts_or_has_no_room_for_fails_as_a_whole(
+    external: int, table: list[int]
+) -> None:
+    """Goal: a shorter hit needs other blocks of the window, which nobody has leased."""
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
+    engine.admit(request, 8)
+    engine.side.allocated(request, Table([1, 2, 3, 4], table), external)
+    [load] = engine.side.plan(Output()).loads
+    assert (load.epoch, load.lease, load.whole) == (0, 0, True)
+    assert engine.side.counts["loads_impossible"] == 1
+
+
+def test_loaded_blocks_are_not_offered_again_and_what_is_behind_them_is() -> None:
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
+    engine.admit(request)
+    engine.side.allocated(request, Table([1, 2], [0, 12]), 8)
+    [load] = engine.side.plan(Output()).loads
+    engine.side.reported(StepReport((LoadResult(load, (True,) * 3),)))
+    request.num_computed_tokens = 8
+    engine.step(request, 8, [1, 2, 3, 4], [0, 12, 13, 14])
+    engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
+    assert engine.offers == {1: (3, 4), 2: (14,)}
+
+
+def test_after_a_load_that_failed_everything_is_offered_again() -> None:
+    """One block of the window is corrupt: vLLM computes the whole prompt. Prompts part at 8."""
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
+    engine.admit(request)
+    engine.side.allocated(request, Table([1, 2], [0, 12]), 8)
+    [load] = engine.side.plan(Output()).loads
+    engine.side.reported(StepReport((LoadResult(load, (True, True, False), (2,)),)))
+    assert engine.side.counts["loads_failed"] == 1
+    engine.half.hit = Hit(0, reason="avoided")
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
+    assert engine.offers == {1: (1, 2, 3, 4), 2: (12,), 3: (14,)}
+
+
+def test_where_prompts_part_the_window_is_kept() -> None:
+    """Goal: the second prompt with a shared beginning makes it a hit for the third.
+
+    The full group has 12 tokens, the window none of them: the window before 12 is kept.
+    """
+    engine, request = Engine(), Request(all_token_ids=tokens(25))
+    engine.half.hit = Hit(0, reason="not_stored", boundary=0, shared=12)
+    assert engine.admit(request) == (0, False)
+    table = [11, 12, 13, 14, 15, 16]
+    engine.step(request, 24, [1, 2, 3, 4, 5, 6], table)
+    assert engine.pool.held() == [13, 14, 16], "12 tokens, every fourth window, the prompt's end"
+
+
+class Table:
+    """vllm.v1.core.kv_cache_manager.KVCacheBlocks."""
+
+    def __init__(self, *tables: list[int]) -> None:
+        self.tables = tables
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.tables
