@@ -173,7 +173,6 @@ def test_a_finished_request_is_not_kept_and_its_last_window_is_offered() -> None
     assert [engine.half.offered[number].blocks for number in (1, 2)] == [(1, 2), (12,)]
     assert [engine.half.offered[number].blocks for number in (3, 4)] == [(3, 4), (14,)]
     assert engine.pool.held() == [1, 2, 3, 4, 12, 14]
-    assert not engine.side.idle
     engine.half.end(1, 2, 3, 4)
     engine.side.plan(Output())
     assert engine.side.idle
