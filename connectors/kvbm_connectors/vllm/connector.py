@@ -87,6 +87,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._meter = Meter(self.counts)
         self._block_pool: Any = None
+        self._holds: BlockHolds | None = None
         self._lend: Callable[[], None] = lambda: None
         self._parked = False
         refusal = refusal_of(vllm_config, kv_cache_config)
