@@ -29,6 +29,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Of a file: as long as it is there, a step that loads does not go on (`hold loads`). Of a
     model's directory (`load weights`)."""
     asks: list[Ask] = []
+    group: int | None = None
+    """`dump` the blocks of this KV group alone."""
     settle: bool = True
     """Go on stepping until no request holds blocks and nothing is on offer."""
 

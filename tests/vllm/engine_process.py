@@ -103,7 +103,7 @@ class Engine:
             ok=ok,
             counts=self._counts(),
             preemptions=self._preemptions,
-            blocks=self._dump() if command.what == "dump" else [],
+            blocks=self._dump(command.group) if command.what == "dump" else [],
             engine=self.connector._life.engine if self._half() is not None else "",
             epochs=self._epochs(),
             streams_attached=self._half() is not None and self._half().streams_attached,
@@ -116,10 +116,9 @@ class Engine:
     def _learn_names(self) -> None:
         """What we call the blocks that vLLM has its own hashes for."""
         side: Any = getattr(self.connector, "_scheduler", None)
-        hasher = side._hasher if side is not None else None
         while self._requests:
             _, request = self._requests.popitem()
-            if hasher is not None:
+            if side is not None:
                 from kvbm_connectors.vllm.adapters import AdapterRefused
                 from kvbm_connectors.vllm.tracked import Tracked  # Others' engines have none.
 
@@ -127,9 +126,12 @@ class Engine:
                     marks = side.marks_of(request)
                 except AdapterRefused:
                     continue  # Its blocks have no names.
-                names = Tracked(request, "", marks).first_names(hasher, len(request.block_hashes))
-                ours = (name.hex() for name in names)
-                self._names.update(zip(map(bytes, request.block_hashes), ours, strict=True))
+                tracked, hashes = Tracked(request, "", marks), request.block_hashes
+                for number, group in enumerate(side.groups):
+                    names = tracked.first_names(group.hasher, len(hashes))
+                    keys = (bytes(one) + number.to_bytes(GROUP_BYTES, "big") for one in hashes)
+                    ours = (name.hex() for name in names)
+                    self._names.update(zip(keys, ours, strict=True))
 
     def _run(self, asks: list[Ask]) -> list[Answer]:
         from vllm import SamplingParams
@@ -238,10 +240,12 @@ class Engine:
         lent = lent_half()
         return [half.epoch, 0 if lent is None else lent.epoch]
 
-    def _dump(self) -> list[str]:
-        """Our names of the blocks in vLLM's prefix cache, each once."""
+    def _dump(self, group: int | None) -> list[str]:
+        """Our names of the blocks in vLLM's prefix cache, each once; of one KV group, if given."""
         cache = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-        return sorted({self._names[bytes(key)[:-GROUP_BYTES]] for key in cache._cache})
+        ending = b"" if group is None else group.to_bytes(GROUP_BYTES, "big")
+        keys = (key for key in map(bytes, cache._cache) if key.endswith(ending))
+        return sorted({self._names[key] for key in keys})
 
 
 def worker_of_this_process() -> Any:

@@ -206,9 +206,9 @@ class EngineProcess(LineProcess[Command, Reply]):
         reply = self.say(Command(what="reset"))
         assert reply.ok, f"reset refused{self.tail()}"
 
-    def blocks(self) -> set[str]:
-        """Our names of what is in the device's prefix cache."""
-        return set(self.say(Command(what="dump")).blocks)
+    def blocks(self, group: int | None = None) -> set[str]:
+        """Our names of what is in the device's prefix cache; of one KV group, if given."""
+        return set(self.say(Command(what="dump", group=group)).blocks)
 
     def state(self) -> Reply:
         """Counts and the like."""

@@ -72,6 +72,19 @@ def windowed(arguments: argparse.Namespace) -> Any:
     return Gemma3ForCausalLM(config)
 
 
+def sliding(arguments: argparse.Namespace) -> Any:
+    """A window of 64 tokens in every layer."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        **common(arguments),
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        sliding_window=64,
+    )
+    return MistralForCausalLM(config)
+
+
 def latent(arguments: argparse.Namespace) -> Any:
     """Multi-head latent attention, without experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -90,7 +103,7 @@ def latent(arguments: argparse.Namespace) -> Any:
     return DeepseekV2ForCausalLM(config)
 
 
-KINDS = {"full": full, "windowed": windowed, "latent": latent}
+KINDS = {"full": full, "windowed": windowed, "sliding": sliding, "latent": latent}
 
 
 def tokenizer(vocabulary: int) -> Any:

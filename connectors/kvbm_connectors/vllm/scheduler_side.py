@@ -91,10 +91,10 @@ class SchedulerSide:
         self._stale = False
         """The device's cache has blocks of an earlier generation: a reset was refused."""
         self._half = half
-        self._hasher = hasher
-        self._groups = tuple(groups) or (KvGroup(hasher),)
+        self.groups = tuple(groups) or (KvGroup(hasher),)
+        """The KV groups of the model, in vLLM's order."""
         self._hybrid = holds is not None
-        self._offers = DeviceOffers(half, self._groups, self.counts, holds)
+        self._offers = DeviceOffers(half, self.groups, self.counts, holds)
         self._block_tokens = hasher.namespace.block_tokens
         self._world_size = world_size
         self._sync = sync
@@ -155,14 +155,14 @@ class SchedulerSide:
         request, local = tracked.request, tracked.local
         names = [
             name
-            for group in self._groups
+            for group in self.groups
             for name in tracked.first_names(group.hasher, usable)[local:]
         ]
         begins_sequence = not local and not request.mm_features  # Then the tokens name the block.
         return self._half.lookup(
             request.request_id,
             names,
-            groups=runs_of(self._groups, usable - local) if self._hybrid else (),
+            groups=runs_of(self.groups, usable - local) if self._hybrid else (),
             first_tokens=request.all_token_ids[: self._block_tokens] if begins_sequence else None,
             trace=(getattr(request, "trace_headers", None) or {}).get("traceparent", ""),
         )
@@ -177,7 +177,7 @@ class SchedulerSide:
         end = tracked.local + count
         ids: list[int] = []
         names: list[SequenceHash] = []
-        for group, table in zip(self._groups, blocks.get_block_ids(), strict=False):
+        for group, table in zip(self.groups, blocks.get_block_ids(), strict=False):
             first = max(tracked.local, end - group.window) if group.window else tracked.local
             ids += table[first:end]
             names += tracked.first_names(group.hasher, end)[first:]
