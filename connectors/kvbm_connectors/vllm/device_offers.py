@@ -72,7 +72,7 @@ class DeviceOffers:
 
     def keep(self, tracked: Tracked, tables: Tables, end: int) -> None:
         """Hold the blocks before `end` of windows that a hit may need, until they are offered."""
-        if self._holds is None or not self._holds.ready or tracked.refused:
+        if self._holds is None or not self._holds.ready or tracked.refused or not tables:
             return
         assert end >= 0, f"{tracked.request.request_id} has {end} blocks"
         for at, (group, table) in enumerate(zip(self._groups, tables, strict=False)):
@@ -124,8 +124,8 @@ class DeviceOffers:
     # --- offers -----------------------------------------------------------------------------
 
     def offer(self, tracked: Tracked, tables: Tables) -> None:
-        """Offer what steps have finished since the last time."""
-        if tracked.refused or (self._holds is not None and not self._holds.ready):
+        """Offer what steps have finished since the last time; without tables, the next time."""
+        if tracked.refused or not tables or (self._holds is not None and not self._holds.ready):
             return
         self.known.serve(self._half.epoch)
         end = tracked.computed(self._block_tokens)

@@ -82,15 +82,3 @@ class SchedulerOutput(Protocol):
     def kv_connector_block_state(self) -> Any:
         """KVConnectorBlockState of the same module; None without one."""
         ...
-
-
-def scheduled_tables(output: SchedulerOutput, request: str) -> tuple[list[int], ...]:
-    """Return the device blocks of a request that is scheduled in this step, KV group by KV group;
-    empty where they are not known."""
-    state = output.kv_connector_block_state
-    if state is None:
-        return ()
-    # vLLM 0.29 hands out the tables; later versions resolve them when they are asked for.
-    tables = getattr(state, "block_ids", None)
-    found = tables.get(request) if tables is not None else state.get_block_ids(request)
-    return found if found is not None else ()

@@ -14,6 +14,7 @@ from kvbm_connectors.client.weights import label_of
 from kvbm_connectors.vllm.computation import digest_of
 from kvbm_connectors.vllm.kv_groups import grouping_of, is_hybrid, refusal_of_groups
 from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
+from kvbm_connectors.vllm.versions import cpu_packing, takes_failed_requests
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
     if is_hybrid(kv_cache_config):
         if drafts_write_kv(config):
             return "a draft model beside several KV groups is not supported"
-        if not _takes_failed_requests():
+        if not takes_failed_requests():
             return "this vLLM cannot be told that a load of several KV groups has failed"
     if parallel.pipeline_parallel_size != 1:
         return "pipeline parallelism is not supported"
@@ -70,13 +71,6 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
     if getattr(parallel, "prefill_context_parallel_size", 1) != 1:
         return "context parallelism is not supported"
     return ""
-
-
-def _takes_failed_requests() -> bool:
-    """Return whether this vLLM takes failures of whole requests (from 0.30 on)."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    return hasattr(base, "KVConnectorTransferResults")
 
 
 def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namespace:
@@ -128,14 +122,7 @@ def _packing(config: Any, spec: Any) -> str:
 
     if not current_platform.is_cpu():
         return ""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    arguments = (config.model_config.dtype, spec.block_size, getattr(spec, "head_size", None))
-    try:
-        isa = _get_attn_isa(*arguments, config.cache_config.cache_dtype)
-    except TypeError:  # vLLM before 0.31.
-        isa = _get_attn_isa(*arguments)
-    return f"/{isa}"
+    return f"/{cpu_packing(config, spec)}"
 
 
 def stream_of(config: Any, life: Life, namespace: Namespace) -> Attach:

@@ -29,15 +29,11 @@ from kvbm_connectors.core.messages import (
 from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
 from kvbm_connectors.vllm.device_offers import DeviceOffers, OffersTaken, Tables
-from kvbm_connectors.vllm.engine_types import (
-    BlockTable,
-    EngineRequest,
-    SchedulerOutput,
-    scheduled_tables,
-)
+from kvbm_connectors.vllm.engine_types import BlockTable, EngineRequest, SchedulerOutput
 from kvbm_connectors.vllm.kv_groups import KvGroup, runs_of
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.vllm.tracked import Tracked, refusal_of_request
+from kvbm_connectors.vllm.versions import tables_of
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +222,7 @@ class SchedulerSide:
                 output.num_scheduled_tokens[request],
                 len((output.scheduled_spec_decode_tokens or {}).get(request, ())),
             )
-            tables = scheduled_tables(output, request)
+            tables = tables_of(output.kv_connector_block_state, request)
             self._offers.keep(tracked, tables, tracked.dispatched_tokens // self._block_tokens)
             if tracked.computed(self._block_tokens) > tracked.offered:
                 self._offers.offer(tracked, tables)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from kvbm_common.identity import Hasher
 from kvbm_common.wire.local import Attach, Hello, Lookup, Offered, Pulled
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
@@ -123,18 +122,15 @@ def test_what_was_not_stored_is_offered_with_the_next_hit(tmp_path: Path) -> Non
         assert side.idle
 
 
-@pytest.mark.parametrize("state", [
-    BlockState({"r": [3, 4, 5]}), BlockSnapshot({"r": ([3, 4, 5],)}),
-])  # fmt: skip
-def test_both_shapes_of_a_steps_blocks_are_read(tmp_path: Path, state: object) -> None:
-    """Goal: vLLM 0.29 hands out block tables, later versions resolve them."""
+def test_a_step_without_block_tables_puts_offers_off(tmp_path: Path) -> None:
+    """Goal: vLLM 0.29 hands out no table of a request without new blocks; nothing is left out."""
     half = Half(tmp_path)
     side, request = SchedulerSide(half, Hasher(NAMESPACE)), Request()
     with both_attached(half) as (host, events):
         admit(side, host, request, 0)
-        output = Output({"r": 9}, kv_connector_block_state=state)
-        side.plan(output)
-        request.begin(9)
-        request.end(9)
-        side.plan(output)
+        with_table = BlockSnapshot({"r": ([3, 4, 5],)})
+        for state in (with_table, BlockSnapshot({}), with_table):
+            side.plan(Output({"r": 4}, kv_connector_block_state=state))
+            request.begin(4)
+            request.end(4)
         assert [run.blocks for run in events.hear(Offered).runs] == [[3, 4]]

@@ -1,0 +1,46 @@
+"""What versions of vLLM do differently: 0.29 to 0.33.
+
+    0.29         loads cannot fail as a whole, so models with several KV groups pass through; a step
+                 hands out the block tables of requests with new blocks alone
+    before 0.32  vLLM's metrics have no sources of hits
+    before 0.33  vLLM does not say when it unmaps KV tensors
+
+What is called by newer versions alone, older ones never call: it needs no question here.
+
+vLLM is imported inside of functions: this module is read without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def takes_failed_requests() -> bool:
+    """Return whether this vLLM takes failures of whole requests (from 0.30 on)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
+
+
+def tables_of(block_state: Any, request: str) -> tuple[list[int], ...]:
+    """Return the device blocks of a request, KV group by KV group, as a step's block state has
+    them; empty where they are not known.
+
+    vLLM 0.29 hands out the tables of requests that got blocks in this step; later versions resolve
+    those of every request that the step schedules.
+    """
+    if block_state is None:
+        return ()
+    tables = getattr(block_state, "block_ids", None)
+    found = tables.get(request) if tables is not None else block_state.get_block_ids(request)
+    return found if found is not None else ()
+
+
+def cpu_packing(config: Any, spec: Any) -> str:
+    """Return the instruction set by which K is packed inside a block on CPU."""
+    # No version has a public name for it.
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model, cache = config.model_config, config.cache_config
+    head_size = getattr(spec, "head_size", None)
+    return str(_get_attn_isa(model.dtype, spec.block_size, head_size, cache.cache_dtype))

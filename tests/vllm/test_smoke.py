@@ -1,0 +1,80 @@
+"""What must hold on every version of vLLM that is supported.
+
+`make test-vllm` runs the whole suite on the newest version, `make test-vllm-versions` this smoke
+test on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conftest import make_model
+from tests.vllm.conversation import Ask, Command
+from tests.vllm.harness import (
+    EngineProcess,
+    LiveStack,
+    alike,
+    corrupt_arena,
+    live_stack,
+    prompt,
+    same,
+    vllm_minor,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+LENGTHS = (300, 400, 500)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LiveStack]:
+    with live_stack({"cpu_cache_gb": 0.05, "scrub_cpu_percent": 0}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", ["full", "windowed"])
+def test_the_same_answers_as_alone(
+    stack: LiveStack, tmp_path: Path, log_dir: Path, kind: str
+) -> None:
+    """Goal: attach, offload, load, a failed load and a reset; the answers of vLLM alone.
+
+    1. Prompts arrive together, without the connector and with it.
+    2. The device forgets them, and they come back from the host tier.
+    3. The host tier's memory is garbage: all is computed again.
+    4. The tiers are forgotten, too: nothing is found.
+    """
+    model = make_model(tmp_path / "model", kind)
+    log = log_dir / f"{kind}.log"
+    asks = [Ask(name=f"prompt {n}", tokens=prompt(n, n), new_tokens=20) for n in LENGTHS]
+    alone = EngineProcess(model, None, log=log_dir / f"{kind}-alone.log", blocks=256).wait_started()
+    expected = alone.run(*asks)
+    alone.stop()
+    engine = EngineProcess(model, stack.settings, log=log, blocks=256).wait_started()
+    try:
+        if kind == "windowed" and vllm_minor() < 30:
+            assert alike(engine.run(*asks), expected)
+            assert "KVBM passes through: this vLLM cannot be told" in log.read_text()
+            return
+        engine.wait_attached(stack)
+        assert alike(engine.run(*asks), expected)
+        local = engine.run(*asks)
+        engine.reset()
+        loaded = engine.run(*asks)
+        assert [answer.cached for answer in loaded] == [288, 384, 480]
+        assert same(loaded, local)
+        assert engine.count("loaded_blocks") > 0
+
+        engine.reset()
+        corrupt_arena(stack.settings)
+        assert alike(engine.run(*asks), expected)
+        assert engine.count("load_failed_blocks") > 0
+
+        assert engine.say(Command(what="reset all")).ok
+        forgotten = engine.run(*asks)
+        assert [answer.cached for answer in forgotten] == [0, 0, 0]
+        assert alike(forgotten, expected)
+    finally:
+        engine.stop()
