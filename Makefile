@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale lint lock mutants
+.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects lint lock mutants sbom audit
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -76,6 +76,20 @@ test-sglang: setup ## the storage back end on SGLang's real factory and host poo
 mutants: setup .venv-mutmut/.setup-stamp ## changes to the cores that no test notices; ARGS="slots leases"
 	$(PY) -m tests.mutation $(ARGS)
 
+.venv-supply/.setup-stamp: requirements/supply.txt
+	rm -rf .venv-supply
+	python3 -m venv .venv-supply
+	.venv-supply/bin/pip install --quiet --require-hashes --no-deps -r requirements/supply.txt
+	touch $@
+
+sbom: setup .venv-supply/.setup-stamp ## a CycloneDX bill of what the images install: dist/sbom.json
+	mkdir -p dist
+	.venv-supply/bin/cyclonedx-py requirements requirements/image.txt --output-reproducible --output-format JSON --output-file dist/sbom.json
+	KVBM_TEST_SBOM=dist/sbom.json $(PY) -m pytest tests/supply/test_sbom.py $(ARGS)
+
+audit: setup .venv-supply/.setup-stamp ## known weaknesses of what the images install, or a plain "not audited"
+	$(PY) -m tests.supply.audit .venv-supply/bin/pip-audit requirements/image.txt
+
 lint: setup ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -102,8 +116,13 @@ bench-disk: setup ## the disk tier in several block sizes, beside fio and plain 
 bench-scale: setup ## two host tiers beside one, three index replicas beside one, and a million blocks that move
 	$(PY) -m benchmarks scale
 
+bench-objects: setup ## listings of a bucket with a million objects: time, CPU, memory, the longest pause
+	$(PY) -m benchmarks objects
+
 lock: setup ## renew requirements/lock.txt (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
 	  --override requirements/overrides.txt requirements/dev.in -o requirements/lock.txt
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
 	  --override requirements/overrides.txt -c requirements/lock.txt requirements/image.in -o requirements/image.txt
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-emit-find-links \
+	  requirements/supply.in -o requirements/supply.txt

@@ -12,10 +12,12 @@ from rich.console import Console
 
 from benchmarks.report import report
 
-NAMES = ("identity", "eviction", "host_path", "disk_path", "latency", "operators")
-ON_DEMAND = ("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy")
+NAMES = ("identity", "kv_groups", "eviction", "host_path", "disk_path", "latency", "operators")
+ON_DEMAND = (
+    *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste"),
+)
 """Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
-bench-disk`, `make bench-scale`."""
+bench-disk`, `make bench-scale`, `make bench-objects`."""
 
 
 def main() -> int:

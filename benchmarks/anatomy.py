@@ -22,6 +22,8 @@ from tests.services.host_tier.helpers import Host
 
 MODULES_MAX = 10
 FUNCTIONS_MAX = 60
+SLOTS = 64
+"""Enough for slabs of several slots."""
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("libs", "services", "connectors"))
 
@@ -61,7 +63,9 @@ class Anatomy:
 
 def run() -> list[Row]:
     """Return modules and functions of an offload, a lookup and a disk write of two blocks each."""
-    host, disk = Host(), Disk()
+    host, disk = Host(slots=SLOTS), Disk(slots=SLOTS)
+    host.store(3, 4)  # A first block has a slab cut for its size: that is for thousands of blocks.
+    disk.store(3, 4)
     return [
         *_rows("offload of two blocks", HostTierCore, lambda: host.store(1, 2)),
         *_rows("lookup of two blocks", HostTierCore, lambda: host.found(host.look_up(1, 2))),

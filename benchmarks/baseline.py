@@ -46,7 +46,7 @@ def ucx_read_two_processes(block_bytes: int, blocks: int, rounds: int) -> list[f
     round is the whole working set.
     """
     working_set = max(WORKING_SET_BYTES, block_bytes * blocks)
-    with memory_owner(working_set) as (address, metadata):
+    with memory_owner(working_set) as (address, metadata, _):
         agent = _agent("baseline-reader", "UCX", {})
         memory = page_aligned(working_set)
         _register(agent, "DRAM", memory.ctypes.data, working_set)
@@ -125,14 +125,15 @@ def memcpy_gb_per_s(rounds: int = 7) -> float:
 
 
 @contextmanager
-def memory_owner(size_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Another process that owns `size_bytes` of registered memory: its address and metadata."""
+def memory_owner(size_bytes: int) -> Iterator[tuple[int, bytes, int]]:
+    """Another process that owns `size_bytes` of registered memory: the address, NIXL's metadata and
+    the number of the process."""
     command = [sys.executable, "-m", "benchmarks.baseline", str(size_bytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         try:
             assert owner.stdout is not None
             ready = json.loads(owner.stdout.readline())
-            yield ready["address"], bytes.fromhex(ready["metadata"])
+            yield ready["address"], bytes.fromhex(ready["metadata"]), owner.pid
         finally:
             owner.kill()
 

@@ -56,7 +56,7 @@ async def _mixed() -> list[Row]:
     }
     services = ("consolidator", "host-tier", "disk-tier")
     async with Stack.private(overrides, services=services) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
+        bus = await Bus.connect(stack.admin, "bench", counters=Metrics(), deadline_s=5)
         reader, writer = (
             Probe(stack.settings, name, block_bytes=MIB, block_count=CHAIN_BLOCKS)
             for name in ("reader", "writer")

@@ -106,7 +106,7 @@ async def _measure_start(measured: Measured) -> None:
     services = ("consolidator", "host-tier", "disk-tier")
     async with contextlib.AsyncExitStack() as ends:
         stack = await ends.enter_async_context(Stack.private(overrides, services=services))
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
+        bus = await Bus.connect(stack.admin, "bench", counters=Metrics(), deadline_s=5)
         ends.push_async_callback(bus.close)
         path = _Path(stack, bus, block_bytes)
         ends.callback(path.close)
@@ -168,7 +168,7 @@ class _Path:
         """Where the blocks of the last round are, from the journal."""
         header = msgspec.json.decode((self.store / "header").read_bytes(), type=Header)
         journal = (self.store / "journal").read_bytes()
-        found = replay(journal, slot_count=header.slot_count, slot_bytes=header.slot_bytes)
+        found = replay(journal, header.layout)
         slots = list(found.blocks)[-self._blocks :]
         assert len(slots) == self._blocks, found
         return np.array(slots)

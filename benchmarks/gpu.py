@@ -366,7 +366,7 @@ def _ask(reader: DeviceReader, spans: list[tuple[Spans, Spans]]) -> float:
 def sums(bench: Bench) -> dict[str, float]:
     """GB/s of the checksum kernel over blocks of 128 KiB in layers."""
     regions: list[Any] = layers_of(LAYERS)(bench.cache, ONBOARD_BLOCK_BYTES, 1024)
-    summer = DeviceSums(bench.runtime, regions)
+    summer = DeviceSums(bench.runtime, [regions])
     seconds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
@@ -384,7 +384,7 @@ def right_sums(bench: Bench) -> bool:
     source = bench.pinned.ctypes.data
     bench.seconds(lambda: bench.runtime.copy(bench.cache, source, content.nbytes, bench.stream))
     blocks = content.reshape(LAYERS, 8, -1).swapaxes(0, 1)
-    found = DeviceSums(bench.runtime, regions)(range(8))
+    found = DeviceSums(bench.runtime, [regions])(range(8))
     return bool(found == [xxhash.xxh3_64_intdigest(block.tobytes()) for block in blocks])
 
 

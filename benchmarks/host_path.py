@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import statistics
 import time
@@ -10,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from kvbm_cli.stack import Stack
-from kvbm_common.copying import COPIER, Places
+from kvbm_common.copying import COPIER, Places, thread_count
 from kvbm_common.identity import SequenceHash
+from kvbm_host_tier.shell.puller import MOVERS_MAX
 from numpy.typing import NDArray
 
-from benchmarks.baseline import page_aligned, ucx_read_two_processes
+from benchmarks.baseline import memory_owner, page_aligned, ucx_read_two_processes
 from benchmarks.harness import Row, info_row, rate_row
 from benchmarks.probe import Probe
 
@@ -24,6 +26,8 @@ ROUNDS = 5
 PART = 64
 ONBOARD_TARGET, OFFLOAD_TARGET = 0.7, 0.5
 """Of memcpy. Between two processes the kernel copies: one thread of it reaches a third."""
+LIMIT_TARGET = 0.9
+"""Of what as many threads reach that do nothing but pull and sum up."""
 THREADS_TARGET = 1.7
 
 
@@ -47,6 +51,7 @@ def _measure(stack: Stack) -> list[Row]:
     onboard: list[float] = []
     reference: list[float] = []
     plain: list[float] = []
+    pulls = KernelPulls()
     try:
         source.start()
         target.start()
@@ -57,7 +62,9 @@ def _measure(stack: Stack) -> list[Row]:
             onboard.append(_onboard(target, names, number))
             reference.append(memcpy.rate())
             plain += ucx_read_two_processes(MIB, BLOCKS, 1)
+            pulls.measure()
     finally:
+        pulls.close()
         target.close()
         source.close()
     roof = statistics.median(reference[2:])
@@ -65,6 +72,7 @@ def _measure(stack: Stack) -> list[Row]:
         rate_row("offload, engine → arena, 1 MiB blocks, summed up and committed",
                  statistics.median(offload[1:]), unit="GB/s", reference=roof,
                  target=OFFLOAD_TARGET),
+        pulls.row(statistics.median(offload[1:])),
         rate_row("onboard, arena → engine, 1 MiB blocks, verified",
                  statistics.median(onboard[1:]), unit="GB/s", reference=roof,
                  target=ONBOARD_TARGET),
@@ -86,6 +94,53 @@ class Memcpy:
         started = time.perf_counter()
         np.copyto(self._target, self._source)
         return BLOCKS * MIB / (time.perf_counter() - started) / 1e9
+
+
+class _Piece(ctypes.Structure):
+    """One `struct iovec`."""
+
+    _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
+
+
+class KernelPulls:
+    """The limit of an offload on one host: the kernel copies blocks of another process, and each is
+    summed up. As many threads as the host tier pulls with, and nothing else."""
+
+    def __init__(self) -> None:
+        self._threads = min(MOVERS_MAX, thread_count())
+        self._target = page_aligned(BLOCKS * MIB)
+        self._owner = memory_owner(BLOCKS * MIB)
+        self._address, _, self._pid = self._owner.__enter__()
+        self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        self._rates: list[float] = []
+
+    def close(self) -> None:
+        """End the other process."""
+        self._owner.__exit__(None, None, None)
+
+    def measure(self) -> None:
+        """Pull 256 MiB once."""
+        starts = np.array_split(np.arange(BLOCKS) * MIB, self._threads)
+        with ThreadPoolExecutor(self._threads) as pool:
+            started = time.perf_counter()
+            for pulled in [pool.submit(self._pull, part.tolist()) for part in starts]:
+                pulled.result()
+            self._rates.append(BLOCKS * MIB / (time.perf_counter() - started) / 1e9)
+
+    def row(self, offload: float) -> Row:
+        """The rate of the offload beside this limit."""
+        return rate_row(f"the same, beside {self._threads} threads of process_vm_readv and sums",
+                        offload, unit="GB/s", reference=statistics.median(self._rates[1:]),
+                        target=LIMIT_TARGET)  # fmt: skip
+
+    def _pull(self, offsets: list[int]) -> None:
+        for offset in offsets:
+            here = _Piece(self._target.ctypes.data + offset, MIB)
+            there = _Piece(self._address + offset, MIB)
+            moved = self._read(self._pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            assert moved == MIB, os.strerror(ctypes.get_errno())
+            start = np.array([[here.address]], dtype=np.uint64)
+            COPIER.sums(Places(start, np.array([MIB], dtype=np.uint64)))
 
 
 def _copier_rows(roof: float) -> list[Row]:

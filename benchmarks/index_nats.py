@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus

@@ -68,7 +68,7 @@ def run() -> list[Row]:
 async def _run() -> list[Row]:
     services = ("consolidator", "index", "host-tier")
     async with Stack.private({"cpu_cache_gb": 0.1}, services=services) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", deadline_s=5)
+        bus = await Bus.connect(stack.admin, "bench", deadline_s=5)
         probe = Probe(stack.settings, "probe", block_bytes=4096, block_count=1)
         try:
             await asyncio.to_thread(probe.start)

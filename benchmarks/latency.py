@@ -31,7 +31,7 @@ def run() -> list[Row]:
 async def _run() -> list[Row]:
     services = ("consolidator", "index", "host-tier")
     async with Stack.private({"cpu_cache_gb": 0.1}, services=services) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
+        bus = await Bus.connect(stack.admin, "bench", counters=Metrics(), deadline_s=5)
         probe = Probe(stack.settings, "probe", block_bytes=BLOCK_BYTES, block_count=LOOKUP_BLOCKS)
         try:
             await asyncio.to_thread(probe.start)

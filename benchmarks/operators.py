@@ -12,12 +12,13 @@ import msgspec
 from kvbm_cli.stack import Stack
 from kvbm_common.identity import hash_from_hex
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.streams import EVENTS
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Event, event_codec, event_subject
-from kvbm_common.wire.holders import HoldersReply
+from kvbm_common.wire.scores import HoldersReply
 from kvbm_common.wire.verbs import verb_subject
 
 from benchmarks.fleet_stub import recorded, serve_fleet
@@ -47,8 +48,8 @@ def run() -> list[Row]:
 
 async def _answers(said: dict[str, bytes]) -> list[Row]:
     """A stack whose index follows many sources of events; keeps what its host tier says."""
-    async with Stack.private({"cpu_cache_gb": 0.1}) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
+    async with Stack.private({"cpu_cache_gb": 0.1, "admin_open": "read"}) as stack:
+        bus = await Bus.connect(stack.admin, "bench", counters=Metrics(), deadline_s=5)
         try:
             await _many_sources(bus, stack.settings.host)
             said |= await recorded(bus, stack.settings.host)
@@ -66,7 +67,8 @@ async def _many_sources(bus: Bus, host: str) -> None:
         blocks = [Block(hash_from_hex(name), parent, bytes(32), 0, 4096) for name in names]
         events: list[Event] = [source.cleared("start"), *source.stored(blocks)]
         for event in events:
-            await bus.publish(event_subject(event), event_codec.encode(event))
+            payload = event_codec.encode(event)
+            await bus.publish_raw(event_subject(event), payload, headers=EVENTS.marked)
     async with asyncio.timeout(30):
         while await _known(bus) < SOURCES:  # noqa: ASYNC110 - it has no event.
             await asyncio.sleep(0.05)
@@ -89,8 +91,8 @@ async def _verb_row(bus: Bus, host: str, kind: str) -> Row:
 
 async def _fleet(said: dict[str, bytes]) -> list[Row]:
     """A metrics service that speaks for many instances, which this process plays."""
-    async with Stack.private(services=("metrics",)) as stack:
-        bus = await Bus.connect(stack.nats_url, "bench", counters=Metrics(), deadline_s=5)
+    async with Stack.private({"admin_open": "read"}, services=("metrics",)) as stack:
+        bus = await Bus.connect(stack.admin, "bench", counters=Metrics(), deadline_s=5)
         registry = NatsRegistry(bus, ttl_s=5.0)
         try:
             await serve_fleet(bus, registry, said, count=SOURCES)
@@ -131,7 +133,7 @@ async def _times(
 
 async def _processor() -> list[Row]:
     """What the services compute for an onlooker: the difference to a time without one."""
-    async with Stack.private({"cpu_cache_gb": 0.1}) as stack:
+    async with Stack.private({"cpu_cache_gb": 0.1, "admin_open": "read"}) as stack:
         await asyncio.sleep(5)  # What starting takes is over.
         alone_s = await _computed(stack)
         with Onlooker(stack) as onlooker:
@@ -152,5 +154,7 @@ async def _computed(stack: Stack) -> float:
 
 
 async def _throughput() -> list[Row]:
-    async with Stack.private({"cpu_cache_gb": 1.0}, services=SERVICES) as stack:
+    async with Stack.private(
+        {"cpu_cache_gb": 1.0, "admin_open": "read"}, services=SERVICES
+    ) as stack:
         return await asyncio.to_thread(cost_rows, stack)

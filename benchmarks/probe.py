@@ -13,8 +13,7 @@ from kvbm_common.identity import Hasher, Namespace, SequenceHash
 from kvbm_common.wire.local import Attach, Region
 from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
 from kvbm_connectors.client.worker import WorkerHalf
-from kvbm_connectors.core.limits import ConnectorLimits
-from kvbm_connectors.core.messages import Hit, LoadResult, OfferRun
+from kvbm_connectors.core.messages import ConnectorLimits, Hit, LoadResult, OfferRun
 from kvbm_connectors.sim.event_stream import EventStream
 
 from benchmarks.harness import wait_for

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
@@ -34,7 +34,7 @@ from kvbm_disk_tier.core.core import DiskTierCore
 from kvbm_disk_tier.core.effects import AnnounceLater
 from kvbm_disk_tier.core.journal import Operation, Record, encode_records
 from kvbm_disk_tier.core.messages import AnnounceMore, StoreOpened
-from kvbm_disk_tier.shell.store import FORMAT, Header, Store, StoreOptions
+from kvbm_disk_tier.shell.store import Header, Store, StoreOptions
 
 from benchmarks.harness import Row, info_row, time_row
 
@@ -89,7 +89,7 @@ def _store(journal: bytes) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-", ignore_cleanup_errors=True) as root:
         store = Path(root) / f"kvbm-{HOST}-{INSTANCE}"
         store.mkdir()
-        header = Header(FORMAT, SLOT_BYTES, BLOCKS)
+        header = Header.of(SLOT_BYTES, BLOCKS, "")
         (store / "header").write_bytes(msgspec.json.encode(header))
         (store / "journal").write_bytes(journal)
         with (store / "slots").open("wb") as slots:
@@ -119,7 +119,8 @@ def _restored_once(directory: Path, policy: str) -> tuple[float, float]:
         started_s = time.perf_counter()
         found = store.recover()
         assert found is not None
-        effects = core.step(StoreOpened(BLOCKS, SLOT_BYTES, found), 1)
+        assert store.header is not None
+        effects = core.step(StoreOpened(store.header.layout, found), 1)
         ready_s = time.perf_counter()
         assert len(core.inventory.table) == BLOCKS
         while any(isinstance(effect, AnnounceLater) for effect in effects):

@@ -26,11 +26,19 @@ ELECTION_MS = 50
 class EtcdServer:
     """One etcd. Its ports stay the same from start to start."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, tls: Path | None = None) -> None:
+        """Prepare a server. `tls`: a directory with ca.pem, server.pem and server.key.
+
+        With TLS only clients with a certificate of that authority are served.
+        """
         self.directory = directory
+        self.tls = tls
         self._client_port = free_port("127.0.0.1")
         self._peer_port = free_port("127.0.0.1")
+        self._health_port = free_port("127.0.0.1")
         self._process: subprocess.Popen[bytes] | None = None
+        self.headers: dict[str, str] = {}
+        """Of what an administrator does: a token, where etcd wants one."""
 
     @property
     def server(self) -> str:
@@ -84,8 +92,11 @@ class EtcdServer:
 
     async def administer(self, call: str, body: Mapping[str, object]) -> dict[str, Any]:
         """What an administrator does, by the JSON gateway; keys and values are base64."""
+        assert self.tls is None
         async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
-            answer = await client.post(f"http://{self.server}/v3/{call}", json=body)
+            answer = await client.post(
+                f"http://{self.server}/v3/{call}", json=body, headers=self.headers
+            )
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
@@ -101,7 +112,7 @@ class EtcdServer:
             )
 
     def _command(self) -> list[str]:
-        client = f"http://{self.server}"
+        client = f"{'https' if self.tls else 'http'}://{self.server}"
         peer = f"http://127.0.0.1:{self._peer_port}"
         return [
             find_etcd(),
@@ -110,12 +121,23 @@ class EtcdServer:
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"test={peer}"),
             *("--heartbeat-interval", str(HEARTBEAT_MS), "--election-timeout", str(ELECTION_MS)),
+            *("--listen-metrics-urls", f"http://127.0.0.1:{self._health_port}"),
+            *self._tls_arguments(),
         ]
+
+    def _tls_arguments(self) -> list[str]:
+        if self.tls is None:
+            return []
+        return [
+            *("--cert-file", str(self.tls / "server.pem"), "--key-file",
+              str(self.tls / "server.key")),
+            *("--client-cert-auth", "--trusted-ca-file", str(self.tls / "ca.pem")),
+        ]  # fmt: skip
 
     async def _answers(self) -> bool:
         """Its page /health says whether it has a leader."""
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._client_port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._health_port)
         except OSError:
             return False
         try:

@@ -23,9 +23,11 @@ VERB = "touch_all"
 async def seen_in_a_stack() -> dict[str, Any]:
     """Ask for 3 touches on NATS, 4 over HTTP and 5 by the command."""
     services = ("host-tier", "metrics")
-    async with Stack.private({"cpu_cache_gb": 0.001}, services=services) as stack:
+    async with Stack.private(
+        {"cpu_cache_gb": 0.001, "admin_open": "admin"}, services=services
+    ) as stack:
         url = stack.services["metrics"].description
-        bus = await Bus.connect(stack.nats_url, "test")
+        bus = await Bus.connect(stack.admin, "test")
         subject = verb_subject("host-tier", VERB, host=stack.settings.host, instance="0")
         reply = await bus.request(subject, b'{"times": 3}', deadline_s=5.0)
         await bus.close()

@@ -69,7 +69,8 @@ def test_commands_exist(path: Path) -> None:
     for target in re.findall(make, text, re.MULTILINE):
         assert target in targets, f"make {target}"
     commands = {command.name for command in make_app([]).registered_commands}
-    for command in re.findall(r"(?:^ {4}|`)(?:\.venv/bin/)?kvbm ([a-z]+)", text, re.MULTILINE):
+    typed = r"(?:^ {4}|`)(?:\.venv/bin/)?kvbm ([a-z][a-z-]*)"
+    for command in re.findall(typed, text, re.MULTILINE):
         assert command in commands, f"kvbm {command}"
 
 

@@ -15,7 +15,7 @@ from tests.test_tidy import PACKAGES
 
 BANNED = (
     "whoever", "nobody", "somebody", "anew", "for ever", "is none", "is said", "is told",
-    "of which", "has been asked",
+    "of which", "has been asked", "anybody", "everybody",
 )  # fmt: skip
 """The subject of a sentence is the thing: these hide it, or speak of a person who is not there."""
 BANNED_PATTERN = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
@@ -113,10 +113,10 @@ def test_rules_see_docstrings_attributes_and_comments() -> None:
         'X = 1\n"""Made anew."""\n'
         "# It is\n# none any more, and whoever\n"
         'def f() -> None:\n    """Of one name."""\n'
-        'def g() -> None:\n    """Return nothing at all."""\n    print("it is said")\n'
+        'def g() -> None:\n    """Return nothing at all."""\n    print("it is said to anybody")\n'
     )
     assert sorted(phrase for _, phrase in banned_of(source)) == [
-        "Nobody", "anew", "is none", "is said", "of which", "whoever",
+        "Nobody", "anew", "anybody", "is none", "is said", "of which", "whoever",
     ]  # fmt: skip
     assert too_short(source) == [(7, "Of one name.")]
 

@@ -23,8 +23,8 @@ from kvbm_common.wire.local import (
     ToHostTier,
 )
 from kvbm_connectors.core.core import ConnectorCore
-from kvbm_connectors.core.limits import ConnectorLimits
 from kvbm_connectors.core.messages import (
+    ConnectorLimits,
     Effect,
     Hit,
     Load,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvbm_common.checksum import block_checksum
+from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.wire.local import FromHostTier, Hello, Region, ToHostTier
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Load, LoadResult
@@ -91,7 +91,7 @@ def load(
         slots=tuple(slots),
         blocks=tuple(range(len(slots))),
         hashes=tuple(name(slot + 1) for slot in slots),
-        checksums=tuple((block_checksum(block),) for block in blocks),
+        checksums=tuple(pack_sums([block_checksum(block)]) for block in blocks),
         block_bytes=block_bytes,
         deadline_ms=time.monotonic_ns() // 1_000_000 + in_ms,
     )

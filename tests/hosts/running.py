@@ -9,14 +9,16 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from kvbm_cli.demo.check import StackView, Verdict, check_stack, wait_until
 from kvbm_cli.demo.command import DemoOptions
 from kvbm_cli.stack import Stack
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import free_port
-from kvbm_common.wire.verbs import verb_subject
+from kvbm_common.wire.verbs import DoorRequest, verb_subject
 from kvbm_connectors.sim.control import Finished
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.workload import Turn
@@ -59,7 +61,8 @@ class OneHost:
     async def has_open_door(self) -> bool:
         """Can other hosts read here?"""
         subject = verb_subject("host-tier", "door", host=self.name, instance="0")
-        await self.bus.request(subject, b"{}", deadline_s=1)  # Refused while it is closed.
+        request = msgspec.json.encode(DoorRequest(any_size=True))
+        await self.bus.request(subject, request, deadline_s=1)  # Refused while it is closed.
         return True
 
     async def forget(self) -> None:
@@ -101,25 +104,23 @@ async def running(count: int, **overrides: object) -> AsyncIterator[Hosts]:
         directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-hosts-")))
         network = cleanup.enter_context(Network(names, directory))
         await network.wait_wires()
-        hub = await cleanup.enter_async_context(_hub(directory / "hub", network.address))
+        nats_url = await cleanup.enter_async_context(_hub(directory / "hub", network.address))
         hosts = [
-            await _host(cleanup, network, name, directory, hub.nats_url, overrides)
-            for name in names
+            await _host(cleanup, network, name, directory, nats_url, overrides) for name in names
         ]
         yield Hosts(network, hosts)
 
 
 @asynccontextmanager
-async def _hub(directory: Path, address: str) -> AsyncIterator[Stack]:
-    own: dict[str, object] = {
-        "host": "hub",
-        "runtime_dir": directory / "run",
-        "nats_url": f"nats://{address}:{free_port(address)}",
-    }
-    async with Stack(
-        own, state_dir=directory / "state", services=("index",), log_dir=_logs(directory)
-    ) as stack:
-        yield stack
+async def _hub(directory: Path, address: str) -> AsyncIterator[str]:
+    """A NATS that all hosts reach without credentials, and the index; yields the server's URL."""
+    own: dict[str, object] = {"host": "hub", "runtime_dir": directory / "run", "nats_open": True}
+    async with (
+        NatsServer(directory / "nats", address=address, port=free_port(address)) as server,
+        Stack(own, state_dir=directory / "state", services=("index",), nats_url=server.url,
+              log_dir=_logs(directory)),
+    ):  # fmt: skip
+        yield server.url
 
 
 async def _host(
@@ -131,6 +132,7 @@ async def _host(
         (home / part).mkdir(parents=True)
     own: dict[str, object] = {
         "host": name,
+        "nats_open": True,
         "runtime_dir": home / "run",
         "disk_cache_dirs": home / "disk",
         "shm_dir": home / "shm",

@@ -73,7 +73,7 @@ async def running(
     options = DemoOptions(engines=engines, block_kib=64, tensor_parallel=tensor_parallel)
     async with AsyncExitStack() as cleanup:
         stack = await cleanup.enter_async_context(Stack.private(overrides))
-        bus = await Bus.connect(stack.nats_url, "test", counters=Metrics(), deadline_s=5)
+        bus = await Bus.connect(stack.admin, "test", counters=Metrics(), deadline_s=5)
         cleanup.push_async_callback(bus.close)
         handles: list[EngineHandle] = []
         for number in range(engines):

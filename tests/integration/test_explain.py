@@ -93,7 +93,7 @@ async def test_an_operator_asks_why(stack: Running) -> None:
     assert (await operator.reads("explain", "--engine", "nobody"))["requests"] == []
     assert "unknown_request" in await operator.says("explain", "never-heard-of", code=1)
 
-    bus = await Bus.connect(stack.stack.nats_url, "test")
+    bus = await Bus.connect(stack.stack.admin, "test")
     try:
         subject = verb_subject("host-tier", "explain", host=stack.stack.settings.host, instance="0")
         payload = await bus.request(

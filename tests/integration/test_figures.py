@@ -20,7 +20,7 @@ KVBM_NAMES = {
 @pytest.mark.timeout(120)
 async def test_figures_of_a_working_stack() -> None:
     """Goal: engines at work make nobody unready; KVBM's names are exact; all are explained."""
-    async with running({"cpu_cache_gb": 0.1, "disk_cache_gb": 0.5}) as run:
+    async with running({"cpu_cache_gb": 0.1, "disk_cache_gb": 0.5, "admin_open": "read"}) as run:
         await run.run(requests=30)
         for engine in run.engines:
             await wait_until(engine.reset, "the engine is not idle")

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.events import Run, Stored, event_codec, event_subject
+from kvbm_common.wire.local import Attach
+from kvbm_connectors.client.pass_through import PassThrough
 from playwright.async_api import Browser
 
 from tests.browser import Tab, chromium, needs_chromium, tab
@@ -65,7 +69,7 @@ async def browser() -> AsyncIterator[Browser]:
 @pytest.fixture
 async def stack() -> AsyncIterator[Running]:
     """A stack with an engine that has worked."""
-    async with running(TIERS, engines=1) as run:
+    async with running(TIERS | {"admin_open": "admin"}, engines=1) as run:
         await run.run(requests=30)
         yield run
 
@@ -117,6 +121,32 @@ async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
         done.set()
         # A block that nobody knows is a 404, which Chromium writes to the console.
         assert [one for one in shown.complaints if "404" not in one] == []
+
+
+async def test_an_engine_without_a_cache_is_named_with_its_reason(
+    stack: Running, browser: Browser
+) -> None:
+    """1. All engines have a cache. 2. One says that it has none: a line says why, and it is no
+    worker. 3. It leaves, and the line goes."""
+    said = Attach(
+        engine="ada", incarnation=f"{1:016x}", endpoint="", passes_through="prefix caching is off",
+        namespace=Namespace(model="a model", block_tokens=16),
+    )  # fmt: skip
+    passing = PassThrough(said, stack.stack.settings.consolidator_endpoint)
+    async with tab(browser, url_of(stack)) as shown:
+        await until_figures(shown)
+        assert not await shown.page.locator("#passing").is_visible()
+        passing.start()
+        try:
+            await shown.page.locator("#passing").wait_for(state="visible")
+            line = await shown.text("#passing")
+            assert line.startswith("ada on ")
+            assert line.endswith("computes without a cache: prefix caching is off")
+            assert "ada" not in await shown.text("#workers tbody")
+        finally:
+            passing.close()
+        await shown.page.locator("#passing").wait_for(state="hidden")
+        assert shown.complaints == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -171,14 +201,15 @@ async def flood(bus: Bus, host: str, *, seconds: float) -> int:
                 ts_ms=time.time_ns() // 1_000_000,
                 runs=[Run(parent="0" * 32, hashes=[f"{sent:032x}"])],
             )  # fmt: skip
-            await bus.publish(event_subject(event), event_codec.encode(event))
+            payload = event_codec.encode(event)
+            await bus.publish_raw(event_subject(event), payload, headers=EVENTS.marked)
         await asyncio.sleep(0.005)  # The pace.
     return sent
 
 
 async def test_a_thousand_events_a_second(stack: Running, browser: Browser) -> None:
     """The list follows a sample, counts the rest, stays short; no task keeps it from drawing."""
-    bus = await Bus.connect(stack.stack.nats_url, "test")
+    bus = await Bus.connect(stack.stack.admin, "test")
     try:
         async with tab(browser, url_of(stack)) as shown:
             await until_figures(shown)

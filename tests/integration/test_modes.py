@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ def test_the_demo_uses_every_tier_and_verifies(
     monkeypatch.setenv("KVBM_SHM_DIR", str(shm_dir))
     code, figures = demo("--requests", "300", json=tmp_path / "figures.json")
     assert code == 0
-    assert figures["requests"] >= 300
+    assert figures["requests"] == 300
     assert figures["mismatches"] == figures["leases_left"] == 0
     assert figures["views_consistent"] is True
     assert figures["blocks_verified"] > 1000
@@ -43,6 +44,33 @@ def test_the_demo_uses_every_tier_and_verifies(
         assert figures["paths"][path]["blocks"] > 0
         assert figures["paths"][path]["gb_per_s"] > 0
     shm_dir.rmdir()  # Only an empty directory can be removed.
+
+
+@pytest.mark.timeout(120)
+def test_a_demo_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes while requests run: no directory, no shared memory, no process of it stays."""
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as shm_dir:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setenv("KVBM_SHM_DIR", shm_dir)
+        with subprocess.Popen(
+            [sys.executable, "-u", "-m", "kvbm_cli.main", "demo", "--requests", "100000"],
+            stdout=subprocess.PIPE, text=True,
+        ) as running_demo:  # fmt: skip
+            assert running_demo.stdout is not None
+            assert "the stack is up" in running_demo.stdout.readline()
+            running_demo.terminate()
+            assert "ended by SIGTERM" in running_demo.stdout.read()
+        assert running_demo.returncode == 128 + signal.SIGTERM
+        assert list(Path(directory).iterdir()) == []
+        assert list(Path(shm_dir).iterdir()) == []
+
+
+def test_figures_into_a_missing_directory_fail_before_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(tmp_path / "no" / "x")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--json" in done.stderr
+    assert "the stack is up" not in done.stdout
 
 
 @pytest.mark.slow

@@ -45,18 +45,32 @@ async def quiet(run: Running) -> bool:
     return not waits and await stored(run) >= host.slots["inactive"] > 0
 
 
+def directory(path: Path) -> dict[str, object]:
+    """The same with a directory that hosts share."""
+    path.mkdir()
+    shared = {"object_url": f"file://{path}", "disable_object_offload_filter": True}
+    return {"cpu_cache_gb": 0.2} | shared
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_what_one_host_has_stored_another_onboards(s3: S3Server) -> None:
-    """Two hosts, one after the other, and nothing between them but the bucket."""
-    bucket = s3.make_bucket()
-    async with running(settings(s3, bucket), engines=1) as run:
+@pytest.mark.parametrize("kind", ["bucket", "directory"])
+async def test_what_one_host_has_stored_another_onboards(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    """Two hosts, one after the other, and nothing between them but the store."""
+    if kind == "directory":
+        shared = directory(tmp_path / "shared")
+    else:
+        s3: S3Server = request.getfixturevalue("s3")
+        shared = settings(s3, s3.make_bucket())
+    async with running(shared, engines=1) as run:
         await run.run(requests=8)
         await wait_until(lambda: quiet(run), "not everything is stored")
         count = await stored(run)
         assert (await run.view.stats("object-tier")).figures["offload_blocks_d2o"] == count
         assert run.mismatches() == 0
-    async with running(settings(s3, bucket), engines=1) as other:
+    async with running(shared, engines=1) as other:
 
         async def listed() -> bool:
             return await stored(other) == count

@@ -55,7 +55,7 @@ class Operator:
 async def on_disk(run: Running) -> list[str]:
     """The longest run that the disk tier has, when it has one."""
     subject = verb_subject("disk-tier", "snapshot", host=run.stack.settings.host, instance="0")
-    bus = await Bus.connect(run.stack.nats_url, "test")
+    bus = await Bus.connect(run.stack.admin, "test")
     try:
 
         async def longest() -> list[str] | None:

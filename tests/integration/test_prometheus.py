@@ -150,7 +150,7 @@ async def test_every_panel_and_alert_has_its_figures(tmp_path: Path) -> None:
 
     2. So does each alert's, without its threshold. 3. All rules are well, none fires.
     """
-    async with running(TIERS, engines=1) as run:
+    async with running(TIERS | {"admin_open": "admin"}, engines=1) as run:
         target = f"127.0.0.1:{run.stack.settings.metrics_port}"
         done = asyncio.Event()
         async with prometheus(target, tmp_path) as asked, asyncio.TaskGroup() as tasks:

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import pytest
 from kvbm_cli.demo.check import check_stack
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.errors import KvbmError
 from kvbm_common.tier.rendezvous import owner_of
 from kvbm_common.wire.admin import DrainRequest

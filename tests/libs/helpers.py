@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from kvbm_common.eviction import Lru
+from kvbm_common.eviction import EvictionPolicy, Lru
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.slots import Block
+from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.slab_pool import MakePolicy
+from kvbm_common.tier.slots import Block, SlotTable
 
 NAMESPACE = b"n" * 32
 
@@ -50,3 +52,15 @@ class StrictLru(Lru):
     def forget(self, block: SequenceHash) -> None:
         assert block not in self.held, "forgotten while held"
         super().forget(block)
+
+
+def plain_table(slot_count: int, make: MakePolicy = lambda _: StrictLru()) -> SlotTable:
+    """A table whose slots take blocks of any size."""
+    return SlotTable(Layout.unsized(slot_count), make)
+
+
+def policy_of(table: SlotTable) -> EvictionPolicy:
+    """The policy of such a table."""
+    size = table.pool.size_of(0)
+    assert size is not None
+    return size.policy

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kvbm_common.identity import Hasher, Namespace, hash_to_hex, pack_hashes
+from kvbm_common.checksum import pack_sums
+from kvbm_common.identity import Hasher, Namespace, pack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
-from kvbm_common.wire import admin, events, local, scores, verbs
+from kvbm_common.tier.parts import Grid, Share
+from kvbm_common.wire import admin, events, local, scores, slot_entries, verbs
 from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
+from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
 from msgspec.structs import replace
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wire"
@@ -24,7 +27,7 @@ NAMESPACE = Namespace(model="meta-llama/Llama-3.1-8B", block_tokens=16, layers=3
 DIGEST = NAMESPACE.digest
 PARENT = NAMESPACE.root
 HASHES = Hasher(NAMESPACE).chain(range(48))
-HEX = [hash_to_hex(one) for one in HASHES]
+HEX = [one.hex() for one in HASHES]
 PACKED = pack_hashes(HASHES)
 INCARNATION = "00c0ffee00c0ffee"
 EPOCH = 1_760_000_000_000_017
@@ -50,9 +53,14 @@ REMOVED = events.Removed(
 )
 CLEARED = events.Cleared(**_source(seq=1, ts_ms=1_760_000_000_000), reason="start")
 
-EVENTS: Mapping[str, events.Event] = {"stored": STORED, "removed": REMOVED, "cleared": CLEARED}
+EVENTS: Mapping[str, events.Event] = {
+    "stored": STORED,
+    "stored_sized": replace(STORED, block_bytes=2_097_152),
+    "removed": REMOVED,
+    "cleared": CLEARED,
+}
 
-WORKER = verbs.WorkerStats(
+WORKER = WorkerStats(
     engine="sim-0",
     incarnation=INCARNATION,
     rank=0,
@@ -61,7 +69,7 @@ WORKER = verbs.WorkerStats(
     block_bytes=2_097_152,
     seen_ms_ago=40,
 )
-LEASED = verbs.LeasedSlot(
+LEASED = slot_entries.LeasedSlot(
     hash=HEX[0],
     parent=PARENT.hex(),
     namespace=DIGEST.hex(),
@@ -69,7 +77,7 @@ LEASED = verbs.LeasedSlot(
     checksum=0xFEED_FACE_CAFE_BEEF,
     bytes=2_097_152,
 )
-FILLED = verbs.FilledSlot(
+FILLED = slot_entries.FilledSlot(
     hash=HEX[0],
     slot=7,
     ok=True,
@@ -78,8 +86,10 @@ FILLED = verbs.FilledSlot(
     checksum=0xFEED_FACE_CAFE_BEEF,
     bytes=2_097_152,
 )
-PARTS: dict[str, Any] = {"checksum": 0x11, "part_checksums": [2**64 - 1, 0]}
-"""Of a block of two ranks."""
+GRID = Grid(ranges=2, layers=16, heads=2)
+PARTS: dict[str, Any] = {"checksum": 0x11, "parts": GRID.code}
+"""Of a block that is cut by layers and heads."""
+SUMS = pack_sums([2**64 - 1, 0, 1, 2])
 HOLDER: dict[str, Any] = {"host": "gpu-a", "source": "disk-tier-0", "tier": "disk"}
 OFFER_RUN = verbs.OfferRun(parent=PARENT.hex(), hashes=HEX, blocks=[4, 9, 2])
 
@@ -118,9 +128,9 @@ VERBS: dict[str, msgspec.Struct] = {
         epoch=EPOCH, until_ms=86_400_000, slots=[verbs.FillSlot(hash=HEX[0], slot=7)]
     ),
     "fill_reply": verbs.FillReply(
-        slots=[FILLED, verbs.FilledSlot(hash=HEX[1], slot=8, ok=False, reason="checksum")]
+        slots=[FILLED, slot_entries.FilledSlot(hash=HEX[1], slot=8, ok=False, reason="checksum")]
     ),
-    "fill_reply_parts": verbs.FillReply(slots=[replace(FILLED, **PARTS)]),
+    "fill_reply_parts": verbs.FillReply(slots=[replace(FILLED, **PARTS, part_sums=SUMS)]),
     "match_request": verbs.MatchRequest(hashes=HEX),
     "match_reply": verbs.MatchReply(asked=3, matches=[verbs.HolderMatch(**HOLDER, blocks=2)]),
     "match_batch_request": scores.MatchBatchRequest(
@@ -144,6 +154,9 @@ VERBS: dict[str, msgspec.Struct] = {
     "dump_request": verbs.DumpRequest(source="disk-tier-0"),
     "dump_reply": verbs.DumpReply(
         holders=[verbs.HolderDump(**HOLDER, epoch=EPOCH, seq=9, hashes=HEX[:2])]
+    ),
+    "holders_reply": scores.HoldersReply(
+        holders=[scores.HolderSummary(**HOLDER, epoch=EPOCH, seq=9, blocks=2)]
     ),
     "snapshot_request": verbs.SnapshotRequest(source="host-tier-0"),
     "snapshot_reply": verbs.SnapshotReply(
@@ -169,6 +182,47 @@ VERBS: dict[str, msgspec.Struct] = {
     ),
 }
 
+SIZED: dict[str, msgspec.Struct] = {
+    "hits_sized": verbs.Hits(namespace=DIGEST.hex(), hashes=HEX, block_bytes=2_097_152),
+    "arena_request_any_size": verbs.ArenaRequest(any_size=True),
+    "door_request_any_size": verbs.DoorRequest(any_size=True),
+    "arena_reply_sizes": verbs.ArenaReply(
+        path="/dev/shm/kvbm-gpu-a-1760000000000017-arena",
+        bytes=1_073_741_824,
+        slot_bytes=4_096,
+        slot_count=262_144,
+        epoch=EPOCH,
+        instance="0",
+        sizes=[2_097_152, 65_536],
+    ),
+    "fill_request_sized": verbs.FillRequest(
+        epoch=EPOCH,
+        until_ms=86_400_000,
+        slots=[verbs.FillSlot(hash=HEX[0], slot=512)],
+        slot_bytes=2_097_152,
+    ),
+    "snapshot_reply_sized": verbs.SnapshotReply(
+        **_source(seq=3),
+        parts=[verbs.SnapshotPart(namespace=DIGEST.hex(), runs=[RUN], block_bytes=2_097_152)],
+    ),
+    "stats_reply_sizes": verbs.StatsReply(
+        kind="host-tier",
+        host="gpu-a",
+        instance="0",
+        epoch=EPOCH,
+        ready=True,
+        tier="host",
+        slots={"reset": 900, "inactive": 124, "total": 1_024},
+        slot_bytes=2_097_152,
+        block_bytes=130_023_424,
+        capacity_bytes=1_073_741_824,
+        slab_bytes=33_554_432,
+        slabs={"free": 28, "cut": 4, "leaving": 0},
+        sizes=[SizeStats(slot_bytes=2_097_152, slabs=4, slots=64, used=62)],
+    ),
+}
+"""Messages of tiers that hold blocks of several sizes."""
+
 ADMIN: dict[str, msgspec.Struct] = {
     "block_request": admin.BlockRequest(hash=HEX[0]),
     "block_reply": admin.BlockReply(
@@ -177,7 +231,9 @@ ADMIN: dict[str, msgspec.Struct] = {
         leases=[admin.BlockLease(id=7, owner="ada over HTTP", reason="pin", left_ms=60_000)],
         story=[admin.BlockEntry(ago_ms=1_500, what="committed")],
     ),
-    "block_reply_parts": admin.BlockReply(held=True, slot=3, bytes=65_536, part_count=2, **PARTS),
+    "block_reply_parts": admin.BlockReply(
+        held=True, slot=3, bytes=65_536, checksum=0x11, part_count=2, part_checksums=[2**64 - 1, 0]
+    ),
     "remove_request": admin.RemoveRequest(hashes=HEX, actor="ada"),
     "remove_reply": admin.RemoveReply(removed=2, kept=1, missing=HEX[2:], more=True),
     "pin_request": admin.PinRequest(hashes=HEX[:1], ttl_ms=60_000, actor="ada"),
@@ -218,6 +274,14 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
         regions=[local.Region(address=2**46, stride=65_536, piece_bytes=65_536, blocks=1_024)],
         verify="sampled",
     ),
+    "hello_share": local.Hello(
+        **_engine(role="worker", namespace=NAMESPACE, pid=4_242),
+        rank=3,
+        world_size=4,
+        agent=b"nixl-metadata",
+        regions=[local.Region(address=2**46, stride=65_536, piece_bytes=65_536, blocks=1_024)],
+        share=Share(GRID, 1, 2, 0, 1, replica=1),
+    ),
     "hello_groups": local.Hello(
         **_engine(role="scheduler", namespace=NAMESPACE),
         group_namespaces=[msgspec.structs.replace(NAMESPACE, group=1)],
@@ -232,6 +296,12 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
         lease_ms=10_000,
         deadline_ms=2_000,
         groups=[GroupRun(16, len(PACKED) // 16), GroupRun(16, len(PACKED) // 16, 1)],
+    ),
+    "lookup_chunks": local.Lookup(
+        **_engine(lookup=5, namespace=DIGEST, hashes=PACKED + PACKED[::-1]),
+        lease_ms=10_000,
+        deadline_ms=2_000,
+        groups=[GroupRun(16, 4, offset=64), GroupRun(32, 2, 0, 8_192, 64)],
     ),
     "outcome": local.Outcome(**_engine(request="cmpl-7", lookup=5, reason="corrupt", blocks=2)),
     "release": local.Release(**_engine(lease=12, corrupt=[1])),
@@ -274,7 +344,7 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         slots=[7, 8],
         checksums=[2**64 - 1, 1],
         block_bytes=2_097_152,
-        part_checksums=[2, 3, 4, 2**64 - 1],
+        part_sums=pack_sums([2, 3, 4, 2**64 - 1]),
     ),
     "found_groups": local.Found(
         lookup=5,
@@ -295,6 +365,14 @@ TO_CONSOLIDATOR: Mapping[str, local.ToConsolidator] = {
         replay_endpoint="ipc:///run/kvbm/sim-0-replay.sock",
         generation="0123456789abcdef",
         adapters=[local.Adapter(id=1, name="sql", content="00112233445566778899aabbccddeeff")],
+    ),
+    "attach_groups": local.Attach(
+        **_engine(endpoint="ipc:///run/kvbm/sim-0.sock", namespace=NAMESPACE),
+        group_namespaces=[msgspec.structs.replace(NAMESPACE, group=1, block_tokens=32)],
+    ),
+    "attach_passing": local.Attach(
+        **_engine(endpoint="", namespace=NAMESPACE),
+        passes_through="prefix caching is off",
     ),
     "detach": local.Detach(**_engine()),
     "offered": local.Offered(
@@ -341,7 +419,7 @@ def _examples() -> list[Example]:
     ]
     found = [Example(name, codec, one) for codec, group in by_codec for name, one in group.items()]
     return found + [
-        Example(name, JsonCodec(type(one)), one) for name, one in (VERBS | ADMIN).items()
+        Example(name, JsonCodec(type(one)), one) for name, one in (VERBS | SIZED | ADMIN).items()
     ]
 
 

@@ -23,10 +23,10 @@ SUBJECTS = {
     "slots": Subject(
         "libs/kvbm_common", "kvbm_common/tier/slots.py", (f"{TIER}/test_slots.py",)
     ),
-    "folded_blocks": Subject(
+    "blocks": Subject(
         "libs/kvbm_common",
-        "kvbm_common/tier/folded_blocks.py",
-        tuple(f"{TIER}/test_{part}.py" for part in ("folded_blocks", "slots")),
+        "kvbm_common/tier/blocks.py",
+        tuple(f"{TIER}/test_{part}.py" for part in ("blocks", "slots")),
     ),
     "leases": Subject(
         "libs/kvbm_common", "kvbm_common/tier/leases.py", (f"{TIER}/test_leases.py",)
@@ -62,8 +62,8 @@ SUBJECTS = {
         "services/disk_tier",
         "kvbm_disk_tier/core/writes.py",
         tuple(f"{DISK_TIER}/test_{part}.py"
-              for part in ("writes", "writes_edges", "write_budget", "batch_size", "core",
-                           "core_health")),
+              for part in ("writes", "writes_edges", "writes_in_flight", "pending",
+                           "core", "core_health")),
     ),
     "reads": Subject(
         "services/disk_tier",

@@ -74,6 +74,9 @@ def test_bytes_that_rot_in_host_memory(stack: LiveStack, rank: RankProcess) -> N
     put(rank, keys)
     corrupt_arena(stack.settings)
     assert rank.ask("get", keys=keys, pages=pages(10, COUNT)).flags == [False] * COUNT
-    assert rank.ask("counts").counts["kv.loads_failed.corrupt"] == 1
+    by_load = rank.ask("counts").counts.get("kv.loads_failed.corrupt", 0)
+    # On a slow machine the scrubber reads them before the load comes: a miss then, no failure.
+    by_scrubber = stack.figures("host-tier").get("scrub_corrupt_blocks", 0)
+    assert by_load == 1 or by_scrubber > 0
     assert rank.ask("set", keys=keys, pages=pages(0, COUNT)).flags == ALL
     rank.ask("detach")

@@ -1,58 +1,86 @@
-"""`python -m tests.sim SEED [--count N] [--verbose] [--statistics]`: run seeds, one by one."""
+"""`python -m tests.sim SEED`: run one seed, or with `--count` many, in `--jobs` processes.
+
+Many seeds stop at the first one that fails. With `--file` they go on later where they were, after
+an interruption, a failure that was mended, or with a larger `--count`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 
+from tests.sim.campaign import Campaign, load
+from tests.sim.one_seed import report, run_elsewhere
 from tests.sim.simulation import Simulation
 from tests.sim.statistics import Statistics
 
 
 def main() -> int:
-    """Run one seed, or many from it on; the exit status says whether all held."""
+    """Run what was asked for; the exit status says whether all held."""
+    arguments = parse()
+    if arguments.report:
+        report(arguments.seed, arguments.count)
+        return 0
+    if arguments.count == 1:
+        return run_one(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    progress = load(arguments.file, arguments.seed, arguments.count)
+    campaign = Campaign(
+        progress, run_elsewhere, jobs=arguments.jobs, keep_going=arguments.keep_going,
+        path=arguments.file, say=lambda line: print(line, flush=True),
+    )  # fmt: skip
+    try:
+        held = campaign.run()
+    except KeyboardInterrupt:
+        return 130
+    if arguments.statistics:
+        print(*progress.statistics.lines(), sep="\n")
+    print(f"failed: {sorted(progress.failed) or 'none'}")
+    return int(not held)
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
-    parser.add_argument("seed", type=int)
+    parser.add_argument("seed", type=int, help="the first seed, or the only one")
     parser.add_argument("--count", type=int, default=1, help="how many seeds, from this one on")
-    parser.add_argument("--verbose", action="store_true", help="print what led to a failure")
-    parser.add_argument("--quiet", action="store_true", help="print only seeds that fail")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run seeds")
+    parser.add_argument("--file", type=Path, help="where the progress is kept")
+    parser.add_argument("--keep-going", action="store_true", help="run on behind a failure")
     parser.add_argument(
         "--statistics", action="store_true", help="print how many seeds met what, and how often"
     )
-    arguments = parser.parse_args()
-    seeds, statistics = range(arguments.seed, arguments.seed + arguments.count), Statistics()
-    failed = [
-        seed
-        for seed in seeds
-        if not run(seed, statistics, verbose=arguments.verbose, quiet=arguments.quiet)
-    ]
-    if arguments.statistics:
-        print(*statistics.lines(), sep="\n")
-    print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds held; failed: {failed or 'none'}")
-    return int(bool(failed))
+    parser.add_argument(
+        "--verbose", action="store_true", help="of one seed: every message, checks at each step"
+    )
+    parser.add_argument("--report", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
-def run(seed: int, statistics: Statistics, *, verbose: bool, quiet: bool) -> bool:
+def run_one(arguments: argparse.Namespace) -> int:
     """Run one seed and print how it went; with `verbose` every message, and checks at each step."""
-    started_s = time.perf_counter()
-    simulation = Simulation(seed, traced=verbose, check_every=1 if verbose else 16)
-    world, held, outcome = simulation.world, True, "held"
+    started_s, verbose = time.perf_counter(), arguments.verbose
+    checks = {"check_every": 1} if verbose else {}
+    simulation = Simulation(arguments.seed, traced=verbose, **checks)
+    world, outcome = simulation.world, "held"
     try:
         simulation.run()
     except Exception as error:
-        held, outcome = False, f"FAILED at {world.now:.1f} ms: {type(error).__name__}: {error}"
+        outcome = f"FAILED at {world.now:.1f} ms: {type(error).__name__}: {error}"
         if verbose:
             print(*world.log, sep="\n")
             traceback.print_exc()
-    statistics.add(world)
+    if arguments.statistics:
+        print(*Statistics.of(world).lines(), sep="\n")
     took_s = time.perf_counter() - started_s
-    if not (quiet and held):
-        print(f"seed {seed}: {outcome} ({world.steps} steps, {took_s:.2f} s)", flush=True)
+    print(f"seed {arguments.seed}: {outcome} ({world.steps} steps, {took_s:.2f} s)")
     if verbose:
         print(world.plan, dict(sorted(world.marks.items())), f"digest {world.digest:08x}")
-    return held
+    return int(outcome != "held")
 
 
 if __name__ == "__main__":

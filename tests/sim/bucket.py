@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import nsmallest
 
+from kvbm_common.tier.blocks import Block
 from kvbm_disk_tier.objects.core.names import Names
 
 from tests.sim.memory import ROT
 from tests.sim.world import World
 
 NAMES = Names("sim")
+BLOCKS_MAX = 4_096
+"""Names that are read once: a listing comes back to the same ones again and again."""
 Bytes = tuple[bytes, ...]
 """What an object holds: a block, by rank."""
 
@@ -21,6 +26,18 @@ class Stored:
 
     content: Bytes
     at_ms: float
+
+
+@lru_cache(maxsize=BLOCKS_MAX)
+def block_of(name: str) -> Block | None:
+    """Return the block that an object of this name holds."""
+    return NAMES.block_of(name)
+
+
+@lru_cache(maxsize=BLOCKS_MAX)
+def name_of(block: Block) -> str:
+    """Return the name of the object that holds this block."""
+    return NAMES.name_of(block)
 
 
 class Bucket:
@@ -45,15 +62,20 @@ class Bucket:
             if found is not None:
                 self._gone[name] = Stored(found.content, self._world.now)
 
-    def listed(self) -> list[tuple[str, int]]:
-        """Return names and ages, in the order of the names, as they were a while ago."""
+    def listed(
+        self, behind: str, count: int, wanted: Callable[[str], bool]
+    ) -> list[tuple[str, int]]:
+        """Return the first wanted names behind one, and their ages, in the order of the names, as
+        they were a while ago."""
         now = self._world.now
         seen_ms = now if self._world.calm else now - self._world.plan.listing_lag_ms
         there = {name: one for name, one in self.objects.items() if one.at_ms <= seen_ms}
         still = {name: one for name, one in self._gone.items() if one.at_ms > seen_ms}
         self._gone = still
         self._world.marks["object listed late"] += len(still)
-        return [(name, int(now - one.at_ms)) for name, one in sorted((there | still).items())]
+        seen = there | still
+        names = nsmallest(count, (name for name in seen if name > behind and wanted(name)))
+        return [(name, int(now - seen[name].at_ms)) for name in names]
 
     def vanish(self) -> None:
         """Lose some objects: an operator, or a rule of the store, deletes them."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 from typing import assert_never
 
-from kvbm_common.identity import hash_to_hex, unpack_hashes
+from kvbm_common.identity import unpack_hashes
 from kvbm_common.wire.engine_events import EngineBatch
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.local import (
@@ -72,8 +72,11 @@ class Consolidator(Service):
         self.heard(event)
         for effect in self.whole.step(event, self.world.now_ms):
             self._carry_out(effect)
-        if self.due_check():
-            self.whole.check()
+        self.stepped()
+
+    def check(self) -> None:
+        """Check both halves."""
+        self.whole.check()
 
     def _follow(self, source: str) -> None:
         self.bus.stream.follow(
@@ -129,7 +132,7 @@ class Consolidator(Service):
 
     def batch(self, key: con.StreamKey, seq: int, batch: EngineBatch) -> None:
         """A message on an engine's PUB."""
-        self.step(con.EngineBatchReceived(key, seq, batch))
+        self.step(con.EngineBatchesReceived(key, ((seq, batch),)))
 
     def died(self) -> None:
         super().died()
@@ -202,7 +205,7 @@ class Consolidator(Service):
             return
         for seq, batch in list(engine.buffer):
             if seq >= effect.from_seq:
-                self._replayed(con.EngineBatchReceived(key, seq, batch, number))
+                self._replayed(con.EngineBatchesReceived(key, ((seq, batch),), number))
         self._replayed(con.ReplayDone(key, number))
 
     def _replayed(self, event: con.EngineInput) -> None:
@@ -213,7 +216,7 @@ def _offer_of(offered: Offered, host: str) -> Offer:
     runs = [
         OfferRun(
             parent=run.parent.hex(),
-            hashes=[hash_to_hex(name) for name in unpack_hashes(run.hashes)],
+            hashes=[name.hex() for name in unpack_hashes(run.hashes)],
             blocks=run.blocks,
         )
         for run in offered.runs

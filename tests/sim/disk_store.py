@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_disk_tier.core import messages as disk
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Record, Replay, encode_records, replay
 
@@ -15,8 +18,10 @@ class Store:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.slot_bytes = 0
-        self.file = Memory(world, world.plan.disk_slots, parts=world.plan.ranks)
+        self.layout: Layout | None = None
+        """How the file is cut; None: there is no store."""
+        units = world.plan.units(world.plan.disk_slots)
+        self.file = Memory(world, units, parts=world.plan.part_count)
         self.journal = bytearray()
         self.durable = 0
         """Bytes of the journal that are synchronised."""
@@ -30,21 +35,19 @@ class Store:
 
     def recover(self) -> disk.StoreOpened | None:
         """Open what a former life has left."""
-        if not self.slot_bytes:
+        if self.layout is None:
             return None
         del self.journal[len(self.journal) - len(self.journal) % RECORD_BYTES :]
-        slot_count = self.file.slot_count
-        journal = bytes(self.journal)
-        return self._opened(replay(journal, slot_count=slot_count, slot_bytes=self.slot_bytes))
+        return disk.StoreOpened(self.layout, replay(bytes(self.journal), self.layout))
 
     def create(self, slot_bytes: int) -> disk.StoreOpened:
         """Make it anew."""
-        self.slot_bytes, self.durable = slot_bytes, 0
+        layout = Layout.of(slot_bytes, self.file.unit_count * UNIT_BYTES // slot_bytes)
+        if slab_bytes := self.world.plan.slab_units * UNIT_BYTES:
+            layout = replace(layout, slab_slots=slab_bytes // slot_bytes)
+        self.layout, self.durable = layout, 0
         self.journal.clear()
-        return self._opened(Replay(blocks={}, next_order=1, records=0, damaged=0))
-
-    def _opened(self, found: Replay) -> disk.StoreOpened:
-        return disk.StoreOpened(self.file.slot_count, self.slot_bytes, found)
+        return disk.StoreOpened(layout, Replay(blocks={}, next_order=1, records=0, damaged=0))
 
     def append(self, records: tuple[Record, ...], *, commit: bool) -> None:
         """Write records; with `commit` data and journal are durable afterwards."""
@@ -57,7 +60,8 @@ class Store:
     def power_cut(self) -> None:
         """What was not synchronised may be gone, whole or in part, or damaged."""
         rng = self.world.rng
-        del self.journal[rng.randint(self.durable, len(self.journal)) :]
+        if rng.random() < 0.5:  # Else the file is as long as it was, and not all of it as it was.
+            del self.journal[rng.randint(self.durable, len(self.journal)) :]
         if len(self.journal) > self.durable:
             self.journal[rng.randrange(self.durable, len(self.journal))] ^= 0xFF
         for slot in sorted(self.dirty):

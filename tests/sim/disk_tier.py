@@ -17,7 +17,7 @@ from tests.sim.bus import Bus
 from tests.sim.cluster import Cluster, Host
 from tests.sim.disk_store import Store
 from tests.sim.lower_tier import LowerTier
-from tests.sim.memory import Memory, copy, right_cells, sums_of
+from tests.sim.memory import Memory, copy, right_cells, sums_of, units_of
 from tests.sim.world import Call, World
 
 
@@ -56,11 +56,10 @@ class DiskTier(LowerTier):
     def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]]:
         """Return what is in the slots, trusting what the journal has said: after a crash only a
         read can tell."""
-        blocks = invariants.by_slot(self.core.inventory.table)
-        found = invariants.contents(blocks, self.store.file)
+        found = invariants.contents(self.core.inventory.table.by_place(), self.store.file)
         invariants.require(found.keys() <= self.store.journaled, "committed before it was durable")
         trusted = self._recovered & found.keys()
-        return found | {name: right_cells(name, self.world.plan.ranks) for name in trusted}
+        return found | {name: right_cells(name, self.world.plan.part_count) for name in trusted}
 
     # --- the store --------------------------------------------------------------------------
 
@@ -84,14 +83,18 @@ class DiskTier(LowerTier):
         def again() -> None:
             self.store.journal.clear()
             self.store.append(records, commit=True)
+            self.step(disk.JournalRewritten())
 
         self._in_store(again)
 
     def write(self, effect: wanted.WriteSlots, arena: Memory) -> None:
         duration_ms, file = self.world.transfer_ms("write"), self.store.file
-        self.store.dirty.update(effect.targets)
-        sources = (arena, [arena.whole(slot) for slot in effect.sources])
-        copy(self, sources, (file, [file.whole(slot) for slot in effect.targets]), duration_ms)
+        units = units_of(effect.blocks[0].bytes)
+        for slot in effect.targets:
+            self.store.dirty.update(range(slot, slot + units))
+        sources = (arena, [arena.whole(slot, units) for slot in effect.sources])
+        targets = (file, [file.whole(slot, units) for slot in effect.targets])
+        copy(self, sources, targets, duration_ms)
         failed = not self.world.calm and self.world.rng.random() < self.world.plan.loss
         ended = disk.WriteFailed(effect.write, "io") if failed else disk.Written(effect.write)
         self.later(duration_ms, lambda: self.step(ended))
@@ -100,8 +103,9 @@ class DiskTier(LowerTier):
         """Read. Bytes may be late, but nothing is reported before the last one is there."""
         left_ms = effect.until_ms - self.world.now_ms
         duration_ms, file = self.world.transfer_ms("read"), self.store.file
-        targets = (arena, [arena.whole(slot) for slot in effect.targets])
-        copy(self, (file, [file.whole(slot) for slot in effect.sources]), targets, duration_ms)
+        units = [units_of(block.bytes) for block in effect.blocks]
+        sources = (file, list(map(file.whole, effect.sources, units)))
+        copy(self, sources, (arena, list(map(arena.whole, effect.targets, units))), duration_ms)
         if duration_ms > left_ms:
             failed = disk.ReadFailed(effect.read, "transfer_timeout")
             self.world.marks["read late"] += 1
@@ -115,7 +119,8 @@ class DiskTier(LowerTier):
         self.later(self.world.rng.randint(0, 3), lambda: self._read_ended(effect, arena))
 
     def _read_ended(self, effect: wanted.ReadSlots, arena: Memory) -> None:
-        sums = tuple(arena.sums(slot) for slot in effect.targets)
+        units = [units_of(block.bytes) for block in effect.blocks]
+        sums = tuple(map(arena.sums, effect.targets, units))
         intact = tuple(
             block.has_sums(found) or not self.compares
             for found, block in zip(sums, effect.blocks, strict=True)

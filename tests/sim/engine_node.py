@@ -16,8 +16,14 @@ from kvbm_common.wire.engine_events import (
 from kvbm_common.wire.local import Attached, Detach, Found, Pulled, Refused, Welcome
 from kvbm_connectors.consolidator.core.messages import StreamKey
 from kvbm_connectors.core.core import ConnectorCore
-from kvbm_connectors.core.limits import ConnectorLimits
-from kvbm_connectors.core.messages import Effect, FromService, Hit, OfferEnded, ToHost
+from kvbm_connectors.core.messages import (
+    ConnectorLimits,
+    Effect,
+    FromService,
+    Hit,
+    OfferEnded,
+    ToHost,
+)
 from kvbm_connectors.sim.event_stream import engine_hash
 from kvbm_connectors.sim.paged import BlockPool
 
@@ -46,8 +52,13 @@ class EngineNode(Node):
     def __init__(self, world: World, cluster: Cluster, host: Host, name: str) -> None:
         super().__init__(world, f"{host.name}/{name}")
         self.cluster, self.host, self.name_alone = cluster, host, name
+        sizes = world.plan.sizes
+        self.units = sizes[len(host.engines) % len(sizes)]
+        """How long its blocks are, in units of the arenas."""
+        self.shape = world.plan.cut.shape(sum(len(one.engines) for one in cluster.hosts.values()))
+        """What each rank holds of a block."""
         host.engines[name] = self
-        self.namespace = Namespace(model="sim", block_tokens=self.block_tokens)
+        self.namespace = Namespace(model=f"sim-{self.units}", block_tokens=self.block_tokens)
         self.hasher = Hasher(self.namespace)
         self.conversations = self._conversations()
         self.finished = 0
@@ -83,7 +94,7 @@ class EngineNode(Node):
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._seq = 0
         self._poked = False
-        self.workers = [Worker(self, rank) for rank in range(plan.ranks)]
+        self.workers = [Worker(self, rank, share) for rank, share in enumerate(self.shape)]
         self.sockets = Sockets(self)
         self.begin()
         self.every(100, self.step)
@@ -194,20 +205,20 @@ class EngineNode(Node):
         self.work()
         self.flush()
         self.sockets.flush(now_ms)
-        if self.due_check():
-            self.check()
+        self.stepped()
 
     # --- device blocks ----------------------------------------------------------------------
 
     def check_block(self, name: SequenceHash, block: int, where: str) -> None:
         """Require that a block which is about to be used is right on every rank."""
         for worker in self.workers:
-            invariants.check_content(name, worker.rank, worker.device.cells[block], where)
+            for part, content in worker.held(block):
+                invariants.check_content(name, part, content, where)
 
     def write_block(self, name: SequenceHash, block: int) -> None:
         """Compute a block, on every rank."""
         for worker in self.workers:
-            worker.device.cells[block] = right(name, worker.rank)
+            worker.device.put(block, [right(name, part) for part in worker.share.parts])
 
     def say_removed(self, names: Sequence[SequenceHash]) -> None:
         """Publish that blocks have left the device's cache."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import zmq
+from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.wire.local import (
     Attach,
     Beat,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tests.sim.engine_node import EngineNode
     from tests.sim.workers import Worker
 
-BLOCK_BYTES = 4096
 Take = Callable[[Any], None]
 Send = Callable[[bytes], None]
 
@@ -65,6 +65,11 @@ class SimLink(Link):
     def open(self, _context: object, now_ms: int) -> None:
         """Connect to the endpoint."""
         self.opened(cast("zmq.Socket[bytes]", self.connect(self)), now_ms)
+
+    def receive(self, now_ms: int) -> None:
+        """Take everything that has arrived; most often that is nothing."""
+        if cast(Socket, self.socket).inbox:
+            Link.receive(self, now_ms)
 
 
 class Sockets:
@@ -157,7 +162,8 @@ class Sockets:
     def _hello(self, rank: int | None) -> Hello:
         """Return what the scheduler half (None) or the worker half of a rank says first."""
         engine, plan = self._engine, self._engine.world.plan
-        piece_bytes = BLOCK_BYTES // plan.ranks
+        share = engine.shape[rank or 0]
+        piece_bytes = engine.units * UNIT_BYTES // share.grid.count * len(share.parts)
         region = Region(
             address=4096, stride=piece_bytes, piece_bytes=piece_bytes, blocks=plan.device_blocks
         )
@@ -167,9 +173,10 @@ class Sockets:
             namespace=engine.namespace,
             role="scheduler" if rank is None else "worker",
             rank=rank or 0,
-            world_size=plan.ranks,
+            world_size=len(engine.shape),
             agent=b"" if rank is None else b"agent",
             regions=[] if rank is None else [region],
+            share=share if rank is not None and plan.cut.is_said else None,
         )
 
     def _consolidator_link(self) -> SimLink:

@@ -12,7 +12,8 @@ from tests.sim.host_tier import HostTier
 from tests.sim.world import Node, World
 
 FIRST_MS = 2_000
-POWER_TRIES = 500
+POWER_TRIES = 3_000
+"""Milliseconds."""
 Strike = Callable[[], None]
 T = TypeVar("T")
 
@@ -125,17 +126,17 @@ class Faults:
         if disk is None:
             return
         memory = disk.store.file
-        for slot in self._world.rng.sample(range(memory.slot_count), memory.slot_count // 2):
-            memory.rot(slot)
+        for place in self._world.rng.sample(range(memory.unit_count), memory.unit_count // 2):
+            memory.rot(place)
 
     def _rot_arena(self) -> None:
         tier = self._any(self._cluster.host_tiers)
         if not tier.up:
             return
-        count, committed = tier.arena.slot_count, tier.core.view.blocks()
-        for slot in self._world.rng.sample(range(count), count // 2):
-            if slot in committed:  # What rots before its first checksum cannot be found.
-                tier.arena.rot(slot)
+        count, committed = tier.arena.unit_count, tier.core.view.blocks()
+        for place in self._world.rng.sample(range(count), count // 2):
+            if place in committed:  # What rots before its first checksum cannot be found.
+                tier.arena.rot(place)
 
     def _kill_reader(self) -> None:
         tier = self._any(self._cluster.host_tiers)

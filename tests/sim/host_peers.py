@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm_common.checksum import combined_checksum
-from kvbm_common.wire.verbs import ErrorBody, LeasedSlot, LeaseReply, LeaseRequest, ReleaseRequest
+from kvbm_common.wire.slot_entries import LeasedSlot
+from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest, ReleaseRequest
 from kvbm_host_tier.core import messages as host
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
@@ -25,8 +26,9 @@ from kvbm_host_tier.core.peer_messages import (
 
 from tests.sim import invariants
 from tests.sim.bus import Done, Failure
-from tests.sim.memory import copy
+from tests.sim.memory import copy, units_of
 from tests.sim.registry import News
+from tests.sim.world import Call, Node
 
 if TYPE_CHECKING:
     from tests.sim.host_tier import HostTier
@@ -41,19 +43,35 @@ class Met:
     """A peer's arena, as it was found."""
 
     epoch: int
-    life: int
-    """Of our own reader of other hosts."""
+    reader: Reader | None
+    """The life of our own reader that has met it."""
+
+
+class Reader:
+    """A life of the process that reads other hosts' arenas: its copies end with it."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self.world = node, node.world
+        self._is_up = True
+
+    def later(self, delay_ms: float, call: Call) -> None:
+        """Call back if this life still lasts, and the host tier's."""
+        self._node.later(delay_ms, lambda: call() if self._is_up else None)
+
+    def die(self) -> None:
+        """End: nothing more is written."""
+        self._is_up = False
 
 
 class HostPeers:
-    """As PeerClient, and the reader process of which a death ends every read."""
+    """As PeerClient, and the reader process."""
 
     def __init__(self, node: HostTier) -> None:
         self._node, self._world = node, node.world
         self._met: dict[PeerId, Met] = {}
-        self._life = 0
+        self._reader = Reader(node)
         self._reading: dict[int, Callable[[], None]] = {}
-        """Pull → what its reader's death does to it."""
+        """Pull that may still write → what its reader's death does to it."""
         self.is_open = False
         """Peers may read this arena."""
 
@@ -71,10 +89,11 @@ class HostPeers:
 
     def reader_dies(self) -> None:
         """Lose the reader process: what it was writing ends with it."""
-        self._life += 1
+        self._reader.die()
+        self._reader = Reader(self._node)
         reading, self._reading = self._reading, {}
-        for fail in reading.values():
-            fail()
+        for end in reading.values():
+            end()
 
     # --- the index --------------------------------------------------------------------------
 
@@ -104,20 +123,20 @@ class HostPeers:
         peer = self._tier_of(pull.peer)
         until_ms = self._world.now + pull.deadline_ms
         met = self._met.get(pull.peer)
-        if met is not None and met.life == self._life:
+        if met is not None and met.reader is self._reader:
             self._lease(pull, peer, met, until_ms)
             return
 
         def serve(reply: Done) -> None:
             closed = ErrorBody(code="door_closed", message="")
-            reply(Met(peer.epoch, 0) if peer.peers.is_open else closed)
+            reply(Met(peer.epoch, None) if peer.peers.is_open else closed)
 
         def done(reply: object) -> None:
             if not isinstance(reply, Met):
                 assert isinstance(reply, ErrorBody | Failure)
                 self._fail(pull, reply.code)
                 return
-            met = self._met[pull.peer] = Met(reply.epoch, self._life)
+            met = self._met[pull.peer] = Met(reply.epoch, self._reader)
             self._lease(pull, peer, met, until_ms)
 
         self._node.bus.request(self._node, peer, serve, done, limit_ms=pull.deadline_ms)
@@ -155,31 +174,36 @@ class HostPeers:
             return
         theirs, ours = self._node.cluster.arenas[met.epoch], self._node.arena
         duration_ms = self._world.transfer_ms("peer")
-        sources = (theirs, [theirs.whole(one.slot) for _, one in wanted])
-        copy(self._node, sources, (ours, [ours.whole(slot) for slot, _ in wanted]), duration_ms)
+        sources = (theirs, [theirs.whole(one.slot, units_of(one.bytes)) for _, one in wanted])
+        targets = (ours, [ours.whole(slot, units_of(one.bytes)) for slot, one in wanted])
+        copy(self._reader, sources, targets, duration_ms)
+        self._reading[pull.pull] = partial(self._fail, pull, "door_closed", lease=lease.lease)
         if self._world.now + duration_ms > until_ms:
             self._world.marks["peer read late"] += 1
             late = partial(self._late, pull, lease.lease, duration_ms)
-            self._node.later(max(0.0, until_ms - self._world.now), late)
+            self._reader.later(max(0.0, until_ms - self._world.now), late)
             return
         life = peer.life
-        self._reading[pull.pull] = partial(self._fail, pull, "door_closed", lease=lease.lease)
 
         def end() -> None:
-            if self._reading.pop(pull.pull, None) is None:
-                return  # The reader has died meanwhile.
+            del self._reading[pull.pull]
             if not peer.up or peer.life != life:
                 self._met.pop(pull.peer, None)
                 self._fail(pull, "read_failed", lease=lease.lease)
                 return
             self._arrived(pull, wanted, lease.lease)
 
-        self._node.later(duration_ms, end)
+        self._reader.later(duration_ms, end)
 
     def _late(self, pull: PullFromPeer, lease: int, duration_ms: float) -> None:
-        """Give up a read that hangs; its last bytes land later."""
+        """Give up a read that hangs; its last bytes land later, if its reader lives."""
+        self._reading[pull.pull] = partial(self._settled, pull.pull)
+        self._reader.later(duration_ms, partial(self._landed, pull.pull))
         self._fail(pull, "transfer_timeout", lease=lease, settled=False)
-        self._node.later(duration_ms, partial(self._settled, pull.pull))
+
+    def _landed(self, pull: int) -> None:
+        del self._reading[pull]
+        self._settled(pull)
 
     def _settled(self, pull: int) -> None:
         self._node.step(PeerPullSettled(pull))
@@ -187,15 +211,22 @@ class HostPeers:
     def _arrived(self, pull: PullFromPeer, wanted: Leased, lease: int) -> None:
         arena = self._node.arena
         blocks: list[PulledBlock] = []
+        self._garble([slot for slot, _ in wanted])
         for slot, leased in wanted:
-            blocks.append(PulledBlock(slot, leased, arena.sums(slot)))
-            if combined_checksum(blocks[-1].checksums) != leased.checksum:
+            units = units_of(leased.bytes)
+            blocks.append(PulledBlock(slot, leased, arena.sums(slot, units)))
+            if combined_checksum(blocks[-1].sums) != leased.checksum:
                 self._world.marks["peer block corrupt"] += 1
                 name = pull.names[pull.slots.index(slot)]
-                invariants.check_corrupt_block(name, arena.content(slot))
+                invariants.check_corrupt_block(name, arena.content(slot, units))
         self._world.marks["blocks from peer"] += len(blocks)
         self._node.step(PeerPulled(pull.pull, tuple(blocks), lease))
         self._node.check_arrived(list(zip(pull.names, pull.slots, strict=True)))
+
+    def _garble(self, slots: list[int]) -> None:
+        """Change bytes that were on their way, now and then."""
+        if not self._world.calm and self._world.rng.random() < self._world.plan.garbled:
+            self._node.arena.rot(self._world.rng.choice(slots))
 
     def _fail(
         self, pull: PullFromPeer, reason: str, *, lease: int = 0, settled: bool = True

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import msgspec
 from kvbm_common.wire.admin import DrainRequest
 from kvbm_host_tier.core import messages as host
-from kvbm_host_tier.core.shard_map import ShardMap
-from kvbm_host_tier.core.shard_messages import (
+from kvbm_host_tier.core.shard_map import (
     FrontTaken,
     Leaving,
     MapTold,
     MemberJoined,
     MemberLeft,
     SayPlace,
+    ShardMap,
 )
 
 from tests.sim.registry import Change, News
@@ -81,11 +81,7 @@ class HostSiblings:
         if place.shard_map is not None:
             self._world.marks["shard map made"] += 1
             info["shards"] = msgspec.json.encode(place.shard_map)
-        node = self._node
-        node.later(
-            self._world.delay(3),
-            lambda: node.bus.registry.update(node.name, node.epoch, info),
-        )
+        self._node.bus.registry.update(self._node, self._node.epoch, info)
 
     def drain(self, verb: str) -> None:
         """Have an operator drain this host tier, or take that back."""

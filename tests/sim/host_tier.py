@@ -8,9 +8,11 @@ from typing import assert_never
 
 import msgspec
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.wire.events import Event, Removed, Tier
 from kvbm_common.wire.local import FromHostTier, from_host_tier, to_host_tier
-from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, Hits, SnapshotReply, StatsReply
+from kvbm_common.wire.slot_entries import FilledSlot
+from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply, StatsReply
 from kvbm_disk_tier.core import messages as disk
 from kvbm_host_tier.core import messages as host
 from kvbm_host_tier.core.core import HostTierCore
@@ -24,7 +26,7 @@ from kvbm_host_tier.core.peer_messages import (
     ReleaseAtPeer,
 )
 from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFound, ScrubSlots
-from kvbm_host_tier.core.shard_messages import HandedOver, SayPlace, ShardEffect
+from kvbm_host_tier.core.shard_map import HandedOver, SayPlace, ShardEffect
 
 from tests.sim import invariants
 from tests.sim.bus import Bus, Done, Failure
@@ -32,12 +34,11 @@ from tests.sim.cluster import Cluster, Host
 from tests.sim.host_peers import HostPeers
 from tests.sim.host_siblings import HostSiblings
 from tests.sim.lower_tier import LowerTier
-from tests.sim.memory import Memory, copy
+from tests.sim.memory import Memory, copy, right_cells, sums_of, units_of
 from tests.sim.registry import Change, News
 from tests.sim.service import SNAPSHOT_MS, Service
 from tests.sim.world import World
 
-SLOT_BYTES = 4096
 SCRUB_MS = 150
 """A batch of the scrubber takes so long on a busy machine, and is not pinned."""
 FILL_MARGIN_MS = 500
@@ -61,19 +62,23 @@ class HostTier(Service):
     def boot(self) -> None:
         self.begin()
         plan = self.world.plan
-        self.arena = Memory(self.world, plan.host_slots, parts=plan.ranks)
+        units = plan.units(plan.host_slots)
+        # A number of blocks is one of the first engine's blocks, however long these are.
+        made = units * max(plan.sizes) if plan.counted else units
+        self.arena = Memory(self.world, made, parts=plan.part_count)
         self.cluster.arenas[self.epoch] = self.arena
         self.core = HostTierCore(
             host=self.host.name,
             instance=self.instance,
             epoch=self.epoch,
-            arena=host.NO_ARENA if plan.counted else _arena(plan.host_slots * SLOT_BYTES),
+            arena=host.NO_ARENA if plan.counted else _arena(units * UNIT_BYTES),
             limits=HostTierLimits(
-                slot_count=plan.host_slots if plan.counted else None,
+                slot_count=units if plan.counted else None,
+                slab_bytes=plan.slab_units * UNIT_BYTES,
                 batch_blocks_max=4,
                 transfers_max=2,
                 peer_pulls_max=2,
-                scrub_cpu_percent=5.0,
+                scrub_cpu_percent=1.0,
                 confirm_ms=plan.confirm_ms,
             ),
             staging=plan.staging,
@@ -102,13 +107,14 @@ class HostTier(Service):
         """Take one input."""
         self.heard(event)
         self._carry_out(self.core.step(event, self.world.now_ms))
-        if self.due_check():
-            self.check()
+        self.stepped()
 
     def check(self) -> None:
         """Check the core, and the checksums in its table."""
         self.core.check()
-        invariants.check_sums(self.core.view.blocks().values(), self.world.plan.ranks, self.name)
+        invariants.check_sums(
+            self.core.view.blocks().values(), self.world.plan.part_count, self.name
+        )
 
     def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]]:
         return invariants.contents(self.core.view.blocks(), self.arena)
@@ -163,8 +169,10 @@ class HostTier(Service):
     # --- effects ----------------------------------------------------------------------------
 
     def _carry_out(self, effects: Sequence[host.Effect]) -> None:
-        events = [one.event for one in effects if isinstance(one, host.Publish)]
-        gone = {text for event in events if isinstance(event, Removed) for text in event.hashes}
+        gone: set[str] = set()
+        if len(effects) > 1:
+            events = [one.event for one in effects if isinstance(one, host.Publish)]
+            gone = {text for event in events if isinstance(event, Removed) for text in event.hashes}
         for effect in effects:
             match effect:
                 case host.ToEngine(connection, message):
@@ -252,11 +260,13 @@ class HostTier(Service):
             self.later(1, lambda: self.step(failed))
             return
         duration_ms = self.world.transfer_ms("pull")
+        invariants.check_pulled(effect.parts, engine.name)
         for part in effect.parts:
             rank = int(part.peer.rpartition(":")[2])
             device = engine.workers[rank].device
-            blocks = (device, [device.whole(block) for block in effect.blocks])
-            slots = (self.arena, [self.arena.part(slot, rank) for slot in effect.slots])
+            units = units_of(effect.block_bytes)
+            blocks = (device, device.some(effect.blocks, range(device.parts)))
+            slots = (self.arena, self.arena.some(effect.slots, part.share.parts, units))
             copy(self, blocks, slots, duration_ms)
         if duration_ms > effect.deadline_ms:
             # NIXL gives up, and the late bytes arrive all the same.
@@ -269,17 +279,22 @@ class HostTier(Service):
         self.later(duration_ms, lambda: self._pulled(effect))
 
     def _pulled(self, effect: host.StartPull) -> None:
-        sums = tuple(self.arena.sums(slot) for slot in effect.slots)
+        units = units_of(effect.block_bytes)
+        sums = tuple(self.arena.sums(slot, units) for slot in effect.slots)
         self.step(host.PullDone(effect.pull, sums))
 
     def _scrubbed(self, effect: ScrubSlots) -> None:
         """Report what a batch of the scrubber has read, some time after it was wanted."""
-        read = [self.arena.content(slot) for slot in effect.slots]
+        read = [
+            self.arena.content(slot, units_of(block.bytes))
+            for slot, block in zip(effect.slots, effect.blocks, strict=True)
+        ]
         self._scrubbing = {b.hash: seen for b, seen in zip(effect.blocks, read, strict=True)}
+        # Most are right: `check` has compared their checksums with those of right bytes.
         wrong = tuple(
             index
-            for index, (slot, block) in enumerate(zip(effect.slots, effect.blocks, strict=True))
-            if not block.has_sums(self.arena.sums(slot))
+            for index, (seen, block) in enumerate(zip(read, effect.blocks, strict=True))
+            if seen != right_cells(block.hash, len(seen)) and not block.has_sums(sums_of(seen))
         )
         self.step(ScrubDone(wrong, cpu_us=1_000))
 
@@ -323,9 +338,10 @@ class HostTier(Service):
     def _cross(self, one: FilledSlot, other: FilledSlot) -> None:
         """Put two blocks into each other's slots, as a tier in error would."""
         self.world.marks["fill crossed"] += 1
-        first, second = self.arena.content(one.slot), self.arena.content(other.slot)
-        self.arena.put(one.slot, second)
-        self.arena.put(other.slot, first)
+        units = units_of(one.bytes)
+        first, second = (self.arena.content(filled.slot, units) for filled in (one, other))
+        self.arena.put(one.slot, second, units)
+        self.arena.put(other.slot, first, units)
 
     def check_arrived(self, arrived: Sequence[tuple[SequenceHash, int]]) -> None:
         """Require that what was just committed is right: nothing of the world's was too late for
@@ -333,7 +349,8 @@ class HostTier(Service):
         blocks = self.core.view.blocks()
         for name, slot in arrived:
             if slot in blocks and blocks[slot].hash == name:
-                for rank, content in enumerate(self.arena.content(slot)):
+                units = units_of(blocks[slot].bytes)
+                for rank, content in enumerate(self.arena.content(slot, units)):
                     invariants.check_content(name, rank, content, f"{self.name}, just filled,")
 
     def _lower_snapshot(self, lower: LowerTier) -> None:

@@ -52,8 +52,11 @@ class Index(Service):
         self.heard(event)
         for effect in self.core.step(event, self.world.now_ms):
             self._ask_snapshot(effect.key)
-        if self.due_check():
-            self.core.check()
+        self.stepped()
+
+    def check(self) -> None:
+        """Check the core."""
+        self.core.check()
 
     def _registry(self, news: News) -> None:
         host, source = news.name.split("/")

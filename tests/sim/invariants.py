@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.slots import Block, SlotTable
+from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Cleared, Event, Stored
-from kvbm_connectors.core.limits import ConnectorLimits
+from kvbm_connectors.core.messages import ConnectorLimits
+from kvbm_host_tier.core.messages import PullPart
 
-from tests.sim.memory import ROT, Memory, right, right_checksum
+from tests.sim.memory import ROT, Memory, right, right_cells, right_checksum, units_of
 
 Contents = Mapping[SequenceHash, tuple[bytes, ...]]
 """By block, what each rank's part of it holds."""
@@ -40,14 +41,9 @@ class Announced:
         self._position[event.source] = (event.epoch, event.seq)
 
 
-def by_slot(table: SlotTable) -> dict[int, Block]:
-    """Return every committed block by its slot."""
-    return {slot: one for one in table.blocks() if (slot := table.find(one.hash)) is not None}
-
-
 def contents(blocks: Mapping[int, Block], memory: Memory) -> dict[SequenceHash, tuple[bytes, ...]]:
-    """Return what is truly in the slot of each block that can be found."""
-    return {block.hash: memory.content(slot) for slot, block in blocks.items()}
+    """Return what is truly in the place of each block that can be found."""
+    return {one.hash: memory.content(place, units_of(one.bytes)) for place, one in blocks.items()}
 
 
 def check_content(name: SequenceHash, rank: int, content: bytes, where: str) -> None:
@@ -60,13 +56,15 @@ def check_content(name: SequenceHash, rank: int, content: bytes, where: str) -> 
 def check_contents(found: Contents, where: str) -> None:
     """Require the right bytes in a whole tier, but for what the world has rotted."""
     for name, cells in found.items():
-        for rank, content in enumerate(cells):
+        if cells == right_cells(name, len(cells)):
+            continue
+        for part, content in enumerate(cells):
             if not content.startswith(ROT):
-                check_content(name, rank, content, where)
+                check_content(name, part, content, where)
 
 
 def check_stored(
-    event: Stored, found: Contents | None, ranks: int, gone: Collection[str] = ()
+    event: Stored, found: Contents | None, part_count: int, gone: Collection[str] = ()
 ) -> None:
     """Require that what is announced is committed, and that what is committed is right.
 
@@ -80,16 +78,23 @@ def check_stored(
             if text in gone:
                 continue
             require(name in found, f"{event.source} announced {text} before its commit")
-            require(len(found[name]) == ranks, f"{text} has {len(found[name])} parts")
+            require(len(found[name]) == part_count, f"{text} has {len(found[name])} parts")
     check_contents(found, event.source)
 
 
-def check_sums(blocks: Iterable[Block], ranks: int, where: str) -> None:
+def check_sums(blocks: Iterable[Block], part_count: int, where: str) -> None:
     """Require of each committed block the checksum of its name's content: a wrong one would make
     good bytes look bad, or bad ones good."""
     for block in blocks:
-        good = block.checksum == right_checksum(block.hash, ranks)
+        good = block.checksum == right_checksum(block.hash, part_count)
         require(good, f"{where} has a wrong checksum of {block.hash.hex()}")
+
+
+def check_pulled(pulled: Sequence[PullPart], where: str) -> None:
+    """Require that each part of a block is pulled once: of ranks that hold the same, from one."""
+    held = [part for one in pulled for part in one.share.parts]
+    right_parts = list(range(pulled[0].share.grid.count))
+    require(sorted(held) == right_parts, f"{where} is pulled from for parts {sorted(held)}")
 
 
 def check_corrupt(seen: Iterable[bytes]) -> None:
@@ -100,8 +105,8 @@ def check_corrupt(seen: Iterable[bytes]) -> None:
 
 
 def check_corrupt_block(name: SequenceHash, cells: Sequence[bytes]) -> None:
-    """Require the same of a block of which some rank's part is wrong."""
-    check_corrupt(c for rank, c in enumerate(cells) if c != right(name, rank))
+    """Require the same of a block of which some part is wrong."""
+    check_corrupt(c for part, c in enumerate(cells) if c != right(name, part))
 
 
 def check_patience(limits: ConnectorLimits, asked_ms: float, now_ms: float) -> None:

@@ -27,7 +27,7 @@ from kvbm_host_tier.core import messages as host_tier
 from tests.sim import invariants
 from tests.sim.bus import Bus, Done, Failure
 from tests.sim.cluster import Cluster, Host
-from tests.sim.memory import Memory
+from tests.sim.memory import Memory, units_of
 from tests.sim.registry import News
 from tests.sim.service import VERB_MS, Service
 from tests.sim.world import World
@@ -96,13 +96,14 @@ class LowerTier(Service):
         """Take one input."""
         self.heard(event)
         self.carry_out(self.core.step(event, self.world.now_ms))
-        if self.due_check():
-            self.check()
+        self.stepped()
 
     def check(self) -> None:
         """Check the core, and the checksums in its table."""
         self.core.check()
-        invariants.check_sums(self.core.inventory.table.blocks(), self.world.plan.ranks, self.name)
+        invariants.check_sums(
+            self.core.inventory.table.blocks(), self.world.plan.part_count, self.name
+        )
 
     def snapshot(self, _source: str) -> SnapshotReply:
         return self.core.view.snapshot()
@@ -137,6 +138,8 @@ class LowerTier(Service):
             match effect:
                 case wanted.OpenStore(slot_bytes):
                     self.open_store(slot_bytes)
+                case wanted.ProbeStore():
+                    self.later(self.world.delay(10), partial(self.step, disk.StoreProbed()))
                 case wanted.RewriteJournal(records):
                     self.rewrite(records)
                 case wanted.AppendJournal():
@@ -248,4 +251,5 @@ class LowerTier(Service):
             return
         for slot, block, whole in zip(effect.targets, effect.blocks, intact, strict=True):
             if not whole and block.hash not in spared:
-                invariants.check_corrupt_block(block.hash, arena.content(slot))
+                found = arena.content(slot, units_of(block.bytes))
+                invariants.check_corrupt_block(block.hash, found)

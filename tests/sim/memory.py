@@ -1,96 +1,145 @@
-"""Memory, files and objects: slots of cells, and copies that tear what they overlap with."""
+"""Memory, files and objects: units of cells, and copies that tear what they overlap with."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
-from kvbm_common.checksum import block_checksum, combined_checksum
+from kvbm_common.checksum import block_checksum, combined_checksum, pack_sums
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.layout import UNIT_BYTES, rounded_up
 
-from tests.sim.world import Node, World
+from tests.sim.world import Call, World
 
 ROT = b"rot "
 """Content that begins so was changed by the world; no code of ours is to blame."""
 Cells = Sequence[int]
-"""Cells that are moved together: all of a slot, or one rank's."""
+"""Cells that are moved together: all of a block, or one part of it."""
+CACHED_MAX = 8_192
+"""Contents that are kept at hand: more than the blocks of one seed."""
 
 
-def right(name: SequenceHash, rank: int) -> bytes:
-    """Return what a rank's part of a block holds when it is right."""
-    return bytes((rank,)) + name
+@functools.lru_cache(maxsize=CACHED_MAX)
+def right(name: SequenceHash, part: int) -> bytes:
+    """Return what a part of a block holds when it is right."""
+    return bytes((part,)) + name
 
 
-def right_cells(name: SequenceHash, ranks: int) -> tuple[bytes, ...]:
+@functools.lru_cache(maxsize=CACHED_MAX)
+def right_cells(name: SequenceHash, part_count: int) -> tuple[bytes, ...]:
     """Return what a whole block holds when it is right."""
-    return tuple(right(name, rank) for rank in range(ranks))
+    return tuple(right(name, part) for part in range(part_count))
 
 
-def sums_of(cells: Iterable[bytes]) -> tuple[int, ...]:
-    """Return the checksum of each rank's part."""
-    return tuple(map(block_checksum, cells))
+@functools.lru_cache(maxsize=CACHED_MAX)
+def sums_of(cells: tuple[bytes, ...]) -> bytes:
+    """Return the packed checksums of parts."""
+    return pack_sums(map(block_checksum, cells))
 
 
-def checksum_of(cells: Iterable[bytes]) -> int:
+def checksum_of(cells: tuple[bytes, ...]) -> int:
     """Return the checksum of a whole block."""
     return combined_checksum(sums_of(cells))
 
 
-@functools.lru_cache(maxsize=4_096)
-def right_checksum(name: SequenceHash, ranks: int) -> int:
+@functools.lru_cache(maxsize=CACHED_MAX)
+def right_checksum(name: SequenceHash, part_count: int) -> int:
     """Return the checksum that a block has when it is right."""
-    return checksum_of(right_cells(name, ranks))
+    return checksum_of(right_cells(name, part_count))
+
+
+def units_of(block_bytes: int) -> int:
+    """Return how many units a block takes."""
+    return rounded_up(block_bytes) // UNIT_BYTES
+
+
+def spread(content: bytes, units: int) -> list[bytes]:
+    """Return the cells that hold a part of a block: one for each unit of the block."""
+    return [content, *(content + b"#%d" % unit for unit in range(1, units))]
+
+
+def joined(cells: Sequence[bytes]) -> bytes:
+    """Return what the cells of a part hold together: what was spread over them, if all have it."""
+    for cell in cells:
+        if cell.startswith(ROT):
+            return cell
+    return cells[0] if spread(cells[0], len(cells)) == list(cells) else b"|".join(cells)
 
 
 class Memory:
-    """Slots of one cell for each rank. A cell that is right holds its block's own name."""
+    """Units with a cell for each part. The cells of a block that is right hold its name."""
 
-    def __init__(self, world: World, slot_count: int, *, parts: int = 1) -> None:
-        self._world, self.parts, self.slot_count = world, parts, slot_count
-        self.cells = [self.garbage() for _ in range(slot_count * parts)]
+    def __init__(self, world: World, unit_count: int, *, parts: int = 1) -> None:
+        self._world, self.parts, self.unit_count = world, parts, unit_count
+        self.cells = [self.garbage() for _ in range(unit_count * parts)]
 
     def garbage(self) -> bytes:
         """Return bytes that are like no others."""
         self._world.marks["garbage"] += 1
         return b"garbage %d" % self._world.marks["garbage"]
 
-    def whole(self, slot: int) -> Cells:
-        """Return the cells of a slot."""
-        return range(slot * self.parts, (slot + 1) * self.parts)
+    def whole(self, place: int, units: int = 1) -> Cells:
+        """Return the cells of a block that begins at a place."""
+        return range(place * self.parts, (place + units) * self.parts)
 
-    def part(self, slot: int, rank: int) -> Cells:
-        """Return the one cell of a rank in a slot."""
-        return (slot * self.parts + rank,)
+    def part(self, place: int, part: int, units: int = 1) -> Cells:
+        """Return the cells of one part of such a block."""
+        return range(place * self.parts + part, (place + units) * self.parts + part, self.parts)
 
-    def content(self, slot: int) -> tuple[bytes, ...]:
-        """Return what is in a slot, by rank."""
-        return tuple(self.cells[slot * self.parts : (slot + 1) * self.parts])
+    def some(self, places: Sequence[int], parts: Sequence[int], units: int = 1) -> list[Cells]:
+        """Return the cells of some parts of such blocks, part by part."""
+        return [self.part(place, part, units) for place in places for part in parts]
 
-    def put(self, slot: int, cells: Sequence[bytes]) -> None:
-        """Overwrite a slot at once."""
-        self.cells[slot * self.parts : (slot + 1) * self.parts] = cells
+    def content(self, place: int, units: int = 1) -> tuple[bytes, ...]:
+        """Return what such a block holds, part by part."""
+        parts = (self.part(place, part, units) for part in range(self.parts))
+        return tuple(joined([self.cells[cell] for cell in part]) for part in parts)
 
-    def tear(self, slot: int) -> None:
-        """Fill a slot with garbage."""
-        self.put(slot, [self.garbage() for _ in range(self.parts)])
+    def put(self, place: int, contents: Sequence[bytes], units: int = 1) -> None:
+        """Overwrite a block at once."""
+        for part, content in enumerate(contents):
+            cells = self.part(place, part, units)
+            for cell, piece in zip(cells, spread(content, units), strict=True):
+                self.cells[cell] = piece
 
-    def rot(self, slot: int) -> None:
-        """Lose what a slot held, on one rank."""
-        cell = slot * self.parts + self._world.rng.randrange(self.parts)
+    def tear(self, place: int) -> None:
+        """Fill a unit with garbage."""
+        self.put(place, [self.garbage() for _ in range(self.parts)])
+
+    def rot(self, place: int) -> None:
+        """Lose what a unit held of one part."""
+        cell = place * self.parts + self._world.rng.randrange(self.parts)
         self.cells[cell] = ROT + self.garbage()
 
-    def sums(self, slot: int) -> tuple[int, ...]:
-        """Sum up each part of a slot, as a mover does with what has arrived."""
-        return sums_of(self.content(slot))
+    def sums(self, place: int, units: int = 1) -> bytes:
+        """Sum up each part of a block, as a mover does with what has arrived."""
+        return sums_of(self.content(place, units))
 
 
 Place = tuple[Memory, Sequence[Cells]]
 
 
-def copy(mover: Node, source: Place, target: Place, duration_ms: float) -> None:
+class Mover(Protocol):
+    """A process that moves bytes."""
+
+    @property
+    def world(self) -> World:
+        """Return where it lives."""
+        ...
+
+    def later(self, delay_ms: float, call: Call) -> None:
+        """Call back if it still lives then."""
+        ...
+
+
+def copy(mover: Mover, source: Place, target: Place, duration_ms: float) -> None:
     """Move groups of cells. Each is torn for a random part of the time, and right at the end of
-    that only if its source has not changed meanwhile. The death of the mover leaves it torn."""
+    that only if its source has not changed meanwhile. The death of the mover leaves it torn.
+
+    A group is of one part where one side has a cell for all of it: a device block is one cell.
+    """
     (read, sources), (write, targets) = source, target
     for one, other in zip(sources, targets, strict=True):
         begin_ms = mover.world.rng.uniform(0, duration_ms)
@@ -99,7 +148,7 @@ def copy(mover: Node, source: Place, target: Place, duration_ms: float) -> None:
 
 
 def _copy_cells(
-    mover: Node, source: tuple[Memory, Cells], target: tuple[Memory, Cells], left_ms: float
+    mover: Mover, source: tuple[Memory, Cells], target: tuple[Memory, Cells], left_ms: float
 ) -> None:
     (read, one), (write, other) = source, target
     seen = [read.cells[cell] for cell in one]
@@ -107,9 +156,12 @@ def _copy_cells(
         write.cells[cell] = write.garbage()
 
     def end() -> None:
-        for before, source_cell, target_cell in zip(seen, one, other, strict=True):
-            found = read.cells[source_cell]
-            is_whole = found == before or found.startswith(ROT)
-            write.cells[target_cell] = found if is_whole else write.garbage()
+        found = [read.cells[cell] for cell in one]
+        before = seen
+        if len(one) != len(other):
+            found, before = (spread(joined(cells), len(other)) for cells in (found, seen))
+        for was, cell, content in zip(before, other, found, strict=True):
+            is_whole = content == was or content.startswith(ROT)
+            write.cells[cell] = content if is_whole else write.garbage()
 
     mover.later(mover.world.rng.uniform(0, left_ms), end)

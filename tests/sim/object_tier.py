@@ -2,15 +2,17 @@
 
 Its medium is repeated in short: lanes, whose content is compared before it goes anywhere, tries,
 deletes in the background, and listings. What the bucket says of itself is judged by the product's
-own `Health`.
+own `BucketHealth`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_disk_tier.core import effects as wanted
 from kvbm_disk_tier.core import messages as disk
@@ -18,24 +20,31 @@ from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.journal import Operation, Record, Replay
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.objects.core import messages as objects
+from kvbm_disk_tier.objects.core.bucket_health import BucketHealth
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
-from kvbm_disk_tier.objects.shell.health import Health
+from kvbm_disk_tier.objects.core.ranges import Place, Progress, Ranges
 
 from tests.sim import invariants
-from tests.sim.bucket import NAMES
+from tests.sim.bucket import NAMES, block_of, name_of
 from tests.sim.bus import Bus
 from tests.sim.cluster import Cluster, Host
 from tests.sim.lower_tier import LowerTier
-from tests.sim.memory import Memory, checksum_of, right_cells, sums_of
+from tests.sim.memory import Memory, checksum_of, right_cells, sums_of, units_of
 from tests.sim.world import World
 
 LIST_MS = 1_500.0
+SLOTS_AT_ONCE = 5
 PAGE_MAX = 6
 Ended = Callable[[str], None]
 DELETE_MS = 30.0
 PROBE_MS = 700.0
 OK, GONE, CORRUPT, FAILED = "", "gone", "corrupt", "failed"
 CHANGED, TOO_LATE = "source_changed", "too_late"
+
+
+def _pauses(pause_s: float, max_s: float) -> Iterator[float]:
+    """Make pauses that this world does not draw."""
+    return itertools.repeat(min(pause_s, max_s))
 
 
 class ObjectTier(LowerTier):
@@ -53,7 +62,7 @@ class ObjectTier(LowerTier):
         self.bucket = cluster.bucket
 
     def make_core(self) -> ObjectTierCore:
-        self._health = Health()
+        self._health = BucketHealth(_pauses)
         self.deleting: set[str] = set()
         """Names that wait to be deleted."""
         self._lately: set[str] = set()
@@ -74,13 +83,14 @@ class ObjectTier(LowerTier):
         """Take an input that only this core knows."""
         self.heard(event)
         self.carry_out(self.core.step(event, self.world.now_ms))
+        self.stepped()
 
     def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]]:
         """Return what objects hold; of one that has vanished only a read can tell."""
         found: dict[SequenceHash, tuple[bytes, ...]] = {}
         for block in self.core.inventory.table.blocks():
-            stored = self.bucket.objects.get(NAMES.name_of(block))
-            cells = right_cells(block.hash, self.world.plan.ranks)
+            stored = self.bucket.objects.get(name_of(block))
+            cells = right_cells(block.hash, self.world.plan.part_count)
             found[block.hash] = cells if stored is None else stored.content
         return found
 
@@ -91,7 +101,8 @@ class ObjectTier(LowerTier):
         if not self.bucket.is_up:
             self.step(disk.StoreFailed("the bucket does not answer"))
             return
-        self.step(disk.StoreOpened(self.world.plan.disk_slots, 0, Replay({}, 1, 0, 0)))
+        layout = Layout.unsized(self.world.plan.disk_slots)
+        self.step(disk.StoreOpened(layout, Replay({}, 1, 0, 0)))
         self._list()
 
     # --- blocks -----------------------------------------------------------------------------
@@ -115,11 +126,11 @@ class ObjectTier(LowerTier):
             self.later(self.world.transfer_ms("write"), put)  # It waits for a lane.
 
     def _copy_in(self, arena: Memory, slot: int, block: Block, ended: Ended) -> None:
-        lane = arena.content(slot)
+        lane = arena.content(slot, units_of(block.bytes))
         if self.compares_sources and checksum_of(lane) != block.checksum:
             ended(CHANGED)
             return
-        name = NAMES.name_of(block)
+        name = name_of(block)
         self.deleting.discard(name)
 
         def put() -> None:
@@ -174,7 +185,7 @@ class ObjectTier(LowerTier):
             ended(FAILED)
             return
         self._health.good()
-        found = self.bucket.objects.get(NAMES.name_of(block))
+        found = self.bucket.objects.get(name_of(block))
         if found is None:
             ended(GONE)
         elif self.compares and checksum_of(found.content) != block.checksum:
@@ -183,12 +194,12 @@ class ObjectTier(LowerTier):
         elif self.world.now_ms >= until_ms:
             ended(TOO_LATE)
         else:
-            arena.put(slot, found.content)
+            arena.put(slot, found.content, units_of(block.bytes))
             ended(OK)
 
     def append(self, effect: wanted.AppendJournal) -> None:
         removed = [r.block for r in effect.records if r.operation is Operation.REMOVED]
-        names = {NAMES.name_of(block) for block in removed}
+        names = {name_of(block) for block in removed}
         self.deleting |= names
         self._lately |= names
         if names:
@@ -210,31 +221,54 @@ class ObjectTier(LowerTier):
     # --- listings ---------------------------------------------------------------------------
 
     def _list(self) -> None:
+        """Begin a listing, in one range or in sixteen; how they go on is the product's own."""
         self._lately = set(self.deleting)
-        self.take(objects.ListingBegun())
-        self.later(self.world.delay(10), partial(self._page, 0, ""))
+        ranges = Ranges(self.world.rng.choice([0, 1]))
+        self.take(objects.ListingBegun(ranges))
+        progress = Progress(ranges, list(NAMES.roots))
+        self.later(self.world.delay(10), partial(self._next_range, progress))
 
-    def _page(self, pages: int, behind: str) -> None:
-        """Take the names behind the last one of the page before, as the bucket has them now."""
-        if not self.bucket.is_up or self._is_lossy():
-            self.take(objects.ListingEnded(complete=False))
-            self.world.marks["listing failed"] += 1
-            self._trouble(write=False)
-            self.later(LIST_MS / 3, self._list)
-            return
-        entries = [entry for entry in self.bucket.listed() if entry[0] > behind][:PAGE_MAX]
-        page = [(NAMES.block_of(name), age_ms) for name, age_ms in entries
-                if name not in self._lately]  # fmt: skip
-        listed = tuple(objects.ListedBlock(b, age_ms) for b, age_ms in page if b is not None)
-        if listed:
-            self.take(objects.ObjectsListed(listed))
-        if len(entries) == PAGE_MAX:
-            self.later(self.world.delay(10), partial(self._page, pages + 1, entries[-1][0]))
+    def _next_range(self, progress: Progress) -> None:
+        place = progress.begin()
+        if place is not None:
+            self._page(progress, place)
             return
         self._health.good()
         self.world.marks["listing complete"] += 1
-        self.take(objects.ListingEnded(complete=True))
+        slots = range(0, self.core.inventory.table.slot_count, SLOTS_AT_ONCE)
+        for first in slots:
+            self.take(objects.SlotsCompared(first, SLOTS_AT_ONCE))
+        self.take(objects.ListingEnded())
+        for first in slots:
+            self.take(objects.GoneLost(first, SLOTS_AT_ONCE))
         self.later(self.world.rng.uniform(0.5, 1.5) * LIST_MS, self._list)
+
+    def _page(self, progress: Progress, place: Place) -> None:
+        """Take the names behind the last one of the page before, as the bucket has them now."""
+        if not self.bucket.is_up or self._is_lossy():
+            progress.failed(place)
+            self.take(objects.ListingStalled())
+            self.world.marks["listing failed"] += 1
+            self._trouble(write=False)
+            self.later(LIST_MS / 3, partial(self._page, progress, place))
+            return
+
+        def in_range(name: str) -> bool:
+            block = block_of(name)
+            return block is not None and progress.ranges.of(block.hash) == place.number
+
+        entries = self.bucket.listed(place.after, PAGE_MAX, in_range)
+        found = [(block_of(name), age_ms) for name, age_ms in entries if name not in self._lately]
+        page = tuple(objects.ListedBlock(b, age_ms) for b, age_ms in found if b is not None)
+        if page:
+            self.take(objects.ObjectsListed(page, place.number))
+        more = len(entries) == PAGE_MAX
+        last_name = entries[-1][0] if entries else place.after
+        if progress.page(place, last_name, more=more, objects=len(entries)):
+            self.take(objects.RangeListed(place.number))
+            self.later(self.world.delay(10), partial(self._next_range, progress))
+            return
+        self.later(self.world.delay(10), partial(self._page, progress, place))
 
     # --- health -----------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tests.sim.shapes import CUTS, WHOLE, Cut
+
 Transfer = Literal["pull", "load", "read", "write", "peer"]
 """Device to arena, arena to device, store to arena, arena to store, arena to arena."""
 TRANSFERS: tuple[Transfer, ...] = get_args(Transfer)
@@ -30,7 +32,8 @@ class Plan:
     """vLLM schedules a step while another one is computed."""
     sync_loads: bool
     """vLLM's step waits for its loads."""
-    ranks: int
+    cut: Cut
+    """How blocks are cut, and the shapes of engines."""
     conversations: int
     """How many an engine goes on with: few share much, many overflow every tier."""
     device_blocks: int
@@ -50,6 +53,8 @@ class Plan:
     """How long a host tier waits for the engine's word that it has held what was pulled."""
     crossed: float
     """How often a tier below answers a fill with two blocks in each other's slots."""
+    garbled: float
+    """How often bytes that another host tier has sent are not those that it holds."""
     dawdles: float
     """How often an engine takes late what was found for it."""
     loss: float
@@ -64,6 +69,24 @@ class Plan:
     replay_batches: int
     faults: tuple[str, ...]
     fault_every_ms: float
+    sizes: tuple[int, ...] = (1,)
+    """How many units of 4 KiB the blocks of a host's engines have, in turn."""
+    slab_blocks: int = 2
+    """How many of the largest blocks a slab surely has room for, where there are several sizes."""
+
+    @property
+    def slab_units(self) -> int:
+        """Return how long the slabs of arenas and stores are; 0: as the product chooses."""
+        return 0 if len(self.sizes) == 1 else (self.slab_blocks + 1) * max(self.sizes)
+
+    def units(self, slots: int) -> int:
+        """Return how long a medium is that is called one of so many slots."""
+        return max(slots * sum(self.sizes) // 2, 4 * self.slab_units, slots)
+
+    @property
+    def part_count(self) -> int:
+        """Return the number of a block's parts."""
+        return self.cut.grid.count
 
     @property
     def has_peers(self) -> bool:
@@ -98,7 +121,7 @@ DISK_FAULTS = ("kill disk", "stop disk", "rot disk")
 ALL_FAULTS = (*FAULTS, *PEER_FAULTS, *SHARD_FAULTS, *OBJECT_FAULTS)
 
 
-def draw_plan(rng: random.Random) -> Plan:
+def draw_plan(rng: random.Random, shapes: random.Random) -> Plan:
     """Swarm testing: leaving faults out reaches states that all of them together never would."""
     hosts = rng.choice((1, 1, 1, 2))
     host_tiers = rng.choice((1, 1, 1, 2)) if hosts == 1 else 1
@@ -108,19 +131,16 @@ def draw_plan(rng: random.Random) -> Plan:
     verified = rng.random() < 0.5
     rough = rng.random() < 0.6
     has_peers = hosts * host_tiers > 1
+    sizes = rng.choice(((1,), (1,), (1,), (1, 3), (3, 1), (2, 1, 5)))
     return Plan(
         hosts=hosts,
         host_tiers=host_tiers,
         below=below,
-        engines=(1, 1)
-        if hosts > 1
-        else (rng.choice((2, 3)),)
-        if has_peers
-        else (rng.choice((1, 2, 2)),),
+        engines=_draw_engines(rng, hosts, has_peers=has_peers, several=len(sizes) > 1),
         vllm=rng.random() < 0.4,
         overlapped=rng.random() < 0.6,
         sync_loads=rng.random() < 0.3,
-        ranks=rng.choice((1, 1, 2)),
+        cut=shapes.choice(CUTS) if rng.choice((1, 1, 2)) > 1 else WHOLE,
         conversations=rng.choice((3, 6, 12)),
         device_blocks=rng.randint(16, 36),
         host_slots=rng.choice((rng.randint(8, 30), rng.randint(30, 80))),
@@ -133,8 +153,9 @@ def draw_plan(rng: random.Random) -> Plan:
         verified=verified,
         lease_ms=rng.choice((800, 2_000, 5_000)),
         confirm_ms=rng.choice((300, 2_000)),
-        crossed=rng.choice((0.0, 0.0, 0.05)),
-        dawdles=rng.choice((0.0, 0.05, 0.2)),
+        crossed=rng.choice((0.0, 0.0, 0.3)),
+        garbled=rng.choice((0.0, 0.1)),
+        dawdles=rng.choice((0.0, 0.1, 0.3)),
         loss=rng.choice((0.002, 0.02)) if rough else 0.0,
         duplicates=rng.choice((0.0, 0.05)) if rough else 0.0,
         delay_ms=rng.choice((0.5, 3.0, 20.0)),
@@ -145,7 +166,19 @@ def draw_plan(rng: random.Random) -> Plan:
         replay_batches=rng.choice((5, 10_000, 10_000)),
         faults=_draw_faults(rng, below, hosts=hosts, host_tiers=host_tiers, verified=verified),
         fault_every_ms=rng.choice((700.0, 2_500.0)),
+        sizes=sizes,
+        slab_blocks=rng.choice((1, 2, 3)),
     )
+
+
+def _draw_engines(
+    rng: random.Random, hosts: int, *, has_peers: bool, several: bool
+) -> tuple[int, ...]:
+    """Return how many engines each host has: two or more where blocks have several sizes."""
+    if hosts > 1:
+        return (2, 2) if several else (1, 1)
+    counts = (2, 3) if has_peers or several else (1, 2, 2)
+    return (rng.choice(counts),)
 
 
 def _draw_faults(

@@ -12,13 +12,14 @@ from kvbm_common.tier.leases import LeaseTable
 from kvbm_common.wire.local import Confirm, Pulled
 from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
+from kvbm_connectors.consolidator.core.tier_views import Change, TierViews
 from kvbm_connectors.core import messages as connector
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_disk_tier.core import effects as wanted
 from kvbm_disk_tier.core import messages as disk
 from kvbm_disk_tier.core.core import DiskTierCore
 from kvbm_host_tier.core import messages as host
-from kvbm_host_tier.core.arena_leases import ArenaLeases
+from kvbm_host_tier.core.arena import ArenaLeases
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.scrub import Scrubber
 from kvbm_host_tier.core.scrub_messages import ScrubDone
@@ -196,16 +197,20 @@ def say_nothing_of_tiers(patch: pytest.MonkeyPatch) -> None:
 def ignore_a_tiers_snapshot(patch: pytest.MonkeyPatch) -> None:
     """The consolidator takes a snapshot of a tier for read, and changes nothing."""
 
-    def planted(_consolidated: MergedStreams, reply: SnapshotReply, now_ms: int) -> None:
-        _consolidated.tiers.snapshot(reply, now_ms)
+    snapshot = TierViews.snapshot
 
-    patch.setattr(MergedStreams, "tier_snapshot", planted)
+    def planted(views: TierViews, reply: SnapshotReply, now_ms: int) -> list[Change]:
+        snapshot(views, reply, now_ms)
+        return []
+
+    patch.setattr(TierViews, "snapshot", planted)
 
 
 ROTTEN = {"faults": ("rot disk",), "fault_every_ms": 500.0, "verified": False}
 LATE = {"late": {"pull": 0.0, "load": 0.4, "read": 0.0, "write": 0.4}, "lease_ms": 800}
 LATE_READS = {
-    "late": {"pull": 0.0, "load": 0.0, "read": 0.4, "write": 0.0},
+    "late": {"pull": 0.0, "load": 0.0, "read": 0.9, "write": 0.0},
+    "host_slots": 12,
     "faults": ("outage",),
     "fault_every_ms": 700.0,
 }

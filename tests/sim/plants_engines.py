@@ -10,9 +10,12 @@ from kvbm_common.wire.verbs import Offer
 from kvbm_connectors.core import messages as connector
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_connectors.vllm.tracked import Tracked
+from kvbm_host_tier.core.engines import Engine
+from kvbm_host_tier.core.messages import PullPart
 from kvbm_host_tier.core.offload import Offload
 
 from tests.sim.plant import ONE_HOST, VLLM, WRONG_BYTES, Plant
+from tests.sim.shapes import MIXED, RANKS, REPLICAS
 from tests.sim.workers import Worker
 
 
@@ -44,12 +47,12 @@ def pull_a_duplicate_offer(patch: pytest.MonkeyPatch) -> None:
 def take_hits_for_computed(patch: pytest.MonkeyPatch) -> None:
     """A hit on the device counts as computed, though the step that computes it has not ended."""
 
-    def planted(tracked: Tracked, block_tokens: int) -> int:
+    def planted(tracked: Tracked) -> int:
         request = tracked.request
         if tracked.lease is not None and (not tracked.sync or request.num_in_flight_tokens):
             return 0
         done = request.num_computed_tokens - request.num_in_flight_tokens
-        return min(done, request.num_tokens) // block_tokens
+        return min(done, request.num_tokens)
 
     patch.setattr(Tracked, "computed", planted)
 
@@ -57,13 +60,18 @@ def take_hits_for_computed(patch: pytest.MonkeyPatch) -> None:
 def offer_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     """Blocks are offered as soon as the step that computes them is scheduled."""
 
-    def planted(tracked: Tracked, block_tokens: int) -> int:
+    def planted(tracked: Tracked) -> int:
         if tracked.lease is not None:
             return 0
         request = tracked.request
-        return min(request.num_computed_tokens, request.num_tokens) // block_tokens
+        return min(request.num_computed_tokens, request.num_tokens)
 
     patch.setattr(Tracked, "computed", planted)
+
+
+def keep_what_an_aborted_request_loads(patch: pytest.MonkeyPatch) -> None:
+    """Blocks stay in the device's cache though the load of their aborted request may yet fail."""
+    patch.setattr(Tracked, "awaits_its_load", False)
 
 
 def verify_on_the_first_rank_only(patch: pytest.MonkeyPatch) -> None:
@@ -71,21 +79,62 @@ def verify_on_the_first_rank_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "verifies", lambda _worker, rank: rank == 0)
 
 
+def leave_a_part_out(patch: pytest.MonkeyPatch) -> None:
+    """Ranks compare all of their parts but one."""
+    patch.setattr(Worker, "compares", lambda _worker, part: part != 1)
+
+
+def pull_replicas_too(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are pulled from every rank, whatever others hold."""
+
+    def planted(engine: Engine) -> tuple[PullPart, ...]:
+        workers = engine.workers.values()
+        return tuple(PullPart(one.peer, tuple(one.hello.regions), one.share) for one in workers)
+
+    patch.setattr(Engine, "parts", planted)
+
+
+def shift_heads(patch: pytest.MonkeyPatch) -> None:
+    """What a rank has of a block is put where the next rank's is."""
+    parts = Engine.parts
+
+    def planted(engine: Engine) -> tuple[PullPart, ...]:
+        found = parts(engine)
+        return tuple(
+            replace(one, share=other.share)
+            for one, other in zip(found, (*found[1:], found[0]), strict=True)
+        )
+
+    patch.setattr(Engine, "parts", planted)
+
+
 DAWDLING = {
     **ONE_HOST, "dawdles": 0.8, "lease_ms": 800, "host_slots": 12, "verified": False, "faults": (),
 }  # fmt: skip
 DUPLICATED = {
     **ONE_HOST, "duplicates": 1.0, "stalls": 0.05, "confirm_ms": 50, "faults": (),
-    "device_blocks": 16, "host_slots": 60, "delay_ms": 3.0, "conversations": 12, "loss": 0.0,
+    "device_blocks": 16, "host_slots": 60, "delay_ms": 20.0, "conversations": 12, "loss": 0.0,
+}  # fmt: skip
+SYNC_LOADS = {
+    **VLLM, "sync_loads": True, "lease_ms": 800, "host_slots": 40, "device_blocks": 30,
+    "late": {"pull": 0.0, "load": 0.9, "read": 0.0, "write": 0.0}, "conversations": 12,
+    "delay_ms": 0.5, "stalls": 0.0, "loss": 0.0, "verified": False, "faults": (),
 }  # fmt: skip
 TWO_RANKS = {
-    **ONE_HOST, "ranks": 2, "verified": True, "faults": ("rot arena",), "fault_every_ms": 300.0,
+    **ONE_HOST, "cut": RANKS, "verified": True, "faults": ("rot arena",), "fault_every_ms": 300.0,
 }  # fmt: skip
+
+MANY_SHAPES = {**TWO_RANKS, "cut": MIXED}
+SAME_RANKS = {**ONE_HOST, "cut": REPLICAS}
 
 PLANTS = (
     Plant("a deadline counts from take", count_the_deadline_from_take, WRONG_BYTES, DAWDLING),
     Plant("a duplicate offer is pulled", pull_a_duplicate_offer, WRONG_BYTES, DUPLICATED),
     Plant("a hit is taken for computed", take_hits_for_computed, WRONG_BYTES, VLLM),
     Plant("what is in flight is offered", offer_what_is_in_flight, WRONG_BYTES, VLLM),
+    Plant("an aborted load is kept", keep_what_an_aborted_request_loads, WRONG_BYTES, SYNC_LOADS),
     Plant("a rank does not verify", verify_on_the_first_rank_only, WRONG_BYTES, TWO_RANKS),
+    Plant("a part is not compared", leave_a_part_out, WRONG_BYTES, MANY_SHAPES),
+    Plant("replicas are pulled", pull_replicas_too, "is pulled from", SAME_RANKS),
+    Plant("heads are shifted", shift_heads, f"{WRONG_BYTES}|wrong checksum", MANY_SHAPES),
 )

@@ -8,16 +8,19 @@ import msgspec
 import pytest
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block
-from kvbm_common.wire.verbs import ErrorBody, FilledSlot, LeaseReply, LeaseRequest
+from kvbm_common.tier.parts import grid_of
+from kvbm_common.wire.slot_entries import FilledSlot
+from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_disk_tier.objects.core.listing import Listing
-from kvbm_host_tier.core import fills
-from kvbm_host_tier.core.arena_leases import ArenaLeases
-from kvbm_host_tier.core.engines import Engines
+from kvbm_host_tier.core import fills, peers
+from kvbm_host_tier.core.arena import ArenaLeases
+from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.peer_messages import PeerPullFailed, PulledBlock
 from kvbm_host_tier.core.peers import Outcome, Peers
-from kvbm_host_tier.core.shard_map import Sharding, ShardMap
 
+from tests.sim.memory import right_cells, sums_of
 from tests.sim.object_tier import ObjectTier
 from tests.sim.plant import OBJECTS, ONE_HOST, TWO_HOSTS, TWO_SHARDS, WRONG_BYTES, Plant
 
@@ -59,23 +62,31 @@ def reuse_slots_of_a_late_read(patch: pytest.MonkeyPatch) -> None:
 
 def believe_a_peer(patch: pytest.MonkeyPatch) -> None:
     """What a peer has sent is not compared with its checksum."""
-    verdict = Peers._verdict
+    verdict = vars(peers)["_verdict"]
 
-    def planted(peers: Peers, name: SequenceHash, came: PulledBlock | None) -> Block | str:
+    def planted(name: SequenceHash, came: PulledBlock | None, slot_bytes: int) -> Block | str:
         if came is not None:
-            leased = came.leased
-            came = replace(came, checksums=tuple(leased.part_checksums) or (leased.checksum,))
-        return verdict(peers, name, came)
+            grid = grid_of(came.leased.parts)
+            assert grid is not None
+            came = replace(came, sums=sums_of(right_cells(name, grid.count)))
+        found: Block | str = verdict(name, came, slot_bytes)
+        return found
 
-    patch.setattr(Peers, "_verdict", planted)
+    patch.setattr(peers, "_verdict", planted)
 
 
 # --- shards -----------------------------------------------------------------------------------
 
 
-def never_pardon(patch: pytest.MonkeyPatch) -> None:
+def take_a_bye_for_a_replacement(patch: pytest.MonkeyPatch) -> None:
     """An engine that has gone to another host tier cannot come back in the same life."""
-    patch.setattr(Engines, "pardon", lambda _engines, _engine: None)
+    bye = vars(HostTierCore)["_bye"]
+
+    def planted(core: HostTierCore, engine: Engine, now_ms: int) -> None:
+        bye(core, engine, now_ms)
+        core._engines._former.add(engine.id)
+
+    patch.setattr(HostTierCore, "_bye", planted)
 
 
 def leave_with_loads(patch: pytest.MonkeyPatch) -> None:
@@ -83,17 +94,6 @@ def leave_with_loads(patch: pytest.MonkeyPatch) -> None:
     view = vars(ConnectorCore)["view"].fget
     planted = property(lambda core: replace(view(core), may_leave=True))
     patch.setattr(ConnectorCore, "view", planted)
-
-
-def believe_an_older_map(patch: pytest.MonkeyPatch) -> None:
-    """A host tier goes by the map that it was told last, however old it is."""
-
-    def planted(sharding: Sharding, shard_map: ShardMap) -> bool:
-        if not sharding.is_front:
-            sharding.map = shard_map
-        return True
-
-    patch.setattr(Sharding, "told", planted)
 
 
 # --- objects ----------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def get_without_comparing(patch: pytest.MonkeyPatch) -> None:
 
 def keep_what_is_gone(patch: pytest.MonkeyPatch) -> None:
     """An object that a complete listing has not named stays in the table."""
-    patch.setattr(Listing, "_lose_gone", lambda _listing: None)
+    patch.setattr(Listing, "lose_gone", lambda _listing, _first, _count, _now_ms: None)
 
 
 LATE_PEERS = {
@@ -140,9 +140,8 @@ PLANTS = (
     Plant("a peer's lease is short", lease_for_a_moment, WRONG_BYTES, LATE_PEERS),
     Plant("a late read is taken for ended", reuse_slots_of_a_late_read, WRONG_BYTES, LATE_PEERS),
     Plant("a peer is believed", believe_a_peer, WRONG_BYTES, ROTTEN_PEERS),
-    Plant("an engine is never pardoned", never_pardon, "is attached to", MOVES),
+    Plant("a bye is taken for a replacement", take_a_bye_for_a_replacement, "attached to", MOVES),
     Plant("an engine leaves with loads", leave_with_loads, WRONG_BYTES, LATE_MOVES),
-    Plant("an older map is believed", believe_an_older_map, "maps|map names|attached", MOVES),
     Plant("a put is not compared", put_without_comparing, WRONG_BYTES, LATE_PUTS),
     Plant("an object is not compared", get_without_comparing, WRONG_BYTES, ROTTEN_OBJECTS),
     Plant("a listing forgets nothing", keep_what_is_gone, "objects that are gone", VANISHING),

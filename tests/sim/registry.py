@@ -36,6 +36,7 @@ class News:
 
 
 Watch = Callable[[News], None]
+WRITE_MS = 3.0
 
 
 class Watcher(NamedTuple):
@@ -54,6 +55,8 @@ class Registry:
     def __init__(self, world: World) -> None:
         self.world = world
         self.entries: dict[str, News] = {}
+        self._wanted: dict[str, Mapping[str, Any]] = {}
+        """What the owners of entries have said last, heard or not."""
         self._watchers: list[Watcher] = []
         self._epoch = 1_000
 
@@ -70,6 +73,7 @@ class Registry:
         world = self.world
         self._epoch += world.rng.randint(1, 3)
         epoch, life = self._epoch, node.life
+        self._wanted[name] = {}
         # A life that comes before the entry of the one before has expired only changes it.
         self._enter(News(name, epoch, Change.CHANGED if name in self.entries else Change.JOINED))
 
@@ -81,16 +85,25 @@ class Registry:
             elif found == epoch and world.bus_up and not is_alive:
                 self.leave(name, epoch, change=Change.EXPIRED)
             elif found == epoch:
+                if is_alive:
+                    self._renew(name, epoch)
                 world.later(self.TTL_MS, beat)
 
         world.later(self.TTL_MS, beat)
         return epoch
 
-    def update(self, name: str, epoch: int, info: Mapping[str, Any]) -> None:
-        """Say more of an entry. Without NATS it is not heard."""
-        if self.world.bus_up and self.epoch(name) == epoch:
-            merged = {**self.entries[name].info, **info}
-            self._enter(News(name, epoch, Change.CHANGED, merged))
+    def update(self, node: Node, epoch: int, info: Mapping[str, Any]) -> None:
+        """Have the entry of a process say something else from now on. Whichever write comes last,
+        it has what was said last; without NATS a later heartbeat writes it."""
+        if self.epoch(node.name) == epoch:
+            self._wanted[node.name] = info
+            node.later(self.world.delay(WRITE_MS), partial(self._renew, node.name, epoch))
+
+    def _renew(self, name: str, epoch: int) -> None:
+        """Write an entry again, as its owner wants it."""
+        is_ours = self.world.bus_up and self.epoch(name) == epoch
+        if is_ours and self.entries[name].info != self._wanted[name]:
+            self._enter(News(name, epoch, Change.CHANGED, self._wanted[name]))
 
     def leave(self, name: str, epoch: int, *, change: Change = Change.DELETED) -> None:
         """Take an entry away."""
@@ -99,11 +112,13 @@ class Registry:
             self._tell(News(name, epoch, change, entry.info))
 
     def watch(self, node: Node, take: Watch) -> None:
-        """Tell a node's life of every entry, then of every change."""
+        """Tell a node's life of every entry, in any order, then of every change."""
         watcher = Watcher(node, node.life, take)
         self._watchers = [w for w in self._watchers if w.node.up and w.life == w.node.life]
         self._watchers.append(watcher)
-        for entry in self.entries.values():
+        entries = list(self.entries.values())
+        self.world.rng.shuffle(entries)
+        for entry in entries:
             self._tell_one(watcher, News(entry.name, entry.epoch, Change.JOINED, entry.info))
 
     def _enter(self, news: News) -> None:

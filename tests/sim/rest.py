@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.router_stream import short_hash
 
-from tests.sim.bucket import NAMES
+from tests.sim.bucket import block_of, name_of
 from tests.sim.cluster import Cluster
 from tests.sim.engine_node import EngineNode
 from tests.sim.host_tier import HostTier
@@ -23,6 +24,8 @@ ALL_BATCHES = 1_000
 
 def check_rest(cluster: Cluster, world: World) -> None:
     """Check every process against itself and against the others; raise `Violation`."""
+    for node in world.nodes.values():
+        node.check()
     for engine in cluster.engines:
         _check_engine(engine, world)
     for host in cluster.hosts.values():
@@ -41,7 +44,6 @@ def check_rest(cluster: Cluster, world: World) -> None:
 
 
 def _check_engine(engine: EngineNode, world: World) -> None:
-    engine.check()
     engine.check_idle()
     require(engine.core.view.idle, f"{engine.name}: lookups or offers left")
     held = engine.pool.block_count - engine.pool.free_count
@@ -75,7 +77,7 @@ def _check_map(tiers: list[HostTier]) -> None:
 def _check_consolidator(engine: EngineNode, world: World) -> None:
     """Batches that nothing can replay are lost, and only those."""
     core = engine.host.consolidator.core
-    held = {name for _, _, name in core.held(engine.name_alone)}
+    held = _blocks_of(core.snapshot(engine.name_alone))
     names = set(engine.pool.names())
     gave_up = core.statistics().drops.get("replay_failed", 0)
     complete = world.plan.replay_batches > ALL_BATCHES and not gave_up
@@ -84,22 +86,22 @@ def _check_consolidator(engine: EngineNode, world: World) -> None:
     require(not (complete and missing), f"{engine.name}: consolidator misses {missing} blocks")
 
 
+def _blocks_of(snapshot: SnapshotReply | None, namespace: str = "") -> set[SequenceHash]:
+    """Return the blocks of a snapshot, of one namespace if that is given."""
+    parts = [] if snapshot is None else snapshot.parts
+    runs = [run for part in parts if namespace in ("", part.namespace) for run in part.runs]
+    return {hash_from_hex(text) for run in runs for text in run.hashes}
+
+
 def _check_consolidated(engine: EngineNode) -> None:
     """The stream tells of what the engine's device has, and of what lies in the host's tiers."""
     node, shared = engine.host.consolidator, set[SequenceHash]()
     for tier in engine.host.tiers:
         truth = tier.snapshot(tier.source)
         assert truth is not None, f"{tier.name} has no snapshot"
-        namespace = engine.namespace.digest.hex()
-        shared |= {
-            hash_from_hex(text)
-            for part in truth.parts
-            if part.namespace == namespace
-            for run in part.runs
-            for text in run.hashes
-        }
+        shared |= _blocks_of(truth, namespace=engine.namespace.digest.hex())
     # Ranks of the simulation are those of one model, not of several: there is one stream.
-    wanted = shared | {name for _, _, name in node.core.held(engine.name_alone)}
+    wanted = shared | _blocks_of(node.core.snapshot(engine.name_alone))
     said = node.readers[engine.name_alone].blocks()
     differing = sorted(name.hex() for name in said ^ wanted)
     require(not differing, f"{engine.name}: consolidated differs by {differing}")
@@ -110,7 +112,6 @@ def _check_consolidated(engine: EngineNode) -> None:
 
 
 def _check_host_tier(node: HostTier) -> None:
-    node.check()
     statistics = node.statistics()
     counts, figures = statistics.slots, statistics.figures
     unsettled = int(figures["slots_unsettled"])
@@ -124,12 +125,11 @@ def _check_host_tier(node: HostTier) -> None:
 
 def _cut_arenas(tiers: Iterable[HostTier]) -> bool:
     """Tell whether every arena has slots: a host tier that no engine has joined has none."""
-    return all(tier.core.view.slot_bytes for tier in tiers)
+    return all(tier.core.view.layout is not None for tier in tiers)
 
 
 def _check_lower_tier(node: LowerTier, *, arenas: bool) -> None:
     core = node.core
-    node.check()
     counts = core.inventory.table.counts()
     # Writes out of an arena that is not cut yet wait until it is.
     busy = len(core.writes.flying.by_id) + len(core.reads.flying) + len(core.reads.waiting)
@@ -145,7 +145,7 @@ def _check_bucket(cluster: Cluster) -> None:
     """Every object is what its name says, and every object tier has listed what there is."""
     found = {}
     for name, stored in cluster.bucket.objects.items():
-        block = NAMES.block_of(name)
+        block = block_of(name)
         assert block is not None, name
         found[block.hash] = stored.content
     check_contents(found, "bucket")
@@ -154,7 +154,7 @@ def _check_bucket(cluster: Cluster) -> None:
 def _check_listed(node: ObjectTier) -> None:
     """The table is what the bucket has, as far as there is room for its names."""
     table, bucket = node.core.inventory.table, node.bucket.objects
-    known = {NAMES.name_of(block) for block in table.blocks()}
+    known = {name_of(block) for block in table.blocks()}
     gone = known - bucket.keys()
     require(not gone, f"{node.name} names {len(gone)} objects that are gone")
     unknown = bucket.keys() - known - node.deleting

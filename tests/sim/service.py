@@ -55,7 +55,7 @@ class Service(Node):
             self.world.note(f"{self.name} > {event}")
         self.announced.take(event)
         if isinstance(event, Stored):
-            invariants.check_stored(event, self.contents(), self.world.plan.ranks, gone)
+            invariants.check_stored(event, self.contents(), self.world.plan.part_count, gone)
         self.publisher.publish(event)
 
     def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]] | None:

@@ -18,7 +18,7 @@ from tests.sim.index import Index
 from tests.sim.object_tier import ObjectTier
 from tests.sim.rest import check_rest
 from tests.sim.vllm_engine import VllmEngine
-from tests.sim.world import World
+from tests.sim.world import CHECK_EVERY, World
 
 FAULTS_MS = 12_000
 SETTLE_MS = 5_000
@@ -27,7 +27,13 @@ CALM_MS = 25_000
 """Then everything comes to rest: the longest deadlines are the grace of a fill that was never
 answered (2 s and 10 s), and the pause of the consolidator's probes (16 s)."""
 REVIVE_EVERY_MS = 200
+REST_MS = 2_000
+"""When no request has come for so long, processes look at the clock less often: nothing but
+deadlines is left, and these are seconds long."""
+REST_PACE = 5.0
 REQUEST_EVERY_MS = 120.0
+SETTLE_REQUEST_EVERY_MS = 300.0
+"""Of an engine, after the faults: without them it answers much sooner."""
 REQUESTS_MAX = 8
 """Of one engine at a time."""
 
@@ -36,7 +42,7 @@ class Simulation:
     """The world of one seed, ready to run; fields of its plan may be given."""
 
     def __init__(
-        self, seed: int, *, traced: bool = False, check_every: int = 16, **plan: Any
+        self, seed: int, *, traced: bool = False, check_every: int = CHECK_EVERY, **plan: Any
     ) -> None:
         for name in ("kvbm_connectors.client.link", "kvbm_connectors.vllm.scheduler_side"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -78,6 +84,8 @@ class Simulation:
         world.calm_down()
         self.cluster.bucket.is_up = True
         world.later(SETTLE_MS / 2, lambda: undrain(self.cluster.host_tiers))
+        world.run_until(FAULTS_MS + SETTLE_MS + REST_MS)
+        world.pace = REST_PACE
         world.run_until(FAULTS_MS + SETTLE_MS + CALM_MS)
         check_rest(self.cluster, world)
 
@@ -101,6 +109,7 @@ class Simulation:
                 engine.submit()
             if engine.up and not world.calm:
                 engine.disturb()
-            world.later(world.rng.expovariate(1 / REQUEST_EVERY_MS), again)
+            every_ms = SETTLE_REQUEST_EVERY_MS if world.calm else REQUEST_EVERY_MS
+            world.later(world.rng.expovariate(1 / every_ms), again)
 
         world.later(1_000, again)

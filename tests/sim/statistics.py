@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from tests.sim.plan import ALL_FAULTS, Plan
 from tests.sim.world import World
 
 FEATURES: Mapping[str, Callable[[Plan], bool]] = {
     "two hosts": lambda plan: plan.hosts > 1,
     "two host tiers on one host": lambda plan: plan.host_tiers > 1,
-    "two ranks": lambda plan: plan.ranks > 1,
-    "two ranks that verify": lambda plan: plan.ranks > 1 and plan.verified,
+    "a part for each rank": lambda plan: plan.cut.name == "ranks",
+    "shapes that differ": lambda plan: plan.cut.name == "mixed",
+    "… and verify": lambda plan: plan.cut.name == "mixed" and plan.verified,
+    "replicas": lambda plan: plan.cut.name == "replicas",
     "disk tier only": lambda plan: plan.below == "disk",
     "object tier only": lambda plan: plan.below == "object",
     "disk and object tier": lambda plan: plan.below == "both",
@@ -28,29 +32,37 @@ FEATURES: Mapping[str, Callable[[Plan], bool]] = {
 """What a world can have."""
 
 
-class Statistics:
+class Statistics(msgspec.Struct):
     """Sums over seeds."""
 
-    def __init__(self) -> None:
-        self._seeds = 0
-        self._features: Counter[str] = Counter()
-        self._events: Counter[str] = Counter()
-        self._met: Counter[str] = Counter()
+    seeds: int = 0
+    features: dict[str, int] = msgspec.field(default_factory=dict)
+    """Feature → seeds that had it."""
+    met: dict[str, int] = msgspec.field(default_factory=dict)
+    """Event → seeds that met it."""
+    events: dict[str, int] = msgspec.field(default_factory=dict)
+    """Event → how often it was met."""
 
-    def add(self, world: World) -> None:
-        """Count what a seed had and met."""
-        self._seeds += 1
-        self._features.update(name for name, has in FEATURES.items() if has(world.plan))
+    @classmethod
+    def of(cls, world: World) -> Statistics:
+        """Return what one seed had and met."""
         marks = +world.marks
-        self._events.update(marks)
-        self._met.update(marks.keys())
+        features = {name: 1 for name, has in FEATURES.items() if has(world.plan)}
+        return cls(1, features, dict.fromkeys(marks, 1), dict(marks))
+
+    def add(self, other: Statistics) -> None:
+        """Take in what other seeds had and met."""
+        self.seeds += other.seeds
+        self.features = dict(Counter(self.features) + Counter(other.features))
+        self.met = dict(Counter(self.met) + Counter(other.met))
+        self.events = dict(Counter(self.events) + Counter(other.events))
 
     def lines(self) -> list[str]:
         """Return a table for people; what has never happened is in it, too."""
-        names = sorted({*self._events, *(f"fault: {fault}" for fault in ALL_FAULTS)})
+        names = sorted({*self.events, *(f"fault: {fault}" for fault in ALL_FAULTS)})
         return [
-            f"{'feature':44}{'seeds':>8}  of {self._seeds}",
-            *(f"{name:44}{self._features[name]:8}" for name in FEATURES),
+            f"{'feature':44}{'seeds':>8}  of {self.seeds}",
+            *(f"{name:44}{self.features.get(name, 0):8}" for name in FEATURES),
             f"{'event':44}{'seeds':>8}{'times':>10}",
-            *(f"{name:44}{self._met[name]:8}{self._events[name]:10}" for name in names),
+            *(f"{name:44}{self.met.get(name, 0):8}{self.events.get(name, 0):10}" for name in names),
         ]

@@ -90,6 +90,7 @@ def _digest_elsewhere(seed: int, *, hash_seed: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_planted_bugs_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the invariants can fail. One mistake is planted in a core; the right one finds it."""

@@ -15,12 +15,13 @@ from functools import partial
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
+from kvbm_connectors.vllm.engine_types import EngineRequest
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 from tests.sim import invariants
 from tests.sim.conversations import say
 from tests.sim.engine_node import REQUEST_MS_MAX, EngineNode
-from tests.sim.vllm_requests import Request, Scheduled, Step
+from tests.sim.vllm_requests import Request, Scheduled, Status, Step
 from tests.sim.vllm_scheduler import Scheduler
 
 STEP_MS = 2.0
@@ -102,9 +103,12 @@ class VllmEngine(EngineNode):
         plan = self.world.plan
         self.half = Half(self)
         self.side = SchedulerSide(
-            self.half, self.hasher, world_size=plan.ranks, sync=plan.sync_loads
+            self.half, self.hasher, world_size=len(self.shape), sync=plan.sync_loads
         )
-        self.scheduler = Scheduler(self.world, self, self.pool, self.side, self.block_tokens)
+        self.scheduler = Scheduler(
+            self.world, self, self.pool, self.side, self.block_tokens, len(self.shape)
+        )
+        self.side.evict = self._evict
         self._flying_max = 2 if plan.overlaps else 1
         self._flying: deque[Step] = deque()
         self._ended: list[list[LoadResult]] = [[] for _ in self.workers]
@@ -124,7 +128,7 @@ class VllmEngine(EngineNode):
         copies = rng.choice((1, 1, 1, 2, 3))
         self.world.marks["vllm several answers"] += copies > 1
         for copy in range(copies):
-            sampled = [say(rng) for _ in range(rng.randint(1, 8))]
+            sampled = [say(rng) for _ in range(rng.randint(1, 4))]
             stop_at = len(prompt) + len(sampled)
             tokens = [*prompt, *sampled, *[say(rng) for _ in range(3)]]
             name = f"{self.name}/{self.life}/{rng.getrandbits(32)}/{copy}"
@@ -150,8 +154,12 @@ class VllmEngine(EngineNode):
         requests = [r for r in scheduler.unfinished() if not r.is_recovering]
         if requests and rng.random() < 0.05:
             self.world.marks["vllm abort"] += 1
-            scheduler.abort(rng.choice(requests))
+            awaited = {load.request for step in self._flying for load in step.plan.loads}
+            loading = [r for r in requests if r.status is Status.LOADING or r.request_id in awaited]
+            scheduler.abort(rng.choice(loading or requests))  # They are few, and never long.
             self.poke()
+        if self._flying and not self.world.plan.overlaps:
+            return  # Aborts are all that vLLM takes while its only step is computed.
         if scheduler.running and rng.random() < 0.03:
             victim = scheduler.running[-1]
             if not victim.is_recovering:
@@ -160,6 +168,14 @@ class VllmEngine(EngineNode):
         if rng.random() < 0.02:
             scheduler.reset(running=rng.random() < 0.5)
             self.poke()
+
+    def _evict(self, request: EngineRequest, written: int) -> None:
+        """Let no block of a request be found from an index on, as evict_from does in vLLM."""
+        assert isinstance(request, Request)
+        first = written // self.block_tokens
+        gone = [name for name in request.names[first:] for _ in range(self.pool.evict(name))]
+        self.world.marks["vllm blocks evicted by us"] += len(gone)
+        self.say_removed(gone)
 
     # --- steps ------------------------------------------------------------------------------
 
@@ -241,7 +257,8 @@ class VllmEngine(EngineNode):
                 self.write_block(part.request.names[index], part.blocks[index])
             else:
                 for worker in self.workers:
-                    worker.device.cells[part.blocks[index]] = PARTIAL + worker.device.garbage()
+                    garbage = [PARTIAL + worker.device.garbage() for _ in worker.share.parts]
+                    worker.device.put(part.blocks[index], garbage)
 
     def _check_inputs(self, part: Scheduled, bad_blocks: set[int]) -> None:
         """Require that everything which a step has read was right when it was over: blocks of

@@ -36,11 +36,17 @@ class Scheduler:
     """All requests of one life of an engine."""
 
     def __init__(
-        self, world: World, cache: Cache, pool: BlockPool, side: SchedulerSide, block_tokens: int
+        self,
+        world: World,
+        cache: Cache,
+        pool: BlockPool,
+        side: SchedulerSide,
+        block_tokens: int,
+        ranks: int,
     ) -> None:
         self._world, self._cache, self._pool, self._side = world, cache, pool, side
         self._size = block_tokens
-        self._ranks = world.plan.ranks
+        self._ranks = ranks
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}

@@ -12,17 +12,23 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import log
 from typing import Any
 
 from tests.sim.plan import Transfer, draw_plan
 
 Call = Callable[[], None]
+Due = tuple[float, int, Call, "Node | None", int]
+"""When, in what order, what, and in which life of which process only."""
 STALL_MS = 4_000
 """How late a message can be."""
 LATE_MS = (1_200, 3_000, 9_000)
 """How late a transfer can be: later than short leases, or than every deadline; always sooner than
 the grace of a fill."""
 TRANSFER_MS = 4.0
+CHECK_EVERY = 64
+"""A process is checked after so many of its steps. What is wrong mostly stays so until the process
+dies, and it is checked before it dies, too."""
 LOG_MAX = 100_000
 
 
@@ -30,20 +36,22 @@ class World:
     """Time, chance, and what was seen to happen (`marks`)."""
 
     def __init__(
-        self, seed: int, *, traced: bool = False, check_every: int = 16, **plan: Any
+        self, seed: int, *, traced: bool = False, check_every: int = CHECK_EVERY, **plan: Any
     ) -> None:
         self.seed, self.traced, self.check_every = seed, traced, check_every
         self.rng = random.Random(seed)
-        self.plan = replace(draw_plan(self.rng), **plan)
+        self.plan = replace(draw_plan(self.rng, random.Random(f"shapes of {seed}")), **plan)
         self.calm = False
         """The faults have stopped."""
+        self.pace = 1.0
+        """How many times longer than usual processes wait between two looks at the clock."""
         self.now = 0.0
         self.steps = 0
         self.digest = 0
         self.marks: Counter[str] = Counter()
         self.log: deque[str] = deque(maxlen=LOG_MAX)
         self.nodes: dict[str, Node] = {}
-        self._queue: list[tuple[float, int, Call]] = []
+        self._queue: list[Due] = []
         self._count = 0
         self._arrivals: dict[tuple[str, str], float] = {}
         self.cut: set[tuple[str, str]] = set()
@@ -69,23 +77,27 @@ class World:
             self.digest = zlib.crc32(line.encode(), self.digest)
             self.log.append(line)
 
-    def later(self, delay_ms: float, call: Call) -> None:
-        """Call back after some time."""
+    def later(self, delay_ms: float, call: Call, node: Node | None = None) -> None:
+        """Call back after some time; with `node`, only if its life still lasts then."""
         self._count += 1
-        heappush(self._queue, (self.now + delay_ms, self._count, call))
+        life = 0 if node is None else node.life
+        heappush(self._queue, (self.now + delay_ms, self._count, call, node, life))
 
     def run_until(self, end_ms: float) -> None:
         """Let everything happen that is due until then."""
-        while self._queue and self._queue[0][0] <= end_ms:
-            self.now, _, call = heappop(self._queue)
-            call()
+        queue = self._queue
+        while queue and queue[0][0] <= end_ms:
+            self.now, _, call, node, life = heappop(queue)
+            if node is None or (node.up and node.life == life):
+                call()
         self.now = end_ms
 
     def delay(self, mean_ms: float) -> float:
         """How long something takes: mostly about its mean, sometimes very long."""
-        if not self.calm and self.rng.random() < self.plan.stalls:
-            return self.rng.uniform(0, STALL_MS)
-        return self.rng.expovariate(1 / mean_ms)
+        chance = self.rng.random
+        if not self.calm and chance() < self.plan.stalls:
+            return chance() * STALL_MS
+        return -mean_ms * log(1.0 - chance())  # As expovariate, in half its time.
 
     def transfer_ms(self, kind: Transfer) -> float:
         """How long NIXL takes for a few blocks."""
@@ -151,8 +163,9 @@ class Node:
             call()
 
     def kill(self) -> None:
-        """End it without a word."""
+        """End it without a word; what is wrong in it must not end unseen."""
         assert self.up
+        self.check()
         self.up = False
         self.world.note(f"{self.name} is killed")
         self.died()
@@ -169,28 +182,24 @@ class Node:
 
     def later(self, delay_ms: float, call: Call) -> None:
         """Call back if this life still lasts."""
-        life = self.life
-
-        def still() -> None:
-            if self.up and self.life == life:
-                call()
-
-        self.world.later(delay_ms, still)
+        self.world.later(delay_ms, call, self)
 
     def every(self, period_ms: float, call: Call) -> None:
         """Call again and again in this life; not quite in step with others."""
 
         def again() -> None:
             call()
-            self.later(period_ms * self.world.rng.uniform(0.8, 1.2), again)
+            self.later(period_ms * self.world.pace * self.world.rng.uniform(0.8, 1.2), again)
 
         self.later(period_ms * self.world.rng.random(), again)
 
-    def due_check(self) -> bool:
-        """Count a step; is it time for `check`?"""
+    def check(self) -> None:
+        """Assert every invariant of the process."""
+
+    def stepped(self) -> None:
+        """Count a step, and check now and then."""
         self.world.steps += 1
         self._unchecked += 1
-        if self._unchecked < self.world.check_every:
-            return False
-        self._unchecked = 0
-        return True
+        if self._unchecked >= self.world.check_every:
+            self._unchecked = 0
+            self.check()

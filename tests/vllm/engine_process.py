@@ -113,6 +113,11 @@ class Engine:
             else False,
         )
 
+    @property
+    def _hash_tokens(self) -> int:
+        """Tokens of one of vLLM's hashes."""
+        return int(self.scheduler.kv_cache_manager.block_pool.hash_block_size)
+
     def _learn_names(self) -> None:
         """What we call the blocks that vLLM has its own hashes for."""
         side: Any = getattr(self.connector, "_scheduler", None)
@@ -127,11 +132,13 @@ class Engine:
                 except AdapterRefused:
                     continue  # Its blocks have no names.
                 tracked, hashes = Tracked(request, "", marks), request.block_hashes
-                for number, group in enumerate(side.groups):
-                    names = tracked.first_names(group.hasher, len(hashes))
-                    keys = (bytes(one) + number.to_bytes(GROUP_BYTES, "big") for one in hashes)
-                    ours = (name.hex() for name in names)
-                    self._names.update(zip(keys, ours, strict=True))
+                for group in side.groups:
+                    # A block is called by the last hash in it.
+                    each = group.block_tokens // self._hash_tokens
+                    names = tracked.first_names(group.hasher, len(hashes) // each)
+                    number = group.table.to_bytes(GROUP_BYTES, "big")
+                    keys = (bytes(one) + number for one in hashes[each - 1 :: each])
+                    self._names.update(zip(keys, (name.hex() for name in names), strict=True))
 
     def _run(self, asks: list[Ask]) -> list[Answer]:
         from vllm import SamplingParams

@@ -61,7 +61,7 @@ class LiveStack:
     def open(self) -> None:
         """Start all services."""
         self.call(self.stack.open())
-        self._bus = self.call(Bus.connect(self.stack.nats_url, "test", counters=Metrics()))
+        self._bus = self.call(Bus.connect(self.stack.admin, "test", counters=Metrics()))
 
     @property
     def view(self) -> StackView:

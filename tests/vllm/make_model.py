@@ -103,7 +103,108 @@ def latent(arguments: argparse.Namespace) -> Any:
     return DeepseekV2ForCausalLM(config)
 
 
-KINDS = {"full": full, "windowed": windowed, "sliding": sliding, "latent": latent}
+def sinks(arguments: argparse.Namespace) -> Any:
+    """As gpt-oss: every second layer has a window of 64 tokens; attention has sinks, and experts
+    compute."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **common(arguments) | {"num_hidden_layers": 4},
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    return GptOssForCausalLM(config)
+
+
+def chunks(arguments: argparse.Namespace) -> Any:
+    """As Llama 4: attention within chunks of 64 tokens, and a last layer with full attention."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **common(arguments),
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        intermediate_size_mlp=4 * arguments.hidden,
+        num_local_experts=2,
+        interleave_moe_layer_step=100,
+        moe_layers=[],
+        attention_chunk_size=64,
+        no_rope_layers=[*[1] * (arguments.layers - 1), 0],
+        attn_temperature_tuning=False,
+    )
+    return Llama4ForCausalLM(config)
+
+
+def sizes(arguments: argparse.Namespace) -> Any:
+    """As Gemma 4: heads of the last layer, with full attention, are twice as wide as those of the
+    layers with a window, whose blocks have twice as many tokens."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **common(arguments),
+        num_key_value_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        global_head_dim=2 * arguments.head_dim,
+        sliding_window=64,
+        vocab_size_per_layer_input=arguments.vocab,
+        layer_types=[*["sliding_attention"] * (arguments.layers - 1), "full_attention"],
+    )
+    return Gemma4ForCausalLM(config)
+
+
+def states(arguments: argparse.Namespace) -> Any:
+    """As Granite 4: Mamba-2 layers, and a last one with full attention."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        **common(arguments),
+        num_key_value_heads=arguments.kv_heads,
+        layer_types=[*["mamba"] * (arguments.layers - 1), "attention"],
+        mamba_n_heads=8,
+        mamba_d_head=2 * arguments.hidden // 8,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_expand=2,
+        mamba_chunk_size=32,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=2 * arguments.hidden,
+        position_embedding_type="rope",
+    )
+    return GraniteMoeHybridForCausalLM(config)
+
+
+def delta(arguments: argparse.Namespace) -> Any:
+    """As Qwen3-Next: a gated delta net, and a last layer with full attention and experts. vLLM on
+    CPU computes it in bfloat16 alone, and with heads of 128."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **common(arguments),
+        num_key_value_heads=arguments.heads,
+        head_dim=2 * arguments.head_dim,
+        layer_types=[*["linear_attention"] * (arguments.layers - 1), "full_attention"],
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mlp_only_layers=list(range(arguments.layers - 1)),
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
+KINDS = {
+    make.__name__: make
+    for make in (full, windowed, sliding, latent, sinks, chunks, sizes, states, delta)
+}
 
 
 def tokenizer(vocabulary: int) -> Any:

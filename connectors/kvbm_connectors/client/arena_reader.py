@@ -20,7 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from kvbm_common.copying import COPIER, Copier, Places, copy_threads
+from kvbm_common.copying import COPIER, Copier, Numbers, Places, copy_threads
+from kvbm_common.copying.rank_pieces import BlockCopy
 from kvbm_common.errors import KvbmError
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.layout import CHUNK_BYTES
@@ -47,8 +48,8 @@ MAPPED_CHUNK_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Blocks that are in our memory. `sums`: the checksums of what was stored, block by block;
-    None where the reader cannot sum."""
+    """Blocks that are in our memory. `sums`: the checksums of what was stored, of the rank's parts
+    of block after block; None where the reader cannot sum."""
 
     sums: list[int] | None
     begun: float
@@ -63,11 +64,9 @@ class ArenaReader(Protocol):
     chunk_bytes: int
     """How much a read shall move: the caller cuts a load into so many."""
 
-    def read(
-        self, target: Places, source: Places, *, deadline_s: float, summed: bool
-    ) -> Future[Brought]:
-        """Copy block by block; those of the source are in one run each. The future fails with a
-        TransferError; unless that has settled, late bytes may still reach the target."""
+    def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
+        """Copy block by block, out of the slots. The future fails with a TransferError; unless that
+        has settled, late bytes may still reach the target."""
 
     def close(self) -> None:
         """Close the reader; the reads that were asked for before end first."""
@@ -90,26 +89,26 @@ class MappedReader:
         self._copier = copier
         self._threads = copy_threads("arena")
 
-    def read(
-        self, target: Places, source: Places, *, deadline_s: float, summed: bool
-    ) -> Future[Brought]:
+    def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
         deadline = time.monotonic() + deadline_s
         try:
-            return self._threads.submit(self._copy, target, source, deadline, summed)
+            return self._threads.submit(self._copy, copy, deadline, summed)
         except RuntimeError:  # Closed, since the arena is another one by now.
             refused: Future[Brought] = Future()
             refused.set_exception(MoverClosed("the mapping is closed"))
             return refused
 
-    def _copy(self, target: Places, source: Places, deadline: float, summed: bool) -> Brought:
+    def _copy(self, copy: BlockCopy, deadline: float, summed: bool) -> Brought:
         if time.monotonic() >= deadline:
             raise TransferTimeout("the copy did not begin by its deadline")
         ours = self._arena.address
-        here = source.moved(ours - self._theirs)
+        pieces = copy.pieces.fine if summed else copy.pieces.coarse
+        here = pieces.in_slots(copy.slots).moved(ours - self._theirs)
         if not here.inside(ours, self._arena.bytes):
             raise TransferFailed("the slots are not inside the arena")
+        lanes = copy.pieces.lanes if summed else None
         begun = time.perf_counter()
-        sums = self._copier.copy(target, here.cut_like(target), summed=summed)
+        sums = self._copier.copy(pieces.on_device(copy.blocks), here, summed=summed, lanes=lanes)
         return Brought(sums, begun, time.perf_counter() - begun)
 
     def close(self) -> None:
@@ -118,14 +117,13 @@ class MappedReader:
         self._arena.close()
 
 
-Deliver = Callable[[Places, Places, bool], list[int]]
-"""Copies blocks of a buffer to their target, and sums them up if asked to."""
+Deliver = Callable[[Places, Places], None]
+"""Copies blocks of a buffer to their target."""
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    target: Places
-    source: Places
+    copy: BlockCopy
     deadline: float
     summed: bool
     brought: Future[Brought] = field(default_factory=Future)
@@ -143,15 +141,13 @@ class NixlReader:
         """Read the arena of `peer` through the buffers of `pool`. `deliver` is for a target that
         this process may not write to by itself."""
         self._mover, self._peer, self._pool = mover, peer, pool
-        self._deliver = deliver or _copy_and_sum
+        self._deliver = deliver
         self._threads = copy_threads("bounce")
 
-    def read(
-        self, target: Places, source: Places, *, deadline_s: float, summed: bool
-    ) -> Future[Brought]:
-        read = _Read(target, source, time.monotonic() + deadline_s, summed)
-        if target.bytes > self._pool.buffer_bytes:
-            read.brought.set_exception(TransferFailed(f"{target.bytes} bytes: more than a buffer"))
+    def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
+        read = _Read(copy, time.monotonic() + deadline_s, summed)
+        if copy.bytes > self._pool.buffer_bytes:
+            read.brought.set_exception(TransferFailed(f"{copy.bytes} bytes: more than a buffer"))
         else:
             self._pool.borrow(read.deadline).add_done_callback(partial(self._begin, read))
         return read.brought
@@ -161,21 +157,25 @@ class NixlReader:
         if error is not None:
             read.brought.set_exception(error)
             return
-        buffer, step = borrowed.result(), read.target.block_bytes
-        starts = buffer + np.arange(read.target.count, dtype=np.uint64) * np.uint64(step)
-        bounce = read.target.whole(starts)
+        buffer, copy = borrowed.result(), read.copy
+        step = np.uint64(copy.pieces.bytes)
+        starts = np.uint64(buffer) + np.arange(copy.count, dtype=np.uint64) * step
+        runs = copy.pieces.runs
         moving = self._mover.read(
-            self._peer, bounce.spans, read.source.spans, deadline_s=read.deadline - time.monotonic()
+            self._peer,
+            runs.back_to_back(starts).spans,
+            runs.in_slots(copy.slots).spans,
+            deadline_s=read.deadline - time.monotonic(),
         )
-        moving.add_done_callback(partial(self._arrived, read, buffer, bounce))
+        moving.add_done_callback(partial(self._arrived, read, buffer, starts))
 
     def _arrived(
-        self, read: _Read, buffer: int, bounce: Places, moved: Future[Transferred]
+        self, read: _Read, buffer: int, starts: Numbers, moved: Future[Transferred]
     ) -> None:
         error = moved.exception()
         if error is None:
             with contextlib.suppress(RuntimeError):  # Closed.
-                self._threads.submit(self._take, read, buffer, bounce, moved.result())
+                self._threads.submit(self._take, read, buffer, starts, moved.result())
                 return
             error = MoverClosed("the reader is closed")
         settling = error.settling if isinstance(error, TransferError) else None
@@ -184,10 +184,10 @@ class NixlReader:
             error = type(error)(str(error))  # Settled: late bytes land in the buffer.
         read.brought.set_exception(error)
 
-    def _take(self, read: _Read, buffer: int, bounce: Places, moved: Transferred) -> None:
+    def _take(self, read: _Read, buffer: int, starts: Numbers, moved: Transferred) -> None:
         begun = time.perf_counter()
         try:
-            sums = self._deliver(read.target, bounce.cut_like(read.target), read.summed)
+            sums = self._copy(read.copy, starts, read.summed)
         except Exception as error:  # Of a GPU, say. The caller waits for an end, whatever it is.
             self._pool.give_back(buffer)
             read.brought.set_exception(error)
@@ -196,14 +196,22 @@ class NixlReader:
         seconds = moved.seconds + time.perf_counter() - begun
         read.brought.set_result(Brought(sums, begun - moved.seconds, seconds))
 
+    def _copy(self, copy: BlockCopy, starts: Numbers, summed: bool) -> list[int]:
+        """Copy out of a buffer, and sum up what is copied if asked to."""
+        pieces = copy.pieces
+        lanes = pieces.lanes if summed else None
+        cut = pieces.fine if summed else pieces.coarse
+        buffered = cut.back_to_back(starts)
+        if self._deliver is None:
+            return COPIER.copy(cut.on_device(copy.blocks), buffered, summed=summed, lanes=lanes)
+        sums = COPIER.sums(buffered, lanes=lanes) if summed else []
+        self._deliver(copy.device, pieces.coarse.back_to_back(starts))
+        return sums
+
     def close(self) -> None:
         """Fail the reads in flight, and wait for the copies to end."""
         self._mover.remove_peer(self._peer)
         self._threads.shutdown(wait=True)
-
-
-def _copy_and_sum(target: Places, source: Places, summed: bool) -> list[int]:
-    return COPIER.copy(target, source, summed=summed)
 
 
 class CudaReader:
@@ -215,13 +223,9 @@ class CudaReader:
     def __init__(self, reader: DeviceReader) -> None:
         self._reader = reader
 
-    def read(
-        self, target: Places, source: Places, *, deadline_s: float, summed: bool
-    ) -> Future[Brought]:
+    def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
         brought: Future[Brought] = Future()
-        moving = self._reader.read(
-            target.spans, source.cut_like(target).spans, deadline_s=deadline_s
-        )
+        moving = self._reader.read(copy.device.spans, copy.arena.spans, deadline_s=deadline_s)
         moving.add_done_callback(lambda moved: _pass_on(moved, brought))
         return brought
 

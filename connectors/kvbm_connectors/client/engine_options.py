@@ -10,7 +10,7 @@ from typing import Any
 from kvbm_common.config.declarations import settings_by_name
 from kvbm_common.config.settings import Settings
 
-from kvbm_connectors.core.limits import ConnectorLimits
+from kvbm_connectors.core.messages import ConnectorLimits
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
-"""Lending: an engine's device memory is registered, so that a host tier can read it."""
+"""Lending: an engine's device memory, and the GPU it is on, so that a host tier can read it."""
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError
 from kvbm_common.runtime.logs import OncePerKind
@@ -62,3 +63,27 @@ def _register_vram(mover: MoverThread, regions: Sequence[Region], gpu: Gpu) -> b
 def _reach(region: Region) -> int:
     """Return the bytes up to the last piece: regions may be interleaved to a storage's end."""
     return region.stride * (region.blocks - 1) + region.piece_bytes
+
+
+if TYPE_CHECKING:
+    from kvbm_common.cuda.reading import Gpu
+
+MakeGpu = Callable[[], "Gpu"]
+
+
+def gpu_maker(device: Any) -> MakeGpu:
+    """Return a function that makes the GPU of a torch device, and raises KvbmError.
+
+    Call this in the engine's own thread: the stream that is current there is the one that computes.
+    """
+    torch: Any = importlib.import_module("torch")
+    compute_stream = int(torch.cuda.current_stream(device).cuda_stream)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+
+    def make() -> Gpu:
+        from kvbm_common.cuda.reading import Gpu  # Only where there is a GPU.
+        from kvbm_common.cuda.runtime import CupyRuntime
+
+        return Gpu(CupyRuntime(index), compute_stream=compute_stream)
+
+    return make

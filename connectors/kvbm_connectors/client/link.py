@@ -1,9 +1,10 @@
 """Links: a connector's sockets to its host tier and its consolidator.
 
-A link introduces itself again and again until it is welcomed, beats while it is up, and is down
-again when `SILENCE_BEATS` beats were not answered. A link that was moved greets at the endpoint
-that `Moved` names, and comes back to its own one when there is no answer there. The table of its
-states is drawn in `docs/state_machines.md`; `link_thread.py` runs the links of a connector.
+A link introduces itself again and again until it is welcomed, and beats while it is up. It is down
+again when `SILENCE_BEATS` beats were not answered, or when another life of the service answers one.
+A link that was moved greets at the endpoint that `Moved` names, and comes back to its own one when
+there is no answer there. The table of its states is drawn in `docs/state_machines.md`;
+`link_thread.py` runs the links of a connector.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import msgspec
 import zmq
+from kvbm_common.access.curve import TCP, use_client_keys
+from kvbm_common.config.settings import Settings
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.codec import SOCKET_BYTES_MAX, MsgpackCodec, WireError
@@ -27,7 +30,7 @@ log = logging.getLogger(__name__)
 BEAT_MS = 1_000
 SILENCE_BEATS = 3
 """A service that is busy for a few seconds is not gone; one that is gone costs only misses. Beats
-are counted, not seconds: an engine whose own threads had to wait has not asked anybody."""
+are counted, not seconds: an engine whose own threads had to wait has sent no beat."""
 GREET_EVERY_MS = 250
 REFUSED_GREET_EVERY_MS = 5_000
 """A refusal is the operator's to mend; asking faster does not help."""
@@ -96,6 +99,8 @@ class Link:
     next_beat_ms: int = 0
     unanswered: int = 0
     """Beats since the other side was heard."""
+    epoch: int = 0
+    """The life of the host tier that has welcomed us last."""
     heard_ms: int = 0
     opened_ms: int = 0
     shards: int = 0
@@ -117,6 +122,8 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         try:
+            if self.endpoint.startswith(TCP):
+                use_client_keys(socket, self.endpoint, Settings.load().curve_client_file)
             socket.connect(self.endpoint)
         except zmq.ZMQError:
             if not self.shards:
@@ -142,8 +149,9 @@ class Link:
         After a message over MAXMSGSIZE, or a stranger on the endpoint, ZMQ never connects again.
         A new socket also forgets the greetings that have piled up in the old one.
         """
-        quiet_ms = now_ms - max(self.heard_ms, self.opened_ms)
-        return self.state not in ATTACHED and quiet_ms > SILENCE_BEATS * BEAT_MS
+        if self.state in ATTACHED:
+            return False
+        return now_ms - max(self.heard_ms, self.opened_ms) > SILENCE_BEATS * BEAT_MS
 
     def reopen(self, context: zmq.Context[zmq.Socket[bytes]], now_ms: int) -> None:
         """Try another socket: where `Moved` sent us, or, without an answer there, at home."""
@@ -172,7 +180,8 @@ class Link:
             self.next_beat_ms = now_ms + BEAT_MS
             self.unanswered += 1
             self._send(self.beat)
-        self._drain()
+        if self.outbox:
+            self._drain()
 
     def _greeting(self) -> Any:
         hello = self.hello()
@@ -219,6 +228,9 @@ class Link:
                 self._down("unknown_engine", now_ms)
             case Refused():
                 self._refused(message, now_ms)
+            case Alive(epoch=epoch) if self.state in ATTACHED and epoch != self.epoch:
+                # A life that has ended welcomed us late, or this one's welcome was lost.
+                self._down("other_life", now_ms)
             case Alive():
                 pass
             case Moved():
@@ -228,6 +240,7 @@ class Link:
                     log.info("%s: attached", self.name)
                     self._move("welcomed")
                     self.next_beat_ms = now_ms + BEAT_MS
+                self.epoch = message.epoch
                 self.on_message(message)
             case _:
                 self.on_message(message)

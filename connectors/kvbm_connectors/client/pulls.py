@@ -16,13 +16,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
-from kvbm_common.copying import Places, clear, slot_places
+import numpy as np
+from kvbm_common.checksum import SUM_BYTES
+from kvbm_common.copying import clear
+from kvbm_common.copying.rank_pieces import BlockCopy, RankPieces, slot_starts
 from kvbm_common.errors import KvbmError
-from kvbm_common.nixl.layout import chunks_of, device_pieces, part_bytes
+from kvbm_common.nixl.layout import chunks_of
 from kvbm_common.nixl.mover_thread import TransferError
 from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.tier.parts import Share
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.arena_access import Attached
@@ -58,21 +63,17 @@ class Pulls:
         regions: Sequence[Region],
         *,
         name: str,
-        rank: int,
-        world_size: int,
+        share: Share,
         verify_every: int,
         counts: Counter[str],
         on_end: Callable[[LoadResult], None],
         gpu: Gpu | None,
     ) -> None:
         """Verify one load in `verify_every`, 0: none."""
-        assert 0 <= rank < world_size
         assert verify_every >= 0
-        self.part_bytes = part_bytes(regions)
-        self._regions = tuple(regions)
-        self._rank, self._world_size = rank, world_size
+        self.pieces = RankPieces(regions, share)
         self._gpu = gpu
-        self._sum_on_gpu = gpu.sums(regions) if gpu is not None and verify_every else None
+        self._sum_on_gpu = gpu.sums(self.pieces) if gpu is not None and verify_every else None
         self._verify_every = verify_every
         self._loads = itertools.count()
         self._counts, self._on_end = counts, on_end
@@ -88,22 +89,17 @@ class Pulls:
         reader = attached.reader
         every = self._verify_every
         verified = every > 0 and next(self._loads) % every == every - 1
-        chunks = chunks_of(len(load.blocks), self.part_bytes, reader.chunk_bytes)
+        chunks = chunks_of(len(load.blocks), self.pieces.bytes, reader.chunk_bytes)
         pulling = _Pulling(load, verified, [False] * len(load.blocks), chunks_left=len(chunks))
         for chunk in chunks:
-            source = slot_places(
+            starts = slot_starts(
                 load.slots[chunk],
-                self.part_bytes,
                 arena_address=attached.welcome.arena_address,
                 slot_bytes=attached.welcome.slot_bytes,
-                part_offset=self._rank * self.part_bytes,
             )
-            target = self._places(load.blocks[chunk])
-            future = reader.read(target, source, deadline_s=left_s, summed=verified)
+            copy = BlockCopy(self.pieces, load.blocks[chunk], starts)
+            future = reader.read(copy, deadline_s=left_s, summed=verified)
             future.add_done_callback(partial(self._hand_over, pulling, chunk))
-
-    def _places(self, blocks: Sequence[int]) -> Places:
-        return Places.of_pieces(device_pieces(self._regions, blocks))
 
     def _hand_over(self, pulling: _Pulling, chunk: slice, future: Future[Brought]) -> None:
         """Leave the reader's thread, for which other copies wait.
@@ -144,17 +140,18 @@ class Pulls:
         if sums is None:
             assert self._sum_on_gpu is not None, "only a GPU sums up by itself"
             sums = self._sum_on_gpu(load.blocks[chunk])
-        self._counts["verified_blocks"] += len(sums)
-        wrong = set()
-        for index, ours, theirs in zip(range(chunk.start, chunk.stop), sums,
-                                       load.checksums[chunk], strict=True):  # fmt: skip
-            if len(theirs) != self._world_size:
-                pulling.reason = "no_checksum"
-                wrong.add(index)
-            elif ours != theirs[self._rank]:
-                pulling.corrupt.add(index)
-                wrong.add(index)
-        return wrong
+        share, packed = self.pieces.share, load.checksums[chunk]
+        ours = np.array(sums, dtype="<u8").reshape(len(packed), len(share.parts))
+        self._counts["verified_blocks"] += len(ours)
+        known = np.array([len(one) == SUM_BYTES * share.grid.count for one in packed])
+        theirs = np.frombuffer(b"".join(compress(packed, known)), dtype="<u8")
+        theirs = theirs.reshape(-1, share.grid.count)[:, list(share.parts)]
+        same = known.copy()
+        same[known] = (ours[known] == theirs).all(axis=1)
+        if not known.all():
+            pulling.reason = "no_checksum"
+        pulling.corrupt.update((chunk.start + np.flatnonzero(known & ~same)).tolist())
+        return set((chunk.start + np.flatnonzero(~same)).tolist())
 
     def _result(self, pulling: _Pulling) -> LoadResult:
         load, intact = pulling.load, pulling.intact
@@ -163,7 +160,7 @@ class Pulls:
             intact, reason = [False] * len(intact), "lease_ended"
             pulling.corrupt.clear()
         self._clear([block for block, ok in zip(load.blocks, intact, strict=True) if not ok])
-        self._counts["bytes.h2d"] += sum(intact) * self.part_bytes
+        self._counts["bytes.h2d"] += sum(intact) * self.pieces.bytes
         seconds = max(0.0, pulling.ended - pulling.begun)
         return LoadResult(load, tuple(intact), tuple(sorted(pulling.corrupt)), reason, seconds)
 
@@ -173,10 +170,11 @@ class Pulls:
             return
         self._counts["cleared_blocks"] += len(blocks)
         try:
+            places = self.pieces.coarse.on_device(blocks)
             if self._gpu is None:
-                clear(self._places(blocks))
+                clear(places)
             else:
-                self._gpu.clear(self._places(blocks))
+                self._gpu.clear(places)
         except KvbmError as error:  # A GPU that is lost takes the engine with it.
             self._limiter.warning("clear", f"{len(blocks)} blocks could not be zeroed: {error}")
 

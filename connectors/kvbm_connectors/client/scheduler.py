@@ -44,9 +44,9 @@ from kvbm_common.wire.local import (
 from kvbm_connectors.client.link import Link, LinkState
 from kvbm_connectors.client.link_thread import LinkThread
 from kvbm_connectors.core.core import ConnectorCore, ConnectorView
-from kvbm_connectors.core.limits import ConnectorLimits
 from kvbm_connectors.core.messages import (
     UNSAID,
+    ConnectorLimits,
     ConnectorMisuse,
     Effect,
     Hit,
@@ -186,14 +186,17 @@ class SchedulerHalf:
         return followed and (self._view().takes_offers or not self._events)
 
     def describe(
-        self, *, generation: str | None = None, adapters: Sequence[Adapter] | None = None
+        self,
+        *,
+        generation: str | None = None,
+        adapters: Sequence[Adapter] | None = None,
+        passes_through: str | None = None,
     ) -> None:
-        """Tell the consolidator by what the engine's blocks are named from now on."""
-        changes: dict[str, object] = {}
-        if generation is not None:
-            changes["generation"] = generation
-        if adapters is not None:
-            changes["adapters"] = list(adapters)
+        """Tell the consolidator by what the engine's blocks are named from now on, or why it
+        computes without a cache."""
+        listed = None if adapters is None else list(adapters)
+        said = {"generation": generation, "adapters": listed, "passes_through": passes_through}
+        changes = {name: value for name, value in said.items() if value is not None}
         for index, link in enumerate(self._events):
             self._streams[index] = msgspec.structs.replace(self._streams[index], **changes)
             self._thread.say(link, self._streams[index])

@@ -35,14 +35,17 @@ class UnknownLayout(KvbmError):
     code = "unknown_layout"
 
 
-def regions_of(layers: Iterable[Tensor], block_count: int) -> list[Region]:
+def regions_of(
+    layers: Iterable[Tensor], block_count: int, *, by_head: bool = False
+) -> list[Region]:
     """Return the regions of all layers, in the order of the layers. Raises UnknownLayout.
 
     `block_count` is the number of the manager's blocks: a view may count smaller kernel blocks.
+    `by_head`: a layer is [block, head, …], and its regions are in the order of the heads.
     """
     regions: list[Region] = []
     for tensor in layers:
-        for region in _regions_of_layer(tensor, block_count):
+        for region in _regions_of_layer(tensor, block_count, by_head):
             last = regions[-1] if regions else None
             if last is not None and _touches(last, region):
                 regions[-1] = _region(last.address, last.stride, last.piece_bytes
@@ -54,34 +57,60 @@ def regions_of(layers: Iterable[Tensor], block_count: int) -> list[Region]:
     return regions
 
 
-def regions_of_groups(groups: Sequence[Iterable[Tensor]], block_count: int) -> list[Region]:
-    """Return the regions of the KV group with the largest blocks; those of the others lie in them.
+def regions_of_groups(
+    groups: Sequence[Iterable[Tensor]], block_count: int, *, by_head: bool = False
+) -> list[Region]:
+    """Return the regions of all KV groups: bytes that several have are in one region.
 
-    Groups overlay each other: a block's bytes belong to the group that has the block. Raises
-    UnknownLayout where a group has bytes that the largest one has not.
+    Groups overlay each other: a block's bytes belong to the group that has the block. The largest
+    group's regions come first; a smaller one may have bytes beside them, where its pages are
+    fuller. Raises UnknownLayout where blocks of different numbers would have the same bytes.
     """
-    found = sorted((regions_of(layers, block_count) for layers in groups), key=_block_bytes)
+    cut = [regions_of(layers, block_count, by_head=by_head) for layers in groups]
+    found = sorted(cut, key=_block_bytes)
     if not found:
         raise UnknownLayout("an engine without layers has no blocks")
-    *others, largest = found
-    for regions in others:
-        for region in regions:
-            if not any(_contains(one, region) for one in largest):
-                raise UnknownLayout(f"KV groups do not overlay each other: {region}")
-    return largest
+    *others, regions = found
+    for region in itertools.chain.from_iterable(reversed(others)):
+        regions = _with(regions, region)
+    return regions
 
 
 def _block_bytes(regions: Sequence[Region]) -> int:
     return sum(region.piece_bytes for region in regions)
 
 
-def _contains(outer: Region, inner: Region) -> bool:
-    starts_inside = outer.address <= inner.address
-    ends_inside = inner.address + inner.piece_bytes <= outer.address + outer.piece_bytes
-    return starts_inside and ends_inside and outer.stride == inner.stride
+def _with(regions: Sequence[Region], added: Region) -> list[Region]:
+    """Return regions with another one, joined to those that it overlaps."""
+    joined, place = added, None
+    result: list[Region] = []
+    for region in regions:
+        if _is_apart(region, joined):
+            result.append(region)
+            continue
+        start = min(region.address, joined.address)
+        end = max(region.address + region.piece_bytes, joined.address + joined.piece_bytes)
+        if region.stride != joined.stride or end - start > region.stride:
+            raise UnknownLayout(f"KV groups do not overlay each other: {region}, {joined}")
+        joined = _region(start, region.stride, end - start, region.blocks)
+        place = len(result) if place is None else place
+    result.insert(len(result) if place is None else place, joined)
+    return result
 
 
-def _regions_of_layer(tensor: Tensor, block_count: int) -> list[Region]:
+def _is_apart(one: Region, other: Region) -> bool:
+    """Return whether two regions have no byte in common, of any two blocks."""
+    first, second = sorted((one, other), key=lambda region: region.address)
+    distance = second.address - first.address
+    if distance >= first.stride * (first.blocks - 1) + first.piece_bytes:
+        return True
+    if first.stride != second.stride:
+        return False
+    ahead = distance % first.stride
+    return first.piece_bytes <= ahead <= first.stride - second.piece_bytes
+
+
+def _regions_of_layer(tensor: Tensor, block_count: int, by_head: bool) -> list[Region]:
     shape, item = list(tensor.shape), tensor.element_size()
     if not shape or shape[0] == 0 or shape[0] % block_count:
         raise UnknownLayout(f"a layer of shape {shape} does not have {block_count} blocks")
@@ -89,10 +118,11 @@ def _regions_of_layer(tensor: Tensor, block_count: int) -> list[Region]:
     ratio = shape[0] // block_count
     # Kernel blocks are a dimension inside the manager's block.
     inner = [(ratio, strides[0]), *zip(shape[1:], strides[1:], strict=True)]
+    heads = [inner.pop(1)] if by_head else []
     piece_bytes, outer = _dense_run(inner, item)
     return [
         _region(tensor.data_ptr() + offset, strides[0] * ratio, piece_bytes, block_count)
-        for offset in _offsets(outer)
+        for offset in _offsets([*heads, *outer])
     ]
 
 

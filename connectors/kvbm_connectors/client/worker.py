@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_common.identity import Namespace
 from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.tier.parts import Share, share_of_rank
 from kvbm_common.wire.local import (
     Beat,
     FromHostTier,
@@ -57,6 +58,7 @@ class WorkerHalf:
         host_tier_endpoint: str,
         rank: int = 0,
         world_size: int = 1,
+        share: Share | None = None,
         verify_every: int = 1,
         verify: str = "",
         onboard_mover: str = "auto",
@@ -66,7 +68,8 @@ class WorkerHalf:
     ) -> None:
         """Verify one load in `verify_every`, 0: none. With a `gpu` the regions are in its memory,
         which no code here may touch. `verify` is what the host tier lists for this worker, where
-        `verify_every` does not say it. Raises KvbmError or TimeoutError.
+        `verify_every` does not say it. Without a `share` the rank holds the part of its number.
+        Raises KvbmError or TimeoutError.
         """
         self.counts: Counter[str] = Counter()
         self._on_news = on_news
@@ -75,8 +78,7 @@ class WorkerHalf:
         self._pulls = Pulls(
             regions,
             name=name,
-            rank=rank,
-            world_size=world_size,
+            share=share or share_of_rank(rank, world_size),
             verify_every=verify_every,
             counts=self.counts,
             on_end=self._end,
@@ -87,7 +89,7 @@ class WorkerHalf:
             self._mover,
             wanted=onboard_mover,
             name=name,
-            block_bytes=self._pulls.part_bytes,
+            block_bytes=self._pulls.pieces.bytes,
             counts=self.counts,
             on_change=self._look_at_parked,
             gpu=gpu,
@@ -104,7 +106,7 @@ class WorkerHalf:
             engine=engine, incarnation=incarnation, role="worker", namespace=namespace, rank=rank,
             group_namespaces=list(group_namespaces), world_size=world_size, agent=agent,
             regions=list(regions),
-            verify=verify or VERIFIES.get(verify_every, "sampled"),
+            verify=verify or VERIFIES.get(verify_every, "sampled"), share=share,
         )  # fmt: skip
         self._link = self._link_to(host_tier_endpoint, hello)
         thread_name = f"kvbm-{engine}-worker-{rank}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvbm_common.checksum import SUM_BYTES, pack_sums
+from kvbm_common.tier.blocks import CHECKSUM_MAX
 from kvbm_common.tier.kv_groups import GroupRun, longest, needed, step_tokens
 from kvbm_common.wire.local import Found
 
@@ -18,7 +20,9 @@ def is_sound(found: Found, asked: int, groups: Sequence[GroupRun] = ()) -> bool:
         return False
     if not count == len(found.checksums) <= asked:
         return False
-    if found.part_checksums and (not count or len(found.part_checksums) % count):
+    if any(not 0 <= checksum <= CHECKSUM_MAX for checksum in found.checksums):
+        return False
+    if found.part_sums and (not count or len(found.part_sums) % (count * SUM_BYTES)):
         return False
     elsewhere = [*found.disk_blocks, *found.remote_blocks, *found.object_blocks]
     if len(set(elsewhere)) < len(elsewhere) or any(index >= count for index in elsewhere):
@@ -33,13 +37,12 @@ def _needed(groups: Sequence[GroupRun], boundary: int) -> int:
     return sum(map(len, needed(groups, boundary)))
 
 
-def checksums_of(found: Found) -> tuple[tuple[int, ...], ...]:
-    """Return, of each block, the checksum of each rank's part."""
-    if not found.part_checksums:
-        return tuple((checksum,) for checksum in found.checksums)
-    assert found.slots, f"lookup {found.lookup}: parts of no block"
-    parts, sums = len(found.part_checksums) // len(found.slots), tuple(found.part_checksums)
-    return tuple(sums[start : start + parts] for start in range(0, len(sums), parts))
+def checksums_of(found: Found) -> tuple[bytes, ...]:
+    """Return, of each block, the packed checksums of its parts."""
+    sums = found.part_sums or pack_sums(found.checksums)
+    step = len(sums) // max(1, len(found.slots))
+    assert step or not found.slots, f"lookup {found.lookup}: blocks without checksums"
+    return tuple(sums[start : start + step] for start in range(0, len(sums), step or 1))
 
 
 def nothing(found: Found, reason: str) -> Found:

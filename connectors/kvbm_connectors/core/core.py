@@ -21,10 +21,10 @@ from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.local import Found, Pulled
 
 from kvbm_connectors.core.attachment import Attachment
-from kvbm_connectors.core.limits import ConnectorLimits
 from kvbm_connectors.core.lookups import Lookups
 from kvbm_connectors.core.messages import (
     UNSAID,
+    ConnectorLimits,
     Effect,
     Hit,
     Load,
@@ -89,6 +89,7 @@ class ConnectorCore:
 
         A host tier that `explains` wants to learn what becomes of lookups.
         """
+        assert epoch >= 0, f"a host tier lives in epoch {epoch}"
         before = self._attachment.epoch
         if epoch != before:
             self._drop_everything("host_tier_restarted" if before else "attached")
@@ -107,6 +108,7 @@ class ConnectorCore:
         if self._attachment.epoch:
             self._drop_everything("host_tier_lost")
         self._attachment.lost()
+        assert not self._offers, "offers are held for a host tier that is gone"
         return self._outbox.drain()
 
     def take_offers(self, *, taken: bool) -> None:

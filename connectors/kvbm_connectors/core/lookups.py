@@ -18,15 +18,22 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.kv_groups import GroupRun, longest, needed_names, split, step_tokens
 from kvbm_common.tier.machine import InvalidTransition, Machine
 from kvbm_common.wire.local import Found
+from msgspec.structs import replace
 
 from kvbm_connectors.core.answers import checksums_of, hit_of, is_sound, nothing, why_failed
 from kvbm_connectors.core.attachment import Attachment
-from kvbm_connectors.core.failed_blocks import FailedBlocks
-from kvbm_connectors.core.limits import ConnectorLimits
-from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Load, LoadResult, Origin
+from kvbm_connectors.core.messages import (
+    ConnectorLimits,
+    ConnectorMisuse,
+    Hit,
+    Load,
+    LoadResult,
+    Origin,
+)
 from kvbm_connectors.core.outbox import Outbox
 
 STORY_MOVES_MAX = 256
@@ -108,7 +115,7 @@ class Lookups:
         """Lookup → its request, for every one in ASKED."""
         self._loading: set[int] = set()
         """Leases of loads in flight, whatever has become of their requests."""
-        self._avoided = FailedBlocks(avoid_ms=limits.avoid_ms, block_count_max=limits.avoid_max)
+        self._avoided = FailedBlocks(limits.avoid_max)
         self._moves: deque[tuple[str, int, str]] = deque(maxlen=STORY_MOVES_MAX)
 
     def __len__(self) -> int:
@@ -215,8 +222,7 @@ class Lookups:
         for group, found in zip(groups, names, strict=True):
             most = min(most, run_before(found, now_ms) * group.block_tokens)
         most -= most % step_tokens(groups)
-        shorter = [GroupRun(one.block_tokens, most // one.block_tokens, one.window)
-                   for one in groups]  # fmt: skip
+        shorter = [replace(one, blocks=most // one.block_tokens) for one in groups]
         kept = [found[: one.blocks] for one, found in zip(shorter, names, strict=True)]
         return [name for found in kept for name in found], shorter
 
@@ -303,7 +309,7 @@ class Lookups:
             self._tell(load.request, load.lookup, why_failed(result), failed)
             for name, ok in zip(load.hashes, result.intact, strict=True):
                 if not ok:
-                    self._avoided.add(name, now_ms)
+                    self._avoided.add(name, now_ms + self._limits.avoid_ms)
         state = self._requests.get(load.request)
         if state is not None and state.found is not None and state.found.lease == load.lease:
             self._move(load.request, "load ended")

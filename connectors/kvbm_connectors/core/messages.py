@@ -1,10 +1,12 @@
-"""What the connector's core takes in, wants sent, and answers: no engine and no socket in sight."""
+"""What the connector's core takes in, wants sent, answers, and is bounded by."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.local import FromConsolidator, FromHostTier, ToConsolidator, ToHostTier
@@ -56,7 +58,7 @@ UNSAID = Origin()
 class Load:
     """What a worker shall pull: arena slot `slots[i]` into device block `blocks[i]`.
 
-    `checksums[i]` are those of block i's parts, rank by rank: each worker verifies its own.
+    `checksums[i]` are those of block i's parts, packed: each worker verifies those that it holds.
     `deadline_ms` is the lease's end on the holder's own clock: a pull that ends later has failed.
     """
 
@@ -66,8 +68,8 @@ class Load:
     slots: tuple[int, ...]
     blocks: tuple[int, ...]
     hashes: tuple[SequenceHash, ...]
-    checksums: tuple[tuple[int, ...], ...]
-    """Of each block, the checksum of each rank's part."""
+    checksums: tuple[bytes, ...]
+    """Of each block the packed checksums of its parts."""
     block_bytes: int
     deadline_ms: int
     lookup: int = 0
@@ -147,3 +149,33 @@ class OfferEnded:
 
 Effect = ToHost | ToEvents | OfferEnded
 FromService = FromHostTier | FromConsolidator
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorLimits:
+    """Every bound of the core."""
+
+    lease_ms: int = 5_000
+    onboard_deadline_ms: int = 2_000
+    answer_margin_ms: int = 500
+    """How long after its deadline an answer may still be on its way."""
+    offer_deadline_ms: int = 5_000
+    offers_max: int = 256
+    """Offers in flight; further blocks are not offered, and counted."""
+    avoid_ms: int = 60_000
+    avoid_max: int = 65_536
+
+    def __post_init__(self) -> None:
+        """Assert that nothing waits without end for a bound of zero."""
+        assert min(self.lease_ms, self.onboard_deadline_ms, self.offer_deadline_ms) > 0, self
+        assert min(self.answer_margin_ms, self.avoid_ms) >= 0, self
+        assert min(self.offers_max, self.avoid_max) >= 0, self
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return what the configuration bounds; the rest by default."""
+        return cls(
+            lease_ms=settings.lease_ms,
+            onboard_deadline_ms=settings.onboard_deadline_ms,
+            offer_deadline_ms=settings.offer_deadline_ms,
+        )

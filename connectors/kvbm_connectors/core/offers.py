@@ -10,8 +10,7 @@ from enum import Enum
 from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.local import Pulled
 
-from kvbm_connectors.core.limits import ConnectorLimits
-from kvbm_connectors.core.messages import OfferEnded, OfferRun
+from kvbm_connectors.core.messages import ConnectorLimits, OfferEnded, OfferRun
 from kvbm_connectors.core.outbox import Outbox
 
 

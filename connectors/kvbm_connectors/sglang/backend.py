@@ -13,8 +13,7 @@ from kvbm_common.errors import KvbmError
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvbm_connectors.sglang.adapters import process_start_ns
-from kvbm_connectors.sglang.events import Stream, stream_of
-from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.options import Options, Stream, stream_of
 from kvbm_connectors.sglang.pages import KV
 from kvbm_connectors.sglang.storage import Storage
 from kvbm_connectors.sglang.weights import revision_of

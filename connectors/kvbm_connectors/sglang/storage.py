@@ -27,7 +27,6 @@ from kvbm_connectors.sglang.engine_types import (
     PoolTransfer,
     StorageConfig,
 )
-from kvbm_connectors.sglang.events import Stream
 from kvbm_connectors.sglang.generation import Generation
 from kvbm_connectors.sglang.hits import (
     ALL_PAGES,
@@ -36,7 +35,7 @@ from kvbm_connectors.sglang.hits import (
     combine,
     trailing_lengths,
 )
-from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.options import Options, Stream
 from kvbm_connectors.sglang.pages import (
     KV,
     UnknownPool,

@@ -12,9 +12,8 @@ from kvbm_common.wire.local import Region
 from kvbm_connectors.client.engine_options import VERIFY_EVERY
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Load, LoadResult, merge_results
-from kvbm_connectors.sim.content import Content
 from kvbm_connectors.sim.control import EngineConfig
-from kvbm_connectors.sim.pages import DevicePages, HostPages, Pages
+from kvbm_connectors.sim.pages import Content, DevicePages, HostPages, Pages
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu

@@ -74,6 +74,13 @@ class BlockPool:
         self._name[block] = name
         self._blocks.setdefault(name, OrderedDict())[block] = None
 
+    def evict(self, name: SequenceHash) -> int:
+        """Let no block be found by this name any more, in use or not; returns how many were."""
+        blocks = list(self._blocks.get(name, ()))
+        for block in blocks:
+            self._forget(block, name)
+        return len(blocks)
+
     def reset(self) -> bool:
         """Forget every name; False while a block is in use."""
         if len(self._free) < self.block_count:

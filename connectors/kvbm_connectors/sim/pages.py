@@ -1,4 +1,4 @@
-"""Pages: the paged memory of one rank of a sim engine, on the host or on a GPU."""
+"""Pages: the paged memory of one rank of a sim engine, on host or GPU, and what is in it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 from kvbm_common.identity import SequenceHash
-
-from kvbm_connectors.sim.content import WORD_BYTES, Content
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.runtime import Runtime
@@ -73,3 +71,29 @@ class DevicePages:
                 raise TimeoutError(f"a block was not copied in {COPY_DEADLINE_S} s")
             time.sleep(POLL_S)
         self._runtime.end_event(event)
+
+
+Words = npt.NDArray[np.uint64]
+WORD_BYTES = 8
+
+
+class Content:
+    """Fills and checks blocks of one size. `first_word` is where this rank's part begins."""
+
+    def __init__(self, part_bytes: int, *, rank: int = 0) -> None:
+        assert part_bytes % WORD_BYTES == 0
+        count = part_bytes // WORD_BYTES
+        self._index = np.arange(rank * count, (rank + 1) * count, dtype=np.uint64)
+        self._expected = np.empty(count, dtype=np.uint64)
+
+    def fill(self, block: Words, name: SequenceHash) -> None:
+        """Write what the block of this name holds."""
+        factor = np.uint64(int.from_bytes(name[:8], "little") | 1)
+        offset = np.uint64(int.from_bytes(name[8:], "little"))
+        np.multiply(self._index, factor, out=block)
+        np.add(block, offset, out=block)
+
+    def holds(self, block: Words, name: SequenceHash) -> bool:
+        """Return whether the block holds exactly what its name demands."""
+        self.fill(self._expected, name)
+        return bool(np.array_equal(block, self._expected))

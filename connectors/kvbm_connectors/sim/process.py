@@ -20,7 +20,7 @@ from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
-from kvbm_connectors.core.limits import ConnectorLimits
+from kvbm_connectors.core.messages import ConnectorLimits
 from kvbm_connectors.sim.control import (
     Ask,
     Done,

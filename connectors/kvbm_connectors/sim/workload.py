@@ -6,15 +6,17 @@ message. Turns of one conversation run one after the other; conversations run si
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from kvbm_connectors.sim.mooncake_trace import TRACE_BLOCK_TOKENS, BadTrace, TraceLine, read_trace
+from kvbm_common.errors import KvbmError
 
 Tokens = npt.NDArray[np.uint32]
 VOCABULARY = 32_000
@@ -84,3 +86,46 @@ def _piece(hash_id: int) -> Tokens:
 
 def _tokens(generator: np.random.Generator, count: int) -> Tokens:
     return generator.integers(0, VOCABULARY, count, dtype=np.uint32)
+
+
+TRACE_BLOCK_TOKENS = 512
+"""Mooncake's traces name 512 tokens by one hash id."""
+
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
+class BadTrace(KvbmError):
+    """The trace file is not in Mooncake's format."""
+
+    code = "bad_trace"
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """A whole line of a trace."""
+
+    timestamp: float
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+
+
+class BlockIds(msgspec.Struct, frozen=True):
+    """What a simulation of the cache needs of a line; blocks may be of any size."""
+
+    hash_ids: list[int | str]
+
+
+def read_trace(path: Path, line_type: type[Line], *, requests: int | None = None) -> list[Line]:
+    """Return the first requests of a trace, or all. Raises BadTrace, which names the line."""
+    decoder = msgspec.json.Decoder(line_type)
+    found: list[Line] = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(itertools.islice(lines, requests), start=1):
+                try:
+                    found.append(decoder.decode(line))
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    raise BadTrace(f"{path}, line {number}: {error}") from error
+    except OSError as error:
+        raise BadTrace(f"the trace cannot be read: {error}") from error
+    return found

@@ -24,14 +24,13 @@ from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.affinity import unbound
 from kvbm_connectors.client.engine_options import log_beside
+from kvbm_connectors.client.lending import gpu_maker
 from kvbm_connectors.client.scheduler import SchedulerHalf
-from kvbm_connectors.client.torch_device import gpu_maker
-from kvbm_connectors.core.limits import ConnectorLimits
+from kvbm_connectors.core.messages import ConnectorLimits
 from kvbm_connectors.trtllm.identity import Lives, agree, namespace_of, refusal_of, stream_of
 from kvbm_connectors.trtllm.leader import LeaderSide
 from kvbm_connectors.trtllm.memory import regions_of_layout, regions_of_tensor
-from kvbm_connectors.trtllm.plan import PromisePlan
-from kvbm_connectors.trtllm.promises import PromiseKeeper
+from kvbm_connectors.trtllm.promises import PromiseKeeper, PromisePlan
 from kvbm_connectors.trtllm.protocols import SOURCES
 from kvbm_connectors.trtllm.worker import WorkerSide
 

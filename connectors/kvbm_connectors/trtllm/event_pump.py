@@ -176,6 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings.load()
     if settings.trtllm_zmq_port is None:
         parser.error("DYN_KVBM_TRTLLM_ZMQ_PORT says where to publish, and is not set")
+    if not settings.engines_open:
+        parser.error(
+            "every user of this machine can read the tokens of prompts at this port; "
+            "KVBM_ENGINES_OPEN=true says that they may"
+        )
     set_up("trtllm-events", settings.log_level)
     pump = EventPump(
         of_server(options.url), block_tokens=options.block_tokens, port=settings.trtllm_zmq_port

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvbm_common.identity import Namespace
+from kvbm_common.tier.parts import PARTS_MAX
 from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.weights import UnreadableWeights, label_of, resolve, revision_of
@@ -88,6 +89,8 @@ def refusal_of(args: LlmArgs) -> str:
             bool(window),
         "pipeline parallelism is not supported": mapping.pp_size != 1,
         "context parallelism is not supported": mapping.cp_size != 1,
+        f"a block has at most {PARTS_MAX} parts, and each rank needs one":
+            mapping.world_size > PARTS_MAX,
         "attention data parallelism is not supported": bool(_get(args, "enable_attention_dp")),
         "beam search is not supported": (_get(args, "max_beam_width") or 1) > 1,
     }  # fmt: skip

@@ -35,8 +35,7 @@ from kvbm_common.wire.local import Welcome
 from kvbm_connectors.client.offered_names import OfferedNames
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, offers_of
-from kvbm_connectors.trtllm.plan import PromisedLoad, PromisePlan
-from kvbm_connectors.trtllm.promises import Kept, PromiseKeeper
+from kvbm_connectors.trtllm.promises import Kept, PromisedLoad, PromiseKeeper, PromisePlan
 from kvbm_connectors.trtllm.protocols import Request, RequestData, SchedulerOutput
 from kvbm_connectors.trtllm.tracked import PromisedRequest, refusal_of_request
 

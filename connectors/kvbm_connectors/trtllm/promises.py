@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from kvbm_common.checksum import SUM_BYTES, pack_sums
 from kvbm_common.copying import COPIER, Places, copy_threads, slot_places
 from kvbm_common.memory.arena import Arena, remove_stale
 from kvbm_common.tier.machine import Machine
@@ -27,6 +28,31 @@ from kvbm_connectors.core.messages import Load
 PREFIX = "kvbm-promises-"
 SLOT_ALIGNMENT = 64
 """Slots begin on a cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedLoad:
+    """Copy promised slot `slots[i]` into device block `blocks[i]`, before this step computes.
+
+    `checksums[i]` has those of its parts, packed: one for each rank, in the order of the ranks.
+    """
+
+    request: int
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromisePlan:
+    """`number` grows from step to step: TensorRT-LLM leaves a plan bound until the next one comes,
+    and a plan that was carried out twice would write into another request's blocks."""
+
+    number: int
+    slot_bytes: int = 0
+    loads: tuple[PromisedLoad, ...] = ()
+    offering: bool = False
+    """The host tier may be reading device blocks."""
 
 
 class PromiseState(Enum):
@@ -67,8 +93,8 @@ class PromiseKeeper:
         self._state: list[PromiseState] = []
         """Of each slot."""
         self._free: list[int] = []
-        self._checksums: dict[int, tuple[int, ...]] = {}
-        """Of each rank's part of what is kept, by slot."""
+        self._checksums: dict[int, bytes] = {}
+        """Of the parts of what is kept, packed, by slot."""
         self._threads = copy_threads("promises")
 
     def room(self, block_bytes: int) -> int:
@@ -103,12 +129,12 @@ class PromiseKeeper:
         )
         wrong = [index for index, is_intact in enumerate(intact) if not is_intact]
         first = wrong[0] if wrong else count
-        self._checksums |= zip(slots, map(tuple, load.checksums[:count]), strict=True)
+        self._checksums |= zip(slots, load.checksums[:count], strict=True)
         self.give_up(slots[first:])
         return Kept(tuple(slots[:first]), first if wrong else None)
 
-    def checksums(self, slots: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return those of each rank's part, for slots that are kept."""
+    def checksums(self, slots: Sequence[int]) -> tuple[bytes, ...]:
+        """Return the packed checksums of the parts, for slots that are kept."""
         return tuple(self._checksums[slot] for slot in slots)
 
     def give_up(self, slots: Sequence[int]) -> None:
@@ -134,12 +160,12 @@ class PromiseKeeper:
         assert all(self._state[slot] is PromiseState.KEPT for slot in self._checksums)
 
 
-def _copied(target: Places, source: Places, parts: Sequence[int]) -> bool:
+def _copied(target: Places, source: Places, sums: bytes) -> bool:
     """Copy one block; is every rank's part what its checksum says?"""
-    if not parts or target.block_bytes % len(parts):
+    parts, rest = divmod(len(sums), SUM_BYTES)
+    if not parts or rest or target.block_bytes % parts:
         return False
-    found = COPIER.copy(target.split(len(parts)), source.split(len(parts)))
-    return found == list(parts)
+    return pack_sums(COPIER.copy(target.split(parts), source.split(parts))) == sums
 
 
 class PromiseReader:

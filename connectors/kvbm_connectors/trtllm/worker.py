@@ -1,7 +1,7 @@
 """The worker: lends one rank's KV pool to the host tier, and carries out promised loads.
 
 A load is a copy out of memory that this process has mapped, done when `start_load_kv` returns, in
-the engine's own thread: before the step's computation, and before anybody can free the blocks.
+the engine's own thread: before the step's computation, and before the blocks can be freed.
 What cannot be copied was promised all the same, so that it raises: computing on whatever is in
 those blocks would be worse than a failed step. Each rank compares what it has copied with the
 checksums of its parts, in the same pass or on its GPU: the promised bytes have lain in memory that
@@ -16,18 +16,19 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from kvbm_common.checksum import unpack_sums
 from kvbm_common.config.settings import Settings
-from kvbm_common.copying import COPIER, Places, clear, slot_places
+from kvbm_common.copying import COPIER, Places, clear
+from kvbm_common.copying.rank_pieces import RankPieces, slot_starts
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
-from kvbm_common.nixl.layout import device_pieces, part_bytes
+from kvbm_common.tier.parts import share_of_rank
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.client.torch_device import MakeGpu
+from kvbm_connectors.client.lending import MakeGpu
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.trtllm.identity import Life
-from kvbm_connectors.trtllm.plan import PromisedLoad, PromisePlan
-from kvbm_connectors.trtllm.promises import PromiseReader
+from kvbm_connectors.trtllm.promises import PromisedLoad, PromisePlan, PromiseReader
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import DeviceReader, Gpu, SumsOfBlocks
@@ -68,7 +69,9 @@ class WorkerSide:
         self._sums: SumsOfBlocks | None = None
         self._summer: ThreadPoolExecutor | None = None
         """The engine's own thread keeps its CUDA context."""
-        self._regions: Sequence[Region] = ()
+        self._pieces: RankPieces | None = None
+        self._blocks = 0
+        """That the engine's pool has."""
         self._plan_number = 0
         self._saving: dict[int, None] = {}
         """Finished requests that the engine keeps until we call them saved."""
@@ -82,9 +85,10 @@ class WorkerSide:
         self.close()
         self._gpu = gpu = make_gpu() if make_gpu is not None else None
         self._promises = PromiseReader(self._settings.shm_dir, self._life.incarnation)
+        pieces = RankPieces(regions, share_of_rank(self._rank, self._world_size))
         if gpu is not None:
             self._device = _device_reader(gpu, self._promises)
-            self._sums = gpu.sums(regions)
+            self._sums = gpu.sums(pieces)
             self._summer = ThreadPoolExecutor(1, thread_name_prefix="promise-sums")
         half = WorkerHalf(
             engine=self._life.engine,
@@ -99,10 +103,9 @@ class WorkerSide:
             verify="always",  # By the leader, before it promises a block.
             onboard_mover="nixl",  # It never reads the arena: no need to map it.
         )
-        self._half, self._regions = half, regions
+        self._half, self._pieces, self._blocks = half, pieces, regions[0].blocks
         half.start()
-        size = part_bytes(regions)
-        log.info("%d blocks of %d bytes are lent", regions[0].blocks, size)
+        log.info("%d blocks of %d bytes are lent", self._blocks, pieces.bytes)
 
     def start(self, plan: PromisePlan, *, compute_stream: int | None = None) -> None:
         """Carry a plan out, once, behind what is in the stream by now. Raises PromiseBroken."""
@@ -117,20 +120,17 @@ class WorkerSide:
             self._copy(load, plan.slot_bytes)
 
     def _copy(self, load: PromisedLoad, slot_bytes: int) -> None:
-        promises, regions = self._promises, self._regions
-        if promises is None or not regions:
+        promises, pieces = self._promises, self._pieces
+        if promises is None or pieces is None:
             raise PromiseBroken(f"request {load.request}: no memory was lent")
-        if not all(0 <= block < regions[0].blocks for block in load.blocks):
+        if not all(0 <= block < self._blocks for block in load.blocks):
             raise PromiseBroken(f"request {load.request}: blocks {load.blocks} are not in the pool")
-        target = Places.of_pieces(device_pieces(regions, load.blocks))
-        whole = slot_places(
-            load.slots, part_bytes(regions), arena_address=promises.address,
-            slot_bytes=slot_bytes, part_offset=self._rank * part_bytes(regions),
-        )  # fmt: skip
-        source = whole.cut_like(target)
+        starts = slot_starts(load.slots, arena_address=promises.address, slot_bytes=slot_bytes)
+        target = pieces.fine.on_device(load.blocks)
+        source = pieces.fine.in_slots(starts)
         try:
             if self._device is None:
-                found = COPIER.copy(target, source)
+                found = COPIER.copy(target, source, lanes=pieces.lanes)
             else:
                 self._copy_to_device(self._device, load.request, target, source)
                 found = self._sums_on_device(load)
@@ -139,7 +139,7 @@ class WorkerSide:
             self._clear(target)
             raise
         self.counts["copied_blocks"] += len(load.blocks)
-        self.counts["bytes.h2d"] += len(load.blocks) * part_bytes(regions)
+        self.counts["bytes.h2d"] += len(load.blocks) * pieces.bytes
 
     def _copy_to_device(
         self, device: DeviceReader, request: int, target: Places, source: Places
@@ -175,7 +175,7 @@ class WorkerSide:
 
     def _verify(self, load: PromisedLoad, found: Sequence[int]) -> None:
         """Compare this rank's parts with their checksums, which the arena's had when promised."""
-        promised = [parts[self._rank] for parts in load.checksums]
+        promised = [unpack_sums(packed)[self._rank] for packed in load.checksums]
         if list(found) != promised:
             self.counts["promises_corrupt"] += 1
             raise PromiseBroken(f"request {load.request}: a block is not what was promised")

@@ -1,4 +1,4 @@
-"""Holds: references to blocks in vLLM's pool that keep offered blocks from being reused.
+"""vLLM's block pool: references that keep offered blocks from reuse, and its prefix cache.
 
 With one KV group a finished request keeps its blocks while an offer is out. With several, vLLM
 frees blocks of a running request that have left their window, so an offer holds each block itself.
@@ -46,3 +46,25 @@ class BlockHolds:
         assert len(blocks) <= self._count, f"{len(blocks)} of {self._count} held blocks"
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
         self._count -= len(blocks)
+
+
+def evict_from(pool: Any, group_count: int, request: Any, written: int) -> None:
+    """Take the blocks of a request that hold tokens from `written` on out of vLLM's prefix cache.
+
+    vLLM hashes `hash_block_size` tokens at a time: a block is called by the last hash in it.
+    """
+    for block_hash in request.block_hashes[written // pool.hash_block_size :]:
+        for group in range(group_count):
+            # Two requests may have computed the same block: each copy is cached.
+            while found := pool.get_cached_block(block_hash, [group]):
+                pool.evict_blocks({block.block_id for block in found})
+
+
+def is_cleared(pool: Any) -> bool | None:
+    """Return whether a reset that vLLM has just tried has cleared the pool; None: not known.
+
+    vLLM refuses while any block is in use, but for the null block, which always is.
+    """
+    if not hasattr(pool, "num_gpu_blocks") or not hasattr(pool, "get_num_free_blocks"):
+        return None
+    return int(pool.num_gpu_blocks) - int(pool.get_num_free_blocks()) == 1

@@ -14,8 +14,8 @@ Enters                              because
 - vLLM's release, major and minor   kernels, and how a block is packed
 
 Does not enter                      because
-- dtype, cache dtype, layout, block size, heads, tensor and pipeline parallelism: fields of the
-  namespace
+- dtype, cache dtype, layout, block size, heads, how blocks are cut: fields of the namespace
+- tensor and pipeline parallelism: blocks are cut by layers and heads, or the namespace says how
 - LoRA: part of a request's name (adapters.py)
 """
 

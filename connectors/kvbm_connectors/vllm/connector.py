@@ -1,15 +1,13 @@
 """The connector that vLLM loads: its methods, handed on to the scheduler or the worker side.
 
-vLLM makes one for its scheduler and one in each worker. What cannot be cached (recurrent state,
-device memory that NIXL does not know yet) is logged once; the engine then computes as it would
-without us.
+vLLM makes one for its scheduler and one in each worker. An engine that cannot be cached computes as
+it would without us; its operators are told why (`client/pass_through.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,27 +26,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm_connectors.client.affinity import unbound
 from kvbm_connectors.client.engine_options import log_beside
+from kvbm_connectors.client.pass_through import PassThrough
 from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.vllm.adapters import Adapters
-from kvbm_connectors.vllm.block_holds import BlockHolds
+from kvbm_connectors.vllm.block_holds import BlockHolds, evict_from, is_cleared
 from kvbm_connectors.vllm.computation import application_of
-from kvbm_connectors.vllm.device_cache import evict_from, is_cleared
-from kvbm_connectors.vllm.hit_sources import sources_of
-from kvbm_connectors.vllm.kv_groups import groups_of, is_hybrid
-from kvbm_connectors.vllm.lent_layers import lend_layers
-from kvbm_connectors.vllm.load_failures import recompute_failed_loads
+from kvbm_connectors.vllm.kv_groups import KvGroup, groups_of, is_hybrid
 from kvbm_connectors.vllm.namespace import (
     Life,
     drafts_write_kv,
     namespace_of,
+    pass_through_of,
     refusal_of,
     stream_of,
 )
-from kvbm_connectors.vllm.options import Options
+from kvbm_connectors.vllm.options import Options, recompute_failed_loads
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
+from kvbm_connectors.vllm.ranks import watch_ranks
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
-from kvbm_connectors.vllm.statistics import KvbmPromMetrics, KvbmStats, Meter
-from kvbm_connectors.vllm.worker_side import WorkerSide
+from kvbm_connectors.vllm.shape import rank_here, shape_of
+from kvbm_connectors.vllm.statistics import PASSES_THROUGH, KvbmPromMetrics, KvbmStats, Meter
+from kvbm_connectors.vllm.versions import sources_of
+from kvbm_connectors.vllm.worker_side import WorkerSide, lend_layers
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class KvbmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KvbmWorkerMetadata) -> KvbmWorkerMetadata:
         """Return a report of both: the scheduler side counts the ranks."""
-        return KvbmWorkerMetadata(StepReport(self.report.results + other.report.results))
+        return KvbmWorkerMetadata(self.report.joined(other.report))
 
 
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -90,16 +89,22 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._holds: BlockHolds | None = None
         self._lend: Callable[[], None] = lambda: None
         self._parked = False
+        self._passing: PassThrough | None = None
+        self._groups: tuple[KvGroup, ...] = ()
         refusal = refusal_of(vllm_config, kv_cache_config)
         if refusal:
-            log.warning("KVBM passes through: %s", refusal)
+            self._pass_through(role, refusal)
             return
         try:
             self._namespace = namespace_of(vllm_config, kv_cache_config, self._options.revision)
+            self._shape = shape_of(
+                vllm_config, kv_cache_config, drafts=drafts_write_kv(vllm_config)
+            )
         except KvbmError as error:
-            log.error("KVBM passes through: %s (%s)", error, error.code)
+            self._pass_through(role, f"{error} ({error.code})")
             return
         self._groups = groups_of(kv_cache_config, self._namespace)
+        self._group_count = len(kv_cache_config.kv_cache_groups)
         self._holds = BlockHolds() if is_hybrid(kv_cache_config) else None
         self._life = Life.of(vllm_config)
         self._world_size = int(vllm_config.parallel_config.world_size)
@@ -108,11 +113,20 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             with unbound():
                 self._start_scheduler()
 
+    def _pass_through(self, role: Any, reason: str) -> None:
+        """Compute without a cache, and tell operators why."""
+        log.warning("KVBM passes through: %s", reason)
+        if role == KVConnectorRole.SCHEDULER:
+            attach = pass_through_of(self._vllm_config, reason)
+            with unbound():
+                self._passing = PassThrough(attach, self._options.settings.consolidator_endpoint)
+                self._passing.start()
+
     def _start_scheduler(self) -> None:
         settings = self._options.settings
         for warning in settings.warnings:
             log.warning("%s", warning)
-        stream = stream_of(self._vllm_config, self._life, self._namespace)
+        stream = stream_of(self._vllm_config, self._life, self._namespace, self._group_namespaces)
         if not stream.endpoint:
             log.info("vLLM publishes no KV events: its device blocks will not be in the index")
         self._scheduler_half = half = SchedulerHalf(
@@ -142,34 +156,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
         )
         self._scheduler_half.start()
-        self._barrier = threading.Timer(
-            settings.leader_worker_init_timeout_s, self._warn_if_ranks_are_missing
-        )
-        self._barrier.daemon = True
-        self._barrier.start()
+        self._barrier = watch_ranks(half, self._scheduler.counts, self._world_size, settings)
         log.info("%s, namespace %s", self._life.engine, self._namespace)
 
     @property
     def _group_namespaces(self) -> list[Namespace]:
         return [group.hasher.namespace for group in self._groups[1:]]
-
-    def _warn_if_ranks_are_missing(self) -> None:
-        """Warn if ranks have not come: the host tier welcomes a scheduler half when all its ranks
-        have.
-
-        The engine does not wait for that: until then it computes everything, and operators should
-        know.
-        """
-        half, side = self._scheduler_half, self._scheduler
-        if half is not None and side is not None and not half.attached:
-            side.counts["init_timeouts"] += 1
-            log.error(
-                "%d ranks and the host tier at %s have not met within %d s "
-                "(DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS): passing through until they do",
-                self._world_size,
-                self._options.settings.host_tier_endpoint,
-                self._options.settings.leader_worker_init_timeout_s,
-            )
 
     # --- both -------------------------------------------------------------------------------
 
@@ -186,12 +178,17 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler_half = None
         if self._worker is not None:
             self._worker.close()
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
 
     def counts(self) -> dict[str, int]:
         """Return what this half has counted."""
         counts = self._worker.counts() if self._worker is not None else {}
         if self._scheduler is not None and self._scheduler_half is not None:
             counts |= self._scheduler_half.counts() | dict(self._scheduler.counts)
+        if self._passing is not None:
+            counts[f"{PASSES_THROUGH}{self._passing.reason}"] = 1
         return counts
 
     def get_kv_connector_stats(self) -> KvbmStats | None:
@@ -239,6 +236,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(metadata, KvbmWorkerMetadata):
             self._scheduler.reported(metadata.report)
+            if (reason := metadata.report.passes_through) and self._scheduler_half is not None:
+                self._scheduler.counts[f"{PASSES_THROUGH}{reason}"] = 1
+                self._scheduler_half.describe(passes_through=reason)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -261,7 +261,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return
         if hasattr(gpu_block_pool, "evict_blocks"):
-            self._scheduler.evict = partial(evict_from, gpu_block_pool, len(self._groups))
+            self._scheduler.evict = partial(evict_from, gpu_block_pool, self._group_count)
         if self._holds is not None:
             self._holds.bind(gpu_block_pool)
 
@@ -277,6 +277,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return whether offers that end will free blocks: vLLM waits for that instead of
         preempting a request."""
         return self._scheduler is not None and self._scheduler.holding
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Return the KV groups whose blocks a load writes: vLLM need not zero them before."""
+        return tuple(group.table for group in self._groups)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -321,8 +325,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._life,
             self._namespace,
             self._options,
-            rank=_tensor_parallel_rank() if world_size > 1 else 0,
+            rank=rank_here() if world_size > 1 else 0,
             world_size=world_size,
+            shape=self._shape,
             group_namespaces=self._group_namespaces,
         )
         self._worker = worker
@@ -392,9 +397,3 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 DynamoConnector = KvbmConnector
-
-
-def _tensor_parallel_rank() -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())

@@ -4,38 +4,30 @@ With one KV group, a request holds the blocks that it offers, and vLLM frees the
 the request in `sent`. With several, or a sliding window, vLLM frees blocks while their request
 runs, so `BlockHolds` has a reference to each offered block.
 
-A window's blocks leave it before anybody could offer them: the step that computes them must end
-first. So those that are worth it are held from the plan on that computes them.
+A window's blocks leave it before they could be offered: the step that computes them must end
+first. So those that are worth it are held from the plan on that computes them. The same goes for
+recurrent states, which vLLM hands over with the step that computes them: its block table moves
+them, and keeps no more than the last one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.kv_groups import step_tokens
 
 from kvbm_connectors.client.offered_names import OfferedNames
-from kvbm_connectors.core.messages import OfferEnded, OfferRun, offers_of
+from kvbm_connectors.core.messages import OfferRun, offers_of
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
+from kvbm_connectors.vllm.half import OffersTaken
 from kvbm_connectors.vllm.kv_groups import KvGroup, is_in_tail
 from kvbm_connectors.vllm.tracked import Tracked, runs_to_offer
 
 Tables = Sequence[Sequence[int]]
 """A request's device blocks, KV group by KV group."""
-
-
-class OffersTaken(Protocol):
-    """SchedulerHalf, as far as offers go."""
-
-    @property
-    def epoch(self) -> int: ...
-    def offer(
-        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
-    ) -> int | None: ...
-    def revoke(self, offer: int) -> None: ...
-    def drain_ended(self) -> list[OfferEnded]: ...
+Handed = Sequence[tuple[int, int, int]]
+"""Recurrent states of a request: KV group, device block, and the tokens before the state."""
 
 
 class DeviceOffers:
@@ -50,10 +42,12 @@ class DeviceOffers:
     ) -> None:
         """Offer the blocks of these groups; without `holds` requests hold what they offer."""
         assert groups, "an engine without KV groups offers nothing"
-        assert holds is not None or (len(groups) == 1 and not groups[0].window), groups
+        assert holds is not None or (len(groups) == 1 and groups[0].is_prefix), groups
         self._half, self._groups, self._counts = half, groups, counts
         self._holds = holds
-        self._block_tokens = groups[0].hasher.namespace.block_tokens
+        self._step = step_tokens(group.run(0, 0) for group in groups)
+        self._numbers = {group.table: at for at, group in enumerate(groups)}
+        """vLLM's number of a group → its place among those that are cached."""
         self._out: dict[int, tuple[str, OfferRun]] = {}
         """Offer → its request and its blocks."""
         self.known = OfferedNames()
@@ -68,47 +62,63 @@ class DeviceOffers:
         """Return whether blocks are held beside the requests that use them."""
         return self._holds is not None and len(self._holds) > 0
 
-    # --- windows ----------------------------------------------------------------------------
+    # --- windows, chunks, states --------------------------------------------------------------
 
     def keep(self, tracked: Tracked, tables: Tables, end: int) -> None:
-        """Hold the blocks before `end` of windows that a hit may need, until they are offered."""
+        """Hold the blocks of windows and chunks before token `end` that a hit may need, until they
+        are offered."""
         if self._holds is None or not self._holds.ready or tracked.refused or not tables:
             return
-        assert end >= 0, f"{tracked.request.request_id} has {end} blocks"
-        for at, (group, table) in enumerate(zip(self._groups, tables, strict=False)):
-            if group.window:
-                places = range(tracked.kept_until, min(end, len(table)))
-                near = [one for one in places if is_in_tail(one, group.window, tracked.boundaries)]
-                self._keep(tracked, at, near, table)
+        assert end >= 0, f"{tracked.request.request_id} has {end} tokens"
+        for at, group in enumerate(self._groups):
+            if group.is_prefix or group.handed_over:
+                continue
+            table, size = tables[group.table], group.block_tokens
+            places = range(tracked.kept_until // size, min(end // size, len(table)))
+            near = [one for one in places if is_in_tail(one, group, tracked.boundaries, self._step)]
+            self._keep(tracked, at, {place: table[place] for place in near})
         tracked.kept_until = max(tracked.kept_until, end)
 
+    def keep_states(self, tracked: Tracked, handed: Handed) -> None:
+        """Hold the recurrent states that vLLM hands over with this step, until they are offered."""
+        if self._holds is None or not self._holds.ready or tracked.refused:
+            return
+        for number, block, tokens in handed:
+            at = self._numbers.get(number)
+            # A state inside of a block is found by vLLM alone: hits of ours end with blocks.
+            if at is not None and not tokens % self._step:
+                self._keep(tracked, at, {tokens // self._groups[at].block_tokens - 1: block})
+
     def keep_tail(self, tracked: Tracked, tables: Tables) -> None:
-        """Hold the last blocks of each window of a request that ends: the next turn begins there.
+        """Hold the last blocks of windows and chunks of a request that ends: the next turn begins
+        there.
 
         Those that an offer or a load has brought to the host tier need not be held.
         """
-        end = tracked.computed(self._block_tokens)
+        end = tracked.computed() // self._step * self._step
         if self._holds is None or not self._holds.ready or tracked.refused or not end:
             return
-        for at, (group, table) in enumerate(zip(self._groups, tables, strict=False)):
-            first = max(0, end - group.window)
-            if group.window:
-                names = tracked.first_names(group.hasher, end)
-                places = range(first, min(end, len(table)))
-                new = [place for place in places if names[place] not in self.known]
-                self._keep(tracked, at, new, table)
+        for at, group in enumerate(self._groups):
+            if group.is_prefix or group.handed_over:
+                continue
+            table, places = tables[group.table], group.places(0, end)
+            names = tracked.first_names(group.hasher, places.stop)
+            new = [
+                place for place in places if place < len(table) and names[place] not in self.known
+            ]
+            self._keep(tracked, at, {place: table[place] for place in new})
 
-    def _keep(self, tracked: Tracked, at: int, places: list[int], table: Sequence[int]) -> None:
+    def _keep(self, tracked: Tracked, at: int, blocks: Mapping[int, int]) -> None:
         assert self._holds is not None
-        if not places:  # Of most steps, which finish no block.
+        if not blocks:  # Of most steps, which finish no block.
             return
-        kept = tracked.kept.setdefault(at, {})
+        group, kept = self._groups[at], tracked.kept.setdefault(at, {})
+        size = group.block_tokens
         # Of what the device had, some may be offered already.
-        names = tracked.first_names(self._groups[at].hasher, tracked.local)
-        for place in places:
-            block = table[place]
+        names = tracked.first_names(group.hasher, tracked.local // size)
+        for place, block in blocks.items():
             is_here = place < len(names) and names[place] in self.known
-            if block == NULL_BLOCK or place in kept or is_here or tracked.was_loaded(place):
+            if block == NULL_BLOCK or place in kept or is_here or tracked.was_loaded(place, size):
                 continue
             self._holds.hold([block])
             kept[place] = block
@@ -128,24 +138,35 @@ class DeviceOffers:
         if tracked.refused or not tables or (self._holds is not None and not self._holds.ready):
             return
         self.known.serve(self._half.epoch)
-        end = tracked.computed(self._block_tokens)
-        for at, (group, table) in enumerate(zip(self._groups, tables, strict=False)):
-            names = tracked.first_names(group.hasher, end)
-            if group.window:
-                self._offer_kept(tracked, at, end, names)
-            else:
-                upto = min(end, len(table))
-                places = tracked.places_to_offer(upto, names, self.known.__contains__)
-                runs = runs_to_offer(places, table, names, group.hasher.root)
-                self._offer_runs(tracked, group, runs, held=False)
+        end = tracked.computed()
+        for at, group in enumerate(self._groups):
+            size = group.block_tokens
+            if not group.is_prefix:
+                self._offer_kept(tracked, at, end // size)
+                continue
+            names = tracked.first_names(group.hasher, end // size)
+            table = tables[group.table]
+            upto = min(end // size, len(table))
+            places = tracked.places_to_offer(upto, names, self.known.__contains__, size)
+            runs = runs_to_offer(places, table, names, group.hasher.root)
+            self._offer_runs(tracked, group, runs, held=False)
         tracked.offered = end
 
-    def _offer_kept(
-        self, tracked: Tracked, at: int, end: int, names: Sequence[SequenceHash]
-    ) -> None:
+    def offer_kept(self, tracked: Tracked) -> None:
+        """Offer what is kept of a request, as far as its steps have ended."""
+        if tracked.refused:
+            return
+        self.known.serve(self._half.epoch)
+        end = tracked.computed()
+        for at in list(tracked.kept):
+            self._offer_kept(tracked, at, end // self._groups[at].block_tokens)
+
+    def _offer_kept(self, tracked: Tracked, at: int, end: int) -> None:
         group, kept = self._groups[at], tracked.take_kept(at, end)
-        runs = runs_to_offer(list(kept), kept, names, group.hasher.root)
-        self._offer_runs(tracked, group, runs, held=True)
+        if kept:
+            names = tracked.first_names(group.hasher, end)
+            runs = runs_to_offer(list(kept), kept, names, group.hasher.root)
+            self._offer_runs(tracked, group, runs, held=True)
 
     def _offer_runs(
         self, tracked: Tracked, group: KvGroup, runs: Iterable[OfferRun], *, held: bool

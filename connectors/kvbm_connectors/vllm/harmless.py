@@ -72,15 +72,15 @@ CACHE: Reasons = {
         "kv_offloading_backend _block_size_resolved skip_page_size_padded "
         "cpu_kvcache_space_bytes"
     ),
-    "models with states are refused": (
-        "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype "
-        "mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len "
-        "use_replayssm use_kda_recoverssm"
+    "states' shapes, types, pages and blocks name the grouping": (
+        "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype"
     ),
+    "which states are kept": "mamba_cache_mode enable_mamba_shared_prefix_checkpoint",
+    "vLLM refuses it beside a connector": "replayssm_buffer_len use_replayssm use_kda_recoverssm",
     "follows from hf_config": "is_attention_free",
 }
 PARALLEL: Reasons = {
-    "a field of the namespace": "tensor_parallel_size pipeline_parallel_size",
+    "the namespace says how blocks are cut": "tensor_parallel_size pipeline_parallel_size",
     "refused": (
         "decode_context_parallel_size prefill_context_parallel_size dcp_kv_cache_interleave_size "
         "cp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate "
@@ -256,7 +256,10 @@ VARIABLES: Reasons = {
         "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING VLLM_TRITON_JIT_WARMUP_NUM_THREADS "
         "VLLM_DEEP_GEMM_WARMUP VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS VLLM_XLA_CHECK_RECOMPILATION"
     ),
-    "models with states are refused; vLLM sets it for NIXL": "VLLM_SSM_CONV_STATE_LAYOUT",
+    "a state's shape follows from it, and names the grouping": "VLLM_SSM_CONV_STATE_LAYOUT",
+    "the namespace says the layout, and how blocks are cut": (
+        "VLLM_KV_CACHE_LAYOUT VLLM_PP_LAYER_PARTITION"
+    ),
     "streams and sums in another order; vLLM sets some of them in workers alone": (
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD "
         "VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_LORA_ENABLE_DUAL_STREAM "

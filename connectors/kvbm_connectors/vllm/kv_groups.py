@@ -1,16 +1,25 @@
 """KV groups of a vLLM engine: which kinds of attention are served, and how each group is named.
 
-vLLM's hybrid KV cache manager gives layers with full attention and layers with a sliding window
-groups of their own. All groups take their blocks from one pool: block `b` is the same bytes in
-every group, and belongs to one of them at a time. So one set of regions is lent, and a block is
-offered and loaded in the same way whatever its group is. Names differ by `Namespace.group`.
+vLLM's hybrid KV cache manager gives each kind of attention groups of their own. All groups take
+their blocks from one pool: block `b` is the same bytes in every group, and belongs to one of them
+at a time. So one set of regions is lent, and a block is offered and loaded in the same way whatever
+its group is. Names differ by `Namespace.group`, and each group has as many tokens in a block as
+vLLM gives it: smaller pages are filled with more tokens.
 
-Of a window, only blocks before some boundaries are kept in the tiers (`is_in_tail`): a hit needs no
-others, and they would take as much room as full attention. The boundaries are
+    full, latent attention     all blocks before a boundary
+    sliding window             the last blocks before it
+    chunked local attention    the blocks of the chunk in which the boundary lies
+    recurrent state            the block that holds the state after the boundary's last token
+    scratch                    groups that vLLM itself finds no hits in: not named, not loaded
+
+Of windows and chunks, only blocks before some boundaries are kept in the tiers (`is_in_tail`): a
+hit needs no others, and they would take as much room as full attention. The boundaries are
 
     the end of the prompt and of the request: the next turn of a conversation begins there
     where a device hit or a shared prefix ended: other prompts part there, too
     every TAILS_EVERY windows: a prompt that parts from all others elsewhere
+
+The end of a chunk needs no block, so a prompt that parts elsewhere can begin at the chunk's begin.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from kvbm_common.identity import Hasher, Namespace
@@ -26,45 +36,90 @@ from kvbm_common.tier.kv_groups import GroupRun
 from msgspec.structs import replace
 
 FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-WINDOW = "SlidingWindowSpec"
+WINDOWS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
+CHUNKED = frozenset({"ChunkedLocalAttentionSpec"})
+RECURRENT = frozenset({"MambaSpec"})
+SERVED = (FULL, WINDOWS, CHUNKED, RECURRENT)
 TAILS_EVERY = 4
 """Windows from one regular boundary to the next: a quarter of a window group's blocks is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """One KV group: how its blocks are named, and how many before a boundary a hit needs."""
+    """One KV group: how its blocks are named, and which of them a hit needs."""
 
     hasher: Hasher
     window: int = 0
-    """In blocks; 0: all blocks (full attention)."""
+    """Blocks before a boundary, of windows and states; 0, without a chunk: all blocks."""
+    chunk: int = 0
+    """Tokens of a chunk, of chunked attention."""
+    table: int = 0
+    """The place of its block table among vLLM's."""
+    handed_over: bool = False
+    """Blocks are states, which vLLM hands over one by one: its table moves them."""
 
-    def run(self, blocks: int) -> GroupRun:
-        """Return what a lookup for so many blocks says of this group."""
-        return GroupRun(self.hasher.namespace.block_tokens, blocks, self.window)
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens of one block."""
+        return self.hasher.namespace.block_tokens
+
+    @property
+    def is_prefix(self) -> bool:
+        """Return whether a hit needs every block before its boundary."""
+        return not self.window and not self.chunk
+
+    def run(self, first: int, end: int) -> GroupRun:
+        """Return what a lookup for the tokens from `first` to `end` says of this group."""
+        size = self.block_tokens
+        return GroupRun(size, (end - first) // size, self.window, self.chunk, first)
+
+    def places(self, first: int, end: int) -> range:
+        """Return the blocks that a hit up to `end` needs, beside those before `first`."""
+        run = self.run(first, end)
+        before = first // self.block_tokens
+        return range(before + run.first_needed(end - first), before + run.blocks)
 
 
 def refusal_of_groups(kv_cache_config: Any) -> str:
     """Return why the groups of an engine cannot be cached; `""` if they can."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if not specs:
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
         return "the model has no KV cache"
-    for spec in specs:
-        kinds = kinds_of(spec)
-        if not kinds <= FULL and kinds != {WINDOW}:
-            return (
-                f"a KV cache group is {', '.join(sorted(kinds))}; full attention and sliding "
-                "windows are supported"
-            )
-        if getattr(spec, "extra_retained_tokens", 0):
-            return "a sliding window keeps more tokens than it looks at"
-    sizes = sorted({int(spec.block_size) for spec in specs})
-    if len(sizes) > 1:
-        return f"the KV cache groups have blocks of {sizes} tokens, and one size is supported"
-    hash_size = getattr(kv_cache_config, "hash_block_size", None) or sizes[0]
-    if len(specs) > 1 and int(hash_size) != sizes[0]:
-        return f"vLLM hashes {hash_size} tokens at a time, and blocks have {sizes[0]}"
+    for group in groups:
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            return "vLLM keeps a KV cache group in host memory of its own (HiSparse)"
+        spec = group.kv_cache_spec
+        if getattr(spec, "prefix_replay_tokens", 0):
+            return "vLLM computes the last window before each hit again (bounded replay)"
+        if is_cacheable(spec) and (refusal := _refusal_of_spec(spec)):
+            return refusal
+    return _refusal_of_sizes([group.kv_cache_spec for group in groups])
+
+
+def _refusal_of_spec(spec: Any) -> str:
+    kinds = kinds_of(spec)
+    if not any(kinds <= known for known in SERVED):
+        allowed = sorted(frozenset().union(*SERVED))
+        return f"a KV cache group is {', '.join(sorted(kinds))}; served are {', '.join(allowed)}"
+    mode = getattr(_inner(spec), "mamba_cache_mode", "")
+    if kinds <= RECURRENT and mode not in ("align", "all"):
+        return f"vLLM caches no recurrent states (mamba_cache_mode is {mode!r})"
     return ""
+
+
+def _refusal_of_sizes(specs: Sequence[Any]) -> str:
+    cacheable = [int(spec.block_size) for spec in specs if is_cacheable(spec)]
+    if not cacheable:
+        return "vLLM caches no KV cache group of the model"
+    if (step := lcm(*(int(spec.block_size) for spec in specs))) != lcm(*cacheable):
+        # vLLM cuts hits to this number, and a hit over groups is loaded as a whole.
+        return f"vLLM's hits end every {step} tokens, and cached blocks at {sorted(cacheable)}"
+    return ""
+
+
+def is_cacheable(spec: Any) -> bool:
+    """Return whether vLLM itself finds hits in a group: it does not in scratch memory."""
+    return bool(getattr(spec, "prefix_cacheable", True))
 
 
 def kinds_of(spec: Any) -> set[str]:
@@ -75,29 +130,75 @@ def kinds_of(spec: Any) -> set[str]:
     return {type(one).__name__ for one in specs}
 
 
+def _inner(spec: Any) -> Any:
+    """Return the spec of a group's first layer: those of one group have the same window."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return next(iter(inner.values())) if isinstance(inner, dict) and inner else spec
+
+
 def window_blocks(spec: Any) -> int:
-    """Return how many blocks before a boundary a hit needs; 0: all of them.
+    """Return how many blocks before a boundary a hit needs; 0: another rule than that.
 
     The first token behind the boundary looks at itself and `sliding_window - 1` tokens before it.
+    A draft model of several layers may compute a few tokens before it again.
     """
-    if kinds_of(spec) != {WINDOW}:
+    kinds, one = kinds_of(spec), _inner(spec)
+    if kinds <= RECURRENT:
+        return 1
+    if not kinds <= WINDOWS:
         return 0
-    return max(1, -(-(int(spec.sliding_window) - 1) // int(spec.block_size)))
+    tokens = int(one.sliding_window) - 1 + int(getattr(one, "extra_retained_tokens", 0))
+    return max(1, -(-tokens // int(spec.block_size)))
+
+
+def chunk_tokens(spec: Any) -> int:
+    """Return the tokens of a chunk of chunked attention; 0: another kind."""
+    return int(_inner(spec).attention_chunk_size) if kinds_of(spec) <= CHUNKED else 0
 
 
 def is_hybrid(kv_cache_config: Any) -> bool:
-    """Return whether a hit needs other blocks than all before a boundary."""
+    """Return whether a hit needs other blocks than all before a boundary, or of several groups."""
     groups = kv_cache_config.kv_cache_groups
-    return len(groups) > 1 or window_blocks(groups[0].kv_cache_spec) > 0
+    return len(groups) > 1 or not kinds_of(groups[0].kv_cache_spec) <= FULL
+
+
+def first_group(kv_cache_config: Any) -> tuple[int, Any]:
+    """Return the place and the spec of the first group with a prefix cache."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return next(
+        (at, group.kv_cache_spec) for at, group in groups if is_cacheable(group.kv_cache_spec)
+    )
+
+
+def attention_specs(kv_cache_config: Any) -> list[Any]:
+    """Return a spec for each group with attention; of a model without any, that of its states."""
+    specs = [_inner(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return [spec for spec in specs if not kinds_of(spec) <= RECURRENT] or specs[:1]
 
 
 def groups_of(kv_cache_config: Any, namespace: Namespace) -> tuple[KvGroup, ...]:
-    """Return the groups of an engine, in vLLM's order. `namespace` is the first one's."""
-    assert namespace.group == 0, namespace
-    return tuple(
-        KvGroup(Hasher(replace(namespace, group=at)), window_blocks(group.kv_cache_spec))
-        for at, group in enumerate(kv_cache_config.kv_cache_groups)
-    )
+    """Return the groups of an engine, in vLLM's order, as far as they are cached.
+
+    `namespace` is the first one's.
+    """
+    found: list[KvGroup] = []
+    for at, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if not is_cacheable(spec):
+            continue
+        own = replace(namespace, group=at, block_tokens=int(spec.block_size))
+        mode = getattr(_inner(spec), "mamba_cache_mode", "")
+        found.append(
+            KvGroup(
+                Hasher(own),
+                window_blocks(spec),
+                chunk_tokens(spec),
+                at,
+                handed_over=mode == "align",
+            )
+        )
+    assert found[0].hasher.namespace == namespace, namespace
+    return tuple(found)
 
 
 def grouping_of(kv_cache_config: Any) -> str:
@@ -107,26 +208,32 @@ def grouping_of(kv_cache_config: Any) -> str:
     """
     if not is_hybrid(kv_cache_config):
         return ""
-    groups = [
-        [sorted(kinds_of(one.kv_cache_spec)), window_blocks(one.kv_cache_spec), *one.layer_names]
-        for one in kv_cache_config.kv_cache_groups
-    ]
+    groups = [_shape_of(group) for group in kv_cache_config.kv_cache_groups]
     digest = hashlib.blake2b(json.dumps(groups).encode(), digest_size=8).hexdigest()
     return f"/groups-{digest}"
 
 
-def is_in_tail(place: int, window: int, boundaries: Collection[int]) -> bool:
-    """Return whether a hit at one of these boundaries, or a regular one, needs a window's block.
+def _shape_of(group: Any) -> list[Any]:
+    """Return what a group is by its first layer: vLLM's scheduler knows no other."""
+    one = _inner(group.kv_cache_spec)
+    state = [str(getattr(one, name, "")) for name in ("shapes", "dtypes", "page_size_padded")]
+    rule = [type(one).__name__, int(one.block_size), window_blocks(one), chunk_tokens(one)]
+    return [*rule, *state, *group.layer_names]
 
-    >>> [place for place in range(10) if is_in_tail(place, 1, {2})]
-    [1, 3, 7]
+
+def is_in_tail(place: int, group: KvGroup, boundaries: Collection[int], step: int) -> bool:
+    """Return whether a hit at one of these boundaries, or a regular one, needs a block.
+
+    Boundaries are numbers of tokens, multiples of `step`.
     """
-    every = TAILS_EVERY * window
-    if every - place % every <= window:
-        return True
-    return any(boundary - window <= place < boundary for boundary in boundaries)
+    size = group.block_tokens
+    if group.window:
+        every = -(-TAILS_EVERY * group.window * size // step) * step // size
+        if every - place % every <= group.window:
+            return True
+    return any(place in group.places(0, boundary) for boundary in boundaries)
 
 
-def runs_of(groups: Sequence[KvGroup], blocks: int) -> list[GroupRun]:
-    """Return what a lookup for so many blocks of each group says of them."""
-    return [group.run(blocks) for group in groups]
+def runs_of(groups: Sequence[KvGroup], first: int, end: int) -> list[GroupRun]:
+    """Return what a lookup for the tokens from `first` to `end` says of each group."""
+    return [group.run(first, end) for group in groups]

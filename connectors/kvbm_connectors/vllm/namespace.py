@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,15 @@ from kvbm_common.wire.local import Attach
 
 from kvbm_connectors.client.weights import label_of
 from kvbm_connectors.vllm.computation import digest_of
-from kvbm_connectors.vllm.kv_groups import grouping_of, is_hybrid, refusal_of_groups
+from kvbm_connectors.vllm.kv_groups import (
+    attention_specs,
+    first_group,
+    grouping_of,
+    is_hybrid,
+    refusal_of_groups,
+)
 from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
+from kvbm_connectors.vllm.shape import UncutShape, shape_of
 from kvbm_connectors.vllm.versions import cpu_packing, takes_failed_requests
 
 log = logging.getLogger(__name__)
@@ -59,17 +67,16 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
         return "prefix caching is off"
     if refusal := refusal_of_groups(kv_cache_config):
         return refusal
-    if is_hybrid(kv_cache_config):
-        if drafts_write_kv(config):
-            return "a draft model beside several KV groups is not supported"
-        if not takes_failed_requests():
-            return "this vLLM cannot be told that a load of several KV groups has failed"
-    if parallel.pipeline_parallel_size != 1:
-        return "pipeline parallelism is not supported"
+    if is_hybrid(kv_cache_config) and not takes_failed_requests():
+        return "this vLLM cannot be told that a load of several KV groups has failed"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
         return "context parallelism is not supported"
     if getattr(parallel, "prefill_context_parallel_size", 1) != 1:
         return "context parallelism is not supported"
+    try:
+        shape_of(config, kv_cache_config, drafts=drafts_write_kv(config))
+    except UncutShape as error:
+        return str(error)
     return ""
 
 
@@ -77,25 +84,27 @@ def namespace_of(config: Any, kv_cache_config: Any, weights: str = "") -> Namesp
     """Return everything that makes the bytes of two engines incompatible.
 
     `weights` is what an operator calls them, if their content cannot be read here. Raises
-    UnreadableWeights otherwise: in doubt an engine passes through.
+    UnreadableWeights otherwise, and UncutShape: in doubt an engine passes through.
     """
     model = config.model_config
-    group = kv_cache_config.kv_cache_groups[0]
+    at, spec = first_group(kv_cache_config)
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(config.cache_config.cache_dtype)
+    shape = shape_of(config, kv_cache_config, drafts=drafts_write_kv(config))
     layout = kv_cache_config.kv_cache_layout or config.cache_config.kv_cache_layout or "unknown"
     return Namespace(
         model=label_of(str(model.model)),
         revision=_revision(config, weights),
-        block_tokens=int(group.kv_cache_spec.block_size),
+        block_tokens=int(spec.block_size),
         dtype=dtype if cache_dtype == "auto" else f"{dtype}/{cache_dtype}",
         quantisation=str(model.quantization or ""),
-        layout=f"{layout}{_packing(config, group.kv_cache_spec)}{grouping_of(kv_cache_config)}",
-        layers=len(group.layer_names),
+        layout=f"{layout}{_packing(config, kv_cache_config)}{grouping_of(kv_cache_config)}",
+        group=at,
+        layers=shape.layers,
         heads=int(model.get_total_num_kv_heads()),
         head_dim=int(model.get_head_size()),
-        tensor_parallel=int(config.parallel_config.tensor_parallel_size),
-        pipeline_parallel=int(config.parallel_config.pipeline_parallel_size),
+        tensor_parallel=shape.distinct_ranks,
+        parts=shape.name,
     )
 
 
@@ -115,17 +124,33 @@ def _loaders() -> Loaders:
     return getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
 
 
-def _packing(config: Any, spec: Any) -> str:
+def _packing(config: Any, kv_cache_config: Any) -> str:
     """Return the part of the layout that names the packing: on CPU, K is packed by instruction set
     inside a block."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return ""
-    return f"/{cpu_packing(config, spec)}"
+    packings = {cpu_packing(config, spec) for spec in attention_specs(kv_cache_config)}
+    return f"/{'+'.join(sorted(packings))}"
 
 
-def stream_of(config: Any, life: Life, namespace: Namespace) -> Attach:
+def pass_through_of(config: Any, reason: str) -> Attach:
+    """Return what an engine says that computes without a cache: its name, its model, and why.
+
+    What it computes may have no name, so the namespace has the model alone.
+    """
+    life = Life.of(config)
+    namespace = Namespace(model=label_of(str(config.model_config.model)), block_tokens=1)
+    return Attach(
+        engine=life.engine, incarnation=life.incarnation, endpoint="",
+        rank=life.data_parallel_rank, namespace=namespace, adapters=[], passes_through=reason,
+    )  # fmt: skip
+
+
+def stream_of(
+    config: Any, life: Life, namespace: Namespace, group_namespaces: Sequence[Namespace] = ()
+) -> Attach:
     """Return where vLLM publishes its KV events; without a publisher, an attachment for offers
     alone."""
     events = config.kv_events_config
@@ -139,6 +164,7 @@ def stream_of(config: Any, life: Life, namespace: Namespace) -> Attach:
         topic=str(events.topic) if wanted else "",
         rank=rank,
         namespace=namespace,
+        group_namespaces=list(group_namespaces),
         adapters=[],
     )
 

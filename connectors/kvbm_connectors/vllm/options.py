@@ -1,7 +1,8 @@
-"""The connector's options: KVBM's settings, and what `kv_connector_extra_config` overrides."""
+"""The connector's options: KVBM's settings, what vLLM's configuration overrides, and sets."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from kvbm_connectors.client.engine_options import EngineOptions, settings_of
 
 WHERE = "kv_connector_extra_config"
 LOADS = ("async", "sync")
+RECOMPUTE = "recompute"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +37,18 @@ class Options(EngineOptions):
             raise ConfigError(f"{WHERE}.load", load, " or ".join(LOADS))
         settings = settings_of(extra, environ, where=WHERE, others=("load", "revision"))
         return cls(settings, load, str(extra.get("revision", "")))
+
+
+def recompute_failed_loads(transfer: Any) -> None:
+    """Set the policy of a `KVTransferConfig` to `recompute`, and log that it was another one.
+
+    vLLM's default (`fail`) ends a request with an error when a block of it could not be loaded, and
+    a cache must never cost a request. vLLM's scheduler reads the value after it has made its
+    connector.
+    """
+    if transfer.kv_load_failure_policy != RECOMPUTE:
+        log.info(
+            "kv_load_failure_policy is %r; set to %r, so that a block that fails to load is "
+            "recomputed", transfer.kv_load_failure_policy, RECOMPUTE,
+        )  # fmt: skip
+        transfer.kv_load_failure_policy = RECOMPUTE

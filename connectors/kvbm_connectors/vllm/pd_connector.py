@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvbm_connectors.vllm.load_failures import recompute_failed_loads
+from kvbm_connectors.vllm.options import recompute_failed_loads
 
 
 class PdConnector(MultiConnector):  # type: ignore[misc]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kvbm_common.identity import SequenceHash
 
 from kvbm_connectors.core.messages import Load, LoadResult
 
@@ -29,4 +32,22 @@ class StepPlan:
 class StepReport:
     """A worker half to the scheduler half, once a step: the loads that have ended."""
 
-    results: tuple[LoadResult, ...]
+    results: tuple[LoadResult, ...] = ()
+    passes_through: str = ""
+    """Why this worker can load nothing, said once."""
+
+    def joined(self, other: StepReport) -> StepReport:
+        """Return a report of two ranks: the scheduler side counts them."""
+        reason = self.passes_through or other.passes_through
+        return StepReport(self.results + other.results, reason)
+
+
+def impossible_load(
+    request: str, blocks: Sequence[int], names: Sequence[SequenceHash], *, whole: bool
+) -> Load:
+    """Return a load that workers refuse: the engine counts on one, and computes it again."""
+    count = len(blocks)
+    return Load(
+        request=request, epoch=0, lease=0, slots=(0,) * count, blocks=tuple(blocks),
+        hashes=tuple(names), checksums=(b"",) * count, block_bytes=0, deadline_ms=0, whole=whole,
+    )  # fmt: skip

@@ -14,51 +14,27 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvbm_common.identity import ExtraTag, Hasher, SequenceHash, request_extras
-from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.tier.kv_groups import step_tokens
 
-from kvbm_connectors.core.messages import (
-    ConnectorMisuse,
-    Hit,
-    Load,
-    LoadResult,
-    merge_results,
-)
+from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Load, LoadResult, merge_results
 from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
-from kvbm_connectors.vllm.device_offers import DeviceOffers, OffersTaken, Tables
+from kvbm_connectors.vllm.device_offers import DeviceOffers, Tables
 from kvbm_connectors.vllm.engine_types import BlockTable, EngineRequest, SchedulerOutput
+from kvbm_connectors.vllm.half import Half
 from kvbm_connectors.vllm.kv_groups import KvGroup, runs_of
-from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
+from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport, impossible_load
 from kvbm_connectors.vllm.tracked import Tracked, refusal_of_request
-from kvbm_connectors.vllm.versions import tables_of
+from kvbm_connectors.vllm.versions import states_of, stop_at_boundary, tables_of
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.001
 """The longest that a step without work waits; news end the wait. vLLM itself waits as long."""
 
-
 Evict = Callable[[EngineRequest, int], None]
-
-
-class Half(OffersTaken, Protocol):
-    """SchedulerHalf, as far as it is used here."""
-
-    def lookup(
-        self,
-        request: str,
-        hashes: Sequence[SequenceHash],
-        *,
-        first_tokens: Sequence[int] | None = None,
-        trace: str = "",
-        groups: Sequence[GroupRun] = (),
-    ) -> Hit | None: ...
-    def take(self, request: str, blocks: Sequence[int]) -> Load: ...
-    def load_ended(self, result: LoadResult) -> None: ...
-    def forget(self, request: str) -> None: ...
 
 
 class SchedulerSide:
@@ -91,12 +67,15 @@ class SchedulerSide:
         """The KV groups of the model, in vLLM's order."""
         self._hybrid = holds is not None
         self._offers = DeviceOffers(half, self.groups, self.counts, holds)
-        self._block_tokens = hasher.namespace.block_tokens
+        self._step = step_tokens(group.run(0, 0) for group in self.groups)
+        """Tokens from one boundary to the next: blocks of all groups end there."""
+        self._least = min(group.block_tokens for group in self.groups)
+        self._has_states = any(group.handed_over for group in self.groups)
         self._world_size = world_size
         self._sync = sync
         self._steps_behind = 1 if drafts else 0
         self.evict: Evict = lambda request, first: None
-        """Takes a request's blocks from an index on out of vLLM's prefix cache."""
+        """Takes a request's blocks from a token on out of vLLM's prefix cache."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         """Taken since the last plan."""
@@ -128,10 +107,10 @@ class SchedulerSide:
         tracked.readmitted()
         if computed_tokens and self._stale:
             self._refuse(tracked, "stale_device")
-        if tracked.refused or request.skip_reading_prefix_cache:
+        if tracked.refused or tracked.unloadable or request.skip_reading_prefix_cache:
             return 0, False
-        usable = (request.num_tokens - 1) // self._block_tokens
-        tracked.local = local = computed_tokens // self._block_tokens
+        usable = (request.num_tokens - 1) // self._step * self._step
+        tracked.local = local = computed_tokens // self._step * self._step
         if local >= usable:
             return 0, False
         hit = self._lookup(tracked, usable)
@@ -142,24 +121,30 @@ class SchedulerSide:
             return None, False
         tracked.hit = hit
         if not self._hybrid:
-            return hit.blocks * self._block_tokens, hit.blocks > 0 and not self._sync
-        # Other prompts part from this one there, so that a window before it is worth keeping.
-        tracked.boundaries |= {local, local + hit.shared // self._block_tokens}
+            return hit.blocks * self._step, hit.blocks > 0 and not self._sync
+        self._note_boundaries(tracked, local, local + hit.shared)
         return hit.boundary, hit.boundary > 0
+
+    def _note_boundaries(self, tracked: Tracked, local: int, shared: int) -> None:
+        """Keep windows where other prompts part from this one, and have vLLM end a step there, so
+        that recurrent layers have a state to keep."""
+        tracked.boundaries |= {local, shared}
+        if self._has_states and shared > local + tracked.hit.boundary:
+            stop_at_boundary(tracked.request, shared)
 
     def _lookup(self, tracked: Tracked, usable: int) -> Hit | None:
         request, local = tracked.request, tracked.local
-        names = [
-            name
-            for group in self.groups
-            for name in tracked.first_names(group.hasher, usable)[local:]
-        ]
+        names: list[SequenceHash] = []
+        for group in self.groups:
+            found = tracked.first_names(group.hasher, usable // group.block_tokens)
+            names += found[local // group.block_tokens :]
         begins_sequence = not local and not request.mm_features  # Then the tokens name the block.
+        size = self.groups[0].block_tokens
         return self._half.lookup(
             request.request_id,
             names,
-            groups=runs_of(self.groups, usable - local) if self._hybrid else (),
-            first_tokens=request.all_token_ids[: self._block_tokens] if begins_sequence else None,
+            groups=runs_of(self.groups, local, usable) if self._hybrid else (),
+            first_tokens=request.all_token_ids[:size] if begins_sequence else None,
             trace=(getattr(request, "trace_headers", None) or {}).get("traceparent", ""),
         )
 
@@ -169,18 +154,18 @@ class SchedulerSide:
         if not external_tokens:
             self._half.forget(request.request_id)  # A load in flight goes on.
             return
-        count = -(-external_tokens // self._block_tokens)
-        end = tracked.local + count
+        end = tracked.local + -(-external_tokens // self._step) * self._step
+        tables = blocks.get_block_ids()
         ids: list[int] = []
         names: list[SequenceHash] = []
-        for group, table in zip(self.groups, blocks.get_block_ids(), strict=False):
-            first = max(tracked.local, end - group.window) if group.window else tracked.local
-            ids += table[first:end]
-            names += tracked.first_names(group.hasher, end)[first:]
+        for group in self.groups:
+            places = group.places(tracked.local, end)
+            ids += tables[group.table][places.start : places.stop]
+            names += tracked.first_names(group.hasher, places.stop)[places.start :]
         load = self._take(tracked, names, ids, external_tokens)
         tracked.lease, tracked.sync = load.lease, self._sync and not self._hybrid
         tracked.loaded = (tracked.local, end)
-        # What is loaded is in the host tier. It must count as known before anybody shares it.
+        # What is loaded is in the host tier. It must count as known before a request shares it.
         self._offers.known.add(names)
         self._loads.append(load)
 
@@ -197,11 +182,8 @@ class SchedulerSide:
             # The engine counts on a load. One that fails is recomputed; an exception is the end.
             log.error("a load of %s cannot be: %s", request, error)
             self.counts["loads_impossible"] += 1
-            return Load(
-                request=request, epoch=0, lease=0, slots=(0,) * len(blocks), blocks=tuple(blocks),
-                hashes=tuple(names), checksums=((0,),) * len(blocks), block_bytes=0, deadline_ms=0,
-                whole=self._hybrid,
-            )  # fmt: skip
+            tracked.unloadable = True
+            return impossible_load(request, blocks, names, whole=self._hybrid)
 
     def hit_of(self, request: EngineRequest) -> Hit:
         """Return where the blocks of a request's last hit were."""
@@ -214,6 +196,7 @@ class SchedulerSide:
         for request in output.preempted_req_ids or ():
             self._preempted(request)
         sent = self._take_ended_offers()
+        self._keep_states(output)
         for request in output.num_scheduled_tokens:
             tracked = self._requests.get(request)
             if tracked is None:
@@ -223,9 +206,10 @@ class SchedulerSide:
                 len((output.scheduled_spec_decode_tokens or {}).get(request, ())),
             )
             tables = tables_of(output.kv_connector_block_state, request)
-            self._offers.keep(tracked, tables, tracked.dispatched_tokens // self._block_tokens)
-            if tracked.computed(self._block_tokens) > tracked.offered:
+            self._offers.keep(tracked, tables, max(0, tracked.dispatched_tokens))
+            if tracked.computed() // self._least > tracked.offered // self._least:
                 self._offers.offer(tracked, tables)
+        self._offer_of_others(output)
         loads, self._loads = tuple(self._loads), []
         waiting, self._waiting = self._waiting, 0
         if not output.num_scheduled_tokens and not loads and not sent and self._expects(waiting):
@@ -237,6 +221,25 @@ class SchedulerSide:
             offering=self._offers.any_out,
             sent=tuple(sent),
         )
+
+    def _keep_states(self, output: SchedulerOutput) -> None:
+        """Hold the recurrent states that this step computes, or that a load has brought."""
+        if not self._has_states:
+            return
+        for request, handed in states_of(output.kv_connector_block_state).items():
+            tracked = self._requests.get(request)
+            if tracked is not None and not tracked.finished:
+                self._offers.keep_states(tracked, handed)
+
+    def _offer_of_others(self, output: SchedulerOutput) -> None:
+        """Offer what is kept of requests that this step leaves out. vLLM may have no blocks for
+        them, and wait for these."""
+        if not self._offers.holding:
+            return
+        for request, tracked in self._requests.items():
+            if tracked.kept and request not in output.num_scheduled_tokens:
+                tracked.passed_over()
+                self._offers.offer_kept(tracked)
 
     def _expects(self, waiting: int) -> bool:
         loading = any(tracked.lease is not None for tracked in self._requests.values())
@@ -260,7 +263,9 @@ class SchedulerSide:
         tracked.lease = None
         first, end = tracked.loaded
         if result.usable < len(result.intact):
-            end = first + (0 if result.load.whole else result.usable)
+            end = first + (0 if result.load.whole else result.usable * self._step)
+            # vLLM would put a second load before requests whose loads are over, and wait for room.
+            tracked.unloadable |= result.load.whole
         tracked.loaded = (first, end)
         tracked.offered = min(tracked.offered, end)
         tracked.kept_until = min(tracked.kept_until, end)
@@ -289,7 +294,7 @@ class SchedulerSide:
         if tracked is None or tracked.finished:
             return
         # No request can have hit them yet: a `schedule` call that preempts admits none.
-        self.evict(tracked.request, tracked.unwritten_from(self._block_tokens))
+        self.evict(tracked.request, tracked.written)
         if tracked.offers:
             self._offers.revoke(tracked.offers)
         self._offers.drop_kept(tracked)
@@ -311,6 +316,9 @@ class SchedulerSide:
         self._offers.keep_tail(tracked, tables)
         self._offers.offer(tracked, tables)
         self._offers.drop_kept(tracked)
+        if tracked.awaits_its_load:
+            # Aborted: vLLM looks for the blocks of a failed load in running requests only.
+            self.evict(request, tracked.loaded[0])
         tracked.finished = True
         if tracked.lease is not None and not tracked.sync:
             # Aborted while it loads: vLLM holds the blocks until the load has ended.
@@ -332,7 +340,7 @@ class SchedulerSide:
                 self.counts[f"requests_refused.{refused}"] += 1
             tracked = self._requests[request.request_id] = Tracked(
                 request, refused, marks, steps_behind=self._steps_behind,
-                boundaries={(request.num_tokens - 1) // self._block_tokens},
+                boundaries={(request.num_tokens - 1) // self._step * self._step},
             )  # fmt: skip
         return tracked
 

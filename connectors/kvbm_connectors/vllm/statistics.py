@@ -1,7 +1,8 @@
 """Statistics: the connector's counters, in vLLM's log line and in its `/metrics`.
 
 `vllm:kvbm_connector_total{what="load_failed_blocks", …}` counts since the engine's start; the
-names are those of docs/vllm.md.
+names are those of docs/vllm.md. `vllm:kvbm_connector_passes_through{reason=…}` is 1 for an engine
+that computes without a cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+
+PASSES_THROUGH = "passes_through: "
+"""What the reason of an engine that passes through stands behind."""
 
 
 @dataclass
@@ -68,6 +72,11 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._passes = self._gauge_cls(
+            name="vllm:kvbm_connector_passes_through",
+            documentation="Whether the engine computes without KVBM, by `reason`.",
+            labelnames=[*labelnames, "reason"],
+        )
         self._counter = self._counter_cls(
             name="vllm:kvbm_connector",
             documentation="What the KVBM connector has counted, by `what`.",
@@ -77,4 +86,7 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for what, count in transfer_stats_data.items():
-            self._counter.labels(*labels, what).inc(count)
+            if what.startswith(PASSES_THROUGH):
+                self._passes.labels(*labels, what.removeprefix(PASSES_THROUGH)).set(1)
+            else:
+                self._counter.labels(*labels, what).inc(count)

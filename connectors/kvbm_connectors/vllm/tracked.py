@@ -8,7 +8,8 @@ wrote a hit was scheduled no later than the first step of the request that hit i
 
 There is one exception: vLLM may preempt a request in the very `schedule` call that has allocated
 and hashed blocks for it. No step ever writes those blocks, and they keep their hashes.
-`unwritten_from` says where they begin, so that the scheduler side takes them out of vLLM's cache.
+`written` says where they begin, so that the scheduler side takes them out of vLLM's cache. So it
+does with blocks whose load a step waits for, when their request is aborted during that step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def refusal_of_request(request: EngineRequest) -> str:
 
 @dataclass(slots=True)
 class Tracked:
-    """A request and what is known of its blocks. Indices count blocks from its first token."""
+    """A request and what is known of its blocks. Its groups have blocks of several sizes, so that
+    places in the sequence are numbers of tokens."""
 
     request: EngineRequest
     refused: str
@@ -42,10 +44,12 @@ class Tracked:
     names: dict[int, list[SequenceHash]] = field(default_factory=dict)
     """KV group → the names of its first full blocks, as far as they were asked for."""
     local: int = 0
-    """Blocks that the device's own prefix cache had when the request was last admitted."""
+    """Tokens that the device's own prefix cache had when the request was last admitted."""
     hit: Hit = field(default_factory=lambda: Hit(0))
     loaded: tuple[int, int] = (0, 0)
-    """First and end of the blocks that were loaded, or are being loaded."""
+    """The tokens from which and up to which a load was made, or is being made."""
+    unloadable: bool = False
+    """A hit could not be loaded, or not as a whole: the request is computed."""
     lease: int | None = None
     """Of the load that is not over yet."""
     sync: bool = False
@@ -60,16 +64,17 @@ class Tracked:
     dispatched_tokens: int = 0
     """Tokens that steps were sent out for since the last admission, drafts left out."""
     offered: int = 0
-    """All blocks before this one have been offered, or need not be."""
+    """All blocks of the tokens before this one have been offered, or need not be."""
     offers: set[int] = field(default_factory=set)
     """Offers that are not over: as long as there are any, the blocks are held."""
     finished: bool = False
     boundaries: set[int] = field(default_factory=set)
-    """Numbers of blocks at which other requests may hit, so that windows are kept before them."""
+    """Numbers of tokens at which other requests may hit, so that windows are kept before them."""
     kept: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Group with a window → index → device block: held until its step has ended, then offered."""
+    """Group → place → device block, of blocks that leave their table before they can be offered:
+    held until their step has ended."""
     kept_until: int = 0
-    """Blocks of windows before this one were looked at, whether to keep them."""
+    """Blocks of the tokens before this one were looked at, whether to keep them."""
 
     def first_names(self, hasher: Hasher, count: int) -> list[SequenceHash]:
         """Return the names of the first `count` blocks of a group, which must be full."""
@@ -110,14 +115,26 @@ class Tracked:
         # Of tokens in flight some may be drafts that are rejected.
         certain = request.num_computed_tokens - (request.num_in_flight_tokens if drafts else 0)
         self.dispatched_tokens = certain + tokens - drafts
+        self.passed_over()
+
+    def passed_over(self) -> None:
+        """Note that a step computes nothing of the request: what was sent out before has ended
+        when it is reported."""
         self.finished_tokens = (self._finished_tokens(), self.finished_tokens[0])
 
-    def unwritten_from(self, block_tokens: int) -> int:
-        """Return the first block that no step was sent out for, of a request that is preempted."""
-        return max(0, self.dispatched_tokens) // block_tokens
+    @property
+    def written(self) -> int:
+        """Return the tokens that steps were sent out for, of a request that is preempted."""
+        return max(0, self.dispatched_tokens)
 
-    def computed(self, block_tokens: int) -> int:
-        """Return the full blocks whose content is there: every step that wrote them has ended."""
+    @property
+    def awaits_its_load(self) -> bool:
+        """Whether a step is in flight that waits for the request's load: vLLM has the blocks in its
+        prefix cache already."""
+        return self.lease is not None and self.sync and self.request.num_in_flight_tokens > 0
+
+    def computed(self) -> int:
+        """Return the tokens whose KV is there: every step that wrote it has ended."""
         request = self.request
         if self.admitted is None:
             return 0
@@ -125,7 +142,7 @@ class Tracked:
             return 0
         tokens = self.finished_tokens[1] if self.steps_behind else self._finished_tokens()
         # Without a finished step of its own, even what the request was given may be unwritten.
-        return tokens // block_tokens if tokens > self.admitted else 0
+        return tokens if tokens > self.admitted else 0
 
     def _finished_tokens(self) -> int:
         """Return the number of tokens of steps that have ended; rejected speculative ones are not
@@ -134,24 +151,33 @@ class Tracked:
         return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
 
     def places_to_offer(
-        self, end: int, names: Sequence[SequenceHash], is_known: Callable[[SequenceHash], bool]
+        self,
+        end: int,
+        names: Sequence[SequenceHash],
+        is_known: Callable[[SequenceHash], bool],
+        block_tokens: int,
     ) -> list[int]:
         """Return which of the blocks before `end` are to be offered: all but what was loaded, and
         what the device had and the host tier was offered before."""
+        local = self.local // block_tokens
         return [
-            index
-            for index in range(self.offered, end)
-            if not self.was_loaded(index) and not (index < self.local and is_known(names[index]))
+            place
+            for place in range(self.offered // block_tokens, end)
+            if not self.was_loaded(place, block_tokens)
+            and not (place < local and is_known(names[place]))
         ]
 
-    def was_loaded(self, index: int) -> bool:
+    def was_loaded(self, place: int, block_tokens: int) -> bool:
         """Return whether a block came from the host tier."""
-        return self.loaded[0] <= index < self.loaded[1]
+        return self.loaded[0] <= place * block_tokens < self.loaded[1]
 
     def take_kept(self, group: int, end: int) -> dict[int, int]:
-        """Return the kept blocks before `end` of a group, which are kept no longer."""
+        """Return the kept blocks before place `end` of a group, which are kept no longer."""
         kept = self.kept.get(group, {})
-        return {index: kept.pop(index) for index in sorted(kept) if index < end}
+        taken = {place: kept.pop(place) for place in sorted(kept) if place < end}
+        if not kept:
+            self.kept.pop(group, None)
+        return taken
 
 
 def runs_to_offer(

@@ -12,7 +12,10 @@ vLLM is imported inside of functions: this module is read without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from kvbm_connectors.core.messages import Hit
 
 
 def takes_failed_requests() -> bool:
@@ -36,6 +39,19 @@ def tables_of(block_state: Any, request: str) -> tuple[list[int], ...]:
     return found if found is not None else ()
 
 
+def states_of(block_state: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """Return the recurrent states that a step computes, by request: the KV group, the device block
+    and the tokens before the state. All versions have them."""
+    return block_state.boundary_state_offloads if block_state is not None else {}
+
+
+def stop_at_boundary(request: Any, tokens: int) -> None:
+    """Have vLLM end a step of a request at this number of tokens, and keep the recurrent state
+    there. Versions without that field compute on: the prefix is a hit one prompt later."""
+    if hasattr(request, "shared_prefix_boundary"):
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
+
+
 def cpu_packing(config: Any, spec: Any) -> str:
     """Return the instruction set by which K is packed inside a block on CPU."""
     # No version has a public name for it.
@@ -44,3 +60,20 @@ def cpu_packing(config: Any, spec: Any) -> str:
     model, cache = config.model_config, config.cache_config
     head_size = getattr(spec, "head_size", None)
     return str(_get_attn_isa(model.dtype, spec.block_size, head_size, cache.cache_dtype))
+
+
+def sources_of(hit: Hit, tokens: int) -> dict[Any, int]:
+    """Return how many of a hit's tokens were in which tier, by vLLM's CacheHitSource.
+
+    A block's share of the tokens is the same for all blocks of the hit.
+    """
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    blocks = max(1, hit.blocks)  # vLLM may ask when the hit has been forgotten.
+    disk, remote = tokens * hit.disk // blocks, tokens * hit.remote // blocks
+    split = {
+        CacheHitSource.HOST: tokens - disk - remote,
+        CacheHitSource.DISK: disk,
+        CacheHitSource.P2P: remote,
+    }
+    return {source: count for source, count in split.items() if count}

@@ -6,20 +6,22 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Region
 
-from kvbm_connectors.client.tensors import Tensor, regions_of_groups
-from kvbm_connectors.client.torch_device import MakeGpu
+from kvbm_connectors.client.affinity import unbound
+from kvbm_connectors.client.lending import MakeGpu, gpu_maker
+from kvbm_connectors.client.tensors import Tensor, UnknownLayout, regions_of_groups
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Load, LoadResult
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
+from kvbm_connectors.vllm.shape import Shape
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu
@@ -44,8 +46,11 @@ class WorkerSide:
         *,
         rank: int = 0,
         world_size: int = 1,
+        shape: Shape | None = None,
         group_namespaces: Sequence[Namespace] = (),
     ) -> None:
+        """Create the side of a rank. Without a `shape` blocks have a part for each rank."""
+        self._shape = shape
         self._group_namespaces = group_namespaces
         self._life, self._namespace, self._options = life, namespace, options
         self._rank, self._world_size = rank, world_size
@@ -63,6 +68,8 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._sent: set[str] = set()
+        self._passes_through = ""
+        """A reason that the scheduler half has not heard yet."""
         self._make_gpu: MakeGpu | None = None
         self._gpu: Gpu | None = None
 
@@ -81,12 +88,24 @@ class WorkerSide:
         computes meanwhile.
         """
         self._make_gpu = make_gpu
-        regions = regions_of_groups(groups, block_count)
+        regions = self._regions(groups, block_count)
         if not self._lend(regions):
             self._lender = threading.Thread(
                 target=self._lend_again, args=(regions,), name="kvbm-lend", daemon=True
             )
             self._lender.start()
+
+    def _regions(self, groups: Sequence[Sequence[Tensor]], block_count: int) -> list[Region]:
+        if self._shape is None:
+            return regions_of_groups(groups, block_count)
+        by_head, heads = self._shape.is_cut_by_heads, self._shape.heads
+        if by_head and any(tensor.shape[1] != heads for group in groups for tensor in group):
+            raise UnknownLayout(f"a layer does not have its {heads} heads outside of tokens")
+        regions = regions_of_groups(groups, block_count, by_head=by_head)
+        size = sum(region.piece_bytes for region in regions)
+        if size != (self._shape.share_bytes(self._rank) or size):
+            raise UnknownLayout(f"{size} bytes of a block, where its parts have another size")
+        return regions
 
     def _lend_again(self, regions: Sequence[Region]) -> None:
         pause_s = LEND_AGAIN_S
@@ -119,6 +138,7 @@ class WorkerSide:
             host_tier_endpoint=self._options.settings.host_tier_endpoint,
             rank=self._rank,
             world_size=self._world_size,
+            share=None if self._shape is None else self._shape.shares[self._rank],
             gpu=self._gpu,
             verify_every=self._options.verify_every,
             onboard_mover=self._options.settings.onboard_mover,
@@ -199,7 +219,14 @@ class WorkerSide:
     def report(self) -> StepReport | None:
         """Return the loads that have ended since the last report, for the scheduler half."""
         ended, self._ended = self._ended, []
-        return StepReport(tuple(ended)) if ended else None
+        reason, self._passes_through = self._passes_through, ""
+        return StepReport(tuple(ended), reason) if ended or reason else None
+
+    def pass_through(self, reason: str) -> None:
+        """Lend nothing: every load fails. The reason goes to the scheduler half, and to people."""
+        assert reason, "a worker passes through for a reason"
+        log.error("KVBM passes through: %s", reason)
+        self._passes_through = reason
 
     def park(self) -> None:
         """Take the memory back until `register` lends it again; may be said twice.
@@ -227,3 +254,25 @@ def _bad_blocks(result: LoadResult) -> Sequence[int]:
     """Return all blocks from the first that failed on: what is behind it cannot be used without
     it."""
     return result.load.blocks[result.usable :]
+
+
+def lend_layers(worker: WorkerSide, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
+    """Lend the layers of every KV group; say why, where they cannot be lent.
+
+    `kv_caches` has the tensor of each layer, [block, …]; `kv_cache_config` is vLLM's.
+    """
+    groups = [
+        [kv_caches[name] for name in group.layer_names if name in kv_caches]
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    layers = [tensor for group in groups for tensor in group]
+    devices = {tensor.device.type for tensor in layers}
+    if devices not in ({"cpu"}, {"cuda"}):
+        worker.pass_through(f"KV tensors on {', '.join(sorted(devices))} are not lent")
+        return
+    make_gpu = gpu_maker(layers[0].device) if devices == {"cuda"} else None
+    try:
+        with unbound():
+            worker.register(groups, kv_cache_config.num_blocks, make_gpu)
+    except KvbmError as error:
+        worker.pass_through(f"{error} ({error.code})")

@@ -21,21 +21,22 @@ def services(as_json: bool = AS_JSON, url: str = URL) -> None:
 
 
 def tiers(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Show slots, bytes, policy, leases, hit rate and rates of every tier."""
+    """Show bytes, policy, leases, hit rate, sizes of blocks and rates of every tier."""
     columns = ("tier", "host", "instance", "ready", "occupancy", "bytes_used", "bytes_total",
-               "fragmentation", "policy", "leases", "hit_rate")  # fmt: skip
+               "fragmentation", "waste_percent", "policy", "leases", "hit_rate")  # fmt: skip
     keys = ("tier", "host", "instance")
 
     def tables(told: Json) -> list[Rows]:
-        return [picked(told, columns), [only(one, keys) | one["rates"] for one in told]]
+        rates = [only(one, keys) | one["rates"] for one in told]
+        return [picked(told, columns), _sizes(told, keys), rates]
 
     run(lambda api: api.get("/v1/tiers"), tables, url, as_json)
 
 
 def workers(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """List every engine worker that is attached."""
+    """List every engine worker that is attached, and engines without a cache with the reason."""
     columns = ("host", "engine", "rank", "world_size", "model", "block_tokens", "block_bytes",
-               "verify", "seen_ms_ago")  # fmt: skip
+               "verify", "seen_ms_ago", "passes_through")  # fmt: skip
     run(lambda api: api.get("/v1/workers"), lambda told: [picked(told, columns)], url, as_json)
 
 
@@ -77,4 +78,11 @@ def _status_tables(told: Json) -> list[Rows]:
         "reasons": told["reasons"],
     }
     figures = [{"figure": name, "value": value} for name, value in told["kvbm"].items()]
-    return [[summary], told["services"], told["tiers"], told["flows"], figures]
+    tiers = [{name: one[name] for name in one if name != "sizes"} for one in told["tiers"]]
+    sizes = _sizes(told["tiers"], ("tier",))
+    return [[summary], told["services"], tiers, sizes, told["flows"], figures]
+
+
+def _sizes(tiers: Rows, keys: tuple[str, ...]) -> Rows:
+    """Return a row for each size of slots that tiers have."""
+    return [only(one, keys) | size for one in tiers for size in one["sizes"]]

@@ -11,6 +11,9 @@ from urllib import error as url_error
 from urllib import request as url_request
 from urllib.parse import quote, urlencode
 
+from kvbm_common.access.addresses import StrangerAtPort, is_held_by_a_stranger
+from kvbm_common.access.http_access import admin_token_of
+from kvbm_common.access.secret_files import SecretFile
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 
@@ -49,8 +52,11 @@ class Client:
         """Return a client of the API that the configuration describes, or of the one at `url`."""
         address = ANY_ADDRESS.get(settings.metrics_bind, settings.metrics_bind)
         shown = f"[{address}]" if ":" in address else address
-        token = settings.admin_token or settings.admin_read_token
-        return cls(url or f"http://{shown}:{settings.metrics_port}", token, deadline_s=deadline_s)
+        return cls(
+            url or f"http://{shown}:{settings.metrics_port}",
+            token_of(settings, asks_here=not url),
+            deadline_s=deadline_s,
+        )
 
     def get(self, path: str, **query: object) -> Any:
         """Ask; raises ApiError, ApiAway."""
@@ -80,6 +86,26 @@ class Client:
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
         return headers
+
+
+def token_of(settings: Settings, *, asks_here: bool) -> str:
+    """Return the token that an operator's command shows, or an empty text.
+
+    The one that this machine's metrics service has made is for this machine: where another user
+    listens at its port it is not sent. Raises SecretUnreadable, StrangerAtPort.
+    """
+    if text := settings.admin_token or settings.admin_read_token:
+        return text
+    named = settings.admin_token_file or settings.admin_read_token_file
+    if named is not None:
+        return SecretFile(named, "KVBM_ADMIN_TOKEN_FILE").text()
+    made = admin_token_of(settings)
+    if made is None or not asks_here:
+        return ""
+    if is_held_by_a_stranger(settings.metrics_port, made.owner):
+        text = f"another user listens at port {settings.metrics_port}: no token is sent there"
+        raise StrangerAtPort(text)
+    return made.text()
 
 
 def _actor() -> str:

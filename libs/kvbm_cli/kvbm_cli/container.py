@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 import msgspec
+from kvbm_common.access.nats_access import nats_access
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus
@@ -98,7 +99,10 @@ def serve(kind: str) -> None:
 async def health(kind: str, instance: str, settings: Settings) -> StatsReply:
     """Return the stats that an instance of this host reports; raises KvbmError."""
     bus = await Bus.connect(
-        settings.nats_url, "kvbm-health", counters=Metrics(), deadline_s=HEALTH_DEADLINE_S
+        nats_access(settings, kind),
+        "kvbm-health",
+        counters=Metrics(),
+        deadline_s=HEALTH_DEADLINE_S,
     )
     try:
         subject = verb_subject(kind, "stats", host=settings.host, instance=instance)

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import typer
+from kvbm_common.access.nats_access import NatsAccess, nats_access
+from kvbm_common.access.roles import ADMIN
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import EventSubscription, Start
-from kvbm_common.nats.jetstream import CONSOLIDATED, EVENTS
+from kvbm_common.nats.marked_messages import UNMARKED
 from kvbm_common.nats.since import start_of
+from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.events import (
     CONSOLIDATED_PREFIX,
@@ -76,8 +79,8 @@ def events(
             since=start_of(since, datetime.now(UTC)), consolidated=consolidated, as_json=as_json,
             follow=follow,
         )  # fmt: skip
-        url = nats or Settings.load().nats_url
-        asyncio.run(_until_signal(url, wanted))
+        settings = Settings.load(overrides={"nats_url": nats} if nats else None)
+        asyncio.run(_until_signal(nats_access(settings, ADMIN), wanted))
     except ConfigError as error:
         print(f"kvbm: {error}", file=sys.stderr)
         sys.exit(2)
@@ -139,6 +142,8 @@ async def tail(bus: Bus, wanted: Wanted, show: Callable[[str], None]) -> None:
             tasks.create_task(_close_after_history(messages), name="history")
         async for batch in messages:
             for message in batch:
+                if message.payload == UNMARKED:
+                    continue
                 show(message.payload.decode() if wanted.as_json else line_of(message))
 
 
@@ -148,8 +153,8 @@ async def _close_after_history(messages: EventSubscription) -> None:
     await messages.close()
 
 
-async def _until_signal(url: str, wanted: Wanted) -> None:
-    bus = await Bus.connect(url, "kvbm-events")
+async def _until_signal(access: NatsAccess, wanted: Wanted) -> None:
+    bus = await Bus.connect(access, "kvbm-events")
     loop, here = asyncio.get_running_loop(), asyncio.current_task()
     assert here is not None
     for signal_number in (signal.SIGINT, signal.SIGTERM):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvbm_common.config.settings import Settings
+from kvbm_common.wire.operator_verbs import TIERS
 
 
 def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
@@ -59,6 +60,12 @@ def port_of(number: int, settings: Settings) -> dict[str, str]:
     return (
         {"KVBM_SERVICE_PORT": str(settings.service_port + number)} if settings.service_port else {}
     )
+
+
+def all_instances(settings: Settings) -> list[str]:
+    """Return every instance of a tier that a stack of these settings may run."""
+    found = (instance for kind in TIERS for instance in instances_of(kind, settings))
+    return list(dict.fromkeys((settings.instance, *found)))
 
 
 def instances_of(kind: str, settings: Settings) -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm_common.errors import ConfigError, KvbmError
@@ -61,9 +61,9 @@ def make_app(arguments: list[str]) -> typer.Typer:
         name="kvbm",
         help="KVBM: a KV-cache block manager.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_options())
     app.command("up")(_up_command())
     app.command("serve", help="Start one service against an existing NATS.")(_serve_command())
     app.command("config")(_config_command())
@@ -73,6 +73,24 @@ def make_app(arguments: list[str]) -> typer.Typer:
         for name, command in sorted(_further_commands(wanted).items()):
             app.command(name)(command)
     return app
+
+
+def _options() -> Callable[..., None]:
+    """Return the function that typer makes the options before a command of."""
+    import typer
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            print(f"kvbm {version('kvbm-cli')}")
+            raise typer.Exit
+
+    def options(
+        _version: bool = typer.Option(
+            False, "--version", is_eager=True, callback=print_version, help="Print the version."
+        ),
+    ) -> None: ...
+
+    return options
 
 
 def _further_commands(wanted: str) -> dict[str, Callable[..., Any]]:
@@ -130,9 +148,9 @@ def print_configuration(*, as_json: bool) -> None:
 
 
 def _shown(declared: Setting, value: object) -> str:
-    from kvbm_common.config.schema import text_of
+    from kvbm_common.config.schema import redacted, text_of
 
-    return "(set)" if declared.secret and value else text_of(value)
+    return "(set)" if declared.secret and value else redacted(text_of(value))
 
 
 def _doctor_command() -> Callable[..., None]:
@@ -198,7 +216,7 @@ def _up_command() -> Callable[..., None]:
             asyncio.run(_stay_up(whole))
         except KvbmError as error:
             print(f"kvbm: {error}", file=sys.stderr)
-            sys.exit(1)
+            sys.exit(2 if isinstance(error, ConfigError) else 1)
 
     return up
 
@@ -240,6 +258,7 @@ def _print_stack(stack: Stack, seconds: float) -> None:
         table.add_row(kind, str(service.pid), service.description)
     console = Console()
     console.print(table)
+    console.print(f"credentials are in {stack.settings.creds_dir}; kvbm creds lists them")
     console.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
     sys.stdout.flush()
 

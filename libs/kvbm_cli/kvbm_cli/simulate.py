@@ -13,7 +13,7 @@ import msgspec
 import typer
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.eviction import make_policy
-from kvbm_connectors.sim.mooncake_trace import BlockIds, read_trace
+from kvbm_connectors.sim.workload import BlockIds, read_trace
 
 from kvbm_cli.replay import Requests, bound_of, hits_of, requests_of
 

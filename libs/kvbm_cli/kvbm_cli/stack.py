@@ -6,24 +6,30 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
-import shutil
 import signal
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
 
+from kvbm_common.access.addresses import is_loopback
+from kvbm_common.access.nats_access import PORT, NatsAccess, nats_access
+from kvbm_common.access.roles import ADMIN
+from kvbm_common.access.secret_files import make_private_directory
+from kvbm_common.config.declarations import all_settings
+from kvbm_common.config.schema import redacted
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import ServiceFailed
+from kvbm_common.errors import ConfigError, ServiceFailed
+from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
-from kvbm_common.runtime.processes import LockTaken, dying_with_parent, free_port, take_lock
-from kvbm_common.service.process import BAD_SETTINGS, make_runtime_dir
+from kvbm_common.nats.stream_setup import set_up_streams
+from kvbm_common.runtime.processes import LockTaken, free_port, take_lock
+from kvbm_common.service.process import make_runtime_dir
 
-from kvbm_cli.layout import port_of, processes_of
+from kvbm_cli.creds.embedded import authorization_of
+from kvbm_cli.layout import all_instances, port_of, processes_of
+from kvbm_cli.private_directory import PrivateDirectory, sweep
+from kvbm_cli.service_process import ServiceProcess
 
 NATS = "nats"
 SERVICES = ("consolidator", "index", "host-tier", "disk-tier", "object-tier", "metrics")
@@ -35,139 +41,24 @@ machine that gets the memory from its host at that moment."""
 STOP_DEADLINE_S = 3.7
 """A service ends itself after 3 s at the latest; then it is killed."""
 NATS_STOP_DEADLINE_S = 0.8
-BACKOFF_S = (0.1, 0.3, 1.0, 3.0, 5.0)
-"""Pauses before a crashed service is started again; the last one repeats."""
-STEADY_S = 30.0
-"""A service that lived so long starts with the shortest pause again."""
+LOOPBACK = "127.0.0.1"
+SECRETS: Mapping[str, Sequence[str]] = {
+    **{one.variable: one.only_for for one in all_settings() if one.only_for},
+    **dict.fromkeys(
+        ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"), ("object-tier",)
+    ),
+}
+"""Variables that only these kinds of services get."""
 
 _log = logging.getLogger(__name__)
 
 
-class ServiceProcess:
-    """One service, started again after a crash if wanted."""
-
-    def __init__(
-        self, kind: str, *, environ: Mapping[str, str], restart: bool, log_path: Path | None
-    ) -> None:
-        self.kind = kind
-        self.description = ""
-        """What the service said when it was ready."""
-        self.restarts = 0
-        self._environ = environ
-        self._restart = restart
-        self._log_path = log_path
-        self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[int] | None = None
-        self._ready = asyncio.Event()
-        self._was_ready = False
-        """Who never served since `start` is not started again: the start itself has failed."""
-        self._unwanted = asyncio.Event()
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0 when it does not run."""
-        alive = self._process is not None and self._process.returncode is None
-        return self._process.pid if alive and self._process else 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it serves, as far as it said so."""
-        return self._ready.is_set()
-
-    def start(self) -> None:
-        """Start it; `wait_ready` says when it serves."""
-        assert self._task is None or self._task.done(), f"{self.kind} runs already"
-        self._unwanted.clear()
-        self._ready.clear()
-        self._was_ready = False
-        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.kind}")
-
-    async def wait_ready(self, *, deadline_s: float) -> None:
-        """Wait until it serves; raises ServiceFailed when it ends or takes too long."""
-        assert self._task is not None, f"{self.kind} was not started"
-        ready = asyncio.create_task(self._ready.wait())
-        await asyncio.wait(
-            {ready, self._task}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        ready.cancel()
-        if not self._ready.is_set():
-            how = f"is not ready after {deadline_s} s"
-            if self._task.done():
-                how = f"ended with code {self._task.result()}"
-            raise ServiceFailed(f"{self.kind} {how}{self._log_tail()}")
-
-    async def end(self, signal_number: signal.Signals, *, deadline_s: float) -> None:
-        """Send a signal and wait for the end, by SIGKILL after the deadline; no restart."""
-        self._unwanted.set()
-        if self._task is None:
-            return
-        self._send(signal_number)
-        done, _ = await asyncio.wait({self._task}, timeout=deadline_s)
-        if not done:
-            self._send(signal.SIGKILL)
-            await asyncio.wait({self._task})
-
-    def _send(self, signal_number: signal.Signals) -> None:
-        if self.pid and self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal_number)
-
-    async def _supervise(self) -> int:
-        crashes = 0
-        while True:
-            started_s = time.monotonic()
-            code = await self._live()
-            hopeless = code == BAD_SETTINGS or not self._was_ready
-            if self._unwanted.is_set() or not self._restart or hopeless:
-                return code
-            crashes = 0 if time.monotonic() - started_s > STEADY_S else crashes + 1
-            pause_s = BACKOFF_S[min(crashes, len(BACKOFF_S)) - 1]
-            _log.warning("%s ended with code %s; again in %s s", self.kind, code, pause_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._unwanted.wait()
-                    return code
-            self.restarts += 1
-
-    async def _live(self) -> int:
-        """Run one life of the process, from start to exit code."""
-        with contextlib.ExitStack() as files:
-            log = files.enter_context(self._log_path.open("ab")) if self._log_path else None
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "kvbm_cli.main",
-                "serve",
-                self.kind,
-                env=dict(self._environ),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=dying_with_parent(),
-            )
-        if self._unwanted.is_set():
-            self._send(signal.SIGKILL)
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            self._take_line(line.decode(errors="replace").rstrip())
-        code = await self._process.wait()
-        self._ready.clear()
-        return code
-
-    def _take_line(self, line: str) -> None:
-        prefix = f"ready {self.kind}"
-        if line.startswith(prefix):
-            self.description = line.removeprefix(prefix).strip()
-            self._was_ready = True
-            self._ready.set()
-        else:
-            _log.info("%s: %s", self.kind, line)
-
-    def _log_tail(self) -> str:
-        if self._log_path is None or not self._log_path.exists():
-            return ""
-        return ": …" + self._log_path.read_text(errors="replace")[-2000:]
+def environ_of(kind: str, settings: Settings) -> dict[str, str]:
+    """Return the variables of a service: those of this process without secrets of others."""
+    variables = {
+        name: text for name, text in os.environ.items() if kind in SECRETS.get(name, (kind,))
+    }
+    return variables | settings.as_environ(kind)
 
 
 def ready_deadline_s(kind: str, settings: Settings) -> float:
@@ -203,9 +94,8 @@ class Stack:
             settings["nats_url"] = nats_url
         self.settings = Settings.load(overrides=settings)
         self._log_dir = log_dir
-        self._owned_dir: Path | None = None
+        self._owned: PrivateDirectory | None = None
         self._nats = None if nats_url is not None else self._make_nats()
-        environ = os.environ | self.settings.as_environ()
         processes = [
             (kind, name, own)
             for kind in services
@@ -214,7 +104,7 @@ class Stack:
         self.services = {
             name: ServiceProcess(
                 kind,
-                environ=environ | own | port_of(number, self.settings),
+                environ=environ_of(kind, self.settings) | own | port_of(number, self.settings),
                 restart=restart,
                 log_path=log_dir / f"{name}.log" if log_dir else None,
             )
@@ -231,33 +121,41 @@ class Stack:
         restart: bool = False,
     ) -> Stack:
         """Create a stack with a name, ports and directories of its own, which go with it."""
-        directory = Path(tempfile.mkdtemp(prefix="kvbm-"))
-        for name in ("run", "state", "disk", "logs"):
-            (directory / name).mkdir(mode=0o700)
+        directory = PrivateDirectory()
         own: dict[str, object] = {
-            "host": f"private-{secrets.token_hex(4)}",
-            "runtime_dir": directory / "run",
-            "disk_cache_dirs": directory / "disk",
+            "host": directory.host,
+            "runtime_dir": directory.path / "run",
+            "disk_cache_dirs": directory.path / "disk",
             "nats_url": f"nats://127.0.0.1:{free_port()}",
             "metrics_port": free_port(),
             "service_port": 0,
             "router_endpoint": "off",
             "router_replay_endpoint": "off",
         }
-        stack = cls(
-            own | dict(overrides or {}),
-            state_dir=directory / "state",
-            services=services,
-            restart=restart,
-            log_dir=directory / "logs",
-        )
-        stack._owned_dir = directory
+        try:
+            stack = cls(
+                own | dict(overrides or {}),
+                state_dir=directory.path / "state",
+                services=services,
+                restart=restart,
+                log_dir=directory.path / "logs",
+            )
+        except BaseException:
+            directory.remove()
+            raise
+        stack._owned = directory
+        sweep(stack.settings.shm_dir)
         return stack
 
     @property
     def nats_url(self) -> str:
-        """Return the address of NATS."""
-        return self.settings.nats_url
+        """Return the address of NATS, for people."""
+        return redacted(self.settings.nats_url)
+
+    @property
+    def admin(self) -> NatsAccess:
+        """How the role admin reaches NATS; raises ConfigError."""
+        return nats_access(self.settings, ADMIN)
 
     @property
     def log_dir(self) -> Path | None:
@@ -287,9 +185,8 @@ class Stack:
         """Start everything, in parallel, and wait; raises ServiceFailed."""
         make_runtime_dir(self.settings)
         self._take_lock()
-        self.settings.state_dir.mkdir(parents=True, exist_ok=True)
-        if self._nats is not None:
-            await self._nats.start()
+        make_private_directory(self.settings.state_dir, "KVBM_STATE_DIR")
+        await self._start_nats()
         for service in self.services.values():
             service.start()
         # The first failure ends the start, however long the others may still take.
@@ -307,8 +204,15 @@ class Stack:
             await self._nats.stop(deadline_s=NATS_STOP_DEADLINE_S)
         if self._lock is not None:
             self._release_runtime_dir()
-        if self._owned_dir is not None:
-            shutil.rmtree(self._owned_dir, ignore_errors=True)
+        if self._owned is not None:
+            self._owned.remove()
+
+    def keep_logs(self) -> Path | None:
+        """Have a private stack's logs outlive it; returns where they are. Others keep theirs."""
+        if self._owned is None:
+            return None
+        self._log_dir = self._owned.keep_logs()
+        return self._log_dir
 
     async def kill(self, kind: str) -> None:
         """End one service (or `nats`) like a crash, with SIGKILL; it is not started again."""
@@ -322,7 +226,7 @@ class Stack:
         """Start one service (or `nats`) again, with the same settings."""
         if kind == NATS:
             assert self._nats is not None, "NATS is not ours"
-            await self._nats.start()
+            await self._start_nats()
         else:
             self.services[kind].start()
 
@@ -332,13 +236,37 @@ class Stack:
             deadline_s = deadline_s or ready_deadline_s(kind, self.settings)
             await self.services[kind].wait_ready(deadline_s=deadline_s)
 
+    async def _start_nats(self) -> None:
+        """Start our NATS, if it is ours, and have its streams made, if we may."""
+        if self._nats is not None:
+            users = authorization_of(
+                self.settings.creds_dir,
+                host=self.settings.host,
+                instances=all_instances(self.settings),
+                kinds=[service.kind for service in self.services.values()],
+            )
+            self._nats.more = {"authorization": users}
+            await self._nats.start()
+        access = self.admin
+        if access.guarded:
+            bus = await Bus.connect(access, "kvbm-up", deadline_s=READY_DEADLINE_S)
+            try:
+                await set_up_streams(bus)
+            finally:
+                await bus.close()
+
     def _make_nats(self) -> NatsServer:
+        """Make the server where the settings want one; raises ConfigError for another's address."""
         url = urlsplit(self.settings.nats_url)
-        return NatsServer(
-            self.settings.state_dir / "nats",
-            address=url.hostname or "127.0.0.1",
-            port=url.port or 4222,
-        )
+        address = url.hostname or LOOPBACK
+        if not (is_loopback(address) or self.settings.nats_open):
+            accepted = (
+                "an address of loopback: the NATS of `kvbm up` has no TLS. Run a nats-server of "
+                "yours (kvbm nats-config), or set KVBM_NATS_OPEN=true where the network is KVBM's "
+                "alone"
+            )
+            raise ConfigError("KVBM_NATS_URL", self.nats_url, accepted)
+        return NatsServer(self.settings.state_dir / "nats", address=address, port=url.port or PORT)
 
     def _take_lock(self) -> None:
         """Take the lock of the runtime directory: a second stack would take its sockets away."""

@@ -1,7 +1,8 @@
 """The checksums of blocks and of their parts: xxh3-64, and the only place that imports xxhash.
 
-A *part* is the share of a block that one rank of an engine has. Every part has a checksum of its
-own, so that a rank can verify what it has read; a block has the checksum of these checksums.
+Every part of a block (`tier/parts.py`) has a checksum of its own, so that a rank can verify what it
+has read; a block has the checksum of these checksums. Those of several parts are *packed*: as
+little-endian unsigned 64-bit numbers, back to back.
 
 It finds accidents (a torn copy, a wrong slot, a rotten sector), not attacks. xxhash 4.1 releases
 the GIL for large buffers: two threads on two cores hashed 8 MiB buffers at 1.6 to 1.8 times the
@@ -11,15 +12,19 @@ Blocks of 64 KiB gained nothing from a second thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvbm_common.tier.parts import Grid
+
 PIECE_RECORDS = 8_192
 """So many are summed up at a time: their copies stay in the processor's cache."""
+SUM_BYTES = 8
+"""Of a packed checksum."""
 
 
 def block_checksum(data: bytes | memoryview | NDArray[Any]) -> int:
@@ -27,24 +32,40 @@ def block_checksum(data: bytes | memoryview | NDArray[Any]) -> int:
     return xxhash.xxh3_64_intdigest(cast(bytes, data))
 
 
-def combined_checksum(parts: Sequence[int]) -> int:
-    """Return the checksum of a block from the checksums of its parts, in the order of the ranks.
+def pack_sums(sums: Iterable[int]) -> bytes:
+    """Pack checksums: little-endian unsigned 64-bit numbers, back to back."""
+    return np.fromiter(sums, dtype="<u8").tobytes()
 
-    A block of one part has the checksum of that part. Of several parts it is the xxh3-64 of their
-    checksums as little-endian unsigned 64-bit numbers back to back.
+
+def unpack_sums(packed: bytes) -> tuple[int, ...]:
+    """Return the checksums that `pack_sums` has packed."""
+    assert len(packed) % SUM_BYTES == 0, f"{len(packed)} bytes are not whole checksums"
+    return tuple(np.frombuffer(packed, dtype="<u8").tolist())
+
+
+def combined_checksum(packed: bytes) -> int:
+    """Return the checksum of a block from those of its parts.
+
+    A block of one part has the checksum of that part; of several parts it is the xxh3-64 of their
+    packed checksums.
     """
-    assert parts, "a block has at least one part"
-    if len(parts) == 1:
-        return parts[0]
-    return xxhash.xxh3_64_intdigest(np.asarray(parts, dtype="<u8").tobytes())
+    assert packed, "a block has at least one part"
+    if len(packed) == SUM_BYTES:
+        return int.from_bytes(packed, "little")
+    return xxhash.xxh3_64_intdigest(packed)
 
 
-def part_checksums(data: memoryview | NDArray[Any], part_count: int) -> tuple[int, ...]:
-    """Return the checksum of each of the `part_count` equal parts of a block's bytes."""
-    part_bytes, rest = divmod(len(data), part_count)
-    assert not rest, f"{len(data)} bytes are not {part_count} equal parts"
-    ends = range(part_bytes, len(data) + 1, part_bytes)
-    return tuple(block_checksum(data[end - part_bytes : end]) for end in ends)
+def part_checksums(data: memoryview | NDArray[Any], grid: Grid) -> bytes:
+    """Return the packed checksums of the parts of a block, which is all of `data`.
+
+    A part that is scattered is copied together first: `copying.block_sums` is faster, and impure.
+    """
+    run_bytes, rest = divmod(len(data), grid.run_count)
+    assert not rest, f"{len(data)} bytes are not cut by {grid}"
+    shape = grid.ranges, grid.layers, grid.heads, run_bytes
+    runs = np.frombuffer(data, np.uint8).reshape(shape).transpose(0, 2, 1, 3)
+    parts = np.ascontiguousarray(runs).reshape(grid.count, -1)
+    return pack_sums(map(block_checksum, parts))
 
 
 def parts_checksum(parts: Iterable[memoryview | NDArray[Any]]) -> int:

@@ -37,6 +37,12 @@ class BusUnavailable(KvbmError):
     code = "bus_unavailable"
 
 
+class NotPermitted(KvbmError):
+    """NATS does not let this role do it; `kvbm creds` lists the roles."""
+
+    code = "not_permitted"
+
+
 class NoResponder(BusUnavailable):
     """NATS is there, but no service answers on this subject."""
 

@@ -38,13 +38,18 @@ HASH_BYTES = 16
 JSON_HASH_BYTES = 2 * HASH_BYTES + len('"",')
 """Of one hash in a JSON array."""
 TOKEN_BYTES = 4
-BLOCK_TOKENS_MAX = 1024
-"""KVBM's and every engine's largest page."""
-FORMAT = 2
+BLOCK_TOKENS_MAX = 65_536
+"""KVBM's and every engine's largest page is smaller, but beside recurrent layers vLLM makes blocks
+of attention as large as a state."""
+TEXT_MAX = 4096
+"""Characters of a namespace's text: a model may be called by its path."""
+FORMAT = 3
 """The version of the rules by which blocks are named, part of every namespace.
 
-1: weights by file names, sizes and times; LoRA by name alone; no generation. A tier or bucket may
-still hold blocks of that time: their bytes may not be what a name of today stands for.
+1: weights by file names, sizes and times; LoRA by name alone; no generation.
+2: the parts of ranks one after the other, where they are ordered by layers and heads now.
+A tier or bucket may still hold blocks of those times: their bytes may not be what a name of today
+stands for.
 """
 
 
@@ -95,7 +100,11 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     heads: int = 0
     head_dim: int = 0
     tensor_parallel: int = 1
+    """Where blocks are not cut by heads: how many tensor-parallel ranks hold other bytes."""
     pipeline_parallel: int = 1
+    parts: str = ""
+    """How a block is cut (`tier/parts.py`): ranges, layers of each, head groups, as `4x8x8`. Empty:
+    a part for each rank."""
     format: int = FORMAT
     """The naming rules; constant in one release, so that names of another one are never found."""
 
@@ -110,6 +119,14 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         if self.tensor_parallel < 1 or self.pipeline_parallel < 1:
             raise IdentityError("namespace.tensor_parallel and .pipeline_parallel must be ≥ 1")
+        for field in ("group", "layers", "heads", "head_dim"):
+            if getattr(self, field) < 0:
+                raise IdentityError(f"namespace.{field} is {getattr(self, field)}, must be ≥ 0")
+        for field in ("model", "revision", "dtype", "quantisation", "layout", "parts"):
+            if (length := len(getattr(self, field))) > TEXT_MAX:
+                raise IdentityError(
+                    f"namespace.{field} has {length} characters, must have ≤ {TEXT_MAX}"
+                )
 
     @property
     def digest(self) -> bytes:
@@ -241,11 +258,6 @@ def check_hash(value: bytes) -> SequenceHash:
     return SequenceHash(value)
 
 
-def hash_to_hex(value: SequenceHash) -> str:
-    """Return a hash as 32 lower-case hex digits."""
-    return value.hex()
-
-
 def hash_from_hex(text: str) -> SequenceHash:
     """Return the hash of 32 hex digits; raises IdentityError otherwise."""
     try:
@@ -266,7 +278,10 @@ def hashes_from_hex(texts: Sequence[str]) -> list[SequenceHash]:
 
 def packed_from_hex(texts: Sequence[str]) -> bytes:
     """Return the hashes of many hex texts, back to back; raises IdentityError if one is bad."""
-    packed = _fromhex("".join(texts))
+    try:
+        packed = bytes.fromhex("".join(texts))
+    except ValueError as error:
+        raise IdentityError("a sequence hash has only hex digits") from error
     # `fromhex` skips blanks, so the sum is checked as well: no hash may shift into the next.
     if len(packed) != HASH_BYTES * len(texts) or not {*map(len, texts)} <= {2 * HASH_BYTES}:
         raise IdentityError("a sequence hash has 32 hex digits")
@@ -306,13 +321,6 @@ def _unhex(digits: bytes, count: int) -> bytes | None:
 def _layout(count: int) -> tuple[bytes, bytes]:
     """Return what is at the ends of hashes in a JSON array: brackets with commas, and quotes."""
     return b"[" + b"," * (count - 1) + b"]", b'"' * count
-
-
-def _fromhex(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        raise IdentityError("a sequence hash has only hex digits") from error
 
 
 def pack_hashes(values: Iterable[SequenceHash]) -> bytes:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kvbm_common.checksum import block_checksum
-from kvbm_common.copying import THREADS_MAX, Copier, NativeCopier, Places, PlainCopier
+from kvbm_common.copying import THREADS_MAX, Copier, Lanes, NativeCopier, Places, PlainCopier
+from kvbm_common.copying.rank_pieces import BlockCopy, RankPieces
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import (
     MoverClosed,
@@ -20,6 +21,8 @@ from kvbm_common.nixl.mover_thread import (
     TransferFailed,
     TransferTimeout,
 )
+from kvbm_common.tier.parts import Grid, Share
+from kvbm_common.wire.local import Region
 from kvbm_connectors.client.arena_reader import MappedReader, NixlReader, reader_of
 from kvbm_connectors.client.bounce_pool import BUFFERS, BouncePool
 
@@ -50,14 +53,16 @@ class HeldCopier:
         self.copier, self.free = copier, threading.Event()
         self.free.set()
 
-    def copy(self, target: Places, source: Places, *, summed: bool = True) -> list[int]:
+    def copy(
+        self, target: Places, source: Places, *, summed: bool = True, lanes: Lanes | None = None
+    ) -> list[int]:
         """Copy when it may."""
         assert self.free.wait(DEADLINE_S)
-        return self.copier.copy(target, source, summed=summed)
+        return self.copier.copy(target, source, summed=summed, lanes=lanes)
 
-    def sums(self, source: Places) -> list[int]:
+    def sums(self, source: Places, *, lanes: Lanes | None = None) -> list[int]:
         """Sum up at once."""
-        return self.copier.sums(source)
+        return self.copier.sums(source, lanes=lanes)
 
 
 @pytest.fixture(params=["native", "plain"])
@@ -86,16 +91,23 @@ def mover() -> Iterator[MoverThread]:
         yield mover
 
 
-def blocks(base: int, *offsets: int, length: int = 64) -> Places:
-    """Blocks of one piece at some distances from an address."""
-    addresses = np.uint64(base) + np.array(offsets, dtype=np.uint64).reshape(-1, 1)
-    return Places(addresses, np.array([length], dtype=np.uint64))
-
-
-def pieces(base: int, *offsets: tuple[int, int]) -> Places:
-    """Blocks of two pieces of 32 bytes each."""
-    addresses = np.uint64(base) + np.array(offsets, dtype=np.uint64)
-    return Places(addresses, np.array([32, 32], dtype=np.uint64))
+def blocks(
+    ours: np.ndarray,
+    targets: Sequence[int],
+    sources: Sequence[int],
+    *,
+    pieces: Sequence[int] = (0,),
+    length: int = 64,
+    parts: int = 1,
+) -> BlockCopy:
+    """Copies of blocks from some addresses to bytes of ours, whose pieces are at `pieces` from
+    there."""
+    regions = [
+        Region(address=ours.ctypes.data + at, stride=1, piece_bytes=length // len(pieces), blocks=1)
+        for at in pieces
+    ]
+    share = Share(Grid(heads=parts), 0, 1, 0, parts)
+    return BlockCopy(RankPieces(regions, share), targets, np.array(sources, dtype=np.uint64))
 
 
 def hold_all(reader: MappedReader, copier: HeldCopier) -> threading.Event:
@@ -103,7 +115,7 @@ def hold_all(reader: MappedReader, copier: HeldCopier) -> threading.Event:
     copier.free.clear()
     nowhere = np.zeros((THREADS_MAX, 64), dtype=np.uint8)
     for row in nowhere:
-        reader.read(blocks(row.ctypes.data, 0), blocks(THEIRS, 0), deadline_s=60, summed=False)
+        reader.read(blocks(row, [0], [THEIRS]), deadline_s=60, summed=False)
     return copier.free
 
 
@@ -116,21 +128,24 @@ def mappings(arena: Arena, access: str) -> int:
 def test_a_mapped_arena_is_copied_block_by_block_and_summed(mapped: MappedReader) -> None:
     """Blocks 3 and 1 of the arena go to blocks 0 and 2 of ours; block 1 of ours is left alone."""
     ours = np.zeros((3, 64), dtype=np.uint8)
-    target, source = blocks(ours.ctypes.data, 0, 128), blocks(THEIRS, 192, 64)
-    brought = mapped.read(target, source, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+    copy = blocks(ours, [0, 128], [THEIRS + 192, THEIRS + 64])
+    brought = mapped.read(copy, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
     expected = content(SIZE).reshape(-1, 64)
     assert np.array_equal(ours, [expected[3], np.zeros(64), expected[1]])
     assert brought.sums == [block_checksum(expected[3]), block_checksum(expected[1])]
     assert brought.seconds > 0
 
 
-def test_a_block_of_pieces_is_filled_from_one_run(mapped: MappedReader) -> None:
-    """In the arena a block's pieces are back to back; its checksum is that of the run."""
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_block_of_pieces_is_filled_from_one_run(mapped: MappedReader, parts: int) -> None:
+    """In the arena a block's pieces are back to back; each part has the checksum of its bytes."""
     ours = np.zeros((4, 32), dtype=np.uint8)
-    target = pieces(ours.ctypes.data, (96, 0))
-    read = mapped.read(target, blocks(THEIRS, 64), deadline_s=DEADLINE_S, summed=True)
+    copy = blocks(ours, [0], [THEIRS + 64], pieces=(96, 0), parts=parts)
+    read = mapped.read(copy, deadline_s=DEADLINE_S, summed=True)
     run = content(SIZE)[64:128]
-    assert read.result(DEADLINE_S).sums == [block_checksum(run)]
+    assert read.result(DEADLINE_S).sums == [
+        block_checksum(part) for part in run.reshape(parts, -1)
+    ]  # fmt: skip
     assert np.array_equal(ours[[3, 0]].reshape(-1), run)
     assert not ours[[1, 2]].any()
 
@@ -139,7 +154,7 @@ def test_a_mapping_sees_what_the_owner_writes_later(mapped: MappedReader, arena:
     """It is the arena, no copy of it; and nobody can write through it."""
     arena.array[:64] = 7
     ours = np.zeros(64, dtype=np.uint8)
-    read = mapped.read(blocks(ours.ctypes.data, 0), blocks(THEIRS, 0), deadline_s=1, summed=False)
+    read = mapped.read(blocks(ours, [0], [THEIRS]), deadline_s=1, summed=False)
     assert read.result(DEADLINE_S).sums == []
     assert (ours == 7).all()
     assert (mappings(arena, "r--s"), mappings(arena, "rw-s")) == (1, 1)
@@ -149,12 +164,9 @@ def test_a_mapping_sees_what_the_owner_writes_later(mapped: MappedReader, arena:
 def test_a_slot_outside_the_arena_is_not_read(mapped: MappedReader, address: int) -> None:
     """A confused answer may name any slot."""
     ours = np.full(128, 9, dtype=np.uint8)
-    target = blocks(ours.ctypes.data, 0, 64)
-    source = Places(
-        np.concatenate([blocks(THEIRS, 0).addresses, blocks(address, 0).addresses]), target.lengths
-    )
+    copy = blocks(ours, [0, 64], [THEIRS, address])
     with pytest.raises(TransferFailed, match="not inside the arena"):
-        mapped.read(target, source, deadline_s=1, summed=True).result(DEADLINE_S)
+        mapped.read(copy, deadline_s=1, summed=True).result(DEADLINE_S)
     assert (ours == 9).all()
 
 
@@ -162,7 +174,7 @@ def test_a_copy_that_is_late_does_not_begin(mapped: MappedReader, copier: HeldCo
     """Other copies hold the threads until after the deadline."""
     ours = np.zeros(64, dtype=np.uint8)
     held = hold_all(mapped, copier)
-    late = mapped.read(blocks(ours.ctypes.data, 0), blocks(THEIRS, 0), deadline_s=0.0, summed=True)
+    late = mapped.read(blocks(ours, [0], [THEIRS]), deadline_s=0.0, summed=True)
     held.set()
     with pytest.raises(TransferTimeout):
         late.result(DEADLINE_S)
@@ -174,9 +186,9 @@ def test_what_was_asked_for_before_the_end_ends_first(
 ) -> None:
     """1. A copy waits for its turn. 2. `close` waits for it. 3. What comes later is refused."""
     ours = np.zeros(64, dtype=np.uint8)
-    target, source = blocks(ours.ctypes.data, 0), blocks(THEIRS, 64)
+    copy = blocks(ours, [0], [THEIRS + 64])
     held = hold_all(mapped, copier)
-    read = mapped.read(target, source, deadline_s=DEADLINE_S, summed=True)
+    read = mapped.read(copy, deadline_s=DEADLINE_S, summed=True)
     closing = threading.Thread(target=mapped.close)
     closing.start()
     held.set()
@@ -184,7 +196,7 @@ def test_what_was_asked_for_before_the_end_ends_first(
     assert read.done()
     assert np.array_equal(ours, content(SIZE)[64:128])
     with pytest.raises(MoverClosed):
-        mapped.read(target, source, deadline_s=1, summed=True).result(DEADLINE_S)
+        mapped.read(copy, deadline_s=1, summed=True).result(DEADLINE_S)
     mapped.close()
 
 
@@ -194,9 +206,7 @@ def test_nothing_is_unmapped_under_a_copy(
     """Method: a copy that was asked for is still waiting when `close` unmaps: it would crash."""
     ours = np.zeros(64, dtype=np.uint8)
     held = hold_all(mapped, copier)
-    read = mapped.read(
-        blocks(ours.ctypes.data, 0), blocks(THEIRS, 64), deadline_s=DEADLINE_S, summed=True
-    )
+    read = mapped.read(blocks(ours, [0], [THEIRS + 64]), deadline_s=DEADLINE_S, summed=True)
     closing = threading.Thread(target=mapped.close)
     closing.start()
     closing.join(0.05)
@@ -221,21 +231,20 @@ def test_nixl_reads_another_process_through_a_buffer(
     """The memory that is filled is not registered: NIXL knows our buffers only."""
     reader = NixlReader(mover, mover.add_peer(owner.metadata).result(DEADLINE_S), pool)
     ours = np.zeros((4, 32), dtype=np.uint8)
-    target, source = pieces(ours.ctypes.data, (0, 96), (32, 64)), blocks(owner.address, 640, 64)
-    brought = reader.read(target, source, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+    copy = blocks(ours, [0, 32], [owner.address + 640, owner.address + 64], pieces=(0, 64), parts=4)
+    brought = reader.read(copy, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
     expected = content(SIZE).reshape(-1, 64)[[10, 1]]
-    assert brought.sums == [block_checksum(block) for block in expected]
-    assert np.array_equal(ours[[0, 3, 1, 2]].reshape(2, 64), expected)
-    one = blocks(ours.ctypes.data, 0, length=128)
-    outside = blocks(owner.address, SIZE - 64, length=128)
+    assert brought.sums == [block_checksum(part) for part in expected.reshape(8, 16)]
+    assert np.array_equal(ours[[0, 2, 1, 3]].reshape(2, 64), expected)
+    outside = blocks(ours, [0], [owner.address + SIZE - 64], length=128)
     with pytest.raises(TransferFailed):
-        reader.read(one, outside, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
-    too_much = blocks(ours.ctypes.data, 0, length=pool.buffer_bytes + 1)
+        reader.read(outside, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+    too_much = blocks(ours, [0], [owner.address], length=pool.buffer_bytes + 1)
     with pytest.raises(TransferFailed, match="more than a buffer"):
-        reader.read(too_much, too_much, deadline_s=1, summed=True).result(DEADLINE_S)
+        reader.read(too_much, deadline_s=1, summed=True).result(DEADLINE_S)
     reader.close()
     with pytest.raises((PeerLost, MoverClosed)):
-        reader.read(target, source, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
+        reader.read(copy, deadline_s=DEADLINE_S, summed=True).result(DEADLINE_S)
     assert pool.lost == 0
     assert all(pool.borrow(time.monotonic() + DEADLINE_S).done() for _ in range(BUFFERS))
 

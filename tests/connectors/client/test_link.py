@@ -160,6 +160,26 @@ def test_a_service_that_has_forgotten_us_is_greeted_at_once() -> None:
     assert driven.wait() == [HELLO]
 
 
+def test_a_beat_that_another_life_answers_is_followed_by_a_greeting() -> None:
+    """Goal: no link goes by the arena of a life that has ended.
+
+    1. A life welcomes the link late, and ends. 2. Its successor has taken earlier greetings, so
+    that it knows the engine, but its own welcome was lost. 3. Its answer to a beat says who it is.
+    """
+    driven = Driven()
+    driven.wait()
+    driven.hear(welcome(epoch=7))
+    driven.hear(Alive(epoch=8))
+    assert (driven.downs, driven.link.counts["lost.other_life"]) == (1, 1)
+    assert driven.wait() == [HELLO]
+    driven.hear(Alive(epoch=8))
+    assert driven.state() is LinkState.GREETING
+    driven.hear(welcome(epoch=8))
+    driven.hear(Alive(epoch=8))
+    assert driven.state() is LinkState.UP
+    assert driven.downs == 1
+
+
 def test_a_refused_greeting_is_repeated_slowly_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -60,10 +60,35 @@ def test_a_group_inside_the_joined_blocks_of_another_is_part_of_it() -> None:
     assert regions_of_groups([joined, inside], BLOCKS) == [region(100, 16, 16)]
 
 
+def test_a_smaller_group_may_have_fuller_pages() -> None:
+    """Goal: states fill a part of a page of eight bytes; attention fills pages, of fewer layers.
+
+    Three layers of six bytes are the larger group; two of eight bytes have bytes behind theirs.
+    """
+    states = [Layer(at, shape=(BLOCKS, 6), strides=(8, 1)) for at in (100, 200, 300)]
+    attention = [Layer(200), Layer(100)]
+    assert regions_of_groups([attention, states], BLOCKS) == [
+        region(100), region(200), region(300, 6)
+    ]  # fmt: skip
+
+
+def test_a_group_may_have_memory_of_its_own() -> None:
+    assert regions_of_groups([[Layer(100), Layer(200)], [Layer(300)]], BLOCKS) == [
+        region(100), region(200), region(300)
+    ]  # fmt: skip
+
+
+def test_a_group_that_joins_two_regions() -> None:
+    """Pages of 16 bytes: two layers fill the first and the last four bytes, one the middle."""
+    ends = [Layer(at, shape=(BLOCKS, 6), strides=(16, 1)) for at in (100, 110)]
+    middle = [Layer(104, strides=(16, 4, 1))]
+    assert regions_of_groups([ends, middle], BLOCKS) == [region(100, 16, 16)]
+
+
 @pytest.mark.parametrize(
-    "stray", [Layer(300), Layer(104), Layer(96), Layer(100, strides=(16, 4, 1))]
+    "stray", [Layer(104), Layer(96), Layer(108), Layer(92), Layer(100, strides=(16, 4, 1))]
 )
-def test_a_group_with_bytes_of_its_own_is_not_lent(stray: Layer) -> None:
+def test_groups_whose_blocks_lie_across_each_other_are_not_lent(stray: Layer) -> None:
     with pytest.raises(UnknownLayout, match="do not overlay"):
         regions_of_groups([[Layer(100), Layer(200)], [stray]], BLOCKS)
 

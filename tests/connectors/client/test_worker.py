@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbm_common.checksum import block_checksum
+from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.copying import COPIER, Places
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.layout import CHUNK_BYTES
@@ -88,7 +88,7 @@ def test_a_load_of_many_chunks_is_one_result(tmp_path: Path, owner: Owner) -> No
         wait_for(lambda: rank.epoch == EPOCH)
         blocks = bytes_there.reshape(3, size)
         whole = Load("r", EPOCH, 5, (2, 1, 0), (0, 1, 2), (name(1), name(2), name(3)),
-                     tuple((block_checksum(blocks[i]),) for i in (2, 1, 0)), size,
+                     tuple(pack_sums([block_checksum(blocks[i])]) for i in (2, 1, 0)), size,
                      2**60)  # fmt: skip
         rank.start_load(whole)
         assert rank.result().intact == (True, True, True)
@@ -148,7 +148,7 @@ def test_each_rank_verifies_its_own_part_of_every_block(
     half = BLOCK_BYTES // 2
     rank = Rank(tmp_path, block_bytes=half, rank=1, world_size=2)
     sums = [
-        tuple(block_checksum(part) for part in (slot[:half], slot[half:]))
+        pack_sums(block_checksum(part) for part in (slot[:half], slot[half:]))
         for slot in content(SIZE).reshape(-1, BLOCK_BYTES)[[3, 4]]
     ]
     both = replace(load([3, 4]), checksums=tuple(sums))

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvbm_common.copying import COPIER, Places
+from kvbm_common.copying import COPIER, Lanes, Places
+from kvbm_common.copying.rank_pieces import BlockCopy
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import (
     MoverThread,
@@ -51,9 +52,7 @@ class Held:
     def __init__(self) -> None:
         self.reads: list[Future[Brought]] = []
 
-    def read(
-        self, target: Places, source: Places, *, deadline_s: float, summed: bool
-    ) -> Future[Brought]:
+    def read(self, copy: BlockCopy, *, deadline_s: float, summed: bool) -> Future[Brought]:
         self.reads.append(Future())
         return self.reads[-1]
 
@@ -191,9 +190,9 @@ def test_a_load_in_flight_ends_with_the_worker(
     """Its copy stands still when the engine stops: it ends first."""
     held, copy = threading.Event(), COPIER.copy
 
-    def late(target: Places, source: Places, *, summed: bool) -> list[int]:
+    def late(target: Places, source: Places, *, summed: bool, lanes: Lanes) -> list[int]:
         assert held.wait(DEADLINE_S)
-        return copy(target, source, summed=summed)
+        return copy(target, source, summed=summed, lanes=lanes)
 
     monkeypatch.setattr(COPIER, "copy", late)
     rank.start_load(load([1]))

@@ -22,12 +22,13 @@ from kvbm_common.wire.engine_events import (
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
 from kvbm_common.wire.local import Attach, Attached, Refused
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
+from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
     Broadcast,
     ConsolidatorLimits,
     Effect,
-    EngineBatchReceived,
+    EngineBatchesReceived,
     EpochGranted,
     Input,
     Publish,
@@ -64,6 +65,21 @@ def attach(
 def key(rank: int = 0, incarnation: str = INCARNATION) -> StreamKey:
     """The stream of that introduction."""
     return StreamKey("sim-0", incarnation, rank)
+
+
+def batch_received(
+    stream: StreamKey, seq: int, batch: EngineBatch, replay: int = 0
+) -> EngineBatchesReceived:
+    """One batch of a stream."""
+    return EngineBatchesReceived(stream, ((seq, batch),), replay)
+
+
+def held(core: EnginesCore, engine: str = "sim-0") -> set[SequenceHash]:
+    """Every block of an engine with an epoch, by its snapshot."""
+    snapshot = core.snapshot(engine)
+    assert snapshot is not None, engine
+    runs = [run for part in snapshot.parts for run in part.runs]
+    return {hash_from_hex(text) for run in runs for text in run.hashes}
 
 
 def chain(tokens: tuple[int, ...], salt: str | None = None) -> list[SequenceHash]:
@@ -290,7 +306,7 @@ class Harness:
     def batch(self, seq: int, *events: EngineEvent, rank: int = 0, ts: float | None = None) -> None:
         """A live batch."""
         batch = EngineBatch(100.0 + seq if ts is None else ts, events, 0)
-        self.send(EngineBatchReceived(key(rank), seq, batch))
+        self.send(batch_received(key(rank), seq, batch))
 
     def answer(self, device: Device, *, first: int = 0, fail: bool = False) -> bool:
         """Answer the oldest replay request from the device's buffer, which begins at `first`."""
@@ -302,7 +318,7 @@ class Harness:
             return True
         for seq in range(max(first, asked.from_seq), len(device.batches)):
             batch = device.batches[seq]
-            self.send(EngineBatchReceived(asked.key, seq, batch, asked.replay))
+            self.send(batch_received(asked.key, seq, batch, asked.replay))
         self.send(ReplayDone(asked.key, asked.replay))
         return True
 

@@ -17,10 +17,10 @@ from kvbm_common.wire.engine_events import (
     split_published,
     split_replayed,
 )
-from kvbm_connectors.consolidator.core.messages import EngineBatchReceived, ReplayDone
+from kvbm_connectors.consolidator.core.messages import ReplayDone
 from kvbm_connectors.trtllm.events import TrtllmEvents
 
-from tests.connectors.consolidator.model import HASHER, Harness, chain, key
+from tests.connectors.consolidator.model import HASHER, Harness, batch_received, chain, key
 
 DIRECTORY = Path(__file__).parents[2] / "golden" / "engine_frames"
 STREAMS = sorted(path for path in DIRECTORY.glob("*.json") if path.stem != "trtllm_pulled")
@@ -53,7 +53,7 @@ def test_an_engine_s_stream_is_understood(path: Path) -> None:
         frame = split_published(message)
         assert frame.topic == document["topic"].encode()
         batch = decode_batch(frame.payload)
-        harness.send(EngineBatchReceived(key(), frame.seq, batch))
+        harness.send(batch_received(key(), frame.seq, batch))
         if number == 0:
             wanted = blocks_of(document["held_after_first"]) | multimodal(document)
             assert harness.live[0] == wanted
@@ -87,7 +87,7 @@ def test_an_engine_s_replay_is_understood(path: Path) -> None:
             harness.send(ReplayDone(asked.key, asked.replay))
         else:
             batch = decode_batch(frame.payload)
-            harness.send(EngineBatchReceived(asked.key, frame.seq, batch, asked.replay))
+            harness.send(batch_received(asked.key, frame.seq, batch, asked.replay))
     assert harness.live[0] == blocks_of(document["holds"])
 
 
@@ -97,7 +97,7 @@ def test_lower_tiers_and_unusable_events_are_counted() -> None:
     harness.attach()
     for message in frames_of(load(DIRECTORY / "sglang_0.5.json"), "published"):
         frame = split_published(message)
-        harness.send(EngineBatchReceived(key(), frame.seq, decode_batch(frame.payload)))
+        harness.send(batch_received(key(), frame.seq, decode_batch(frame.payload)))
     drops = harness.core.statistics().drops
     assert (drops["other_medium"], drops["token_pairs"]) == (4, 1)
 
@@ -135,5 +135,5 @@ def test_pulled_events_reach_the_consolidator() -> None:
     harness = Harness()
     harness.attach()
     events = TrtllmEvents(block_tokens=2).translate(first)
-    harness.send(EngineBatchReceived(key(), 0, EngineBatch(100.0, tuple(events), 0)))
+    harness.send(batch_received(key(), 0, EngineBatch(100.0, tuple(events), 0)))
     assert harness.live[0] == {chain((1, 2))[0], chain((1, 2), salt="tenant")[0]}

@@ -16,7 +16,6 @@ from kvbm_connectors.consolidator.core.messages import (
     BeatReceived,
     ConsolidatorLimits,
     EngineBatchesReceived,
-    EngineBatchReceived,
     EpochGranted,
     Input,
     ReplayDone,
@@ -27,7 +26,14 @@ from kvbm_connectors.consolidator.core.messages import (
 )
 from kvbm_connectors.consolidator.shell.frames import FrameReader
 
-from tests.connectors.consolidator.model import INCARNATION, Device, attach, key
+from tests.connectors.consolidator.model import (
+    INCARNATION,
+    Device,
+    attach,
+    batch_received,
+    held,
+    key,
+)
 
 HUGE = bytes(MESSAGE_BYTES_MAX + 1)
 LIMITS = ConsolidatorLimits(pending_batches_max=100, orphan_blocks_max=200, naming=True)
@@ -241,8 +247,8 @@ def test_after_the_storm_the_next_life_is_right() -> None:
     consolidator.step(ReplayDone(asked.key, asked.replay))
     for event in (device.store((1, 2, 3, 4), 0), device.evict(0), device.store((5, 6), 0)):
         seq = device.publish(event)
-        consolidator.step(EngineBatchReceived(key(incarnation=life), seq, device.batches[seq]))
-    held = {block for _, _, block in consolidator.core.engines.held("sim-0")}
-    assert held == device.truth()
-    assert consolidator.core.consolidated.live("sim-0").keys() == held
+        consolidator.step(batch_received(key(incarnation=life), seq, device.batches[seq]))
+    blocks = held(consolidator.core.engines)
+    assert blocks == device.truth()
+    assert consolidator.core.consolidated.live("sim-0").keys() == blocks
     consolidator.core.check()

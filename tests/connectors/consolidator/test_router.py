@@ -16,7 +16,7 @@ from kvbm_common.identity import SequenceHash, hash_from_hex
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_publisher import EventPublisher
-from kvbm_common.nats.jetstream import CONSOLIDATED
+from kvbm_common.nats.streams import CONSOLIDATED
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.service.process import serve
 from kvbm_common.tier.announcer import Announcer

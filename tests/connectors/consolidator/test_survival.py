@@ -14,12 +14,12 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.nats import embedded_server as embedded
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
-from kvbm_common.nats.jetstream import CONSOLIDATED, EVENTS, call_api
+from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.service.process import serve
 from kvbm_common.wire.engine_events import AllBlocksCleared
 from kvbm_common.wire.local import Attached, Beat
 from kvbm_common.wire.verbs import verb_subject
-from kvbm_connectors.consolidator.core.messages import EngineBatchReceived
 from kvbm_connectors.consolidator.shell.service import serve_consolidator
 from kvbm_index.shell import image_store
 from kvbm_index.shell.service import serve_index
@@ -28,6 +28,7 @@ from tests.connectors.consolidator.model import (
     INCARNATION,
     Device,
     Harness,
+    batch_received,
     chain,
     engine_hash,
     key,
@@ -187,7 +188,7 @@ def test_a_machine_that_slept_finds_its_engines_again() -> None:
     harness.attach()
     device = Device()
     seq = device.publish(device.store((1, 2, 3, 4), 0))
-    harness.send(EngineBatchReceived(key(), seq, device.batches[seq]))
+    harness.send(batch_received(key(), seq, device.batches[seq]))
     harness.tick(24 * 3_600_000)
     assert harness.consolidated.blocks() == set()
     harness.attach(epoch=False)

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvbm_common.checksum import pack_sums
 from kvbm_common.wire.local import Found, Release
-from kvbm_connectors.core.failed_blocks import FailedBlocks
 from kvbm_connectors.core.messages import ConnectorMisuse, Hit, LoadResult, merge_results
 
 from tests.connectors.helpers import (
@@ -43,7 +43,7 @@ def test_a_lookup_from_the_question_to_the_release() -> None:
     assert (load.slots, load.blocks, load.checksums) == (
         (10, 11, 12),
         (70, 71, 72),
-        ((0,), (1,), (2,)),
+        tuple(pack_sums([one]) for one in range(3)),
     )
     assert load.hashes == (name(1), name(2), name(3))
     assert (load.epoch, load.lease, load.block_bytes) == (EPOCH, 55, BLOCK_BYTES)
@@ -217,9 +217,9 @@ def test_every_rank_is_told_the_checksum_of_its_part() -> None:
     engine = Engine()
     engine.look_up(1, 2, 3)
     good = answer(engine.lookups[0].lookup, 3, lease=55)
-    parts = [11, 12, 21, 22, 31, 32]
-    engine.hear(msgspec.structs.replace(good, part_checksums=parts))
-    assert engine.take(70, 71).checksums == ((11, 12), (21, 22))
+    parts = pack_sums([11, 12, 21, 22, 31, 32])
+    engine.hear(msgspec.structs.replace(good, part_sums=parts))
+    assert engine.take(70, 71).checksums == (pack_sums([11, 12]), pack_sums([21, 22]))
 
 
 # --- bad answers --------------------------------------------------------------------------------
@@ -233,8 +233,11 @@ def test_every_rank_is_told_the_checksum_of_its_part() -> None:
         {"slots": list(range(9)), "checksums": list(range(9))},
         {"block_bytes": 0},
         {"lease": 0},
-        {"part_checksums": [0, 1, 2, 3]},
-        {"slots": [], "checksums": [], "part_checksums": [0]},
+        {"checksums": [0, -1, 2]},
+        {"checksums": [0, 1, 2**64]},
+        {"part_sums": bytes(4 * 8)},
+        {"part_sums": bytes(3)},
+        {"slots": [], "checksums": [], "part_sums": bytes(8)},
         {"disk_blocks": [3]},
         {"disk_blocks": [0, 1, 2], "remote_blocks": [2]},
     ],
@@ -304,18 +307,6 @@ def test_more_than_was_asked_for_is_no_answer() -> None:
     engine.look_up(1, 2)
     engine.hear(answer(engine.lookups[1].lookup, 2))
     assert engine.look_up(1, 2) == Hit(0, reason="malformed")
-
-
-def test_avoided_blocks_are_bounded_and_the_oldest_make_room() -> None:
-    """Room for two. 1 fails again, and is the newest then: 2 has to go for 3."""
-    avoided = FailedBlocks(avoid_ms=100, block_count_max=2)
-    for now_ms, number in enumerate((1, 2, 1, 3)):
-        avoided.add(name(number), now_ms)
-    assert len(avoided) == 2
-    assert [avoided.run_before([name(number)], 99) for number in (1, 2, 3)] == [0, 1, 0]
-    avoided.tick(102)
-    assert avoided.run_before([name(1), name(3)], 102) == 1
-    assert len(avoided) == 1
 
 
 def test_another_arena_starts_with_a_clean_sheet() -> None:

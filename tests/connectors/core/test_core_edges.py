@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from kvbm_common.checksum import pack_sums
 from kvbm_common.config.settings import Settings
 from kvbm_common.identity import pack_hashes
 from kvbm_common.wire.local import Confirm, Lookup, Offered, OfferedRun, Outcome, Release
 from kvbm_connectors.core.core import ConnectorCore
-from kvbm_connectors.core.limits import ConnectorLimits
-from kvbm_connectors.core.messages import ConnectorMisuse, Hit, OfferEnded, Origin, ToHost
+from kvbm_connectors.core.messages import (
+    ConnectorLimits,
+    ConnectorMisuse,
+    Hit,
+    OfferEnded,
+    Origin,
+    ToHost,
+)
 from kvbm_connectors.core.outbox import REQUEST_CHARS_MAX
 
 from tests.connectors.helpers import (
@@ -115,7 +122,7 @@ def test_a_load_carries_what_was_found() -> None:
     load = engine.take(70, 71)
     assert (load.request, load.lookup, load.lease) == ("r", 1, 101)
     assert (load.slots, load.checksums, load.blocks) == (
-        (10, 11), ((0,), (1,)), (70, 71),
+        (10, 11), (pack_sums([0]), pack_sums([1])), (70, 71),
     )  # fmt: skip
     assert load.hashes == (name(1), name(2))
     assert load.deadline_ms == engine.now_ms + LEASE_MS

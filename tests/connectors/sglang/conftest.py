@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvbm_connectors.sglang.events import Stream
-from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.options import Options, Stream
 from kvbm_connectors.sglang.storage import Storage
 
 from tests.connectors.sglang.pool import Config, Pool

@@ -10,8 +10,7 @@ import kvbm_connectors.sglang
 import pytest
 from kvbm_common.config.declarations import settings_by_name
 from kvbm_common.config.settings import Settings
-from kvbm_connectors.sglang.events import stream_of
-from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.options import Options, stream_of
 
 from tests.sglang.harness import ROOT, extra_of
 

@@ -13,11 +13,10 @@ from kvbm_common.errors import ConfigError
 from kvbm_common.memory.committed_table import CommittedTable
 from kvbm_connectors.client.weights import UnreadableWeights
 from kvbm_connectors.sglang import weights
-from kvbm_connectors.sglang.events import Stream, stream_of
 from kvbm_connectors.sglang.generation import Generation
 from kvbm_connectors.sglang.hits import combine, trailing_lengths
 from kvbm_connectors.sglang.known import Known
-from kvbm_connectors.sglang.options import Options
+from kvbm_connectors.sglang.options import Options, Stream, stream_of
 from kvbm_connectors.sglang.weights import revision_of
 
 from tests.connectors.endpoints import welcome

@@ -294,7 +294,10 @@ def test_a_page_that_has_rotted_is_zeroed_and_missed(attach: Attach, stack: Live
     put(ours, pool, keys := keys_of("rot", COUNT))
     corrupt_arena(stack.settings)
     assert taken(theirs, other, keys, 6) == [False] * COUNT
-    assert theirs.all_counts()["kv.loads_failed.corrupt"] == 1
+    by_load = theirs.all_counts().get("kv.loads_failed.corrupt", 0)
+    # On a slow machine the scrubber reads them before the load comes: a miss then, no failure.
+    by_scrubber = stack.figures("host-tier").get("scrub_corrupt_blocks", 0)
+    assert by_load == 1 or by_scrubber > 0
     assert not other.memory.any()
     put(ours, pool, again := keys_of("rot again", COUNT))
     assert taken(theirs, other, again, 6) == [True] * COUNT

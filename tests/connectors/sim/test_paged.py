@@ -94,6 +94,19 @@ def test_a_reset_needs_a_quiet_engine() -> None:
     pool.check()
 
 
+def test_an_evicted_name_is_found_in_no_block() -> None:
+    """A block in use stays in use: its holder goes on with what it has."""
+    pool = BlockPool(3)
+    [block, _] = cached(pool, 1, 2)
+    cached(pool, 1)
+    pool.hold([block])
+    assert pool.evict(name(1)) == 2
+    assert numbers(pool.names()) == [2]
+    assert pool.free_count == 2
+    assert pool.evict(name(1)) == 0
+    pool.check()
+
+
 @pytest.mark.parametrize("misuse", ["release", "name"])
 def test_what_is_not_held_cannot_be_released_or_named(misuse: str) -> None:
     pool = BlockPool(1)
@@ -131,6 +144,12 @@ class Pool(RuleBasedStateMachine):
             self.content[block] = number
             self.pool.give_name(block, name(number))
         self.requests.append(local + allocated[0])
+
+    @rule(number=st.integers(1, 9))
+    def evict(self, number: int) -> None:
+        """One name is found no more, whoever holds its blocks."""
+        self.pool.evict(name(number))
+        assert self.pool.find(name(number)) is None
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -8,8 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvbm_connectors.sim.mooncake_trace import TRACE_BLOCK_TOKENS, BadTrace
-from kvbm_connectors.sim.workload import VOCABULARY, Turn, conversations, trace
+from kvbm_connectors.sim.workload import (
+    TRACE_BLOCK_TOKENS,
+    VOCABULARY,
+    BadTrace,
+    Turn,
+    conversations,
+    trace,
+)
 
 GOOD: dict[str, Any] = {
     "timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2],

@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 from kvbm_common.identity import SequenceHash
-from kvbm_connectors.sim.content import Content
 from kvbm_connectors.sim.paged import BlockPool
+from kvbm_connectors.sim.pages import Content
 
 BLOCK_TOKENS = 4
 LAYERS, KV_FACTOR, WORDS = 2, 2, 8

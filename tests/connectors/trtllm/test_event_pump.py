@@ -134,16 +134,24 @@ def test_an_engine_in_the_same_process_is_pulled_from() -> None:
     assert llm.asked == [event_pump.PULL_S]
 
 
+def as_documented() -> dict[str, str]:
+    """The variables that docs/trtllm.md sets."""
+    return os.environ | {"DYN_KVBM_TRTLLM_ZMQ_PORT": str(free_pair()), "KVBM_ENGINES_OPEN": "true"}
+
+
 def test_the_command_publishes_until_it_is_told_to_stop(server: Server) -> None:
-    """As docs/trtllm.md shows it; without a port it says what is missing."""
+    """As docs/trtllm.md shows it; without a port, or consent, it says what is missing."""
     command = [sys.executable, "-m", "kvbm_connectors.trtllm.event_pump", "--url", server.url,
                "--block-tokens", str(args_of().kv_cache_config.tokens_per_block)]  # fmt: skip
-    failed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert failed.returncode == 2
-    assert "DYN_KVBM_TRTLLM_ZMQ_PORT" in failed.stderr
+    for variable in ("DYN_KVBM_TRTLLM_ZMQ_PORT", "KVBM_ENGINES_OPEN"):
+        environ = {name: value for name, value in as_documented().items() if name != variable}
+        failed = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=False, env=environ
+        )
+        assert failed.returncode == 2
+        assert variable in failed.stderr
     server.events += [stored(0, [1, 2, 3, 4])]
-    environ = os.environ | {"DYN_KVBM_TRTLLM_ZMQ_PORT": str(free_pair())}
-    with subprocess.Popen(command, env=environ) as pump:
+    with subprocess.Popen(command, env=as_documented()) as pump:
         wait_for(lambda: not server.events, "nobody has pulled")
         pump.send_signal(signal.SIGTERM)
         assert pump.wait(10) == 0
@@ -161,8 +169,8 @@ def test_a_signal_that_comes_before_it_is_waited_for_ends_it_too(server: Server)
         "event_pump.EventPump.start = start_and_be_told\n"
         f"sys.exit(event_pump.main(['--url', {server.url!r}, '--block-tokens', '4']))\n"
     )
-    environ = os.environ | {"DYN_KVBM_TRTLLM_ZMQ_PORT": str(free_pair())}
-    ended = subprocess.run([sys.executable, "-c", script], env=environ, timeout=30, check=False)
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, env=as_documented(), timeout=30, check=False)
     assert ended.returncode == 0
 
 

@@ -19,6 +19,7 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.cuda.reading import Gpu
 from kvbm_common.identity import Hasher
 from kvbm_common.memory.arena import Arena
+from kvbm_common.tier.parts import ONE_PART, Grid
 from kvbm_connectors.core.messages import Load
 from kvbm_connectors.trtllm import __all__ as names
 from kvbm_connectors.trtllm.identity import (
@@ -30,8 +31,13 @@ from kvbm_connectors.trtllm.identity import (
     stream_of,
 )
 from kvbm_connectors.trtllm.memory import CannotLend, regions_of_layout, regions_of_tensor
-from kvbm_connectors.trtllm.plan import PromisedLoad, PromisePlan
-from kvbm_connectors.trtllm.promises import PREFIX, PromiseKeeper, PromiseReader
+from kvbm_connectors.trtllm.promises import (
+    PREFIX,
+    PromisedLoad,
+    PromiseKeeper,
+    PromisePlan,
+    PromiseReader,
+)
 from kvbm_connectors.trtllm.protocols import BAD_PAGE, DEFAULT_PRIORITY, SOURCES
 from kvbm_connectors.trtllm.tracked import PromisedRequest, refusal_of_request
 from kvbm_connectors.trtllm.worker import PromiseBroken, WorkerSide
@@ -122,6 +128,7 @@ def test_what_cannot_be_cached_is_said(
     [
         (LlmArgs(parallel_config=ParallelConfig(Mapping(pp_size=2))), "pipeline"),
         (LlmArgs(parallel_config=ParallelConfig(Mapping(cp_size=2))), "context"),
+        (LlmArgs(parallel_config=ParallelConfig(Mapping(world_size=65))), "64 parts"),
         (LlmArgs(enable_attention_dp=True), "attention data"),
         (LlmArgs(max_beam_width=2), "beam"),
     ],
@@ -272,9 +279,9 @@ BLOCK_BYTES = 100
 
 def load_of(arena: Arena, slots: list[int], *, rotten: int | None = None) -> Load:
     """Of these slots of an arena, whose slots are as large as blocks."""
-    sums = [part_checksums(arena.view(slot * BLOCK_BYTES, BLOCK_BYTES), 1) for slot in slots]
+    sums = [part_checksums(arena.view(slot * BLOCK_BYTES, BLOCK_BYTES), ONE_PART) for slot in slots]
     if rotten is not None:
-        sums[rotten] = (sums[rotten][0] ^ 1,)
+        sums[rotten] = sums[rotten][::-1]
     return Load(
         request="r", epoch=1, lease=1, slots=tuple(slots), blocks=tuple(range(len(slots))),
         hashes=tuple(name(n) for n in slots), checksums=tuple(sums),
@@ -402,7 +409,7 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
         size = ranks * PART_BYTES
         load = Load(
             request="r", epoch=1, lease=1, slots=(2, 1), blocks=(0, 1), hashes=(name(2), name(1)),
-            checksums=tuple(part_checksums(source[slot], ranks) for slot in (2, 1)),
+            checksums=tuple(part_checksums(source[slot], Grid(heads=ranks)) for slot in (2, 1)),
             block_bytes=size, deadline_ms=1 << 60,
         )  # fmt: skip
         assert keeper.room(size)

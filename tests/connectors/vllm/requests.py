@@ -20,6 +20,8 @@ class Request:
     mm_features: Sequence[Any] = ()
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
+    shared_prefix_boundary: int = 0
+    """Where vLLM ends a step, so that recurrent layers leave a state there."""
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,7 @@ from tests.connectors.vllm.pool import Pool
 from tests.connectors.vllm.requests import Output, Request
 
 FULL = KvGroup(Hasher(NAMESPACE))
-WINDOW = KvGroup(Hasher(replace(NAMESPACE, group=1)), 1)
+WINDOW = KvGroup(Hasher(replace(NAMESPACE, group=1)), 1, table=1)
 
 
 class Half:
@@ -47,8 +47,8 @@ class Half:
     def take(self, request: str, blocks: Sequence[int]) -> Load:
         return Load(
             request=request, epoch=1, lease=1, slots=(0,) * len(blocks), blocks=tuple(blocks),
-            hashes=self.asked[-1][: len(blocks)], checksums=((0,),) * len(blocks), block_bytes=1,
-            deadline_ms=1, whole=True,
+            hashes=self.asked[-1][: len(blocks)], checksums=(bytes(8),) * len(blocks),
+            block_bytes=1, deadline_ms=1, whole=True,
         )  # fmt: skip
 
     def load_ended(self, result: LoadResult) -> None:
@@ -111,6 +111,7 @@ class State:
 
     def __init__(self, tables: dict[str, tuple[list[int], ...]]) -> None:
         self.tables = tables
+        self.boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = {}
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None:
         return self.tables.get(req_id)
@@ -221,6 +222,125 @@ def test_before_vllm_shows_its_pool_nothing_is_offered() -> None:
     assert engine.offers == {}
 
 
+def test_what_is_kept_of_a_request_without_a_step_is_offered_and_given_back() -> None:
+    """Goal: vLLM waits for blocks that a connector holds, instead of preempting a request.
+
+    1. A block of the window is kept, and its step ends. There are no blocks for the next step.
+    2. A step without the request offers it all the same; the offer ends, and the block is free.
+    """
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    assert engine.side.holding
+    engine.side.plan(Output())
+    assert engine.offers == {1: (14,)}
+    engine.half.end(1)
+    engine.side.plan(Output())
+    assert (engine.pool.held(), engine.side.holding) == ([], False)
+
+
+# --- recurrent states and blocks of other sizes ---------------------------------------------------
+
+STATE = KvGroup(Hasher(replace(NAMESPACE, group=1, block_tokens=8)), 1, table=1, handed_over=True)
+"""A state for eight tokens: two blocks of full attention."""
+
+
+def recurrent() -> Engine:
+    engine = Engine()
+    engine.side = SchedulerSide(engine.half, FULL.hasher, groups=[FULL, STATE], holds=engine.holds)
+    return engine
+
+
+def hand_over(engine: Engine, request: Request, tokens: int, *states: tuple[int, int, int]) -> None:
+    """Plan a step that computes so many tokens, and in which vLLM hands over states."""
+    state = State({request.request_id: ([1, 2, 3, 4, 5], [0, 13])})
+    state.boundary_state_offloads = {request.request_id: list(states)}
+    engine.side.plan(Output({request.request_id: tokens}, kv_connector_block_state=state))
+    request.begin(tokens)
+
+
+def test_a_state_is_held_from_the_step_that_computes_it_and_offered_when_that_has_ended() -> None:
+    """Goal: a state that vLLM moves on from is stored under the name of its boundary.
+
+    1. A step computes 16 tokens: vLLM hands over the state behind them, of group 1 in block 13.
+    2. It has ended: four blocks of full attention are offered, and the second state.
+    """
+    engine, request = recurrent(), Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    hand_over(engine, request, 16, (1, 13, 16))
+    assert (engine.pool.held(), engine.offers) == ([13], {})
+    request.end(16)
+    hand_over(engine, request, 1)
+    assert engine.offers == {1: (1, 2, 3, 4), 2: (13,)}
+    assert engine.half.offered[2].hashes == (STATE.hasher.chain(tokens(16))[1],)
+    assert engine.half.namespaces[2] == STATE.hasher.namespace.digest
+
+
+@pytest.mark.parametrize("state", [(1, 13, 12), (2, 13, 16), (1, 0, 16)])
+def test_states_that_no_hit_can_use_are_left(state: tuple[int, int, int]) -> None:
+    """One inside of a block, one of a group that is not cached, and vLLM's null block."""
+    engine, request = recurrent(), Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    hand_over(engine, request, 16, state)
+    assert engine.pool.held() == []
+
+
+def test_a_state_that_was_loaded_is_not_offered_again() -> None:
+    """vLLM hands over what a load has brought, too: it caches the block then."""
+    engine, request = recurrent(), Request(all_token_ids=tokens(17))
+    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
+    assert engine.admit(request) == (8, True)
+    engine.side.allocated(request, Table([1, 2], [13]), 8)
+    [load] = engine.side.plan(Output()).loads
+    assert load.blocks == (1, 2, 13)
+    engine.side.reported(StepReport((LoadResult(load, (True,) * 3),)))
+    request.num_computed_tokens = 8
+    hand_over(engine, request, 8, (1, 13, 8), (1, 14, 16))
+    assert engine.pool.held() == [14]
+
+
+def test_a_lookup_asks_for_blocks_of_the_size_that_each_group_has() -> None:
+    """One token is left to compute: 16 of 17, which are four blocks and two states."""
+    engine, request = recurrent(), Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    names = FULL.hasher.chain(tokens(16)), STATE.hasher.chain(tokens(16))
+    assert engine.half.asked == [(*names[0], *names[1])]
+    shorter = Request("s", all_token_ids=tokens(16))
+    engine.admit(shorter)
+    assert engine.half.asked[1] == (*names[0][:2], names[1][0]), "both groups end a block at 8"
+
+
+def test_vllm_is_told_to_leave_a_state_where_prompts_part() -> None:
+    """Goal: the second prompt with a shared beginning makes it a hit for the third.
+
+    Full attention has 16 tokens of the prompt, and no state is there: vLLM ends a step at 16.
+    """
+    engine, request = recurrent(), Request(all_token_ids=tokens(25))
+    engine.half.hit = Hit(0, reason="not_stored", boundary=0, shared=16)
+    assert engine.admit(request) == (0, False)
+    assert request.shared_prefix_boundary == 16
+    engine.half.hit = Hit(3, boundary=16, shared=16)
+    other = Request("o", all_token_ids=tokens(25))
+    engine.admit(other)
+    assert other.shared_prefix_boundary == 0
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+def test_of_chunks_the_blocks_of_the_last_one_are_kept() -> None:
+    """Goal: a prompt of 25 tokens ends in its second chunk of 16: two blocks are kept of it.
+
+    The end of the first chunk needs no block of the group.
+    """
+    engine, request = Engine(), Request(all_token_ids=tokens(25))
+    chunks = KvGroup(Hasher(replace(NAMESPACE, group=1)), chunk=16, table=1)
+    engine.side = SchedulerSide(engine.half, FULL.hasher, groups=[FULL, chunks], holds=engine.holds)
+    engine.admit(request)
+    engine.step(request, 24, [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16])
+    assert engine.pool.held() == [15, 16]
+
+
 # --- hits ---------------------------------------------------------------------------------------
 
 
@@ -248,6 +368,8 @@ def test_a_hit_that_vllm_cuts_or_has_no_room_for_fails_as_a_whole(
     [load] = engine.side.plan(Output()).loads
     assert (load.epoch, load.lease, load.whole) == (0, 0, True)
     assert engine.side.counts["loads_impossible"] == 1
+    engine.side.reported(StepReport((LoadResult(load, (False,) * len(load.blocks)),)))
+    assert engine.admit(request) == (0, False), "the same would happen again, and for ever"
 
 
 def test_loaded_blocks_are_not_offered_again_and_what_is_behind_them_is() -> None:
@@ -272,8 +394,8 @@ def test_after_a_load_that_failed_everything_is_offered_again() -> None:
     [load] = engine.side.plan(Output()).loads
     engine.side.reported(StepReport((LoadResult(load, (True, True, False), (2,)),)))
     assert engine.side.counts["loads_failed"] == 1
-    engine.half.hit = Hit(0, reason="avoided")
-    engine.admit(request)
+    assert engine.admit(request) == (0, False)
+    assert len(engine.half.asked) == 1, "it is computed: vLLM may wait for ever for a second load"
     engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
     engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
     assert engine.offers == {1: (1, 2, 3, 4), 2: (12,), 3: (14,)}

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvbm_common.identity import Hasher
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_connectors.vllm.kv_groups import (
+    KvGroup,
+    first_group,
     grouping_of,
     groups_of,
     is_hybrid,
@@ -17,6 +20,7 @@ from kvbm_connectors.vllm.kv_groups import (
     runs_of,
     window_blocks,
 )
+from msgspec.structs import replace
 
 from tests.connectors.helpers import NAMESPACE
 
@@ -42,7 +46,34 @@ class SlidingWindowSpec:
 
 
 @dataclass
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    prefix_cacheable: bool = True
+    prefix_replay_tokens: int = 0
+
+
+@dataclass
+class ChunkedLocalAttentionSpec:
+    attention_chunk_size: int = 8
+    block_size: int = 4
+
+
+@dataclass
 class MambaSpec:
+    block_size: int = 4
+    mamba_cache_mode: str = "align"
+    shapes: tuple[tuple[int, ...], ...] = ((3, 8),)
+
+
+@dataclass
+class CircularBufferSpec:
+    """Scratch of one request."""
+
+    block_size: int = 4
+    prefix_cacheable: bool = False
+
+
+@dataclass
+class EncoderSpec:
     block_size: int = 4
 
 
@@ -61,6 +92,13 @@ def config(*specs: object, **more: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, **more)
 
 
+def hisparse(**facts: bool) -> Any:
+    """A KVCacheConfig with a group that vLLM keeps elsewhere."""
+    found = config(FullAttentionSpec(), FullAttentionSpec())
+    vars(found.kv_cache_groups[1]).update(facts)
+    return found
+
+
 @pytest.mark.parametrize(
     "specs",
     [
@@ -70,9 +108,16 @@ def config(*specs: object, **more: Any) -> Any:
         (SlidingWindowSpec(),),
         (SlidingWindowSpec(), SlidingWindowSpec(), FullAttentionSpec()),
         (UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": MLAAttentionSpec()}),),
+        (UniformTypeKVCacheSpecs({"a": SlidingWindowMLASpec()}), MLAAttentionSpec()),
+        (ChunkedLocalAttentionSpec(), FullAttentionSpec()),
+        (MambaSpec(), FullAttentionSpec()),
+        (MambaSpec(mamba_cache_mode="all"),),
+        (FullAttentionSpec(4), SlidingWindowSpec(9, 8), MambaSpec(12)),
+        (SlidingWindowSpec(extra_retained_tokens=1), FullAttentionSpec()),
+        (MLAAttentionSpec(), CircularBufferSpec()),
     ],
 )
-def test_full_attention_and_windows_are_served(specs: tuple[object, ...]) -> None:
+def test_kinds_that_are_served(specs: tuple[object, ...]) -> None:
     assert refusal_of_groups(config(*specs)) == ""
 
 
@@ -80,14 +125,20 @@ def test_full_attention_and_windows_are_served(specs: tuple[object, ...]) -> Non
     ("cache", "reason"),
     [
         (config(), "no KV cache"),
-        (config(FullAttentionSpec(), MambaSpec()), "a KV cache group is MambaSpec"),
+        (config(FullAttentionSpec(), EncoderSpec()), "a KV cache group is EncoderSpec; served are"),
         (
             config(UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": SlidingWindowSpec()})),
             "FullAttentionSpec, SlidingWindowSpec",
         ),
-        (config(SlidingWindowSpec(extra_retained_tokens=1)), "keeps more tokens"),
-        (config(FullAttentionSpec(4), SlidingWindowSpec(9, 8)), r"blocks of \[4, 8\] tokens"),
-        (config(FullAttentionSpec(), SlidingWindowSpec(), hash_block_size=2), "hashes 2 tokens"),
+        (config(MambaSpec(mamba_cache_mode="none")), "mamba_cache_mode is 'none'"),
+        (config(CircularBufferSpec()), "caches no KV cache group"),
+        (config(FullAttentionSpec(4), CircularBufferSpec(6)), r"every 12 tokens.* at \[4\]"),
+        (
+            config(FullAttentionSpec(), SlidingWindowMLASpec(prefix_replay_tokens=9)),
+            "bounded replay",
+        ),
+        (hisparse(host_resident=True), "HiSparse"),
+        (hisparse(enable_kv_transfer=False), "HiSparse"),
     ],
 )
 def test_what_cannot_be_cached_has_a_reason(cache: Any, reason: str) -> None:
@@ -111,12 +162,58 @@ def test_full_attention_with_a_window_keeps_all_blocks() -> None:
     assert is_hybrid(config(FullAttentionSpec(), FullAttentionSpec()))
 
 
-def test_each_group_has_names_of_its_own() -> None:
-    first, second = groups_of(config(FullAttentionSpec(), SlidingWindowSpec()), NAMESPACE)
-    assert first.hasher.namespace == NAMESPACE
-    assert (second.hasher.namespace.group, second.window) == (1, 2)
-    assert first.hasher.chain([1, 2, 3, 4]) != second.hasher.chain([1, 2, 3, 4])
-    assert runs_of([first, second], 3) == [GroupRun(4, 3), GroupRun(4, 3, 2)]
+def test_a_draft_model_of_several_layers_widens_a_window() -> None:
+    """vLLM keeps a few tokens more, because it computes them again."""
+    assert window_blocks(SlidingWindowSpec(9, 4, extra_retained_tokens=1)) == 3
+
+
+def test_each_group_has_names_and_a_size_of_its_own() -> None:
+    cache = config(
+        FullAttentionSpec(),
+        CircularBufferSpec(),
+        SlidingWindowSpec(9, 2),
+        ChunkedLocalAttentionSpec(),
+        MambaSpec(12),
+    )
+    groups = groups_of(cache, NAMESPACE)
+    full, window, chunked, state = groups
+    assert full.hasher.namespace == NAMESPACE
+    assert [group.hasher.namespace.group for group in groups] == [0, 2, 3, 4]
+    assert [group.table for group in groups] == [0, 2, 3, 4]
+    assert [group.block_tokens for group in groups] == [4, 2, 4, 12]
+    assert (window.window, chunked.chunk, state.window) == (4, 8, 1)
+    assert [group.handed_over for group in groups] == [False, False, False, True]
+    assert full.hasher.chain([1, 2, 3, 4]) != chunked.hasher.chain([1, 2, 3, 4])
+    assert runs_of(groups, 12, 24) == [
+        GroupRun(4, 3, offset=12),
+        GroupRun(2, 6, 4, offset=12),
+        GroupRun(4, 3, 0, 8, 12),
+        GroupRun(12, 1, 1, 0, 12),
+    ]
+
+
+def test_the_first_group_may_be_scratch() -> None:
+    cache = config(CircularBufferSpec(), MambaSpec(8))
+    [state] = groups_of(cache, replace(NAMESPACE, group=1, block_tokens=8))
+    assert (state.table, first_group(cache)) == (1, (1, MambaSpec(8)))
+
+
+def test_states_that_stay_in_their_table_are_a_window_of_one_block() -> None:
+    [state] = groups_of(config(MambaSpec(mamba_cache_mode="all")), NAMESPACE)
+    assert (state.window, state.handed_over) == (1, False)
+
+
+def test_what_a_hit_needs_behind_what_the_device_has() -> None:
+    """Blocks of four tokens; the device has eight."""
+    [chunked] = groups_of(config(ChunkedLocalAttentionSpec(16)), NAMESPACE)
+    [window] = groups_of(config(SlidingWindowSpec(9)), NAMESPACE)
+    [full] = groups_of(config(FullAttentionSpec()), NAMESPACE)
+    assert chunked.places(8, 28) == range(4, 7)
+    assert chunked.places(8, 12) == range(2, 3)
+    assert list(chunked.places(8, 16)) == []
+    assert window.places(8, 28) == range(5, 7)
+    assert window.places(8, 12) == range(2, 3)
+    assert full.places(8, 28) == range(2, 7)
 
 
 def test_engines_that_group_their_layers_otherwise_name_their_blocks_apart() -> None:
@@ -131,7 +228,20 @@ def test_engines_that_group_their_layers_otherwise_name_their_blocks_apart() -> 
     assert len(others | {one}) == 4
 
 
+def kept(group: KvGroup, boundaries: set[int], step: int = 4) -> list[int]:
+    return [place for place in range(20) if is_in_tail(place, group, boundaries, step)]
+
+
 def test_the_blocks_of_a_window_that_a_hit_may_need() -> None:
-    """A window of two blocks: before 5, and before every multiple of eight."""
-    kept = [place for place in range(20) if is_in_tail(place, 2, {5})]
-    assert kept == [3, 4, 6, 7, 14, 15]
+    """A window of two blocks: before token 20, and before every eighth block."""
+    assert kept(KvGroup(Hasher(NAMESPACE), 2), {20}) == [3, 4, 6, 7, 14, 15]
+
+
+def test_regular_boundaries_end_blocks_of_every_group() -> None:
+    """Four windows are 32 tokens, and blocks of all groups end every 12."""
+    assert kept(KvGroup(Hasher(NAMESPACE), 2), set(), 12) == [7, 8, 16, 17]
+
+
+def test_the_blocks_of_a_chunk_that_a_hit_may_need() -> None:
+    """A chunk has four blocks: a hit of 28 tokens needs three, and the end of a chunk none."""
+    assert kept(KvGroup(Hasher(NAMESPACE), chunk=16), {28, 48}) == [4, 5, 6]

@@ -12,7 +12,7 @@ from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.wire.local import Adapter
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded
 from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
-from kvbm_connectors.vllm.device_cache import is_cleared
+from kvbm_connectors.vllm.block_holds import is_cleared
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 from tests.connectors.helpers import NAMESPACE
@@ -56,7 +56,8 @@ class FakeHalf:
     def take(self, request: str, blocks: Any) -> Load:
         return Load(
             request=request, epoch=1, lease=1, slots=(0,) * len(blocks), blocks=tuple(blocks),
-            hashes=self.asked[-1], checksums=((0,),) * len(blocks), block_bytes=1, deadline_ms=1,
+            hashes=self.asked[-1], checksums=(bytes(8),) * len(blocks), block_bytes=1,
+            deadline_ms=1,
         )  # fmt: skip
 
     def load_ended(self, result: LoadResult) -> None: ...

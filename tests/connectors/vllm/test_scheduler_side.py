@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from kvbm_common.identity import Hasher
 from kvbm_common.wire.local import Attach, Hello, Lookup, Offered, Pulled
+from kvbm_connectors.core.messages import LoadResult
+from kvbm_connectors.vllm.plan import StepReport
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
 from tests.connectors.client.test_scheduler import Consolidator, Half, Host
 from tests.connectors.endpoints import attached, consolidator, host_tier, welcome
 from tests.connectors.helpers import EPOCH, NAMESPACE, answer
 from tests.connectors.vllm.requests import BlockSnapshot, BlockState, Output, Request
+from tests.connectors.vllm.test_device_offers import Table
 from tests.waiting import wait_for
 
 
@@ -93,12 +97,42 @@ def test_a_preempted_request_loses_the_blocks_that_no_step_wrote(tmp_path: Path)
     half = Half(tmp_path)
     side, request = SchedulerSide(half, Hasher(NAMESPACE)), Request()
     evicted: list[tuple[str, int]] = []
-    side.evict = lambda one, first: evicted.append((one.request_id, first))
+    side.evict = lambda one, written: evicted.append((one.request_id, written))
     with both_attached(half) as (host, _):
         admit(side, host, request, 0)
         side.plan(Output({"r": 5}, kv_connector_block_state=BlockState({"r": [3, 4, 5]})))
         side.plan(Output(preempted_req_ids=["r"]))
-        assert evicted == [("r", 1)]
+        assert evicted == [("r", 5)], "tokens"
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_an_aborted_request_loses_blocks_whose_load_may_yet_fail(
+    tmp_path: Path, *, has_ended: bool
+) -> None:
+    """Goal: vLLM's cache hits no block of a failed load.
+
+    vLLM has hashed the blocks that a step waits for. It looks for those of a failed load in running
+    requests only, and an abort during the step ends the request before.
+    """
+    half = Half(tmp_path)
+    side, request = SchedulerSide(half, Hasher(NAMESPACE), sync=True), Request()
+    evicted: list[tuple[str, int]] = []
+    side.evict = lambda one, first: evicted.append((one.request_id, first))
+    with both_attached(half) as (host, _):
+        assert side.matched(request, 0) == (None, False)
+        host.say(answer(host.hear(Lookup).lookup, 2))
+        wait_for(lambda: side.matched(request, 0) == (8, False))
+        state = BlockState({"r": [3, 4, 5]})
+        side.allocated(request, Table([3, 4, 5]), 8)
+        plan = side.plan(Output({"r": 1}, kv_connector_block_state=state))
+        request.num_computed_tokens = 8
+        request.begin(1)
+        if has_ended:
+            request.end(1)
+            result = LoadResult(plan.loads[0], (True, True), (), "")
+            side.reported(StepReport((result,)))
+        side.finished(request, [3, 4, 5])
+        assert evicted == ([] if has_ended else [("r", 0)])
 
 
 def test_what_was_not_stored_is_offered_with_the_next_hit(tmp_path: Path) -> None:

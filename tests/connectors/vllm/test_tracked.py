@@ -32,18 +32,18 @@ def test_a_hit_of_the_same_step_counts_when_that_step_has_ended() -> None:
     request = Request()
     tracked = admitted(request, 8)
     tracked.scheduled()
-    assert tracked.computed(BLOCK) == 0
+    assert tracked.computed() // BLOCK == 0
     request.begin(1)
-    assert tracked.computed(BLOCK) == 0
+    assert tracked.computed() // BLOCK == 0
     request.end(1)
-    assert tracked.computed(BLOCK) == 2
+    assert tracked.computed() // BLOCK == 2
 
 
 def test_a_hit_with_a_partial_tail_waits_for_the_step_too() -> None:
     request = Request(all_token_ids=tuple(range(12)))
     tracked = admitted(request, 10)
     tracked.scheduled()
-    assert tracked.computed(BLOCK) == 0
+    assert tracked.computed() // BLOCK == 0
 
 
 def test_steps_that_overlap_end_one_after_the_other() -> None:
@@ -54,11 +54,11 @@ def test_steps_that_overlap_end_one_after_the_other() -> None:
     request.begin(8)
     tracked.scheduled()
     request.begin(5)
-    assert tracked.computed(BLOCK) == 0
+    assert tracked.computed() // BLOCK == 0
     request.end(8)
-    assert tracked.computed(BLOCK) == 2
+    assert tracked.computed() // BLOCK == 2
     request.end(5)
-    assert tracked.computed(BLOCK) == 3
+    assert tracked.computed() // BLOCK == 3
 
 
 def test_a_request_that_never_ran_has_computed_nothing() -> None:
@@ -67,7 +67,7 @@ def test_a_request_that_never_ran_has_computed_nothing() -> None:
     The request is aborted while a remote prefill is still on its way into its blocks.
     """
     tracked = admitted(Request(), 8)
-    assert tracked.computed(BLOCK) == 0
+    assert tracked.computed() // BLOCK == 0
 
 
 def test_rejected_speculative_tokens_are_not_computed() -> None:
@@ -79,9 +79,9 @@ def test_rejected_speculative_tokens_are_not_computed() -> None:
     tracked.scheduled()
     request.begin(4)
     request.all_token_ids = tuple(range(10))
-    assert tracked.computed(BLOCK) == 1
+    assert tracked.computed() // BLOCK == 1
     request.end(4, rejected=3)
-    assert tracked.computed(BLOCK) == 1
+    assert tracked.computed() // BLOCK == 1
 
 
 def test_a_preempted_request_begins_again() -> None:
@@ -99,14 +99,14 @@ def test_a_preempted_request_begins_again() -> None:
     tracked.scheduled()
     request.begin(4)
     tracked.readmitted()
-    assert tracked.computed(BLOCK) == 0
+    assert tracked.computed() // BLOCK == 0
     request.num_computed_tokens = 8
     tracked.scheduled()
     request.begin(5)
     request.end(4)
-    assert tracked.computed(BLOCK) == 0
+    assert tracked.computed() // BLOCK == 0
     request.end(5)
-    assert tracked.computed(BLOCK) == 3
+    assert tracked.computed() // BLOCK == 3
 
 
 def test_blocks_that_no_step_was_sent_out_for_are_unwritten() -> None:
@@ -118,13 +118,13 @@ def test_blocks_that_no_step_was_sent_out_for_are_unwritten() -> None:
     request = Request(all_token_ids=tuple(range(13)))
     tracked = admitted(request, 0)
     tracked.scheduled(5)
-    assert tracked.unwritten_from(BLOCK) == 1
+    assert tracked.written // BLOCK == 1
     request.begin(5)
     request.end(5)
     tracked.scheduled(4, 1)
-    assert tracked.unwritten_from(BLOCK) == 2
+    assert tracked.written // BLOCK == 2
     tracked.readmitted()
-    assert tracked.unwritten_from(BLOCK) == 0
+    assert tracked.written // BLOCK == 0
 
 
 @pytest.mark.parametrize(("steps_behind", "expected"), [(0, 1), (1, 0)])
@@ -138,9 +138,9 @@ def test_with_a_draft_model_a_step_counts_when_the_next_is_scheduled(
     tracked.scheduled()
     request.begin(4)
     request.end(4)
-    assert tracked.computed(BLOCK) == expected
+    assert tracked.computed() // BLOCK == expected
     for _ in range(2):
         tracked.scheduled()
         request.begin(1)
         request.end(1)
-    assert tracked.computed(BLOCK) == 1
+    assert tracked.computed() // BLOCK == 1

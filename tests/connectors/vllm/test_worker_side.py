@@ -8,18 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbm_common.checksum import block_checksum
+from kvbm_common.checksum import block_checksum, pack_sums
+from kvbm_common.copying.rank_pieces import RankPieces
 from kvbm_common.cuda.lending import unwrap
 from kvbm_common.cuda.reading import Gpu, SumsOfBlocks
 from kvbm_common.cuda.runtime import CudaUnavailable
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread, TransferFailed
 from kvbm_common.nixl.spans import Registration
-from kvbm_common.wire.local import Hello, Region
-from kvbm_connectors.core.messages import Load
+from kvbm_common.tier.parts import Grid, Share
+from kvbm_common.wire.local import Hello
+from kvbm_connectors.client.tensors import UnknownLayout
+from kvbm_connectors.core.messages import Load, LoadResult
 from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
-from kvbm_connectors.vllm.plan import StepPlan
+from kvbm_connectors.vllm.plan import StepPlan, StepReport
+from kvbm_connectors.vllm.shape import Shape
 from kvbm_connectors.vllm.worker_side import WorkerSide
 
 from tests.connectors.endpoints import host_tier, welcome
@@ -33,8 +37,9 @@ BLOCKS, BLOCK_BYTES = 4, 4096
 class Tensor:
     """Some memory, as torch shows it."""
 
-    def __init__(self) -> None:
-        self.memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    def __init__(self, *block: int) -> None:
+        """Blocks of this shape."""
+        self.memory = np.zeros((BLOCKS, *(block or (BLOCK_BYTES,))), dtype=np.uint8)
         self.shape: Sequence[int] = self.memory.shape
 
     def stride(self) -> Sequence[int]:
@@ -74,12 +79,50 @@ def test_memory_that_cannot_be_lent_is_lent_later(
         tensor = Tensor()
         side.register([[tensor]], BLOCKS)
         assert side.counts() == {"lend_failures": 1}
-        load = Load("r", 7, 5, (0,), (2,), (name(1),), ((0,),), BLOCK_BYTES, 2**60)
+        load = Load("r", 7, 5, (0,), (2,), (name(1),), (bytes(8),), BLOCK_BYTES, 2**60)
         side.start(StepPlan((load,)))
         assert (side.arrived(), side.bad_blocks()) == ({"r"}, {2})
         hello = host.hear(Hello)
         assert [region.address for region in hello.regions] == [tensor.data_ptr()]
         wait_for(lambda: side.counts()["lend_failures"] == len(failures))
+        side.close()
+
+
+def test_the_reason_of_a_worker_that_lends_nothing_is_reported_once() -> None:
+    """Goal: the scheduler half hears it, beside loads or without any, from whichever rank."""
+    side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, Options.read({}, {}))
+    assert side.report() is None
+    side.pass_through("KV tensors on xpu are not lent")
+    report = side.report()
+    assert report == StepReport((), "KV tensors on xpu are not lent")
+    assert side.report() is None
+    load = Load("r", 7, 5, (0,), (2,), (name(1),), (b"",), BLOCK_BYTES, 2**60)
+    ended = StepReport((LoadResult(load, (True,)),))
+    assert ended.joined(report) == StepReport(ended.results, report.passes_through)
+    side.close()
+
+
+def test_a_rank_says_which_parts_it_holds(tmp_path: Path) -> None:
+    """Goal: its regions are in the order of layers and heads, and nothing else is lent.
+
+    1. Layers without its heads, or of other sizes, are refused. 2. The right ones are lent.
+    """
+    grid = Grid(ranges=1, layers=1, heads=4)
+    shares = tuple(Share(grid, 0, 1, rank * 2, rank * 2 + 2) for rank in range(2))
+    shape = Shape(grid, shares, 2, 1, 1, BLOCK_BYTES)
+    options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
+    life = Life("ada", f"{1:016x}", 0)
+    side = WorkerSide(life, NAMESPACE, options, rank=1, world_size=2, shape=shape)
+    tensor = Tensor()
+    with pytest.raises(UnknownLayout, match="heads outside of tokens"):
+        side.register([[tensor]], BLOCKS)
+    tensor, small = (Tensor(2, size) for size in (BLOCK_BYTES // 2, BLOCK_BYTES // 4))
+    with pytest.raises(UnknownLayout, match="another size"):
+        side.register([[small]], BLOCKS)
+    with host_tier(options.settings.host_tier_endpoint) as host:
+        side.register([[tensor]], BLOCKS)
+        hello = host.hear(Hello)
+        assert (hello.rank, hello.share) == (1, shares[1])
         side.close()
 
 
@@ -102,9 +145,9 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
     summed: list[list[int]] = []
     sums = Gpu.sums
 
-    def note(gpu: Gpu, regions: Sequence[Region]) -> SumsOfBlocks:
-        summed.append([region.address for region in regions])
-        return sums(gpu, regions)
+    def note(gpu: Gpu, pieces: RankPieces) -> SumsOfBlocks:
+        summed.append(pieces.coarse.device.tolist())
+        return sums(gpu, pieces)
 
     monkeypatch.setattr(Gpu, "sums", note)
     options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
@@ -136,7 +179,7 @@ def test_a_flipped_byte_is_found_with_the_settings_that_are_shipped(
     ):
         arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.bytes, dtype=np.uint8)
         parts = arena.array.reshape(4, world_size, BLOCK_BYTES)
-        sums = tuple(tuple(block_checksum(part) for part in parts[slot]) for slot in (3, 1))
+        sums = tuple(pack_sums(map(block_checksum, parts[slot])) for slot in (3, 1))
         parts[1, rank, 5] ^= 1
         side.register([[tensor]], BLOCKS)
         host.hear(Hello)

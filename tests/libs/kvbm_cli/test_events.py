@@ -9,17 +9,25 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
+from kvbm_cli.creds.embedded import authorization_of
 from kvbm_cli.events import Wanted, checked, kind_of, line_of, tail
+from kvbm_common.access.nats_access import nats_access
+from kvbm_common.access.roles import ADMIN, CONSUMER
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.jetstream import CONSOLIDATED, EVENTS, call_api
+from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.since import start_of
+from kvbm_common.nats.stream_setup import set_up_streams
+from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import (
     Event,
@@ -177,9 +185,9 @@ class Running:
         self.process = process
 
     @classmethod
-    async def start(cls, *command: str | Path, url: str) -> Running:
-        """Start it against a NATS."""
-        environ = os.environ | {"NATS_URL": url, "KVBM_NATS_URL": url}
+    async def start(cls, *command: str | Path, url: str, **more: str) -> Running:
+        """Start it against a NATS, with more variables."""
+        environ = os.environ | {"NATS_URL": url, "KVBM_NATS_URL": url} | more
         return cls(
             await asyncio.create_subprocess_exec(
                 *command, env=environ, stdout=asyncio.subprocess.PIPE, preexec_fn=_interruptible
@@ -207,42 +215,96 @@ class Running:
 
 @pytest.fixture
 async def source(bus: Bus) -> Source:
-    """A tier that answers for snapshots: of everything it has stored and not removed."""
-    source = Source()
+    """A tier that answers for snapshots."""
+    return await serving(Source(), bus)
+
+
+async def serving(source: Source, bus: Bus, kind: str = "host-tier", instance: str = "0") -> Source:
+    """Answer for snapshots of a source, as this service: of four blocks."""
     held = {number: block(number) for number in range(1, 5)}
 
     async def snapshot(_payload: bytes) -> bytes:
         return msgspec.json.encode(source.announcer.snapshot(list(held.values())))
 
-    await bus.add_verbs("host-tier", "0", "gpu-a", {"snapshot": snapshot})
+    await bus.add_verbs(kind, instance, "gpu-a", {"snapshot": snapshot})
     return source
 
 
-async def test_the_consumer_in_python(
-    bus: Bus, nats_url: str, source: Source, tmp_path: Path
-) -> None:
-    """Goal: the example is right, gaps and added fields included. 1. It reads the history. 2. An
-    event is lost: it asks for the snapshot. 3. A field of next year changes nothing."""
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Settings]:
+    """The NATS of `kvbm up`: a password for each role."""
+    users = authorization_of(tmp_path / "creds", host="gpu-a", instances=["0"])
+    async with NatsServer(tmp_path / "nats", more={"authorization": users}) as server:
+        yield Settings.load({}, {"nats_url": server.url, "creds_dir": tmp_path / "creds"})
+
+
+@pytest.fixture
+async def admin(guarded: Settings) -> AsyncIterator[Bus]:
+    """A bus of the role admin, which has made the streams."""
+    bus = await Bus.connect(nats_access(guarded, ADMIN), "test")
+    await set_up_streams(bus)
+    yield bus
+    await bus.close()
+
+
+async def test_the_consumer_in_python(guarded: Settings, admin: Bus, tmp_path: Path) -> None:
+    """Goal: the example is right, gaps and added fields included, with a consumer's credentials.
+
+    1. It reads the history. 2. An event is lost: it asks for the snapshot. 3. A field of next year
+    changes nothing.
+    """
+    source = await serving(Source(), admin)
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     take = code[code.index("async def take") : code.index("async def main")]
     assert len(take.strip().splitlines()) <= 20
     example = tmp_path / "example.py"
     example.write_text(code)
     source.store(1, 2)
-    await publish(bus, *source.events)
-    running = await Running.start(sys.executable, example, url=nats_url)
+    await publish(admin, *source.events)
+    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
+    running = await Running.start(
+        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
+    )
     await running.wait_line("{'gpu-a/host-tier-0': 2}")
     source.store(3)  # Lost.
     source.store(4)
-    await publish(bus, source.events[-1])
+    await publish(admin, source.events[-1])
     await running.wait_line("{'gpu-a/host-tier-0': 4}")
     source.remove(1)
     later = json.loads(event_codec.encode(source.events[-1])) | {"novelty": {"a": [1]}}
-    await bus.publish(event_subject(source.events[-1]), json.dumps(later).encode())
+    await admin.publish(event_subject(source.events[-1]), json.dumps(later).encode())
     await running.wait_line("{'gpu-a/host-tier-0': 3}")
     source.clear()
-    await publish(bus, source.events[-1])
+    await publish(admin, source.events[-1])
     await running.wait_line("{'gpu-a/host-tier-0': 0}")
+    await running.end()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "instance"),
+    [
+        ("host-tier-1", "host-tier", "1"),
+        ("disk-tier-0", "disk-tier", "0"),
+        ("disk-tier-0-1", "disk-tier", "0-1"),
+        ("object-tier-0", "object-tier", "0"),
+        ("vllm-0-1", "consolidator", "0"),
+    ],
+)
+async def test_the_consumer_asks_who_answers_for_each_source(
+    guarded: Settings, admin: Bus, tmp_path: Path, name: str, kind: str, instance: str
+) -> None:
+    """Of a second disk directory, of the object tier and of an engine: an event is lost."""
+    source = await serving(Source(name), admin, kind, instance)
+    example = tmp_path / "example.py"
+    example.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0])
+    source.store(1)
+    source.store(2)
+    await publish(admin, source.events[0], source.events[-1])
+    shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
+    running = await Running.start(
+        sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
+    )
+    await running.wait_line(f"{{'gpu-a/{name}': 4}}")
     await running.end()
 
 

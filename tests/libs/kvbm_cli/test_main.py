@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from kvbm_common.runtime.processes import free_port
@@ -41,6 +42,21 @@ async def test_config_shows_values_and_origins() -> None:
     assert by_name["cpu_cache_gb"]["from"] == "environment DYN_KVBM_CPU_CACHE_GB"
     assert by_name["lease_ms"]["from"] == "default"
     assert "did you mean DYN_KVBM_CPU_CACHE_GB" in printed["warnings"][0]
+
+
+async def test_the_version_is_that_of_the_package() -> None:
+    code, output, errors = await call("--version")
+    assert (code, output) == (0, f"kvbm {version('kvbm-cli')}\n"), errors
+
+
+async def test_a_shell_completes_commands() -> None:
+    """The protocol of click: the words so far in, the next ones out."""
+    environ = {
+        "_KVBM_COMPLETE": "complete_bash", "COMP_WORDS": "kvbm pre", "COMP_CWORD": "1",
+        "_TYPER_COMPLETE_ARGS": "kvbm pre",
+    }  # fmt: skip
+    code, output, errors = await call(**environ)
+    assert (code, output.split()) == (0, ["prefetch"]), errors
 
 
 async def test_config_table_is_for_people() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +15,16 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common import copying
-from kvbm_common.copying import NativeCopier, Places, PlainCopier, clear, thread_count
-from kvbm_common.nixl.layout import slot_pieces
-from kvbm_common.wire.local import Region
+from kvbm_common.copying import (
+    LANES_MAX,
+    Lanes,
+    NativeCopier,
+    Places,
+    PlainCopier,
+    best_copier,
+    clear,
+    thread_count,
+)
 
 from tests.libs.native import build, library
 
@@ -28,7 +36,7 @@ stripes = (st.sampled_from([1, 3, 4, 5, 15, 16, 17, 32, 33]) | st.integers(1, 14
     lambda count: 64 * count
 )
 """Lengths that the library moves from registers, on targets of even addresses."""
-ENTRY = "kvbm_move_blocks"
+ENTRY = "kvbm_move_lanes"
 Copier = NativeCopier | PlainCopier
 
 
@@ -46,6 +54,20 @@ def places(memory: np.ndarray, offsets: Sequence[Sequence[int]], sizes: Sequence
     """Blocks in some memory, from the offsets of their pieces."""
     base = np.uint64(memory.ctypes.data)
     return Places(base + np.array(offsets, dtype=np.uint64), np.array(sizes, dtype=np.uint64))
+
+
+def test_a_library_of_older_sources_is_not_called(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkout is renewed, and nothing compiled again: the same name would take other arguments,
+    and read memory that is not there."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler")
+    (tmp_path / "old.c").write_text("void kvbm_move_blocks(void) {}")
+    old = tmp_path / "_native.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", old, tmp_path / "old.c"], check=True)
+    assert best_copier(old).name == "plain"
+    assert "of another version" in caplog.text
 
 
 @st.composite
@@ -70,30 +92,70 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[list[int]
     return sizes, side(), side()
 
 
-@given(layouts())
+@given(layouts(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_copy_is_exact_and_summed_like_xxhash(
-    copier: Copier, layout: tuple[list[int], list[list[int]], list[list[int]]]
+    copier: Copier, layout: tuple[list[int], list[list[int]], list[list[int]]], data: st.DataObject
 ) -> None:
     """Of any sizes and alignments: the pieces of each block arrive, not a byte beside them is
-    written, and the checksum is that of the pieces back to back."""
+    written, and a checksum is that of the pieces back to back, of a block or of one lane of it."""
     sizes, targets, sources = layout
     source, target = noise(1 << 17), np.full(1 << 17, 9, dtype=np.uint8)
     expected = target.copy()
-    sums = []
+    count = data.draw(st.integers(1, 4))
+    of_piece = [data.draw(st.integers(0, count - 1)) for _ in sizes]
+    lanes = Lanes(np.array(of_piece, dtype=np.uint32), count)
+    sums, sums_of_lanes = [], []
     for to, origin in zip(targets, sources, strict=True):
-        state = xxhash.xxh3_64()
-        for at, start, size in zip(to, origin, sizes, strict=True):
+        states = [xxhash.xxh3_64() for _ in range(count + 1)]
+        for at, start, size, lane in zip(to, origin, sizes, of_piece, strict=True):
             expected[at : at + size] = source[start : start + size]
-            state.update(source[start : start + size].tobytes())
-        sums.append(state.intdigest())
+            for state in (states[lane], states[-1]):
+                state.update(source[start : start + size].tobytes())
+        *of_lanes, whole = (state.intdigest() for state in states)
+        sums.append(whole)
+        sums_of_lanes += of_lanes
     sides = places(target, targets, sizes), places(source, sources, sizes)
     assert copier.copy(*sides) == sums
     assert np.array_equal(target, expected)
+    for last in (None, lanes):
+        target[:] = 9
+        assert copier.copy(*sides, summed=False, lanes=last) == []
+        assert np.array_equal(target, expected)
     target[:] = 9
-    assert copier.copy(*sides, summed=False) == []
+    assert copier.copy(*sides, lanes=lanes) == sums_of_lanes
     assert np.array_equal(target, expected)
     assert copier.sums(places(source, sources, sizes)) == sums
+    assert copier.sums(places(source, sources, sizes), lanes=lanes) == sums_of_lanes
+
+
+@pytest.mark.parametrize("run", [64, 4096, 100])
+def test_as_many_lanes_as_a_block_can_have_take_turns(copier: Copier, run: int) -> None:
+    """64 lanes of three runs each, as layers of so many head groups lie in memory."""
+    source = noise(3 * LANES_MAX * run)
+    target = np.zeros_like(source)
+    offsets = [list(range(0, len(source), run))]
+    lanes = Lanes(np.tile(np.arange(LANES_MAX, dtype=np.uint32), 3), LANES_MAX)
+    sides = [places(side, offsets, [run] * len(offsets[0])) for side in (target, source)]
+    found = copier.copy(sides[0], sides[1], lanes=lanes)
+    cells = source.reshape(3, LANES_MAX, run)
+    assert found == [xxhash.xxh3_64_intdigest(cells[:, lane].tobytes()) for lane in range(64)]
+    assert np.array_equal(source, target)
+
+
+@pytest.mark.parametrize("wrong", [([0, 1], 1), ([0] * 2, LANES_MAX + 1), ([0], 0)])
+def test_lanes_that_the_library_does_not_have_are_our_mistake(wrong: tuple[list[int], int]) -> None:
+    """It would write beside its states."""
+    with pytest.raises(AssertionError):
+        Lanes(np.array(wrong[0], dtype=np.uint32), wrong[1])
+
+
+def test_a_lane_for_each_piece(copier: Copier) -> None:
+    """More pieces than lanes are said: the library would read behind them."""
+    memory = noise(300)
+    pieces = places(memory, [[0, 100]], [100, 100])
+    with pytest.raises(AssertionError):
+        copier.sums(pieces, lanes=Lanes(np.zeros(1, dtype=np.uint32), 1))
 
 
 @given(st.data(), lengths | stripes)
@@ -157,10 +219,8 @@ def test_threads_copy_side_by_side(copier: Copier) -> None:
 
 
 def test_places_know_their_bytes_and_whether_they_are_in_a_range() -> None:
-    region = Region(address=0, stride=64, piece_bytes=24, blocks=9)
-    pieces = slot_pieces([region, region], [2, 0], arena_address=1000, slot_bytes=64, part_offset=8)
-    found = Places.of_pieces(pieces)
-    assert found.addresses.tolist() == [[1136, 1160], [1008, 1032]]
+    addresses = np.array([[1136, 1160], [1008, 1032]], dtype=np.uint64)
+    found = Places(addresses, np.array([24, 24], dtype=np.uint64))
     assert (found.count, found.block_bytes, found.bytes) == (2, 48, 96)
     assert found.inside(1008, 176)
     assert not found.inside(1009, 175)
@@ -182,16 +242,12 @@ def test_threads_are_shared_out_by_processors(cpus: int, threads: int) -> None:
     assert thread_count(cpus) == threads
 
 
-def test_where_there_is_no_library_blocks_are_copied_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_there_is_no_library_blocks_are_copied_all_the_same(tmp_path: Path) -> None:
     """It is missing, or it is of something else."""
-    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (tmp_path / "missing.so", ENTRY))
-    assert copying.best_copier().name == "plain"
+    assert best_copier(tmp_path / "missing.so").name == "plain"
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(NativeCopier.__init__, "__defaults__", (broken, ENTRY))
-    assert copying.best_copier().name == "plain"
+    assert best_copier(broken).name == "plain"
 
 
 def test_a_machine_without_a_compiler_builds_the_package_without_the_library(
@@ -204,10 +260,11 @@ def test_a_machine_without_a_compiler_builds_the_package_without_the_library(
 def test_nothing_is_done_where_there_is_neither_target_nor_sum() -> None:
     """A whole stripe block, whose fast path has no such case."""
     source = places(noise(), [[0]], [1024])
-    move = ctypes.CDLL(str(library())).kvbm_move_blocks
+    move = ctypes.CDLL(str(library())).kvbm_move_lanes
     address = ctypes.c_void_p(source.addresses.ctypes.data)
     length = ctypes.c_void_p(source.lengths.ctypes.data)
-    move(None, address, length, ctypes.c_size_t(1), ctypes.c_size_t(1), None)
+    one = ctypes.c_size_t(1)
+    move(None, address, length, None, one, one, one, None)
 
 
 def test_places_are_arrays_as_the_library_reads_them() -> None:

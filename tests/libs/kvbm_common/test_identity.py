@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvbm_common.identity import (
     BLOCK_TOKENS_MAX,
     FORMAT,
+    TEXT_MAX,
     Extras,
     ExtraTag,
     Hasher,
@@ -24,7 +25,6 @@ from kvbm_common.identity import (
     SequenceHash,
     check_hash,
     hash_from_hex,
-    hash_to_hex,
     hashes_from_hex,
     hashes_to_hex,
     lora_extra,
@@ -173,13 +173,16 @@ def test_an_empty_salt_lora_or_generation_is_absent() -> None:
     assert request_extras(lora="", salt="", generation="") == request_extras() == {}
 
 
-def test_names_of_the_format_before_are_never_found() -> None:
-    """Blocks that a tier holds from before content was in their names stay out of reach.
+@pytest.mark.parametrize("changes", [{"format": None}, {"format": 2}], ids=["1", "2"])
+def test_names_of_formats_before_are_never_found(changes: dict[str, Any]) -> None:
+    """Blocks that a tier holds from before stay out of reach: from before content was in their
+    names, and from before they were ordered by layers and heads.
 
-    The digest is taken by the rules of that time, over the same fields without `format`.
+    The digest is taken by the rules of those times, over the fields that there were.
     """
-    fields = msgspec.structs.asdict(SMALL)
-    del fields["format"]
+    fields = msgspec.structs.asdict(SMALL) | changes
+    del fields["parts"]
+    fields = {name: value for name, value in fields.items() if value is not None}
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     before = hashlib.blake2b(text.encode(), digest_size=32, person=b"kvbm-namespace").digest()
     assert SMALL.digest != before
@@ -218,6 +221,7 @@ def test_extras_rename_their_block_and_all_after_it() -> None:
         {"head_dim": 1},
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
+        {"parts": "4x8x8"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -231,7 +235,7 @@ def test_every_field_of_the_namespace_separates(change: dict[str, Any]) -> None:
 def test_every_field_of_the_namespace_is_tested_above() -> None:
     """A new field must join the test; block_tokens changes the number of blocks as well, and
     the format has one value."""
-    assert len(Namespace.__struct_fields__) == 11 + 2
+    assert len(Namespace.__struct_fields__) == 12 + 2
     assert Hasher(Namespace(model="test", block_tokens=8)).chain(range(8)) != Hasher(SMALL).chain(
         range(8)
     )
@@ -249,8 +253,14 @@ def test_every_field_of_the_namespace_is_tested_above() -> None:
         {"tensor_parallel": 0},
         {"pipeline_parallel": -1},
         {"format": FORMAT - 1},
+        {"group": -1},
+        {"layers": -5},
+        {"heads": -1},
+        {"head_dim": -1},
+        {"model": "m" * (TEXT_MAX + 1)},
+        {"parts": "4" * (TEXT_MAX + 1)},
     ],
-    ids=str,
+    ids=lambda fields: str(fields)[:30],
 )
 def test_an_invalid_namespace_cannot_exist(fields: dict[str, Any]) -> None:
     """Refused at construction, with the field's name."""
@@ -309,4 +319,4 @@ def test_hex_and_packed_forms_round_trip(raw: list[bytes]) -> None:
     hashes = [SequenceHash(one) for one in raw]
     assert unpack_hashes(pack_hashes(hashes)) == hashes
     assert hashes_from_hex(hashes_to_hex(hashes)) == hashes
-    assert [hash_from_hex(hash_to_hex(one)) for one in hashes] == hashes
+    assert [hash_from_hex(one.hex()) for one in hashes] == hashes

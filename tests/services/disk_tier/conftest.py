@@ -9,12 +9,24 @@ import pytest
 from kvbm_common.runtime.processes import free_port
 
 from tests.services.disk_tier.s3_server import Proxy, S3Server
+from tests.services.disk_tier.swift_server import SwiftServer, is_installed
 
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One server for all tests that do not kill it."""
     server = S3Server(free_port(), tmp_path_factory.mktemp("moto") / "log")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwiftServer]:
+    """Another server, of another kind, which takes a while to start."""
+    if not is_installed():
+        pytest.skip("needs swift-proxy, swift-account, swift-container, swift-object, memcached")
+    server = SwiftServer(tmp_path_factory.mktemp("swift"))
     server.start()
     yield server
     server.kill()

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
+from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
 from kvbm_common.wire.verbs import (
     ArenaReply,
     ErrorBody,
-    FilledSlot,
     FillReply,
     FillRequest,
     FillSlot,
     Hits,
-    LeasedSlot,
     LeaseReply,
 )
 from kvbm_disk_tier.core.core import DiskTierCore
@@ -32,6 +32,7 @@ from kvbm_disk_tier.core.effects import (
     Effect,
     LeaseHost,
     OpenStore,
+    ProbeStore,
     Publish,
     ReadSlots,
     ReleaseHost,
@@ -50,11 +51,13 @@ from kvbm_disk_tier.core.messages import (
     Input,
     Journaled,
     JournalFailed,
+    JournalRewritten,
     Leased,
     LeaseFailed,
     ReadDone,
     Released,
     StoreOpened,
+    StoreProbed,
     Tick,
     WriteFailed,
     Written,
@@ -105,16 +108,22 @@ def one(entries: Iterable[object], kind: type[E]) -> E:
 def arena(
     *, epoch: int = HOST_EPOCH, slot_bytes: int = SLOT_BYTES, staging: bool = False
 ) -> ArenaReply:
-    """The host tier's arena; block n is in its slot n."""
+    """The host tier's arena, cut for slots of this size; block n is in its slot n."""
     return ArenaReply(
-        path="/arena", bytes=ARENA_SLOTS * SLOT_BYTES, slot_bytes=slot_bytes,
+        path="/arena", bytes=ARENA_SLOTS * SLOT_BYTES, slot_bytes=SLOT_BYTES if slot_bytes else 0,
         slot_count=ARENA_SLOTS, epoch=epoch, instance="0", staging=staging,
+        sizes=[slot_bytes] if slot_bytes else [],
     )  # fmt: skip
 
 
 def opened(slots: int, blocks: dict[int, Block] | None = None, *, records: int = 0) -> StoreOpened:
     """A store, with what its journal says."""
-    return StoreOpened(slots, SLOT_BYTES, Replay(blocks or {}, 1, records, 0))
+    return StoreOpened(layout(slots), Replay(blocks or {}, 1, records, 0))
+
+
+def layout(slots: int) -> Layout:
+    """How such a store is cut."""
+    return Layout.of(SLOT_BYTES, slots)
 
 
 class Disk:
@@ -158,7 +167,7 @@ class Disk:
         here = {block.hash for block in self.core.inventory.table.blocks()}
         told = here - self.core.inventory.table.folded(here)
         expected = (
-            set() if self.core.announcements.stopped else {int.from_bytes(n, "big") for n in told}
+            set() if self.core.inventory.stopped else {int.from_bytes(n, "big") for n in told}
         )
         assert self.announced == expected, "the events say something else than the table"
         return effects
@@ -265,8 +274,16 @@ class Disk:
                     todo += self.journaled(append)
                 case ReadSlots() as read:
                     todo += self.read(read)
+                case RewriteJournal():
+                    todo += self.step(JournalRewritten())
+                case ProbeStore():
+                    todo += self.probed()
                 case _:
                     pass
+
+    def probed(self, *, read_failure: str = "", write_failure: str = "") -> list[Effect]:
+        """The medium has tried again."""
+        return self.step(StoreProbed(read_failure, write_failure))
 
     def store(self, *wanted: int) -> None:
         """The whole way of a chain to disk."""
@@ -288,6 +305,7 @@ class Disk:
                 FillSlot(hash=name(number).hex(), slot=slot)
                 for number, slot in zip(wanted, targets, strict=True)
             ],
+            slot_bytes=SLOT_BYTES,
             ahead=ahead,
         )
         return self.step(FillAsked(self._replies, request))
@@ -305,16 +323,15 @@ class Disk:
         return {key: count for key, count in self.core.counts.items() if count}
 
     def on_disk(self) -> dict[int, int]:
-        """Block → slot of what is committed."""
-        here = (
-            [] if self.core.announcements.stopped else numbers(self.core.inventory.table.blocks())
-        )
+        """Block → place of what is committed."""
+        here = [] if self.core.inventory.stopped else numbers(self.core.inventory.table.blocks())
         found = {number: self.core.inventory.table.find(name(number)) for number in here}
-        return {number: slot for number, slot in found.items() if slot is not None}
+        place = self.core.inventory.table.place
+        return {number: place(slot) for number, slot in found.items() if slot is not None}
 
     def recovered(self) -> dict[int, int]:
         """What a restart would bring back from the journal, as `on_disk`."""
-        found = replay(encode_records(self.journal), slot_count=self.slots, slot_bytes=SLOT_BYTES)
+        found = replay(encode_records(self.journal), layout(self.slots))
         return {numbers([block])[0]: slot for slot, block in found.blocks.items()}
 
 

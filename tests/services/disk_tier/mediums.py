@@ -14,6 +14,8 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.layout import UNIT_BYTES
+from kvbm_common.tier.parts import Grid
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.verbs import ArenaReply
 from kvbm_disk_tier.core.effects import AppendJournal, ReadSlots, WriteSlots
@@ -22,7 +24,7 @@ from kvbm_disk_tier.shell.cipher import Keys
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.medium import Medium
 from kvbm_disk_tier.shell.sealed_mover import SealedMover
-from kvbm_disk_tier.shell.store import CIPHER, Store, StoreOptions
+from kvbm_disk_tier.shell.store import CIPHER, EXTRA_BYTES, Store, StoreOptions
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 
@@ -78,7 +80,7 @@ class Place:
         size = len(numbers) * PART_BYTES
         data = b"".join(bytes([number]) * PART_BYTES for number in numbers)
         self.arena.view(slot * SLOT_BYTES, size)[:] = data
-        sums = part_checksums(memoryview(data), len(numbers))
+        sums = part_checksums(memoryview(data), Grid(heads=len(numbers)))
         parent, checksum = name(numbers[0] - 1), combined_checksum(sums)
         return Block(name(numbers[0]), parent, NAMESPACE, checksum, size, len(numbers))
 
@@ -89,8 +91,8 @@ class Place:
     def writing(self, blocks: dict[int, Block], *, target: int = 0) -> WriteSlots:
         """Arena slots to store slots `target`…"""
         return WriteSlots(
-            next(self._ids), self.epoch, tuple(blocks),
-            tuple(range(target, target + len(blocks))), SLOT_BYTES, tuple(blocks.values()),
+            next(self._ids), self.epoch, tuple(blocks), _places(target, len(blocks)),
+            tuple(blocks.values()), SLOT_BYTES,
         )  # fmt: skip
 
     def reading(
@@ -98,14 +100,20 @@ class Place:
     ) -> ReadSlots:
         """Store slots `source`… to arena slots."""
         return ReadSlots(
-            next(self._ids), self.epoch, tuple(range(source, source + len(blocks))),
-            tuple(blocks), tuple(blocks.values()), SLOT_BYTES, monotonic_ms() + within_ms,
+            next(self._ids), self.epoch, _places(source, len(blocks)), tuple(blocks),
+            tuple(blocks.values()), SLOT_BYTES, monotonic_ms() + within_ms,
         )  # fmt: skip
 
     def removing(self, *blocks: Block) -> AppendJournal:
         """These are not wanted any more."""
         records = (Record(Operation.REMOVED, i, i, block) for i, block in enumerate(blocks))
         return AppendJournal(None, tuple(records))
+
+
+def _places(first: int, count: int) -> tuple[int, ...]:
+    """Where slots of a store are that is cut for these blocks, sealed or not."""
+    units = (SLOT_BYTES + EXTRA_BYTES) // UNIT_BYTES
+    return tuple(range(first * units, (first + count) * units, units))
 
 
 def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> FileMedium:
@@ -115,8 +123,9 @@ def sealed_medium(directory: Path, keys: Keys, *, pool_slots: int = SLOTS) -> Fi
     )
     mover = MoverThread("test", backends=("POSIX",))
     sealed = SealedMover(
-        mover=mover, counters=Metrics(), keys=keys, pool_slots=lambda _: pool_slots
-    )
+        mover=mover, counters=Metrics(), keys=keys,
+        pool_bytes=lambda layout: pool_slots * layout.slot_bytes,
+    )  # fmt: skip
     return FileMedium(store, sealed)
 
 

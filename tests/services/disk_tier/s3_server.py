@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import boto3
 import httpx
 from botocore.config import Config
 from kvbm_common.runtime.processes import dying_with_parent
-from kvbm_disk_tier.objects.shell.bucket import BucketOptions
+from kvbm_disk_tier.objects.shell.s3_client import BucketOptions
 
 from tests.waiting import wait_for
 
@@ -26,6 +26,8 @@ START_S = 20.0
 
 class S3Server:
     """moto's server in a process of its own."""
+
+    access_key = "key"
 
     def __init__(self, port: int, log_path: Path) -> None:
         self.port = port
@@ -66,7 +68,7 @@ class S3Server:
         """A client of the tests' own."""
         return boto3.session.Session().client(
             "s3", endpoint_url=self.endpoint, region_name="us-east-1",
-            aws_access_key_id="key", aws_secret_access_key="secret",
+            aws_access_key_id=self.access_key, aws_secret_access_key="secret",
             config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}),
         )  # fmt: skip
 
@@ -89,8 +91,9 @@ class S3Server:
     def options(self, bucket: str, *, endpoint: str = "") -> BucketOptions:
         """How the product is told of it."""
         return BucketOptions(
-            bucket=bucket, endpoint=endpoint or self.endpoint, access_key="key", secret_key="secret"
-        )
+            bucket=bucket, endpoint=endpoint or self.endpoint, access_key=self.access_key,
+            secret_key="secret",
+        )  # fmt: skip
 
 
 class Proxy:
@@ -104,8 +107,14 @@ class Proxy:
         """Requests are taken, and never answered."""
         self.refuses = False
         """Connections are closed at once."""
+        self.page = b""
+        """What every request is answered with, if anything."""
         self.endpoint = ""
+        self.waiting_max = 0
+        """The most requests at one time that had no answer yet."""
         self._streams: set[asyncio.StreamWriter] = set()
+        self._waiting: set[asyncio.StreamWriter] = set()
+        """Connections with a request that has no answer yet."""
 
     async def serve(self) -> asyncio.Server:
         """Listen on a free port."""
@@ -122,28 +131,47 @@ class Proxy:
         if self.refuses:
             back.transport.abort()
             return
+        if self.page:
+            await here.read(1 << 16)
+            back.write(self.page)
+            with contextlib.suppress(ConnectionError):
+                await back.drain()
+            back.close()
+            return
         there, forth = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._streams |= {back, forth}
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_copy(here, forth, lambda: 0.0, lambda: self.swallows))
-                tasks.create_task(_copy(there, back, lambda: self.delay_s, lambda: self.swallows))
+                tasks.create_task(_copy(here, forth, lambda: self._asks(back), self._swallows))
+                tasks.create_task(_copy(there, back, lambda: self._answers(back), self._swallows))
         finally:
+            self._waiting.discard(back)
             for stream in (back, forth):
                 self._streams.discard(stream)
                 stream.transport.abort()
+
+    async def _asks(self, connection: asyncio.StreamWriter) -> None:
+        self._waiting.add(connection)
+        self.waiting_max = max(self.waiting_max, len(self._waiting))
+
+    async def _answers(self, connection: asyncio.StreamWriter) -> None:
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        self._waiting.discard(connection)
+
+    def _swallows(self) -> bool:
+        return self.swallows
 
 
 async def _copy(
     source: asyncio.StreamReader,
     target: asyncio.StreamWriter,
-    delay_s: Callable[[], float],
+    passes: Callable[[], Awaitable[None]],
     swallows: Callable[[], bool],
 ) -> None:
     with contextlib.suppress(ConnectionError):
         while data := await source.read(1 << 18):
-            if delay_s():
-                await asyncio.sleep(delay_s())
+            await passes()
             if not swallows():
                 target.write(data)
                 await target.drain()

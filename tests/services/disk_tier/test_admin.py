@@ -164,7 +164,7 @@ def test_the_filter_changes_while_it_runs() -> None:
     disk = Disk()
     reply = admin(disk, "filter", FilterRequest(pass_count=4), FilterReply)
     assert (reply.pass_count, reply.decay_ms) == (4, 600_000)
-    changed = disk.core.admission.filter
+    changed = disk.core.pending.admission.filter
     changed.enabled = True
     assert [changed.see(name(1)) for _ in range(3)] == [False, False, True]
     admin(disk, "filter", FilterRequest(pass_count=1, decay_ms=1_000), FilterReply)

@@ -1,4 +1,4 @@
-"""What every medium promises: the same suite over a file and over a bucket, both real."""
+"""What every medium promises: the same suite over a file, buckets and a directory, all real."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kvbm_common.checksum import block_checksum
+from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.blocks import Block
@@ -20,7 +20,9 @@ from kvbm_disk_tier.core.messages import (
     WriteFailed,
     Written,
 )
+from kvbm_disk_tier.objects.core.paths import path_of
 from kvbm_disk_tier.objects.shell.medium import ObjectMedium
+from kvbm_disk_tier.objects.shell.s3_client import BucketOptions
 from kvbm_disk_tier.shell.cipher import Keys
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.medium import Medium
@@ -39,8 +41,13 @@ from tests.services.disk_tier.mediums import (
 from tests.services.disk_tier.objects.making import PARTS, make_medium
 from tests.services.disk_tier.s3_server import S3Server
 
+STORES = [
+    "disk", "sealed disk", "object", "sealed object", "directory", "sealed directory",
+    pytest.param("swift", marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+]  # fmt: skip
 
-@pytest.fixture(params=["disk", "sealed disk", "object", "sealed object"])
+
+@pytest.fixture(params=STORES)
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
     """An open store and an arena."""
     counters = Metrics()
@@ -53,16 +60,24 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     elif request.param == "sealed disk":
         medium = sealed_medium(tmp_path / "store", Keys({"": bytes(32)}))
     else:
-        server: S3Server = request.getfixturevalue("s3")
-        keys = Keys({"": bytes(32)}) if request.param == "sealed object" else None
-        options = server.options(request.getfixturevalue("bucket_name"))
-        medium = make_medium(options, counters, keys=keys)
+        keys = Keys({"": bytes(32)}) if request.param.startswith("sealed") else None
+        medium = make_medium(shared_store(request, tmp_path), counters, keys=keys)
     try:
         with arena() as made:
             assert isinstance(await medium.open(SLOT_BYTES), StoreOpened)
             yield Place(made, medium)
     finally:
         medium.close()
+
+
+def shared_store(request: pytest.FixtureRequest, tmp_path: Path) -> BucketOptions | Path:
+    """A bucket, or a directory."""
+    if request.param.endswith("directory"):
+        directory = tmp_path / "shared"
+        directory.mkdir()
+        return directory
+    server: S3Server = request.getfixturevalue("swift" if request.param == "swift" else "s3")
+    return server.options(server.make_bucket())
 
 
 async def test_there_and_back(place: Place) -> None:
@@ -86,7 +101,7 @@ async def test_the_parts_of_a_block_have_their_checksums_after_a_read(place: Pla
     done = await place.medium.read(place.reading({5: blocks[0], 3: blocks[1]}))
     assert isinstance(done, ReadDone)
     assert done.intact == (True, True)
-    assert done.sums == ((sum_of(10), sum_of(20)), (sum_of(11), sum_of(21)))
+    assert done.sums == tuple(pack_sums([sum_of(n), sum_of(n + 10)]) for n in (10, 11))
     assert place.bytes_of(5, size=2 * PART_BYTES) == b"\x0a" * PART_BYTES + b"\x14" * PART_BYTES
 
 
@@ -101,7 +116,7 @@ async def test_a_flipped_byte_in_any_ranks_part_is_noticed(
     done = await place.medium.read(place.reading({5: blocks[0], 3: blocks[1]}))
     assert isinstance(done, ReadDone)
     assert done.intact == (False, True)
-    assert done.sums == ((), (sum_of(11), sum_of(21)))
+    assert done.sums == (b"", pack_sums([sum_of(11), sum_of(21)]))
 
 
 async def test_parts_that_changed_places_are_noticed(place: Place) -> None:
@@ -129,9 +144,17 @@ def flip(place: Place, request: pytest.FixtureRequest, block: Block, offset: int
             file.seek(offset)
             file.write(bytes([old ^ 1]))
         return
-    client, bucket = request.getfixturevalue("s3").client, request.getfixturevalue("bucket_name")
     assert isinstance(place.medium, ObjectMedium)
-    key = PARTS[place.medium].names.name_of(block)
+    parts = PARTS[place.medium]
+    key = parts.names.name_of(block)
+    if isinstance(parts.options, Path):
+        path = parts.options / path_of(key)
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 1
+        path.write_bytes(data)
+        return
+    name = "swift" if "swift" in request.node.name else "s3"
+    client, bucket = request.getfixturevalue(name).client, parts.options.bucket
     data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
     data[offset] ^= 1
     client.put_object(Bucket=bucket, Key=key, Body=bytes(data))

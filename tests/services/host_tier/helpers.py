@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from kvbm_common.checksum import pack_sums
 from kvbm_common.identity import Namespace, SequenceHash, hash_from_hex, pack_hashes
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.kv_groups import GroupRun
@@ -29,9 +30,9 @@ from kvbm_common.wire.local import (
     ToHostTier,
     Welcome,
 )
+from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import (
     ErrorBody,
-    FilledSlot,
     FillReply,
     LeaseReply,
     LeaseRequest,
@@ -253,7 +254,8 @@ class Host:
 
     def pulled(self, pull: StartPull) -> list[Effect]:
         """The bytes are in."""
-        sums = tuple(part_sums(block, len(pull.parts)) for block in pull.blocks)
+        count = pull.parts[0].share.grid.count
+        sums = tuple(pack_sums(part_sums(block, count)) for block in pull.blocks)
         return self.step(PullDone(pull.pull, sums))
 
     def pull_failed(

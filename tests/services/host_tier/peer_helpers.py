@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvbm_common.wire.verbs import LeasedSlot
+from kvbm_common.checksum import pack_sums
+from kvbm_common.wire.slot_entries import LeasedSlot
 from kvbm_host_tier.core.messages import Effect
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
@@ -52,7 +53,7 @@ class HostWithPeers(Host):
     ) -> list[Effect]:  # fmt: skip
         """A pull has ended: all came but `missing`, and `wrong` with other bytes."""
         blocks = [
-            PulledBlock(slot, leased(number), (checksum(number) + (number in wrong),))
+            PulledBlock(slot, leased(number), pack_sums([checksum(number) + (number in wrong)]))
             for number, slot in zip(asked_numbers(pull), pull.slots, strict=True)
             if number not in missing
         ]

@@ -40,7 +40,11 @@ async def living(settings: Settings) -> AsyncIterator[None]:
         assert await life == 0
 
 
-async def ask(bus: Bus, verb: str, request: object = b"{}", *, host: str = "h") -> bytes:
+ANY_SIZE = b'{"any_size":true}'
+"""What this release asks for arena and door with; other verbs ignore it."""
+
+
+async def ask(bus: Bus, verb: str, request: object = ANY_SIZE, *, host: str = "h") -> bytes:
     """A verb of the host tier."""
     payload = request if isinstance(request, bytes) else msgspec.json.encode(request)
     subject = verb_subject("host-tier", verb, host=host, instance="0")

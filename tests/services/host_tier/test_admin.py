@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from kvbm_common.errors import RequestFailed
 from kvbm_common.nats.bus import Bus
-from kvbm_common.service.audit import AUDIT
+from kvbm_common.nats.streams import AUDIT
 from kvbm_common.wire.admin import (
     Audited,
     BlockReply,

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from kvbm_common.checksum import combined_checksum
+from kvbm_common.checksum import combined_checksum, pack_sums
 from kvbm_common.wire.admin import BlockReply, BlockRequest
 from kvbm_common.wire.local import Found, Welcome
-from kvbm_common.wire.verbs import FilledSlot, FillReply, LeasedSlot
+from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
+from kvbm_common.wire.verbs import FillReply
 from kvbm_host_tier.core.messages import (
     AdminAsked,
     Answer,
@@ -43,14 +44,14 @@ def host_of_two(kind: type[Host] = Host, **kwargs: Any) -> Any:
     return host
 
 
-def sums(*wanted: int) -> list[int]:
-    """The checksums of both parts of each block."""
-    return [one for number in wanted for one in part_sums(number, RANKS)]
+def sums(*wanted: int) -> bytes:
+    """The packed checksums of both parts of each block."""
+    return pack_sums(one for number in wanted for one in part_sums(number, RANKS))
 
 
 def checksum(number: int) -> int:
     """Of a block of two parts."""
-    return combined_checksum(part_sums(number, RANKS))
+    return combined_checksum(sums(number))
 
 
 def filled(fill: AskFill, **changes: Any) -> FillDone:
@@ -61,7 +62,7 @@ def filled(fill: AskFill, **changes: Any) -> FillDone:
         values: dict[str, Any] = {
             "hash": asked.hash, "slot": asked.slot, "ok": True, "parent": name(number - 1).hex(),
             "namespace": DIGEST, "checksum": checksum(number), "bytes": RANKS * BLOCK_BYTES,
-            "part_checksums": sums(number),
+            "parts": RANKS, "part_sums": sums(number),
         }  # fmt: skip
         slots.append(FilledSlot(**(values | changes)))
     return FillDone(fill.fill, FillReply(slots=slots))
@@ -80,14 +81,14 @@ def test_an_offload_keeps_the_checksum_of_each_part() -> None:
     """The pull tells them rank by rank; the lookup says them block after block."""
     host = host_of_two()
     [pull] = of(host.offer(1, 2, offer=70), StartPull)
-    assert [part.slot_offset for part in pull.parts] == [0, BLOCK_BYTES]
+    assert [part.share.parts for part in pull.parts] == [(0,), (1,)]
     host.pulled(pull)
     host.confirm(70)
     found = host.found(host.look_up(1, 2))
     assert found.checksums == [checksum(1), checksum(2)]
-    assert found.part_checksums == sums(1, 2)
+    assert found.part_sums == sums(1, 2)
     [slot] = host.lease(2).slots
-    assert (slot.checksum, slot.part_checksums) == (checksum(2), sums(2))
+    assert (slot.checksum, slot.parts) == (checksum(2), RANKS)
 
 
 def test_one_rank_has_one_part_whose_checksum_is_the_blocks() -> None:
@@ -95,10 +96,10 @@ def test_one_rank_has_one_part_whose_checksum_is_the_blocks() -> None:
     host = Host()
     host.store(1)
     found = host.found(host.look_up(1))
-    assert (found.checksums, found.part_checksums) == ([1_001], [])
-    assert host.lease(1).slots[0].part_checksums == []
+    assert (found.checksums, found.part_sums) == ([1_001], b"")
+    assert host.lease(1).slots[0].parts == 1
     block = host.core.view.blocks()[found.slots[0]]
-    assert (block.part_count, block.part_checksums) == (1, (1_001,))
+    assert (block.part_count, block.part_sums) == (1, pack_sums([1_001]))
 
 
 def test_a_fill_brings_the_checksums_of_the_parts() -> None:
@@ -107,31 +108,42 @@ def test_a_fill_brings_the_checksums_of_the_parts() -> None:
     host.disk_stored(1, 2)
     [fill] = of(host.look_up(1, 2), AskFill)
     found = found_in(host.step(filled(fill)))
-    assert (len(found.slots), found.part_checksums) == (2, sums(1, 2))
+    assert (len(found.slots), found.part_sums) == (2, sums(1, 2))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"part_checksums": []},
-        {"part_checksums": [1, 2]},
-        {"part_checksums": [-1, 2]},
-        {"part_checksums": [2**64, 2]},
+        {"part_sums": b""},
+        {"part_sums": pack_sums([1, 2])},
+        {"part_sums": b"odd"},
+        {"part_sums": sums(1) + bytes(8)},
+        {"parts": 1},
+        {"parts": 65},
+        {"parts": 2**16 - 1},
+        {"checksum": -1},
+        {"checksum": 2**64, "parts": 1, "part_sums": b""},
         {"bytes": 2 * BLOCK_BYTES + 1},
     ],
     ids=str,
 )
 def test_a_fill_whose_parts_are_not_the_blocks_is_a_miss(changes: dict[str, Any]) -> None:
-    """Goal: no worker is told to verify what cannot be. Without parts, one part has that sum."""
+    """Goal: no worker is told to verify what cannot be."""
     host = host_of_two()
     host.disk_stored(1)
     [fill] = of(host.look_up(1), AskFill)
     found = found_in(host.step(filled(fill, **changes)))
-    if changes == {"part_checksums": []}:
-        assert (found.checksums, found.part_checksums) == ([checksum(1)], [])
-        return
     assert (found.slots, found.reason) == ([], "malformed")
     assert host.slots["staged"] == 0
+
+
+def test_a_fill_of_a_block_of_one_part_has_its_checksum() -> None:
+    """It is that of the part."""
+    host = host_of_two()
+    host.disk_stored(1)
+    [fill] = of(host.look_up(1), AskFill)
+    found = found_in(host.step(filled(fill, parts=1, part_sums=b"")))
+    assert (found.checksums, found.part_sums) == ([checksum(1)], b"")
 
 
 def test_a_fill_that_went_into_another_slot_is_a_miss() -> None:
@@ -151,7 +163,8 @@ def test_a_fill_that_went_into_another_slot_is_a_miss() -> None:
 def _at(filled: FilledSlot, slot: int) -> FilledSlot:
     return FilledSlot(
         hash=filled.hash, slot=slot, ok=True, parent=filled.parent, namespace=filled.namespace,
-        checksum=filled.checksum, bytes=filled.bytes, part_checksums=filled.part_checksums,
+        checksum=filled.checksum, bytes=filled.bytes, parts=filled.parts,
+        part_sums=filled.part_sums,
     )  # fmt: skip
 
 
@@ -161,11 +174,9 @@ def test_a_peers_block_is_verified_part_by_part(wrong: int | None) -> None:
     host = host_of_two(HostWithPeers)
     [pull] = host.ask_peers(1)
     came = [one + (rank == wrong) for rank, one in enumerate(part_sums(1, RANKS))]
-    block = PulledBlock(pull.slots[0], leased_parts(1), tuple(came))
+    block = PulledBlock(pull.slots[0], leased_parts(1), pack_sums(came))
     found = found_in(host.step(PeerPulled(pull.pull, (block,), 7)))
-    assert (found.part_checksums, found.reason) == (
-        (sums(1), "") if wrong is None else ([], "corrupt")
-    )
+    assert (found.part_sums, found.reason) == ((sums(1), "") if wrong is None else (b"", "corrupt"))
 
 
 def leased_parts(number: int, **changes: Any) -> LeasedSlot:
@@ -173,12 +184,12 @@ def leased_parts(number: int, **changes: Any) -> LeasedSlot:
     values: dict[str, Any] = {
         "hash": name(number).hex(), "parent": name(number - 1).hex(), "namespace": DIGEST,
         "slot": number, "checksum": checksum(number), "bytes": RANKS * BLOCK_BYTES,
-        "part_checksums": sums(number),
+        "parts": RANKS,
     }  # fmt: skip
     return LeasedSlot(**(values | changes))
 
 
-def test_of_a_lease_only_blocks_with_as_many_parts_as_the_first_are_read() -> None:
+def test_of_a_lease_only_blocks_that_are_cut_like_the_first_are_read() -> None:
     """And none whose parts cannot be of equal size: the door would cut them wrongly."""
     from kvbm_common.wire.verbs import DoorReply
 
@@ -200,7 +211,7 @@ def test_an_operator_is_told_of_the_parts() -> None:
     host.confirm(70)
     [answer] = of(host.step(AdminAsked(1, "block", BlockRequest(hash=name(1).hex()))), Answer)
     assert isinstance(answer.reply, BlockReply)
-    assert (answer.reply.part_count, answer.reply.part_checksums) == (2, sums(1))
+    assert (answer.reply.part_count, tuple(answer.reply.part_checksums)) == (2, part_sums(1, 2))
 
 
 def test_ranks_with_parts_of_other_sizes_are_refused() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer

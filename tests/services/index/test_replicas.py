@@ -13,13 +13,14 @@ from typing import Protocol
 
 import msgspec
 import pytest
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
-from kvbm_common.nats.jetstream import EVENTS, call_api
+from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.verbs import DumpReply, StatsReply, verb_subject
 
 from tests.services.index.shell.test_service import CHAIN, Source

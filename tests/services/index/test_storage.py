@@ -15,14 +15,8 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
-from kvbm_common.nats.jetstream import (
-    CONSOLIDATED,
-    EVENTS,
-    JetStreamError,
-    call_api,
-    ensure_stream,
-    publish_acknowledged,
-)
+from kvbm_common.nats.jetstream import JetStreamError, call_api, ensure_stream, publish_acknowledged
+from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.service.process import serve
 from kvbm_common.wire.verbs import verb_subject
 from kvbm_connectors.consolidator.shell.service import serve_consolidator
@@ -72,13 +66,13 @@ async def fill(bus: Bus) -> None:
         with pytest.raises(JetStreamError):
             await fill_with(bus, bytes(size))
     with pytest.raises(JetStreamError):
-        await publish_acknowledged(bus, "kvbm.v1.events.h.nobody.stored", b"{}")
+        await publish_acknowledged(bus, EVENTS, "kvbm.v1.events.h.nobody.stored", b"{}")
 
 
 async def fill_with(bus: Bus, payload: bytes) -> None:
     """As many as go in."""
     for _ in range(STORE_BYTES // 1024):
-        await publish_acknowledged(bus, "filler", payload)
+        await publish_acknowledged(bus, replace(EVENTS, name="FILLER"), "filler", payload)
 
 
 async def images(bus: Bus) -> dict[str, float]:

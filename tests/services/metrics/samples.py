@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from kvbm_common.identity import Namespace
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.metrics import MetricsSnapshot
-from kvbm_common.wire.verbs import StatsReply, WorkerStats
+from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
+from kvbm_common.wire.verbs import StatsReply
 from kvbm_metrics.core.collector import FleetView, Instance, Totals, kvbm_view
 from kvbm_metrics.shell import exposition
 
@@ -22,6 +24,9 @@ WORKER = WorkerStats(
     namespace=NAMESPACE,
     block_bytes=4096,
     seen_ms_ago=5,
+)
+PASSING = msgspec.structs.replace(
+    WORKER, engine="vllm-1", block_bytes=0, passes_through="prefix caching is off"
 )
 
 
@@ -42,6 +47,19 @@ def tier_stats(kind: str, *, used: int, total: int, **fields: Any) -> StatsReply
     """The stats of a tier with slots of 100 bytes."""
     slots = {"reset": total - used, "staged": 0, "inactive": used, "active": 0, "total": total}
     return stats(kind, tier=kind.split("-")[0], slots=slots, slot_bytes=100, **fields)
+
+
+def two_sizes(kind: str = "host-tier", **fields: Any) -> StatsReply:
+    """The stats of a tier of 3,000 bytes with slots of 100 and of 400 bytes, half of them used."""
+    sizes = [
+        SizeStats(slot_bytes=100, slabs=2, slots=20, used=7),
+        SizeStats(slot_bytes=400, slabs=1, slots=2, used=2),
+    ]
+    figures = {"waste_percent": 12.5}
+    return tier_stats(
+        kind, used=9, total=22, block_bytes=1_200, capacity_bytes=3_000, slab_bytes=1_000,
+        slabs={"free": 0, "cut": 3, "leaving": 0}, sizes=sizes, figures=figures, **fields,
+    )  # fmt: skip
 
 
 def snapshot(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 ADAPTERS = 4
 WEIGHTS = ("a", "b")
 SCRIPT = Path(__file__)
@@ -58,8 +58,9 @@ def make_adapter(directory: Path, model: Path, seed: int) -> None:
 
     config = json.loads((model / "config.json").read_text())
     directory.mkdir(parents=True)
-    hidden, width = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
-    narrow = config["num_key_value_heads"] * config["head_dim"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    width, narrow = heads * head, config["num_key_value_heads"] * head
     generator = torch.Generator().manual_seed(100 + seed)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):

@@ -42,13 +42,12 @@ class Plant:
 # --- offers -----------------------------------------------------------------------------------
 
 
-def computed_by_this_request(self: Any, block_tokens: int) -> int:
-    """Full blocks, also those that a request shares with another one that still computes them."""
+def computed_by_this_request(self: Any) -> int:
+    """Tokens, also those that a request shares with another one that still computes them."""
     request = self.request
     if self.lease is not None and (not self.sync or request.num_in_flight_tokens):
         return 0
-    tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-    return int(tokens // block_tokens)
+    return int(min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens))
 
 
 def offer_unfinished() -> None:
@@ -59,8 +58,8 @@ def offer_unfinished() -> None:
 def offer_everything_early() -> None:
     """Blocks are offered with the step that computes them: before they are there."""
 
-    def computed(self: Any, block_tokens: int) -> int:
-        return int(self.request.num_prompt_tokens // block_tokens)
+    def computed(self: Any) -> int:
+        return int(self.request.num_prompt_tokens)
 
     replace(f"{PREFIX}vllm.tracked", "Tracked", "computed", computed)
 
@@ -95,6 +94,92 @@ def shorten_windows() -> None:
         return max(1, count - 1) if count else 0
 
     replace(f"{PREFIX}vllm.kv_groups", "", "window_blocks", fewer)
+
+
+def shorten_chunks() -> None:
+    """A hit brings one block of a chunk too few."""
+    places = original(f"{PREFIX}vllm.kv_groups", "KvGroup", "places")
+    first = original("kvbm_common.tier.kv_groups", "GroupRun", "first_needed")
+
+    def fewer(self: Any, begin: int, end: int) -> range:
+        found: range = places(self, begin, end)
+        return range(min(found.start + bool(self.chunk), found.stop), found.stop)
+
+    def later(self: Any, tokens: int) -> int:
+        place, end = int(first(self, tokens)), tokens // int(self.block_tokens)
+        return min(place + 1, end) if self.chunk else place
+
+    replace("kvbm_common.tier.kv_groups", "GroupRun", "first_needed", later)
+    replace(f"{PREFIX}vllm.kv_groups", "KvGroup", "places", fewer)
+
+
+def store_states_of_another_boundary() -> None:
+    """A recurrent state is stored as the one a block later."""
+    keep = original(f"{PREFIX}vllm.device_offers", "DeviceOffers", "keep_states")
+
+    def later(self: Any, tracked: Any, handed: Any) -> None:
+        sizes = {group.table: group.block_tokens for group in self._groups}
+        moved = [(at, block, tokens + sizes[at]) for at, block, tokens in handed if at in sizes]
+        keep(self, tracked, moved)
+
+    replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "keep_states", later)
+
+
+def hit_states_alone() -> None:
+    """A hit brings the last block of each group: the state, and not the KV before it."""
+    from dataclasses import replace as changed
+
+    _change_groups(lambda group, first: changed(group, window=1, chunk=0))
+
+
+def share_a_block_size() -> None:
+    """Every group's blocks are named as if they had as many tokens as the first one's."""
+    from dataclasses import replace as changed
+
+    from kvbm_common.identity import Hasher
+    from msgspec import structs
+
+    def alike(group: Any, first: Any) -> Any:
+        size = first.block_tokens
+        own = structs.replace(group.hasher.namespace, block_tokens=size)
+        return changed(group, hasher=Hasher(own))
+
+    _change_groups(alike)
+
+
+def _change_groups(change: Callable[[Any, Any], Any]) -> None:
+    """Change every KV group of an engine; `change` is given the first one, too."""
+    groups = original(f"{PREFIX}vllm.kv_groups", "", "groups_of")
+
+    def changed(*arguments: Any) -> Any:
+        found = groups(*arguments)
+        return tuple(change(group, found[0]) for group in found)
+
+    replace(f"{PREFIX}vllm.kv_groups", "", "groups_of", changed)
+    replace(f"{PREFIX}vllm.connector", "", "groups_of", changed)
+
+
+def keep_what_waits() -> None:
+    """Blocks that are kept of a request without a step are offered with its next one: it may wait
+    for them."""
+    replace(
+        f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_offer_of_others",
+        lambda self, output: None,
+    )  # fmt: skip
+
+
+def load_again() -> None:
+    """A request whose load over several groups has failed is loaded once more: vLLM puts it before
+    those that have their blocks, and may wait for room for ever."""
+    loaded = original(f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_loaded")
+
+    def again(self: Any, result: Any) -> None:
+        loaded(self, result)
+        tracked = self._requests.get(result.load.request)
+        if tracked is not None:
+            tracked.unloadable = False
+
+    replace(f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_loaded", again)
 
 
 def report_no_failed_request() -> None:
@@ -203,6 +288,8 @@ def _leave_holes(self: Any, *_arguments: Any, **_more: Any) -> None:
 
 
 CHUNKED = ("chunked",)
+DEVICE: tuple[str, ...] = ()
+"""Plants that need a device with little room: `tests/vllm/test_device.py` shows them."""
 PLANTS = {
     "unfinished-offers": Plant(
         "blocks are offered while they are computed", CHUNKED, before=offer_unfinished
@@ -250,6 +337,26 @@ PLANTS = {
     "unreported-loads": Plant(
         "a failed load of several groups is not told", ("hybrid",),
         before=report_no_failed_request, often=("corrupt arena",),
+    ),
+    "short-chunks": Plant(
+        "a chunk is a block too short", ("chunks",), before=shorten_chunks, restarts=True
+    ),
+    "later-states": Plant(
+        "a state is stored for another boundary", ("states",),
+        before=store_states_of_another_boundary, restarts=True,
+    ),
+    "states-alone": Plant(
+        "a state is loaded without its KV", ("states",), before=hit_states_alone, restarts=True
+    ),
+    "one-size": Plant(
+        "groups are named with one block size", ("sizes",), before=share_a_block_size,
+        restarts=True,
+    ),
+    "waiting-windows": Plant(
+        "kept blocks wait for their request", DEVICE, before=keep_what_waits,
+    ),
+    "second-loads": Plant(
+        "a load of several groups that failed is tried again", DEVICE, before=load_again,
     ),
     "unverified": Plant(
         "no rank of two verifies", ("tp2",), before=verify_none, restarts=True,

@@ -256,11 +256,12 @@ class Run:
 
     def _compare(self, one: Judged, right: Answer) -> None:
         aborted = bool(one.ask.abort)
-        failures, ties = differences(one.found, right, aborted=aborted)
+        rounding = self._lane.shape.rounding
+        failures, ties = differences(one.found, right, aborted=aborted, rounding=rounding)
         if failures and failures[0].kind in ANSWERS:
             self._result.features["compared alone"] += 1
             alone = self._reference.alone(one.ask, one.weights, one.content)
-            failures, ties = differences(one.found, alone, aborted=aborted)
+            failures, ties = differences(one.found, alone, aborted=aborted, rounding=rounding)
         self._result.features["near ties"] += ties
         self._result.failures += failures
 
@@ -301,7 +302,8 @@ class Run:
             contents = {} if one.content is None else {one.ask.name: one.content}
             (right,) = self._reference.answers([one.ask], one.weights, contents)
             aborted = bool(one.ask.abort)
-            if differences(one.found, right, aborted=aborted)[0]:
+            rounding = plain.shape.rounding
+            if differences(one.found, right, aborted=aborted, rounding=rounding)[0]:
                 found.add(one.ask.name)
         return found
 

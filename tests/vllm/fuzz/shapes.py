@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.vllm.fuzz.judge import ROUNDING
+
 BLOCK_BYTES = 98_304
 """Of 32 tokens of the model that make_model.py makes."""
 
@@ -40,6 +42,8 @@ class Shape:
         "host-tier", "host-tier", "host-tier", "disk-tier", "nats", "index", "consolidator"
     )  # fmt: skip
     threads: str = "0"
+    rounding: float = ROUNDING
+    """Of a logprob, between batches."""
 
     @property
     def options(self) -> dict[str, object]:
@@ -62,6 +66,14 @@ EVICTING = {
     "disk_cache_gb": 600 * BLOCK_BYTES / 1e9,
     "disable_disk_offload_filter": True,
 }
+SMALL = {
+    "cpu_cache_gb": 40 * 32_768 / 1e9,
+    "disk_cache_gb": 600 * 65_536 / 1e9,
+    "disable_disk_offload_filter": True,
+}
+"""Of models with one or two layers in a group, whose blocks are smaller."""
+STATES: dict[str, object] = {"max_num_batched_tokens": 64}
+"""vLLM's Mamba-2 on CPU cannot leave a state in the middle of a step."""
 DISK_ONLY = {"staging_gb": 40 * BLOCK_BYTES / 1e9, "disk_cache_gb": 600 * BLOCK_BYTES / 1e9}
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3
@@ -98,6 +110,22 @@ SHAPES = {
             name="hybrid-tiny", kind="windowed", blocks=72, model_tokens=640, second=True,
             stack=EVICTING, arguments={"max_num_batched_tokens": 128},
         ),
+        Shape(
+            name="hybrid-spec", kind="windowed", stack=MEMORY, only_greedy=True, repeats=True,
+            grammars=False, arguments={"speculative_config": NGRAM},
+        ),
+        Shape(name="sinks", kind="sinks", stack=MEMORY),
+        Shape(name="chunks", kind="chunks", stack=SMALL, second=True),
+        Shape(name="sizes", kind="sizes", stack=SMALL, second=True),
+        Shape(name="states", kind="states", block_tokens=64, stack=MEMORY, arguments=STATES),
+        Shape(
+            name="states-tiny", kind="states", block_tokens=64, blocks=28, model_tokens=640,
+            second=True, stack=SMALL, arguments=STATES | {"prefix_match_unit": 32},
+        ),
+        Shape(
+            name="delta", kind="delta", block_tokens=64, blocks=48, stack=EVICTING,
+            arguments={"dtype": "bfloat16"}, rounding=0.1,
+        ),
         Shape(name="evicting", blocks=64, stack=EVICTING, second=True),
         Shape(name="disk", blocks=64, stack=DISK_ONLY),
         Shape(
@@ -111,13 +139,18 @@ SHAPES = {
     )
 }  # fmt: skip
 
-ALONE = {"max_num_batched_tokens": 4096, "enable_prefix_caching": False, "max_num_seqs": 64}
-ADAPTERS = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
+ALONE: dict[str, object] = {
+    "max_num_batched_tokens": 4096, "enable_prefix_caching": False, "max_num_seqs": 64
+}  # fmt: skip
+ADAPTERS: dict[str, object] = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
+DTYPES: dict[str, dict[str, object]] = {"delta": {"dtype": "bfloat16"}}
+"""Of kinds that the CPU build computes in one type alone."""
 
 
 def reference(kind: str, *, adapters: bool) -> Shape:
     """vLLM alone, which computes all of every prompt."""
     return Shape(
         name=f"reference-{kind}{'-lora' if adapters else ''}", kind=kind, blocks=1200,
-        model_tokens=2048, arguments=ALONE | (ADAPTERS if adapters else {}),
+        model_tokens=2048, block_tokens=64 if kind in ("states", "delta") else 32,
+        arguments=ALONE | (ADAPTERS if adapters else {}) | DTYPES.get(kind, {}),
     )  # fmt: skip

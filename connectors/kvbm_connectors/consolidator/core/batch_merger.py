@@ -87,6 +87,7 @@ class BatchMerger:
     def removed(self, group: int, view: HeldBlocks, hashes: Sequence[SequenceHash]) -> None:
         """Gather blocks that are gone from a group. If one was stored in this batch, begin a new
         draft."""
+        assert hashes, f"group {group} removes nothing"
         opened = self._open_of(group, view)
         opened.stored.update(*opened.uncompared)
         opened.uncompared.clear()
@@ -97,6 +98,7 @@ class BatchMerger:
 
     def cleared(self, reason: str) -> None:
         """Drop what was gathered before, which need not be published: everything is gone."""
+        assert reason, "all is cleared for a reason"
         self._open.clear()
         self._drafts = [ClearedDraft(reason)]
 

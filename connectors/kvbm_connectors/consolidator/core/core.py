@@ -72,14 +72,19 @@ class ConsolidatorCore:
     """Pure: both halves of the consolidator, in one step."""
 
     def __init__(
-        self, host: str, limits: ConsolidatorLimits | None = None, *, dedup: bool = True
+        self,
+        host: str,
+        limits: ConsolidatorLimits | None = None,
+        *,
+        dedup: bool = True,
+        epoch: int = 0,
     ) -> None:
         self.engines = EnginesCore(host, limits)
         self._drops: Counter[str] = Counter()
         self.consolidated = MergedStreams(host, dedup=dedup, drops=self._drops)
         self.names = TokenNames()
         self._naming = limits is not None and limits.naming
-        self.router = RouterStreams(self.names, dedup=dedup)
+        self.router = RouterStreams(self.names, dedup=dedup, first_seq=epoch)
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it, in order."""
@@ -87,13 +92,14 @@ class ConsolidatorCore:
         tiers = self.consolidated.tiers
         match event:
             case TierJoined(source, tier, epoch):
-                self.consolidated.tier_joined(source, tier, epoch, now_ms)
+                self.consolidated.tiers_changed(tiers.joined(source, tier, epoch, now_ms))
             case TierLeft(source, epoch):
-                self.consolidated.tier_left(source, epoch, now_ms)
+                self.consolidated.tiers_changed(tiers.left(source, epoch, now_ms))
             case TierEvents(events):
-                self.consolidated.tier_events(events, now_ms)
+                for one in events:
+                    self.consolidated.tiers_changed(tiers.take(one, now_ms), one)
             case TierSnapshot(reply):
-                self.consolidated.tier_snapshot(reply, now_ms)
+                self.consolidated.tiers_changed(tiers.snapshot(reply, now_ms))
             case TierSnapshotFailed(source):
                 tiers.snapshot_failed(source, now_ms)
             case TierStreamLost(source):

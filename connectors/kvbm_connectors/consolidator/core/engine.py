@@ -7,10 +7,10 @@ from enum import Enum, auto
 from functools import partial
 from typing import assert_never
 
-from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.machine import Machine
-from kvbm_common.wire.events import Event, EventHead
+from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored
 from kvbm_common.wire.local import Attach
+from kvbm_common.wire.tier_stats import WorkerStats
 
 from kvbm_connectors.consolidator.core.batch_merger import (
     ClearedDraft,
@@ -66,6 +66,7 @@ class Engine:
 
     def is_another(self, attach: Attach) -> bool:
         """Return whether this is another life, or the same life with facts that cannot change."""
+        assert attach.engine == self.name, f"{attach.engine} is no life of {self.name}"
         rank = self.ranks.get(attach.rank)
         return self.incarnation != attach.incarnation or (
             rank is not None and not rank.continues(attach)
@@ -91,6 +92,7 @@ class Engine:
 
     def tell(self) -> Facts:
         """Return the facts for the registry, and keep them as what it knows."""
+        assert self.ranks, f"{self.name} has no rank to tell of"
         self.told = self.facts
         return self.told
 
@@ -111,6 +113,7 @@ class Engine:
         """Give up the epoch: the publisher has begun again."""
         self._move("restarted")
         self.epoch = self.seq = 0
+        assert self.state is not EngineState.REGISTERED, f"{self.name} has no epoch any more"
 
     def leave(self) -> None:
         """End this life, in any state."""
@@ -124,9 +127,17 @@ class Engine:
         """Return the namespace digests of all ranks, in hex."""
         return tuple(sorted({rank.namespace_hex for rank in self.ranks.values()}))
 
-    def held(self) -> set[tuple[int, int, SequenceHash]]:
-        """Return every (rank, group, block) that is held."""
-        return {(number, *block) for number, rank in self.ranks.items() for block in rank.blocks()}
+    def passing_through(self, now_ms: int) -> list[WorkerStats]:
+        """Return its ranks that compute without a cache, each with its reason."""
+        return [
+            WorkerStats(
+                engine=self.name, incarnation=self.incarnation, rank=number, world_size=1,
+                namespace=rank.attach.namespace, block_bytes=0, seen_ms_ago=now_ms - self.seen_ms,
+                passes_through=rank.attach.passes_through,
+            )
+            for number, rank in self.ranks.items()
+            if rank.attach.passes_through
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Assert every invariant, in O(n)."""
@@ -151,9 +162,12 @@ def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: 
     )  # fmt: skip
     match draft:
         case StoredDraft(group, namespace, runs):
-            return head.stored(namespace, runs, group=group)
+            return Stored(**head, group=group, namespace=namespace, runs=runs)
         case RemovedDraft(group, namespace, hashes):
-            return head.removed(namespace, hashes, "evicted", group=group)
+            return Removed(
+                **head, group=group, namespace=namespace, hashes=hashes, reason="evicted"
+            )
         case ClearedDraft(reason):
-            return head.cleared(reason, rank_only=rank is not None and len(engine.ranks) > 1)
+            rank_only = rank is not None and len(engine.ranks) > 1
+            return Cleared(**head, reason=reason, rank_only=rank_only)
     assert_never(draft)

@@ -21,18 +21,20 @@ from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.engine_events import EngineBatch
+from kvbm_common.wire.events import TIER_SOURCES
 from kvbm_common.wire.local import Attach, Attached, Refused
+from kvbm_common.wire.tier_stats import WorkerStats
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, Draft
 from kvbm_connectors.consolidator.core.engine import Engine, event_of
+from kvbm_connectors.consolidator.core.events import PublishedEvents
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
     BeatReceived,
     ConsolidatorLimits,
     Describe,
     EngineBatchesReceived,
-    EngineBatchReceived,
     EngineDetached,
     EngineEffect,
     EngineInput,
@@ -53,12 +55,8 @@ from kvbm_connectors.consolidator.core.messages import (
     Tick,
     Unsubscribe,
 )
-from kvbm_connectors.consolidator.core.published_events import PublishedEvents
 from kvbm_connectors.consolidator.core.rank import Rank
 from kvbm_connectors.consolidator.core.sequencer import Ready
-
-TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
-"""What the tiers are called as sources; an engine may not be."""
 
 
 class EnginesCore:
@@ -81,12 +79,12 @@ class EnginesCore:
 
     def step(self, event: EngineInput, now_ms: int) -> list[EngineEffect]:
         """Take one input; returns what is to be done about it, in order."""
+        assert now_ms >= self._now_ms, f"{now_ms} ms after {self._now_ms} ms"
+        assert not self._effects, f"effects of an earlier step are left: {self._effects}"
         self._now_ms = now_ms
         match event:
             case EngineBatchesReceived(key, batches, replay):
                 self._on_batches(key, batches, replay)
-            case EngineBatchReceived(key, seq, batch, replay):
-                self._on_batches(key, ((seq, batch),), replay)
             case StreamAttached(attach, peer):
                 self._on_attached(attach, peer)
             case BeatReceived():
@@ -138,10 +136,9 @@ class EnginesCore:
         """Return a mapping from each engine to the (epoch, seq) of its last event."""
         return {name: (engine.epoch, engine.seq) for name, engine in self._engines.items()}
 
-    def held(self, engine: str) -> set[tuple[int, int, SequenceHash]]:
-        """Return every (rank, group, block) of an engine; empty if the engine is unknown."""
-        found = self._engines.get(engine)
-        return found.held() if found else set()
+    def passing_through(self) -> list[WorkerStats]:
+        """Return the engines that compute without a cache, each with its reason."""
+        return [w for e in self._engines.values() for w in e.passing_through(self._now_ms)]
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
         """Return what was lately published about a block, newest last."""
@@ -153,6 +150,7 @@ class EnginesCore:
         return EnginesStatistics(
             engines=len(self._engines),
             streams=len(ranks),
+            passing_through=sum(bool(rank.attach.passes_through) for rank in ranks),
             blocks=sum(rank.block_count for rank in ranks),
             pending_batches=sum(rank.order.pending_count for rank in ranks),
             orphan_blocks=sum(rank.orphans.block_count for rank in ranks),
@@ -197,6 +195,7 @@ class EnginesCore:
             rank.describe(attach)
             self._announce(engine, rank, 0)
         rank.peer = peer
+        assert rank.key.incarnation == engine.incarnation, f"{rank.key} is of another life"
         if engine.epoch:
             self._answer(engine, rank)
 
@@ -268,6 +267,7 @@ class EnginesCore:
 
     def _end(self, engine: Engine, reason: str) -> None:
         """Announce that the device blocks of this life are gone."""
+        assert reason, f"{engine.name} ends for a reason"
         assert self._engines.get(engine.name) is engine, f"{engine.name} has ended: {reason}"
         if engine.epoch:
             self._publish_draft(engine, None, ClearedDraft(reason), 0)
@@ -284,6 +284,7 @@ class EnginesCore:
                 for rank in engine.ranks.values():
                     self._answer(engine, rank)
         for engine in list(self._engines.values()):
+            assert engine.seen_ms <= self._now_ms, f"{engine.name} was heard in the future"
             if self._now_ms - engine.seen_ms > self._limits.lost_after_ms:
                 self._end(engine, "lost")
                 continue
@@ -325,6 +326,7 @@ class EnginesCore:
             self._drops["replay_failed"] += 1
         order = rank.order
         ready = order.replay_failed(self._now_ms) if failed else order.replay_done()
+        assert not order.replay, f"{key}: replay {order.replay} is over"
         self._apply(engine, rank, ready)
         rank.settle(self._now_ms)
         self._announce(engine, rank, 0)
@@ -339,6 +341,7 @@ class EnginesCore:
 
     def _announce(self, engine: Engine, rank: Rank, ts: float) -> None:
         """Announce what has changed, and ask for what is missing."""
+        assert engine.ranks.get(rank.key.rank) is rank, f"{rank.key} is no rank of {engine.name}"
         self._effects += [Learn(named) for named in rank.take_named()]
         for draft in rank.take_drafts():
             self._publish_draft(engine, rank, draft, int(ts * 1000))
@@ -350,6 +353,7 @@ class EnginesCore:
         if engine.epoch:
             self._publish_draft(engine, None, ClearedDraft("restarted"), 0)
         engine.restarted()
+        assert not engine.epoch, f"{engine.name} restarts in epoch {engine.epoch}"
         for rank in engine.ranks.values():
             rank.restart(self._now_ms)
             self._poll(rank)
@@ -360,6 +364,7 @@ class EnginesCore:
         from_seq = rank.order.poll(self._now_ms, self._replay_count + 1)
         if from_seq is not None:
             self._replay_count += 1
+            assert rank.order.replay == self._replay_count, f"{rank.key}: {rank.order.replay} flies"
             endpoint = rank.attach.replay_endpoint
             self._effects.append(RequestReplay(rank.key, endpoint, from_seq, rank.order.replay))
 

@@ -51,6 +51,7 @@ def extras_of(
             first.append((ExtraTag.GENERATION, bytes.fromhex(generation)))
         if first:
             extras[0] = first
+    assert all(extras.values()), f"a block has extras, and none: {extras}"
     return extras
 
 

@@ -7,7 +7,7 @@ twice; here the block is held from the first to the last.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import islice
 from typing import TypeVar
 
@@ -77,6 +77,7 @@ class HeldBlocks:
         names, count = self._names, len(self._names)
         agreed = list(map(names.setdefault, engine_hashes, chain))
         fresh = len(names) - count
+        assert 0 <= fresh <= len(chain), f"{fresh} of {len(chain)} names are new"
         if agreed != chain:
             for _ in range(fresh):
                 names.popitem()
@@ -85,6 +86,7 @@ class HeldBlocks:
         parents, held = self._parents, len(self._parents)
         parents.update(zip(chain, [first_parent, *chain[:-1]], strict=True))
         new = len(parents) - held
+        assert 0 <= new <= len(chain), f"{new} of {len(chain)} blocks are new"
         if fresh < len(chain):
             if new < len(chain):
                 self._count_names(engine_hashes, fresh)
@@ -128,6 +130,7 @@ class HeldBlocks:
         if _one_less(self._copies, block):
             return None, True
         del self._parents[block]
+        assert block not in self._copies, f"{block.hex()} is gone, and has copies"
         return block, True
 
     def clear(self) -> None:
@@ -144,6 +147,7 @@ class HeldBlocks:
     def forget(self) -> None:
         """Hold nothing, and know no names: the engine's hashes stand for other content now."""
         self.clear()
+        assert not self._parents, f"{len(self._parents)} blocks are held under names of old content"
         self._names.clear()
         self._retired.clear()
 
@@ -154,10 +158,6 @@ class HeldBlocks:
     def runs(self) -> list[Run]:
         """Return everything held, as the runs of a snapshot."""
         return runs_of(self._parents.items())
-
-    def blocks(self) -> Iterable[SequenceHash]:
-        """Return every block that is held."""
-        return self._parents.keys()
 
     def check(self) -> None:
         """Assert every invariant, in O(n)."""

@@ -31,9 +31,8 @@ from kvbm_connectors.consolidator.core.batch_merger import (
     RemovedDraft,
     StoredDraft,
 )
-from kvbm_connectors.consolidator.core.event_builder import EventBuilder
+from kvbm_connectors.consolidator.core.events import EventBuilder, parents_first
 from kvbm_connectors.consolidator.core.held_blocks import Held
-from kvbm_connectors.consolidator.core.parents_first import parents_first
 from kvbm_connectors.consolidator.core.tier_views import Change, TierViews
 
 TIER_BITS: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "object": 8}
@@ -143,6 +142,7 @@ class MergedStreams:
     def engine_known(self, name: str, ranks: Iterable[int], namespaces: Iterable[str]) -> None:
         """Note that an engine has these ranks, perhaps one more than before, in these
         namespaces."""
+        assert name, "an engine has a name"
         engine = self._engines.setdefault(name, MergedEngine(name))
         namespaces = tuple(namespaces)
         for rank in ranks:
@@ -167,22 +167,15 @@ class MergedStreams:
             case _:
                 raise AssertionError(f"{draft} does not make {event}")
 
-    def tier_joined(self, source: str, tier: Tier, epoch: int, now_ms: int) -> None:
-        """Follow the life of a tier that the registry names."""
-        self._tiers_changed(self.tiers.joined(source, tier, epoch, now_ms))
-
-    def tier_events(self, events: Iterable[Event], now_ms: int) -> None:
-        """Apply events of tiers, in the order in which the bus brought them."""
-        for event in events:
-            self._tiers_changed(self.tiers.take(event, now_ms), event)
-
-    def tier_snapshot(self, reply: SnapshotReply, now_ms: int) -> None:
-        """Apply a snapshot: all that a tier holds."""
-        self._tiers_changed(self.tiers.snapshot(reply, now_ms))
-
-    def tier_left(self, source: str, epoch: int, now_ms: int) -> None:
-        """Drop the blocks of a tier that is gone, unless a later life of it has begun."""
-        self._tiers_changed(self.tiers.left(source, epoch, now_ms))
+    def tiers_changed(self, changes: list[Change], event: Event | None = None) -> None:
+        """Tell every rank whose view is changed by what tiers have gained or lost."""
+        ts_ms = event.ts_ms if event else 0
+        reason = event.reason if isinstance(event, Removed) else ""
+        for change in changes:
+            for engine in self._engines.values():
+                for view in engine.views.values():
+                    if view.namespace == change.namespace and engine.epoch:
+                        self._settle(engine, view, self._news(view, change), ts_ms, reason)
 
     def rebuild(self) -> None:
         """Say again what the tiers hold, to those who are new or whose stream was cleared.
@@ -192,6 +185,7 @@ class MergedStreams:
         for engine in self._engines.values():
             if not engine.cleared or not engine.epoch:
                 continue
+            assert engine.seq > 0, f"{engine.name}: an epoch begins with cleared"
             ranks, engine.cleared = engine.cleared, set()
             for view in engine.views.values():
                 if view.rank in ranks:
@@ -212,6 +206,7 @@ class MergedStreams:
         engine = self._engines.get(name)
         if engine is None or not engine.epoch:
             return None
+        assert engine.seq > 0, f"{name} has epoch {engine.epoch}, and no event"
         parts = [
             SnapshotPart(
                 namespace=view.namespace,
@@ -252,7 +247,8 @@ class MergedStreams:
                 for block, said in view.all_said():
                     have = self._beyond(view, block) | (DEVICE if block in view.device else 0)
                     assert have, f"{block.hex()} is nowhere, and {engine.name} announces it"
-                    assert said == have if not self._dedup else said in TIERS
+                    text = f"{block.hex()} is in {have}, and {engine.name} announces it in {said}"
+                    assert said == have if not self._dedup else said in TIERS, text
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -271,9 +267,10 @@ class MergedStreams:
         engine.cleared |= ranks
         if event.epoch > engine.epoch:
             engine.epoch, engine.seq = event.epoch, 0
+        assert event.source == engine.name, f"{event.source}'s event clears {engine.name}"
         assert engine.epoch >= event.epoch > 0, f"{engine.name}: {engine.epoch}, {event.epoch}"
         head = self._next(engine, "device", event.ts_ms, event.rank)
-        self._out.append(head.cleared(event.reason, rank_only=event.rank_only))
+        self._out.append(Cleared(**head, reason=event.reason, rank_only=event.rank_only))
 
     def _next(self, engine: MergedEngine, tier: Tier, ts_ms: int, rank: int) -> EventHead:
         assert engine.epoch > 0, f"{engine.name}: an event before its epoch"
@@ -287,9 +284,10 @@ class MergedStreams:
         """Apply a store. The engines' half publishes only the first copy of a block, so none of
         these was in the device."""
         view = self._join(engine, event.rank, event.namespace, event.group)
+        assert draft.group == event.group, f"{engine.name}: {draft.group} is not {event.group}"
         view.device = draft.held
         blocks = [block for _, run in draft.blocks for block in run]
-        if view.beyond.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
+        if view.beyond.keys().isdisjoint(blocks) and not self.tiers.has_any(blocks, view.namespace):
             self._pass_on(engine, event)
             return
         view.store(blocks)
@@ -303,8 +301,10 @@ class MergedStreams:
     ) -> None:
         """Apply a removal. The engines' half publishes only the removal of the last copy of a
         block, so all of these were in the device."""
+        assert blocks, f"{engine.name} removes nothing"
         view = self._join(engine, event.rank, event.namespace, event.group)
-        if view.otherwise.keys().isdisjoint(blocks) and not self._in_tiers(blocks, view):
+        apart = view.otherwise.keys().isdisjoint(blocks)
+        if apart and not self.tiers.has_any(blocks, view.namespace):
             self._pass_on(engine, event)
             return
         view.remove(blocks)
@@ -317,19 +317,6 @@ class MergedStreams:
         if engine.epoch:
             engine.seq += 1
             self._out.append(msgspec.structs.replace(event, seq=engine.seq))
-
-    def _in_tiers(self, blocks: Iterable[SequenceHash], view: RankView) -> bool:
-        return self.tiers.has_any(blocks, view.namespace)
-
-    def _tiers_changed(self, changes: list[Change], event: Event | None = None) -> None:
-        """Tell every rank whose view it changes."""
-        ts_ms = event.ts_ms if event else 0
-        reason = event.reason if isinstance(event, Removed) else ""
-        for change in changes:
-            for engine in self._engines.values():
-                for view in engine.views.values():
-                    if view.namespace == change.namespace and engine.epoch:
-                        self._settle(engine, view, self._news(view, change), ts_ms, reason)
 
     def _news(self, view: RankView, change: Change) -> Iterator[tuple[SequenceHash, SequenceHash]]:
         """Yield the blocks of a change that may matter to a view.

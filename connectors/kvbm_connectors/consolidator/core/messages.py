@@ -80,18 +80,11 @@ class EpochFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineBatchReceived:
-    """A batch of a stream. `replay` is the number of the replay it belongs to, 0 when live."""
-
-    key: StreamKey
-    seq: int
-    batch: EngineBatch
-    replay: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class EngineBatchesReceived:
-    """Several batches of a stream at once: what they change is announced together."""
+    """Batches of a stream: what they change is announced together.
+
+    `replay` is the number of the replay that they belong to, 0 when live.
+    """
 
     key: StreamKey
     batches: tuple[tuple[int, EngineBatch], ...]
@@ -193,7 +186,6 @@ EngineInput = (
     | BeatReceived
     | EpochGranted
     | EpochFailed
-    | EngineBatchReceived
     | EngineBatchesReceived
     | ReplayDone
     | ReplayFailed
@@ -354,6 +346,13 @@ class ConsolidatorLimits:
     replay_attempts_max: int = 3
     replay_retry_ms: int = 500
 
+    def __post_init__(self) -> None:
+        """Assert that nothing waits without end for a bound of zero."""
+        assert min(self.lost_after_ms, self.epoch_retry_ms, self.replay_retry_ms) > 0, self
+        assert min(self.streams_max, self.pending_batches_max, self.replay_attempts_max) > 0, self
+        assert 0 < self.probe_after_ms <= self.probe_every_max_ms, self
+        assert min(self.orphan_blocks_max, self.orphan_age_ms) >= 0, self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesStatistics:
@@ -361,6 +360,8 @@ class EnginesStatistics:
 
     engines: int
     streams: int
+    passing_through: int
+    """Streams of engines that compute without a cache."""
     blocks: int
     """Device blocks held, over all engines, ranks and groups; equal content counts once each."""
     pending_batches: int

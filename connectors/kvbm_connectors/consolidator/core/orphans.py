@@ -54,6 +54,7 @@ class Orphans:
         orphan = Orphan(group, event, now_ms)
         self._waiting.setdefault((group, awaited), []).append(orphan)
         self.block_count += len(event.block_hashes)
+        assert self.block_count <= self._blocks_max, f"{self.block_count} blocks wait"
         return True
 
     def adopt(
@@ -73,11 +74,12 @@ class Orphans:
             for orphan in orphans:
                 if orphan.group == group and orphan.holds(engine_hash):
                     orphan.removed.append(engine_hash)
+                    assert len(orphan.removed) <= len(orphan.event.block_hashes), orphan
                     return True
         return False
 
     def condemn(self, before_ms: int) -> bool:
-        """Mark those who wait since then; returns whether anybody was marked just now."""
+        """Mark the events that wait since then; returns whether one was marked just now."""
         marked = False
         for orphans in self._waiting.values():
             for orphan in orphans:
@@ -108,7 +110,7 @@ class Orphans:
 
     def check(self) -> None:
         """Assert that the count of blocks is right and within its limit."""
-        everybody = [orphan for orphans in self._waiting.values() for orphan in orphans]
-        assert self.block_count == sum(len(o.event.block_hashes) for o in everybody)
+        waiting = [orphan for orphans in self._waiting.values() for orphan in orphans]
+        assert self.block_count == sum(len(o.event.block_hashes) for o in waiting)
         assert self.block_count <= self._blocks_max
         assert all(self._waiting.values()), "no empty entries"

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
-from kvbm_common.identity import Hasher, IdentityError, SequenceHash, lora_extra
+from kvbm_common.identity import Hasher, IdentityError, Namespace, SequenceHash, lora_extra
+from kvbm_common.tier.kv_groups import GROUPS_MAX
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -35,8 +36,6 @@ from kvbm_connectors.consolidator.core.token_names import NamedBlocks, named
 
 DEVICE_MEDIA = (None, "", "GPU", "DEVICE")
 """Media names that mean device memory; an engine's own lower tiers are not ours to announce."""
-GROUPS_MAX = 64
-"""KV cache groups of one model: a handful."""
 NO_PARENT = "no_parent"
 NO_ADAPTER = "no_adapter"
 """Why an event waits; other reasons are those for which it is dropped."""
@@ -53,6 +52,7 @@ class Rank:
         drops: Counter[str],
         now_ms: int,
     ) -> None:
+        assert attach.engine, "a rank has an engine"
         self.attach = attach
         self.peer = peer
         """Who attached it last, and is answered."""
@@ -79,13 +79,10 @@ class Rank:
 
     def continues(self, attach: Attach) -> bool:
         """Return whether this is the same life: all is as before but what may change in it."""
-        said = msgspec.structs.replace
-        return said(attach, generation="", adapters=None) == said(
-            self.attach, generation="", adapters=None
-        )
+        return _fixed(attach) == _fixed(self.attach)
 
     def describe(self, attach: Attach) -> None:
-        """Take what the connector says of its engine now: a generation, adapters.
+        """Take what the connector says of its engine now: a generation, adapters, a reason.
 
         The generation is that of blocks stored after the next clear: the engine resets its device's
         cache, tells its connector, which waits until we know, and only then publishes the clear.
@@ -99,6 +96,7 @@ class Rank:
     def _begin_generation(self) -> None:
         """Begin the generation that the connector has announced, if it is a new one: what was
         stored is gone, or unknown, and the engine's hashes stand for other content."""
+        assert not self.block_count, f"{self.key}: {self.block_count} blocks of old weights"
         if self.generation != self.attach.generation:
             self.generation = self.attach.generation
             for view in self._views.values():
@@ -129,7 +127,8 @@ class Rank:
                 self.settle(now_ms)
                 self._clear("gap")
                 self._drops["orphan"] += self.orphans.clear()
-            elif isinstance(item, EngineBatch):
+            else:
+                assert isinstance(item, EngineBatch), f"{self.key}: {item} is no batch"
                 for event in item.events:
                     self._apply_event(event, now_ms)
         return False
@@ -137,6 +136,7 @@ class Rank:
     def settle(self, now_ms: int) -> None:
         """Store what was put off: together where that works, or else one by one."""
         for parts in self._joiner.take():
+            assert parts, f"{self.key}: nothing was put off together"
             # What one part adopts comes before the next part, should both be called the same.
             together = len(parts) > 1 and not self.orphans
             if together and not self._try_to_store(join(parts)):
@@ -169,7 +169,9 @@ class Rank:
         """Return all that is held, as drafts: the beginning of an epoch."""
         for group, view in self._views.items():
             self._merger.stored(group, view, view.block_runs())
-        return self._merger.take()
+        drafts = self._merger.take()
+        assert bool(drafts) == bool(self.block_count), f"{self.key}: {self.block_count} blocks"
+        return drafts
 
     def parts(self) -> list[SnapshotPart]:
         """Return all that is held, as the parts of a snapshot."""
@@ -179,10 +181,6 @@ class Rank:
             for group, view in self._views.items()
             if len(view)
         ]
-
-    def blocks(self) -> Iterable[tuple[int, SequenceHash]]:
-        """Return every (group, block) that is held."""
-        return ((group, block) for group, view in self._views.items() for block in view.blocks())
 
     def check(self) -> None:
         """Assert every invariant, in O(n)."""
@@ -256,6 +254,7 @@ class Rank:
     ) -> list[Orphan] | str:
         """Hold blocks; returns who waited for them. Or why they have no names: nothing is held."""
         group, hashes = self._group_of(event), event.block_hashes
+        assert hashes, f"{self.key}: an event without blocks is held"
         extras = extras_of(event, lora=self._lora_of(event), generation=self.generation)
         try:
             chain = view.hasher.chain(event.token_ids, parent=parent, extras=extras)
@@ -289,6 +288,7 @@ class Rank:
             self._merger.removed(group, view, gone)
 
     def _clear(self, reason: str) -> None:
+        assert reason, f"{self.key} is cleared for a reason"
         if self.block_count:
             self._merger.cleared(reason)
         for view in self._views.values():
@@ -314,14 +314,25 @@ class Rank:
             if len(self._views) >= GROUPS_MAX:
                 self._drops["groups_full"] += len(event.block_hashes)
                 return None
-            namespace = msgspec.structs.replace(self.attach.namespace, group=group)
-            view = self._views[group] = HeldBlocks(Hasher(namespace))
+            view = self._views[group] = HeldBlocks(Hasher(self._namespace_of(group)))
         assert view.hasher.namespace.group == group, f"{self.key}: the view is not of group {group}"
         return view
+
+    def _namespace_of(self, group: int) -> Namespace:
+        """Return the namespace of a KV group. A connector from before groups had sizes of their own
+        says the first one's alone."""
+        said = [self.attach.namespace, *self.attach.group_namespaces]
+        own = next((one for one in said if one.group == group), None)
+        return own or msgspec.structs.replace(self.attach.namespace, group=group)
 
     def _new_order(self, now_ms: int) -> Sequencer:
         replayable = bool(self.attach.replay_endpoint)
         return Sequencer(self._limits, self._drops, replayable=replayable, now_ms=now_ms)
+
+
+def _fixed(attach: Attach) -> Attach:
+    """Return an attachment without what may change in a life."""
+    return msgspec.structs.replace(attach, generation="", adapters=None, passes_through="")
 
 
 def _adapters_of(attach: Attach) -> dict[str, str] | None:

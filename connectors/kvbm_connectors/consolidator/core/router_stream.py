@@ -2,9 +2,12 @@
 
 One stream per engine and rank: the topic is the engine's name, the port is the rank's, as with
 vLLM's own publishers. Blocks are named by the low 64 bits of our hash, which is the same for every
-engine, tier and life. A block whose tokens no engine has published yet waits silently for them. A
-replay that reaches back further than the buffer is answered with `AllBlocksCleared` and everything
-that is held, under the last numbers given: exact for every reader, however late.
+engine, tier and life. Each life begins its numbers above all of the lives before: a reader of an
+earlier one sees a gap, asks for a replay and gets everything.
+
+A block whose tokens no engine has published yet waits silently for them. A replay that reaches back
+further than the buffer is answered with `AllBlocksCleared` and everything that is held, under the
+last numbers given: exact for every reader, however late.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 
-from kvbm_connectors.consolidator.core.parents_first import parents_first
+from kvbm_connectors.consolidator.core.events import parents_first
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, TokenNames
 
 BATCHES_MAX = 10_000
@@ -95,9 +98,18 @@ class RouterStreams:
     """The streams of all engines and ranks."""
 
     def __init__(
-        self, names: TokenNames, *, dedup: bool = True, batches_max: int = BATCHES_MAX
+        self,
+        names: TokenNames,
+        *,
+        dedup: bool = True,
+        batches_max: int = BATCHES_MAX,
+        first_seq: int = 0,
     ) -> None:
         assert batches_max > 0, batches_max
+        assert first_seq >= 0, first_seq
+        self._first_seq = first_seq
+        """The number of each stream's first batch: the epoch of this life, in microseconds, which
+        no stream's count of batches overtakes."""
         self._names = names
         self._media = ONE_MEDIUM if dedup else MEDIA
         self._batches_max = batches_max
@@ -109,8 +121,9 @@ class RouterStreams:
 
     def engine_known(self, engine: str, ranks: Iterable[int]) -> None:
         """Ensure that each of these ranks of an engine has a stream."""
+        assert engine, "an engine has a name"
         for rank in ranks:
-            self._streams.setdefault(StreamId(rank, engine), RouterStream())
+            self._stream(StreamId(rank, engine))
 
     def take_event(self, event: Event) -> None:
         """Take one consolidated event."""
@@ -143,9 +156,8 @@ class RouterStreams:
         ZMQ connects when it pleases: between a reader's replay and its subscription a batch may
         have gone by, and without this it would not know until the next one.
         """
-        for stream_id, stream in self._streams.items():
-            meant = stream_id.rank == rank and stream_id.engine.encode().startswith(topic)
-            if meant and stream.next_seq:
+        for stream_id in self._streams:
+            if stream_id.rank == rank and stream_id.engine.encode().startswith(topic):
                 self._send(stream_id, [], 0)
 
     def take(self) -> list[Frame]:
@@ -169,15 +181,18 @@ class RouterStreams:
                 skipped = from_seq - stream.buffer[0].seq
                 frames += [frame for index, frame in enumerate(stream.buffer) if index >= skipped]
             else:
-                frames += self._everything(stream_id, stream)
+                frames += self._everything(stream_id, stream, from_seq)
         return frames
 
-    def _everything(self, stream_id: StreamId, stream: RouterStream) -> list[Frame]:
-        """Return all that a stream holds, as batches that end with the last number given."""
+    def _everything(self, stream_id: StreamId, stream: RouterStream, from_seq: int) -> list[Frame]:
+        """Return all that a stream holds, as batches that end with the last number given.
+
+        A reader passes over numbers before `from_seq`: it has read batches of these numbers.
+        """
         order = parents_first(stream.said, partial(_parent_in, stream.said))
         held = [Said(*key, *stream.said[key]) for key in order]
-        # Each batch needs a number that was given; the last one is as large as it must be.
-        count = min(stream.next_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
+        # Each batch needs a number that the reader waits for; the last is as large as it must be.
+        count = min(stream.next_seq - from_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
         starts = [index * BATCH_BLOCKS_MAX for index in range(count)]
         batches = [
             self._encode(held[start:end])
@@ -185,7 +200,7 @@ class RouterStreams:
         ]
         batches[0] = [AllBlocksCleared(), *batches[0]]
         first = stream.next_seq - len(batches)
-        assert first >= 0, f"{stream_id}: {len(batches)} batches, {stream.next_seq} numbers"
+        assert first >= from_seq, f"{stream_id}: {len(batches)} batches, {first} < {from_seq}"
         return [
             Frame(stream_id, first + index, self._payload(stream_id, events, 0))
             for index, events in enumerate(batches)
@@ -219,13 +234,20 @@ class RouterStreams:
 
     # ---- inside ------------------------------------------------------------------------------
 
+    def _stream(self, stream_id: StreamId) -> RouterStream:
+        """Return a stream, which is made where it is new."""
+        if stream_id not in self._streams:
+            self._streams[stream_id] = RouterStream(next_seq=self._first_seq)
+        return self._streams[stream_id]
+
     def _store(self, stream_id: StreamId, event: Stored) -> list[EngineEvent]:
-        stream = self._streams.setdefault(stream_id, RouterStream())
+        stream = self._stream(stream_id)
         root = event.namespace[: 2 * HASH_BYTES]
         events: list[EngineEvent] = []
         for run in event.runs:
             parent = None if run.parent == root else hash_from_hex(run.parent)
             blocks = hashes_from_hex(run.hashes)
+            assert blocks, f"{stream_id}: a run without blocks behind {run.parent}"
             parents = [parent, *blocks[:-1]]
             if self._names.are_plain(blocks):
                 # As below, a run at a time: this is every event of a busy engine.
@@ -262,12 +284,14 @@ class RouterStreams:
             else:
                 runs.append([said])
             last = (said.block, said.tier, said.group, lora_name)
+        assert sum(map(len, runs)) == len(blocks), f"{len(blocks)} blocks in {len(runs)} runs"
         return [self._stored([said.block for said in run], run[0]) for run in runs]
 
     def _stored(self, run: list[SequenceHash], first: Said) -> BlockStored:
         assert run, f"a run without blocks, the first would be {first}"
         packed = self._names.tokens(run)
         tokens = struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
+        assert not len(tokens) % len(run), f"{len(tokens)} tokens in {len(run)} blocks"
         return BlockStored(
             block_hashes=short_hashes(run),
             parent=None if first.parent is None else short_hash(first.parent),
@@ -280,7 +304,7 @@ class RouterStreams:
         )
 
     def _remove(self, stream_id: StreamId, event: Removed) -> list[EngineEvent]:
-        stream = self._streams.setdefault(stream_id, RouterStream())
+        stream = self._stream(stream_id)
         gone: list[SequenceHash] = []
         for block in hashes_from_hex(event.hashes):
             if stream.said.pop((block, event.tier), None) is not None:
@@ -316,6 +340,7 @@ class RouterStreams:
     def _send(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> None:
         stream = self._streams[stream_id]
         frame = Frame(stream_id, stream.next_seq, self._payload(stream_id, events, ts_ms))
+        assert not stream.buffer or stream.buffer[-1].seq == frame.seq - 1, f"{stream_id}: a hole"
         stream.next_seq += 1
         self.batch_count += 1
         self._out.append(frame)

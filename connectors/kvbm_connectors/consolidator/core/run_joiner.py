@@ -65,6 +65,7 @@ class RunJoiner:
             self._joined = []
             self._tails.clear()
             self._hashes.clear()
+        assert not self._tails, f"{len(self._tails)} events are continued after they were taken"
         return joined
 
 

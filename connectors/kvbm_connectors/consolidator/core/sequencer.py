@@ -45,6 +45,7 @@ class Sequencer:
     def __init__(
         self, limits: ConsolidatorLimits, drops: Counter[str], *, replayable: bool, now_ms: int
     ) -> None:
+        assert now_ms >= 0, f"a stream begins at {now_ms} ms"
         self._limits = limits
         self._replayable = replayable
         self._drops = drops
@@ -146,6 +147,7 @@ class Sequencer:
         assert self.replay, "no replay flies"
         self.replay = 0
         self._attempts += 1
+        assert self._attempts <= self._limits.replay_attempts_max, f"attempt {self._attempts}"
         if self._attempts < self._limits.replay_attempts_max:
             self._wanted = True
             self._retry_at_ms = now_ms + self._limits.replay_retry_ms * self._attempts
@@ -197,6 +199,7 @@ class Sequencer:
                 ready += self._accept(seq, batch)
             elif not self._is_duplicate(seq, batch):
                 return [*ready, Sign.RESTARTED]
+        assert self.next_seq not in self._pending, f"batch {self.next_seq} is next, and waits"
         return ready
 
     def _give_up(self, ready: Ready) -> Ready:

@@ -16,7 +16,7 @@ from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
-from kvbm_connectors.consolidator.core.parents_first import parents_first
+from kvbm_connectors.consolidator.core.events import parents_first
 
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 """A source whose last event is all that is left of it is asked less and less often."""
@@ -66,6 +66,7 @@ class TierViews:
         source = self._source_of(name, tier)
         if not source.begin(epoch):
             return []
+        assert source.epoch == epoch, f"{name} begins {epoch}, is in {source.epoch}"
         source.fall_behind(now_ms)
         return self._become(source, {})
 
@@ -100,6 +101,8 @@ class TierViews:
             source.retry_later(now_ms)
             return []
         source.restore(reply.epoch, reply.seq, now_ms)
+        assert source.epoch == reply.epoch, f"{source.name} is in {source.epoch}, not {reply.epoch}"
+        assert not source.hollow, f"{source.name} holds less than its snapshot says"
         return self._become(source, wanted) + self._apply_ready(source, now_ms)
 
     def snapshot_failed(self, name: str, now_ms: int) -> None:
@@ -116,6 +119,7 @@ class TierViews:
             return []
         source.leave()
         source.fall_behind(now_ms + LIMITS.retry_ms)
+        assert source.state is FollowState.BEHIND, f"{name} has left, and is {source.state.name}"
         return self._become(source, {})
 
     def stream_lost(self, name: str, now_ms: int) -> None:
@@ -125,6 +129,7 @@ class TierViews:
         if source is not None:
             source.fall_behind(now_ms)
             source.ask_at_ms = min(source.ask_at_ms, now_ms)
+            assert source.state is FollowState.BEHIND, f"{name} is {source.state.name}"
 
     def ask(self, now_ms: int) -> list[str]:
         """Return the sources that are to be asked for a snapshot now, and note that they are
@@ -157,11 +162,10 @@ class TierViews:
 
     def parent_of(self, block: SequenceHash, namespace: str) -> SequenceHash:
         """Return the parent of a block that some tier has."""
-        return next(
-            source.blocks[namespace][block]
-            for source in self._sources.values()
-            if block in source.blocks.get(namespace, ())
-        )
+        books = (source.blocks.get(namespace, {}) for source in self._sources.values())
+        found = next((book[block] for book in books if block in book), None)
+        assert found is not None, f"no tier has {block.hex()}"
+        return found
 
     def blocks(self, namespace: str) -> Blocks:
         """Return every block of a namespace that some tier has, those of earlier sources first."""

@@ -39,6 +39,7 @@ class NamedBlocks(NamedTuple):
 
 def named(hashes: list[SequenceHash], event: BlockStored) -> NamedBlocks:
     """Return what an event says of its blocks, which we know under these hashes."""
+    assert event.block_size > 0, f"blocks of {event.block_size} tokens"
     size, keys = event.block_size * 4, event.extra_keys or ()
     packed = pack_tokens(event.token_ids)
     tokens = [packed[start : start + size] for start in range(0, len(packed), size)]
@@ -119,6 +120,7 @@ class TokenNames:
             oldest, _ = self._retired.popitem(last=False)
             del self._tokens[oldest]
             self._kinds.pop(oldest, None)
+        assert len(self._kinds) <= len(self._tokens), "what else was said is of named blocks"
 
     def keep(self, blocks: Iterable[SequenceHash]) -> None:
         """Note that these blocks have a holder again."""

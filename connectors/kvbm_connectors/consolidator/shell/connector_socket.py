@@ -10,7 +10,8 @@ from typing import TextIO
 
 import zmq
 import zmq.asyncio
-from kvbm_common.errors import KvbmError
+from kvbm_common.access.curve import CurveServer
+from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import LockTaken, take_lock
@@ -59,7 +60,7 @@ def lock_of(endpoint: str) -> TextIO | None:
 class ConnectorSocket:
     """Listens for connectors. Use it in `async with`; `run` feeds `on_message`."""
 
-    def __init__(self, endpoint: str, counters: Metrics) -> None:
+    def __init__(self, endpoint: str, counters: Metrics, *, curve_file: Path | None = None) -> None:
         self.endpoint = endpoint
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -67,6 +68,7 @@ class ConnectorSocket:
         self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
+        self._curve = CurveServer(self._context, curve_file)
         self._lock: TextIO | None = None
         self._log = OncePerKind(logging.getLogger(__name__))
         self._dropped = counters.counter(
@@ -78,9 +80,11 @@ class ConnectorSocket:
     async def __aenter__(self) -> ConnectorSocket:
         try:
             self._lock = lock_of(self.endpoint)
+            self._curve.protect(self._socket, self.endpoint)
             self._socket.bind(self.endpoint)
-        except (EndpointTaken, zmq.ZMQError) as error:
+        except (EndpointTaken, ConfigError, zmq.ZMQError) as error:
             self._socket.close(linger=0)
+            self._curve.close()
             self._context.term()
             if isinstance(error, zmq.ZMQError):
                 raise EndpointTaken(f"cannot listen on {self.endpoint}: {error}") from error
@@ -89,6 +93,7 @@ class ConnectorSocket:
 
     async def __aexit__(self, *_: object) -> None:
         self._socket.close()
+        self._curve.close()
         self._context.term()
         if self._lock is not None:
             self._unlink(self._lock)

@@ -7,8 +7,8 @@ from kvbm_common.runtime.metrics import Metric, Metrics, gauge_of, metrics_of_co
 from kvbm_connectors.consolidator.core.core import ConsolidatorStatistics
 
 GAUGES = (
-    "engines", "streams", "blocks", "pending_batches", "orphan_blocks", "consolidated_blocks",
-    "tier_blocks", "tiers_behind", "names", "unnamed_blocks",
+    "engines", "streams", "passing_through", "blocks", "pending_batches", "orphan_blocks",
+    "consolidated_blocks", "tier_blocks", "tiers_behind", "names", "unnamed_blocks",
 )  # fmt: skip
 TOTALS = ("batches", "published", "replays", "router_batches")
 
@@ -19,6 +19,7 @@ def figures_of(statistics: ConsolidatorStatistics) -> dict[str, int]:
     return {
         "engines": engines.engines,
         "streams": engines.streams,
+        "passing_through": engines.passing_through,
         "blocks": engines.blocks,
         "pending_batches": engines.pending_batches,
         "orphan_blocks": engines.orphan_blocks,

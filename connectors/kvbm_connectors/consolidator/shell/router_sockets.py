@@ -10,10 +10,12 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.asyncio
+from kvbm_common.access.curve import CurveServer
 from kvbm_common.errors import KvbmError
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
@@ -64,11 +66,13 @@ class RouterSockets:
         tasks: asyncio.TaskGroup,
         counters: Metrics,
         asked: Asked,
+        curve_file: Path | None = None,
     ) -> None:
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._tasks = tasks
         self._asked = asked
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._curve = CurveServer(self._context, curve_file)
         self._ports: dict[int, _Port | None] = {}
         self._log = OncePerKind(logging.getLogger(__name__))
         self._dropped = counters.counter(
@@ -125,6 +129,7 @@ class RouterSockets:
             for socket in filter(None, (port.pub, port.router)):
                 socket.close(linger=200)
         self._ports.clear()
+        self._curve.close()
 
     def term(self) -> None:
         """End the ZMQ context, once all tasks are over."""
@@ -150,6 +155,7 @@ class RouterSockets:
         if kind == zmq.XPUB:
             socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # Each reader is reported, not the first alone.
         try:
+            self._curve.protect(socket, endpoint)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)

@@ -9,12 +9,13 @@ from collections.abc import Awaitable
 from typing import assert_never
 
 import msgspec
+from kvbm_common.access.curve import refuse_open_consolidator
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.identity import check_hash, unpack_hashes
 from kvbm_common.nats.event_publisher import EventPublisher
-from kvbm_common.nats.jetstream import CONSOLIDATED
 from kvbm_common.nats.snapshots import SnapshotPages
+from kvbm_common.nats.streams import CONSOLIDATED
 from kvbm_common.runtime.loop import CoreLoop
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import ServiceContext, run
@@ -147,6 +148,7 @@ class ConsolidatorShell:
             tasks=tasks,
             counters=context.counters,
             asked=self._take,
+            curve_file=settings.curve_server_file,
         )
         self._offers = context.counters.counter(
             "kvbm_consolidator_offers_total", "Offers passed on to the host tier."
@@ -301,6 +303,7 @@ class ConsolidatorShell:
             reasons=[f"{engine} has no epoch yet" for engine in waiting],
             figures=figures | {"dropped": float(sum(drops_of(statistics).values()))},
             positions={engine: list(position) for engine, position in positions.items()},
+            workers=self._core.engines.passing_through(),
         )
 
 
@@ -346,8 +349,16 @@ async def serve_consolidator(context: ServiceContext) -> None:
     settings = context.settings
     routers = settings.consolidator_enabled and settings.router_endpoint != OFF
     limits = ConsolidatorLimits(lost_after_ms=int(lost_after_s * 1000), naming=routers)
-    core = ConsolidatorCore(context.host, limits, dedup=settings.consolidator_mode == "dedup")
-    async with ConnectorSocket(settings.consolidator_endpoint, context.counters) as socket:
+    core = ConsolidatorCore(
+        context.host,
+        limits,
+        dedup=settings.consolidator_mode == "dedup",
+        epoch=context.epoch,
+    )
+    connectors = ConnectorSocket(
+        settings.consolidator_endpoint, context.counters, curve_file=settings.curve_server_file
+    )
+    async with connectors as socket:
         shell: ConsolidatorShell | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -364,10 +375,12 @@ def main() -> None:
 
     A second process ends before it has entered itself in the registry in the first one's place.
     """
-    run("consolidator", serve_consolidator, check=_check_alone)
+    run("consolidator", serve_consolidator, check=_check)
 
 
-def _check_alone(settings: Settings) -> None:
+def _check(settings: Settings) -> None:
+    """Raise ConfigError for a socket that would be open, EndpointTaken for one that is served."""
+    refuse_open_consolidator(settings)
     lock = lock_of(settings.consolidator_endpoint)
     if lock is not None:
         lock.close()

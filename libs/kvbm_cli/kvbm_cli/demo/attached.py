@@ -6,6 +6,9 @@ import secrets
 from pathlib import Path
 from typing import Self
 
+from kvbm_common.access.nats_access import NatsAccess, nats_access
+from kvbm_common.access.roles import ADMIN
+from kvbm_common.config.schema import redacted
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import Registry
@@ -38,12 +41,17 @@ class AttachedStack:
 
     @property
     def nats_url(self) -> str:
-        """Return the address of NATS."""
-        return self.settings.nats_url
+        """Return the address of NATS, for people."""
+        return redacted(self.settings.nats_url)
+
+    @property
+    def admin(self) -> NatsAccess:
+        """How the role admin reaches NATS; raises ConfigError."""
+        return nats_access(self.settings, ADMIN)
 
     async def __aenter__(self) -> Self:
         self._bus = await Bus.connect(
-            self.nats_url, "kvbm-demo", counters=Metrics(), deadline_s=CONNECT_DEADLINE_S
+            self.admin, "kvbm-demo", counters=Metrics(), deadline_s=CONNECT_DEADLINE_S
         )
         self._registry = make_registry(self.settings, self._bus)
         await wait_until(

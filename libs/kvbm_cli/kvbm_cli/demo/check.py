@@ -42,6 +42,8 @@ class Verdict:
     leases_left: int = 0
     staged_left: int = 0
     differences: list[str] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+    """Why a tier does not serve, or takes no blocks."""
 
     @property
     def views_consistent(self) -> bool:
@@ -119,8 +121,9 @@ async def check_stack(
         unrest.append(str(error))
     for kind, instance in tiers:
         stats = await view.stats(kind, instance)
-        verdict.leases_left += stats.leases
+        verdict.leases_left += _leases_but_pins(stats)
         verdict.staged_left += stats.slots.get("staged", 0)
+        verdict.troubles += [f"{kind}-{instance}: {reason}" for reason in stats.reasons]
     try:
         await wait_until(lambda: _agree(view, engines, tiers, verdict), "the views differ")
     except DeadlineExceeded as error:
@@ -136,11 +139,18 @@ async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: Tie
             return False
     for kind, instance in tiers:
         stats = await view.stats(kind, instance)
-        names = ("offers", "lookups_waiting", "writes", "writes_pending", "reads")
+        names = ["offers", "lookups_waiting", "writes", "reads"]
+        if stats.ready:  # Else blocks wait until it is.
+            names.append("writes_pending")
         if any(stats.figures.get(name) for name in names) or stats.slots.get("staged"):
             return False
     hosts = view.instances("host-tier")
-    return not any([(await view.stats(kind, instance)).leases for kind, instance in hosts])
+    return not any([_leases_but_pins(await view.stats(*host)) for host in hosts])
+
+
+def _leases_but_pins(stats: StatsReply) -> int:
+    """Count the leases of a tier that a run could have left: an operator's pin is meant to stay."""
+    return stats.leases - int(stats.figures.get("pins", 0))
 
 
 async def _agree(

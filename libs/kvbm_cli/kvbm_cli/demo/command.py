@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,17 +20,15 @@ from kvbm_common.cuda.runtime import CupyRuntime
 from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.metrics import MetricsSnapshot
-from kvbm_common.wire.verbs import StatsReply, verb_subject
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
-from kvbm_connectors.sim.mooncake_trace import TRACE_BLOCK_TOKENS
-from kvbm_connectors.sim.workload import Turn, conversations, trace
+from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvbm_cli.demo.attached import AttachedStack
 from kvbm_cli.demo.check import StackView, check_stack, wait_until
+from kvbm_cli.demo.figures import figures_of
 from kvbm_cli.demo.report import Report, Tally, make_report, print_report
 from kvbm_cli.stack import Stack
 
@@ -120,6 +118,8 @@ def demo(
         raise typer.BadParameter("one tier must have a size", param_hint="--host-gb")
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter("must be cpu or cuda", param_hint="--device")
+    if json is not None and not json.parent.is_dir():
+        raise typer.BadParameter(f"{json.parent} is no directory", param_hint="--json")
     options = DemoOptions(
         requests=requests,
         engines=engines,
@@ -136,7 +136,10 @@ def demo(
     try:
         if device == "cuda":
             CupyRuntime()  # Told before anything starts.
-        report = asyncio.run(run_demo(options, console))
+        report = asyncio.run(_run_until_ended(options, console))
+    except asyncio.CancelledError:
+        console.print("ended by SIGTERM")
+        sys.exit(128 + signal.SIGTERM)
     except KvbmError as error:
         console.print(f"[bold red]failed[/]: {error}")
         sys.exit(1)
@@ -146,6 +149,14 @@ def demo(
     sys.exit(0 if report.passed else 1)
 
 
+async def _run_until_ended(options: DemoOptions, console: Console) -> Report:
+    """Run the demo; SIGTERM cancels it, and it leaves nothing behind."""
+    here = asyncio.current_task()
+    assert here is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, here.cancel)
+    return await run_demo(options, console)
+
+
 async def run_demo(options: DemoOptions, console: Console) -> Report:
     """Start everything, run the workload, check, stop."""
     options.turns()  # A trace that cannot be read is an error before anything starts.
@@ -153,30 +164,48 @@ async def run_demo(options: DemoOptions, console: Console) -> Report:
         stack = await _enter_stack(options, cleanup)
         console.print(f"the stack is up: NATS {stack.nats_url}, API on port "
                       f"{stack.settings.metrics_port}")  # fmt: skip
-        bus = await Bus.connect(
-            stack.nats_url, "kvbm-demo", counters=Metrics(), deadline_s=CONNECT_DEADLINE_S
-        )
-        cleanup.push_async_callback(bus.close)
-        engines = await _start_engines(options, stack, cleanup)
-        tally = Tally()
-        started = time.perf_counter()
-        await _run_workload(options, engines, tally, console)
-        seconds = time.perf_counter() - started
-        await _run_pairs(options, engines, tally)
-        tiers = await stack.tiers() if isinstance(stack, AttachedStack) else None
-        view = StackView(bus, stack.settings, tiers=tiers)
-        with_disk = options.disk_gb > 0 and bool(view.instances("disk-tier"))
-        verdict = await check_stack(view, engines, with_disk=with_disk)
-        return make_report(
-            tally,
-            verdict,
-            seconds=seconds,
-            block_bytes=options.block_kib * KIB,
-            engines=[await engine.stats() for engine in engines],
-            host=await _together(view, "host-tier"),
-            disk=await _together(view, "disk-tier") if with_disk else None,
-            metrics=await _metrics(bus, stack.settings, view),
-        )
+        try:
+            report = await _run_on(stack, options, console, cleanup)
+        except KvbmError:
+            _keep_logs(stack, console)
+            raise
+        if not report.passed:
+            _keep_logs(stack, console)
+        return report
+
+
+async def _run_on(
+    stack: Stack | AttachedStack, options: DemoOptions, console: Console, cleanup: AsyncExitStack
+) -> Report:
+    bus = await Bus.connect(
+        stack.admin, "kvbm-demo", counters=Metrics(), deadline_s=CONNECT_DEADLINE_S
+    )
+    cleanup.push_async_callback(bus.close)
+    tiers = await stack.tiers() if isinstance(stack, AttachedStack) else None
+    view = StackView(bus, stack.settings, tiers=tiers)
+    before = await figures_of(view, bus, stack.settings)
+    engines = await _start_engines(options, stack, cleanup)
+    tally = Tally()
+    started = time.perf_counter()
+    await _run_workload(options, engines, tally, console)
+    seconds = time.perf_counter() - started
+    await _run_pairs(options, engines, tally)
+    with_disk = options.disk_gb > 0 and bool(view.instances("disk-tier"))
+    verdict = await check_stack(view, engines, with_disk=with_disk)
+    return make_report(
+        tally,
+        verdict,
+        seconds=seconds,
+        block_bytes=options.block_kib * KIB,
+        engines=[await engine.stats() for engine in engines],
+        tiers=(await figures_of(view, bus, stack.settings)).since(before),
+    )
+
+
+def _keep_logs(stack: Stack | AttachedStack, console: Console) -> None:
+    """Have the logs of a failed run outlive it, where they are the run's own."""
+    if isinstance(stack, Stack) and (kept := stack.keep_logs()) is not None:
+        console.print(f"the logs of the services and engines are in {kept}")
 
 
 async def _enter_stack(options: DemoOptions, cleanup: AsyncExitStack) -> Stack | AttachedStack:
@@ -238,30 +267,12 @@ async def _run_pairs(options: DemoOptions, engines: list[EngineHandle], tally: T
         prompt = turn.prompt.tobytes()
         await _wait_reset(engine)
         cached = await engine.request(Submit(request=f"cached-{number}", prompt=prompt))
-        anew = await engine.request(Submit(request=f"anew-{number}", prompt=prompt, bypass=True))
-        if cached.host_blocks + cached.disk_blocks > 0:
-            tally.pairs.append((cached.ttft_ms, anew.ttft_ms))
-        tally.add(cached)
+        recomputed = await engine.request(
+            Submit(request=f"recomputed-{number}", prompt=prompt, bypass=True)
+        )
+        tally.add_pair(cached, recomputed)
 
 
 async def _wait_reset(engine: EngineHandle) -> None:
     """Empty the device's cache, so that what comes back comes from a tier."""
     await wait_until(engine.reset, f"{engine.config.name} is not idle")
-
-
-async def _together(view: StackView, kind: str) -> StatsReply:
-    """Return the figures of all tiers of a kind, as if they were one tier."""
-    tiers = [await view.stats(kind, instance) for _, instance in view.instances(kind)]
-    figures: Counter[str] = Counter()
-    for tier in tiers:
-        figures.update(tier.figures)
-    return msgspec.structs.replace(tiers[0], figures=dict(figures))
-
-
-async def _metrics(bus: Bus, settings: Settings, view: StackView) -> list[MetricsSnapshot]:
-    snapshots: list[MetricsSnapshot] = []
-    for kind, instance in view.instances("host-tier", "disk-tier"):
-        subject = verb_subject(kind, "metrics", host=settings.host, instance=instance)
-        payload = await bus.request(subject, b"{}", deadline_s=CONNECT_DEADLINE_S)
-        snapshots.append(msgspec.json.decode(payload, type=MetricsSnapshot))
-    return snapshots

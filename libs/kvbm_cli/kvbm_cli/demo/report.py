@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 from kvbm_common.tier.reasons import UNEXPLAINED
-from kvbm_common.wire.metrics import MetricsSnapshot
-from kvbm_common.wire.verbs import StatsReply
 from kvbm_connectors.sim.control import Finished, Stats
 from rich.console import Console
 from rich.table import Table
 
 from kvbm_cli.demo.check import Verdict
+from kvbm_cli.demo.figures import TierFigures
 
 PATHS = {
     "d2h": "device → host",
@@ -40,6 +39,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` writes to its file."""
 
     requests: int
+    """Of the workload. What is repeated at the end is verified, and can fail, but is not here."""
     failed_requests: int
     seconds: float
     blocks_asked: int
@@ -59,6 +59,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that a lookup missed, by reason, the most frequent first."""
     unexplained: float = 0.0
     """The part of them without a known reason."""
+    troubles: list[str] = []
+    """Tiers that were not ready at the end, and why."""
 
     @property
     def passed(self) -> bool:
@@ -69,6 +71,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             and self.staged_left == 0
             and self.views_consistent
             and self.unexplained < UNEXPLAINED_MAX
+            and not self.troubles
         )
 
 
@@ -77,12 +80,26 @@ class Tally:
     """Results as they come in."""
 
     finished: list[Finished] = field(default_factory=list)
+    """Of the workload."""
+    repeated: list[Finished] = field(default_factory=list)
+    """Of the pairs: verified as the others are, and no part of the workload's figures."""
     pairs: list[tuple[float, float]] = field(default_factory=list)
     """TTFT of a request with the cache, and of the same one recomputed; ms."""
 
     def add(self, finished: Finished) -> None:
-        """Count a request that is done."""
+        """Count a request of the workload that is done."""
         self.finished.append(finished)
+
+    def add_pair(self, cached: Finished, recomputed: Finished) -> None:
+        """Count a request that was repeated, once with the cache and once without."""
+        self.repeated += [cached, recomputed]
+        if cached.host_blocks + cached.disk_blocks > 0:
+            self.pairs.append((cached.ttft_ms, recomputed.ttft_ms))
+
+    @property
+    def verified(self) -> list[Finished]:
+        """Every request, of the workload and of the pairs."""
+        return self.finished + self.repeated
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -102,35 +119,35 @@ def make_report(
     seconds: float,
     block_bytes: int,
     engines: list[Stats],
-    host: StatsReply,
-    disk: StatsReply | None,
-    metrics: list[MetricsSnapshot],
+    tiers: TierFigures,
 ) -> Report:
     """Put all figures together."""
-    blocks = tally.blocks
+    blocks, verified = tally.blocks, tally.verified
     asked = blocks["asked"] or 1
-    missed = _missed(host.figures)
+    host = tiers.of("host-tier")
+    missed = _missed(host)
     cached, recomputed = zip(*tally.pairs, strict=True) if tally.pairs else ((0.0,), (0.0,))
     return Report(
         requests=len(tally.finished),
-        failed_requests=sum(bool(f.error) for f in tally.finished),
+        failed_requests=sum(bool(f.error) for f in verified),
         seconds=round(seconds, 2),
         blocks_asked=blocks["asked"],
-        blocks_verified=sum(f.verified for f in tally.finished),
-        mismatches=sum(f.mismatches for f in tally.finished),
-        failed_blocks=sum(f.failed_blocks for f in tally.finished),
+        blocks_verified=sum(f.verified for f in verified),
+        mismatches=sum(f.mismatches for f in verified),
+        failed_blocks=sum(f.failed_blocks for f in verified),
         leases_left=verdict.leases_left,
         staged_left=verdict.staged_left,
         views_consistent=verdict.views_consistent,
         differences=verdict.differences,
+        troubles=verdict.troubles,
         hit_rate={tier: round(blocks[tier] / asked, 4) for tier in ("device", "host", "disk")},
         ttft_ms={
             "cached": round(statistics.median(cached), 2),
             "recomputed": round(statistics.median(recomputed), 2),
         },
-        paths=_paths(block_bytes, engines, host, disk, metrics),
+        paths=_paths(block_bytes, engines, tiers),
         missed=missed,
-        unexplained=_unexplained(missed, host.figures.get("lookup_blocks.miss", 0)),
+        unexplained=_unexplained(missed, host.get("lookup_blocks.miss", 0)),
     )
 
 
@@ -149,21 +166,15 @@ def _unexplained(missed: Mapping[str, int], all_missed: float) -> float:
     return (without + unknown) / total if total else 0.0
 
 
-def _paths(
-    block_bytes: int,
-    engines: list[Stats],
-    host: StatsReply,
-    disk: StatsReply | None,
-    metrics: list[MetricsSnapshot],
-) -> dict[str, PathFigures]:
-    figures = {"host": host.figures, "disk": disk.figures if disk is not None else {}}
+def _paths(block_bytes: int, engines: list[Stats], tiers: TierFigures) -> dict[str, PathFigures]:
+    host, disk = tiers.of("host-tier"), tiers.of("disk-tier")
     blocks = {
-        "d2h": figures["host"].get("offload_blocks_d2h", 0),
-        "h2disk": figures["disk"].get("offload_blocks_h2d", 0),
-        "disk2h": figures["disk"].get("fill_blocks", 0),
-        "d2disk": figures["host"].get("offload_blocks_d2d", 0),
+        "d2h": host.get("offload_blocks_d2h", 0),
+        "h2disk": disk.get("offload_blocks_h2d", 0),
+        "disk2h": disk.get("fill_blocks", 0),
+        "d2disk": host.get("offload_blocks_d2d", 0),
     }
-    rates = _rates(metrics)
+    rates = tiers.gb_per_s()
     rates["d2disk"] = rates.get("h2disk", 0.0) if blocks["d2disk"] else 0.0
     paths = {
         path: PathFigures(int(count), int(count) * block_bytes, round(rates.get(path, 0.0), 3))
@@ -174,22 +185,6 @@ def _paths(
     rate = round(loaded / seconds / 1e9, 3) if seconds else 0.0
     paths["h2d"] = PathFigures(loaded // block_bytes, loaded, rate)
     return {path: paths[path] for path in PATHS}
-
-
-def _rates(metrics: list[MetricsSnapshot]) -> dict[str, float]:
-    """Return GB/s by path, from the sums of the transfer histograms."""
-    sums: dict[str, dict[str, float]] = {"kvbm_transfer_seconds": {}, "kvbm_transfer_bytes": {}}
-    for snapshot in metrics:
-        for family in snapshot.families:
-            for sample in family.samples if family.name in sums else []:
-                totals, path = sums[family.name], sample.labels["path"]
-                totals[path] = totals.get(path, 0.0) + sample.value
-    seconds = sums["kvbm_transfer_seconds"]
-    return {
-        path: total / seconds[path] / 1e9
-        for path, total in sums["kvbm_transfer_bytes"].items()
-        if seconds.get(path)
-    }
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -227,5 +222,7 @@ def print_report(report: Report, console: Console) -> None:
     table.add_row("index = tiers = engines", "yes" if report.views_consistent else "NO")
     for difference in report.differences:
         table.add_row("", difference)
+    for trouble in report.troubles:
+        table.add_row("not ready", trouble)
     console.print(table)
     console.print("[bold green]passed[/]" if report.passed else "[bold red]FAILED[/]")

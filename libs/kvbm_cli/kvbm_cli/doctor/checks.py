@@ -7,14 +7,13 @@ had), or `wrong` (a service will not start, or will not do what the settings ask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
+from kvbm_common.config.schema import redacted
 from kvbm_common.config.settings import Settings
 
+from kvbm_cli.doctor.access_checks import access_checks
+from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.host import DiskFacts, Facts
-
-Level = Literal["ok", "better", "wrong"]
 
 NATS_PAYLOAD_BYTES = 8 * 1024 * 1024
 """Our largest message; the nats-server that we start allows it, too (embedded_server.py)."""
@@ -25,17 +24,6 @@ NIXL_PLUGINS = ("UCX", "POSIX")
 SHM_SPARE_BYTES = 64 << 20
 """Room beside the arena: its table of committed blocks, and UCX's segments, which took 4.3 MB for
 the host tier and as much for each worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    level: Level
-    found: str
-    advice: str = ""
-    """What to change; empty when nothing needs to be."""
 
 
 def examine(facts: Facts, settings: Settings) -> list[Finding]:
@@ -268,7 +256,8 @@ def _nixl(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if facts.nixl_error:
         yield Finding("NIXL", "wrong", facts.nixl_error, "Install nixl-cu12 in this environment.")
         return
-    wanted = [*NIXL_PLUGINS, *(["OBJ"] if settings.object_enabled else [])]
+    has_bucket = settings.object_enabled and settings.object_directory is None
+    wanted = [*NIXL_PLUGINS, *(["OBJ"] if has_bucket else [])]
     missing = [name for name in wanted if name not in facts.nixl_plugins]
     found = ", ".join(facts.nixl_plugins)
     if missing:
@@ -303,7 +292,7 @@ def _clock(facts: Facts, _settings: Settings) -> Iterator[Finding]:
 
 
 def _nats(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    nats, url = facts.nats, settings.nats_url
+    nats, url = facts.nats, redacted(settings.nats_url)
     if nats.error:
         yield Finding(
             "NATS",
@@ -360,6 +349,7 @@ CHECKS: tuple[Callable[[Facts, Settings], Iterator[Finding]], ...] = (
     _clock,
     _nats,
     _etcd,
+    access_checks,
 )
 
 

@@ -11,21 +11,38 @@ import os
 import platform
 import resource
 import socket
+import ssl
 import tempfile
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvbm_common.access.curve import refuse_open_consolidator, refuse_open_to_engines
+from kvbm_common.access.etcd_access import etcd_access
+from kvbm_common.access.http_access import refuse_open_api, service_access
+from kvbm_common.access.nats_access import nats_access
+from kvbm_common.access.roles import ADMIN
+from kvbm_common.access.secret_files import SecretFile, SecretUnreadable
 from kvbm_common.config.settings import Settings
 from kvbm_common.copying import COPIER
-from kvbm_common.cuda.gpu_facts import look
+from kvbm_common.cuda.measure import look
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.runtime.processes import LockTaken, take_lock
 from kvbm_common.service.process import make_runtime_dir
 
 from kvbm_cli.admin_client import Client
-from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
+from kvbm_cli.doctor.host import (
+    DiskFacts,
+    EngineFacts,
+    EtcdFacts,
+    Facts,
+    NatsFacts,
+    PortFacts,
+    SecretFacts,
+)
+from kvbm_cli.doctor.listeners import listeners
 
 ANSWER_DEADLINE_S = 2.0
 BLOCK_BYTES = 4096
@@ -37,6 +54,18 @@ CLOCK_UNSYNCHRONISED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
 TIMEX_WORDS = 26
 """A struct timex is 208 bytes on 64 bits: word 3 is maxerror in µs, word 5 (an int) the status."""
+
+CLOSED: tuple[Callable[[Settings], object], ...] = (
+    lambda settings: nats_access(settings, ADMIN),
+    etcd_access,
+    refuse_open_api,
+    lambda settings: service_access(settings) if settings.service_port else None,
+    lambda settings: refuse_open_to_engines(
+        settings, settings.host_tier_endpoint, "KVBM_HOST_TIER_ENDPOINT"
+    ),
+    refuse_open_consolidator,
+)
+"""What services check of their settings when they start."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,8 +101,11 @@ def gather(settings: Settings) -> Facts:
         clock_synchronised=synchronised,
         clock_error_s=clock_error_s,
         nats=_nats(settings.nats_url),
-        etcd=tuple(_etcd(address) for address in settings.etcd_servers),
+        etcd=tuple(_etcd(address, settings) for address in settings.etcd_servers),
         engines=engines_of(settings),
+        listeners=listeners(),
+        secrets=_secrets(settings.creds_dir),
+        refusals=refusals_of(settings),
     )
 
 
@@ -241,7 +273,7 @@ def _ports(settings: Settings) -> tuple[PortFacts, ...]:
         (settings.router_endpoint, "KVBM_ROUTER_ENDPOINT"),
         (settings.router_replay_endpoint, "KVBM_ROUTER_REPLAY_ENDPOINT"),
     ):
-        if endpoint != "off":
+        if endpoint.startswith("tcp://"):
             port = int(endpoint.rpartition(":")[2])
             found.append(PortFacts(port, variable, _is_free("0.0.0.0", port), serving))
     return tuple(found)
@@ -273,10 +305,10 @@ def _consolidator_serves(settings: Settings) -> bool:
     return False
 
 
-def _get(url: str) -> bytes:
+def _get(url: str, context: ssl.SSLContext | None = None) -> bytes:
     """Return the body of an HTTP answer; empty bytes on any error."""
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_DEADLINE_S) as answer:
+        with urllib.request.urlopen(url, timeout=ANSWER_DEADLINE_S, context=context) as answer:
             return bytes(answer.read())
     except (OSError, ValueError):  # An HTTP error is an OSError.
         return b""
@@ -298,15 +330,41 @@ def _nats(url: str) -> NatsFacts:
         version=str(info.get("version", "?")),
         max_payload_bytes=int(info.get("max_payload", 0)),
         jetstream=bool(info.get("jetstream")),
+        wants_credentials=bool(info.get("auth_required")),
+        has_tls=bool(info.get("tls_required")),
     )
 
 
-def _etcd(address: str) -> EtcdFacts:
-    body = _get(f"http://{address}/version")
+def _etcd(address: str, settings: Settings) -> EtcdFacts:
+    try:
+        tls = etcd_access(settings).tls
+        context = tls.context() if tls else None
+    except KvbmError as error:
+        return EtcdFacts(address, error=str(error))
+    body = _get(f"{'https' if context else 'http'}://{address}/version", context)
     try:
         return EtcdFacts(address, version=json.loads(body)["etcdserver"])
     except (ValueError, KeyError, TypeError):
         return EtcdFacts(address, error="it does not answer")
+
+
+def refusals_of(settings: Settings) -> tuple[str, ...]:
+    """Return what services say of settings that would leave something open."""
+    found: list[str] = []
+    for check in CLOSED:
+        try:
+            check(settings)
+        except ConfigError as error:
+            found.append(str(error))
+    return tuple(found)
+
+
+def _secrets(directory: Path) -> tuple[SecretFacts, ...]:
+    try:
+        files = sorted(path for path in directory.iterdir() if path.is_file())
+        return tuple(SecretFacts(one.name, SecretFile(one, "").is_private) for one in files)
+    except (OSError, SecretUnreadable):
+        return ()
 
 
 def engines_of(settings: Settings) -> tuple[EngineFacts, ...]:

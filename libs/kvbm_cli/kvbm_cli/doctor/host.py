@@ -41,6 +41,8 @@ class NatsFacts:
     version: str = ""
     max_payload_bytes: int = 0
     jetstream: bool = False
+    wants_credentials: bool = False
+    has_tls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,24 @@ class EtcdFacts:
     address: str
     error: str = ""
     version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerFacts:
+    """A TCP socket on which a process of KVBM listens now."""
+
+    process: str
+    """The kind of service, `nats`, or `engine`."""
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class SecretFacts:
+    """A file with a credential."""
+
+    name: str
+    is_private: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +119,8 @@ class Facts:
     etcd: tuple[EtcdFacts, ...]
     engines: tuple[EngineFacts, ...] = ()
     """Empty also where the admin API is away, which lists them."""
+    listeners: tuple[ListenerFacts, ...] = ()
+    secrets: tuple[SecretFacts, ...] = ()
+    """What is in the directory of credentials."""
+    refusals: tuple[str, ...] = ()
+    """What services would refuse to open, or to connect to, with these settings."""

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbm_common.config import schema
+from kvbm_common.config.access_declarations import SECTION, AccessSettings
 from kvbm_common.config.schema import Setting, setting
 from kvbm_common.eviction import POLICIES
 
@@ -16,7 +17,7 @@ from kvbm_common.eviction import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredSettings:
+class DeclaredSettings(AccessSettings):
     """The settings by section. Sizes in GB mean 1e9 bytes."""
 
     # fmt: off
@@ -54,7 +55,8 @@ class DeclaredSettings:
     host_tier_endpoint: str = setting(
         "KVBM_HOST_TIER_ENDPOINT", "", schema.ENDPOINT, section="host_tier",
         default_text="ipc://RUNTIME_DIR/host-tier.sock",
-        help="Where the host tier listens for engines.")
+        help="Where the host tier listens for engines; over tcp:// with keys, or "
+        "`KVBM_ENGINES_OPEN`.")
 
     # -- disk tier (G3) --
     disk_cache_gb: float = setting(
@@ -97,6 +99,7 @@ class DeclaredSettings:
         help="How many blocks are read from a disk, and written to it, at the same time.")
     disk_keys: str = setting(
         "KVBM_DISK_KEYS", "", schema.TEXT, section="disk_tier", secret=True,
+        only_for=("disk-tier", "object-tier"),
         help="Keys that blocks are encrypted with, on disk and in the bucket: 64 hex digits for "
         "all namespaces, or NAMESPACE=64 hex digits, several with commas between; never printed.")
     disk_keys_file: Path | None = setting(
@@ -122,10 +125,17 @@ class DeclaredSettings:
         help="Region of the bucket.")
     object_access_key: str = setting(
         "DYN_KVBM_OBJECT_ACCESS_KEY", "", schema.TEXT, section="object_tier", secret=True,
+        only_for=("object-tier",),
         default_text="AWS' own chain of credentials", help="Access key; never printed.")
     object_secret_key: str = setting(
         "DYN_KVBM_OBJECT_SECRET_KEY", "", schema.TEXT, section="object_tier", secret=True,
+        only_for=("object-tier",),
         default_text="AWS' own chain of credentials", help="Secret key; never printed.")
+    object_url: str = setting(
+        "KVBM_OBJECT_URL", "", schema.OBJECT_URL, section="object_tier",
+        default_text="DYN_KVBM_OBJECT_BUCKET", help="Where blocks are kept for all hosts, in one "
+        "word: file:///DIRECTORY on a file system that they share, or s3://BUCKET. Switches the "
+        "object tier on.")
     object_num_blocks: int = setting(
         "DYN_KVBM_OBJECT_NUM_BLOCKS", 100_000, schema.integer(1, 2**32 - 2),
         section="object_tier", unit="blocks", help="How many blocks the bucket holds, all hosts "
@@ -204,7 +214,8 @@ class DeclaredSettings:
         help="HTTP port of `/metrics` and the admin API.")
     metrics_bind: str = setting(
         "KVBM_METRICS_BIND", "127.0.0.1", schema.TEXT, section="metrics",
-        help="Address that the HTTP port is opened on.")
+        help="Address that the HTTP port is opened on; another than loopback with a token, or "
+        "`KVBM_ADMIN_OPEN`.")
     service_port: int = setting(
         "KVBM_SERVICE_PORT", 0, schema.integer(0, 65535), section="metrics",
         help="HTTP port of each service's own `/metrics`, `/healthz` and `/readyz`; 0: none. "
@@ -212,17 +223,18 @@ class DeclaredSettings:
         "lists them.")
     service_bind: str = setting(
         "KVBM_SERVICE_BIND", "127.0.0.1", schema.TEXT, section="metrics",
-        help="Address that these ports are opened on.")
+        help="Address that these ports are opened on; another than loopback with "
+        "`KVBM_SCRAPE_TOKEN_FILE`, or `KVBM_METRICS_OPEN`.")
     admin_token: str = setting(
         "KVBM_ADMIN_TOKEN", "", schema.SECRET_TOKEN, section="metrics", secret=True,
-        help="Bearer token that may ask and change everything over HTTP.")
+        only_for=("metrics",),
+        help="Bearer token that may ask and change everything over HTTP. Better in a file.")
     admin_read_token: str = setting(
         "KVBM_ADMIN_READ_TOKEN", "", schema.SECRET_TOKEN, section="metrics", secret=True,
-        help="Bearer token that may ask.")
+        only_for=("metrics",), help="Bearer token that may ask. Better in a file.")
     admin_open: str = setting(
         "KVBM_ADMIN_OPEN", "", schema.choice("none", "read", "admin"), section="metrics",
-        default_text="`admin` on loopback without tokens, else `none`",
-        help="What needs no token. `/healthz`, `/readyz` and `/metrics` never need one.")
+        default_text="none", help="What needs no token on the HTTP API.")
     cache_stats_max_requests: int = setting(
         "DYN_KVBM_CACHE_STATS_MAX_REQUESTS", 1000, schema.integer(1), section="metrics",
         unit="requests", help="The hit rates cover so many recent requests.")
@@ -250,25 +262,28 @@ class DeclaredSettings:
     consolidator_endpoint: str = setting(
         "KVBM_CONSOLIDATOR_ENDPOINT", "", schema.ENDPOINT, section="consolidator",
         default_text="ipc://RUNTIME_DIR/consolidator.sock",
-        help="Where the consolidator listens for engines.")
-
+        help="Where the consolidator listens for engines; over tcp:// with keys, or "
+        "`KVBM_ENGINES_OPEN`.")
     trtllm_zmq_port: int | None = setting(
         "DYN_KVBM_TRTLLM_ZMQ_PORT", None, schema.integer(1, 64_535), section="consolidator",
         help="Port of this host on which the KV events of a TensorRT-LLM engine are published, by "
         "Dynamo or by `kvbm_connectors.trtllm.event_pump`; 1000 above it replays are asked for.")
     router_endpoint: str = setting(
-        "KVBM_ROUTER_ENDPOINT", "tcp://0.0.0.0:57001", schema.PORT_OR_OFF,
-        section="consolidator", help="Where the consolidator publishes in vLLM's format for "
-        "routers: data-parallel rank r on the port plus r. `off` publishes on NATS only.")
+        "KVBM_ROUTER_ENDPOINT", "", schema.PORT_OR_OFF, section="consolidator",
+        default_text="ipc://RUNTIME_DIR/router.sock",
+        help="Where the consolidator publishes in vLLM's format for routers: data-parallel rank r "
+        "on the port plus r, or with `_dpR` behind the path. `off` publishes on NATS only. What "
+        "is published has the tokens of prompts: over tcp:// only with keys, or "
+        "`KVBM_ROUTER_OPEN`.")
     router_replay_endpoint: str = setting(
-        "KVBM_ROUTER_REPLAY_ENDPOINT", "tcp://0.0.0.0:58001", schema.PORT_OR_OFF,
-        section="consolidator", help="Where routers ask for what they have missed, rank by rank "
-        "like the publisher.")
+        "KVBM_ROUTER_REPLAY_ENDPOINT", "", schema.PORT_OR_OFF, section="consolidator",
+        default_text="ipc://RUNTIME_DIR/router-replay.sock",
+        help="Where routers ask for what they have missed, rank by rank like the publisher.")
 
     # -- this machine and the bus --
     nats_url: str = setting(
         "KVBM_NATS_URL", "nats://127.0.0.1:4222", schema.NATS_URL, section="bus",
-        help="Where NATS is.")
+        help="Where NATS is; `tls://` for TLS. A user and password in it are never printed.")
     index_image_s: float = setting(
         "KVBM_INDEX_IMAGE_S", 30.0, schema.number(0.05), section="bus", unit="s",
         help="How often the index stores an image of what it knows. A replica that starts takes "
@@ -310,9 +325,10 @@ class DeclaredSettings:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Return every setting in the order of declaration."""
+    """Return every setting in the order of declaration, those of access last."""
     fields = dataclasses.fields(DeclaredSettings)
-    return tuple(Setting(name=field.name, **field.metadata) for field in fields)
+    found = (Setting(name=field.name, **field.metadata) for field in fields)
+    return tuple(sorted(found, key=lambda declared: declared.section == SECTION))
 
 
 @cache

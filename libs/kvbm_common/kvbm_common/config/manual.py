@@ -17,6 +17,7 @@ _TITLES = {
     "consolidator": "Consolidator",
     "bus": "Bus and registry",
     "general": "This machine",
+    "access": "Credentials and keys",
 }
 
 _INTRODUCTION = f"""# Configuration

@@ -37,6 +37,8 @@ class Setting:
     """Accepted and checked, but the part that reads it comes with a later release."""
     secret: bool
     """Never printed."""
+    only_for: tuple[str, ...]
+    """The kinds of services that get it from `kvbm up`; empty: all."""
 
 
 def setting(
@@ -50,6 +52,7 @@ def setting(
     default_text: str = "",
     soon: bool = False,
     secret: bool = False,
+    only_for: tuple[str, ...] = (),
 ) -> Any:
     """Declare a field of Settings. A callable default is a factory; then give `default_text`."""
     assert help.endswith("."), f"{variable}: the description is a sentence"
@@ -62,6 +65,7 @@ def setting(
         "default_text": default_text or text_of(default),
         "soon": soon,
         "secret": secret,
+        "only_for": only_for,
     }
     if callable(default):
         assert default_text, f"{variable}: a computed default needs a text"
@@ -80,6 +84,20 @@ def text_of(value: object) -> str:
     return str(value)
 
 
+def redacted(text: str) -> str:
+    """Return a text without the passwords of the URLs in it.
+
+    >>> redacted("nats://admin:secret@h:4222,tls://token@h")
+    'nats://***@h:4222,tls://***@h'
+    >>> redacted("nats://admin:my secret, with @,@h:4222")
+    'nats://***@h:4222'
+    """
+    # A comma ends a URL only before the next one: a password that is not escaped may have one.
+    return re.sub(r"://(?:(?!,\s*\w+://).)*@", "://***@", text, flags=re.DOTALL)
+
+
+HIDDEN = "(not shown)"
+"""Stands for a value that is a secret, or may have one."""
 ETCD_PORT = ":2379"
 
 # ---- parsers ---------------------------------------------------------------------------------
@@ -109,17 +127,13 @@ def _paths(text: str) -> tuple[Path, ...]:
     return paths
 
 
-def _nats_url(text: str) -> str:
-    if not re.fullmatch(r"(nats|tls)://\S+", text):
-        raise ValueError(text)
-    return text
-
-
 def etcd_servers(text: str) -> tuple[str, ...]:
-    """Parse `[etcd://|http://]HOST[:PORT],…` into servers as `HOST:PORT`; raises ValueError."""
+    """Parse `[etcd://|http[s]://]HOST[:PORT],…` into servers as `HOST:PORT`; raises ValueError."""
     servers = []
     for part in text.split(","):
-        found = re.fullmatch(r"(?:etcd://|http://)?([\w.-]+|\[[\da-fA-F:]+\])(:[1-9]\d*)?/?", part)
+        found = re.fullmatch(
+            r"(?:etcd://|https?://)?([\w.-]+|\[[\da-fA-F:]+\])(:[1-9]\d*)?/?", part
+        )
         if found is None:
             raise ValueError(text)
         servers.append(f"{found[1]}{found[2] or ETCD_PORT}")
@@ -134,34 +148,39 @@ def _registry_url(text: str) -> str:
     return text
 
 
+def matching(accepted: str, pattern: str) -> Parser:
+    """Make a parser of a text of this pattern."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(text)
+        return text
+
+    return Parser(accepted, parse)
+
+
 def _http_url(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]+/?", text):
         raise ValueError(text)
     return text.rstrip("/")
 
 
-def _prefix(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", text) or len(text) > 256:
+_NATS_SERVER = re.compile(
+    r"(nats|tls)://([^\s/?#@]*@)?([^\s/?#@:\[\]]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#][^\s@]*)?"
+)
+
+
+def _nats_url(text: str) -> str:
+    """Refuse a URL whose password ends early: what is behind `/`, `?` or `#` is no host."""
+    if not all(_NATS_SERVER.fullmatch(part) for part in text.split(",")):
         raise ValueError(text)
     return text
 
 
-def _endpoint(text: str) -> str:
-    if not re.fullmatch(r"ipc://\S+|tcp://\S+:\d+", text):
+def _object_url(text: str) -> str:
+    if not re.fullmatch(r"file:///[^?#]+|s3://[A-Za-z0-9._-]{1,255}", text):
         raise ValueError(text)
-    return text
-
-
-def _port_or_off(text: str) -> str:
-    if text != "off" and not re.fullmatch(r"ipc://\S+|tcp://\S+:[1-9]\d*", text):
-        raise ValueError(text)
-    return text
-
-
-def _token(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise ValueError(text)
-    return text
+    return text.rstrip("/")
 
 
 def _secret_token(text: str) -> str:
@@ -214,20 +233,30 @@ def choice(*words: str) -> Parser:
 BOOLEAN = Parser("true or false (also 1/0, yes/no, on/off)", _boolean)
 PATH = Parser("an absolute path", _path)
 PATHS = Parser("an absolute path, or several different ones with commas between", _paths)
-NATS_URL = Parser("a URL such as nats://127.0.0.1:4222", _nats_url)
+NATS_URL = Parser("a URL such as nats://127.0.0.1:4222, a password percent-encoded", _nats_url)
 REGISTRY_URL = Parser("nats, etcd, or etcd://HOST:PORT,HOST:PORT,…", _registry_url)
 ETCD_SERVERS = "servers such as http://127.0.0.1:2379, with commas between"
 HTTP_URL = Parser("a URL such as http://127.0.0.1:9000, without a path", _http_url)
-PREFIX = Parser("words of letters, digits, '.', '-' and '_' with slashes between", _prefix)
-ENDPOINT = Parser("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _endpoint)
-PORT_OR_OFF = Parser("`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", _port_or_off)
-TOKEN = Parser("1 to 64 letters, digits, '-' or '_'", _token)
+OBJECT_URL = Parser("file:///DIRECTORY or s3://BUCKET", _object_url)
+PREFIX = matching(
+    "words of letters, digits, '.', '-' and '_' with slashes between",
+    r"(?!.{257})[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*",
+)
+ENDPOINT = matching("a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT", r"ipc://\S+|tcp://\S+:\d+")
+PORT_OR_OFF = matching(
+    "`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT",
+    r"off|ipc://\S+|tcp://\S+:[1-9]\d*",
+)
+TOKEN = matching("1 to 64 letters, digits, '-' or '_'", r"[A-Za-z0-9_-]{1,64}")
 TEXT = Parser("text", str)
 SECRET_TOKEN = Parser("8 to 256 printable ASCII characters without blanks", _secret_token)
 PORT = integer(1, 65535)
 
 
 # ---- computed defaults -----------------------------------------------------------------------
+
+UNSET_DIR = Path()
+"""Stands for a directory whose default follows from another setting."""
 
 
 def default_host() -> str:

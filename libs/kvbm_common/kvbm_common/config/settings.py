@@ -36,15 +36,33 @@ class Settings(DeclaredSettings):
         for name, socket_name in (
             ("host_tier_endpoint", "host-tier.sock"),
             ("consolidator_endpoint", "consolidator.sock"),
+            ("router_endpoint", "router.sock"),
+            ("router_replay_endpoint", "router-replay.sock"),
         ):
             if not getattr(self, name):
                 object.__setattr__(self, name, f"ipc://{self.runtime_dir / socket_name}")
+        if self.object_url:
+            self._follow_object_url()
+        if self.creds_dir == schema.UNSET_DIR:
+            object.__setattr__(self, "creds_dir", self.state_dir / "creds")
         if self.registry_url == "etcd":
             try:
                 schema.etcd_servers(self.etcd_endpoints)
             except ValueError as error:
                 accepted = schema.ETCD_SERVERS
-                raise ConfigError("ETCD_ENDPOINTS", self.etcd_endpoints, accepted) from error
+                shown = schema.HIDDEN if "@" in self.etcd_endpoints else self.etcd_endpoints
+                raise ConfigError("ETCD_ENDPOINTS", shown, accepted) from error
+
+    def _follow_object_url(self) -> None:
+        """Set what the URL says: the object tier is on, and has this bucket."""
+        object.__setattr__(self, "object_enabled", True)
+        bucket = self.object_url.removeprefix("s3://")
+        if bucket == self.object_url:
+            return
+        if self.object_bucket not in ("", bucket):
+            accepted = f"nothing, or {bucket}, since KVBM_OBJECT_URL is {self.object_url}"
+            raise ConfigError("DYN_KVBM_OBJECT_BUCKET", self.object_bucket, accepted)
+        object.__setattr__(self, "object_bucket", bucket)
 
     @classmethod
     def load(
@@ -79,12 +97,15 @@ class Settings(DeclaredSettings):
         assert name in settings_by_name(), f"no setting is called {name}"
         return self.origins.get(name, "default")
 
-    def as_environ(self) -> dict[str, str]:
-        """Return every value that is not a default, as variables: what a child process needs."""
+    def as_environ(self, kind: str | None = None) -> dict[str, str]:
+        """Return every value that is not a default, as variables: what a child process needs.
+
+        With a kind: what a service of this kind needs, without the secrets of others.
+        """
         return {
             settings_by_name()[name].variable: text_of(getattr(self, name))
             for name in self.origins
-            if getattr(self, name) is not None
+            if getattr(self, name) is not None and is_for(settings_by_name()[name], kind)
         }
 
     @property
@@ -94,6 +115,11 @@ class Settings(DeclaredSettings):
             return ()
         in_url = self.registry_url != "etcd"
         return schema.etcd_servers(self.registry_url if in_url else self.etcd_endpoints)
+
+    @property
+    def etcd_wants_tls(self) -> bool:
+        """Whether an address of etcd says that only TLS will do."""
+        return self.registry_url == "etcd" and "https://" in self.etcd_endpoints
 
     @property
     def cpu_cache_bytes(self) -> int:
@@ -111,9 +137,20 @@ class Settings(DeclaredSettings):
         return self.disk_cache_dirs[0]
 
     @property
+    def object_directory(self) -> Path | None:
+        """The directory of the object tier; None: it uses a bucket."""
+        path = self.object_url.removeprefix("file://")
+        return Path(path) if path != self.object_url else None
+
+    @property
     def staging_bytes(self) -> int:
         """Return `staging_gb` in bytes."""
         return int(self.staging_gb * 1e9)
+
+
+def is_for(declared: Setting, kind: str | None) -> bool:
+    """Tell whether a kind of service gets a setting; without a kind everything is wanted."""
+    return kind is None or not declared.only_for or kind in declared.only_for
 
 
 def _parse(declared: Setting, text: str, origin: str) -> object:
@@ -123,7 +160,8 @@ def _parse(declared: Setting, text: str, origin: str) -> object:
         where = declared.variable
         if origin.startswith("file"):
             where = f"{declared.section}.{declared.name} in {origin} ({declared.variable})"
-        shown = "(a secret)" if declared.secret else text
+        # Where the password ends is not sure in a URL that cannot be read.
+        shown = schema.HIDDEN if declared.secret or "@" in text else text
         raise ConfigError(where, shown, declared.parser.accepts) from None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,12 @@ from kvbm_common.nixl.spans import Spans
 log = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[np.uint64]
+LaneNumbers = npt.NDArray[np.uint32]
 LIBRARY = Path(__file__).parent / "_native.so"
 THREADS_MAX = 4
 """Threads of ours that copy in one process: more than a host's memory can serve."""
+LANES_MAX = 64
+"""Checksums of one block: the library keeps a state of each while it goes through the block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,15 +50,6 @@ class Places:
         for numbers in (self.addresses, self.lengths):  # The library reads them as C arrays.
             assert numbers.flags.c_contiguous, numbers.strides
             assert numbers.dtype == np.uint64, numbers.dtype
-
-    @classmethod
-    def of_pieces(cls, pieces: Sequence[tuple[Numbers, int]]) -> Self:
-        """Make the blocks of `layout.device_pieces` or `layout.slot_pieces`."""
-        addresses = np.stack([starts for starts, _ in pieces], axis=1)
-        return cls(
-            np.ascontiguousarray(addresses, dtype=np.uint64),
-            np.array([length for _, length in pieces], dtype=np.uint64),
-        )
 
     @property
     def count(self) -> int:
@@ -78,20 +72,6 @@ class Places:
         lengths = np.broadcast_to(self.lengths, self.addresses.shape)
         zeros = np.zeros(self.addresses.size, dtype=np.uint64)
         return Spans(np.stack([self.addresses.reshape(-1), lengths.reshape(-1), zeros], axis=1))
-
-    def whole(self, starts: Numbers | None = None) -> Places:
-        """Return the same blocks in one piece each, from their first byte or from `starts` on."""
-        first = self.addresses[:, 0] if starts is None else starts
-        return Places(
-            np.ascontiguousarray(first, dtype=np.uint64).reshape(-1, 1),
-            np.array([self.block_bytes], dtype=np.uint64),
-        )
-
-    def cut_like(self, other: Places) -> Places:
-        """Cut these blocks of one piece each into the pieces of others of their size."""
-        assert self.block_bytes == other.block_bytes
-        offsets = np.cumsum(other.lengths) - other.lengths
-        return Places(self.addresses[:, :1] + offsets, other.lengths)
 
     def split(self, parts: int) -> Places:
         """Cut blocks of one piece each into equal parts; each part is a block by itself."""
@@ -118,6 +98,23 @@ class Places:
         return Places(self.addresses + np.uint64(distance % (1 << 64)), self.lengths)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lanes:
+    """Which pieces of a block are summed together: piece p is in lane `of_piece[p]`.
+
+    Pieces go in their own order, that of memory: a lane waits while others have their turn.
+    """
+
+    of_piece: LaneNumbers
+    count: int
+
+    def __post_init__(self) -> None:
+        assert self.of_piece.dtype == np.uint32, self.of_piece.dtype
+        assert self.of_piece.flags.c_contiguous, self.of_piece.strides
+        assert 1 <= self.count <= LANES_MAX, self.count
+        assert int(self.of_piece.max(initial=0)) < self.count, (self.of_piece.tolist(), self.count)
+
+
 def slot_places(
     slots: Sequence[int], length: int, *, arena_address: int, slot_bytes: int, part_offset: int
 ) -> Places:
@@ -128,14 +125,19 @@ def slot_places(
 
 
 class Copier(Protocol):
-    """One way to move blocks. Both methods run without the GIL, and may run in many threads."""
+    """One way to move blocks. Both methods run without the GIL, and may run in many threads.
+
+    Checksums are those of blocks or, with lanes, of each block's lanes, block after block.
+    """
 
     name: str
 
-    def copy(self, target: Places, source: Places, *, summed: bool = True) -> list[int]:
-        """Copy block by block; return the checksum of each, or nothing unless `summed`."""
+    def copy(
+        self, target: Places, source: Places, *, summed: bool = True, lanes: Lanes | None = None
+    ) -> list[int]:
+        """Copy block by block; return the checksums, or nothing unless `summed`."""
 
-    def sums(self, source: Places) -> list[int]:
+    def sums(self, source: Places, *, lanes: Lanes | None = None) -> list[int]:
         """Return the checksums of blocks where they are."""
 
 
@@ -144,32 +146,41 @@ class NativeCopier:
 
     name = "native"
 
-    def __init__(self, path: Path = LIBRARY, entry: str = "kvbm_move_blocks") -> None:
+    def __init__(self, path: Path = LIBRARY, entry: str = "kvbm_move_lanes") -> None:
         """Load the library; `entry` may name one variant of it for every processor.
 
-        Raises OSError where the library is missing or of another platform.
+        Raises OSError where the library is missing or of another platform, AttributeError where it
+        was compiled from sources of another version.
         """
         self._move = getattr(ctypes.CDLL(str(path)), entry)
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._move.argtypes = (pointer, pointer, pointer, size, size, pointer)
+        self._move.argtypes = (pointer, pointer, pointer, pointer, size, size, size, pointer)
         self._move.restype = None
 
-    def copy(self, target: Places, source: Places, *, summed: bool = True) -> list[int]:
-        """Copy block by block; return the checksum of each, or nothing unless `summed`."""
-        _check(target, source)
-        return self._run(target.addresses.ctypes.data, source, summed=summed)
+    def copy(
+        self, target: Places, source: Places, *, summed: bool = True, lanes: Lanes | None = None
+    ) -> list[int]:
+        """Copy block by block; return the checksums, or nothing unless `summed`."""
+        _check(target, source, lanes)
+        return self._run(target.addresses.ctypes.data, source, lanes if summed else None, summed)
 
-    def sums(self, source: Places) -> list[int]:
+    def sums(self, source: Places, *, lanes: Lanes | None = None) -> list[int]:
         """Return the checksums of blocks where they are."""
-        return self._run(None, source, summed=True)
+        _check(source, source, lanes)
+        return self._run(None, source, lanes, True)
 
-    def _run(self, targets: int | None, source: Places, *, summed: bool) -> list[int]:
-        sums = np.empty(source.count if summed else 0, dtype=np.uint64)
+    def _run(
+        self, targets: int | None, source: Places, lanes: Lanes | None, summed: bool
+    ) -> list[int]:
+        lane_count = 1 if lanes is None else lanes.count
+        sums = np.empty(source.count * lane_count if summed else 0, dtype=np.uint64)
         self._move(
             targets, source.addresses.ctypes.data, source.lengths.ctypes.data,
-            source.count, len(source.lengths), sums.ctypes.data if summed else None,
+            None if lanes is None else lanes.of_piece.ctypes.data,
+            source.count, len(source.lengths), lane_count, sums.ctypes.data if summed else None,
         )  # fmt: skip
-        return [int(checksum) for checksum in sums]
+        found: list[int] = sums.tolist()
+        return found
 
 
 class PlainCopier:
@@ -177,9 +188,11 @@ class PlainCopier:
 
     name = "plain"
 
-    def copy(self, target: Places, source: Places, *, summed: bool = True) -> list[int]:
-        """Copy block by block; return the checksum of each, or nothing unless `summed`."""
-        _check(target, source)
+    def copy(
+        self, target: Places, source: Places, *, summed: bool = True, lanes: Lanes | None = None
+    ) -> list[int]:
+        """Copy block by block; return the checksums, or nothing unless `summed`."""
+        _check(target, source, lanes)
         found: list[int] = []
         lengths = source.lengths.tolist()
         rows = zip(target.addresses.tolist(), source.addresses.tolist(), strict=True)
@@ -187,26 +200,30 @@ class PlainCopier:
             for place, start, length in zip(to, origin, lengths, strict=True):
                 ctypes.memmove(place, start, length)
             if summed:
-                found.append(_sum(to, lengths))
+                found += _sums(to, lengths, lanes)
         return found
 
-    def sums(self, source: Places) -> list[int]:
+    def sums(self, source: Places, *, lanes: Lanes | None = None) -> list[int]:
         """Return the checksums of blocks where they are."""
+        _check(source, source, lanes)
         lengths = source.lengths.tolist()
-        return [_sum(places, lengths) for places in source.addresses.tolist()]
+        return [
+            one for places in source.addresses.tolist() for one in _sums(places, lengths, lanes)
+        ]
 
 
-def _sum(addresses: Sequence[int], lengths: Sequence[int]) -> int:
-    pieces = zip(addresses, lengths, strict=True)
-    return parts_checksum(
-        memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
-        for address, length in pieces
-    )
+def _sums(addresses: Sequence[int], lengths: Sequence[int], lanes: Lanes | None) -> list[int]:
+    pieces: list[list[memoryview]] = [[] for _ in range(1 if lanes is None else lanes.count)]
+    of_piece = [0] * len(lengths) if lanes is None else lanes.of_piece.tolist()
+    for address, length, lane in zip(addresses, lengths, of_piece, strict=True):
+        pieces[lane].append(memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B"))
+    return [parts_checksum(one) for one in pieces]
 
 
-def _check(target: Places, source: Places) -> None:
+def _check(target: Places, source: Places, lanes: Lanes | None) -> None:
     assert target.addresses.shape == source.addresses.shape, "blocks pair by position"
     assert np.array_equal(target.lengths, source.lengths), "pieces pair by position"
+    assert lanes is None or lanes.of_piece.shape == source.lengths.shape, "a lane for each piece"
 
 
 def clear(target: Places) -> None:
@@ -217,13 +234,18 @@ def clear(target: Places) -> None:
             ctypes.memset(address, 0, length)
 
 
-def best_copier() -> Copier:
-    """Return the compiled copier where it can be loaded, and the plain one elsewhere."""
+def best_copier(path: Path = LIBRARY) -> Copier:
+    """Return the compiled copier where it can be loaded, and the plain one elsewhere.
+
+    A library of older sources has other names, and is not used: its functions take other arguments.
+    """
     try:
-        return NativeCopier()
-    except (OSError, AttributeError) as error:
+        return NativeCopier(path)
+    except OSError as error:
         log.debug("blocks are copied by memmove: %s", error)
-        return PlainCopier()
+    except AttributeError:
+        log.warning("blocks are copied by memmove: %s is of another version; make setup", path)
+    return PlainCopier()
 
 
 COPIER = best_copier()

@@ -1,7 +1,7 @@
 """Lending: how a worker's device memory travels to the host tier, inside its agent metadata.
 
 A worker on a GPU says `MAGIC` and a msgpack pair: NIXL's metadata as before, and the allocations
-that its regions are in, each with a handle of CUDA IPC. Everybody else says NIXL's metadata alone.
+that its regions are in, each with a handle of CUDA IPC. Other workers say NIXL's metadata alone.
 """
 
 from __future__ import annotations

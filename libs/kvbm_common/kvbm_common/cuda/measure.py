@@ -1,6 +1,6 @@
 """Measure: from which size of a piece on is the copy engine faster than the kernel? Both ways.
 
-Taken once at the start, with some megabytes of memory of its own, and shown by `kvbm doctor`.
+Taken once at the start, with some megabytes of memory of its own, and for `kvbm doctor`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm_common.cuda.copies import KERNEL_ROW_BYTES, Copies
-from kvbm_common.cuda.runtime import CudaError, Runtime, put
+from kvbm_common.cuda.runtime import CudaError, CudaUnavailable, CupyRuntime, Runtime, put
 
 PIECES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 MOVED_BYTES = 16 << 20
@@ -133,3 +133,15 @@ def _seconds(runtime: Runtime, copies: Copies, stream: int, table: int | None) -
         time.sleep(POLL_S)
     runtime.end_event(event)
     return time.perf_counter() - started
+
+
+def look(gpu_count: int) -> tuple[tuple[str, ...], str]:
+    """Return a line for each GPU, and why one could not be used. Takes half a second each."""
+    lines: list[str] = []
+    for device in range(gpu_count):
+        try:
+            runtime = CupyRuntime(device)
+            lines.append(f"{runtime.bus_id()}: {describe(measure(runtime))}")
+        except (CudaUnavailable, CudaError) as error:
+            return tuple(lines), str(error)
+    return tuple(lines), ""

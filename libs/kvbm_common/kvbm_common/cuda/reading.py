@@ -25,8 +25,8 @@ from kvbm_common.nixl.transfers import TransferFailed, Transferred
 
 if TYPE_CHECKING:
     from kvbm_common.copying import Places
+    from kvbm_common.copying.rank_pieces import RankPieces
     from kvbm_common.cuda.lending import DeviceMemory
-    from kvbm_common.wire.local import Region
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ WAIT_DEADLINE_S = 10.0
 WAIT_POLL_S = 0.00005
 SUM_BLOCKS_MAX = 4096
 """Blocks of one launch: more than any chunk has."""
+TABLE_ROW_BYTES = 32
+"""A piece in the kernel's table: four numbers of 8 bytes."""
 
 
 class Gpu:
@@ -87,15 +89,16 @@ class Gpu:
         self.runtime.record(event, self._compute_stream)
         return event
 
-    def sums(self, regions: Sequence[Region]) -> SumsOfBlocks:
-        """Return what sums up blocks of these regions.
+    def sums(self, pieces: RankPieces) -> SumsOfBlocks:
+        """Return what sums up blocks of these pieces, part by part.
 
         That is the GPU; for pieces that its kernel cannot read, this host, which copies them back.
         """
-        if DeviceSums.fits(regions):
-            return DeviceSums(self.runtime, regions)
+        parts = pieces.part_regions()
+        if all(DeviceSums.fits(regions) for regions in parts):
+            return DeviceSums(self.runtime, parts)
         log.warning("blocks are summed up by the host: the GPU's kernel cannot read this layout")
-        return HostSums(self, regions)
+        return HostSums(self, pieces)
 
     def clear(self, target: Places) -> None:
         """Fill blocks with zeros, behind what the engine has begun to compute; for a thread of
@@ -107,14 +110,9 @@ class Gpu:
 
         self._on_stream(put)
 
-    def deliver(self, target: Places, source: Places, summed: bool) -> list[int]:
-        """Copy blocks from host memory into the GPU's, and sum up what was copied; for a thread of
-        ours. Raises CudaError."""
-        from kvbm_common.copying import COPIER  # xxhash: not for a benchmark.
-
-        sums = COPIER.sums(source) if summed else []
+    def deliver(self, target: Places, source: Places) -> None:
+        """Copy blocks from host memory into the GPU's; for a thread of ours. Raises CudaError."""
         self._copy(target, source)
-        return sums
 
     def fetch(self, target: Places, source: Places) -> None:
         """Copy blocks from the GPU's memory into this host's. Raises CudaError."""
@@ -147,31 +145,30 @@ class SumsOfBlocks(Protocol):
     """Sums up device blocks, by their number."""
 
     def __call__(self, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of these blocks, in their order. Raises CudaError."""
+        """Return the checksums of the rank's parts of these blocks, block after block. Raises
+        CudaError."""
 
 
 class HostSums:
     """Sums up device blocks on this host, through a buffer of it."""
 
-    def __init__(self, gpu: Gpu, regions: Sequence[Region]) -> None:
-        self._gpu, self._regions = gpu, regions
+    def __init__(self, gpu: Gpu, pieces: RankPieces) -> None:
+        self._gpu, self._pieces = gpu, pieces
         self._buffer: np.ndarray | None = None
 
     def __call__(self, blocks: Sequence[int]) -> list[int]:
         """Copy each block back, and sum it up. For one thread at a time."""
-        from kvbm_common.copying import COPIER, Places
-        from kvbm_common.nixl.layout import device_pieces
+        from kvbm_common.copying import COPIER
 
         found: list[int] = []
+        pieces = self._pieces
         for block in blocks:
-            source = Places.of_pieces(device_pieces(self._regions, [block]))
             if self._buffer is None:
                 self._gpu.runtime.enter()
-                self._buffer = self._gpu.runtime.pinned(source.block_bytes)
+                self._buffer = self._gpu.runtime.pinned(pieces.bytes)
             start = np.array([self._buffer.ctypes.data], dtype=np.uint64)
-            whole = source.whole(start)
-            self._gpu.fetch(whole.cut_like(source), source)
-            found += COPIER.sums(whole)
+            self._gpu.fetch(pieces.coarse.back_to_back(start), pieces.coarse.on_device([block]))
+            found += COPIER.sums(pieces.fine.back_to_back(start), lanes=pieces.lanes)
         return found
 
 
@@ -224,29 +221,29 @@ class DeviceReader:
 
 
 class DeviceSums:
-    """xxh3-64 of blocks where they lie in device memory, by a kernel on a stream of its own."""
+    """xxh3-64 of blocks where they lie in device memory, by a kernel on a stream of its own.
 
-    def __init__(self, runtime: Runtime, regions: Sequence[Lent]) -> None:
-        assert self.fits(regions)
-        self._runtime, self._count = runtime, len(regions)
+    One launch sums up one part of all blocks.
+    """
+
+    def __init__(self, runtime: Runtime, parts: Sequence[Sequence[Lent]]) -> None:
+        assert all(self.fits(regions) for regions in parts)
+        self._runtime = runtime
         self._lock = Lock()
         self._is_set_up = False
-        lengths = [region.piece_bytes for region in regions]
-        self._block_bytes = sum(lengths)
-        table = np.array(
-            [[r.address, r.stride, r.piece_bytes, 0] for r in regions], dtype=np.uint64
-        )
-        table[:, 3] = np.cumsum(lengths) - np.array(lengths)
-        self._table = table
+        self._counts = [len(regions) for regions in parts]
+        self._sizes = [sum(region.piece_bytes for region in regions) for regions in parts]
+        self._table = np.concatenate([_table_of(regions) for regions in parts])
 
     def _set_up(self) -> None:
         """Allocate stream and tables with the first blocks, in the thread that asks for them."""
         runtime, table = self._runtime, self._table
+        digest_bytes = 8 * SUM_BLOCKS_MAX * len(self._counts)
         self._stream = runtime.stream(urgent=True)
-        self._staging = runtime.pinned(max(table.nbytes, 8 * SUM_BLOCKS_MAX))
+        self._staging = runtime.pinned(max(table.nbytes, digest_bytes))
         self._regions = runtime.allocate(table.nbytes)
         self._blocks = runtime.allocate(8 * SUM_BLOCKS_MAX)
-        self._digests = runtime.allocate(8 * SUM_BLOCKS_MAX)
+        self._digests = runtime.allocate(digest_bytes)
         self._upload(self._regions, table.reshape(-1))
         self._wait()
         self._is_set_up = True
@@ -260,7 +257,7 @@ class DeviceSums:
         )
 
     def __call__(self, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of these blocks, in their order. Raises CudaError.
+        """Return the checksums of all parts of these blocks, block after block. Raises CudaError.
 
         Call it in a thread of ours.
         """
@@ -275,15 +272,20 @@ class DeviceSums:
 
     def _sums(self, blocks: Sequence[int]) -> list[int]:
         self._upload(self._blocks, np.array(blocks, dtype=np.uint64))
-        self._runtime.sum_blocks(
-            regions=self._regions, region_count=self._count, blocks=self._blocks,
-            block_count=len(blocks), block_bytes=self._block_bytes, digests=self._digests,
-            stream=self._stream,
-        )  # fmt: skip
-        staging = self._staging
-        self._runtime.copy(staging.ctypes.data, self._digests, 8 * len(blocks), self._stream)
+        regions, digests = self._regions, self._digests
+        for region_count, size in zip(self._counts, self._sizes, strict=True):
+            self._runtime.sum_blocks(
+                regions=regions, region_count=region_count, blocks=self._blocks,
+                block_count=len(blocks), block_bytes=size, digests=digests, stream=self._stream,
+            )  # fmt: skip
+            regions += region_count * TABLE_ROW_BYTES
+            digests += 8 * len(blocks)
+        staging, size = self._staging, digests - self._digests
+        self._runtime.copy(staging.ctypes.data, self._digests, size, self._stream)
         self._wait()
-        return [int(n) for n in staging[: 8 * len(blocks)].view(np.uint64)]
+        by_part = staging[:size].view(np.uint64).reshape(len(self._counts), len(blocks))
+        found: list[int] = by_part.T.reshape(-1).tolist()
+        return found
 
     def _upload(self, target: int, numbers: np.ndarray) -> None:
         self._staging[: numbers.nbytes].view(np.uint64)[:] = numbers
@@ -291,6 +293,14 @@ class DeviceSums:
 
     def _wait(self) -> None:
         wait_for_stream(self._runtime, self._stream)
+
+
+def _table_of(regions: Sequence[Lent]) -> np.ndarray:
+    """Return the kernel's table of one part: address, stride, bytes, offset of every piece."""
+    lengths = np.array([region.piece_bytes for region in regions], dtype=np.uint64)
+    table = np.array([[r.address, r.stride, r.piece_bytes, 0] for r in regions], dtype=np.uint64)
+    table[:, 3] = np.cumsum(lengths) - lengths
+    return table
 
 
 def wait_for_stream(runtime: Runtime, stream: int) -> None:

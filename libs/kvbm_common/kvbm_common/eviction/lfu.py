@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from itertools import chain, islice
 
-from kvbm_common.eviction.order import FreeOrder
+from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import BlockColumns
 
@@ -47,20 +47,18 @@ class Lfu:
         old = self._key.get(block)
         new = self._key[block] = uses + self._age
         if old is not None and block in self._queues.get(old, ()):
-            self._queues[old].remove(block)
+            self._queues[old].hold(block)
             self._drop_if_empty(old)
-            self._queue(new).add(block)
+            self._queue(new).free(block)
 
     def hold(self, block: SequenceHash) -> None:
         key = self._key[block]
-        self._queues[key].remove(block)
+        self._queues[key].hold(block)
         self._drop_if_empty(key)
         self._free_count -= 1
 
     def free(self, block: SequenceHash) -> None:
-        queue = self._queue(self._key[block])
-        assert block not in queue
-        queue.add(block)
+        self._queue(self._key[block]).free(block)
         self._free_count += 1
 
     def forget(self, block: SequenceHash) -> None:

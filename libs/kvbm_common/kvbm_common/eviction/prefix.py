@@ -24,6 +24,7 @@ from itertools import islice
 import numpy as np
 
 from kvbm_common.eviction.duel import Duel
+from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.eviction.nodes import (
     DEPTH_KIND,
     DEPTH_KINDS,
@@ -33,7 +34,6 @@ from kvbm_common.eviction.nodes import (
     Node,
     Nodes,
 )
-from kvbm_common.eviction.order import FreeOrder
 from kvbm_common.eviction.reuse_curves import ReuseCurves, bucket_of
 from kvbm_common.eviction.sketch import SPREAD, WORD, Sketch, mix, mixed
 from kvbm_common.identity import SequenceHash
@@ -100,7 +100,7 @@ class PrefixPolicy:
             above.children += 1
             if above.place >= 0:
                 self._cover(above)
-        self._free.add(block)
+        self._free.free(block)
         if not node.children:
             self._uncover(block, node)
         self._used(block, node, word, count)
@@ -115,14 +115,13 @@ class PrefixPolicy:
             self.duel.used(block, hit=True, again=True)
 
     def hold(self, block: SequenceHash) -> None:
-        self._free.remove(block)
+        self._free.hold(block)
         node = self._nodes[block]
         if node.place >= 0:
             self._cover(node)
 
     def free(self, block: SequenceHash) -> None:
-        assert block not in self._free
-        self._free.add(block)
+        self._free.free(block)
         node = self._nodes[block]
         if node.sampled:
             self.duel.freed(block)
@@ -130,7 +129,7 @@ class PrefixPolicy:
             self._uncover(block, node)
 
     def forget(self, block: SequenceHash) -> None:
-        self._free.remove(block)
+        self._free.hold(block)
         node = self._nodes.take(block)
         if node.place >= 0:
             self._cover(node)

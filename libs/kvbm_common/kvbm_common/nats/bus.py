@@ -8,37 +8,36 @@ they were. Verbs are NATS micro services, so `nats micro ls` shows them.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import random
+import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
-import msgspec
 import nats
 import nats.errors
-from nats.aio.client import Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.micro.request import ERROR_CODE_HEADER
 
+from kvbm_common.access.nats_access import NatsAccess, of_url
 from kvbm_common.errors import (
     BusUnavailable,
     DeadlineExceeded,
     MessageTooLarge,
     NoResponder,
-    RequestFailed,
+    NotPermitted,
 )
-from kvbm_common.nats.direct_client import DirectClient
+from kvbm_common.nats.answers import Answers, request_failed
+from kvbm_common.nats.deadline import within
+from kvbm_common.nats.direct_client import DirectClient, next_server
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.event_subscription import EventSubscription, Start
-from kvbm_common.nats.jetstream import BACKOFF_S, EVENTS, StreamSpec, ensure_stream
+from kvbm_common.nats.jetstream import BACKOFF_S, ensure_stream
 from kvbm_common.nats.raw_messages import RawMessage
+from kvbm_common.nats.streams import EVENTS, StreamSpec
 from kvbm_common.nats.verb_server import VerbHandler, VerbServer
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.verbs import ErrorReply
 
 __all__ = ["Bus", "EventMessage", "EventPublisher", "EventSubscription", "VerbHandler"]
 
@@ -51,6 +50,8 @@ PENDING_MAX = 1_000
 NO_RESPONDERS = "503"
 """The status header of NATS's own answer when no subscriber listens."""
 
+_REFUSED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
+
 MessageHandler = Callable[[str, bytes], Awaitable[None] | None]
 """Takes the subject and the payload of a message."""
 Unsubscribe = Callable[[], Awaitable[None]]
@@ -61,21 +62,24 @@ _logger = logging.getLogger(__name__)
 class Bus:
     """One connection to NATS. Make it with `Bus.connect`, end it with `close`."""
 
-    def __init__(self, name: str, counters: Metrics) -> None:
+    def __init__(self, access: NatsAccess, name: str, counters: Metrics) -> None:
         self.name = name
         self.counters = counters
+        self.access = access
         self.closed_by_server = asyncio.Event()
-        """Set when the server ends the connection for good, for example for a wrong password."""
-        self._client = DirectClient()
+        """Set when the server ends the connection for good, because it finds the protocol broken.
+        One that refuses the credentials is asked again: the file may have changed by then."""
+        self._client = DirectClient(access)
         self._generation = 0
         self._connected = asyncio.Event()
         self._closing = False
         self._callbacks: list[Callable[[], None]] = []
-        self._server = VerbServer(self._client, counters)
+        self._server = VerbServer(self._client, counters, guarded=access.guarded)
         self._patterns: dict[Subscription, str] = {}
         self._inbox = ""
-        self._tokens = itertools.count()
-        self._answers: dict[str, asyncio.Future[RawMessage]] = {}
+        self._answers = Answers()
+        self.trouble = ""
+        """What the server or the library has complained of last."""
         self._log = OncePerKind(_logger)
         self._dropped = counters.counter(
             "kvbm_bus_dropped_total", "Messages dropped at the bus.", labels=("reason", "subject")
@@ -89,44 +93,56 @@ class Bus:
     @classmethod
     async def connect(
         cls,
-        url: str,
+        where: NatsAccess | str,
         name: str,
         *,
         counters: Metrics | None = None,
         deadline_s: float = CONNECT_DEADLINE_S,
     ) -> Bus:
-        """Connect; raises BusUnavailable when NATS does not answer before the deadline."""
-        bus = cls(name, counters or Metrics())
+        """Connect; raises BusUnavailable when NATS does not answer before the deadline.
+
+        `where` is an access, or a URL, in which there may be a user and a password.
+        """
+        access = of_url(where) if isinstance(where, str) else where
+        bus = cls(access, name, counters or Metrics())
         try:
-            async with asyncio.timeout(deadline_s):
-                await bus._connect(url)
+            await within(bus._connect(), deadline_s)
         except (TimeoutError, OSError, nats.errors.Error) as error:
             await bus.close()
-            raise BusUnavailable(f"no answer from {url} within {deadline_s} s") from error
+            why = bus.trouble or str(error)
+            text = f"no answer from {access.shown} within {deadline_s} s{': ' * bool(why)}{why}"
+            raise BusUnavailable(text) from error
         return bus
 
-    async def _connect(self, url: str) -> None:
+    async def _connect(self) -> None:
         await self._client.test_direct()
         await self._client.connect(
-            url,
+            list(self.access.servers),
             name=self.name,
+            inbox_prefix=self.access.inbox,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
             closed_cb=self._on_closed,
             max_reconnect_attempts=-1,
             reconnect_time_wait=BACKOFF_S[0],  # type: ignore[arg-type]  # The library sleeps it.
-            reconnect_to_server_handler=_next_server,
+            reconnect_to_server_handler=next_server,
             ping_interval=PING_S,
         )
+        self._client.check_introduced()
         self._inbox = self.new_inbox()
-        await self.subscribe_raw(f"{self._inbox}.*", self._on_answers)
+        await self.subscribe_raw(f"{self._inbox}.*", self._answers.give)
         self._connected.set()
 
     @property
     def connected(self) -> bool:
         """Whether NATS answers now."""
         return self._connected.is_set() and self._client.is_connected
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the server knows who connects, and so what each client may do."""
+        return self.access.guarded
 
     @property
     def generation(self) -> int:
@@ -174,7 +190,7 @@ class Bus:
         """
         reply = await self.request_raw(subject, payload, deadline_s=deadline_s)
         if ERROR_CODE_HEADER in reply.headers:
-            raise _request_failed(reply)
+            raise request_failed(reply.headers[ERROR_CODE_HEADER], reply.payload)
         return reply.payload
 
     async def subscribe(
@@ -188,10 +204,14 @@ class Bus:
         """Call `handler` for every message, one after the other; returns what ends it.
 
         Beyond `pending_max` waiting messages the newest are dropped and counted. A KvbmError of
-        the handler is counted and logged once per kind.
+        the handler is counted and logged once per kind. On a guarded bus a message with a reply or
+        headers is dropped: none of ours has them, what JetStream sends has.
         """
 
         async def on_message(message: Msg) -> None:
+            if self.guarded and (message.reply or message.headers):
+                self._dropped.labels(reason="unexpected", subject=_label(subject)).inc()
+                return
             try:
                 outcome = handler(message.subject, message.data)
                 if outcome is not None:
@@ -279,19 +299,18 @@ class Bus:
         deadline_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> RawMessage:
-        """Send and wait for one reply; raises BusUnavailable, NoResponder, DeadlineExceeded."""
-        token = str(next(self._tokens))
-        answer: asyncio.Future[RawMessage] = asyncio.get_running_loop().create_future()
-        self._answers[token] = answer
-        try:
-            async with asyncio.timeout(deadline_s):
-                inbox = f"{self._inbox}.{token}"
-                await self.publish_raw(subject, payload, reply=inbox, headers=headers)
-                reply = await answer
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer on {subject} within {deadline_s} s") from error
-        finally:
-            del self._answers[token]
+        """Send and wait for one reply.
+
+        Raises BusUnavailable, NoResponder, NotPermitted, DeadlineExceeded.
+        """
+        with self._answers.asking(subject) as (token, answer):
+            try:
+                async with asyncio.timeout(deadline_s):
+                    inbox = f"{self._inbox}.{token}"
+                    await self.publish_raw(subject, payload, reply=inbox, headers=headers)
+                    reply = await answer
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"no answer on {subject} within {deadline_s} s") from error
         if reply.headers.get("Status") == NO_RESPONDERS:
             raise NoResponder(f"no service answers on {subject}")
         return reply
@@ -332,28 +351,29 @@ class Bus:
 
         return unsubscribe
 
-    def _on_answers(self, replies: list[RawMessage]) -> None:
-        for reply in replies:
-            answer = self._answers.get(reply.subject.rsplit(".", 1)[-1])
-            if answer is not None and not answer.done():
-                answer.set_result(reply)
-
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             label = self._patterns.get(error.sub, "other")
             self._dropped.labels(reason="slow_consumer", subject=label).inc()
             self._log.warning("slow_consumer", f"messages of {label} are dropped")
+            return
+        said = str(error) or type(error).__name__
+        # The server that refuses a client ends the connection, too: its words say more.
+        if not (self.trouble and isinstance(error, ConnectionError)):
+            self.trouble = said
+        if refused := _REFUSED.search(said):
+            text = f"{self.name}: NATS does not let this role publish on {refused[1]}"
+            self._answers.fail(NotPermitted(text), subject=refused[1].lower())
+            self._log.warning("not_permitted", text)
         else:
             self._log.warning("nats", f"{type(error).__name__} {error}")
 
     async def _on_disconnected(self) -> None:
         self._connected.clear()
-        # The library would send what it has buffered before anybody knows that NATS is back, and
+        # The library would send what it has buffered before its users learn that NATS is back, and
         # thus ahead of the older events that a publisher sends again.
         self._client.drop_unsent()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(BusUnavailable("NATS went away before it answered"))
+        self._answers.fail(BusUnavailable("NATS went away before it answered"))
         if not self._closing:
             _logger.warning("NATS is away")
 
@@ -372,21 +392,6 @@ class Bus:
             self.closed_by_server.set()
 
 
-def _next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, float]:
-    """Return the least tried server and the pause before, longer each time, with some jitter."""
-    server = min(servers, key=lambda candidate: candidate.reconnects)
-    pause_s = BACKOFF_S[min(server.reconnects, len(BACKOFF_S) - 1)]
-    return server, pause_s * random.uniform(0.5, 1.0)
-
-
 def _label(subject: str) -> str:
     """Return a subject as a label with few values: inboxes are all one."""
     return "_INBOX" if subject.startswith("_INBOX") else subject
-
-
-def _request_failed(reply: RawMessage) -> RequestFailed:
-    try:
-        error = msgspec.json.decode(reply.payload, type=ErrorReply).error
-    except msgspec.MsgspecError:
-        return RequestFailed(reply.headers[ERROR_CODE_HEADER], "no reason was given")
-    return RequestFailed(error.code, error.message, error.field)

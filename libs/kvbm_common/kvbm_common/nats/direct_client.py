@@ -8,19 +8,34 @@ yet, takes the library's way: a message that came in pieces arrives here again, 
 That needs private parts of the library, and this module is the only one that uses any. A client
 looks for them when it is made, and sends itself a message before it connects. In a release without
 them subscriptions take the library's public way: slower, but the same messages in the same order.
+
+Private is also the moment when a client introduces itself: then the connection must be encrypted,
+if it is to be, and files with credentials are read again. A release that has no such moment gets no
+credentials, and the connection is given up (`check_introduced`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import random
+import ssl
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from nats.aio import client as library
-from nats.aio.client import Client
+from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+from nats.errors import AuthorizationError, Error
 from nats.protocol.parser import AWAITING_MSG_PAYLOAD, Parser
 
+from kvbm_common.access.nats_access import NatsAccess
+from kvbm_common.access.nats_credentials import Credentials
+from kvbm_common.errors import KvbmError
+from kvbm_common.nats.jetstream import BACKOFF_S
 from kvbm_common.nats.raw_messages import LINE_END, RawMessage, cut_front
 
 MESSAGES = (b"MSG ", b"HMSG ")
@@ -30,6 +45,24 @@ again with everything that is read."""
 
 library.DEFAULT_BUFFER_SIZE = 131_072
 """Read at once, by every client of this process: the library's 32 KiB are few events."""
+
+CLOSED_WITHIN_S = 0.5
+
+
+class _Transport(TcpTransport):
+    """A connection whose end is waited for with a deadline: over TLS it may never be announced."""
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is closed; after the deadline cut it off."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSED_WITHIN_S):
+                await super().wait_closed()  # type: ignore[no-untyped-call]
+                return
+        if self._io_writer is not None:
+            self._io_writer.transport.abort()
+
+
+library.TcpTransport = _Transport  # type: ignore[attr-defined]
 
 Take = Callable[[list[RawMessage]], None]
 """Takes what was read together. It never raises, and never waits."""
@@ -41,7 +74,14 @@ BUFFER_PARTS: dict[str, type] = {"_pending": list, "_pending_data_size": int}
 PROBE = (b"0", b"MSG probe 0 5\r\nhello\r\n")
 """A subscription that no client has, and a message for it."""
 
+UNKNOWN_CLIENT = ("authorization violation", "authentication expired", "authentication revoked")
+"""What a server says to a client whose credentials it does not take any more."""
+
 log = logging.getLogger(__name__)
+
+
+class Unintroduced(Error):
+    """A server to which this client does not introduce itself; the text says why."""
 
 
 def missing_parts(of: object, parts: Mapping[str, type]) -> list[str]:
@@ -49,11 +89,26 @@ def missing_parts(of: object, parts: Mapping[str, type]) -> list[str]:
     return [name for name, kind in parts.items() if not isinstance(getattr(of, name, None), kind)]
 
 
+def next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, float]:
+    """Return the least tried server and the pause before, longer each time, with some jitter."""
+    server = min(servers, key=lambda candidate: candidate.reconnects)
+    pause_s = BACKOFF_S[min(server.reconnects, len(BACKOFF_S) - 1)]
+    return server, pause_s * random.uniform(0.5, 1.0)
+
+
+def reply_of(request: Any) -> str:
+    """Return where the library would send the answer to a request of a micro service."""
+    reply = getattr(getattr(request, "_msg", None), "reply", "")
+    return reply if isinstance(reply, str) else ""
+
+
 class DirectClient(Client):
     """A client some of whose subscriptions are direct."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: NatsAccess | None = None) -> None:
         super().__init__()
+        self._access = access
+        self._introduced = False
         self._direct: dict[bytes, Take] = {}
         """By the id of the subscription, as it stands in the protocol."""
         self._ids: dict[Subscription, bytes] = {}
@@ -88,6 +143,69 @@ class DirectClient(Client):
         if [one.payload for one in arrived] != [b"hello"] * 3:
             self._ps = Parser(self)
             self._fall_back(text)
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        """The context of the next connection, from what is in the files now."""
+        if self._access is None or not self._access.tls:
+            return super().ssl_context
+        try:
+            return self._access.tls.context()
+        except KvbmError as error:
+            raise Unintroduced(str(error)) from error
+
+    def check_introduced(self) -> None:
+        """Raise Unintroduced unless the connection is what the access asks for."""
+        if self._access is not None and not self._introduced:
+            raise Unintroduced("nats-py is another one than this was made for: it cannot be used")
+
+    async def _process_connect_init(self) -> None:
+        """Close the connection to a server that this client does not come to terms with.
+
+        The library would forget it while it is open, at every try.
+        """
+        try:
+            await super()._process_connect_init()
+        except BaseException:
+            if self._transport is not None:
+                self._transport.close()  # type: ignore[no-untyped-call]
+            raise
+
+    def _connect_command(self) -> bytes:
+        """Return what introduces the client to the server, once it may be said."""
+        if self._access is not None:
+            self._introduce(self._access)
+        return super()._connect_command()
+
+    def _introduce(self, access: NatsAccess) -> None:
+        """Take what the files say now, on an encrypted connection if it is to be one."""
+        if access.wants_tls and self._transport_fact("ssl_object") is None:
+            raise Unintroduced("the server speaks no TLS, and nothing else will do")
+        try:
+            found = access.credentials() or Credentials()
+        except KvbmError as error:
+            raise Unintroduced(str(error)) from error
+        self.options["user"] = found.user or None
+        self.options["password"] = found.password or None
+        self._signature_cb = found.sign if found.seed else None
+        self._user_jwt_cb = found.jwt.encode if found.jwt else None
+        self._public_nkey = found.public_key if found.seed and not found.jwt else None
+        self._auth_configured = access.guarded
+        self._introduced = True
+
+    def _transport_fact(self, name: str) -> object:
+        writer = getattr(self._transport, "_io_writer", None)
+        return writer.get_extra_info(name) if writer is not None else None
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Connect again when a server does not know us any more and has ended the connection.
+
+        The library would stay away; but the file may have other credentials by now.
+        """
+        if any(text in err_msg for text in UNKNOWN_CLIENT):
+            await self._process_op_err(AuthorizationError())
+        else:
+            await super()._process_err(err_msg)
 
     def _fall_back(self, why: str) -> None:
         self.is_direct = False

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import shutil
+import signal
 import subprocess
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from kvbm_common.access.secret_files import write_secret
 from kvbm_common.errors import ServiceFailed
 from kvbm_common.runtime.processes import dying_with_parent, free_port
 
@@ -40,8 +45,17 @@ def find_binary() -> str:
 class NatsServer:
     """One nats-server. With `port=0` a free port is chosen at the first start and then kept."""
 
-    def __init__(self, directory: Path, *, address: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare a server. `more` goes into its configuration: users, TLS."""
         self.directory = directory
+        self.more = dict(more or {})
         self.address = address
         self.port = port or free_port(address)
         self._name = f"kvbm-{secrets.token_hex(8)}"
@@ -96,9 +110,10 @@ class NatsServer:
             self._process = None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.chmod(0o700)
         configuration = self.directory / "nats-server.conf"
-        configuration.write_text(self._configuration())
+        write_secret(configuration, self._configuration())
         with (self.directory / "nats-server.log").open("ab") as log:
             return subprocess.Popen(
                 [find_binary(), "--config", str(configuration)],
@@ -109,16 +124,21 @@ class NatsServer:
                 preexec_fn=dying_with_parent(),
             )
 
+    def reload(self) -> None:
+        """Have it read its configuration again, with what is in `more` now."""
+        assert self._process is not None
+        write_secret(self.directory / "nats-server.conf", self._configuration())
+        self._process.send_signal(signal.SIGHUP)
+
     def _configuration(self) -> str:
-        return (
-            f'server_name: "{self._name}"\n'
-            f'listen: "{self.address}:{self.port}"\n'
-            f"max_payload: {PAYLOAD_BYTES_MAX}\n"
-            "jetstream {\n"
-            f'  store_dir: "{self.directory}"\n'
-            f"  max_file_store: {STORE_BYTES_MAX}\n"
-            "}\n"
-        )
+        """Return the configuration; nats-server reads JSON as well as its own format."""
+        settings = {
+            "server_name": self._name,
+            "listen": f"{self.address}:{self.port}",
+            "max_payload": PAYLOAD_BYTES_MAX,
+            "jetstream": {"store_dir": str(self.directory), "max_file_store": STORE_BYTES_MAX},
+        }
+        return json.dumps(settings | self.more, indent=1)
 
     async def _wait_answer(self, deadline_s: float) -> None:
         end_s = time.monotonic() + deadline_s

@@ -21,15 +21,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError, MessageTooLarge
-from kvbm_common.nats.jetstream import (
-    Backoff,
-    JetStreamError,
-    Link,
-    StreamSpec,
-    ensure_stream,
-    raise_for_error,
-)
+from kvbm_common.nats.jetstream import Backoff, JetStreamError, Link, ensure_stream, raise_for_error
 from kvbm_common.nats.raw_messages import RawMessage
+from kvbm_common.nats.streams import MARK, StreamSpec
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 
@@ -199,7 +193,7 @@ class EventPublisher:
                     entry.subject,
                     entry.payload,
                     reply=f"{self._inbox}.{entry.number}",
-                    headers={"Nats-Msg-Id": entry.message_id},
+                    headers={MARK: self._spec.name, "Nats-Msg-Id": entry.message_id},
                 )
             except BusUnavailable as error:
                 self._fail(str(error))

@@ -10,7 +10,7 @@ the old one need not show as a gap: `on_stream_lost` tells the reader. So it doe
 has dropped messages before a slow reader took them. In a subscription to all of it that shows as a
 hole in the positions, and the call comes after everything before the loss was delivered. A part of
 a stream has holes anyway; there a watch compares every `CHECK_S` what the stream still has with how
-far delivery is known to be complete (`stream_horizon`), and the call comes a little later.
+far delivery is known to be complete (`stream_positions`), and the call comes a little later.
 
 Flow control bounds what is in flight: the server pauses until we answer its request, and we answer
 only when the reader has taken everything before it.
@@ -34,19 +34,22 @@ from kvbm_common.nats.jetstream import (
     Backoff,
     Link,
     StreamInfo,
-    StreamSpec,
     StreamState,
     call_api,
     ensure_stream,
 )
+from kvbm_common.nats.marked_messages import checked
 from kvbm_common.nats.raw_messages import RawMessage
-from kvbm_common.nats.stream_horizon import ConsumerInfo, Horizon, look
 from kvbm_common.nats.stream_positions import (
+    ConsumerInfo,
+    Horizon,
     alike_positions,
     is_event,
+    look,
     positions_of,
     several_positions,
 )
+from kvbm_common.nats.streams import StreamSpec
 
 
 class Resume(NamedTuple):
@@ -306,7 +309,7 @@ class EventSubscription:
             "stream_name": self._spec.name,
             "config": self._consumer_config(name, inbox),
         }
-        verb = f"CONSUMER.CREATE.{self._spec.name}.{name}"
+        verb = f"CONSUMER.CREATE.{self._spec.name}.{name}.{self._subject}"
         info = msgspec.json.decode(await call_api(self._link, verb, request), type=ConsumerInfo)
         if info.num_pending == 0:
             self._caught_up.set()
@@ -393,5 +396,5 @@ class EventSubscription:
             await unsubscribe()
 
     def _on_messages(self, messages: list[RawMessage]) -> None:
-        self._arrived.extend(messages)
+        self._arrived.extend(checked(self._link, self._spec, messages))
         self._arrival.set()

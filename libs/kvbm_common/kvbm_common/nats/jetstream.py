@@ -1,4 +1,4 @@
-"""JetStream as we use it: what a connection must offer, and streams made to measure.
+"""JetStream as we use it: what a connection must offer, and how streams are made and written to.
 
 The JetStream API is request/reply in JSON, so this module needs a `Link`, not a client library.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import KvbmError, NotPermitted
 from kvbm_common.nats.raw_messages import RawMessage
+from kvbm_common.nats.streams import StreamSpec
 
 API_DEADLINE_S = 2.0
 """An answer of the JetStream API on a busy single server takes milliseconds; a dead one none."""
@@ -36,12 +36,22 @@ class JetStreamError(KvbmError):
         self.server_code = server_code
 
 
+class StreamMissing(KvbmError):
+    """A stream is not there, and this role may not make it."""
+
+    code = "stream_missing"
+
+
 class Link(Protocol):
     """What JetStream needs of a connection. `Bus` is one."""
 
     @property
     def connected(self) -> bool:
         """Whether NATS answers now."""
+
+    @property
+    def guarded(self) -> bool:
+        """Whether this connection has credentials: then streams hold no message without a mark."""
 
     @property
     def generation(self) -> int:
@@ -80,57 +90,6 @@ class Link(Protocol):
         self, subject: str, callback: Callable[[list[RawMessage]], None]
     ) -> Callable[[], Awaitable[None]]:
         """Call back with what was read together; returns the function that ends it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSpec:
-    """What a stream keeps. The oldest messages go first when a limit is reached."""
-
-    name: str
-    subjects: tuple[str, ...]
-    bytes_max: int
-    age_max_s: float
-    duplicate_window_s: float = 120.0
-    per_subject_max: int = -1
-    """Messages kept per subject; 1 makes a stream of last values (a KV bucket)."""
-
-    def as_config(self) -> dict[str, Any]:
-        """Return the stream as the API takes it; durations in ns."""
-        config: dict[str, Any] = {
-            "name": self.name,
-            "subjects": list(self.subjects),
-            "retention": "limits",
-            "discard": "old",
-            "storage": "file",
-            "num_replicas": 1,
-            "max_bytes": self.bytes_max,
-            "max_age": int(self.age_max_s * 1e9),
-            "max_msgs_per_subject": self.per_subject_max,
-            "duplicate_window": int(min(self.duplicate_window_s, self.age_max_s) * 1e9),
-        }
-        if self.per_subject_max == 1:
-            # What `nats kv` expects of a bucket.
-            config |= {"allow_rollup_hdrs": True, "deny_delete": True, "allow_direct": True}
-        return config
-
-
-EVENTS = StreamSpec(
-    name="KVBM_EVENTS",
-    subjects=("kvbm.v1.events.>",),
-    bytes_max=256 * 1024 * 1024,
-    age_max_s=6 * 3600,
-)
-"""The events of all sources. 256 MiB hold about 7 million blocks at 37 bytes of JSON each; who
-comes later than that, or than 6 hours, asks the sources for snapshots."""
-
-
-CONSOLIDATED = StreamSpec(
-    name="KVBM_CONSOLIDATED",
-    subjects=("kvbm.v1.consolidated.>",),
-    bytes_max=128 * 1024 * 1024,
-    age_max_s=6 * 3600,
-)
-"""The same blocks once more, de-duplicated over the tiers of a host; written by consolidators."""
 
 
 class StreamState(msgspec.Struct, frozen=True):
@@ -183,7 +142,10 @@ async def call_api(link: Link, verb: str, request: object = None) -> bytes:
 
 
 async def ensure_stream(link: Link, spec: StreamSpec) -> StreamInfo:
-    """Make the stream if it is not there. One with other limits is taken as it is."""
+    """Make the stream if it is not there. One with other limits is taken as it is.
+
+    Raises StreamMissing where this role may not make it, and JetStreamError.
+    """
     try:
         payload = await call_api(link, f"STREAM.INFO.{spec.name}")
     except JetStreamError as error:
@@ -196,6 +158,9 @@ async def ensure_stream(link: Link, spec: StreamSpec) -> StreamInfo:
 async def _create_stream(link: Link, spec: StreamSpec) -> bytes:
     try:
         return await call_api(link, f"STREAM.CREATE.{spec.name}", spec.as_config())
+    except NotPermitted as error:
+        text = f"the stream {spec.name} is not there; the role admin makes it: kvbm nats-streams"
+        raise StreamMissing(text) from error
     except JetStreamError as error:
         if error.server_code != NAME_IN_USE:
             raise
@@ -204,14 +169,20 @@ async def _create_stream(link: Link, spec: StreamSpec) -> bytes:
 
 
 async def publish_acknowledged(
-    link: Link, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None
+    link: Link,
+    spec: StreamSpec,
+    subject: str,
+    payload: bytes,
+    *,
+    headers: Mapping[str, str] | None = None,
 ) -> PublishAck:
-    """Store one message in its stream and wait for the acknowledgement.
+    """Store one message in this stream and wait for the acknowledgement.
 
     Raises JetStreamError, NoResponder (no stream takes this subject), BusUnavailable,
     DeadlineExceeded.
     """
-    reply = await link.request_raw(subject, payload, deadline_s=API_DEADLINE_S, headers=headers)
+    marked = spec.marked | dict(headers or {})
+    reply = await link.request_raw(subject, payload, deadline_s=API_DEADLINE_S, headers=marked)
     raise_for_error(reply.payload)
     return msgspec.json.decode(reply.payload, type=PublishAck)
 

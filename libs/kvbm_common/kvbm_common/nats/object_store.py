@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 
@@ -23,11 +22,11 @@ from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.jetstream import (
     JetStreamError,
     Link,
-    StreamSpec,
     call_api,
     ensure_stream,
     publish_acknowledged,
 )
+from kvbm_common.nats.streams import object_bucket
 
 CHUNK_BYTES = 512 * 1024
 """Less than what any server takes by default, and few enough round trips for 20 MB."""
@@ -55,16 +54,9 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BucketSpec(StreamSpec):
-    """A description replaces the one before it."""
-
-    def as_config(self) -> dict[str, Any]:
-        return StreamSpec.as_config(self) | {"allow_rollup_hdrs": True, "allow_direct": True}
-
-
 class _Stored(msgspec.Struct, frozen=True):
     data: str
+    hdrs: str = ""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -77,13 +69,7 @@ class ObjectStore:
     def __init__(self, link: Link, bucket: str, *, bytes_max: int) -> None:
         self._link = link
         self.bucket = bucket
-        self._spec = _BucketSpec(
-            name=f"OBJ_{bucket}",
-            subjects=(f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"),
-            bytes_max=bytes_max,
-            age_max_s=0,
-            duplicate_window_s=0,
-        )
+        self._spec = object_bucket(bucket, bytes_max=bytes_max)
 
     async def info(self, name: str) -> ObjectInfo | None:
         """Return the description of an object; None: no such object. Raises KvbmError."""
@@ -95,8 +81,10 @@ class ObjectStore:
             if error.server_code == NO_MESSAGE:
                 return None
             raise
-        stored = base64.b64decode(msgspec.json.decode(payload, type=_Answer).message.data)
-        return msgspec.json.decode(stored, type=ObjectInfo)
+        stored = msgspec.json.decode(payload, type=_Answer).message
+        if self._link.guarded and not self._spec.is_marked(base64.b64decode(stored.hdrs)):
+            raise ObjectBroken(f"the description of {name} was not published by a client")
+        return msgspec.json.decode(base64.b64decode(stored.data), type=ObjectInfo)
 
     async def get(self, info: ObjectInfo, *, deadline_s: float) -> bytes:
         """Return the bytes of an object; raises ObjectBroken."""
@@ -127,7 +115,7 @@ class ObjectStore:
         for first in range(0, len(offsets), CHUNKS_IN_FLIGHT):
             await asyncio.gather(
                 *(
-                    publish_acknowledged(self._link, subject, content[at : at + CHUNK_BYTES])
+                    self._store(subject, content[at : at + CHUNK_BYTES])
                     for at in offsets[first : first + CHUNKS_IN_FLIGHT]
                 )
             )
@@ -135,16 +123,18 @@ class ObjectStore:
             name=name, bucket=self.bucket, nuid=nuid, size=len(content), chunks=len(offsets),
             digest=digest, mtime=datetime.now(UTC).isoformat(), metadata=metadata,
         )  # fmt: skip
-        await publish_acknowledged(
-            self._link,
-            self._subject_of(name),
-            msgspec.json.encode(info),
-            headers={"Nats-Rollup": "sub"},
+        await self._store(
+            self._subject_of(name), msgspec.json.encode(info), headers={"Nats-Rollup": "sub"}
         )
         if before is not None:
             purge = {"filter": f"$O.{self.bucket}.C.{before.nuid}"}
             await call_api(self._link, f"STREAM.PURGE.{self._spec.name}", purge)
         return info
+
+    async def _store(
+        self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await publish_acknowledged(self._link, self._spec, subject, payload, headers=headers)
 
     def _subject_of(self, name: str) -> str:
         return f"$O.{self.bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"

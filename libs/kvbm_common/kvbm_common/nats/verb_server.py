@@ -15,6 +15,7 @@ from nats.aio.client import Client
 from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
 from kvbm_common.errors import BusUnavailable, KvbmError, MessageTooLarge
+from kvbm_common.nats.direct_client import reply_of
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.verbs import ErrorBody, ErrorReply, verb_subject
@@ -22,6 +23,9 @@ from kvbm_common.wire.verbs import ErrorBody, ErrorReply, verb_subject
 SERVICE_VERSION = "0.1.0"
 CONCURRENT_MAX = 256
 """Requests of one subject that are served at the same time; more are answered `busy`."""
+
+INBOXES = ("_INBOX.", "_R_.")
+"""What subjects of answers begin with; the second are those of requests from other accounts."""
 
 VerbHandler = Callable[[bytes], Awaitable[bytes]]
 """Takes the payload of a request and gives that of the reply; a KvbmError becomes the reply."""
@@ -49,6 +53,17 @@ class Busy(KvbmError):
     code = "busy"
 
 
+class NoInbox(KvbmError):
+    """A request whose answer would go to another place than an inbox.
+
+    JetStream sends what it has stored, and answers of its API, to any subject that a client names,
+    a verb's as well, and so would a verb's own answer: to take such a message for a request would
+    give each client that may call the API the rights of all.
+    """
+
+    code = "no_inbox"
+
+
 class Internal(KvbmError):
     """The handler made a mistake; the log has it in full."""
 
@@ -58,8 +73,10 @@ class Internal(KvbmError):
 class VerbServer:
     """Runs the handlers of one process."""
 
-    def __init__(self, client: Client, counters: Metrics) -> None:
+    def __init__(self, client: Client, counters: Metrics, *, guarded: bool = False) -> None:
+        """Serve on a client; a guarded one serves only what asks for an answer in an inbox."""
         self._client = client
+        self._guarded = guarded
         self._services: dict[tuple[str, str], Service] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = OncePerKind(_logger)
@@ -83,7 +100,7 @@ class VerbServer:
             if shared:
                 subjects[verb_subject(kind, verb)] = kind
             for subject, queue in subjects.items():
-                take = _adapted(self.endpoint(subject, handler))
+                take = self._adapted(self.endpoint(subject, handler))
                 await service.add_endpoint(
                     EndpointConfig(name=verb, subject=subject, handler=take, queue_group=queue)
                 )
@@ -136,6 +153,18 @@ class VerbServer:
             # The requester meets its own deadline.
             self.count_failure(subject, gone)
 
+    def _adapted(
+        self, endpoint: Callable[[Request], Awaitable[None]]
+    ) -> Callable[[Any], Awaitable[None]]:
+        async def take(request: Any) -> None:
+            incoming = _Incoming(request)
+            if self._guarded and not incoming.reply.startswith(INBOXES):
+                self.count_failure(request.subject, NoInbox(f"an answer on {incoming.reply!r}"))
+            else:
+                await endpoint(incoming)
+
+        return take
+
     async def _service(self, kind: str, instance: str) -> Service:
         """Return the micro service of this process, one per kind and instance."""
         if (kind, instance) not in self._services:
@@ -147,19 +176,13 @@ class VerbServer:
         return self._services[kind, instance]
 
 
-def _adapted(endpoint: Callable[[Request], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
-    async def take(request: Any) -> None:
-        await endpoint(_Incoming(request))
-
-    return take
-
-
 class _Incoming:
     """A request of the library as the verb server wants it."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
         self.payload: bytes = request.data
+        self.reply = reply_of(request)
 
     async def respond(self, payload: bytes) -> None:
         """Answer; raises BusUnavailable, MessageTooLarge."""

@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ POSIX_KERNEL_QUEUE = 256
 # A transfer takes one batch of GDS at least, and one too many is an error: as many as may fly,
 # and as many draining.
 GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
+NET_DEVICES = "UCX_NET_DEVICES"
 
 
 def _import_nixl() -> tuple[ModuleType, ModuleType]:
@@ -41,7 +43,7 @@ def _import_nixl() -> tuple[ModuleType, ModuleType]:
         except ModuleNotFoundError:
             continue
         finally:
-            logging.raiseExceptions = raise_exceptions  # NIXL turns it off for everybody.
+            logging.raiseExceptions = raise_exceptions  # NIXL turns it off for the process.
     raise ModuleNotFoundError("no NIXL wheel is installed (nixl-cu12 or nixl-cu13)")
 
 
@@ -51,6 +53,23 @@ NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     for name, value in vars(bindings).items()
     if name.startswith("nixl") and name.endswith("Error")
 )
+
+
+@contextlib.contextmanager
+def network_devices(backend: str) -> Iterator[None]:
+    """Have UCX listen on loopback only, unless `UCX_NET_DEVICES` says otherwise.
+
+    UCX reads the variable when a back end is made. It is set for so long only: an engine may use
+    UCX itself, and reach other machines by it.
+    """
+    if backend != "UCX" or NET_DEVICES in os.environ:
+        yield
+        return
+    os.environ[NET_DEVICES] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[NET_DEVICES]
 
 
 def defaults_of(backend: str) -> dict[str, str]:

@@ -143,8 +143,8 @@ class MoverThread:
 
     def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> Future[None]:
         """Have so many bytes in flight from files, and to files, and the rest wait here: one that
-        ends makes way for the next without anybody else. One transfer of each direction always may
-        fly. None: no limit."""
+        ends makes way for the next without another thread. One transfer of each direction always
+        may fly. None: no limit."""
         return self._call(
             lambda pump: pump.limit_files(read_bytes=read_bytes, written_bytes=written_bytes)
         )

@@ -19,6 +19,7 @@ from kvbm_common.nixl.library import (
     api,
     bindings,
     defaults_of,
+    network_devices,
     prepare_object_plugin,
 )
 from kvbm_common.nixl.spans import Registration, Spans
@@ -81,7 +82,8 @@ class Pump:
         for backend in backends:
             if backend == "OBJ":
                 prepare_object_plugin(self._agent)
-            self._agent.create_backend(backend, parameters.get(backend) or defaults_of(backend))
+            with network_devices(backend):
+                self._agent.create_backend(backend, parameters.get(backend) or defaults_of(backend))
         self.ring_fd = only_new_ring(others) if only_files else None
         """Where the kernel says when an I/O has ended; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)

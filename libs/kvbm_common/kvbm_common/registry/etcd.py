@@ -24,6 +24,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kvbm_common.access.etcd_access import OPEN, EtcdAccess
 from kvbm_common.errors import RegistryUnavailable
 from kvbm_common.nats.jetstream import BACKOFF_S
 from kvbm_common.registry.etcd_client import (
@@ -61,11 +62,16 @@ class EtcdRegistry(WatchedRegistry):
     """A registry on etcd. Use it in one event loop."""
 
     def __init__(
-        self, servers: tuple[str, ...], *, ttl_s: float, deadline_s: float = CALL_DEADLINE_S
+        self,
+        servers: tuple[str, ...],
+        *,
+        ttl_s: float,
+        deadline_s: float = CALL_DEADLINE_S,
+        access: EtcdAccess = OPEN,
     ) -> None:
         assert ttl_s > 0
         super().__init__()
-        self._client = EtcdClient(servers, deadline_s=deadline_s)
+        self._client = EtcdClient(servers, deadline_s=deadline_s, access=access)
         self._ttl_s = ttl_s
         self._presence = Presence(grace_s=BACKOFF_S[-1], warn=_log.warning)
         self._listed = asyncio.Event()
@@ -134,7 +140,7 @@ class EtcdRegistry(WatchedRegistry):
             await asyncio.sleep(pause_s)
 
     async def _follow_until_broken(self) -> None:
-        """Go on where we were, if it is still the same store; else list everybody."""
+        """Go on where we were, if it is still the same store; else list all services."""
         created, revision = await _ensure_created(self._client)
         self._presence.contact(time.monotonic())
         if created.value != self._created or revision < self._position:

@@ -17,9 +17,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbm_common.errors import RegistryUnavailable
+from kvbm_common.access.etcd_access import OPEN, EtcdAccess
+from kvbm_common.errors import KvbmError, RegistryUnavailable
 
 _IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 """etcd3's messages were generated for an old protobuf; newer ones read them in pure Python only."""
@@ -142,9 +144,16 @@ class Watch:
 class EtcdClient:
     """One process's connection to etcd. Use it in one event loop."""
 
-    def __init__(self, servers: tuple[str, ...], *, deadline_s: float = CALL_DEADLINE_S) -> None:
+    def __init__(
+        self,
+        servers: tuple[str, ...],
+        *,
+        deadline_s: float = CALL_DEADLINE_S,
+        access: EtcdAccess = OPEN,
+    ) -> None:
         assert servers, "no etcd server"
         self._servers = servers
+        self._access = access
         self._deadline_s = deadline_s
         self._next = 0
         self._client: Any = None
@@ -227,7 +236,7 @@ class EtcdClient:
             yield request
             released.wait()  # The end of the requests would be the end of the watch.
 
-        call = etcdrpc.WatchStub(client.channel).Watch(requests())
+        call = etcdrpc.WatchStub(client.channel).Watch(requests(), metadata=client.metadata)
         call.add_callback(released.set)
         return Watch(call, released, self._watch_thread)
 
@@ -249,8 +258,10 @@ class EtcdClient:
         return self._try(function)
 
     def _try(self, function: Callable[[Any], _Result]) -> _Result:
-        client, server = self._connected()
+        client: Any = None
+        server = self._servers[self._next % len(self._servers)]
         try:
+            client, server = self._connected()
             return function(client)
         except (etcd3.exceptions.ConnectionFailedError, ValueError) as error:
             # ValueError is what grpc raises on a channel that another thread has thrown away.
@@ -260,7 +271,12 @@ class EtcdClient:
             self._throw_away(client)
             raise RegistryUnavailable(f"etcd at {server}: {_text(error)}") from error
         except (etcd3.Etcd3Exception, grpc.RpcError) as error:
+            if _knows_us_no_more(error):  # Its tokens end; a password may have changed.
+                self._throw_away(client)
+                raise _ConnectionLost(f"etcd at {server} refuses: {_text(error)}") from error
             raise RegistryUnavailable(f"etcd at {server} refuses: {_text(error)}") from error
+        except KvbmError as error:
+            raise RegistryUnavailable(f"etcd at {server}: {error}") from error
 
     def _connected(self) -> tuple[Any, str]:
         with self._lock:
@@ -268,18 +284,49 @@ class EtcdClient:
                 raise RegistryUnavailable("the connection to etcd is closed")
             server = self._servers[self._next % len(self._servers)]
             if self._client is None:
-                host, _, port = server.rpartition(":")
-                self._client = etcd3.client(
-                    host, int(port), timeout=self._deadline_s, grpc_options=OPTIONS
-                )
+                self._client = self._made(server)
             return self._client, server
+
+    def _made(self, server: str) -> Any:
+        """Return a connection, with what the files of the access say now; raises KvbmError."""
+        host, _, port = server.rpartition(":")
+        tls, password = self._access.tls, self._access.password
+        if tls:
+            tls.context()  # Says more of a bad file than grpc does.
+        client = etcd3.client(
+            host,
+            int(port),
+            timeout=self._deadline_s,
+            grpc_options=OPTIONS,
+            ca_cert=_text_of(tls.ca),
+            cert_cert=_text_of(tls.certificate),
+            cert_key=_text_of(tls.key),
+            user=self._access.user or None,
+            password=password.text() if password is not None else None,
+        )
+        # The token is in the metadata of each call; grpc sends none of these without TLS.
+        client.call_credentials = None
+        return client
 
     def _throw_away(self, client: Any) -> None:
         with self._lock:
             if self._client is client:
                 self._client = None
                 self._next += 1
-        client.close()
+        if client is not None:
+            client.close()
+
+
+def _knows_us_no_more(error: BaseException) -> bool:
+    """Tell whether etcd has refused the token of this connection."""
+    for cause in (error, error.__context__):
+        if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return True
+    return False
+
+
+def _text_of(path: Path | None) -> str | None:
+    return str(path) if path is not None else None
 
 
 def _reading(response: Any) -> Reading:

@@ -28,10 +28,10 @@ from kvbm_common.nats.jetstream import (
     BACKOFF_S,
     JetStreamError,
     Link,
-    StreamSpec,
     ensure_stream,
     publish_acknowledged,
 )
+from kvbm_common.nats.streams import REGISTRY, REGISTRY_BUCKET
 from kvbm_common.registry.records import (
     ENGINE,
     Changed,
@@ -65,17 +65,7 @@ __all__ = [
     "ServiceRegistration",
 ]
 
-BUCKET = "kvbm-registry"
-SPEC = StreamSpec(
-    name=f"KV_{BUCKET}",
-    subjects=(f"$KV.{BUCKET}.>",),
-    bytes_max=16 * 1024 * 1024,
-    age_max_s=3600,
-    per_subject_max=1,
-)
-"""Entries are renewed all the time, so what is an hour old has no living owner. 16 MiB hold some
-ten thousand services."""
-PREFIX = f"$KV.{BUCKET}."
+PREFIX = f"$KV.{REGISTRY_BUCKET}."
 DELETE = {"KV-Operation": "DEL"}
 WRONG_REVISION = frozenset((10071, 10164))
 """The server's error codes for a key that another client has written."""
@@ -100,9 +90,9 @@ class NatsRegistry(WatchedRegistry):
     ) -> NatsRegistration:
         """Enter, and stay entered by heartbeats; raises RegistryUnavailable."""
         try:
-            bucket = await ensure_stream(self._link, SPEC)
+            bucket = await ensure_stream(self._link, REGISTRY)
             life = await publish_acknowledged(
-                self._link, f"{PREFIX}lives.{kind}.{host}.{instance}", b""
+                self._link, REGISTRY, f"{PREFIX}lives.{kind}.{host}.{instance}", b""
             )
             record = ServiceRecord(
                 kind=kind,
@@ -147,7 +137,7 @@ class NatsRegistry(WatchedRegistry):
     def _start_watching(self) -> EventSubscription:
         if self._subscription is None:
             self._subscription = EventSubscription(
-                self._link, SPEC, subject=f"{PREFIX}services.>", start="last_per_subject"
+                self._link, REGISTRY, subject=f"{PREFIX}services.>", start="last_per_subject"
             )
             self._tasks = [
                 asyncio.create_task(self._read(self._subscription), name="registry watch"),
@@ -170,6 +160,9 @@ class NatsRegistry(WatchedRegistry):
             record = msgspec.json.decode(message.payload, type=ServiceRecord)
         except msgspec.MsgspecError as error:
             _log.warning("bad_record", f"{key}: {error}")
+            return
+        if record.key != key:
+            _log.warning("bad_record", f"{key} names another service: {record.key}")
             return
         self._records[key] = record
         self._seen_s[key] = time.monotonic()
@@ -229,7 +222,7 @@ class NatsRegistration(HeldEntry):
         if self._lost.is_set():
             return
         try:
-            await publish_acknowledged(self._link, self._subject, b"", headers=DELETE)
+            await publish_acknowledged(self._link, REGISTRY, self._subject, b"", headers=DELETE)
         except KvbmError as error:
             _log.warning("revoke", f"{self._record.key} will expire: {error}")
 
@@ -243,7 +236,7 @@ class NatsRegistration(HeldEntry):
             headers = {"Nats-Expected-Last-Subject-Sequence": str(self._revision)}
         payload = msgspec.json.encode(self._record)
         acknowledged = await publish_acknowledged(
-            self._link, self._subject, payload, headers=headers
+            self._link, REGISTRY, self._subject, payload, headers=headers
         )
         self._revision = acknowledged.seq
 
@@ -266,7 +259,7 @@ class NatsRegistration(HeldEntry):
             await self.put(take_over=False)
         except NoResponder:
             # The bucket is gone, with all entries; no service can be ahead of us.
-            await ensure_stream(self._link, SPEC)
+            await ensure_stream(self._link, REGISTRY)
             await self.put(take_over=True)
         except JetStreamError as error:
             if error.server_code not in WRONG_REVISION:
@@ -283,9 +276,11 @@ class NatsRegistration(HeldEntry):
             self._lost.set()
 
     async def _read_entry(self) -> ServiceRecord | None:
-        request = msgspec.json.encode({"last_by_subj": self._subject})
-        subject = f"$JS.API.DIRECT.GET.{SPEC.name}"
-        reply = await self._link.request_raw(subject, request, deadline_s=1.0)
+        # The key is in the subject, so that a role may read its own keys in this way and no other.
+        subject = f"$JS.API.DIRECT.GET.{REGISTRY.name}.{self._subject}"
+        reply = await self._link.request_raw(subject, b"", deadline_s=1.0)
+        if self._link.guarded and not REGISTRY.is_marked(reply.block):
+            return None
         try:
             return msgspec.json.decode(reply.payload, type=ServiceRecord)
         except msgspec.MsgspecError:

@@ -86,6 +86,9 @@ class Presence:
         except msgspec.MsgspecError as error:
             self._warn("bad_record", f"{key}: {error}")
             return []
+        if record.key != key:
+            self._warn("bad_record", f"{key} names another service: {record.key}")
+            return []
         entry = self._entries.get(key)
         if entry is None:
             self._entries[key] = Entry(record, PRESENCE.next(None, "entered", key))

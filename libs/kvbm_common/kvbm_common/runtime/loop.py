@@ -83,7 +83,6 @@ class CoreLoop(Generic[Input, Effect]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def depth(self) -> int:
@@ -120,12 +119,6 @@ class CoreLoop(Generic[Input, Effect]):
         self._completions.append(event)
         self._signal()
 
-    def complete_threadsafe(self, event: Input) -> None:
-        """Hand in the outcome of an effect from another thread. Lost when the loop is closed."""
-        assert self._loop is not None, "the loop has not started"
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.complete, event)
-
     async def wait_idle(self, *, deadline_s: float) -> None:
         """Wait until no input waits and no effect flies; raises DeadlineExceeded."""
         try:
@@ -140,7 +133,6 @@ class CoreLoop(Generic[Input, Effect]):
 
         Effects in flight are cancelled with it.
         """
-        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             if self._tick is not None:
                 tasks.create_task(self._run_ticker(), name="ticker")

@@ -13,17 +13,11 @@ import msgspec
 
 from kvbm_common.errors import KvbmError, NoResponder
 from kvbm_common.nats.bus import Bus, VerbHandler
-from kvbm_common.nats.jetstream import StreamSpec, ensure_stream, publish_acknowledged
+from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
+from kvbm_common.nats.streams import AUDIT
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.admin import AUDIT_SUBJECT_PREFIX, Audited, audit_codec, audit_subject
+from kvbm_common.wire.admin import Audited, audit_codec, audit_subject
 
-AUDIT = StreamSpec(
-    name="KVBM_AUDIT",
-    subjects=(f"{AUDIT_SUBJECT_PREFIX}.>",),
-    bytes_max=64 * 1024 * 1024,
-    age_max_s=90 * 24 * 3600,
-)
-"""A quarter of a year, or some ten thousand changes."""
 TEXT_MAX = 4096
 """Characters of a request or reply that are kept: a thousand hashes are not worth more."""
 
@@ -80,11 +74,11 @@ class Audit:
 
     async def _store(self, subject: str, payload: bytes) -> None:
         try:
-            await publish_acknowledged(self._bus, subject, payload)
+            await publish_acknowledged(self._bus, AUDIT, subject, payload)
         except NoResponder:
             # No stream takes it: it is not there yet, or not any more.
             await ensure_stream(self._bus, AUDIT)
-            await publish_acknowledged(self._bus, subject, payload)
+            await publish_acknowledged(self._bus, AUDIT, subject, payload)
 
 
 def _text(payload: bytes) -> str:

@@ -25,6 +25,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import msgspec
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
 
+from kvbm_common.access.http_access import HIDDEN, Access, bearer_of, service_access
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.runtime.logs import OncePerKind
@@ -91,13 +92,14 @@ async def http_port(
     if not settings.service_port:
         yield
         return
+    access = service_access(settings)
     listener = open_listener(
         settings.service_bind,
         settings.service_port,
         address_variable="KVBM_SERVICE_BIND",
         port_variable="KVBM_SERVICE_PORT",
     )
-    port = HttpPort(listener, collect if settings.metrics else None, reasons)
+    port = HttpPort(listener, collect if settings.metrics else None, reasons, access)
     port.start()
     try:
         yield
@@ -113,7 +115,9 @@ class HttpPort:
         listener: socket.socket,
         collect: Callable[[], list[Metric]] | None,
         reasons: Callable[[], list[str]],
+        access: Access,
     ) -> None:
+        self._access = access
         self._collect = collect
         self._reasons = reasons
         self._loop = asyncio.get_running_loop()
@@ -172,8 +176,14 @@ class HttpPort:
             return _json(start, HTTPStatus.SERVICE_UNAVAILABLE, {"status": text})
         return _json(start, HTTPStatus.OK, {"status": "ok"})
 
-    def _readyz(self, _environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+    def _is_told(self, environ: dict[str, Any]) -> bool:
+        """Tell whether a request may have figures and reasons."""
+        return self._access.may("scrape", bearer_of(environ.get("HTTP_AUTHORIZATION", "")))
+
+    def _readyz(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         reasons = self._in_loop(self._reasons)
+        if reasons and not self._is_told(environ):
+            reasons = [HIDDEN]
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
         return _json(start, status, {"ready": not reasons, "reasons": reasons})
 
@@ -181,6 +191,9 @@ class HttpPort:
         """Return what the loop has collected, which the cores belong to, within the last moment."""
         if self._collect is None:
             return _text(start, HTTPStatus.NOT_FOUND, "DYN_KVBM_METRICS is false")
+        if not self._is_told(environ):
+            wanted = [("WWW-Authenticate", "Bearer")]
+            return _text(start, HTTPStatus.UNAUTHORIZED, "a token of the role scrape", wanted)
         if not self._scraping.acquire(timeout=LOOP_DEADLINE_S):
             raise LoopSilent("the event loop has not answered another scrape")
         try:

@@ -18,6 +18,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvbm_common.access.etcd_access import etcd_access
+from kvbm_common.access.http_access import service_access
+from kvbm_common.access.nats_access import NatsAccess, nats_access
+from kvbm_common.access.secret_files import make_private_directory
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import BusUnavailable, ConfigError, KvbmError, RegistryUnavailable
 from kvbm_common.nats.bus import Bus, VerbHandler
@@ -39,7 +43,7 @@ LEAVE_DEADLINE_S = 1.0
 CANCEL_DEADLINE_S = 0.5
 """How long a cancelled `main` may clean up."""
 EXIT_DEADLINE_S = 4.0
-"""After this a process that was told to stop ends without asking anybody."""
+"""After this a process that was told to stop ends at once, whatever still runs."""
 
 BAD_SETTINGS = 2
 """The exit code of a service whose settings are wrong: another try would end the same."""
@@ -158,6 +162,7 @@ def run(
     try:
         settings = Settings.load()
         make_runtime_dir(settings)
+        refuse_open_doors(kind, settings)
         check(settings)
     except KvbmError as error:
         print(f"kvbm: {error}", file=sys.stderr)
@@ -169,6 +174,14 @@ def run(
     for warning in settings.warnings:
         _log.warning("%s", warning)
     sys.exit(asyncio.run(_run_until_signal(kind, main, settings)))
+
+
+def refuse_open_doors(kind: str, settings: Settings) -> None:
+    """Raise ConfigError for what a service would talk to, or open, without credentials."""
+    nats_access(settings, kind)
+    etcd_access(settings)
+    if settings.service_port:
+        service_access(settings)
 
 
 async def _run_until_signal(kind: str, main: Main, settings: Settings) -> int:
@@ -236,8 +249,8 @@ async def _live_on_bus(
     counters: Metrics,
     standing: _Standing,
 ) -> int:
-    bus = await _connect(f"kvbm-{kind}-{settings.host}-{settings.instance}", settings, counters,
-                         stopping)  # fmt: skip
+    name = f"kvbm-{kind}-{settings.host}-{settings.instance}"
+    bus = await _connect(nats_access(settings, kind), name, counters, stopping)
     if bus is None:
         return 0
     standing.waits_for = "the registry"
@@ -266,26 +279,29 @@ async def _live_on_bus(
 
 
 async def _connect(
-    name: str, settings: Settings, counters: Metrics, stopping: asyncio.Event
+    access: NatsAccess, name: str, counters: Metrics, stopping: asyncio.Event
 ) -> Bus | None:
     limiter = logs.OncePerKind(_log)
     while not stopping.is_set():
         try:
-            return await Bus.connect(
-                settings.nats_url, name, counters=counters, deadline_s=CONNECT_DEADLINE_S
-            )
+            return await Bus.connect(access, name, counters=counters, deadline_s=CONNECT_DEADLINE_S)
         except BusUnavailable as error:
             limiter.warning("connect", f"{error}; trying again")
     return None
 
 
 def make_registry(settings: Settings, bus: Bus) -> Registry:
-    """Make the registry that the settings name. It connects when it is used."""
+    """Make the registry that the settings name. It connects when it is used.
+
+    Raises ConfigError for an etcd that would be talked to in the open.
+    """
     if not settings.etcd_servers:
         return NatsRegistry(bus, ttl_s=settings.registry_ttl_s)
     from kvbm_common.registry.etcd import EtcdRegistry  # Brings grpc: only for who wants it.
 
-    return EtcdRegistry(settings.etcd_servers, ttl_s=settings.registry_ttl_s)
+    return EtcdRegistry(
+        settings.etcd_servers, ttl_s=settings.registry_ttl_s, access=etcd_access(settings)
+    )
 
 
 async def _register(
@@ -348,12 +364,4 @@ async def _run_main(main: Main, context: ServiceContext) -> int:
 
 def make_runtime_dir(settings: Settings) -> None:
     """Make the directory of the sockets; raises ConfigError if it belongs to another user."""
-    path = settings.runtime_dir
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise ConfigError("KVBM_RUNTIME_DIR", path, f"a directory of yours ({error})") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or path.is_symlink():
-        accepted = "a directory of yours that no other user may write to"
-        raise ConfigError("KVBM_RUNTIME_DIR", path, accepted)
+    make_private_directory(settings.runtime_dir, "KVBM_RUNTIME_DIR")

@@ -39,7 +39,7 @@ class TracingUnavailable(KvbmError):
 
 
 class Tracer:
-    """Takes spans of one process; `on` says whether anybody wants them."""
+    """Takes spans of one process; `on` says whether an exporter takes them."""
 
     def __init__(self, service: str, exporter: SpanExporter | None = None) -> None:
         self.on = exporter is not None

@@ -6,9 +6,10 @@ announces what has left it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, assert_never
 
+from kvbm_common.checksum import unpack_sums
 from kvbm_common.eviction import POLICIES
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tier.diary import Diary
@@ -43,7 +44,7 @@ from kvbm_common.wire.verbs import ErrorBody
 PIN = "pin"
 """The reason of the leases that pins are."""
 PINNED_PART_MAX = 0.5
-"""The part of all slots that pins may hold: a tier that can evict nothing takes nothing."""
+"""The part of the medium that pins may hold: a tier that can evict nothing takes nothing."""
 REASON = "admin"
 """The reason in the events that tell what has left."""
 
@@ -51,7 +52,6 @@ REASON = "admin"
 class AdministeredTier(Protocol):
     """What the verbs need of a tier."""
 
-    leases: LeaseTable
     diary: Diary
     draining: bool
 
@@ -66,43 +66,41 @@ class AdministeredTier(Protocol):
     def use_policy(self, name: str) -> bool:
         """Let another policy choose, also in tables to come; False: this tier needs its own."""
 
-    def make_room(self, count: int) -> int:
-        """Evict for `count` slots, and announce it; returns how many are RESET now."""
+    def evict_idle(self, count: int, now_ms: int) -> int:
+        """Evict up to `count` blocks of any size, and announce it; returns how many have left."""
 
-    def remove(self, names: Sequence[SequenceHash], reason: str) -> None:
+    def remove(self, names: Sequence[SequenceHash], reason: str, now_ms: int) -> None:
         """Make committed blocks unfindable, and announce it."""
-
-    def end_leases(self, leases: Iterable[Lease]) -> None:
-        """Unpin what some leases held."""
 
 
 class TierAdmin:
     """The verbs over one tier. Each is a function below, which is given what it needs."""
 
-    def __init__(self, tier: AdministeredTier) -> None:
+    def __init__(self, tier: AdministeredTier, leases: LeaseTable) -> None:
         self._tier = tier
+        self._leases = leases
 
     def answer(self, verb: str, request: TierRequest, now_ms: int) -> TierReply | ErrorBody:
         """Carry out a verb; raises IdentityError for an invalid hash."""
         assert verb, "a request has a verb"
-        tier = self._tier
+        tier, leases = self._tier, self._leases
         match request:
             case BlockRequest():
                 name = hash_from_hex(request.hash)
-                return _block(tier.table, tier.leases, tier.diary.entries(name), name, now_ms)
+                return _block(tier.table, leases, tier.diary.entries(name), name, now_ms)
             case RemoveRequest():
-                return _remove(tier.table, tier.remove, request, even_pinned=verb == "reset")
+                return _remove(tier, request, now_ms, even_pinned=verb == "reset")
             case PinRequest():
-                return _pin(tier.table, tier.leases, request, now_ms)
+                return _pin(tier.table, leases, request, now_ms)
             case UnpinRequest():
-                return _unpin(tier.leases, tier.end_leases, request)
+                return _unpin(tier.table, leases, request)
             case PinsRequest():
-                return PinsReply(pins=[_pin_entry(lease, now_ms) for lease in _pins(tier.leases)])
+                return PinsReply(pins=[_pin_entry(lease, now_ms) for lease in pins_of(leases)])
             case DrainRequest():
                 was, tier.draining = tier.draining, verb == "drain"
                 return DrainReply(draining=tier.draining, was=was)
             case ResizeRequest():
-                return _resize(tier.table, tier.make_room, request)
+                return _resize(tier, request, now_ms)
             case PolicyRequest():
                 return _use_policy(tier, request)
             case _:
@@ -128,7 +126,7 @@ def _block(
     holding = [lease for lease in leases.all() if slot in lease.slots] if pins else []
     return BlockReply(
         held=True,
-        slot=slot,
+        slot=table.place(slot),
         bytes=block.bytes,
         checksum=block.checksum,
         parent=block.parent.hex(),
@@ -137,7 +135,7 @@ def _block(
         leases=[_block_lease(lease, now_ms) for lease in holding],
         story=story,
         part_count=block.part_count,
-        part_checksums=list(block.part_checksums) if block.part_count > 1 else [],
+        part_checksums=list(unpack_sums(block.part_sums)) if block.code > 1 else [],
     )
 
 
@@ -150,16 +148,13 @@ def _block_lease(lease: Lease, now_ms: int) -> BlockLease:
 
 
 def _remove(
-    table: SlotTable,
-    remove: Callable[[Sequence[SequenceHash], str], None],
-    request: RemoveRequest,
-    *,
-    even_pinned: bool,
+    tier: AdministeredTier, request: RemoveRequest, now_ms: int, *, even_pinned: bool
 ) -> RemoveReply | ErrorBody:
     selections = (request.hashes, request.prefix, request.namespace, request.everything or None)
     if sum(one is not None for one in selections) != 1:
         text = "give exactly one of hashes, prefix, namespace and everything"
         return ErrorBody(code="bad_selection", message=text, field="hashes")
+    table = tier.table
     removed, kept, more = list[SequenceHash](), 0, False
     for name in _selected(table, request):
         slot = table.find(name)
@@ -174,7 +169,7 @@ def _remove(
             removed.append(name)
     asked = hashes_from_hex(request.hashes or [])
     missing = [name.hex() for name in asked if table.find(name) is None]
-    remove(removed, REASON)
+    tier.remove(removed, REASON, now_ms)
     assert all(table.find(name) is None for name in removed), "a removed block is still found"
     return RemoveReply(removed=len(removed), kept=kept, missing=missing, more=more)
 
@@ -182,7 +177,8 @@ def _remove(
 # --- pins -----------------------------------------------------------------------------------------
 
 
-def _pins(leases: LeaseTable) -> list[Lease]:
+def pins_of(leases: LeaseTable) -> list[Lease]:
+    """Return the leases that operators' pins are, oldest first."""
     return [lease for lease in leases.all() if lease.reason == PIN]
 
 
@@ -197,9 +193,12 @@ def _pin(
             missing.append(name.hex())
         else:
             found[slot] = None
-    pinned = {slot for lease in _pins(leases) for slot in lease.slots}
-    if len(pinned | found.keys()) > PINNED_PART_MAX * table.usable_count:
-        text = f"{len(pinned)} of {table.usable_count} slots are pinned, at most half may be"
+    pinned = {slot for lease in pins_of(leases) for slot in lease.slots}
+    wanted_bytes = sum(map(table.slot_bytes, pinned | found.keys()))
+    if wanted_bytes > PINNED_PART_MAX * table.usable_bytes:
+        pinned_bytes = sum(map(table.slot_bytes, pinned))
+        part = f"{len(pinned)} slots, {pinned_bytes / (table.usable_bytes or 1):.0%} of the medium"
+        text = f"{part}, are pinned, at most half may be"
         return ErrorBody(code="pin_limit", message=text, field="hashes")
     if not found:
         return PinReply(pin=0, pinned=0, missing=missing)
@@ -211,24 +210,22 @@ def _pin(
     return PinReply(pin=lease.id, pinned=len(found), missing=missing)
 
 
-def _unpin(
-    leases: LeaseTable, end: Callable[[Iterable[Lease]], None], request: UnpinRequest
-) -> UnpinReply:
+def _unpin(table: SlotTable, leases: LeaseTable, request: UnpinRequest) -> UnpinReply:
     lease = leases.find(request.pin)
     if lease is None or lease.reason != PIN:
         return UnpinReply(ended=False)
     leases.release(lease.id)
     assert leases.find(lease.id) is None, "a lease ends once"
-    end([lease])
+    table.unpin(lease.slots)
     return UnpinReply(ended=True)
 
 
 # --- size and policy ------------------------------------------------------------------------------
 
 
-def _resize(
-    table: SlotTable, make_room: Callable[[int], int], request: ResizeRequest
-) -> ResizeReply | ErrorBody:
+def _resize(tier: AdministeredTier, request: ResizeRequest, now_ms: int) -> ResizeReply | ErrorBody:
+    """Use as much of the medium as so many slots of its first size."""
+    table = tier.table
     was, capacity = table.usable_count, table.slot_count
     if request.slots > capacity:
         text = f"the medium has {capacity} slots" if capacity else "the medium is not cut yet"
@@ -236,10 +233,14 @@ def _resize(
     table.revive(max(0, request.slots - was))
     surplus = max(0, was - request.slots)
     surplus -= table.retire(surplus)
-    step = min(surplus, STEP_BLOCKS_MAX)
-    evicted = table.retire(make_room(step))
-    assert evicted <= step, f"{evicted} slots were emptied for {step}"
-    more = evicted == step < surplus
+    evicted = 0
+    while surplus > 0 and evicted < STEP_BLOCKS_MAX:
+        gone = tier.evict_idle(min(surplus, STEP_BLOCKS_MAX - evicted), now_ms)
+        if not gone:
+            break
+        evicted += gone
+        surplus -= table.retire(surplus)
+    more = surplus > 0 and evicted >= STEP_BLOCKS_MAX
     slots = table.usable_count
     return ResizeReply(slots=slots, was=was, capacity=capacity, evicted=evicted, more=more)
 

@@ -18,40 +18,58 @@ EVENT_BLOCKS_MAX = 4_096
 """At most this many hashes in one event: about 150 KB of JSON."""
 PAGE_BLOCKS = 32_768
 """Blocks in a page of a snapshot: 1.2 MB of JSON in long runs, 3.3 MB if none continues another."""
+NAMESPACE = attrgetter("namespace")
+NAMESPACE_AND_SIZE = attrgetter("namespace", "bytes")
 
 
 class Announcer:
     """Makes the events of one tier instance."""
 
     def __init__(self, *, host: str, source: str, tier: Tier, epoch: int) -> None:
+        assert source, "events have a source"
+        assert epoch >= 0, f"{source} lives in epoch {epoch}"
         self.host, self.source, self.tier, self.epoch = host, source, tier, epoch
         self.seq = 0
 
     def cleared(self, reason: str) -> Cleared:
         """Return the event that says: this source holds nothing. The first of every epoch."""
-        return self._next().cleared(reason)
+        assert reason, f"{self.source} clears for a reason"
+        return Cleared(**self._next(), reason=reason)
 
     def stored(self, blocks: Sequence[Block]) -> list[Stored]:
-        """Return the events of committed blocks, one per namespace and EVENT_BLOCKS_MAX blocks."""
+        """Return the events of committed blocks, one per namespace and EVENT_BLOCKS_MAX blocks.
+
+        All blocks of an event have one size.
+        """
         return [
-            self._next().stored(
-                namespace.hex(), runs_of((block.hash, block.parent) for block in part)
+            Stored(
+                **self._next(),
+                namespace=part[0].namespace.hex(),
+                runs=runs_of((block.hash, block.parent) for block in part),
+                block_bytes=part[0].bytes,
             )
-            for namespace, part in _by_namespace(blocks)
+            for part in _alike(blocks, NAMESPACE_AND_SIZE)
         ]
 
     def removed(self, blocks: Sequence[Block], reason: str) -> list[Removed]:
         """Return the events of blocks that are gone, cut like `stored`."""
+        assert reason, f"{len(blocks)} blocks of {self.source} are gone for a reason"
         return [
-            self._next().removed(namespace.hex(), [block.hash.hex() for block in part], reason)
-            for namespace, part in _by_namespace(blocks)
+            Removed(
+                **self._next(),
+                namespace=part[0].namespace.hex(),
+                hashes=[block.hash.hex() for block in part],
+                reason=reason,
+            )
+            for part in _alike(blocks, NAMESPACE)
         ]
 
     def _next(self) -> EventHead:
         self.seq += 1
-        return EventHead(
-            host=self.host, source=self.source, tier=self.tier, epoch=self.epoch, seq=self.seq
-        )
+        return {
+            "host": self.host, "source": self.source, "tier": self.tier, "epoch": self.epoch,
+            "seq": self.seq, "ts_ms": 0,
+        }  # fmt: skip
 
     def moment(self, blocks: Sequence[Block]) -> list[Callable[[], SnapshotReply]]:
         """Return makers of the pages of a snapshot of these blocks, as of the last event numbered.
@@ -61,6 +79,7 @@ class Announcer:
         seq, count = self.seq, -(-len(blocks) // PAGE_BLOCKS) or 1
 
         def page(number: int) -> SnapshotReply:
+            assert 0 <= number < count, f"page {number} of {count}"
             part = blocks[number * PAGE_BLOCKS : (number + 1) * PAGE_BLOCKS]
             whole = self.snapshot(part)
             return msgspec.structs.replace(whole, seq=seq, page=number, pages=count)
@@ -71,11 +90,14 @@ class Announcer:
         """Return everything the source holds, as of the last event it has numbered."""
         parts = [
             SnapshotPart(
-                namespace=namespace.hex(),
+                namespace=part[0].namespace.hex(),
                 runs=runs_of((block.hash, block.parent) for block in part),
+                block_bytes=part[0].bytes,
             )
-            for namespace, part in _by_namespace(blocks, part_max=len(blocks) or 1)
+            for part in _alike(blocks, NAMESPACE_AND_SIZE, part_max=len(blocks) or 1)
         ]
+        said = sum(len(run.hashes) for part in parts for run in part.runs)
+        assert said == len(blocks), f"{self.source}: a snapshot of {said}, {len(blocks)} blocks"
         return SnapshotReply(
             host=self.host,
             source=self.source,
@@ -109,14 +131,17 @@ def runs_of(blocks: Iterable[tuple[SequenceHash, SequenceHash]]) -> list[Run]:
     return [Run(parent=parent.hex(), hashes=hashes) for parent, hashes in runs]
 
 
-def _by_namespace(
-    blocks: Sequence[Block], *, part_max: int = EVENT_BLOCKS_MAX
-) -> list[tuple[bytes, list[Block]]]:
-    grouped: dict[bytes, list[Block]] = {}
-    for namespace, group in itertools.groupby(blocks, attrgetter("namespace")):
-        grouped.setdefault(namespace, []).extend(group)
-    return [
-        (namespace, part[start : start + part_max])
-        for namespace, part in grouped.items()
+def _alike(
+    blocks: Sequence[Block], key: Callable[[Block], object], *, part_max: int = EVENT_BLOCKS_MAX
+) -> list[list[Block]]:
+    """Return the blocks in parts that have one `key`, up to `part_max` of them in each."""
+    grouped: dict[object, list[Block]] = {}
+    for alike, group in itertools.groupby(blocks, key):
+        grouped.setdefault(alike, []).extend(group)
+    parts = [
+        part[start : start + part_max]
+        for part in grouped.values()
         for start in range(0, len(part), part_max)
     ]
+    assert sum(map(len, parts)) == len(blocks), f"{len(blocks)} blocks are cut"
+    return parts

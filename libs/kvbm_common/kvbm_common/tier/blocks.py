@@ -1,22 +1,27 @@
 """Blocks: what a tier knows of one, and, as columns, of the many that a former life has left.
 
-An object per block costs a second per million, so columns make blocks only when they are asked for.
+An object per block costs a second per million, so columns make blocks only when they are asked for:
+committed blocks of a former life stay folded into them until each is made a `Block`.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm_common.checksum import combined_checksum, part_checksums
+from kvbm_common.checksum import SUM_BYTES, combined_checksum, part_checksums
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.parts import Grid, grid_of
 
 CHECKSUM_MAX = 2**64 - 1
+CODE_BYTES = 2
+"""Of a grid's code before the checksums of parts."""
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
@@ -30,9 +35,10 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     namespace: bytes
     checksum: int
     bytes: int
-    parts: int | tuple[int, ...] = 1
-    """Of several parts their checksums or, where only the bytes could tell these, their number.
-    One field for both: a tier has a million blocks, and most have one part."""
+    parts: int | builtins.bytes = 1
+    """The code of the grid that cuts it (`tier/parts.py`), which is all that lower tiers keep: they
+    sum up what they read. Where the checksums of several parts are known, they follow the code, of
+    two bytes then. One field for both: a tier has a million blocks."""
 
     @classmethod
     def of_sums(
@@ -41,57 +47,86 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         parent: SequenceHash,
         namespace: builtins.bytes,
         size: int,
-        sums: tuple[int, ...],
+        grid: Grid,
+        sums: builtins.bytes,
     ) -> Block:
-        """Return a block of `size` bytes whose parts have these checksums."""
-        assert sums, "a block has at least one part"
-        if len(sums) == 1:
-            return cls(name, parent, namespace, sums[0], size)
-        return cls(name, parent, namespace, combined_checksum(sums), size, sums)
+        """Return a block of `size` bytes whose parts have these packed checksums."""
+        assert len(sums) == SUM_BYTES * grid.count, f"{len(sums)} bytes of checksums for {grid}"
+        checksum = combined_checksum(sums)
+        if len(sums) == SUM_BYTES:
+            return cls(name, parent, namespace, checksum, size)
+        return cls(name, parent, namespace, checksum, size, _with_code(grid.code, sums))
+
+    @property
+    def code(self) -> int:
+        """The code of the grid that cuts it."""
+        if isinstance(self.parts, int):
+            return self.parts
+        return int.from_bytes(self.parts[:CODE_BYTES], "little")
+
+    @property
+    def grid(self) -> Grid:
+        """The grid that cuts it."""
+        grid = grid_of(self.code)
+        assert grid is not None, f"a block of parts {self.code}"
+        return grid
 
     @property
     def part_count(self) -> int:
-        """How many parts of equal size the block has, one per rank of its engine."""
-        return self.parts if isinstance(self.parts, int) else len(self.parts)
+        """How many parts the block has."""
+        return self.grid.count
 
     @property
-    def part_checksums(self) -> tuple[int, ...]:
-        """The checksum of each part; empty where only the number of the parts is known."""
+    def part_sums(self) -> builtins.bytes:
+        """The packed checksums of its parts; empty where only the combined one is known."""
         if isinstance(self.parts, int):
-            return (self.checksum,) if self.parts == 1 else ()
-        return self.parts
+            return self.checksum.to_bytes(SUM_BYTES, "little") if self.parts == 1 else b""
+        return self.parts[CODE_BYTES:]
 
-    def has_sums(self, sums: Sequence[int]) -> bool:
+    def has_sums(self, sums: builtins.bytes) -> bool:
         """Return whether bytes whose parts have these checksums are the bytes of this block."""
-        if len(sums) != self.part_count or not all(0 <= one <= CHECKSUM_MAX for one in sums):
+        if len(sums) != SUM_BYTES * self.part_count:
             return False
         return combined_checksum(sums) == self.checksum
 
-    def sums_in(self, data: memoryview | NDArray[np.uint8]) -> tuple[int, ...] | None:
+    def sums_in(self, data: memoryview | NDArray[np.uint8]) -> builtins.bytes | None:
         """Return the checksums of the parts in `data`, or None if these are not the block's bytes.
 
         `data` begins with the block and may be longer.
         """
-        sums = part_checksums(data[: self.bytes], self.part_count)
+        sums = part_checksums(data[: self.bytes], self.grid)
         return sums if self.has_sums(sums) else None
 
-    def with_sums(self, sums: tuple[int, ...]) -> Block:
+    def with_sums(self, sums: builtins.bytes) -> Block:
         """Return the block with the checksums of its parts, which `sums` are."""
         assert self.has_sums(sums), "these are the checksums of other bytes"
-        return self if len(sums) == 1 else msgspec.structs.replace(self, parts=sums)
+        if len(sums) == SUM_BYTES:
+            return self
+        return msgspec.structs.replace(self, parts=_with_code(self.code, sums))
 
 
-PART_COUNT_MAX = 65_535
-"""A journal's record has two bytes for the number of a block's parts."""
+def _with_code(code: int, sums: bytes) -> bytes:
+    """Return what a block keeps of several parts: the code of its grid, and their checksums."""
+    return code.to_bytes(CODE_BYTES, "little") + sums
 
 
-def is_divisible(size: int, part_count: int) -> bool:
-    """Return whether a block of `size` bytes can have so many parts of equal size."""
-    return 1 <= part_count <= PART_COUNT_MAX and size % part_count == 0
+BATCH_UNIT_BYTES = 1024 * 1024
+BATCH_BLOCKS_MOST = 256
+
+
+def batch_blocks(blocks_max: int, bytes_max: int, slot_bytes: int) -> int:
+    """Return how many blocks move together: `blocks_max`, and of small ones `bytes_max` worth.
+
+    Question, lease, record and synchronisation cost the same for any batch: with 16 blocks of
+    256 KiB in each the disk waited for us, and pulls of 16 blocks of 64 KiB took twice as long.
+    """
+    assert blocks_max > 0, f"a batch of {blocks_max} blocks"
+    assert bytes_max >= 0, f"a batch of {bytes_max} bytes"
+    return max(blocks_max, min(bytes_max // max(1, slot_bytes), BATCH_BLOCKS_MOST))
 
 
 COLUMNS = {
-    "slot": "<u4", "bytes": "<u4", "hash": "V16", "parent": "V16", "namespace": "V32",
+    "slot": "<u8", "bytes": "<u4", "hash": "V16", "parent": "V16", "namespace": "V32",
     "checksum": "<u8", "parts": "<u2",
 }  # fmt: skip
 """The fields that records need, whatever else they have, and their types."""
@@ -100,26 +135,49 @@ COLUMNS = {
 class BlockColumns(Mapping[int, Block]):
     """Committed blocks by slot, oldest first, in columns of a numpy array of records."""
 
-    def __init__(self, records: NDArray[np.void], rows: NDArray[np.intp]) -> None:
-        """Take the blocks `records[rows]`, in that order; `records` has the fields of COLUMNS."""
+    def __init__(
+        self,
+        records: NDArray[np.void],
+        rows: NDArray[np.intp],
+        slots: NDArray[np.intp] | None = None,
+    ) -> None:
+        """Take the blocks `records[rows]`, in that order; `records` has the fields of COLUMNS.
+
+        They are in `slots`; without these where the records say.
+        """
+        assert COLUMNS.keys() <= set(records.dtype.names or ()), records.dtype
+        assert slots is None or len(slots) == len(rows), f"{len(rows)} blocks are not in as many"
         self._records, self._rows = records, rows
-        self.slots: NDArray[np.intp] = records["slot"][rows].astype(np.intp)
+        said: NDArray[np.intp] = records["slot"][rows].astype(np.intp)
+        self.slots = said if slots is None else slots
         self.parents: NDArray[np.void] = records["parent"][rows]
         self.hashes: NDArray[np.void] = records["hash"][rows]
         self.names: list[SequenceHash] = self.hashes.tolist()
-        self.slot_of: dict[SequenceHash, int] = dict(
-            zip(self.names, self.slots.tolist(), strict=True)
-        )
-        """Shorter than `names` when a block is in two slots."""
         self.continues = np.zeros(len(rows), bool)
         """Whether a row is the child of the row before."""
         if len(rows):
             same = _words(self.parents)[1:] == _words(self.hashes)[:-1]
             self.continues[1:] = same.all(axis=1)
-        self.row_of_slot = np.full(int(self.slots.max(initial=-1)) + 1, -1)
-        self.row_of_slot[self.slots] = np.arange(len(rows))
+        self._known: dict[Any, Any] = {}
+        """One object for all namespaces, or numbers of parts, that are equal."""
+
+    @cached_property
+    def slot_of(self) -> dict[SequenceHash, int]:
+        """The slot of each block; shorter than `names` when a block is in two slots."""
+        return dict(zip(self.names, self.slots.tolist(), strict=True))
+
+    @cached_property
+    def row_of_slot(self) -> NDArray[np.intp]:
         """Where in the columns the block of a slot is, or -1."""
-        self._namespaces: dict[bytes, bytes] = {}
+        found = np.full(int(self.slots.max(initial=-1)) + 1, -1)
+        found[self.slots] = np.arange(len(self))
+        return found
+
+    @property
+    def block_bytes(self) -> NDArray[np.intp]:
+        """Bytes of each block."""
+        size: NDArray[np.intp] = self._records["bytes"][self._rows].astype(np.intp)
+        return size
 
     @classmethod
     def of(cls, blocks: Mapping[int, Block]) -> BlockColumns:
@@ -130,16 +188,30 @@ class BlockColumns(Mapping[int, Block]):
         for row, (slot, block) in enumerate(blocks.items()):
             records[row] = (
                 slot, block.bytes, block.hash, block.parent, block.namespace, block.checksum,
-                block.part_count,
+                block.code,
             )  # fmt: skip
         return cls(records, np.arange(len(blocks)))
 
     def without_older(self) -> BlockColumns:
         """Return every block in one slot only: of two, the newer one has it."""
-        if len(self.slot_of) == len(self.names):
+        if len(set(self.names)) == len(self.names):
             return self
         newest = np.array([self.slot_of[name] for name in self.names]) == self.slots
-        return BlockColumns(self._records, self._rows[newest])
+        found = self.only(newest)
+        assert found.slot_of == self.slot_of, f"{len(self.slot_of)} blocks became {len(found)}"
+        return found
+
+    def only(self, chosen: NDArray[np.bool_]) -> BlockColumns:
+        """Return some of the blocks."""
+        return BlockColumns(self._records, self._rows[chosen], self.slots[chosen])
+
+    def moved(self, slots: NDArray[np.intp]) -> BlockColumns:
+        """Return the same blocks in other slots."""
+        assert len(slots) == len(self), f"{len(self)} blocks move to {len(slots)} slots"
+        found, derived = BlockColumns.__new__(BlockColumns), ("slot_of", "row_of_slot")
+        vars(found).update((key, value) for key, value in vars(self).items() if key not in derived)
+        found.slots = slots
+        return found
 
     def __repr__(self) -> str:
         return f"BlockColumns({len(self)} blocks, {self.total_bytes} bytes)"
@@ -168,6 +240,7 @@ class BlockColumns(Mapping[int, Block]):
 
     def blocks(self, start: int, stop: int) -> list[Block]:
         """Return the blocks of the rows from `start` to `stop`."""
+        assert 0 <= start <= stop, f"rows {start} to {stop}"
         part = self._records[self._rows[start:stop]]
         names = self.names[start:stop]
         return list(
@@ -178,7 +251,7 @@ class BlockColumns(Mapping[int, Block]):
                 self._interned(part["namespace"].tolist()),
                 part["checksum"].tolist(),
                 part["bytes"].tolist(),
-                part["parts"].tolist(),
+                self._interned(part["parts"].tolist()),
             )
         )
 
@@ -186,6 +259,7 @@ class BlockColumns(Mapping[int, Block]):
         self, start: int, names: list[SequenceHash], part: NDArray[np.void]
     ) -> list[SequenceHash]:
         """Return the parents. Most equal the name before: no new object is made of those."""
+        assert len(names) == len(part), f"{len(names)} names of {len(part)} records"
         parents = names[-1:] + names[:-1]
         continues = self.continues[start : start + len(names)].copy()
         continues[:1] = False
@@ -193,10 +267,10 @@ class BlockColumns(Mapping[int, Block]):
             parents[index] = part["parent"][index].item()
         return parents
 
-    def _interned(self, namespaces: list[Any]) -> list[bytes]:
+    def _interned(self, values: list[Any]) -> list[Any]:
         """Return one object for all that are equal; few differ."""
-        known = self._namespaces.setdefault
-        return [known(namespace, namespace) for namespace in namespaces]
+        known = self._known.setdefault
+        return [known(value, value) for value in values]
 
     def leaves_first(self) -> list[SequenceHash]:
         """Return the names, but every run of children behind their parents is turned round."""
@@ -204,21 +278,61 @@ class BlockColumns(Mapping[int, Block]):
         starts, lengths = self.runs()
         for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True):
             turned += self.names[start:end][::-1]
+        assert len(turned) == len(self.names), f"{len(turned)} of {len(self.names)} blocks"
         return turned
 
     def leaves_first_of(self, rows: NDArray[np.intp]) -> list[SequenceHash]:
         """Return names like `leaves_first`, of some rows only, which are in ascending order."""
         starts, lengths = self.runs()
         run = np.searchsorted(starts, rows, side="right") - 1
+        assert not len(rows) or run.min() >= 0, "a row lies before the first run"
         turned = rows[np.argsort(2 * starts[run] + lengths[run] - rows)]
         return [self.names[row] for row in turned.tolist()]
 
     def runs(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Return where each run of children behind their parents begins, and how long it is."""
         starts = np.flatnonzero(~self.continues)
+        assert not len(self) or starts[0] == 0, f"the first run begins at row {starts[:1]}"
         return starts, np.diff(starts, append=len(self))
 
 
 def _words(names: NDArray[np.void]) -> NDArray[np.uint64]:
     """Return names as pairs of numbers, which are compared much faster."""
     return np.ascontiguousarray(names).view(np.uint64).reshape(-1, 2)
+
+
+FOLDED = Block(SequenceHash(b""), SequenceHash(b""), b"", 0, 0)
+"""Stands for a block of a former life that is kept in columns only."""
+
+
+class FoldedBlocks:
+    """Columns of blocks, unfolded from the oldest on; the columns go when nothing is left."""
+
+    def __init__(self, columns: BlockColumns) -> None:
+        self._columns = columns
+        self._taken = 0
+        """So many of the blocks, or their slots, are like all others."""
+
+    def __len__(self) -> int:
+        """Return how many blocks are still to be unfolded."""
+        return len(self._columns) - self._taken
+
+    def __getitem__(self, slot: int) -> Block:
+        """Return the block that a slot had."""
+        return self._columns[slot]
+
+    def slots(self) -> set[int]:
+        """Return the slots whose blocks are still to be unfolded; for `check`."""
+        return set(self._columns.slots[self._taken :].tolist())
+
+    def take(self, count: int) -> list[tuple[int, Block]]:
+        """Unfold the next `count` blocks; returns each with the slot that it had."""
+        assert count >= 0, f"{count} blocks are to be unfolded"
+        end = self._taken + count
+        blocks = self._columns.blocks(self._taken, end)
+        slots = self._columns.slots[self._taken : end].tolist()
+        self._taken += len(blocks)
+        assert self._taken <= len(self._columns), f"{self._taken} of {len(self._columns)} unfolded"
+        if len(self) == 0:
+            self._columns, self._taken = BlockColumns.of({}), 0
+        return list(zip(slots, blocks, strict=True))

@@ -1,4 +1,4 @@
-"""A circuit breaker: what fails or dawdles (a disk, a peer) is bypassed, and tried again.
+"""A circuit breaker: what fails (a peer, a host tier) is bypassed, and tried again.
 
 CLOSED   everything goes there
 OPEN     nothing does: it is refused at once
@@ -43,7 +43,6 @@ class Breaker:
 
     def __init__(self) -> None:
         self.state = BREAKER.next(None, "made")
-        self.opened_count = 0
         self._troubles = 0
         self._pause_ms = PAUSE_MS
         self._probe_from_ms = 0
@@ -54,6 +53,7 @@ class Breaker:
 
         In PROBING only one thing may: call `start` then.
         """
+        assert now_ms >= 0, f"something would go at {now_ms} ms"
         if self.state is BreakerState.OPEN and now_ms >= self._probe_from_ms:
             self._move("paused")
             self._probing = False
@@ -63,6 +63,8 @@ class Breaker:
 
     def start(self) -> None:
         """Note that something goes there."""
+        assert self.state is not BreakerState.OPEN, "what is bypassed gets nothing"
+        assert self.state is BreakerState.CLOSED or not self._probing, "one probe decides"
         self._probing = self.state is BreakerState.PROBING
 
     def good(self) -> None:
@@ -74,14 +76,15 @@ class Breaker:
 
     def trouble(self, now_ms: int) -> bool:
         """Note a failure, or a long wait; return True if the resource is bypassed from now on."""
+        assert now_ms >= 0, f"trouble at {now_ms} ms"
         self._troubles += 1
         probe_failed = self.state is BreakerState.PROBING
         if self.state is BreakerState.OPEN or not (probe_failed or self._troubles >= FAILURES_MAX):
             return False
         if probe_failed:
             self._pause_ms = min(2 * self._pause_ms, PAUSE_MAX_MS)
+        assert PAUSE_MS <= self._pause_ms <= PAUSE_MAX_MS, f"a pause of {self._pause_ms} ms"
         self._move("failed")
-        self.opened_count += 1
         self._troubles = 0
         self._probe_from_ms = now_ms + self._pause_ms
         return True

@@ -49,6 +49,7 @@ class Departures:
             by_block[name] = departure
         while len(by_block) > self._entries_max:
             self.forgotten_ms = by_block.popitem(last=False)[1].at_ms
+            assert self.forgotten_ms <= now_ms, f"left at {self.forgotten_ms} ms, now {now_ms}"
 
     def get(self, name: SequenceHash) -> Departure | None:
         """Return when and why a block last left. It may be back."""

@@ -19,6 +19,7 @@ class _Entry(NamedTuple):
     slots: Sequence[int]
 
     def told_of(self, block: SequenceHash) -> str:
+        assert block in self.blocks, f"{self.what!r} is not about {block.hex()}"
         if not self.slots:
             return self.what
         return self.what.replace("{slot}", str(self.slots[self.blocks.index(block)]))
@@ -28,6 +29,7 @@ class Diary:
     """A bounded log of (when, what, which blocks), newest last."""
 
     def __init__(self, entries_max: int = DIARY_ENTRIES_MAX) -> None:
+        assert entries_max > 0, f"a diary of {entries_max} blocks"
         self._entries: deque[_Entry] = deque()
         self._entries_max = entries_max
         self._blocks = 0
@@ -49,10 +51,12 @@ class Diary:
         """
         if not blocks:
             return
+        assert len(slots) in (0, len(blocks)), f"{what}: {len(blocks)} blocks in {len(slots)} slots"
         self._entries.append(_Entry(now_ms, what, blocks, slots))
         self._blocks += len(blocks)
         while self._blocks > self._entries_max:
             self._blocks -= len(self._entries.popleft().blocks)
+        assert self._blocks >= 0, f"{what}: another entry has changed since it was made"
 
     def entries(self, block: SequenceHash) -> list[tuple[int, str]]:
         """Return all that is remembered of one block, (when in ms, what), oldest first."""

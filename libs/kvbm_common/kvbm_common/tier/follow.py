@@ -103,6 +103,11 @@ class FollowLimits:
     """The first pause before a question that brought nothing is asked again; then it doubles."""
     retry_max_ms: int = 30_000
 
+    def __post_init__(self) -> None:
+        """Assert that nothing is asked for without end, and nothing waits for a bound of zero."""
+        assert self.waiting_max > 0, self
+        assert 0 < self.retry_ms <= self.retry_max_ms, self
+
 
 @dataclass(slots=True, kw_only=True)
 class Followed(Generic[Item]):
@@ -135,6 +140,7 @@ class Followed(Generic[Item]):
         self.waiting.clear()
         self.hollow, self.attempts = False, 0
         self._move("began")
+        assert self.state is FollowState.CURRENT, f"{self}: a life begins with what it says"
         return True
 
     def take(self, event: Item, now_ms: int, *, clears: bool = False) -> Verdict:
@@ -165,6 +171,7 @@ class Followed(Generic[Item]):
     def ready(self) -> Iterator[Item]:
         """Yield every event that is next; the position moves when the owner has applied it."""
         while not self.hollow and (event := self.waiting.pop(self.seq + 1, None)) is not None:
+            assert event.epoch == self.epoch, f"{self}: an event of epoch {event.epoch} waited"
             yield event
             if not self.hollow:
                 self.seq = event.seq
@@ -174,6 +181,7 @@ class Followed(Generic[Item]):
         """Pass over what `ready` has yielded: only a snapshot repairs what it would have said."""
         self.hollow = True
         self.fall_behind(now_ms)
+        assert self.state is FollowState.BEHIND, f"{self}: it needs a snapshot"
 
     def fall_behind(self, ask_at_ms: int) -> None:
         """Ask for a snapshot, not before a time, because something is missing."""
@@ -187,6 +195,7 @@ class Followed(Generic[Item]):
         self.waiting.clear()
         self.hollow = True
         self._move("left")
+        assert self.state is FollowState.GONE, f"{self}: it has left"
 
     # ---- snapshots ---------------------------------------------------------------------------
 
@@ -197,6 +206,8 @@ class Followed(Generic[Item]):
 
     def ask(self, now_ms: int) -> None:
         """Note that a snapshot is asked for; the answer goes through `landed`."""
+        assert self.state is FollowState.BEHIND, f"{self}: it misses nothing"
+        assert self.asked_at_ms is None, f"{self}: it was asked at {self.asked_at_ms} ms"
         self.asked_at_ms = now_ms
 
     def landed(self) -> bool:
@@ -222,6 +233,7 @@ class Followed(Generic[Item]):
     def retry_later(self, now_ms: int) -> None:
         """Ask again after a pause: the snapshot did not come, or was of no use."""
         pause_ms = self.limits.retry_ms << min(self.attempts, DOUBLINGS_MAX)
+        assert pause_ms > 0, f"{self}: no pause after {self.attempts} attempts"
         self.ask_at_ms = now_ms + min(pause_ms, self.limits.retry_max_ms)
         self.attempts += 1
 

@@ -1,39 +1,63 @@
 """KV groups: the blocks of each group that a hit needs, and the longest hit that blocks allow.
 
 A model with several kinds of attention keeps several KV caches, its groups. Each has blocks of its
-own, with names of its own. A hit ends at a boundary, a number of tokens behind which the engine
-computes on. What it needs of a group depends on the kind of attention:
+own, with names of its own and a size of its own. A hit ends at a boundary, a number of tokens
+behind which the engine computes on. What it needs of a group depends on the kind of attention:
 
-    window 0    every block before the boundary (full attention)
-    window n    the last n blocks before the boundary (sliding window)
+    prefix     every block before the boundary (full attention)
+    tail(n)    the last n blocks before the boundary (sliding window); one, where a block is the
+               state of a recurrent layer
+    chunk(n)   the blocks of the chunk of n tokens in which the boundary lies (chunked attention)
 
 Blocks are counted from the first one that is asked for: what is before it is on the device, where
-every group has what it needs up to there.
+every group has what it needs up to there. Chunks are counted from the first token of the sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import lcm
 
 import msgspec
 
 from kvbm_common.identity import SequenceHash
 
+GROUPS_MAX = 64
+"""KV groups of one model: a handful."""
 WINDOW_BLOCKS_MAX = 65_536
+CHUNK_TOKENS_MAX = 1 << 30
+LOOK_BLOCKS = 64
+"""Blocks of a prefix that are looked at together: behind the first that is missing, this many are
+looked at in vain at most."""
 
 
 class GroupRun(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of one group that a lookup asks for: `blocks` of `block_tokens` tokens each.
 
-    `window` is how many blocks before a boundary a hit needs; 0: all of them.
+    `window` is how many blocks before a boundary a hit needs (`tail`); 0, with `chunk` 0: all.
     """
 
     block_tokens: int
     blocks: int
     window: int = 0
+    chunk: int = 0
+    """Tokens of a chunk, for the rule of that name; 0: another rule."""
+    offset: int = 0
+    """Tokens of the sequence before the first block that is asked for."""
+
+    @property
+    def is_prefix(self) -> bool:
+        """Return whether a hit needs every block before its boundary."""
+        return not self.window and not self.chunk
+
+    def first_needed(self, tokens: int) -> int:
+        """Return the place of the first block that a hit of so many tokens needs."""
+        end = tokens // self.block_tokens
+        if self.chunk:
+            begin = (self.offset + tokens) // self.chunk * self.chunk - self.offset
+            return max(0, begin) // self.block_tokens
+        return max(0, end - self.window) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +67,30 @@ class Reach:
     tokens: int
     """The largest boundary at which every group has what a hit needs."""
     shared: int
-    """The boundary up to which every group without a window has all blocks."""
+    """The boundary up to which every group that needs all blocks has them."""
 
 
 Names = Sequence[Sequence[SequenceHash]]
 """The names of every group's blocks, in the order of the groups."""
+Has = Callable[[SequenceHash], bool]
 
 
 def split(groups: Iterable[GroupRun], names: Sequence[SequenceHash]) -> Names:
     """Return the names of each group's blocks, which come one group after the other."""
-    rest = iter(names)
-    found = [list(islice(rest, group.blocks)) for group in groups]
-    assert next(rest, None) is None, f"{len(names)} names are more than {groups} have"
+    found: list[Sequence[SequenceHash]] = []
+    start = 0
+    for group in groups:
+        found.append(names[start : start + group.blocks])
+        start += group.blocks
+    assert start == len(names), f"{len(names)} names, and groups have {start}"
     return found
 
 
 def step_tokens(groups: Iterable[GroupRun]) -> int:
     """Return the tokens between two boundaries: at each of them, blocks of all groups end."""
-    return lcm(*(group.block_tokens for group in groups))
+    step = lcm(*(group.block_tokens for group in groups))
+    assert step > 0, f"a group of {groups} has blocks without tokens"
+    return step
 
 
 def longest(groups: Sequence[GroupRun]) -> int:
@@ -72,11 +102,7 @@ def longest(groups: Sequence[GroupRun]) -> int:
 def needed(groups: Sequence[GroupRun], tokens: int) -> list[range]:
     """Return, for each group, the places of the blocks that a hit of so many tokens needs."""
     assert tokens % step_tokens(groups) == 0, f"{tokens} tokens are no boundary of {groups}"
-    ranges: list[range] = []
-    for group in groups:
-        end = tokens // group.block_tokens
-        ranges.append(range(max(0, end - group.window) if group.window else 0, end))
-    return ranges
+    return [range(one.first_needed(tokens), tokens // one.block_tokens) for one in groups]
 
 
 def needed_names(groups: Sequence[GroupRun], names: Names, tokens: int) -> list[SequenceHash]:
@@ -90,60 +116,59 @@ def needed_names(groups: Sequence[GroupRun], names: Names, tokens: int) -> list[
 def reach(
     groups: Sequence[GroupRun],
     names: Names,
-    has: Callable[[SequenceHash], bool],
+    has: Has,
     *,
     most: int | None = None,
 ) -> Reach:
     """Return how far the blocks for which `has` is true reach, at most `most` tokens.
 
-    Each block is looked at once at most: full groups from the front until one is missing, windows
-    from the back.
+    Each block is looked at once at most: those of a prefix from the front until one is missing,
+    others from the back.
     """
     step = step_tokens(groups)
     tokens = longest(groups) if most is None else min(most, longest(groups))
     for group, found in zip(groups, names, strict=True):
-        if not group.window:
+        if group.is_prefix:
             tokens = min(tokens, _prefix(group, found, has, tokens) // step * step)
     shared = tokens
-    windows = [(one, found) for one, found in zip(groups, names, strict=True) if one.window]
-    # The first block of each window's group from which on all up to the boundary are known.
-    known = [tokens // group.block_tokens for group, _ in windows]
+    partial = [(one, found) for one, found in zip(groups, names, strict=True) if not one.is_prefix]
+    # The first block of each such group from which on all up to the boundary are known.
+    known = [tokens // group.block_tokens for group, _ in partial]
     at = 0
     agreed = 0
-    while tokens and agreed < len(windows):
-        group, found = windows[at]
+    while tokens and agreed < len(partial):
+        group, found = partial[at]
         end = tokens // group.block_tokens
-        gap, known[at] = _gap(group, found, has, end, min(known[at], end))
+        first = group.first_needed(tokens)
+        gap, known[at] = _gap(found, has, first, min(known[at], end))
         if gap is None:
             agreed += 1
         else:
+            # Every boundary behind the missing block, up to this one, needs it as well.
             tokens, agreed = gap * group.block_tokens // step * step, 0
-        at = (at + 1) % len(windows)
+        at = (at + 1) % len(partial)
+    assert 0 <= tokens <= shared, f"{tokens} tokens, {shared} shared"
+    assert not tokens % step, f"{tokens} tokens are no boundary of {groups}"
     return Reach(tokens, shared)
 
 
-def _prefix(
-    group: GroupRun, names: Sequence[SequenceHash], has: Callable[[SequenceHash], bool], most: int
-) -> int:
+def _prefix(group: GroupRun, names: Sequence[SequenceHash], has: Has, most: int) -> int:
     """Return the tokens of the blocks before the first one that is missing."""
-    for place in range(most // group.block_tokens):
-        if not has(names[place]):
-            return place * group.block_tokens
+    end = most // group.block_tokens
+    assert end <= len(names), f"{most} tokens of {len(names)} blocks"
+    for start in range(0, end, LOOK_BLOCKS):
+        there = list(map(has, names[start : min(end, start + LOOK_BLOCKS)]))
+        if False in there:
+            return (start + there.index(False)) * group.block_tokens
     return most
 
 
-def _gap(
-    group: GroupRun,
-    names: Sequence[SequenceHash],
-    has: Callable[[SequenceHash], bool],
-    end: int,
-    known: int,
-) -> tuple[int | None, int]:
-    """Return the last missing block in the window before `end`, and from where on all are there.
-
-    The blocks from `known` to `end` were found before.
-    """
-    for place in range(known - 1, max(0, end - group.window) - 1, -1):
+def _gap(names: Sequence[SequenceHash], has: Has, first: int, known: int) -> tuple[int | None, int]:
+    """Return the last block that is missing of those from `first` on, and from where on all are
+    there. The blocks from `known` on were found before."""
+    assert first >= 0, f"a hit needs blocks from {first} on"
+    assert known <= len(names), f"known from {known} on, of {len(names)}"
+    for place in range(known - 1, first - 1, -1):
         if not has(names[place]):
             return place, place
-    return None, min(known, max(0, end - group.window))
+    return None, min(known, first)

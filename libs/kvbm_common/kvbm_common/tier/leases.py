@@ -26,14 +26,16 @@ class Lease:
 
 
 class LeaseTable:
-    """The leases of one tier. Ids count up from `first_id`; 0 stands for "no lease" elsewhere."""
+    """The leases of one life of a tier. 0 stands for "no lease" elsewhere."""
 
-    def __init__(self, *, first_id: int = 1) -> None:
-        assert first_id > 0
+    def __init__(self, epoch: int = 0) -> None:
+        assert epoch >= 0, f"a tier lives in epoch {epoch}"
         self._leases: dict[int, Lease] = {}
         self._by_deadline: list[tuple[int, int]] = []
         """A heap of (deadline, id). The entry of a released lease stays until it is passed over."""
-        self._next_id = first_id
+        # The ids of two lives never meet: a release that comes late from the life before must not
+        # end a lease of this one.
+        self._next_id = (epoch % 2**31 << 32) + 1
         self.expired_count = 0
         """Leases that ended by their deadline, since the start."""
 
@@ -42,6 +44,7 @@ class LeaseTable:
 
     def grant(self, owner: str, reason: str, slots: tuple[int, ...], *, deadline_ms: int) -> Lease:
         """Return a new lease over slots that the caller has just pinned."""
+        assert owner, f"a lease over {slots} has an owner"
         assert deadline_ms >= 0, (owner, reason, deadline_ms)
         lease = Lease(self._next_id, owner, reason, slots, deadline_ms)
         self._next_id += 1
@@ -68,11 +71,13 @@ class LeaseTable:
             lease = self._leases.pop(heappop(self._by_deadline)[1], None)
             if lease is not None:
                 ended.append(lease)
+        assert all(lease.deadline_ms <= now_ms for lease in ended), f"{ended} at {now_ms} ms"
         self.expired_count += len(ended)
         return ended
 
     def end_owner(self, owner: str) -> list[Lease]:
         """End and return the leases of an owner that has left."""
+        assert owner, "leases have an owner"
         ended = [lease for lease in self._leases.values() if lease.owner == owner]
         for lease in ended:
             del self._leases[lease.id]

@@ -31,6 +31,8 @@ class Machine(Generic[State]):
     def __init__(
         self, name: str, transitions: Mapping[tuple[State | None, str], State | None]
     ) -> None:
+        assert name, "a machine has a name, for its drawing and its refusals"
+        assert transitions, f"{name} never moves"
         self.name = name
         self.transitions = dict(transitions)
 

@@ -12,6 +12,7 @@ from kvbm_common.checksum import block_checksum
 
 def owner_of(key: bytes, names: Mapping[str, bytes]) -> str | None:
     """Return the name that owns a key, of names and their bytes; None: there are none."""
+    assert key, "a key has bytes"
     if not names:
         return None
     return max(names, key=lambda name: block_checksum(key + names[name]))

@@ -1,21 +1,24 @@
-"""Slots: the one machine that both tiers keep their blocks in.
+"""Slots: the one machine that both tiers keep their blocks in. `slot_states` has its drawing.
 
-The states of a slot and their drawing are in `slot_states.py`; this module has the moves.
+What is in the slots is in `slot_records`, which slots are free in `slab_pool`, and which blocks
+make room for others in `reclaim`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import Block, BlockColumns
-from kvbm_common.tier.folded_blocks import FOLDED, FoldedBlocks
+from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
+from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.reclaim import MayLeave, Reclaim, Victims
+from kvbm_common.tier.slab_pool import MakePolicy, SlabPool
+from kvbm_common.tier.slabs import SizeClass, Slab
+from kvbm_common.tier.slot_records import SlotRecords
 from kvbm_common.tier.slot_states import SLOT, SlotState
 
 __all__ = ["Block", "SlotTable"]
@@ -23,51 +26,29 @@ __all__ = ["Block", "SlotTable"]
 _TRANSITIONS = SLOT.transitions  # Every block of every step makes four moves: no call for each.
 
 
-class SlotTable:
-    """The slots of one tier. Allocated once; every change is a transition of SLOT."""
+class SlotTable(SlotRecords):
+    """The slots of one tier. Every change is a transition of SLOT."""
 
-    def __init__(self, slot_count: int, policy: EvictionPolicy) -> None:
-        self.evicted_count = 0
-        self.slot_count = 0
-        self.lay_out(slot_count, policy)
-        self._staged: dict[int, SequenceHash] = {}
-        self._staging: dict[SequenceHash, int] = {}
-        self._slot: dict[SequenceHash, int] = {}
-        self._discarded: set[int] = set()
-        self._abandoned: set[int] = set()
-        self._retired: list[int] = []
-        self._block_bytes = 0
-        self._folded = FoldedBlocks(BlockColumns.of({}))
+    def __init__(self, layout: Layout, make: MakePolicy) -> None:
+        """Start with empty slots; `make` makes the policy of each size class."""
+        super().__init__(layout, make)
+        self._reclaim = Reclaim(self.pool, self._state, self._idle_in)
 
-    def lay_out(self, slot_count: int, policy: EvictionPolicy) -> None:
-        """Give a table without slots its slots: their number was not known when it was made."""
+    def lay_out(self, layout: Layout, make: MakePolicy) -> None:
+        """Give a table without slots its slots: their size was not known when it was made."""
         assert self.slot_count == 0, "a table gets its slots once"
-        assert slot_count >= 0
-        self.slot_count = slot_count
-        self.policy = policy
-        self._state = [SlotState.RESET] * slot_count
-        self._generation = [0] * slot_count
-        self._pins = [0] * slot_count
-        self._block: list[Block | None] = [None] * slot_count
-        self._reset = list(range(slot_count - 1, -1, -1))  # A stack: low slots first.
+        self.pool = SlabPool(layout, make, grow=self._grow, move=self._move_all)
+        self._reclaim = Reclaim(self.pool, self._state, self._idle_in)
 
-    # --- questions --------------------------------------------------------------------------
+    # --- a block and its slot ---------------------------------------------------------------
 
     def find(self, block: SequenceHash) -> int | None:
         """Return the slot of a committed block, None when it is not there."""
         return self._slot.get(block)
 
-    def holds(self, block: SequenceHash) -> bool:
-        """Return whether a committed block is there."""
-        return block in self._slot
-
     def is_staging(self, block: SequenceHash) -> bool:
         """Return whether a block is on its way in."""
         return block in self._staging
-
-    def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
-        """Tell whether all of these are absent, and not on their way in."""
-        return self._slot.keys().isdisjoint(names) and self._staging.keys().isdisjoint(names)
 
     def block(self, slot: int) -> Block:
         """Return the committed block in a slot."""
@@ -75,138 +56,128 @@ class SlotTable:
         assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
         return block if block is not FOLDED else self._folded[slot]
 
-    def idle_block(self, slot: int) -> Block | None:
-        """Return the block in an INACTIVE slot; None: the slot has another state."""
-        return self.block(slot) if self._state[slot] is SlotState.INACTIVE else None
+    def slot_bytes(self, slot: int) -> int:
+        """Return the length of a slot."""
+        size = self.pool.slab_of[slot].size
+        assert size is not None, f"slot {slot} is of no class"
+        return size.slot_bytes
 
-    def generation(self, slot: int) -> int:
-        """Return how often the slot was staged."""
-        return self._generation[slot]
+    def committed(self, slot: int) -> Block | None:
+        """Return the block in a slot, pinned or not; None: none can be found there."""
+        is_made = slot < len(self._block)
+        return self.block(slot) if is_made and self._block[slot] is not None else None
 
-    def generations(self) -> dict[SequenceHash, int]:
-        """Return all blocks that can be found, with the generation of their slot."""
-        return {name: self._generation[slot] for name, slot in self._slot.items()}
+    def place(self, slot: int) -> int:
+        """Return where a slot begins, in units: what messages and records call the slot."""
+        return self.pool.place_of[slot]
 
-    def blocks(self) -> list[Block]:
-        """Return all blocks that can be found."""
-        return list(self.each_block())
+    def places(self, slots: Iterable[int]) -> list[int]:
+        """Return where each of these slots begins."""
+        place_of = self.pool.place_of
+        return [place_of[slot] for slot in slots]
 
-    def unfolded_blocks(self) -> list[Block]:
-        """Return the blocks that can be found and are not folded."""
-        found = map(self._block.__getitem__, self._slot.values())
-        return [block for block in found if block is not None and block is not FOLDED]
-
-    def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
-        """Return which of these blocks are here, and folded."""
-        if not self.folded_count:
-            return set()
-        slots = ((name, self._slot.get(name)) for name in names)
-        return {name for name, slot in slots if slot is not None and self._block[slot] is FOLDED}
+    # --- room -------------------------------------------------------------------------------
 
     @property
-    def folded_count(self) -> int:
-        """How many `restore`d slots are still to be unfolded."""
-        return len(self._folded)
+    def has_room(self) -> bool:
+        """Whether a slot could be staged now, evicting where needed."""
+        sizes = self.pool.sizes.values()
+        return any(size.free_count or len(size.policy) for size in sizes) or any(
+            slab.retired_bytes < slab.length for slab in self.pool.free
+        )
 
-    def each_block(self) -> Iterator[Block]:
-        """Yield all blocks that can be found, one by one; nothing may be moved meanwhile."""
-        return (self.block(slot) for slot in self._slot.values())
+    def room_for(self, count: int, block_bytes: int = 0) -> int:
+        """Return how many of `count` blocks of this size could be staged now."""
+        pool = self.pool
+        size = pool.known.get(block_bytes) or pool.size_of(block_bytes)
+        if size is None:
+            return 0
+        return count if size.free_count >= count else pool.room_for(size, count)
 
-    def latest(self, count: int) -> list[SequenceHash]:
-        """Return the `count` blocks that were committed last, oldest first."""
-        return list(islice(reversed(self._slot), count))[::-1]
+    def victims(
+        self, count: int, block_bytes: int = 0, may_leave: MayLeave | None = None
+    ) -> Victims:
+        """Return the blocks to evict so that `count` of this size can be staged: as many as can be.
 
-    def pin_count(self, slot: int) -> int:
-        """Return how often a slot is pinned."""
-        return self._pins[slot]
+        `may_leave`: which blocks may be evicted; None: all that are not pinned.
+        """
+        assert count >= 0, f"room for {count} blocks"
+        size = self.pool.size_of(block_bytes)
+        if size is None:
+            return Victims()
+        short = count - self.pool.room_for(size, count)
+        return self._reclaim.victims(size, short, may_leave)
 
-    def __len__(self) -> int:
-        """Return how many blocks can be found."""
-        return len(self._slot)
+    def longest_idle(self, count: int) -> list[SequenceHash]:
+        """Return up to `count` blocks of any size, those first that would leave first."""
+        names: list[SequenceHash] = []
+        for size in self._reclaim.longest_idle():
+            names += size.policy.victims(count - len(names))
+        return names
 
-    @property
-    def reset_count(self) -> int:
-        """The slots that could be staged now without an eviction."""
-        return len(self._reset)
+    def make_room(self, count: int, block_bytes: int = 0) -> list[Block]:
+        """Evict until `count` blocks of this size can be staged, or as many as can be; returns the
+        evicted."""
+        return [self.evict(victim) for victim in self.victims(count, block_bytes).names]
 
-    def room(self) -> int:
-        """Return how many slots could be staged now, evicting where needed."""
-        return len(self._reset) + len(self.policy)
-
-    def counts(self) -> dict[str, int]:
-        """Count slots by state, and in `total` those that may be used."""
-        active = len(self._slot) + len(self._discarded) - len(self.policy)
-        return {
-            "reset": len(self._reset),
-            "staged": len(self._staged) + len(self._abandoned),
-            "inactive": len(self.policy),
-            "active": active,
-            "retired": len(self._retired),
-            "total": self.usable_count,
-        }
-
-    @property
-    def usable_count(self) -> int:
-        """The slots that are not RETIRED."""
-        return self.slot_count - len(self._retired)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of all committed blocks, discarded ones included."""
-        return self._block_bytes
-
-    def staged(self) -> set[int]:
-        """Return the STAGED slots, abandoned ones included; for `check`."""
-        return self._staged.keys() | self._abandoned
-
-    def pins(self) -> dict[int, int]:
-        """Return the ACTIVE slots and how often each is pinned; for `check`."""
-        return {slot: count for slot, count in enumerate(self._pins) if count}
+    def _idle_in(self, slab: Slab) -> list[SequenceHash]:
+        """Return the blocks of a slab that can be evicted."""
+        states = enumerate(self._state[slab.slots], slab.first)
+        return [self.block(slot).hash for slot, state in states if state is SlotState.INACTIVE]
 
     # --- moves ------------------------------------------------------------------------------
 
-    def make_room(self, count: int) -> list[Block]:
-        """Evict until `count` slots are RESET or nothing can be evicted; returns the evicted."""
-        short = count - len(self._reset)
-        return [self.evict(victim) for victim in self.policy.victims(short)] if short > 0 else []
-
-    def stage(self, block: SequenceHash) -> int | None:
+    def stage(self, block: SequenceHash, block_bytes: int = 0) -> int | None:
         """Take a RESET slot for a block that is neither committed nor staged; None: no room."""
-        return self.stage_all([block])[0] if self._reset else None
+        return self.stage_all([block], block_bytes)[0] if self.room_for(1, block_bytes) else None
 
-    def stage_all(self, blocks: Sequence[SequenceHash]) -> list[int]:
-        """Take a RESET slot for each of these blocks; the caller has made room for all."""
-        slots: list[int] = []
-        for block in blocks:
-            assert block not in self._slot
-            assert block not in self._staging
-            slot = self._reset.pop()
+    def stage_all(self, blocks: Sequence[SequenceHash], block_bytes: int = 0) -> list[int]:
+        """Take a RESET slot for each of these blocks of one size; the caller has made room."""
+        pool, count = self.pool, len(blocks)
+        size = pool.known.get(block_bytes) or pool.size_of(block_bytes)
+        assert size is not None, f"no slot takes {block_bytes} bytes"
+        assert len(set(blocks)) == count, f"a block twice among {count}"
+        assert self._slot.keys().isdisjoint(blocks), f"of {count} blocks some are here"
+        assert self._staging.keys().isdisjoint(blocks), f"of {count} some are on their way in"
+        pool.clock += 1
+        slab = size.open[-1] if size.open else None
+        if slab is not None and 0 < count < len(slab.reset) < slab.usable:
+            # Nearly always one slab has all of them: it stays open, and neither was nor is empty.
+            slots = slab.reset[: -1 - count : -1]
+            del slab.reset[-count:]
+            size.free_count -= count
+        else:
+            slots = pool.take(size, count)
+        generation = self._generation
+        for slot in slots:
             self._move(slot, "stage")
-            self._generation[slot] += 1
-            self._staged[slot] = block
-            self._staging[block] = slot
-            slots.append(slot)
+            generation[slot] += 1
+        self._staged.update(zip(slots, blocks, strict=True))
+        self._staging.update(zip(blocks, slots, strict=True))
         return slots
 
     def register(self, slot: int, block: Block) -> None:
         """Commit: from now on the block can be found."""
-        assert self._staged.get(slot) == block.hash, f"slot {slot} was not staged for this block"
-        self._move(slot, "register")
-        del self._staged[slot], self._staging[block.hash]
-        self._block[slot] = block
-        self._block_bytes += block.bytes
-        self._slot[block.hash] = slot
-        self.policy.admit(block.hash, block.parent)
+        self.register_all([(slot, block)])
 
     def register_all(self, entries: Sequence[tuple[int, Block]]) -> None:
         """Commit a batch, and free it leaf first: the root of a chain outlives its leaf."""
+        staged, blocks, slot_of = self._staged, self._block, self._slot
+        policy_of, used, clock = self.pool.policy_of, self.pool.used, self.pool.clock
         for slot, block in entries:
-            self.register(slot, block)
-        hold, free = self.policy.hold, self.policy.free
-        for _, block in entries:
-            hold(block.hash)
-        for _, block in reversed(entries):
-            free(block.hash)
+            name = block.hash
+            assert staged.get(slot) == name, f"slot {slot} was not staged for this block"
+            self._move(slot, "register")
+            del staged[slot], self._staging[name]
+            blocks[slot] = block
+            self._block_bytes += block.bytes
+            slot_of[name] = slot
+            used[slot] = clock
+            policy = policy_of[slot]
+            policy.admit(name, block.parent)
+            policy.hold(name)
+        for slot, block in reversed(entries):
+            policy_of[slot].free(block.hash)
 
     def abort(self, slot: int) -> None:
         """Reset a staged slot, because its bytes did not arrive, or not intact."""
@@ -215,7 +186,7 @@ class SlotTable:
             self._abandoned.remove(slot)
         else:
             del self._staging[self._staged.pop(slot)]
-        self._reset.append(slot)
+        self.pool.give_back(slot)
 
     def abandon(self, slot: int) -> None:
         """Free the name of a staged slot, but keep it until `abort`: late bytes may reach it."""
@@ -224,27 +195,28 @@ class SlotTable:
         self._abandoned.add(slot)
 
     def restore(self, blocks: Mapping[int, Block]) -> None:
-        """Put committed blocks where a former life had them, from the oldest on.
+        """Put committed blocks where a former life had them, by their places, from the oldest on.
 
         Only into an all-RESET table: each is staged and registered in one. They are *folded*: like
         all others, but that a `Block` is made of one when it is wanted, until it is unfolded.
         Columns are taken over: their `slot_of` becomes the table's own.
         """
-        assert len(self._reset) == self.slot_count
-        former = BlockColumns.of(blocks)
+        assert not self._state, "slots are in use"
+        left = BlockColumns.of(blocks)
+        former = left.moved(self.pool.adopt(left.slots, left.block_bytes))
         assert len(former.slot_of) == len(former), "a block is in two slots"
-        taken = np.zeros(self.slot_count, bool)
+        count = len(self._state)
+        self._state[:] = [SlotState.INACTIVE] * count
+        self._generation[:] = [1] * count
+        self._block[:] = [FOLDED] * count
+        taken = np.zeros(count, bool)
         taken[former.slots] = True
-        self._reset = np.flatnonzero(~taken)[::-1].tolist()
-        self._state = [SlotState.INACTIVE] * self.slot_count
-        self._generation = [1] * self.slot_count
-        self._block = [FOLDED] * self.slot_count
-        for slot in self._reset:
+        for slot in np.flatnonzero(~taken).tolist():
             self._state[slot], self._generation[slot], self._block[slot] = SlotState.RESET, 0, None
         self._slot = former.slot_of
         self._block_bytes = former.total_bytes
         self._folded = FoldedBlocks(former)
-        self.policy.fill(former)
+        self.pool.fill_policies(former)
 
     def unfold(self, count: int) -> list[Block]:
         """Unfold the next `count` restored blocks; returns those that can still be found."""
@@ -260,46 +232,57 @@ class SlotTable:
         """Keep a committed block from eviction; counts. `used`: a request asked for it by name."""
         assert slot not in self._discarded, f"slot {slot} is discarded"
         if used:
-            self.policy.touch(self.block(slot).hash)
+            self.pool.policy_of[slot].touch(self.block(slot).hash)
+            self.pool.used[slot] = self.pool.clock
         if self._pins[slot] == 0:
             self._move(slot, "pin")
-            self.policy.hold(self.block(slot).hash)
+            self.pool.policy_of[slot].hold(self.block(slot).hash)
         self._pins[slot] += 1
 
     def pin_prefix(self, names: Iterable[SequenceHash]) -> list[int]:
         """Pin the leading blocks of a chain that are here, each once; returns their slots."""
         slots: list[int] = []
-        pins, hold, touch = self._pins, self.policy.hold, self.policy.touch
+        self.pool.clock += 1
+        pins, policy_of = self._pins, self.pool.policy_of
+        used, clock = self.pool.used, self.pool.clock
         for name in names:
             slot = self._slot.get(name)
             if slot is None:
                 break
-            touch(name)
+            policy = policy_of[slot]
+            policy.touch(name)
+            used[slot] = clock
             if pins[slot] == 0:
                 self._move(slot, "pin")
-                hold(name)
+                policy.hold(name)
             pins[slot] += 1
             slots.append(slot)
         return slots
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Take one pin off each slot. Give a chain in prefix order: its leaf is freed first."""
-        pins = self._pins
+        pins, policy_of = self._pins, self.pool.policy_of
         for slot in reversed(list(slots)):
             left = pins[slot] - 1
             assert left >= 0, f"slot {slot} is not pinned"
             pins[slot] = left
-            if left == 0:
-                self._free(slot)
+            if left:
+                continue
+            self._move(slot, "unpin")
+            if slot not in self._discarded:
+                policy_of[slot].free(self.block(slot).hash)
+                continue
+            self._discarded.remove(slot)
+            self._move(slot, "evict")
+            self._empty(slot)
 
     def evict(self, name: SequenceHash) -> Block:
         """Give up an INACTIVE block."""
         slot = self._slot.pop(name)
         block = self.block(slot)
         self._move(slot, "evict")
-        self.policy.forget(name)
+        self.pool.policy_of[slot].forget(name)
         self._empty(slot)
-        self.evicted_count += 1
         return block
 
     def discard(self, name: SequenceHash) -> Block | None:
@@ -308,58 +291,55 @@ class SlotTable:
         if slot is None:
             return None
         if self._pins[slot] == 0:
-            self.evicted_count -= 1  # `evict` counts; a discarded block was not evicted.
             return self.evict(name)
+        assert slot not in self._discarded, f"slot {slot} has a name, and is discarded"
         del self._slot[name]
         self._discarded.add(slot)
         # The policy forgets it now: the same name may be committed again before the last unpin.
-        self.policy.free(name)
-        self.policy.forget(name)
+        policy = self.pool.policy_of[slot]
+        policy.free(name)
+        policy.forget(name)
         return self.block(slot)
 
     def retire(self, count: int) -> int:
-        """Take up to `count` RESET slots out of use; returns how many there were."""
-        return self._shift(count, self._reset, self._retired, "retire")
+        """Take RESET slots out of use, as much as `count` of the first size; returns how many."""
+        assert count >= 0, f"retire {count} slots"
+        before = self.pool.retired_bytes
+        self.pool.withdraw(count * self.pool.layout.slot_bytes)
+        return (self.pool.retired_bytes - before) // self.pool.layout.slot_bytes
 
     def revive(self, count: int) -> int:
-        """Put up to `count` RETIRED slots back into use; returns how many there were."""
-        return self._shift(count, self._retired, self._reset, "revive")
+        """Put RETIRED slots back into use, like `retire` takes them out of it."""
+        assert count >= 0, f"revive {count} slots"
+        before = self.pool.retired_bytes
+        slots = self.pool.put_back(count * self.pool.layout.slot_bytes)
+        self._move_all(slots, "revive")
+        for slot in slots:
+            self.pool.give_back(slot)
+        return (before - self.pool.retired_bytes) // self.pool.layout.slot_bytes
 
-    def use_policy(self, policy: EvictionPolicy) -> None:
+    def use_policy(self, make: MakePolicy) -> None:
         """Have another policy choose from now on. It learns the blocks in the old one's order.
 
         O(blocks). What the old one knew beyond the order (counts, chances to return) is lost.
         """
-        assert len(policy) == 0
-        free = self.policy.victims(len(self.policy))
-        held = [name for name, slot in self._slot.items() if self._pins[slot]]
-        for name in (*free, *held):  # Held blocks are in use: the last to go.
-            policy.admit(name, self.block(self._slot[name]).parent)
-        for name in held:
-            policy.hold(name)
-        self.policy = policy
+        held = [(name, slot) for name, slot in self._slot.items() if self._pins[slot]]
 
-    def _shift(self, count: int, source: list[int], target: list[int], verb: str) -> int:
-        count = min(count, len(source))
-        for _ in range(count):
-            slot = source.pop()
-            self._move(slot, verb)
-            target.append(slot)
-        return count
+        def learn(size: SizeClass, policy: EvictionPolicy) -> None:
+            assert len(policy) == 0, "a policy that knows blocks is no new one"
+            ours = [name for name, slot in held if self.pool.policy_of[slot] is size.policy]
+            for name in (*size.policy.victims(len(size.policy)), *ours):  # Held: the last to go.
+                policy.admit(name, self.block(self._slot[name]).parent)
+            for name in ours:
+                policy.hold(name)
+            assert len(policy) == len(size.policy), f"{len(policy)} of {len(size.policy)} are free"
 
-    def _free(self, slot: int) -> None:
-        self._move(slot, "unpin")
-        if slot not in self._discarded:
-            self.policy.free(self.block(slot).hash)
-            return
-        self._discarded.remove(slot)
-        self._move(slot, "evict")
-        self._empty(slot)
+        self.pool.use_policy(make, learn)
 
     def _empty(self, slot: int) -> None:
         self._block_bytes -= self.block(slot).bytes
         self._block[slot] = None
-        self._reset.append(slot)
+        self.pool.give_back(slot)
 
     def _move(self, slot: int, verb: str) -> None:
         state = self._state[slot]
@@ -368,32 +348,6 @@ class SlotTable:
             raise InvalidTransition(SLOT.refusal(state, verb, f"slot {slot}"))
         self._state[slot] = target
 
-    def check(self) -> None:
-        """Assert every invariant; O(slots)."""
-        by_state = Counter(self._state)
-        assert len(self._reset) == len(set(self._reset)) == by_state[SlotState.RESET]
-        assert len(self._retired) == len(set(self._retired)) == by_state[SlotState.RETIRED]
-        assert len(self._staged) == len(self._staging)
-        assert not self._staged.keys() & self._abandoned
-        assert len(self.staged()) == by_state[SlotState.STAGED]
-        assert all(self._staging[name] == slot for slot, name in self._staged.items())
-        assert not self._staging.keys() & self._slot.keys()
-        assert len(self.policy) == by_state[SlotState.INACTIVE]
-        named = len(self._slot) + len(self._discarded)
-        assert named == by_state[SlotState.INACTIVE] + by_state[SlotState.ACTIVE]
-        for name, slot in self._slot.items():
-            assert self.block(slot).hash == name
-        for slot in self._discarded:
-            assert self._state[slot] is SlotState.ACTIVE
-            assert self._slot.get(self.block(slot).hash) != slot
-        for slot, state in enumerate(self._state):
-            assert (self._pins[slot] > 0) == (state is SlotState.ACTIVE)
-            committed = state in (SlotState.INACTIVE, SlotState.ACTIVE)
-            assert (self._block[slot] is not None) == committed
-        held = [slot for slot, block in enumerate(self._block) if block is not None]
-        assert self._block_bytes == sum(self.block(slot).bytes for slot in held)
-        folded = {slot for slot in held if self._block[slot] is FOLDED}
-        assert folded <= self._folded.slots()
-        counts = self.counts()
-        assert counts["total"] == self.slot_count - by_state[SlotState.RETIRED]
-        assert all(counts[state.value] == by_state[state] for state in SlotState), counts
+    def _move_all(self, slots: Iterable[int], verb: str) -> None:
+        for slot in slots:
+            self._move(slot, verb)

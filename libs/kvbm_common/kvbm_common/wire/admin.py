@@ -78,9 +78,9 @@ class BlockReply(_Message, frozen=True, kw_only=True):
     leases: list[BlockLease] = []
     story: list[BlockEntry] = []
     part_count: Annotated[int, Meta(ge=1)] = 1
-    """How many parts of equal size it has, one per rank of its engine."""
+    """How many parts of equal size it has: ranges of layers, by groups of heads."""
     part_checksums: list[int] = []
-    """The xxh3-64 of each part; empty: it has one, or this tier keeps only their number."""
+    """The xxh3-64 of each part; empty: it has one, or this tier keeps only how it is cut."""
 
 
 # --- changes --------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from kvbm_common.wire import VERSION, admin, events, explain, holders, scores, verbs
+from kvbm_common.access.grants import users_of
+from kvbm_common.wire import VERSION, admin, events, explain, scores, verbs
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.operator_verbs import LOWER_TIERS, OPERATOR_VERBS, SERVICES, TIERS
 
@@ -75,7 +76,7 @@ PUBLISHED = (
 VERBS = (
     Verb("index", "match", verbs.MatchRequest, verbs.MatchReply, shared=True),
     Verb("index", "dump", verbs.DumpRequest, verbs.DumpReply, shared=True),
-    Verb("index", "holders", verbs.DumpRequest, holders.HoldersReply, shared=True),
+    Verb("index", "holders", verbs.DumpRequest, scores.HoldersReply, shared=True),
     Verb("index", "match_batch", scores.MatchBatchRequest, scores.MatchBatchReply, shared=True),
     Verb("index", "score", scores.ScoreRequest, scores.ScoreReply, shared=True),
     Verb("index", "where", scores.WhereRequest, scores.WhereReply, shared=True),
@@ -150,7 +151,8 @@ def _info() -> Json:
         "version": f"{VERSION}.0.0",
         "description": (
             "Events, offers, hits and verbs of the KV-cache block manager, from the view of the "
-            "services: they send what is published and receive the requests. "
+            "services: they send what is published and receive the requests. `x-roles` says which "
+            "credentials may use a channel where NATS has roles; `@host`: on their own host. "
             "Positions, limits and rules of evolution are in wire.md."
         ),
         "license": {"name": "Apache-2.0"},
@@ -172,6 +174,11 @@ def _channel(subject: str | None, types: Sequence[type]) -> Json:
         "address": subject,
         "messages": {_name(one): {"$ref": f"#/components/messages/{_name(one)}"} for one in types},
     }
+    if subject is not None:
+        channel["x-roles"] = {
+            "send": users_of(subject, "send"),
+            "receive": users_of(subject, "receive"),
+        }
     if names := re.findall(r"{(\w+)}", subject or ""):
         channel["parameters"] = {
             name: {"$ref": f"#/components/parameters/{name}"} for name in names

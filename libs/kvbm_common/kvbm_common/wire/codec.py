@@ -31,7 +31,7 @@ class _Version(msgspec.Struct):
     v: int = VERSION
 
 
-_Peek = msgspec.json.Decoder[_Version] | msgspec.msgpack.Decoder[_Version]
+_Decoder = msgspec.json.Decoder[Message] | msgspec.msgpack.Decoder[Message]
 
 
 class WireError(KvbmError):
@@ -46,34 +46,13 @@ class WireError(KvbmError):
         """`malformed`, `oversized` or `version`: the label of the drop counter."""
 
 
-class JsonCodec(Generic[Message]):
-    """JSON of one type (or union of tagged types), as it travels on NATS."""
+class _Codec(Generic[Message]):
+    """Messages of one type (or union of tagged types) in one format of msgspec."""
 
-    def __init__(self, type_: Any) -> None:
-        self._decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(type_)
-        self._encoder = msgspec.json.Encoder()
-        self._peek = msgspec.json.Decoder(_Version)
-
-    def encode(self, message: Message) -> bytes:
-        """Encode a message into bytes."""
-        return self._encoder.encode(message)
-
-    def decode(self, payload: bytes) -> Message:
-        """Decode a message from bytes; raises WireError."""
-        _check_size(payload)
-        try:
-            return self._decoder.decode(payload)
-        except _REFUSALS as error:
-            raise _refused(payload, error, self._peek) from error
-
-
-class MsgpackCodec(Generic[Message]):
-    """msgpack of one type (or union of tagged types), as it travels on ZMQ inside a host."""
-
-    def __init__(self, type_: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(type_)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._peek = msgspec.msgpack.Decoder(_Version)
+    def __init__(self, library: Any, type_: Any) -> None:
+        self._decoder: _Decoder[Message] = library.Decoder(type_)
+        self._encoder: msgspec.json.Encoder | msgspec.msgpack.Encoder = library.Encoder()
+        self._peek: _Decoder[_Version] = library.Decoder(_Version)
 
     def encode(self, message: Message) -> bytes:
         """Encode a message into bytes."""
@@ -81,11 +60,27 @@ class MsgpackCodec(Generic[Message]):
 
     def decode(self, payload: bytes) -> Message:
         """Decode a message from bytes; raises WireError."""
-        _check_size(payload)
+        if len(payload) > MESSAGE_BYTES_MAX:
+            text = f"{len(payload)} bytes, more than the {MESSAGE_BYTES_MAX} allowed"
+            raise WireError(text, kind="oversized")
         try:
             return self._decoder.decode(payload)
         except _REFUSALS as error:
             raise _refused(payload, error, self._peek) from error
+
+
+class JsonCodec(_Codec[Message]):
+    """JSON, as it travels on NATS."""
+
+    def __init__(self, type_: Any) -> None:
+        super().__init__(msgspec.json, type_)
+
+
+class MsgpackCodec(_Codec[Message]):
+    """msgpack, as it travels on ZMQ inside a host."""
+
+    def __init__(self, type_: Any) -> None:
+        super().__init__(msgspec.msgpack, type_)
 
 
 def _field_in(text: str) -> str:
@@ -93,14 +88,7 @@ def _field_in(text: str) -> str:
     return next(filter(None, found.groups()), "") if found else ""
 
 
-def _check_size(payload: bytes) -> None:
-    if len(payload) > MESSAGE_BYTES_MAX:
-        raise WireError(
-            f"{len(payload)} bytes, more than the {MESSAGE_BYTES_MAX} allowed", kind="oversized"
-        )
-
-
-def _refused(payload: bytes, error: Exception, peek: _Peek) -> WireError:
+def _refused(payload: bytes, error: Exception, peek: _Decoder[_Version]) -> WireError:
     """Return the error of a payload that did not decode. Mixed releases must show as `version`."""
     try:
         version = peek.decode(payload).v

@@ -240,7 +240,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
 def compact(batch: EngineBatch) -> EngineBatch:
     """Turn the token ids of a batch into views of u32, one piece of memory an event; return it.
 
-    To be called before anybody else has the batch. Where hundreds wait to be applied together, an
+    To be called before other code has the batch. Where hundreds wait to be applied together, an
     object for every id would cost more than all that is done with them. What are no ids stay as
     they are: who names the blocks says so.
     """

@@ -8,11 +8,10 @@ asks the source for a snapshot; it never guesses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict
 
 from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.wire import VERSION
@@ -27,6 +26,9 @@ Token = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Tier = Literal["device", "host", "disk", "object"]
 """G1, G2, G3, G4."""
+
+TIER_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
+"""How the sources begin that are tiers of a host: each engine of it can read from them."""
 
 STREAM = "KVBM_EVENTS"
 SUBJECT_PREFIX = "kvbm.v1.events"
@@ -65,6 +67,8 @@ class Stored(_Envelope, frozen=True, kw_only=True, tag="stored"):
 
     namespace: HexDigest
     runs: list[Run]
+    block_bytes: Natural = 0
+    """Of a tier: bytes of each of these blocks; 0: not said."""
 
 
 class Removed(_Envelope, frozen=True, kw_only=True, tag="removed"):
@@ -86,31 +90,17 @@ class Cleared(_Envelope, frozen=True, kw_only=True, tag="cleared"):
 Event = Stored | Removed | Cleared
 
 
-class EventHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What an event begins with, and the one place where events are made."""
+class EventHead(TypedDict):
+    """What an event begins with: the fields that its source fills in the same way in all kinds."""
 
     host: str
     source: str
     tier: Tier
     epoch: int
     seq: int
-    ts_ms: int = 0
+    ts_ms: int
     """A core leaves it at 0: wall-clock stamps are the business of its shell."""
-    rank: int = 0
-
-    def stored(self, namespace: str, runs: list[Run], *, group: int = 0) -> Stored:
-        """Return the event that says: these blocks can be read from now on."""
-        return Stored(**asdict(self), group=group, namespace=namespace, runs=runs)
-
-    def removed(self, namespace: str, hashes: list[str], reason: str, *, group: int = 0) -> Removed:
-        """Return the event that says: these blocks are gone from this tier."""
-        return Removed(
-            **asdict(self), group=group, namespace=namespace, hashes=hashes, reason=reason
-        )
-
-    def cleared(self, reason: str, *, rank_only: bool = False) -> Cleared:
-        """Return the event that says: nothing is held any more."""
-        return Cleared(**asdict(self), reason=reason, rank_only=rank_only)
+    rank: NotRequired[int]
 
 
 def run_of(parent: SequenceHash, hashes: Sequence[SequenceHash]) -> Run:

@@ -24,7 +24,8 @@ import msgspec
 from msgspec import Meta
 
 from kvbm_common.identity import Namespace
-from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.tier.kv_groups import GROUPS_MAX, GroupRun
+from kvbm_common.tier.parts import Share, share_of_rank
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.events import Natural, Token
@@ -33,6 +34,9 @@ Positive = Annotated[int, Meta(ge=1)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 Generation = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
 """Empty until an engine's caches are reset for the first time."""
+GroupNamespaces = Annotated[list[Namespace], Meta(max_length=GROUPS_MAX - 1)]
+REGIONS_MAX = 16_384
+"""Of one worker: 128 layers with as many tensors. More would hold up the host tier's step."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
@@ -49,32 +53,42 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """An engine's worker (one per tensor-parallel rank) or its scheduler half introduces itself.
+    """An engine's worker (one per rank) or its scheduler half introduces itself.
 
-    The host tier needs every rank's `agent` metadata and `regions` to pull blocks; the block as
-    stored is the pieces of all regions of rank 0, then those of rank 1, and so on.
+    The host tier needs every rank's `agent` metadata and `regions` to pull blocks. The pieces of
+    its regions, back to back, are what the rank's `share` says it holds of a block: layer after
+    layer, and in a layer head group after head group. Without a share the block as stored is the
+    pieces of rank 0, then those of rank 1, and so on.
     """
 
     engine: Token
     incarnation: Incarnation
     role: Literal["scheduler", "worker"]
     namespace: Namespace
-    group_namespaces: list[Namespace] = []
+    group_namespaces: GroupNamespaces = []
     """Those of the model's other KV groups; `namespace` is the first group's."""
     rank: Natural = 0
     world_size: Positive = 1
     agent: bytes = b""
-    regions: list[Region] = []
+    regions: Annotated[list[Region], Meta(max_length=REGIONS_MAX)] = []
     pid: Natural = 0
     shards: Natural = 0
     """The version of the shard map by which it comes here; 0: by the well-known endpoint."""
     verify: str = ""
     """Which loads this worker compares with their checksums: `always`, `sampled`, `never`."""
+    share: Share | None = None
+    """The parts of a block that this rank holds (`tier/parts.py`)."""
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
         """Return the namespaces of all KV groups, the first group's first."""
         return self.namespace, *self.group_namespaces
+
+    @property
+    def held_share(self) -> Share:
+        """Return the parts that a worker holds, said or by its rank, which is below `world_size`;
+        that is at most PARTS_MAX."""
+        return self.share or share_of_rank(self.rank, self.world_size)
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -210,14 +224,17 @@ class Found(_Message, frozen=True, kw_only=True):
     reason: str = ""
     object_blocks: list[Natural] = []
     part_checksums: list[int] = []
-    """The checksum of each rank's part of each block, block after block: every rank verifies its
-    own. Empty where blocks have one part, whose checksum is in `checksums`."""
+    """What a former release said of parts: neither said nor read."""
     boundary: Natural = 0
     """Of a lookup with groups: the tokens of the hit. `slots` are those of the blocks that it needs
     (`tier/kv_groups.py`), group after group."""
     shared: Natural = 0
-    """Of a lookup with groups: the tokens up to which every group without a window has all blocks.
-    Behind `boundary`, blocks of a window are missing: prompts part here."""
+    """Of a lookup with groups: the tokens up to which every group that needs all blocks has them.
+    Behind `boundary`, blocks of other groups are missing: prompts part here."""
+    part_sums: bytes = b""
+    """The packed checksums of each block's parts (8 bytes each, little-endian), block after block:
+    every rank verifies its own. Empty where blocks have one part, whose checksum is in
+    `checksums`."""
 
 
 class Release(_Message, frozen=True, kw_only=True):
@@ -270,8 +287,8 @@ class Attach(_Message, frozen=True, kw_only=True):
     `endpoint` and `replay_endpoint` are where the engine's PUB and ROUTER listen. An engine without
     events has no endpoint (`""`): it attaches for its offers alone.
 
-    Sent again when `generation` or `adapters` change, which goes on with what is followed; any
-    other difference begins another life.
+    Sent again when `generation`, `adapters` or `passes_through` change, which goes on with what is
+    followed; any other difference begins another life.
     """
 
     engine: Token
@@ -286,6 +303,10 @@ class Attach(_Message, frozen=True, kw_only=True):
     """Part of the names of blocks that are stored after the engine's cache is cleared next."""
     adapters: list[Adapter] | None = None
     """Those that requests have used. None: this engine's LoRA blocks are named by name alone."""
+    group_namespaces: GroupNamespaces = []
+    """Those of the model's other KV groups; `namespace` is the first group's."""
+    passes_through: str = ""
+    """Why the engine computes without a cache; empty: it has one. People read it."""
 
 
 class Attached(_Message, frozen=True, kw_only=True):

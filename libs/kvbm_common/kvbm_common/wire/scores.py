@@ -1,4 +1,4 @@
-"""The verbs `match_batch`, `score` and `where` of the index."""
+"""The verbs `match_batch`, `score`, `where` and `holders` of the index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvbm_common.wire.events import Hex128, Natural, Tier, Token
-from kvbm_common.wire.verbs import MatchReply, MatchRequest, _Message
+from kvbm_common.wire.verbs import MatchReply, MatchRequest, _HolderPosition, _Message
 
 BATCH_QUESTIONS_MAX = 256
 """A router asks for what has arrived in a few milliseconds."""
@@ -84,3 +84,15 @@ class WhereReply(_Message, frozen=True, kw_only=True):
 
 DEFAULT_WEIGHTS: dict[Tier, float] = {"device": 1.0, "host": 0.8, "disk": 0.5, "object": 0.2}
 """Of what computing a block again costs, what is saved: a guess to start with."""
+
+
+class HolderSummary(_HolderPosition, frozen=True, kw_only=True):
+    """One holder, how many blocks it has, and the position up to which that is true."""
+
+    blocks: Natural
+
+
+class HoldersReply(_Message, frozen=True, kw_only=True):
+    """One entry per holder, in the order of host, source, tier, rank and group."""
+
+    holders: list[HolderSummary]

@@ -15,6 +15,8 @@ from kvbm_common.identity import Namespace
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.events import Hex128, HexDigest, Natural, Run, Tier, Token
+from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
+from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
 
 MATCH_BLOCKS_MAX = 65_536
 """A prompt of a million tokens at 16 per block; a longer question is a mistake."""
@@ -69,6 +71,8 @@ class Hits(_Message, frozen=True, kw_only=True):
     hashes: list[str]
     instance: str = ""
     """The host tier that has them; empty: whichever there is."""
+    block_bytes: Natural = 0
+    """Bytes of each of them; 0: not said."""
 
 
 # --- host tier: for the disk tier -----------------------------------------------------------
@@ -77,9 +81,12 @@ class Hits(_Message, frozen=True, kw_only=True):
 class ArenaRequest(_Message, frozen=True, kw_only=True):
     """Where is the arena, and how is it cut?"""
 
+    any_size: bool = False
+    """The asker knows slots of several sizes. One that does not is refused: `one_size`."""
+
 
 class ArenaReply(_Message, frozen=True, kw_only=True):
-    """`slot_bytes` is 0 until the first engine has said how large its blocks are."""
+    """The arena: slot s begins at s × `slot_bytes`, which is 0 until the first engine has come."""
 
     path: str
     bytes: Natural
@@ -89,6 +96,8 @@ class ArenaReply(_Message, frozen=True, kw_only=True):
     instance: str
     staging: bool = False
     """Disk-only mode: the arena is a small staging area, every block is for the disk."""
+    sizes: list[Natural] = []
+    """Lengths of the slots that there are, the first one first; empty: all have `slot_bytes`."""
 
 
 class LeaseRequest(_Message, frozen=True, kw_only=True):
@@ -101,20 +110,6 @@ class LeaseRequest(_Message, frozen=True, kw_only=True):
     lease_ms: Annotated[int, Meta(ge=1)]
     trace: str = ""
     """The `traceparent` of the onboard that wants them; empty: not traced."""
-
-
-class LeasedSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """One pinned block. `checksum` is the xxh3-64 of its first `bytes` bytes, or of the
-    `part_checksums` where it has several parts."""
-
-    hash: Hex128
-    parent: Hex128
-    namespace: HexDigest
-    slot: Natural
-    checksum: int
-    bytes: Natural
-    part_checksums: list[int] = []
-    """The xxh3-64 of each of its parts, which are of equal size; empty: it has one part."""
 
 
 class LeaseReply(_Message, frozen=True, kw_only=True):
@@ -142,9 +137,12 @@ class ReleaseReply(_Message, frozen=True, kw_only=True):
 class DoorRequest(_Message, frozen=True, kw_only=True):
     """Where can another host read this arena? Blocks are leased before they are read."""
 
+    any_size: bool = False
+    """The asker knows slots of several sizes. One that does not is refused: `one_size`."""
+
 
 class DoorReply(_Message, frozen=True, kw_only=True):
-    """The arena as NIXL reads it: slot s is `slot_bytes` bytes at `address` + s * `slot_bytes`.
+    """The arena as NIXL reads it: slot s begins at `address` + s * `slot_bytes`.
 
     `epoch` is what a `LeaseRequest` wants. `agent` is NIXL's metadata, good until a read fails.
     """
@@ -177,26 +175,13 @@ class FillRequest(_Message, frozen=True, kw_only=True):
     epoch: Natural
     until_ms: Natural
     slots: list[FillSlot]
+    slot_bytes: Natural = 0
+    """Length of each of these slots; 0: as in ArenaReply. A longer block is refused."""
     ahead: Natural = 0
     """Blocks of the same run that this disk tier was asked for before these: it serves the fronts
     of all runs before their tails."""
     trace: str = ""
     """The `traceparent` of the onboard that wants them; empty: not traced."""
-
-
-class FilledSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome for one slot; when `ok` is false, `reason` says why and the slot is unused."""
-
-    hash: Hex128
-    slot: Natural
-    ok: bool
-    parent: Hex128 = "0" * 32
-    namespace: HexDigest = "0" * 64
-    checksum: int = 0
-    bytes: Natural = 0
-    reason: str = ""
-    part_checksums: list[int] = []
-    """As in `LeasedSlot`."""
 
 
 class FillReply(_Message, frozen=True, kw_only=True):
@@ -248,8 +233,8 @@ class DumpRequest(_Message, frozen=True, kw_only=True):
     source: Token | None = None
 
 
-class HolderDump(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of one holder, sorted, and the position up to which that is true."""
+class _HolderPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """One holder, and the position up to which this is true."""
 
     host: Token
     source: Token
@@ -258,6 +243,11 @@ class HolderDump(msgspec.Struct, frozen=True, kw_only=True):
     group: Natural = 0
     epoch: Natural
     seq: Natural
+
+
+class HolderDump(_HolderPosition, frozen=True, kw_only=True):
+    """The blocks of one holder, sorted, and the position up to which that is true."""
+
     hashes: list[str]
 
 
@@ -289,6 +279,7 @@ class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
     rank: Natural = 0
     group: Natural = 0
     runs: list[Run]
+    block_bytes: Natural = 0
 
 
 class SnapshotReply(_Message, frozen=True, kw_only=True):
@@ -325,8 +316,16 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     """Tiers: slots by state (`reset`, `staged`, `inactive`, `active`, `retired`) and `total`:
     those that may be used, which `retired` ones may not."""
     slot_bytes: Natural = 0
+    """Tiers: length of the slots that the medium was cut for first."""
     block_bytes: Natural = 0
     """Tiers: bytes of the blocks in these slots."""
+    capacity_bytes: Natural = 0
+    """Tiers: bytes of the medium that may be used; 0: all slots have `slot_bytes`."""
+    slab_bytes: Natural = 0
+    slabs: dict[str, int] = {}
+    """Tiers: length of the slabs, and how many have each state (`free`, `cut`, `leaving`)."""
+    sizes: list[SizeStats] = []
+    """Tiers: what each size of slots has, the first size first."""
     policy: str = ""
     """Tiers: the eviction policy in force."""
     leases: Natural = 0
@@ -335,21 +334,7 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     positions: dict[str, list[int]] = {}
     """Index: source → [epoch, seq] applied. Consolidator: source → [epoch, seq] published."""
     workers: list[WorkerStats] = []
-    """Host tier: the engine workers that are attached."""
-
-
-class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One attached engine worker, for `GET /v1/workers`."""
-
-    engine: Token
-    incarnation: str
-    rank: Natural
-    world_size: Natural
-    namespace: Namespace
-    block_bytes: Natural
-    seen_ms_ago: Natural
-    verify: str = ""
-    """Which loads it compares with their checksums, as its Hello says; empty: not known."""
+    """Host tier: the engine workers that are attached. Consolidator: engines that pass through."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,29 +10,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import assert_never
 
 from kvbm_common.identity import HASH_BYTES, IdentityError, SequenceHash, hashes_from_hex
 from kvbm_common.tier.admin import TierAdmin
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.tier.breaker import BreakerState
-from kvbm_common.tier.departures import Departures
-from kvbm_common.tier.diary import Diary
 from kvbm_common.wire.admin import FilterReply, FilterRequest
 from kvbm_common.wire.events import Event, Stored
 from kvbm_common.wire.verbs import ErrorBody
 
-from kvbm_disk_tier.core.admission import Admission
-from kvbm_disk_tier.core.announcements import Announcements
-from kvbm_disk_tier.core.departures import Explainer
-from kvbm_disk_tier.core.disk_breaker import DiskBreaker
-from kvbm_disk_tier.core.effects import Answer, Effect, OpenStore, SayAccepting
+from kvbm_disk_tier.core.effects import Answer, Effect, OpenStore, Publish, SayAccepting
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
+from kvbm_disk_tier.core.health import DiskHealth
 from kvbm_disk_tier.core.host_arenas import HostArenas
 from kvbm_disk_tier.core.inventory import Inventory
-from kvbm_disk_tier.core.journal_writer import JournalWriter
-from kvbm_disk_tier.core.limits import DISK, DiskTierLimits, StoreKind
+from kvbm_disk_tier.core.limits import DISK, DiskTierLimits, Means, StoreKind
 from kvbm_disk_tier.core.messages import (
     AdminAsked,
     AnnounceMore,
@@ -49,28 +42,31 @@ from kvbm_disk_tier.core.messages import (
     Input,
     Journaled,
     JournalFailed,
+    JournalRewritten,
     Leased,
     LeaseFailed,
     ReadDone,
     ReadFailed,
     ReadLanded,
     Released,
+    StoreAbsent,
     StoreDown,
     StoreFailed,
     StoreInput,
     StoreOpened,
+    StoreProbed,
     StoreUp,
+    Synchronised,
     Tick,
     WriteFailed,
     WritersKnown,
     Written,
 )
-from kvbm_disk_tier.core.outbox import Outbox
+from kvbm_disk_tier.core.pending import Admission, PendingBlocks, Told, WriteBudget
 from kvbm_disk_tier.core.reads import Reads
 from kvbm_disk_tier.core.shards import Shards
 from kvbm_disk_tier.core.store import Store
 from kvbm_disk_tier.core.view import View
-from kvbm_disk_tier.core.write_budget import WriteBudget
 from kvbm_disk_tier.core.writes import Writes
 
 
@@ -95,135 +91,86 @@ class DiskTierCore:
         """Create an empty core; `write_budget` is in bytes per 24 hours, 0 without a limit."""
         assert instance, "an instance has a name"
         assert epoch >= 0
-        limits = limits or DiskTierLimits()
         source = f"{kind.service}-{instance}"
-        announcer = Announcer(host=host, source=source, tier=kind.tier, epoch=epoch)
         # Not `or`: a filter that has seen nothing is empty, and false.
         given = FrequencyFilter() if frequency_filter is None else frequency_filter
-        ids = itertools.count(2)
         self.counts: Counter[str] = Counter()
-        self.outbox = Outbox()
-        self.diary = Diary()
-        self.departures = Departures()
-        """What became of the blocks that were here, or should have come here."""
-        self.announcements = Announcements(announcer, self.outbox)
-        self.breaker = DiskBreaker(self.counts)
-        self.store = Store(kind, limits, self.counts)
-        self.arenas = HostArenas(self.store, self.outbox)
-        self.admission = Admission(given, Shards(instance), self.counts)
-        self.journal = JournalWriter(
-            has_file=kind.sized,
-            records_per_slot=limits.journal_records_per_slot,
-            outbox=self.outbox,
-            diary=self.diary,
-            counts=self.counts,
+        self._outbox: list[Effect] = []
+        self._emit = self._outbox.append
+        means = Means(limits or DiskTierLimits(), self.counts, self._emit)
+        self.health = DiskHealth(self.counts, self._emit)
+        self.store = Store(kind, means)
+        self.arenas = HostArenas(self.store, self._emit)
+        announcer = Announcer(host=host, source=source, tier=kind.tier, epoch=epoch)
+        self.inventory = Inventory(announcer, policy=policy, has_journal=kind.sized, means=means)
+        self.pending = PendingBlocks(
+            admission=Admission(given, Shards(instance), self.counts),
+            budget=WriteBudget(write_budget),
+            store=self.store,
+            arenas=self.arenas,
+            departures=self.inventory.departures,
+            means=means,
         )
-        self.inventory = self._make_inventory(limits, policy, first_lease=(epoch % 2**31 << 32) + 1)
-        self.writes = self._make_writes(limits, source, ids, WriteBudget(write_budget))
-        self.reads = self._make_reads(limits, ids)
-        self.admin = TierAdmin(self.inventory)
-        self.view = self._make_view(instance)
+        self.writes, self.reads = self._make_transfers(source, means)
+        self.admin = TierAdmin(self.inventory, self.inventory.leases)
+        self.view = View(instance=instance, _core=self)
         self._said_accepting = True
+        self._now_ms = 0
 
     # --- the parts --------------------------------------------------------------------------
 
-    def _make_inventory(
-        self, limits: DiskTierLimits, policy: str, *, first_lease: int
-    ) -> Inventory:
-        return Inventory(
-            policy=policy,
-            first_lease=first_lease,
-            announced_max=limits.announced_blocks_max,
-            journal=self.journal,
-            announcements=self.announcements,
-            diary=self.diary,
-            departures=self.departures,
-            outbox=self.outbox,
-            counts=self.counts,
-        )
-
-    def _make_writes(
-        self, limits: DiskTierLimits, owner: str, ids: Iterator[int], budget: WriteBudget
-    ) -> Writes:
-        return Writes(
+    def _make_transfers(self, owner: str, means: Means) -> tuple[Writes, Reads]:
+        ids = itertools.count(2)
+        writes = Writes(
             owner=owner,
             ids=ids,
-            limits=limits,
-            admission=self.admission,
-            budget=budget,
+            pending=self.pending,
             store=self.store,
-            breaker=self.breaker,
+            health=self.health,
             arenas=self.arenas,
             inventory=self.inventory,
-            journal=self.journal,
-            departures=self.departures,
-            outbox=self.outbox,
-            counts=self.counts,
+            means=means,
         )
-
-    def _make_reads(self, limits: DiskTierLimits, ids: Iterator[int]) -> Reads:
-        return Reads(
+        reads = Reads(
             ids=ids,
-            limits=limits,
             store=self.store,
-            breaker=self.breaker,
+            health=self.health,
             arenas=self.arenas,
             inventory=self.inventory,
-            outbox=self.outbox,
-            counts=self.counts,
+            means=means,
         )
-
-    def _make_view(self, instance: str) -> View:
-        explainer = Explainer(
-            inventory=self.inventory,
-            departures=self.departures,
-            writes=self.writes,
-            admission=self.admission,
-            store=self.store,
-            breaker=self.breaker,
-            arenas=self.arenas,
-        )
-        return View(
-            instance=instance,
-            store=self.store,
-            breaker=self.breaker,
-            admission=self.admission,
-            inventory=self.inventory,
-            announcements=self.announcements,
-            writes=self.writes,
-            reads=self.reads,
-            explainer=explainer,
-            tallies=self.counts,
-        )
+        return writes, reads
 
     # --- the doors --------------------------------------------------------------------------
 
     def start(self) -> Sequence[Effect]:
-        """Return the first effects of a life."""
-        self.announcements.start()
-        return self.outbox.drain()
+        """Return the first effects of a life: nothing of the life before can be read."""
+        assert self.inventory.announcer.seq == 0, "a life starts once"
+        return [Publish(self.inventory.announcer.cleared("start"))]
 
     def stop(self) -> Sequence[Effect]:
         """Return the last effects: the blocks stay in the store, but cannot be read."""
-        self.reads.stopped = True
-        self.announcements.stop()
-        return self.outbox.drain()
+        assert self.inventory.announcer.seq > 0, "this life has not started"
+        self.reads.stopped = self.inventory.stopped = True
+        return [Publish(self.inventory.announcer.cleared("stop"))]
 
     def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
         """Take one input; returns the effects, in order."""
-        assert now_ms >= self.inventory.now_ms, f"{now_ms} ms after {self.inventory.now_ms} ms"
-        self.inventory.now_ms = now_ms
+        assert now_ms >= self._now_ms, f"{now_ms} ms after {self._now_ms} ms"
+        self._now_ms = now_ms
         try:
             self._take(event, now_ms)
         except IdentityError as error:
             self._reject(event, error)
         self._advance(now_ms)
-        return self.outbox.drain()
+        effects = self._outbox[:]
+        self._outbox.clear()
+        return effects
 
     def story(self, name: SequenceHash) -> list[str]:
         """Return what happened to a block lately."""
         assert len(name) == HASH_BYTES, name
-        return self.diary.story(name)
+        return self.inventory.diary.story(name)
 
     # --- inputs -----------------------------------------------------------------------------
 
@@ -231,22 +178,48 @@ class DiskTierCore:
         match event:
             case HostEvent(instance, host_event):
                 self._host_event(instance, host_event, now_ms)
+            case Leased():
+                self.writes.leased(event)
+            case LeaseFailed():
+                self.writes.lease_failed(event, now_ms)
+            case Written():
+                self.writes.written(event, now_ms)
+            case WriteFailed():
+                self.writes.write_failed(event, now_ms)
+            case Released():
+                self.writes.released(event, now_ms)
+            case Journaled():
+                self.writes.journaled(event, now_ms)
+            case JournalFailed():
+                self.writes.journal_failed(event, now_ms)
+            case FillAsked():
+                self.reads.asked(event, now_ms)
+            case ReadLanded(read_id):
+                self.reads.landed(read_id)
+            case ReadDone():
+                self.reads.done(event, now_ms)
+            case ReadFailed():
+                self.reads.failed(event, now_ms)
             case (
-                Leased() | LeaseFailed() | Written() | WriteFailed()
-                | Released() | Journaled() | JournalFailed()
-            ):  # fmt: skip
-                self.writes.take(event, now_ms)
-            case FillAsked() | ReadLanded() | ReadDone() | ReadFailed():
-                self.reads.take(event, now_ms)
-            case StoreOpened() | StoreFailed() | AnnounceMore() | StoreDown() | StoreUp():
+                StoreOpened()
+                | StoreFailed()
+                | StoreAbsent()
+                | AnnounceMore()
+                | StoreDown()
+                | StoreUp()
+            ):
                 self._take_of_store(event, now_ms)
+            case StoreProbed() | JournalRewritten() | Synchronised():
+                if isinstance(event, JournalRewritten):
+                    self.inventory.journal.rewritten(event, now_ms)
+                self.health.heard(event, now_ms)
             case (
                 HostJoined() | HostLeft() | HostEventsLost() | HostSnapshot() | HitsTold()
                 | ArenaKnown() | ArenaFailed()
             ):  # fmt: skip
                 self._take_of_host(event, now_ms)
             case WritersKnown(instances):
-                self.admission.shards.set(instances)
+                self.pending.admission.shards.set(instances)
             case AdminAsked():
                 self._admin(event, now_ms)
             case Tick():
@@ -256,10 +229,11 @@ class DiskTierCore:
 
     def _host_event(self, instance: str, event: Event, now_ms: int) -> None:
         """Take an announcement of a host tier: what is stored may deserve the disk."""
-        self.arenas.heard(instance, event.epoch)
+        if event.epoch not in self.arenas.usable:
+            self.arenas.heard(instance, event.epoch)
         if isinstance(event, Stored):
             names = [name for run in event.runs for name in hashes_from_hex(run.hashes)]
-            self.writes.seen(names, instance, now_ms)
+            self.writes.seen(names, Told(instance, event.block_bytes), now_ms)
 
     def _take_of_host(self, event: HostInput, now_ms: int) -> None:
         match event:
@@ -273,10 +247,12 @@ class DiskTierCore:
                 self.arenas.ask_snapshots()
             case HostSnapshot(instance, reply):
                 for part in reply.parts:
+                    told = Told(instance, part.block_bytes)
                     for run in part.runs:
-                        self.writes.listed(hashes_from_hex(run.hashes), instance, now_ms)
+                        self.writes.listed(hashes_from_hex(run.hashes), told, now_ms)
             case HitsTold(instance, hits):
-                self.writes.seen(hashes_from_hex(hits.hashes), instance, now_ms)
+                told = Told(instance, hits.block_bytes)
+                self.writes.seen(hashes_from_hex(hits.hashes), told, now_ms)
             case ArenaKnown(arena):
                 self.arenas.known(arena)
             case ArenaFailed(instance):
@@ -288,11 +264,14 @@ class DiskTierCore:
         match event:
             case StoreOpened():
                 self.store.opened(event)
-                self.inventory.opened(event)
+                self.inventory.opened(event, now_ms)
                 self.arenas.refit()
-                self.writes.budget.spend(event.depth.written_bytes)
+                self.pending.budget.spend(event.depth.written_bytes)
             case StoreFailed(reason):
                 self.store.open_failed(reason, now_ms)
+                self.arenas.refit()
+            case StoreAbsent():
+                self.store.absent()
                 self.arenas.refit()
             case AnnounceMore():
                 self.inventory.announce_former()
@@ -306,13 +285,13 @@ class DiskTierCore:
     def _admin(self, asked: AdminAsked, now_ms: int) -> None:
         assert asked.verb, "a request has a verb"
         if isinstance(asked.request, FilterRequest):
-            self.outbox.emit(Answer(asked.reply_to, self._set_filter(asked.request)))
+            self._emit(Answer(asked.reply_to, self._set_filter(asked.request)))
             return
         answer = self.admin.answer(asked.verb, asked.request, now_ms)
-        self.outbox.emit(Answer(asked.reply_to, answer))
+        self._emit(Answer(asked.reply_to, answer))
 
     def _set_filter(self, request: FilterRequest) -> FilterReply:
-        now = self.admission.filter
+        now = self.pending.admission.filter
         now.change(
             enabled=request.enabled, pass_count=request.pass_count, decay_ms=request.decay_ms
         )
@@ -325,11 +304,12 @@ class DiskTierCore:
         )
 
     def _tick(self, now_ms: int) -> None:
-        self.admission.filter.decay_until(now_ms)
-        self.inventory.end_leases(self.inventory.leases.expire(now_ms))
-        # A bypassed disk without requests would stay so: when its pause is over, it takes
-        # blocks again, and the first write is the probe.
-        self.breaker.allows(now_ms)
+        self.pending.admission.filter.decay_until(now_ms)
+        for lease in self.inventory.leases.expire(now_ms):
+            self.inventory.table.unpin(lease.slots)
+        if self.store.kind.sized:
+            self.writes.look_for_stalls(now_ms)
+        self.health.tick(now_ms)
         self.arenas.tick()
 
     def _reject(self, event: Input, error: IdentityError) -> None:
@@ -338,7 +318,7 @@ class DiskTierCore:
         self.counts["dropped.malformed"] += 1
         if isinstance(event, FillAsked | AdminAsked):
             body = ErrorBody(code=error.code, message=str(error))
-            self.outbox.emit(Answer(event.reply_to, body))
+            self._emit(Answer(event.reply_to, body))
 
     # --- what follows -----------------------------------------------------------------------
 
@@ -347,48 +327,47 @@ class DiskTierCore:
         if self.reads.waiting:
             self.reads.advance(now_ms)
         flying, reading = self.writes.flying.by_id, self.reads.flying
-        if self.store.misfits and not flying and not reading:
+        if self.store.wants_opening and not flying and not reading:
             self._fit_store(now_ms)
-        if self.writes.pending.waiting and (self.announcements.stopped or self.inventory.draining):
-            self.writes.pending.forget(
-                "stopping" if self.announcements.stopped else "draining", now_ms
-            )
-        if flying or self.writes.pending.waiting:
+        if self.pending.waiting and (self.inventory.stopped or self.inventory.draining):
+            self.pending.forget("stopping" if self.inventory.stopped else "draining", now_ms)
+        if flying or self.pending.waiting:
             self.writes.advance(now_ms, beside_reads=bool(reading))
         # Folded blocks are more urgent than a long journal.
-        if self.journal.record_count > self.journal.longest:
+        if self.inventory.journal.is_due(now_ms):
             self._rewrite_journal()
         if self._said_accepting != self._is_accepting():
             self._said_accepting = not self._said_accepting
-            self.outbox.emit(SayAccepting(self._said_accepting))
+            self._emit(SayAccepting(self._said_accepting))
 
     def _fit_store(self, now_ms: int) -> None:
-        """Replace the store by one whose slots are an arena's."""
+        """Replace the store by one that is cut for the largest blocks of the arenas."""
         assert not self.writes.flying.by_id, "a write is in flight"
         assert not self.reads.flying, "a read is in flight"
-        if self.announcements.stopped or not self.store.may_open(now_ms):
+        if self.inventory.stopped or not self.store.may_open(now_ms):
             return
         sizes = self.arenas.sizes()
         self.store.open()
-        self.inventory.reformat()
+        self.inventory.reformat(now_ms)
         self.arenas.refit()
-        self.outbox.emit(OpenStore(max(sizes, default=0)))
+        self._emit(OpenStore(max(sizes, default=0)))
 
     def _rewrite_journal(self) -> None:
         table = self.inventory.table
         if not table.folded_count:
             live = [(table.find(block.hash), block) for block in table.blocks()]
-            self.journal.rewrite([*live, *self.writes.committing()])
+            self.inventory.journal.rewrite([*live, *self.writes.committing()])
 
     def _is_accepting(self) -> bool:
         """Tell whether blocks are well placed here: else other instances write ours, too."""
-        sound = not self.store.problem and self.breaker.state is not BreakerState.OPEN
-        return sound and not self.announcements.stopped and not self.inventory.draining
+        sound = not self.store.problem and self.health.writes
+        return sound and not self.inventory.stopped and not self.inventory.draining
 
     def check(self) -> None:
         """Assert every invariant; O(slots)."""
         self.inventory.check()
         self.store.check()
+        self.health.check()
         self.arenas.check()
         self.writes.check()
         self.reads.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbm_common.tier.slots import Block
@@ -32,25 +33,26 @@ class ReleaseHost:
 
 @dataclass(frozen=True, slots=True)
 class WriteSlots:
-    """Write arena slot `sources[i]` to file slot `targets[i]`; ends in Written or WriteFailed.
+    """Write `blocks[i]`, which begins at `sources[i]` in the arena of `epoch`, to `targets[i]`.
 
-    `epoch`: the arena that the slots are of. `blocks`: what they hold.
+    Sources are in units of `unit_bytes`, targets are places of the store. Ends in Written or
+    WriteFailed.
     """
 
     write: int
     epoch: int
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    slot_bytes: int
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[Block, ...]
+    unit_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSlots:
-    """Read file slot `sources[i]` into arena slot `targets[i]` and verify `blocks[i]`.
+    """Read `blocks[i]` from `sources[i]` to `targets[i]` in the arena of `epoch`, and verify it.
 
-    Ends in ReadDone or ReadFailed. `epoch`: the arena that the slots are of. `until_ms`: see
-    wire.verbs.FillRequest.
+    Sources are places of the store, targets in units of `unit_bytes`. Ends in ReadDone or
+    ReadFailed. `until_ms`: see wire.verbs.FillRequest.
     """
 
     read: int
@@ -58,7 +60,7 @@ class ReadSlots:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     blocks: tuple[Block, ...]
-    slot_bytes: int
+    unit_bytes: int
     until_ms: int
 
 
@@ -92,17 +94,23 @@ class AnnounceLater:
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """Make a store of slots of this size, whatever was there before.
+    """Make a store that is cut for blocks of this size, whatever was there before.
 
-    Ends in StoreOpened or StoreFailed.
+    What a former life has left is opened instead where it could not be read until now; for 0 bytes
+    nothing is made. Ends in StoreOpened, StoreAbsent or StoreFailed.
     """
 
     slot_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeStore:
+    """Try to read and to write, since it had failed; ends in StoreProbed."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewriteJournal:
-    """Replace the journal by these records: it has grown too long."""
+    """Replace the journal by these records: it has grown too long. Ends in JournalRewritten."""
 
     records: tuple[Record, ...]
 
@@ -137,6 +145,7 @@ class SayAccepting:
 
 Effect = (
     OpenStore
+    | ProbeStore
     | RewriteJournal
     | AskArena
     | DropArena
@@ -151,3 +160,6 @@ Effect = (
     | Publish
     | SayAccepting
 )
+
+Emit = Callable[[Effect], None]
+"""Have the shell carry out an effect after this step: the one way in which effects leave a core."""

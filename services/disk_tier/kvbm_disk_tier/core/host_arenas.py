@@ -13,8 +13,7 @@ from enum import Enum
 from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.core.effects import AskArena, AskHostSnapshot, DropArena
-from kvbm_disk_tier.core.outbox import Outbox
+from kvbm_disk_tier.core.effects import AskArena, AskHostSnapshot, DropArena, Emit
 from kvbm_disk_tier.core.store import Store
 
 
@@ -66,15 +65,17 @@ class HostArena:
 class HostArenas:
     """All of them, by instance, and which of their arenas fit the store."""
 
-    def __init__(self, store: Store, outbox: Outbox) -> None:
+    def __init__(self, store: Store, emit: Emit) -> None:
         self.mapped: dict[str, ArenaReply] = {}
         """The arenas that are mapped, by the instance of their host tier."""
         self.usable: dict[int, ArenaReply] = {}
         """Of those the ones that blocks can be moved from and to, by epoch."""
+        self.lenders: dict[str, ArenaReply] = {}
+        """The same by the instance of their host tier."""
         self.staging = False
         """Disk-only mode: every block is for the disk."""
         self._store = store
-        self._outbox = outbox
+        self._emit = emit
         self._hosts: dict[str, HostArena] = {}
 
     # --- what is heard ----------------------------------------------------------------------
@@ -92,13 +93,13 @@ class HostArenas:
         host.is_there = False
         self._move(host, "left")
         if self.mapped.pop(instance, None) is not None:
-            self._outbox.emit(DropArena(instance))
+            self._emit(DropArena(instance))
             self.refit()
         assert host.state not in MAPPED, f"host tier {instance} left an arena behind"
 
     def heard(self, instance: str, epoch: int) -> None:
-        """Note an event of a host tier: another epoch is another arena."""
-        assert epoch >= 0
+        """Note an epoch of a host tier that no usable arena has: it is another arena's."""
+        assert epoch not in self.usable, f"the arena of epoch {epoch} is usable"
         host = self._hosts.get(instance) or self._of(instance)
         host.epoch = max(host.epoch, epoch)
         if self._wants(host):
@@ -134,25 +135,25 @@ class HostArenas:
     # --- questions --------------------------------------------------------------------------
 
     def sizes(self) -> set[int]:
-        """Return the slot sizes of the mapped arenas."""
-        return {arena.slot_bytes for arena in self.mapped.values() if arena.slot_bytes}
+        """Return the lengths of the slots in the mapped arenas."""
+        cut = (arena for arena in self.mapped.values() if arena.slot_bytes)
+        return {size for arena in cut for size in arena.sizes or [arena.slot_bytes]}
 
-    def lender(self, instance: str) -> ArenaReply | None:
-        """Return the arena to lease what this host tier had; if it is gone, another may have it."""
-        arena = self.mapped.get(instance)
-        if arena is not None:
-            return self.usable.get(arena.epoch)
+    def substitute(self, instance: str) -> ArenaReply | None:
+        """Return the arena that may have what this host tier had, if it is gone itself."""
         host = self._hosts.get(instance)
-        if host is not None and host.is_there:
-            return None  # Its arena will be known.
+        if instance in self.mapped or (host is not None and host.is_there):
+            return None  # Its own arena will be usable.
         return next(iter(self.usable.values()), None)
 
     def refit(self) -> None:
         """Find the arenas that fit the store: one of both has changed."""
         self._store.follow(self.sizes())
         arenas = self.mapped.values()
-        self.usable = {one.epoch: one for one in arenas if self._store.takes(one.slot_bytes)}
-        assert len(self.usable) <= len(arenas)
+        cut = [one for one in arenas if one.slot_bytes and self._store.has_slots]
+        self.usable = {one.epoch: one for one in cut}
+        self.lenders = {one.instance: one for one in self.usable.values()}
+        assert len(self.lenders) == len(self.usable) <= len(arenas), "two arenas have one epoch"
         self.staging = any(one.staging for one in arenas)
 
     # --- moves ------------------------------------------------------------------------------
@@ -171,12 +172,12 @@ class HostArenas:
         assert host.instance in self._hosts, f"host tier {host.instance} was not heard of"
         if host.state not in ASKED:
             self._move(host, "ask")
-            self._outbox.emit(AskArena(host.instance))
+            self._emit(AskArena(host.instance))
 
     def _ask_snapshot(self, arena: ArenaReply) -> None:
         assert arena.instance in self.mapped, f"the arena of {arena.instance} is not mapped"
         if arena.slot_bytes:
-            self._outbox.emit(AskHostSnapshot(arena.instance))
+            self._emit(AskHostSnapshot(arena.instance))
 
     def _move(self, host: HostArena, event: str) -> None:
         host.state = ARENA.next(host.state, event, f"host tier {host.instance}")

@@ -9,110 +9,230 @@ no snapshot has it, and no event tells when it leaves.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from kvbm_common.eviction import make_policy
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import DIARY_ENTRIES_MAX, Diary
-from kvbm_common.tier.leases import Lease, LeaseTable
+from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.leases import LeaseTable
+from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
 
-from kvbm_disk_tier.core.announcements import Announcements
-from kvbm_disk_tier.core.effects import AnnounceLater
-from kvbm_disk_tier.core.journal_writer import JournalWriter
-from kvbm_disk_tier.core.messages import StoreOpened
-from kvbm_disk_tier.core.outbox import Outbox
+from kvbm_disk_tier.core.effects import AnnounceLater, AppendJournal, Publish, RewriteJournal
+from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay
+from kvbm_disk_tier.core.limits import Means
+from kvbm_disk_tier.core.messages import JournalRewritten, StoreOpened
 
 Entries = list[tuple[int, Block]]
 """Slots and the blocks in them."""
+JOURNAL_RECORDS_MIN = 65_536
+"""8 MiB: a journal shorter than that is not worth a rewrite."""
+JOURNAL_SHARE = 16
+"""Of a small store the journal takes no more than one part of so many, if that is enough."""
+REWRITE_PAUSE_MS = 5_000
+"""Until a rewrite that has failed is tried again."""
+
+
+def journal_records_max(slot_count: int, slot_bytes: int, records_per_slot: int) -> int:
+    """Return how many records a journal may have before it is rewritten."""
+    assert slot_count > 0, "a store has slots"
+    worth = min(JOURNAL_RECORDS_MIN, slot_count * slot_bytes // JOURNAL_SHARE // RECORD_BYTES)
+    return max(worth, records_per_slot * slot_count)
+
+
+class JournalWriter:
+    """The records of one store, in order.
+
+    A bucket has no journal: its medium takes a record of a removed block as an order to delete the
+    object, and nothing is counted here.
+    """
+
+    def __init__(
+        self, *, has_file: bool, place: Callable[[int], int], diary: Diary, means: Means
+    ) -> None:
+        """Start without records; `place` returns where a slot of the store begins."""
+        assert means.limits.journal_records_per_slot >= 0, means.limits
+        self.record_count = 0
+        """Records in the file."""
+        self.longest = JOURNAL_RECORDS_MIN
+        """A file with more records is rewritten."""
+        self._rewrite_from_ms: int | None = 0
+        """When a rewrite may begin; None: one is under way."""
+        self._spared = self._shortest = 0
+        """Records that the last rewrite has left out, and those that it has written."""
+        self._is_wrong = False
+        """Blocks were removed, and the file does not say so."""
+        self._has_file = has_file
+        self._place = place
+        self._diary = diary
+        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
+        self._order = 1
+
+    def opened(self, replay: Replay, layout: Layout) -> None:
+        """Go on behind the journal of the store that was opened."""
+        assert replay.next_order > 0
+        assert layout.slot_count > 0, "a store has slots"
+        self._order = replay.next_order
+        self.record_count = replay.records
+        per_slot = self._limits.journal_records_per_slot
+        self.longest = journal_records_max(layout.slot_count, layout.slot_bytes, per_slot)
+        self._set_longest(len(replay.blocks))
+        self._rewrite_from_ms, self._is_wrong = 0, False
+        self._spared = self._shortest = 0
+        self._counts["journal_damaged_records"] += replay.damaged
+
+    def committed(self, write_id: int, entries: Iterable[tuple[int, Block]]) -> None:
+        """Record that these slots hold these blocks; ends in Journaled or JournalFailed."""
+        records = self._records(Operation.COMMITTED, entries)
+        assert records, f"write {write_id} commits nothing"
+        self._append(write_id, records)
+
+    def removed(self, entries: Iterable[tuple[int | None, Block]]) -> None:
+        """Record that these slots hold these blocks no more.
+
+        Nothing waits for it: the checksum finds what a lost record leaves behind.
+        """
+        records = self._records(Operation.REMOVED, entries)
+        if records:
+            self._append(None, records)
+
+    def not_removed(self) -> None:
+        """Note that records of removed blocks were lost: a rewrite leaves the blocks out."""
+        self._is_wrong = self._has_file
+
+    def is_due(self, now_ms: int) -> bool:
+        """Tell whether the journal is to be rewritten now."""
+        wanted = self._is_wrong or self.record_count > max(self.longest, self._shortest)
+        may = self._rewrite_from_ms is not None and now_ms >= self._rewrite_from_ms
+        return wanted and may
+
+    def rewrite(self, live: Iterable[tuple[int | None, Block]]) -> None:
+        """Replace the journal by records of what is live."""
+        assert self._has_file, "there is no journal to rewrite"
+        assert self._rewrite_from_ms is not None, "a rewrite is under way"
+        records = self._records(Operation.COMMITTED, live)
+        self._rewrite_from_ms, self._is_wrong = None, False
+        self._spared = self.record_count - len(records)
+        self.record_count = self._shortest = len(records)
+        self._set_longest(len(records))
+        self._counts["bytes.journal"] += len(records) * RECORD_BYTES
+        self._emit(RewriteJournal(records))
+
+    def _set_longest(self, block_count: int) -> None:
+        """Let the journal grow to a multiple of so many blocks: small ones are more than slots."""
+        self.longest = max(self.longest, self._limits.journal_records_per_slot * block_count)
+
+    def rewritten(self, event: JournalRewritten, now_ms: int) -> None:
+        """Note how a rewrite has ended; after a failure the long file is still there."""
+        self._rewrite_from_ms = now_ms + REWRITE_PAUSE_MS if event.failure else 0
+        if event.failure:
+            self.record_count += self._spared
+            self._is_wrong = True
+
+    def _records(
+        self, operation: Operation, entries: Iterable[tuple[int | None, Block]]
+    ) -> tuple[Record, ...]:
+        records: list[Record] = []
+        for slot, block in entries:
+            assert slot is not None, self._diary.story(block.hash)
+            self._order += 1
+            # In a bucket the name says where a block is: an object may have no slot here.
+            place = self._place(slot) if self._has_file else slot
+            records.append(Record(operation, self._order, place, block))
+        return tuple(records)
+
+    def _append(self, write_id: int | None, records: tuple[Record, ...]) -> None:
+        self._emit(AppendJournal(write_id, records))
+        if self._has_file:
+            self.record_count += len(records)
+            self._counts["bytes.journal"] += len(records) * RECORD_BYTES
 
 
 class Inventory:
     """The slots of one store, and what an operator wants of them: see `AdministeredTier`."""
 
     def __init__(
-        self,
-        *,
-        policy: str,
-        first_lease: int,
-        announced_max: int,
-        journal: JournalWriter,
-        announcements: Announcements,
-        diary: Diary,
-        departures: Departures,
-        outbox: Outbox,
-        counts: Counter[str],
+        self, announcer: Announcer, *, policy: str, has_journal: bool, means: Means
     ) -> None:
-        assert announced_max > 0
-        self.table = SlotTable(0, make_policy(policy))
-        self.leases = LeaseTable(first_id=first_lease)
+        self.table = SlotTable(Layout.unsized(0), partial(make_policy, policy))
+        self.leases = LeaseTable(announcer.epoch)
         """The pins of operators; reads hold their slots themselves."""
-        self.diary = diary
+        self.diary = Diary()
+        self.departures = Departures()
+        """What became of the blocks that were here, or should have come here."""
+        self.journal = JournalWriter(
+            has_file=has_journal,
+            place=lambda slot: self.table.pool.place_of[slot],
+            diary=self.diary,
+            means=means,
+        )
+        self.announcer = announcer
+        self.stopped = False
+        """The last `cleared` is out: nothing more is announced."""
         self.draining = False
         """An operator wants no new blocks here."""
-        self.now_ms = 0
-        """The time of the step that is being taken: operators' verbs bring none."""
         self.policy_name = policy
-        self._announced_max = announced_max
-        self._journal = journal
-        self._announcements = announcements
-        self._departures = departures
-        self._outbox = outbox
-        self._counts = counts
+        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         for reason in ("evicted", "corrupt", "gone"):
-            counts[f"evictions.{reason}"] += 0  # A counter is shown before it counts.
+            self._counts[f"evictions.{reason}"] += 0  # A counter is shown before it counts.
 
     # --- the store's life -------------------------------------------------------------------
 
-    def opened(self, event: StoreOpened) -> None:
+    def opened(self, event: StoreOpened, now_ms: int) -> None:
         """Take over what the journal says is there, and begin to announce it."""
         assert len(self.table) == 0, f"{len(self.table)} blocks of another store are here"
-        policy = make_policy(self.policy_name, event.slot_count)
-        self.table = SlotTable(event.slot_count, policy)
-        self._journal.opened(event.replay, event.slot_count)
+        self.table = SlotTable(event.layout, partial(make_policy, self.policy_name))
+        self.journal.opened(event.replay, event.layout)
         self.table.restore(event.replay.blocks)
         self._counts["recovered_blocks"] += len(self.table)
         for name in self.table.latest(DIARY_ENTRIES_MAX):
-            self.diary.note(self.now_ms, "recovered from the journal", name)
+            self.diary.note(now_ms, "recovered from the journal", name)
         self.announce_former()
 
-    def reformat(self) -> None:
+    def reformat(self, now_ms: int) -> None:
         """Lose every block and slot: another store takes the place of this one."""
         assert not self.table.staged(), "a write is in flight"
         untold = {block.hash for block in self.table.unfold(self.table.folded_count)}
         blocks = self.table.blocks()
         self._counts["dropped.store_reformatted"] += len(blocks)
-        self.table = SlotTable(0, make_policy(self.policy_name))
+        self.table = SlotTable(Layout.unsized(0), partial(make_policy, self.policy_name))
         for lease in self.leases.all():  # What they held is gone, and so are its slots.
             self.leases.release(lease.id)
-        self._announce_removed(blocks, "reformatted", untold)
+        self._announce_removed(blocks, "reformatted", untold, now_ms)
 
     def announce_former(self) -> None:
         """Announce the next of a former life's blocks, which are served meanwhile."""
-        if not self.table.folded_count or self._announcements.stopped:
+        if not self.table.folded_count or self.stopped:
             return
-        blocks = self.table.unfold(self._announced_max)
-        assert len(blocks) <= self._announced_max
-        self._announcements.stored(blocks)
+        blocks = self.table.unfold(self._limits.announced_blocks_max)
+        assert len(blocks) <= self._limits.announced_blocks_max
+        self._announce(blocks)
         if self.table.folded_count:
-            self._outbox.emit(AnnounceLater())
+            self._emit(AnnounceLater())
 
     def told_blocks(self) -> list[Block]:
         """Return the blocks that the world believes to be here."""
-        return [] if self._announcements.stopped else self.table.unfolded_blocks()
+        return [] if self.stopped else self.table.unfolded_blocks()
 
     # --- blocks come ------------------------------------------------------------------------
 
-    def stage(self, names: Sequence[SequenceHash]) -> list[int]:
-        """Return a slot for each of these blocks, which are on their way into it."""
-        assert len(names) <= self.table.reset_count, f"no room for {len(names)} blocks"
-        slots = self.table.stage_all(names)
-        self.diary.note_all(self.now_ms, "being written to slot {slot}", names, slots)
+    def stage(self, names: Sequence[SequenceHash], block_bytes: int, now_ms: int) -> list[int]:
+        """Return slots for these blocks of one size, on their way in; fewer: there is no room."""
+        assert names, "slots are staged for blocks"
+        room = self.table.room_for(len(names), block_bytes)
+        if room < len(names):
+            room = self._make_room(len(names), block_bytes, now_ms)
+        staged = names[:room]
+        slots = self.table.stage_all(staged, block_bytes) if room else []
+        places = self.table.places(slots)
+        self.diary.note_all(now_ms, "being written to slot {slot}", staged, places)
         return slots
 
-    def commit(self, batches: Iterable[Entries]) -> list[Block]:
+    def commit(self, batches: Iterable[Entries], now_ms: int) -> list[Block]:
         """Make durable batches findable and announce them together; returns their blocks."""
         blocks: list[Block] = []
         for entries in batches:
@@ -120,9 +240,10 @@ class Inventory:
             self.table.register_all(entries)
             names = [block.hash for _, block in entries]
             slots = [slot for slot, _ in entries]
-            self.diary.note_all(self.now_ms, "committed in slot {slot}", names, slots)
+            places = self.table.places(slots)
+            self.diary.note_all(now_ms, "committed in slot {slot}", names, places)
             blocks += [block for _, block in entries]
-        self._announcements.stored(blocks)
+        self._announce(blocks)
         return blocks
 
     def abort(self, entries: Iterable[tuple[int, Block]]) -> None:
@@ -131,31 +252,53 @@ class Inventory:
             assert self.table.find(block.hash) != slot, self.diary.story(block.hash)
             self.table.abort(slot)
 
-    def announce_listed(self, blocks: Sequence[Block]) -> None:
+    def announce_listed(self, blocks: Sequence[Block], now_ms: int) -> None:
         """Announce blocks that a listing has found and registered."""
         assert all(self.table.find(block.hash) is not None for block in blocks)
-        self.diary.note_all(self.now_ms, "listed", [block.hash for block in blocks])
+        self.diary.note_all(now_ms, "listed", [block.hash for block in blocks])
         self._counts["listed_blocks"] += len(blocks)
-        self._announcements.stored(blocks)
+        self._announce(blocks)
+
+    def _announce(self, blocks: Sequence[Block]) -> None:
+        if not self.stopped:
+            for event in self.announcer.stored(blocks):
+                self._emit(Publish(event))
 
     # --- blocks leave -----------------------------------------------------------------------
 
-    def make_room(self, count: int) -> int:
-        """Evict for `count` slots; returns how many can be staged now."""
-        assert count >= 0
-        short = count - self.table.reset_count
-        if short > 0:
-            self._evict(self.table.policy.victims(short))
-        return min(count, self.table.reset_count)
+    def _make_room(self, count: int, block_bytes: int, now_ms: int) -> int:
+        """Evict for `count` blocks of this size; returns how many can be staged now."""
+        victims = self.table.victims(count, block_bytes)
+        self._evict(victims.chosen, self.policy_name, now_ms)
+        if victims.emptied:
+            self._counts["slabs_moved"] += 1
+            self._evict(victims.emptied, ANOTHER_SIZE, now_ms)
+        return self.table.room_for(count, block_bytes)
 
-    def _evict(self, victims: Sequence[SequenceHash]) -> None:
+    def why_no_room(self, block_bytes: int) -> str:
+        """Return why a block of this size found no slot."""
+        pool = self.table.pool
+        if pool.size_of(block_bytes) is not None:
+            return "no_room"
+        is_long = pool.layout.slot_bytes_of(block_bytes) > pool.layout.slab_bytes
+        return "too_large" if is_long else "size_limit"
+
+    def evict_idle(self, count: int, now_ms: int) -> int:
+        """Evict up to `count` blocks of any size; returns how many have left."""
+        idle = self.table.longest_idle(count)
+        self._evict(idle, self.policy_name, now_ms)
+        return len(idle)
+
+    def _evict(self, victims: Sequence[SequenceHash], by: str, now_ms: int) -> None:
+        """Evict blocks that were chosen by this policy, or for this reason."""
         assert len(set(victims)) == len(victims), "a block is evicted once"
         untold = self.table.folded(victims)
         evicted = [(self.table.find(name), self.table.evict(name)) for name in victims]
-        self._journal.removed(evicted)
-        self._announce_removed([block for _, block in evicted], "evicted", untold)
+        self.journal.removed(evicted)
+        gone = [block for _, block in evicted]
+        self._announce_removed(gone, "evicted", untold, now_ms, detail=by)
 
-    def lose(self, lost: Iterable[tuple[int, Block]], reason: str) -> None:
+    def lose(self, lost: Iterable[tuple[int, Block]], reason: str, now_ms: int) -> None:
         """Discard blocks that cannot be had any more: no lookup finds them again.
 
         `gone`: the store has lost them already, and the journal need not say so.
@@ -167,27 +310,34 @@ class Inventory:
             (slot, block) for slot, block in lost if self.table.discard(block.hash) is not None
         ]
         if reason != "gone":
-            self._journal.removed(found)
-        self._announce_removed([block for _, block in found], reason, untold)
+            self.journal.removed(found)
+        self._announce_removed([block for _, block in found], reason, untold, now_ms)
 
-    def remove(self, names: Iterable[SequenceHash], reason: str) -> None:
+    def remove(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
         """Discard blocks at once, pinned or not."""
         assert reason, "blocks are removed for a reason"
         slots = [slot for name in names if (slot := self.table.find(name)) is not None]
-        self.lose([(slot, self.table.block(slot)) for slot in slots], reason)
+        self.lose([(slot, self.table.block(slot)) for slot in slots], reason, now_ms)
 
     def _announce_removed(
-        self, blocks: Sequence[Block], reason: str, untold: Collection[SequenceHash]
+        self,
+        blocks: Sequence[Block],
+        reason: str,
+        untold: Collection[SequenceHash],
+        now_ms: int,
+        *,
+        detail: str = "",
     ) -> None:
         """Announce lost blocks, but for those that were never announced."""
         assert reason, "blocks are lost for a reason"
         self._counts[f"evictions.{reason}"] += len(blocks)
         names = [block.hash for block in blocks]
-        self.diary.note_all(self.now_ms, f"removed: {reason}", names)
-        detail = self.policy_name if reason == "evicted" else ""
-        self._departures.note(names, reason, self.now_ms, detail=detail)
+        self.diary.note_all(now_ms, f"removed: {reason}", names)
+        self.departures.note(names, reason, now_ms, detail=detail)
         told = [block for block in blocks if block.hash not in untold] if untold else blocks
-        self._announcements.removed(told, reason)
+        if not self.stopped:
+            for event in self.announcer.removed(told, reason):
+                self._emit(Publish(event))
 
     # --- operators --------------------------------------------------------------------------
 
@@ -195,14 +345,8 @@ class Inventory:
         """Have another policy choose victims, also in stores to come."""
         assert name, "a policy has a name"
         self.policy_name = name
-        self.table.use_policy(make_policy(name, self.table.slot_count))
+        self.table.use_policy(partial(make_policy, name))
         return True
-
-    def end_leases(self, leases: Iterable[Lease]) -> None:
-        """Unpin what some leases held."""
-        for lease in leases:
-            assert self.leases.find(lease.id) is None, f"{lease} has not ended"
-            self.table.unpin(lease.slots)
 
     def check(self) -> None:
         """Assert every invariant of slots and leases; O(slots)."""

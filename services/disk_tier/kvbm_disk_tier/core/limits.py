@@ -1,13 +1,16 @@
-"""The bounds of a disk tier's core, and what it needs to know of the medium below it."""
+"""The bounds of a disk tier's core, the medium below it, and what every part of it is given."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from kvbm_common.config.settings import Settings
 from kvbm_common.tier.announcer import EVENT_BLOCKS_MAX
-from kvbm_common.tier.batches import BATCH_UNIT_BYTES
+from kvbm_common.tier.blocks import BATCH_UNIT_BYTES
 from kvbm_common.wire.events import Tier
+
+from kvbm_disk_tier.core.effects import Emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,9 @@ class DiskTierLimits:
     the next one at once when one has ended."""
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """A transfer has more blocks when they are small: see `batches.batch_blocks`."""
+    """A transfer has more blocks when they are small: see `blocks.batch_blocks`."""
     batch_transfers_max: int = 4
-    """Of one batch of writes, on a disk that is fast: see `batch_size`."""
+    """Of one batch of writes, on a disk that is fast: see `pending.BatchSize`."""
     pending_max: int = 65_536
     """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
     lease_ms: int = 5_000
@@ -73,6 +76,16 @@ class DiskTierLimits:
         assert min(self.writes_max, self.reads_max, self.commits_max) > 0, self
         assert min(self.batch_blocks_max, self.batch_transfers_max) > 0, self
         assert min(self.pending_max, self.lease_ms, self.announced_blocks_max) > 0, self
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a part is given beside the other parts that it needs."""
+
+    limits: DiskTierLimits
+    counts: Counter[str]
+    """The counters that metrics show, by key."""
+    emit: Emit
 
 
 def limits_of(settings: Settings) -> DiskTierLimits:

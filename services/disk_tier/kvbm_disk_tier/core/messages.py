@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbm_common.tier.layout import Layout
 from kvbm_common.wire.admin import FilterRequest, TierRequest
 from kvbm_common.wire.events import Event
 from kvbm_common.wire.verbs import ArenaReply, FillRequest, Hits, LeaseReply, SnapshotReply
@@ -102,6 +103,8 @@ class WriteFailed:
 
     write: int
     reason: str
+    detail: str = ""
+    """For the operator: what the system said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +126,25 @@ class Journaled:
 
 @dataclass(frozen=True, slots=True)
 class JournalFailed:
-    """The records of a batch could not be made durable."""
+    """Records could not be made durable: those of a batch, or of blocks that are removed."""
 
-    write: int
+    write: int | None
     reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRewritten:
+    """The journal has been replaced by a shorter one, or, with a `failure`, has not."""
+
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronised:
+    """What was written has been synchronised, or, with a `failure`, has not; see `disk_sync`."""
+
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +171,13 @@ class ReadDone:
 
     `reasons[i]` says what is wrong with it otherwise: without it `corrupt`. A block that is
     `corrupt` or `gone` is lost; for any other reason it may be read again. `sums[i]` are the
-    checksums of the parts that were read; without it every block has one part.
+    packed checksums of the parts that were read; without it every block has one part.
     """
 
     read: int
     intact: tuple[bool, ...]
     reasons: tuple[str, ...] = ()
-    sums: tuple[tuple[int, ...], ...] = ()
+    sums: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +186,7 @@ class ReadFailed:
 
     read: int
     reason: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +201,9 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class StoreOpened:
-    """The file is there, cut into slots; `replay` is what the journal says is in it."""
+    """The file is there, cut into slabs; `replay` is what the journal says is in their slots."""
 
-    slot_count: int
-    slot_bytes: int
+    layout: Layout
     replay: Replay
     depth: Depth = Depth()
     replaced_format: bool = False
@@ -197,6 +215,19 @@ class StoreFailed:
     """There is no store: the disk is full, or does not let us. `reason` is for the operator."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAbsent:
+    """A store can be made, and nothing is there that could be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreProbed:
+    """The end of a probe of the store; a failure is for the operator, and empty if all is well."""
+
+    read_failure: str = ""
+    write_failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +283,10 @@ WriteInput = Leased | LeaseFailed | Written | WriteFailed | Released | Journaled
 """How the steps of a write have ended."""
 ReadInput = FillAsked | ReadLanded | ReadDone | ReadFailed
 """Fills, and how their reads have ended."""
-StoreInput = StoreOpened | StoreFailed | AnnounceMore | StoreDown | StoreUp
+StoreInput = StoreOpened | StoreFailed | StoreAbsent | AnnounceMore | StoreDown | StoreUp
 """What is heard of the store."""
-Input = HostInput | WriteInput | ReadInput | StoreInput | WritersKnown | AdminAsked | Tick
+HealthInput = StoreProbed | JournalRewritten | Synchronised
+"""What tells how the store does, beside reads and writes."""
+Input = (
+    HostInput | WriteInput | ReadInput | StoreInput | HealthInput | WritersKnown | AdminAsked | Tick
+)

@@ -12,28 +12,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import assert_never
+from itertools import pairwise
 
 from kvbm_common.identity import SequenceHash, hashes_from_hex
 from kvbm_common.nixl.transfers import TransferTimeout
+from kvbm_common.tier.layout import rounded_up
 from kvbm_common.tier.machine import InvalidTransition, Machine
 from kvbm_common.tier.slots import Block
-from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply, FillRequest, FillSlot
+from kvbm_common.wire.slot_entries import FilledSlot
+from kvbm_common.wire.verbs import ArenaReply, ErrorBody, FillReply, FillRequest, FillSlot
 
-from kvbm_disk_tier.core.disk_breaker import SLOW_MS, DiskBreaker
 from kvbm_disk_tier.core.effects import Answer, ReadSlots
+from kvbm_disk_tier.core.health import SLOW_MS, Cause, DiskHealth
 from kvbm_disk_tier.core.host_arenas import HostArenas
 from kvbm_disk_tier.core.inventory import Inventory
-from kvbm_disk_tier.core.limits import DiskTierLimits
-from kvbm_disk_tier.core.messages import (
-    STALE_ARENA,
-    FillAsked,
-    ReadDone,
-    ReadFailed,
-    ReadInput,
-    ReadLanded,
-)
-from kvbm_disk_tier.core.outbox import Outbox
+from kvbm_disk_tier.core.limits import Means
+from kvbm_disk_tier.core.messages import STALE_ARENA, FillAsked, ReadDone, ReadFailed
 from kvbm_disk_tier.core.store import Store
 
 AHEAD_MS = 1
@@ -72,6 +66,10 @@ class Read:
     reply_to: int
     asked: list[FillSlot]
     slots: dict[SequenceHash, int]
+    too_large: dict[SequenceHash, str]
+    """Blocks that are longer than the slots that were lent for them, and the reason to tell."""
+    load: int
+    """What it weighs in flight."""
     started_ms: int
     state: ReadState
 
@@ -83,13 +81,11 @@ class Reads:
         self,
         *,
         ids: Iterator[int],
-        limits: DiskTierLimits,
         store: Store,
-        breaker: DiskBreaker,
+        health: DiskHealth,
         arenas: HostArenas,
         inventory: Inventory,
-        outbox: Outbox,
-        counts: Counter[str],
+        means: Means,
     ) -> None:
         """Start without reads; `ids` numbers them and is shared with the writes."""
         self.flying: dict[int, Read] = {}
@@ -98,28 +94,12 @@ class Reads:
         self.stopped = False
         """The tier says good-bye: every fill is refused."""
         self._ids = ids
-        self._limits = limits
+        self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._store = store
-        self._breaker = breaker
+        self._health = health
         self._arenas = arenas
         self._inventory = inventory
-        self._outbox = outbox
-        self._counts = counts
         self._arrivals = 0
-
-    def take(self, event: ReadInput, now_ms: int) -> None:
-        """Take a fill, or the outcome of a read; raises IdentityError."""
-        match event:
-            case FillAsked():
-                self.asked(event, now_ms)
-            case ReadLanded(read_id):
-                self.landed(read_id)
-            case ReadDone():
-                self.done(event, now_ms)
-            case ReadFailed():
-                self.failed(event, now_ms)
-            case _:
-                assert_never(event)
 
     # --- fills ------------------------------------------------------------------------------
 
@@ -146,19 +126,14 @@ class Reads:
             return ErrorBody(code="stale_arena", message="another arena is mapped", field="epoch")
         if now_ms >= request.until_ms:
             return ErrorBody(code="too_late", message="the deadline has passed", field="until_ms")
-        if not self._breaker.allows(now_ms):
+        if not self._health.reads:
             return ErrorBody(code="disk_bypassed", message="the disk fails or is too slow")
-        if any(slot.slot >= arena.slot_count for slot in request.slots):
-            return ErrorBody(code="bad_slot", message="no such arena slot", field="slots")
-        for field_name in ("slot", "hash"):
-            if len({getattr(slot, field_name) for slot in request.slots}) < len(request.slots):
-                return ErrorBody(code="duplicate", message=f"a {field_name} twice", field="slots")
-        return None
+        return _bad_slots(request, arena)
 
     def _refuse(self, event: FillAsked, refusal: ErrorBody) -> None:
         assert refusal.code, "a refusal says why"
         self._counts[f"dropped.fill_{refusal.code}"] += len(event.request.slots)
-        self._outbox.emit(Answer(event.reply_to, refusal))
+        self._emit(Answer(event.reply_to, refusal))
 
     def advance(self, now_ms: int) -> None:
         """Start as many reads as may fly; what was right when it came may be stale by now."""
@@ -171,17 +146,21 @@ class Reads:
                 self._start(event, now_ms)
 
     def _may_start(self) -> bool:
-        most, ahead = self._store.read_blocks_max, self._store.ahead_blocks
-        blocks = reading = 0
+        store = self._store
+        most, ahead = store.read_load_max, store.ahead_load
+        load = reading = 0
         for read in self.flying.values():
-            blocks += len(read.slots)
-            reading += len(read.slots) if read.state is ReadState.READING else 0
-        free = reading < most + ahead and blocks < SUMMED_UP * most + ahead
+            load += read.load
+            reading += read.load if read.state is ReadState.READING else 0
+        free = reading < most + ahead and load < SUMMED_UP * most + ahead
         return free and len(self.flying) < self._limits.reads_max
 
     def _start(self, event: FillAsked, now_ms: int) -> None:
         table, request = self._inventory.table, event.request
+        arena = self._arenas.usable[request.epoch]
+        room = request.slot_bytes or arena.slot_bytes
         slots: dict[SequenceHash, int] = {}
+        too_large: dict[SequenceHash, str] = {}
         targets: list[int] = []
         names = hashes_from_hex([asked.hash for asked in request.slots])
         for asked, name in zip(request.slots, names, strict=True):
@@ -189,26 +168,33 @@ class Reads:
             if slot is None:
                 self._counts["dropped.fill_gone"] += 1
                 continue
+            if rounded_up(table.block(slot).bytes) > room:
+                self._counts["dropped.fill_too_large"] += 1
+                too_large[name] = "too_large"
+                continue
             table.pin(slot, used=True)
             slots[name] = slot
             targets.append(asked.slot)
-        read = Read(event.reply_to, request.slots, slots, now_ms, READ.next(None, "start"))
+        blocks = tuple(table.block(slot) for slot in slots.values())
+        load = sum([table.slot_bytes(slot) for slot in slots.values()])
+        read = Read(
+            event.reply_to, request.slots, slots, too_large, load, now_ms, READ.next(None, "start")
+        )
         if not slots:
-            self._outbox.emit(Answer(read.reply_to, _reply(read, {}, {})))
+            self._emit(Answer(read.reply_to, _reply(read, {}, {})))
             return
         assert len(targets) == len(slots), "a block is asked for twice"
         read_id = next(self._ids)
         assert read_id not in self.flying, f"two reads have id {read_id}"
         self.flying[read_id] = read
-        self._breaker.start()
-        self._outbox.emit(
+        self._emit(
             ReadSlots(
                 read_id,
                 request.epoch,
-                tuple(slots.values()),
+                tuple(table.places(slots.values())),
                 tuple(targets),
-                tuple(table.block(slot) for slot in slots.values()),
-                self._arenas.usable[request.epoch].slot_bytes,
+                blocks,
+                arena.slot_bytes,
                 request.until_ms,
             )
         )
@@ -228,13 +214,13 @@ class Reads:
         """Answer a fill whose bytes are there and summed up, and quarantine what is wrong."""
         read = self._move(event.read, "done")
         assert len(event.intact) == len(read.slots), f"{event}: {self._story(read)}"
-        self._breaker.ended(read.started_ms, now_ms, failed=False)
+        self._health.good(Cause.READ, read.started_ms, now_ms)
         table, counts = self._inventory.table, self._counts
         intact: dict[SequenceHash, Block] = {}
         lost: dict[str, list[tuple[int, Block]]] = {"corrupt": [], "gone": []}
         reasons = event.reasons or ("corrupt",) * len(event.intact)
         told: dict[SequenceHash, str] = {}
-        sums = event.sums or ((),) * len(event.intact)
+        sums = event.sums or (b"",) * len(event.intact)
         outcomes = zip(read.slots.items(), event.intact, reasons, sums, strict=True)
         for (name, slot), ok, reason, parts in outcomes:
             if ok:
@@ -248,13 +234,13 @@ class Reads:
             if reason in lost and table.find(name) == slot:
                 lost[reason].append((slot, table.block(slot)))
         counts["fill_blocks"] += len(intact)
-        blocks = [table.block(slot) for slot in read.slots.values()]
-        counts["bytes.read"] += self._store.bytes_of(blocks)
+        sizes = [table.block(slot).bytes for slot in read.slots.values()]
+        counts["bytes.read"] += read.load if self._store.kind.sized else sum(sizes)
         table.unpin(read.slots.values())
         for reason, entries in lost.items():
             if entries:
-                self._inventory.lose(entries, reason)
-        self._outbox.emit(Answer(read.reply_to, _reply(read, intact, told)))
+                self._inventory.lose(entries, reason, now_ms)
+        self._emit(Answer(read.reply_to, _reply(read, intact, told)))
 
     def failed(self, event: ReadFailed, now_ms: int) -> None:
         """Answer a fill whose read failed: none of its bytes can be believed."""
@@ -262,11 +248,11 @@ class Reads:
         read = self._move(event.read, "failed")
         # A short deadline that has passed says nothing of the disk, an old arena neither.
         if event.reason not in NOT_THE_DISK or now_ms - read.started_ms >= SLOW_MS:
-            self._breaker.ended(read.started_ms, now_ms, failed=True)
+            self._health.trouble(Cause.READ, event.detail or event.reason, now_ms)
         self._counts[f"dropped.fill_{event.reason}"] += len(read.slots)
         self._inventory.table.unpin(read.slots.values())
         told = dict.fromkeys(read.slots, event.reason)
-        self._outbox.emit(Answer(read.reply_to, _reply(read, {}, told)))
+        self._emit(Answer(read.reply_to, _reply(read, {}, told)))
 
     def _move(self, read_id: int, event: str) -> Read:
         """Move a read by the table, and return it; it is gone when the table says so."""
@@ -297,6 +283,20 @@ class Reads:
         assert all(read.slots for read in self.flying.values()), "a read without blocks flies"
 
 
+def _bad_slots(request: FillRequest, arena: ArenaReply) -> ErrorBody | None:
+    """Return what is wrong with the slots that a fill lends; None: nothing is."""
+    length = request.slot_bytes or (0 if arena.sizes else arena.slot_bytes)
+    units = -(-length // arena.slot_bytes)
+    slots = sorted(slot.slot for slot in request.slots)
+    if not units or (slots and slots[-1] + units > arena.slot_count):
+        return ErrorBody(code="bad_slot", message="no such arena slot", field="slots")
+    if len({slot.hash for slot in request.slots}) < len(slots):
+        return ErrorBody(code="duplicate", message="a hash twice", field="slots")
+    if any(after - slot < units for slot, after in pairwise(slots)):
+        return ErrorBody(code="duplicate", message="a slot twice, or in part", field="slots")
+    return None
+
+
 def _reply(
     read: Read, intact: Mapping[SequenceHash, Block], told: Mapping[SequenceHash, str]
 ) -> FillReply:
@@ -310,7 +310,7 @@ def _reply(
     for asked, name in zip(read.asked, names, strict=True):
         block = intact.get(name)
         if block is None:
-            why = told.get(name, "gone")
+            why = told.get(name) or read.too_large.get(name, "gone")
             slots.append(FilledSlot(hash=asked.hash, slot=asked.slot, ok=False, reason=why))
             continue
         slots.append(
@@ -322,7 +322,8 @@ def _reply(
                 namespace=block.namespace.hex(),
                 checksum=block.checksum,
                 bytes=block.bytes,
-                part_checksums=list(block.part_checksums) if block.part_count > 1 else [],
+                parts=block.code,
+                part_sums=block.part_sums if block.code > 1 else b"",
             )
         )
     assert len(slots) == len(read.asked)

@@ -1,20 +1,21 @@
-"""The store below the core: whether it works, and how large its slots and transfers are.
+"""The store below the core: whether it works, how it is cut, and how large its transfers are.
 
-It follows the arenas: slots are as large as an arena's, and a store that fits no arena is replaced
+It is cut for the largest blocks of the arenas that are there when it is made, and takes blocks of
+all sizes up to a slab. A store whose slabs are too short for every block of every arena is replaced
 once nothing is in flight. A store that cannot be made is tried again, and reported.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from enum import Enum
 
-from kvbm_common.tier.batches import batch_blocks
+from kvbm_common.tier.blocks import batch_blocks
+from kvbm_common.tier.layout import Layout, rounded_up
 from kvbm_common.tier.machine import Machine
-from kvbm_common.tier.slots import Block
+from kvbm_common.tier.slab_pool import KNOWN_MAX
 
-from kvbm_disk_tier.core.limits import DiskTierLimits, StoreKind
+from kvbm_disk_tier.core.limits import Means, StoreKind
 from kvbm_disk_tier.core.messages import StoreOpened
 
 STORE_RETRY_MS = 5_000
@@ -40,6 +41,7 @@ STORE = Machine(
         (StoreState.OPENING, "opened"): StoreState.OPEN,
         (StoreState.CLOSED, "open failed"): StoreState.CLOSED,
         (StoreState.OPENING, "open failed"): StoreState.CLOSED,
+        (StoreState.OPENING, "absent"): StoreState.CLOSED,
         (StoreState.OPEN, "went down"): StoreState.DOWN,
         (StoreState.DOWN, "went down"): StoreState.DOWN,
         (StoreState.CLOSED, "went down"): StoreState.CLOSED,
@@ -55,46 +57,67 @@ STORE = Machine(
 class Store:
     """One store at a time, by what the medium says of it."""
 
-    def __init__(self, kind: StoreKind, limits: DiskTierLimits, counts: Counter[str]) -> None:
+    def __init__(self, kind: StoreKind, means: Means) -> None:
+        limits = means.limits
         self.kind = kind
         self.state = STORE.next(None, "made")
         self.problem = ""
         """Why there is no store, or why it does not work, for /readyz."""
-        self.slot_bytes = 0
+        self.layout: Layout | None = None
+        """None: there is no store."""
         self.misfits = not kind.sized
         """Another store, or a first one, is to be opened once nothing is in flight."""
         self.read_blocks_max = limits.read_blocks_max
         self.write_blocks_max = limits.write_blocks_max
-        """Blocks in flight that keep the store busy: as measured, or as configured."""
-        self.transfer_blocks = limits.batch_blocks_max
-        """How many blocks are moved at once."""
-        self.ahead_blocks = 0
-        """How many blocks wait in the mover at most."""
+        """Blocks of the first size in flight that keep it busy: as measured, or as configured."""
+        self.read_load_max = self.write_load_max = self.ahead_load = 0
+        """What those blocks weigh, and those that wait in the mover at most: the bytes of their
+        slots, or their number."""
+        self.transfer_of: dict[int, int] = {}
+        """What `transfer_blocks` has returned for each size."""
         self.works = False
         """Blocks can be moved now."""
-        self._limits = limits
-        self._counts = counts
+        self._limits, self._counts = limits, means.counts
         self._open_again_ms = 0
 
-    def takes(self, slot_bytes: int) -> bool:
-        """Tell whether blocks move between an arena with slots of this size and the store."""
-        assert slot_bytes >= 0
-        return slot_bytes > 0 and (slot_bytes == self.slot_bytes or not self.kind.sized)
+    @property
+    def wants_opening(self) -> bool:
+        """Tell whether a store is to be opened: none fits, or the one here could not be."""
+        failed = self.state is StoreState.CLOSED and bool(self.problem)
+        return self.misfits or (failed and self.kind.sized)
 
-    def bytes_of(self, blocks: Sequence[Block]) -> int:
-        """Return what blocks take up in the store: slots, or their own size."""
-        if self.kind.sized:
-            return self.slot_bytes * len(blocks)
-        return sum(block.bytes for block in blocks)
+    @property
+    def has_slots(self) -> bool:
+        """Tell whether blocks move between arenas and the store, once it works."""
+        return self.layout is not None or not self.kind.sized
+
+    @property
+    def slot_bytes(self) -> int:
+        """The length of the slots that the store was cut for; 0: it is not cut."""
+        return self.layout.slot_bytes if self.layout is not None and self.kind.sized else 0
 
     def follow(self, sizes: Collection[int]) -> None:
-        """Compare the store with the slot sizes of the arenas that are mapped."""
+        """Compare the store with the lengths of slots in the arenas that are mapped."""
         assert 0 not in sizes, "an arena without slots has no size yet"
-        if self.kind.sized:
-            self.misfits = bool(sizes) and self.slot_bytes not in sizes
-        else:
+        if not self.kind.sized:
             self.misfits = self.state is StoreState.CLOSED
-            self.slot_bytes = max(sizes, default=self.slot_bytes)
+            return
+        layout = self.layout
+        fits = layout is not None and any(
+            layout.slot_bytes_of(size) <= layout.slab_bytes for size in sizes
+        )
+        self.misfits = bool(sizes) and not fits
+
+    def transfer_blocks(self, block_bytes: int) -> int:
+        """Return how many blocks of this size are moved at once."""
+        limits = self._limits
+        count = limits.batch_blocks_max
+        if self.kind.sized:  # Otherwise every object is a request of its own.
+            count = batch_blocks(count, limits.batch_bytes, rounded_up(block_bytes))
+        if len(self.transfer_of) >= KNOWN_MAX:
+            self.transfer_of.clear()
+        self.transfer_of[block_bytes] = count
+        return count
 
     def may_open(self, now_ms: int) -> bool:
         """Tell whether a store can be opened now: none is being opened, or has just failed."""
@@ -103,26 +126,29 @@ class Store:
     def open(self) -> None:
         """Note that a store is being opened; the one before it is lost."""
         self._move("open")
-        self.slot_bytes = 0
+        self.layout = None
+        self.read_load_max = self.write_load_max = self.ahead_load = 0
 
     def opened(self, event: StoreOpened) -> None:
         """Take over what is known of the store that was opened."""
-        assert event.slot_count > 0, "a store has slots"
+        layout = event.layout
+        assert layout.slot_count > 0, "a store has slots"
+        assert layout.is_sized == self.kind.sized, f"{layout} of a {self.kind.tier} tier"
         self._move("opened")
         self.problem = ""
-        self.slot_bytes = event.slot_bytes
-        depth, limits = event.depth, self._limits
+        self.layout = layout
+        depth = event.depth
         if depth.reads is not None:
             self.read_blocks_max = depth.reads
         if depth.writes is not None:
             self.write_blocks_max = depth.writes
         self._counts["stores_outdated"] += event.replaced_format
         self._counts["bytes.measuring"] += depth.written_bytes
-        if self.kind.sized:  # Otherwise every object is a request of its own.
-            self.transfer_blocks = batch_blocks(
-                limits.batch_blocks_max, limits.batch_bytes, self.slot_bytes
-            )
-            self.ahead_blocks = limits.ahead_batches * self.transfer_blocks
+        self.read_load_max = self.read_blocks_max * layout.slot_bytes
+        self.write_load_max = self.write_blocks_max * layout.slot_bytes
+        if self.kind.sized:
+            transfer = self.transfer_blocks(layout.slot_bytes - layout.extra_bytes)
+            self.ahead_load = self._limits.ahead_batches * transfer * layout.slot_bytes
 
     def open_failed(self, reason: str, now_ms: int) -> None:
         """Note why there is no store; another try comes later, and the service lives on."""
@@ -130,6 +156,11 @@ class Store:
         self.problem = reason
         self._counts["store_failures"] += 1
         self._open_again_ms = now_ms + STORE_RETRY_MS
+
+    def absent(self) -> None:
+        """Note that a store could be made here; an arena will say how large its slots are."""
+        self._move("absent")
+        self.problem = ""
 
     def went_down(self, reason: str) -> None:
         """Note that the store does not work for now: nothing is begun until it is up again."""
@@ -150,10 +181,5 @@ class Store:
         """Assert every invariant of the store."""
         assert self.works == (self.state is StoreState.OPEN)
         assert not self.works or not self.problem, f"it works, but {self.problem}"
-        assert self.transfer_blocks > 0
-        assert (
-            not self.kind.sized
-            or self.works
-            or self.state is StoreState.DOWN
-            or (self.slot_bytes == 0)
-        )
+        is_there = self.works or self.state is StoreState.DOWN
+        assert (self.layout is not None) == is_there, f"{self.layout} in {self.state.name}"

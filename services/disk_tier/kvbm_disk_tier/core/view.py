@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.breaker import Breaker, BreakerState
-from kvbm_common.wire.explain import FatesReply
+from kvbm_common.tier.admin import pins_of
+from kvbm_common.tier.size_figures import NO_SIZES, size_figures, waste_percent
+from kvbm_common.wire.explain import FateEntry, FatesReply
 from kvbm_common.wire.verbs import SnapshotReply, StatsReply
 
-from kvbm_disk_tier.core.admission import Admission
-from kvbm_disk_tier.core.announcements import Announcements
-from kvbm_disk_tier.core.departures import Explainer
-from kvbm_disk_tier.core.inventory import Inventory
-from kvbm_disk_tier.core.reads import Reads
-from kvbm_disk_tier.core.store import Store
-from kvbm_disk_tier.core.writes import Writes
+if TYPE_CHECKING:
+    from kvbm_disk_tier.core.core import DiskTierCore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,59 +21,57 @@ class View:
     """Questions to a core: each is answered as of the last step, and changes nothing."""
 
     instance: str
-    store: Store
-    breaker: Breaker
-    admission: Admission
-    inventory: Inventory
-    announcements: Announcements
-    writes: Writes
-    reads: Reads
-    explainer: Explainer
-    tallies: Counter[str]
+    _core: DiskTierCore
     extra: Callable[[], Mapping[str, float]] = dict
     """Figures of a core that is built on this one."""
 
     def counts(self) -> Mapping[str, int]:
         """Return a copy of all counters."""
-        return dict(self.tallies)
+        return dict(self._core.counts)
 
     def gauges(self) -> dict[str, float]:
         """Return the figures of now that are worth a curve."""
-        counts, writes = self.tallies, self.writes
+        counts = self._core.counts
         payload = counts["bytes.payload"]
         on_disk = counts["bytes.written"] + counts["bytes.journal"]
         return {
-            "disk_bypassed": float(self.breaker.state is not BreakerState.CLOSED),
-            "disk_read_depth_blocks": float(self.store.read_blocks_max),
-            "disk_write_depth_blocks": float(self.store.write_blocks_max),
+            "disk_bypassed": float(not self._core.health.writes),
+            "disk_read_depth_blocks": float(self._core.store.read_blocks_max),
+            "disk_write_depth_blocks": float(self._core.store.write_blocks_max),
             "write_amplification": on_disk / payload if payload else 1.0,
-            "write_budget_bytes": writes.budget.level,
-            "writers": float(len(self.admission.shards.instances)),
+            "write_budget_bytes": self._core.pending.budget.level,
+            "writers": float(len(self._core.pending.admission.shards.instances)),
         }
 
     def statistics(self) -> StatsReply:
         """Return the figures for the admin API."""
-        kind, announcer, inventory = self.store.kind, self.announcements.announcer, self.inventory
-        problem, frequency = self.store.problem, self.admission.filter
-        figures = {name: float(value) for name, value in self.tallies.items()}
-        figures["writes"] = float(len(self.writes.flying.by_id))
-        figures["writes_pending"] = float(len(self.writes.pending.waiting))
-        figures["reads"] = float(len(self.reads.flying) + len(self.reads.waiting))
+        kind, inventory = self._core.store.kind, self._core.inventory
+        announcer = inventory.announcer
+        frequency = self._core.pending.admission.filter
+        problems = (self._core.store.problem, self._core.health.problem)
+        reasons = [problem for problem in problems if problem]
+        figures = {name: float(value) for name, value in self._core.counts.items()}
+        figures["writes"] = float(len(self._core.writes.flying.by_id))
+        figures["writes_pending"] = float(len(self._core.pending.waiting))
+        figures["reads"] = float(len(self._core.reads.flying) + len(self._core.reads.waiting))
         figures["filter_entries"] = float(len(frequency))
         figures["filter_enabled"] = float(frequency.enabled)
         figures["filter_pass_count"] = float(frequency.pass_count)
+        figures["pins"] = float(len(pins_of(inventory.leases)))
         figures["draining"] = float(inventory.draining)
+        figures["waste_percent"] = waste_percent(inventory.table)
         return StatsReply(
             kind=kind.service,
             host=announcer.host,
             instance=self.instance,
             epoch=announcer.epoch,
-            ready=not problem,
-            reasons=[problem] if problem else [],
+            ready=not reasons,
+            reasons=reasons,
             seq=announcer.seq,
             tier=kind.tier,
             slots=inventory.table.counts(),
-            slot_bytes=self.store.slot_bytes,
+            slot_bytes=self._core.store.slot_bytes,
+            **(size_figures(inventory.table) if kind.sized else NO_SIZES),
             block_bytes=inventory.table.block_bytes,
             policy=inventory.policy_name,
             leases=len(inventory.leases),
@@ -86,19 +80,54 @@ class View:
 
     def snapshot(self) -> SnapshotReply:
         """Return everything that is committed and announced, as of the last event."""
-        return self.announcements.snapshot(self.inventory.told_blocks())
+        return self._core.inventory.announcer.snapshot(self._core.inventory.told_blocks())
 
     def snapshot_pages(self) -> Sequence[Callable[[], SnapshotReply]]:
         """Return the snapshot in pages, made later: each request is answered by one page."""
-        pages = self.announcements.pages(self.inventory.told_blocks())
+        pages = self._core.inventory.announcer.moment(self._core.inventory.told_blocks())
         assert pages, "an empty tier has one page, too"
         return pages
 
     def fates(self, names: Sequence[SequenceHash], now_ms: int) -> FatesReply:
-        """Return what became of blocks that a host tier misses."""
-        return FatesReply(fates=self.explainer.explain(names, now_ms))
+        """Return what became of blocks that a host tier misses, as this tier knows it.
+
+        The entry is empty for what another instance of this kind writes.
+        """
+        owned = set(self._core.pending.admission.shards.owned(names))
+        found = [self._fate_of(name, now_ms, owned=name in owned) for name in names]
+        assert len(found) == len(names), f"{len(found)} entries for {len(names)} blocks"
+        return FatesReply(fates=found)
 
     def idle(self) -> bool:
         """Tell whether nothing is being written, read or waiting: a quiet point."""
-        flying = self.writes.flying.by_id or self.reads.flying
-        return not (flying or self.writes.pending.waiting or self.reads.waiting)
+        flying = self._core.writes.flying.by_id or self._core.reads.flying
+        return not (flying or self._core.pending.waiting or self._core.reads.waiting)
+
+    def _fate_of(self, name: SequenceHash, now_ms: int, *, owned: bool) -> FateEntry:
+        if self._core.inventory.table.find(name) is not None:
+            return FateEntry(why="held")
+        if self._core.writes.is_waiting(name):
+            return FateEntry(why="waiting", detail=self._why_it_waits())
+        left = self._core.inventory.departures.get(name)
+        if left is not None:
+            return FateEntry(why=left.why, ago_ms=max(0, now_ms - left.at_ms), detail=left.detail)
+        if owned and self._core.pending.admission.filter.enabled and not self._core.arenas.staging:
+            return FateEntry(why="filtered", detail=self._sights(name))
+        return FateEntry(why="")
+
+    def _why_it_waits(self) -> str:
+        budget = self._core.pending.budget
+        if self._core.store.problem:
+            return f"the store: {self._core.store.problem}"
+        if self._core.health.problem:
+            return self._core.health.problem
+        if budget.bytes_per_day and budget.level <= 0:
+            return "the write budget is used up"
+        return "its write had not begun or ended"
+
+    def _sights(self, name: SequenceHash) -> str:
+        frequency = self._core.pending.admission.filter
+        count = frequency.count(name)
+        if not count:
+            return "was wanted too long ago to count"
+        return f"count {count} of {frequency.pass_count}"

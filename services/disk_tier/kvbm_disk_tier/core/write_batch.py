@@ -1,17 +1,16 @@
-"""Batches of blocks on their way to disk: their states, and what the host tier has leased."""
+"""Batches of blocks on their way to disk: what is known of each, and the table they move by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvbm_common.identity import SequenceHash, hashes_from_hex
-from kvbm_common.tier.blocks import CHECKSUM_MAX, is_divisible
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.machine import InvalidTransition, Machine
 from kvbm_common.tier.slots import Block
-from kvbm_common.wire.verbs import ArenaReply, LeasedSlot
+from kvbm_common.wire.slot_entries import LeasedSlot
 
 
 class Phase(Enum):
@@ -59,16 +58,22 @@ class Write:
     epoch: int
     """The arena that the lease is for."""
     names: list[SequenceHash]
-    phase: Phase
+    block_bytes: int = 0
+    """Of each of them, as it was told; 0: it was not."""
     charged: int = 0
     """Bytes taken from the budget."""
+    phase: Phase = Phase.LEASING
     lease: int = 0
     leased: Sequence[LeasedSlot] = ()
     """Arena slots that the host tier has pinned for it."""
     slots: list[tuple[int, Block]] = field(default_factory=list)
     """Staged file slots and what is being written into them."""
+    load: int = 0
+    """What it weighs in flight."""
     started_ms: int = 0
     released_ms: int = 0
+    recorded_ms: int = 0
+    """When its records went to the journal; 0: they have not."""
 
 
 class WritesInFlight:
@@ -82,18 +87,14 @@ class WritesInFlight:
         """The ids of the writes in each phase."""
         self._diary = diary
 
-    def begin(
-        self, write_id: int, arena: ArenaReply, names: list[SequenceHash], charged: int
-    ) -> None:
+    def begin(self, write: Write) -> None:
         """Add a write whose lease is asked for."""
-        assert write_id not in self.by_id, f"two writes have id {write_id}"
-        assert names, "a write has blocks"
-        assert self.names.isdisjoint(names), "a block is in two writes"
-        phase = WRITE.transitions[None, "lease"]
-        assert phase is not None, "a lease begins a write"
-        self.by_id[write_id] = Write(write_id, arena.instance, arena.epoch, names, phase, charged)
-        self.phases[phase].add(write_id)
-        self.names.update(names)
+        assert write.id not in self.by_id, f"two writes have id {write.id}"
+        assert write.names, "a write has blocks"
+        assert self.names.isdisjoint(write.names), f"a block is in two writes: {self.story(write)}"
+        self.by_id[write.id] = write
+        self.phases[write.phase].add(write.id)
+        self.names.update(write.names)
 
     def find(self, write_id: int) -> Write:
         """Return a write that something has come back for."""
@@ -132,32 +133,3 @@ class WritesInFlight:
         names = [name for write in self.by_id.values() for name in write.names]
         assert self.names == set(names)
         assert len(names) == len(self.names), "a block is in two writes"
-
-
-def leased_blocks(
-    slots: Sequence[LeasedSlot], arena: ArenaReply
-) -> tuple[dict[SequenceHash, tuple[Block, int]], int]:
-    """Return the blocks of leased slots with their slot, and how many slots cannot be right."""
-    sound = [slot for slot in slots if _is_sound(slot, arena)]
-    pairs = zip(_blocks_of(sound), sound, strict=True)
-    leased = {block.hash: (block, slot.slot) for block, slot in pairs}
-    assert len(leased) <= len(sound)
-    return leased, len(slots) - len(sound)
-
-
-def _is_sound(slot: LeasedSlot, arena: ArenaReply) -> bool:
-    """Tell whether a leased slot can be written and journaled at all."""
-    inside = slot.slot < arena.slot_count and slot.bytes <= arena.slot_bytes
-    parts = slot.part_checksums
-    whole = not parts or is_divisible(slot.bytes, len(parts))
-    return inside and whole and 0 <= slot.checksum <= CHECKSUM_MAX
-
-
-def _blocks_of(slots: Sequence[LeasedSlot]) -> Iterator[Block]:
-    names = hashes_from_hex([slot.hash for slot in slots])
-    parents = hashes_from_hex([slot.parent for slot in slots])
-    namespaces = {text: bytes.fromhex(text) for text in {slot.namespace for slot in slots}}
-    for slot, name, parent in zip(slots, names, parents, strict=True):
-        # The bytes tell the checksums of the parts when they are read: only the number is kept.
-        parts = len(slot.part_checksums) or 1
-        yield Block(name, parent, namespaces[slot.namespace], slot.checksum, slot.bytes, parts)

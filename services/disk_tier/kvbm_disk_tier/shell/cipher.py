@@ -183,5 +183,5 @@ def _nonce_in_slot(sealed: memoryview) -> slice:
 
 
 def _associated(block: Block) -> bytes:
-    sizes = _SIZES.pack(block.bytes, block.checksum, block.part_count)
+    sizes = _SIZES.pack(block.bytes, block.checksum, block.code)
     return _INFO + block.namespace + block.hash + sizes

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from kvbm_common.nixl.transfers import TransferError
@@ -13,16 +14,27 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.core.effects import AppendJournal, Effect, ReadSlots, RewriteJournal, WriteSlots
+from kvbm_disk_tier.core.effects import (
+    AppendJournal,
+    Effect,
+    ProbeStore,
+    ReadSlots,
+    RewriteJournal,
+    WriteSlots,
+)
 from kvbm_disk_tier.core.journal import Replay
 from kvbm_disk_tier.core.messages import (
     Journaled,
     JournalFailed,
+    JournalRewritten,
     ReadDone,
     ReadFailed,
     ReadLanded,
+    StoreAbsent,
     StoreFailed,
     StoreOpened,
+    StoreProbed,
+    Synchronised,
     WriteFailed,
     Written,
 )
@@ -47,6 +59,8 @@ class FileMedium:
         self._tuning = tuning or Tuning()
         self._thread = StoreThread(store)
         self._log = OncePerKind(log)
+        self._has_looked = False
+        """What an earlier process has left was opened, or is of no use."""
 
     def close(self) -> None:
         """Finish what the store's thread was asked for, and let go."""
@@ -56,39 +70,57 @@ class FileMedium:
 
     async def recover(self) -> StoreOpened | StoreFailed | None:
         """Recover what the journal of an earlier process records."""
+        found = await self._in_thread(self._recover)
+        return None if isinstance(found, StoreAbsent) else found
+
+    async def _in_thread(
+        self, function: Callable[[], StoreOpened | StoreAbsent]
+    ) -> StoreOpened | StoreAbsent | StoreFailed:
         try:
-            return await asyncio.wrap_future(self._thread.call(self._recover))
-        except StoreError as error:
-            self._log.warning(error.code, str(error))
+            return await asyncio.wrap_future(self._thread.call(function))
+        except (StoreError, TransferError, OSError) as error:
+            self._log.warning(getattr(error, "code", "store"), str(error))
             return StoreFailed(str(error))
 
-    def _recover(self) -> StoreOpened | None:
+    def _recover(self) -> StoreOpened | StoreAbsent:
+        self._mover.drop_file()
         found = self._store.recover()
-        return None if found is None else self._opened(found)
+        opened = StoreAbsent() if found is None else self._opened(found)
+        self._has_looked = True
+        return opened
 
     def _opened(self, found: Replay) -> StoreOpened:
         header = self._store.header
         assert header is not None
-        self._mover.use_file(self._store.fd, header.slot_count, header.stride)
-        depth = self._mover.depth(self._tuning, header.slot_count, header.stride, found.blocks)
-        return StoreOpened(header.slot_count, header.slot_bytes, found, depth)
+        layout = header.layout
+        self._mover.use_file(self._store.fd, layout)
+        depth = self._mover.depth(self._tuning, layout, found.blocks)
+        return StoreOpened(layout, found, depth)
 
-    async def open(self, slot_bytes: int) -> StoreOpened | StoreFailed:
-        """Create an empty store in place of the one that was there, if any."""
+    async def open(self, slot_bytes: int) -> StoreOpened | StoreAbsent | StoreFailed:
+        """Create an empty store in place of the one that was there, if any.
 
-        def create() -> StoreOpened:
+        What could not be recovered until now is recovered instead, if it can be.
+        """
+
+        def create() -> StoreOpened | StoreAbsent:
+            found = StoreAbsent() if self._has_looked else self._recover()
+            if isinstance(found, StoreOpened) or not slot_bytes:
+                return found
             self._mover.drop_file()
             outdated = self._store.outdated
             opened = self._opened(self._store.create(slot_bytes))
             return dataclasses.replace(opened, replaced_format=outdated)
 
-        try:
-            opened = await asyncio.wrap_future(self._thread.call(create))
-        except (StoreError, TransferError) as error:
-            self._log.warning(error.code, str(error))
-            return StoreFailed(str(error))
-        log.info("a new store of %d-byte slots in %s", slot_bytes, self.where)
+        opened = await self._in_thread(create)
+        if isinstance(opened, StoreOpened):
+            slot_bytes = opened.layout.slot_bytes
+            log.info("a store that is cut for slots of %d bytes in %s", slot_bytes, self.where)
         return opened
+
+    async def probe(self, _effect: ProbeStore) -> StoreProbed:
+        """Try to read and to write a little."""
+        return StoreProbed(*await asyncio.wrap_future(self._thread.call(self._store.probe)))
 
     def use_arena(self, arena: ArenaReply) -> None:
         """Map it; raises KvbmError or OSError."""
@@ -113,20 +145,35 @@ class FileMedium:
             writes = await asyncio.wrap_future(appended)
         except OSError as error:
             self._log.warning("journal", f"the journal cannot be written: {error}")
-            return None if effect.write is None else JournalFailed(effect.write, "journal")
+            return JournalFailed(effect.write, "journal", str(error))
         return Journaled(writes) if writes else None
 
-    async def rewrite(self, effect: RewriteJournal) -> None:
+    async def rewrite(self, effect: RewriteJournal) -> JournalRewritten:
         """Replace the journal by a shorter one."""
         rewrite = functools.partial(self._store.rewrite, effect.records)
         try:
             await asyncio.wrap_future(self._thread.call(rewrite))
         except OSError as error:
-            self._log.warning("journal", f"the journal cannot be rewritten: {error}")
+            self._log.warning("rewrite", f"the journal cannot be rewritten: {error}")
+            return JournalRewritten(str(error))
+        return JournalRewritten()
 
     async def run(self, loop: CoreLoop[Any, Effect]) -> None:
         """Say what has landed; synchronise every second, if that was asked for."""
         self._mover.on_landed = lambda read: loop.complete(ReadLanded(read))
+        failing = False
         while self._store.options.sync == "interval":
             await asyncio.sleep(SYNCHRONISE_S)
+            failure = await self.synchronise()
+            if failing or failure:
+                loop.complete(Synchronised(failure))
+            failing = bool(failure)
+
+    async def synchronise(self) -> str:
+        """Synchronise the files; returns what went wrong, if something did."""
+        try:
             await asyncio.wrap_future(self._thread.call(self._store.synchronise))
+        except OSError as error:
+            self._log.warning("sync", f"{self.where} cannot be synchronised: {error}")
+            return str(error)
+        return ""

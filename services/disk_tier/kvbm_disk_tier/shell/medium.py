@@ -7,14 +7,24 @@ from typing import Any, Protocol
 from kvbm_common.runtime.loop import CoreLoop
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.core.effects import AppendJournal, Effect, ReadSlots, RewriteJournal, WriteSlots
+from kvbm_disk_tier.core.effects import (
+    AppendJournal,
+    Effect,
+    ProbeStore,
+    ReadSlots,
+    RewriteJournal,
+    WriteSlots,
+)
 from kvbm_disk_tier.core.messages import (
     Journaled,
     JournalFailed,
+    JournalRewritten,
     ReadDone,
     ReadFailed,
+    StoreAbsent,
     StoreFailed,
     StoreOpened,
+    StoreProbed,
     WriteFailed,
     Written,
 )
@@ -29,8 +39,11 @@ class Medium(Protocol):
     async def recover(self) -> StoreOpened | StoreFailed | None:
         """Open what a former life has left; None: there is nothing (known yet)."""
 
-    async def open(self, slot_bytes: int) -> StoreOpened | StoreFailed:
-        """Make a store for slots of this size."""
+    async def open(self, slot_bytes: int) -> StoreOpened | StoreAbsent | StoreFailed:
+        """Make a store for slots of this size, or open the one whose recovery had failed."""
+
+    async def probe(self, effect: ProbeStore) -> StoreProbed:
+        """Try what had failed."""
 
     def use_arena(self, arena: ArenaReply) -> None:
         """Map the arena of another life; raises KvbmError or OSError."""
@@ -47,7 +60,7 @@ class Medium(Protocol):
     async def append(self, effect: AppendJournal) -> Journaled | JournalFailed | None:
         """Make records and data durable."""
 
-    async def rewrite(self, effect: RewriteJournal) -> None:
+    async def rewrite(self, effect: RewriteJournal) -> JournalRewritten | None:
         """Keep only these records."""
 
     async def run(self, loop: CoreLoop[Any, Effect]) -> None:

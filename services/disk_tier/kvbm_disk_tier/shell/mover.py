@@ -8,14 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+from kvbm_common.copying.block_sums import sums_of
 from kvbm_common.errors import KvbmError
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
 from kvbm_common.nixl.spans import Registration, Spans
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics, TransferFigures
+from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.layout import UNIT_BYTES, Layout, rounded_up
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.verbs import FILL_GRACE_MS
+from numpy.typing import NDArray
 
 from kvbm_disk_tier.core.effects import ReadSlots, WriteSlots
 from kvbm_disk_tier.core.messages import (
@@ -26,7 +31,6 @@ from kvbm_disk_tier.core.messages import (
     WriteFailed,
     Written,
 )
-from kvbm_disk_tier.core.pieces import pieces_of
 
 if TYPE_CHECKING:
     from kvbm_disk_tier.shell.queue_depth import Tuning
@@ -41,12 +45,14 @@ TRANSFER_BYTES = 16 * 1024 * 1024
 and reads get between them."""
 WRITE_DEADLINE_S = 30.0
 """A disk that takes longer for one batch is as good as broken."""
+PIECE_BYTES_MAX = 512 * 1024
+"""Longer pieces were not faster, and a lone batch has fewer of them side by side."""
 
 
 Put = tuple[Transferred, tuple[int, ...]]
 """What was moved, and which blocks had been lost before."""
-Sums = tuple[tuple[int, ...] | None, ...]
-"""The checksums of each block's parts; None: its bytes are not those that were stored."""
+Sums = tuple[bytes | None, ...]
+"""The packed checksums of each block's parts; None: its bytes are not those that were stored."""
 E = TypeVar("E", WriteSlots, ReadSlots)
 T = TypeVar("T")
 
@@ -112,23 +118,22 @@ class DiskMover:
                 arena.close()
             self._retired.clear()
 
-    def use_file(self, fd: int, slot_count: int, stride: int) -> None:
+    def use_file(self, fd: int, layout: Layout) -> None:
         """Read and write this file of slots from now on; nothing may fly."""
         assert self._flying == 0
         self.drop_file()
-        self._file = self._mover.register_file(fd, slot_count * stride).result(CALL_DEADLINE_S)
+        self._file = self._mover.register_file(fd, layout.total_bytes).result(CALL_DEADLINE_S)
         self._fd = fd
 
-    def depth(
-        self, tuning: Tuning, slot_count: int, stride: int, taken: Mapping[int, Block]
-    ) -> Depth:
+    def depth(self, tuning: Tuning, layout: Layout, blocks: Mapping[int, Block]) -> Depth:
         """Set and return the queue depth that keeps the file busy; nothing may be in flight.
 
-        `taken`: slots with blocks.
+        `blocks`: what the file holds, by place.
         """
         assert self._flying == 0
         self._mover.limit_files(read_bytes=None, written_bytes=None)
-        found = tuning.depth(self._mover, self._fd, stride, slot_count, taken)
+        stride, taken = layout.slot_bytes, taken_slots(layout, blocks)
+        found = tuning.depth(self._mover, self._fd, stride, taken)
         self._mover.limit_files(
             read_bytes=None if found.reads is None else found.reads * stride,
             written_bytes=None if found.writes is None else found.writes * stride,
@@ -149,7 +154,7 @@ class DiskMover:
             return WriteFailed(effect.write, STALE_ARENA)
         self._flying += 1
         try:
-            parts = [self._put(arena, part) for part in _parts(effect)]
+            parts = [self._put(arena, part) for part in parts_of(effect)]
             outcomes = await asyncio.gather(*parts, return_exceptions=True)
             return await self._written(effect, outcomes)
         finally:
@@ -163,11 +168,11 @@ class DiskMover:
         failed: WriteFailed | None = None
         lost: list[int] = []
         before = 0
-        for part, outcome in zip(_parts(effect), outcomes, strict=True):
+        for part, outcome in zip(parts_of(effect), outcomes, strict=True):
             if isinstance(outcome, TransferError):
                 # A late write may meet its slot's next block; that block's checksum would tell.
                 await wait_settled(outcome)
-                failed = failed or WriteFailed(effect.write, outcome.code)
+                failed = failed or WriteFailed(effect.write, outcome.code, str(outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
@@ -179,7 +184,10 @@ class DiskMover:
 
     async def _put(self, arena: Arena, effect: WriteSlots) -> Put:
         """Write a part of a batch; also which entries of it cannot be had again."""
-        memory, file = pieces_of(arena.address, effect.sources, effect.targets, effect.slot_bytes)
+        memory, file = pieces_of(
+            arena.address, places(effect.sources, effect.unit_bytes), places(effect.targets),
+            lengths(effect.blocks),
+        )  # fmt: skip
         return await self._to_file(memory, file), ()
 
     async def _to_file(self, memory: Spans, file: Spans) -> Transferred:
@@ -196,7 +204,7 @@ class DiskMover:
             moved, sums = await self._get(arena, effect)
         except TransferError as error:
             await wait_settled(error)
-            return ReadFailed(effect.read, error.code)
+            return ReadFailed(effect.read, error.code, str(error))
         finally:
             self._flying -= 1
             self._unmap_retired()
@@ -205,15 +213,17 @@ class DiskMover:
 
     async def _get(self, arena: Arena, effect: ReadSlots) -> tuple[Transferred, Sums]:
         """Read a batch; also the checksums of its blocks' parts."""
-        memory, file = pieces_of(arena.address, effect.targets, effect.sources, effect.slot_bytes)
-        moved = await self._from_file(memory, file, effect)
+        memory, file = pieces_of(
+            arena.address, places(effect.targets, effect.unit_bytes), places(effect.sources),
+            lengths(effect.blocks),
+        )  # fmt: skip
+        moved = await self._from_file(memory, file, left_s(effect))
+        self.on_landed(effect.read)
         return moved, await self._in_thread(_sums, arena, effect)
 
-    async def _from_file(self, memory: Spans, file: Spans, effect: ReadSlots) -> Transferred:
-        future = self._mover.read_file(self._fd, memory, file, deadline_s=left_s(effect))
-        moved = await asyncio.wrap_future(future)
-        self.on_landed(effect.read)
-        return moved
+    async def _from_file(self, memory: Spans, file: Spans, deadline_s: float) -> Transferred:
+        future = self._mover.read_file(self._fd, memory, file, deadline_s=deadline_s)
+        return await asyncio.wrap_future(future)
 
     async def _in_thread(self, work: Callable[[Arena, E], T], arena: Arena, effect: E) -> T:
         """Run work that takes processor time in a thread: it keeps off the event loop."""
@@ -223,8 +233,9 @@ class DiskMover:
         self._figures.observe(path, moved.seconds, moved.bytes)
 
 
-def _parts(effect: WriteSlots) -> list[WriteSlots]:
-    count = max(1, TRANSFER_BYTES // effect.slot_bytes)
+def parts_of(effect: E) -> list[E]:
+    """Return a batch in parts of TRANSFER_BYTES at most, or of one block each."""
+    count = max(1, TRANSFER_BYTES // max(lengths(effect.blocks)))
     if len(effect.targets) <= count:
         return [effect]
     return [
@@ -255,16 +266,61 @@ def left_s(effect: ReadSlots) -> float:
 
 
 def _sums(arena: Arena, effect: ReadSlots) -> Sums:
-    memory, slot_bytes = arena.array.data, effect.slot_bytes
-    return tuple(
-        block.sums_in(memory[slot * slot_bytes : (slot + 1) * slot_bytes])
-        for slot, block in zip(effect.targets, effect.blocks, strict=True)
-    )
+    starts = [arena.address + slot * effect.unit_bytes for slot in effect.targets]
+    return sums_of(effect.blocks, starts)
 
 
 def _read_done(effect: ReadSlots, sums: Sums) -> ReadDone:
     """Return how a read has ended, with the checksums of parts where blocks have several."""
     intact = tuple(parts is not None for parts in sums)
-    if all(block.part_count == 1 for block in effect.blocks):
+    if all(block.code == 1 for block in effect.blocks):
         return ReadDone(effect.read, intact)
-    return ReadDone(effect.read, intact, sums=tuple(parts or () for parts in sums))
+    return ReadDone(effect.read, intact, sums=tuple(parts or b"" for parts in sums))
+
+
+def places(slots: Sequence[int], unit_bytes: int = UNIT_BYTES) -> list[int]:
+    """Return where slots begin, in bytes."""
+    return [slot * unit_bytes for slot in slots]
+
+
+def lengths(blocks: Sequence[Block]) -> list[int]:
+    """Return how many bytes are moved of each block: whole units, as O_DIRECT wants."""
+    return [rounded_up(block.bytes) for block in blocks]
+
+
+def pieces_of(
+    address: int, near: Sequence[int], far: Sequence[int], sizes: Sequence[int]
+) -> tuple[Spans, Spans]:
+    """Return the spans of both sides: bytes `near` of the memory at `address`, `far` in a file.
+
+    Neighbours in the file and in memory become one piece: every piece costs the kernel a request.
+    In plain Python: for a batch of 16, what numpy costs is more than what merging gains.
+    """
+    memory: list[tuple[int, int, int]] = []
+    file: list[tuple[int, int, int]] = []
+    first = begin = length = 0
+    for far_byte, near_byte, size in sorted(zip(far, near, sizes, strict=True)):
+        follows = far_byte == first + length and near_byte == begin + length
+        if length and follows and length + size <= PIECE_BYTES_MAX:
+            length += size
+            memory[-1] = (memory[-1][0], length, 0)
+            file[-1] = (file[-1][0], length, 0)
+            continue
+        first, begin, length = far_byte, near_byte, size
+        memory.append((address + near_byte, size, 0))
+        file.append((far_byte, size, 0))
+    return Spans(np.array(memory, dtype=np.uint64)), Spans(np.array(file, dtype=np.uint64))
+
+
+def taken_slots(layout: Layout, blocks: Mapping[int, Block]) -> NDArray[np.bool_]:
+    """Return which slots of the first size, numbered through the file, blocks overlap with."""
+    former = BlockColumns.of(blocks)
+    begins = former.slots * UNIT_BYTES
+    ends = begins + former.block_bytes + layout.extra_bytes
+    slots, last = begins // layout.slot_bytes, (ends - 1) // layout.slot_bytes
+    taken = np.zeros(layout.slot_count, bool)
+    while len(slots):
+        taken[slots] = True
+        is_longer = slots < last
+        slots, last = slots[is_longer] + 1, last[is_longer]
+    return taken

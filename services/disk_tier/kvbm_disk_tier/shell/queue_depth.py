@@ -20,7 +20,8 @@ import numpy as np
 from kvbm_common.memory.huge_pages import make_huge, map_shared
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
 from kvbm_common.nixl.spans import Spans
-from kvbm_common.tier.batches import batch_blocks
+from kvbm_common.tier.blocks import batch_blocks
+from numpy.typing import NDArray
 
 from kvbm_disk_tier.core.messages import Depth
 from kvbm_disk_tier.shell.mover import CALL_DEADLINE_S, SETTLE_DEADLINE_S, NotSettled
@@ -65,18 +66,16 @@ class Tuning:
     """Two full batches always may fly: one is answered while the other moves. Of small blocks up to
     four: the kernel sorts what is in flight by its place on the disk, and two end together."""
 
-    def depth(
-        self, mover: MoverThread, fd: int, stride: int, slot_count: int, taken: Mapping[int, object]
-    ) -> Depth:
+    def depth(self, mover: MoverThread, fd: int, stride: int, taken: NDArray[np.bool_]) -> Depth:
         """Return the depth for a store, measured unless it is configured.
 
-        `taken`: its slots that hold blocks. Nothing else may be in flight.
+        `taken`: which of its slots hold blocks. Nothing else may be in flight.
         """
         if self.queue_depth is not None:
             return Depth(self.queue_depth, self.queue_depth)
-        sample = range(0, slot_count, max(1, slot_count // (2 * DEPTH_MAX)))
-        free = [slot for slot in sample if slot not in taken][:DEPTH_MAX]
-        held = [slot for slot in sample if slot in taken][:DEPTH_MAX]
+        sample = range(0, len(taken), max(1, len(taken) // (2 * DEPTH_MAX)))
+        free = [slot for slot in sample if not taken[slot]][:DEPTH_MAX]
+        held = [slot for slot in sample if taken[slot]][:DEPTH_MAX]
         if max(len(free), len(held)) < SLOTS_MIN:
             return Depth()
         found = measure(mover, fd, stride, free, held)

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.service.process import ServiceContext, run
-from kvbm_common.tier.batches import batch_blocks
+from kvbm_common.tier.blocks import BATCH_BLOCKS_MOST, batch_blocks
+from kvbm_common.tier.layout import Layout
 
 from kvbm_disk_tier.core.core import DiskTierCore
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.limits import limits_of
 from kvbm_disk_tier.shell.file_medium import FileMedium
-from kvbm_disk_tier.shell.mover import DiskMover
+from kvbm_disk_tier.shell.mover import TRANSFER_BYTES, DiskMover
 from kvbm_disk_tier.shell.nixl_backend import file_mover
 from kvbm_disk_tier.shell.queue_depth import Tuning
 from kvbm_disk_tier.shell.store import (
     CIPHER,
+    EXTRA_BYTES,
     Store,
     StoreBusy,
+    StoreError,
     StoreOptions,
 )
 from kvbm_disk_tier.shell.tier_shell import TierShell, serve_nothing
@@ -35,12 +38,15 @@ LOCK_DEADLINE_S = 4.5
 LOCK_TRY_S = 0.1
 SEALED_BATCHES = 6
 """Batches that are sealed or opened at once: a sealed store takes so much more memory."""
+SEALED_TRANSFER_BYTES = TRANSFER_BYTES + BATCH_BLOCKS_MOST * EXTRA_BYTES
+"""What one transfer of the mover takes of the pool at most."""
 
 
 async def serve(context: ServiceContext) -> None:
     """Run a disk tier; without a disk cache it only says that it is there, and empty."""
     settings = context.settings
     keys = keys_of(settings)
+    limits = limits_of(settings)
     options = StoreOptions(
         directory=settings.disk_cache_dir / f"kvbm-{context.host}-{context.instance}",
         capacity_bytes=settings.disk_cache_bytes,
@@ -49,8 +55,8 @@ async def serve(context: ServiceContext) -> None:
         zerofill_fallback=settings.disk_zerofill_fallback,
         cipher=CIPHER if keys is not None else "",
         sync=settings.disk_sync,
+        journal_records_per_slot=limits.journal_records_per_slot,
     )
-    limits = limits_of(settings)
     core = DiskTierCore(
         host=context.host,
         instance=context.instance,
@@ -100,21 +106,32 @@ def _mover(context: ServiceContext, keys: Keys | None, options: StoreOptions) ->
 
     limits = limits_of(context.settings)
 
-    def pool_slots(stride: int) -> int:
-        return SEALED_BATCHES * batch_blocks(limits.batch_blocks_max, limits.batch_bytes, stride)
+    def pool_bytes(layout: Layout) -> int:
+        stride = layout.slot_bytes
+        batch = batch_blocks(limits.batch_blocks_max, limits.batch_bytes, stride)
+        transfers = SEALED_BATCHES * min(batch * stride, SEALED_TRANSFER_BYTES)
+        return max(transfers, layout.slab_bytes)  # A block of any size passes through.
 
-    return SealedMover(mover=mover, counters=context.counters, keys=keys, pool_slots=pool_slots)
+    return SealedMover(mover=mover, counters=context.counters, keys=keys, pool_bytes=pool_bytes)
 
 
 async def _wait_store(options: StoreOptions, stopping: asyncio.Event) -> Store | None:
-    """Take the store, from a predecessor that is just ending if need be; raises StoreError."""
+    """Take the store, from a predecessor that is just ending if need be; raises StoreBusy.
+
+    One whose directory cannot be used now is returned as well: its core says so, and tries again.
+    """
+    store = Store(options)
     give_up_s = time.monotonic() + LOCK_DEADLINE_S
     while not stopping.is_set():
         try:
-            return Store(options)
+            await asyncio.to_thread(store.acquire)
         except StoreBusy:
             if time.monotonic() > give_up_s:
                 raise
+        except StoreError:
+            return store
+        else:
+            return store
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOCK_TRY_S):
                 await stopping.wait()

@@ -2,10 +2,10 @@
 
     <DYN_KVBM_DISK_CACHE_DIR>/kvbm-<host>-<instance>/
         lock       held with flock by the one process that uses the store
-        header     what the file is: format, slot size and count, cipher (JSON)
-        slots      slot i is at [i · stride, (i + 1) · stride); the stride is slot_bytes, or 4 KiB
-                   more in a sealed store
-        journal    records of kvbm_disk_tier.core.journal
+        header     what the file is: format, first size and number of slots, cipher (JSON)
+        slots      slabs of slab_slots · stride bytes; the stride is slot_bytes, or 4 KiB more in a
+                   sealed store. In a slab, slots of one size follow each other
+        journal    records of kvbm_disk_tier.core.journal; `spare` beside it: see `journal_file`
 
 Only this module touches these files, NIXL's reads and writes of `slots` excepted. `Store` blocks;
 `store_thread` runs it in a thread of its own.
@@ -13,26 +13,38 @@ Only this module touches these files, NIXL's reads and writes of `slots` excepte
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from kvbm_common.errors import KvbmError
+from kvbm_common.tier.layout import Layout
 
-from kvbm_disk_tier.core.journal import RECORD_BYTES, Record, Replay, encode_records, replay
+from kvbm_disk_tier.core.inventory import journal_records_max
+from kvbm_disk_tier.core.journal import RECORD_BYTES, Record, Replay, replay
+from kvbm_disk_tier.shell.allocation import fallocate, fill
+from kvbm_disk_tier.shell.journal_file import JournalFile, close, sync_directory
 
-FORMAT = 2
-"""2 since a record says how many parts a block has. A store of another format is replaced."""
+FORMAT = 3
+"""3 since slots have several sizes, 2 since a record says how many parts a block has. A store of
+another format is replaced."""
+FORMAT_OF_ONE_SIZE = 2
+"""Its slots are where those of the first size are now, and its records are read: it is kept."""
 CIPHER = "aes-256-gcm"
 EXTRA_BYTES = 4096
 """The cipher of sealed stores, and how many bytes longer their slots are; see `cipher.py`."""
-ZEROFILL_BYTES = 16 * 1024 * 1024
+PAGE_BYTES = 4096
+JOURNAL_SLACK = 4
+"""One part of so many more: a journal goes on growing while its rewrite waits for its turn."""
+PROBE_BYTES = 4096
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +69,21 @@ class Header(msgspec.Struct, frozen=True):
     slot_count: Annotated[int, msgspec.Meta(ge=1)]
     cipher: str = ""
     """How blocks are sealed; empty: they are not."""
+    slab_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Slots of the first size in a slab; 0 in a store of one size."""
 
     @property
-    def stride(self) -> int:
-        """Bytes from slot to slot in the file."""
-        return stride_of(self.slot_bytes, self.cipher)
+    def layout(self) -> Layout:
+        """Where slots are in the file."""
+        extra, count = _extra_of(self.cipher), self.slot_count
+        layout = Layout.of(self.slot_bytes + extra, count, extra_bytes=extra)
+        return replace(layout, slab_slots=self.slab_slots or layout.slab_slots)
+
+    @classmethod
+    def of(cls, slot_bytes: int, slot_count: int, cipher: str) -> Header:
+        """Return the header of a new store."""
+        header = cls(FORMAT, slot_bytes, slot_count, cipher)
+        return msgspec.structs.replace(header, slab_slots=header.layout.slab_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,37 +100,47 @@ class StoreOptions:
     """As in the header."""
     sync: str = "commit"
     """`commit`: data and journal are synchronised before a block is announced."""
+    journal_records_per_slot: int = 4
+    """As the core has it: the space of so many is taken for the journal."""
 
 
 class Store:
     """The open store. Not thread-safe: one thread at a time."""
 
     def __init__(self, options: StoreOptions) -> None:
-        """Take the lock; raises StoreBusy when another process has it, or StoreError."""
+        """Prepare a store without touching it: `recover` and `create` take the lock."""
         self.options = options
         self.header: Header | None = None
         self.fd = -1
-        self._journal_fd = -1
+        self._lock_fd = -1
+        self._journal = JournalFile(options.directory, zerofill_fallback=options.zerofill_fallback)
         self.outdated = False
         """A store of another format was found here: `create` puts an empty one in its place."""
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="sync")
+
+    def acquire(self) -> None:
+        """Take the lock; raises StoreBusy when another process has it, or StoreError."""
+        if self._lock_fd >= 0:
+            return
+        directory = self.options.directory
+        unusable = f"DYN_KVBM_DISK_CACHE_DIR {directory.parent} cannot be used"
         try:
-            options.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_fd = os.open(
-                self._path("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(self._path("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StoreError(
-                f"DYN_KVBM_DISK_CACHE_DIR {options.directory.parent} cannot be used: {error}"
-            ) from error
+            raise StoreError(f"{unusable}: {error}") from error
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock_fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
             raise StoreBusy(
-                f"{options.directory} is used by another disk tier: give this one another "
+                f"{directory} is used by another disk tier: give this one another "
                 "KVBM_INSTANCE or another DYN_KVBM_DISK_CACHE_DIR"
             ) from error
+        except OSError as error:
+            os.close(fd)
+            raise StoreError(f"{unusable}: it cannot be locked: {error}") from error
+        self._lock_fd = fd
 
     def _path(self, name: str) -> Path:
         return self.options.directory / name
@@ -117,47 +149,63 @@ class Store:
         """Synchronise and let go."""
         self._close_files()
         self._beside.shutdown()
-        os.close(self._lock_fd)
+        if self._lock_fd >= 0:
+            close(self._lock_fd, self.options.directory)
+            self._lock_fd = -1
 
     def _close_files(self) -> None:
-        files = [fd for fd in (self.fd, self._journal_fd) if fd >= 0]
-        self.fd = self._journal_fd = -1
-        self.header = None
-        for fd in files:
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                log.error("%s cannot be synchronised: %s", self.options.directory, error)
-            os.close(fd)
+        if self.fd >= 0:
+            close(self.fd, self.options.directory, synchronise=True)
+        self.fd, self.header = -1, None
+        self._journal.close()
 
     # --- opening ----------------------------------------------------------------------------
 
     def recover(self) -> Replay | None:
         """Open what a former life has left; None: there is nothing that can be used.
 
-        What is not used is left alone until `create` puts an empty store in its place.
+        What is not used is left alone until `create` puts an empty store in its place. Raises
+        StoreError where the files cannot be read now: they may be in order.
         """
+        self.acquire()
+        self._close_files()
         try:
             header = msgspec.json.decode(self._path("header").read_bytes(), type=Header)
-            self.outdated = header.format != FORMAT
+            self.outdated = header.format not in (FORMAT, FORMAT_OF_ONE_SIZE)
             refusal = self._refusal(header)
             if refusal:
                 log.warning("the store in %s is not used: %s", self.options.directory, refusal)
                 return None
-            data = self._path("journal").read_bytes()
+            data = self._journal.read()
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            unread = f"the store in {self.options.directory} cannot be read: {error}"
+            raise StoreError(unread) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("the store in %s is not used: %s", self.options.directory, error)
             return None
-        found = replay(data, slot_count=header.slot_count, slot_bytes=header.slot_bytes)
-        self._open_files(header)
-        self._truncate_journal(len(data))
+        found = replay(data, header.layout)
+        if header.format != FORMAT:
+            header = self._renew(header)
+        self._open_files(header, journal_bytes=len(data))
         return found
+
+    def _renew(self, header: Header) -> Header:
+        """Make a store of one size one of several: its blocks stay where they are."""
+        new = Header.of(header.slot_bytes, header.slot_count, header.cipher)
+        path = self._path("header.new")
+        try:
+            path.write_bytes(msgspec.json.encode(new))
+            os.replace(path, self._path("header"))
+            sync_directory(self.options.directory)
+        except OSError as error:  # The next life tries again.
+            log.warning("the store in %s keeps format %d: %s", path.parent, header.format, error)
+        return new
 
     def _refusal(self, header: Header) -> str:
         """Return why a store cannot be used as it is; empty: it can."""
-        if header.format != FORMAT:
+        if self.outdated:
             return (
                 f"it has format {header.format}, and this release has format {FORMAT}; an empty "
                 "store takes its place as soon as an engine is attached"
@@ -170,35 +218,36 @@ class Store:
             return str(error)
         if header.slot_count != slot_count:
             return f"it has {header.slot_count} slots, and {slot_count} are wanted"
-        if self._path("slots").stat().st_size < header.stride * header.slot_count:
+        if self._path("slots").stat().st_size < header.layout.total_bytes:
             return "its file of slots is too short"
         return ""
 
     def create(self, slot_bytes: int) -> Replay:
-        """Make an empty store of slots of this size, in place of whatever was there.
+        """Make an empty store that is cut for slots of this size, in place of whatever was there.
 
         Raises StoreError, with the free space where the disk is too small.
         """
+        self.acquire()
         self._close_files()
         slot_count = self._slot_count(slot_bytes)
-        header = Header(FORMAT, slot_bytes, slot_count, self.options.cipher)
+        header = Header.of(slot_bytes, slot_count, self.options.cipher)
         try:
-            for name in ("header", "journal"):
-                self._path(name).unlink(missing_ok=True)
-            self._preallocate(slot_count * header.stride)
-            self._path("journal").touch(mode=0o600)
+            self._path("header").unlink(missing_ok=True)
+            self._journal.remove()
+            self._preallocate(header.layout.total_bytes, 2 * self._journal_bytes(header))
+            self._open_files(header, journal_bytes=0)
             self._path("header").write_bytes(msgspec.json.encode(header))
-            self._open_files(header)
-            self._sync_directory()
+            sync_directory(self.options.directory)
             self.outdated = False
         except OSError as error:
+            self._close_files()
             raise StoreError(f"no store in {self.options.directory}: {error}") from error
         return Replay(blocks={}, next_order=1, records=0, damaged=0)
 
     def _slot_count(self, slot_bytes: int) -> int:
         if self.options.slot_count is not None:
             return self.options.slot_count
-        count = self.options.capacity_bytes // stride_of(slot_bytes, self.options.cipher)
+        count = self.options.capacity_bytes // (slot_bytes + _extra_of(self.options.cipher))
         if count < 1:
             raise StoreError(
                 f"DYN_KVBM_DISK_CACHE_GB is {self.options.capacity_bytes / 1e9:g}: "
@@ -206,74 +255,69 @@ class Store:
             )
         return count
 
-    def _preallocate(self, size: int) -> None:
+    def _journal_bytes(self, header: Header) -> int:
+        """Return the space of a journal: what a full disk must not keep from it."""
+        per_slot = self.options.journal_records_per_slot
+        records = journal_records_max(header.slot_count, header.slot_bytes, per_slot)
+        size = (records + records // JOURNAL_SLACK) * RECORD_BYTES
+        return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+    def _preallocate(self, size: int, beside: int) -> None:
+        """Take the space of the slots, if there are so many bytes beside them as well."""
         path = self._path("slots")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             file_system = os.statvfs(self.options.directory)
             free = file_system.f_bavail * file_system.f_frsize + os.fstat(fd).st_blocks * 512
             # Asked first: an allocation that fails has taken the whole disk for a moment.
-            if size > free:
+            if size + beside > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(fd, 0)
             self._allocate(fd, size)
         except OSError as error:
-            os.ftruncate(fd, 0)
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)
             raise StoreError(
-                f"no room for {size} bytes in {self.options.directory} ({free} free): lower "
-                f"DYN_KVBM_DISK_CACHE_GB or make room ({error.strerror})"
+                f"no room for {size} bytes and {beside} of journal in {self.options.directory} "
+                f"({free} free): lower DYN_KVBM_DISK_CACHE_GB or make room ({error.strerror})"
             ) from error
         finally:
             os.close(fd)
 
     def _allocate(self, fd: int, size: int) -> None:
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            self._fill(fd, size)
-
-    def _fill(self, fd: int, size: int) -> None:
-        """Write zeros or leave the file sparse: the file system cannot preallocate."""
-        if not self.options.zerofill_fallback:
-            os.ftruncate(fd, size)
+        """Write zeros, or leave the file sparse, where the file system cannot preallocate."""
+        if fallocate(fd, size):
             return
-        zeros = bytes(ZEROFILL_BYTES)
-        for offset in range(0, size, ZEROFILL_BYTES):
-            _write_all(fd, zeros[: size - offset])
+        if self.options.zerofill_fallback:
+            fill(fd, size)
+        else:
+            os.ftruncate(fd, size)
 
-    def _open_files(self, header: Header) -> None:
+    def _open_files(self, header: Header, *, journal_bytes: int) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC
         if self.options.direct:
             flags |= os.O_DIRECT
         try:
             self.fd = os.open(self._path("slots"), flags)
+            self._journal.open(journal_bytes, self._journal_bytes(header))
         except OSError as error:
-            raise StoreError(
-                f"{self._path('slots')} cannot be opened with O_DIRECT: set "
-                f"DYN_KVBM_DISK_DISABLE_O_DIRECT=true ({error})"
-            ) from error
-        journal_flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._journal_fd = os.open(self._path("journal"), journal_flags, 0o600)
+            self._close_files()
+            what = f"the store in {self.options.directory} cannot be opened ({error})"
+            if self.options.direct and error.errno == errno.EINVAL:  # From open(2) itself.
+                what = (
+                    f"{self._path('slots')} cannot be opened with O_DIRECT: set "
+                    f"DYN_KVBM_DISK_DISABLE_O_DIRECT=true ({error})"
+                )
+            raise StoreError(what) from error
         self.header = header
 
     # --- the journal ------------------------------------------------------------------------
 
     def append(self, records: tuple[Record, ...], *, commit: bool) -> None:
         """Write records; with `commit`, they and the data are as durable as was asked for."""
-        size = os.fstat(self._journal_fd).st_size
-        try:
-            _write_all(self._journal_fd, encode_records(records))
-        except OSError:
-            self._truncate_journal(size)
-            raise
+        self._journal.append(records)
         if commit and self.options.sync == "commit":
             self._synchronise()
-
-    def _truncate_journal(self, size: int) -> None:
-        """Cut a torn record off: what is appended behind it would stay out of step."""
-        os.ftruncate(self._journal_fd, size - size % RECORD_BYTES)
 
     def synchronise(self) -> None:
         """Synchronise an open store; called every second where `sync` is interval."""
@@ -288,41 +332,31 @@ class Store:
         """
         data = self._beside.submit(os.fdatasync, self.fd)
         try:
-            os.fdatasync(self._journal_fd)
+            self._journal.synchronise()
         finally:
             wait([data])
         data.result()
 
     def rewrite(self, records: tuple[Record, ...]) -> None:
         """Put a journal of these records in place of the old one, at once or not at all."""
-        path = self._path("journal.new")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            _write_all(fd, encode_records(records))
-            os.fdatasync(fd)
-            os.replace(path, self._path("journal"))
-        except OSError:
-            os.close(fd)
-            raise
-        os.close(self._journal_fd)
-        self._journal_fd = fd
-        # Else a power cut brings the old journal back, without what was appended to the new one.
-        self._sync_directory()
+        self._journal.rewrite(records)
 
-    def _sync_directory(self) -> None:
-        fd = os.open(self.options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    def probe(self) -> tuple[str, str]:
+        """Try to read and to write a little; returns what failed of either, or nothing."""
+        failures = ["", ""]
+        for number, attempt in enumerate((self._probe_read, self._journal.probe)):
+            try:
+                attempt()
+            except OSError as error:
+                failures[number] = str(error)
+        return failures[0], failures[1]
+
+    def _probe_read(self) -> None:
+        page = mmap.mmap(-1, PROBE_BYTES)
+        if os.preadv(self.fd, [page], 0) < PROBE_BYTES:
+            raise OSError(errno.EIO, "the file of slots is shorter than it was")
 
 
-def stride_of(slot_bytes: int, cipher: str) -> int:
-    """Return the bytes from slot to slot in a file for blocks of `slot_bytes` bytes."""
-    return slot_bytes + (EXTRA_BYTES if cipher else 0)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def _extra_of(cipher: str) -> int:
+    """Return what a slot in the file is longer than its block in whole units."""
+    return EXTRA_BYTES if cipher else 0

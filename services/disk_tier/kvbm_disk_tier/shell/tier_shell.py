@@ -20,8 +20,7 @@ from kvbm_common.runtime import logs
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
 from kvbm_common.runtime.metrics import metrics_of_counts, metrics_of_gauges
-from kvbm_common.service.admin_verbs import tier_verbs
-from kvbm_common.service.core_answers import CoreAnswers
+from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.service.tracing import Attributes, Tracer, tracer_of
 from kvbm_common.wire.admin import FilterRequest, TierRequest
@@ -30,6 +29,7 @@ from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed, event_codec,
 from kvbm_common.wire.explain import fates_request
 from kvbm_common.wire.verbs import (
     ArenaReply,
+    ArenaRequest,
     FillRequest,
     LeaseReply,
     ReleaseReply,
@@ -51,6 +51,7 @@ from kvbm_disk_tier.core.effects import (
     Effect,
     LeaseHost,
     OpenStore,
+    ProbeStore,
     Publish,
     ReadSlots,
     ReleaseHost,
@@ -74,11 +75,12 @@ from kvbm_disk_tier.core.messages import (
     Leased,
     LeaseFailed,
     Released,
+    StoreFailed,
     StoreOpened,
     Tick,
     WritersKnown,
 )
-from kvbm_disk_tier.core.retries import UNANSWERED
+from kvbm_disk_tier.core.pending import UNANSWERED
 from kvbm_disk_tier.core.shards import writers_of
 from kvbm_disk_tier.shell.medium import Medium
 
@@ -153,7 +155,9 @@ class TierShell:
             ]
             forget = context.registry.watch(self._registry_changed)
             blocks = len(recovered.replay.blocks) if isinstance(recovered, StoreOpened) else 0
-            context.ready(f"{self._medium.where} with {blocks} blocks")
+            problem = recovered.reason if isinstance(recovered, StoreFailed) else ""
+            found = f"not used: {problem}" if problem else f"with {blocks} blocks"
+            context.ready(f"{self._medium.where} {found}")
             await context.stopping.wait()
             forget()
             await self._say_goodbye()
@@ -165,7 +169,7 @@ class TierShell:
         for effect in self._core.stop():
             self._carry_out(effect)
         with contextlib.suppress(DeadlineExceeded):
-            # What flies ends well if it can: a half-read fill is of no use to anybody.
+            # What flies ends well if it can: a half-read fill is of no use.
             await self._loop.wait_idle(deadline_s=GOODBYE_S)
         try:
             await self._publisher.flush(deadline_s=GOODBYE_S)
@@ -262,6 +266,8 @@ class TierShell:
         match effect:
             case OpenStore(slot_bytes):
                 return self._medium.open(slot_bytes)
+            case ProbeStore():
+                return self._medium.probe(effect)
             case RewriteJournal():
                 return self._medium.rewrite(effect)
             case DropArena(instance):
@@ -310,7 +316,8 @@ class TierShell:
 
     async def _ask_arena(self, instance: str) -> ArenaKnown | ArenaFailed:
         try:
-            reply = _arena_reply.decode(await self._ask_host(instance, "arena", b"{}"))
+            asked = msgspec.json.encode(ArenaRequest(any_size=True))
+            reply = _arena_reply.decode(await self._ask_host(instance, "arena", asked))
             if reply.slot_bytes:
                 self._medium.use_arena(reply)
         except (KvbmError, OSError) as error:

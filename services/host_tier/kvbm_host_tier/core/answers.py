@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +20,8 @@ from kvbm_common.wire.local import Found, Lookup
 
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.group_plan import GroupPlan
-from kvbm_host_tier.core.messages import Answer, Emit, EngineId, ToEngine
+from kvbm_host_tier.core.limits import Means
+from kvbm_host_tier.core.messages import Answer, EngineId, ToEngine
 from kvbm_host_tier.core.miss_reason import Looked
 
 OPERATOR = EngineId("operator", "")
@@ -142,20 +143,17 @@ class Answers:
         leases: LeaseTable,
         *,
         epoch: int,
-        hit_window: int,
         answered: Callable[[Looked], None],
-        counts: Counter[str],
-        emit: Emit,
+        means: Means,
     ) -> None:
         """Start without hits; `answered` keeps a lookup until its misses are explained."""
-        assert hit_window >= 0
+        assert means.limits.hit_window >= 0, means.limits
         self._table = table
         self._leases = leases
         self._epoch = epoch
         self._answered = answered
-        self._counts = counts
-        self._emit = emit
-        self._hit_window: deque[tuple[int, int, int, int]] = deque(maxlen=hit_window)
+        self._counts, self._emit = means.counts, means.emit
+        self._hit_window: deque[tuple[int, int, int, int]] = deque(maxlen=means.limits.hit_window)
         """(asked, host, disk, object) blocks of the last lookups."""
 
     def give(self, state: OnboardState, now_ms: int) -> None:
@@ -179,13 +177,14 @@ class Answers:
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
         self._counts["matched_tokens"] += boundary or state.run * state.block_tokens
         blocks = [self._table.block(slot) for slot in slots]
+        self._counts["bytes.h2d"] += sum([block.bytes for block in blocks])
         found = Found(
             lookup=state.lookup,
             epoch=self._epoch,
             lease=lease_id,
-            slots=slots,
+            slots=self._table.places(slots),
             checksums=[block.checksum for block in blocks],
-            part_checksums=_part_checksums(blocks),
+            part_sums=_part_sums(blocks),
             block_bytes=blocks[0].bytes if blocks else 0,
             disk_blocks=disk,
             object_blocks=objects,
@@ -287,17 +286,16 @@ def fall_back(state: OnboardState, plan: GroupPlan, table: SlotTable) -> None:
     state.came_from = {at: came_from[name] for at, name in places if name in came_from}
 
 
-def _part_checksums(blocks: Sequence[Block]) -> list[int]:
+def _part_sums(blocks: Sequence[Block]) -> bytes:
     """Return what ranks verify, block after block; empty where blocks have one part.
 
-    A namespace says how many ranks an engine has, so all blocks of a run have as many parts. An
-    engine that asks for blocks of several namespaces gets no checksums that it could misread.
+    A namespace says how blocks are cut, so all blocks of a run are cut alike. An engine that asks
+    for blocks of several namespaces gets no checksums that it could misread.
     """
-    if all(block.parts == 1 for block in blocks):
-        return []
-    if len({block.part_count for block in blocks}) != 1:
-        return []
-    return [checksum for block in blocks for checksum in block.part_checksums]
+    codes = {block.code for block in blocks}
+    if len(codes) != 1 or codes == {1}:
+        return b""
+    return b"".join(block.part_sums for block in blocks)
 
 
 def _came_from(state: OnboardState, tier: Medium) -> list[int]:

@@ -1,57 +1,65 @@
-"""The arena: the host memory of this tier, and how it is cut into slots.
+"""The arena: the host memory of this tier, how it is cut into slots, and the leases over these.
 
-The slots have the size of the first engine's blocks. Where the configuration gives a number of
-blocks and not of bytes, the memory itself is made at that moment, too.
+It is cut for the first engine's blocks, into slabs of whole slots of theirs. Blocks of other sizes
+take slabs over. Where the configuration gives a number of blocks and not of bytes, the memory is
+made for the first engine, too: for so many of its blocks. A leased slot (by an engine, a copier, an
+operator's pin) is pinned. The lease ends by release, by its deadline or with its owner, and the
+slot is unpinned with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
-from kvbm_host_tier.core.messages import ArenaInfo, Emit, MakeArena
+from kvbm_common.identity import SequenceHash, hashes_from_hex
+from kvbm_common.tier.admin import PIN
+from kvbm_common.tier.layout import UNIT_BYTES, Layout, rounded_up
+from kvbm_common.tier.leases import Lease, LeaseTable
+from kvbm_common.tier.slots import SlotTable
+from kvbm_common.wire.slot_entries import LeasedSlot
+from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest, ReleaseReply, ReleaseRequest
 
-SLOT_ALIGNMENT = 4096
-"""O_DIRECT reads and writes between arena and files need it."""
-
-
-def slot_bytes_of(block_bytes: int) -> int:
-    """Return the size of the slot that a block of this size takes."""
-    assert block_bytes > 0
-    return -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+from kvbm_host_tier.core.limits import Means
+from kvbm_host_tier.core.messages import ArenaInfo, MakeArena
 
 
 class Arena:
-    """The memory that was made, and the slots that it was cut into."""
+    """The memory that was made, and the layout by which it was cut."""
 
     def __init__(
         self,
         info: ArenaInfo,
+        table: SlotTable,
         *,
-        slots_wanted: int | None,
-        make_slots: Callable[[int], None],
-        emit: Emit,
+        lay_out: Callable[[Layout], None],
+        means: Means,
     ) -> None:
-        """Start without slots; `slots_wanted` is the configured number of them.
-
-        None: as many as fit into the memory.
-        """
-        assert slots_wanted is None or slots_wanted >= 0
+        """Start without slots; `lay_out` gives them to `table`."""
+        slots_wanted = means.limits.slot_count
+        assert slots_wanted is None or slots_wanted >= 0, means.limits
         self.info = info
-        self.slot_bytes = 0
-        """0: the memory is not cut yet."""
-        self.slot_count = 0
+        self.layout: Layout | None = None
+        """None: the memory is not cut yet."""
         self.failure = ""
         """Why the memory could not be made the last time."""
+        self._table = table
         self._slots_wanted = slots_wanted
-        self._make_slots = make_slots
-        self._emit = emit
+        self._slab_bytes = means.limits.slab_bytes
+        self._lay_out = lay_out
+        self._emit = means.emit
         self._is_being_made = False
+
+    @property
+    def unit_count(self) -> int:
+        """The units of memory that slots can begin in; 0: it is not cut yet."""
+        return 0 if self.layout is None else self.layout.total_bytes // UNIT_BYTES
 
     def is_missing(self, block_bytes: int) -> bool:
         """Have the memory made that the configured number of blocks needs; False: it is there."""
-        if not self._slots_wanted or self.slot_bytes:
+        if not self._slots_wanted or self.layout is not None:
             return False
-        size_bytes = self._slots_wanted * slot_bytes_of(block_bytes)
+        size_bytes = self._slots_wanted * rounded_up(block_bytes)
         if size_bytes <= self.info.capacity_bytes:
             return False
         if not self._is_being_made:
@@ -67,18 +75,136 @@ class Arena:
 
     def refused(self, reason: str) -> None:
         """Note why the memory was not made; the next hello asks for it again."""
+        assert reason, "memory is refused for a reason"
         self._is_being_made, self.failure = False, reason
 
-    def cut(self, block_bytes: int) -> bool:
-        """Cut the memory into slots for blocks of this size, once; False: they do not fit."""
-        if self.slot_bytes == 0:
-            slot_bytes = slot_bytes_of(block_bytes)
-            slot_count = self.info.capacity_bytes // slot_bytes
-            if self._slots_wanted is not None:
-                slot_count = min(slot_count, self._slots_wanted)
-            if slot_count == 0:
-                return False
-            self.slot_bytes, self.slot_count = slot_bytes, slot_count
-            assert slot_bytes * slot_count <= self.info.capacity_bytes
-            self._make_slots(slot_count)
-        return block_bytes <= self.slot_bytes
+    def takes(self, block_bytes: int) -> bool:
+        """Tell whether blocks of this size can be kept; the first ones have the memory cut."""
+        if self.layout is None and not self._cut(rounded_up(block_bytes)):
+            return False
+        return self._table.pool.size_of(block_bytes) is not None
+
+    def _cut(self, slot_bytes: int) -> bool:
+        """Cut the memory into slabs of slots of this length; False: there is not room for one."""
+        assert self.layout is None, "memory is cut once"
+        slot_count = self.info.capacity_bytes // slot_bytes
+        if self._slots_wanted is not None:
+            slot_count = min(slot_count, self._slots_wanted)
+        if slot_count == 0:
+            return False
+        layout = Layout.of(slot_bytes, slot_count)
+        if self._slab_bytes:
+            layout = Layout(slot_bytes, slot_count, max(1, self._slab_bytes // slot_bytes))
+        assert layout.total_bytes <= self.info.capacity_bytes
+        self.layout = layout
+        self._lay_out(layout)
+        return True
+
+    def max_block_bytes(self) -> int:
+        """Return the size of the largest block that can be kept."""
+        return self.info.capacity_bytes if self.layout is None else self.layout.slab_bytes
+
+
+LEASE_MS_MAX = 60_000
+"""The longest time for which a copier pins a slot without asking again."""
+COPY = "copy"
+"""The reason of the leases that the verb grants, and the only ones that it takes back."""
+
+
+class ArenaLeases:
+    """The leases of one life of the tier; `leases` is their table, which remembers only."""
+
+    def __init__(self, table: SlotTable, counts: Counter[str], *, epoch: int) -> None:
+        assert epoch >= 0
+        self.leases = LeaseTable(epoch)
+        self._table = table
+        self._counts = counts
+        self._epoch = epoch
+
+    def end(self, leases: Iterable[Lease]) -> None:
+        """Unpin the slots of leases that have left the table."""
+        for lease in leases:
+            assert self.leases.find(lease.id) is None, f"lease {lease.id} is still running"
+            self._table.unpin(lease.slots)
+
+    def end_owner(self, owner: str) -> None:
+        """End every lease of an owner that has left."""
+        assert owner
+        self.end(self.leases.end_owner(owner))
+
+    def expire(self, now_ms: int) -> None:
+        """End the leases whose deadline has passed."""
+        assert now_ms >= 0
+        self.end(self.leases.expire(now_ms))
+
+    def release(self, lease_id: int, owner: str, corrupt: Iterable[int]) -> list[SequenceHash]:
+        """End an engine's lease; returns the blocks at the indices that the engine calls corrupt.
+
+        A lease that has ended before is only counted: what the engine has read is worthless.
+        """
+        assert owner
+        lease = self.leases.find(lease_id)
+        if lease is None or lease.owner != owner:
+            self._counts["released_late"] += 1
+            return []
+        found = [
+            self._table.block(lease.slots[index]).hash
+            for index in corrupt
+            if index < len(lease.slots)
+        ]
+        self.leases.release(lease.id)
+        self.end([lease])
+        return found
+
+    # --- the verbs --------------------------------------------------------------------------
+
+    def lease_to_copy(self, request: LeaseRequest, now_ms: int) -> LeaseReply | ErrorBody:
+        """Lease those of the wanted blocks that are here; raises IdentityError."""
+        if request.epoch != self._epoch:
+            return ErrorBody(code="stale_epoch", message="the arena is another one", field="epoch")
+        slots: list[int] = []
+        for name in hashes_from_hex(request.hashes):
+            slot = self._table.find(name)
+            if slot is not None and slot not in slots:
+                self._table.pin(slot)
+                slots.append(slot)
+        deadline_ms = now_ms + min(request.lease_ms, LEASE_MS_MAX)
+        lease = self.leases.grant(request.owner, COPY, tuple(slots), deadline_ms=deadline_ms)
+        assert lease.slots == tuple(slots)
+        return LeaseReply(lease=lease.id, slots=[self._leased(slot) for slot in slots])
+
+    def _leased(self, slot: int) -> LeasedSlot:
+        block = self._table.block(slot)
+        assert self._table.pin_count(slot), f"slot {slot} is leased and not pinned"
+        return LeasedSlot(
+            hash=block.hash.hex(),
+            parent=block.parent.hex(),
+            namespace=block.namespace.hex(),
+            slot=self._table.place(slot),
+            checksum=block.checksum,
+            bytes=block.bytes,
+            parts=block.code,
+        )
+
+    def release_copy(self, request: ReleaseRequest) -> ReleaseReply:
+        """End a copier's lease; the reply says whether it was valid until now."""
+        lease = self.leases.find(request.lease)
+        if lease is None or lease.reason != COPY:
+            return ReleaseReply(valid=False)
+        self.leases.release(lease.id)
+        self.end([lease])
+        return ReleaseReply(valid=True)
+
+    # --- questions --------------------------------------------------------------------------
+
+    def is_read(self) -> bool:
+        """Tell whether slots may be read now: a pin of an operator reads no bytes."""
+        return any(lease.reason != PIN for lease in self.leases.all())
+
+    def pins(self) -> Counter[int]:
+        """Return how many leases hold each slot, for `check`."""
+        return Counter(slot for lease in self.leases.all() for slot in lease.slots)
+
+    def check(self) -> None:
+        """Assert every invariant of the leases."""
+        self.leases.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import assert_never
 
 from kvbm_common.errors import KvbmError
@@ -36,8 +37,7 @@ from kvbm_common.wire.local import (
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, ErrorBody, Offer
 
 from kvbm_host_tier.core.engines import Engine
-from kvbm_host_tier.core.limits import HostTierLimits
-from kvbm_host_tier.core.means import Means
+from kvbm_host_tier.core.limits import HostTierLimits, Means
 from kvbm_host_tier.core.messages import (
     AdminAsked,
     Answer,
@@ -67,7 +67,7 @@ from kvbm_host_tier.core.messages import (
     Tick,
     ToEngine,
 )
-from kvbm_host_tier.core.parts import assemble, view_of
+from kvbm_host_tier.core.parts import Parts
 from kvbm_host_tier.core.peer_messages import (
     HoldersTold,
     PeerInput,
@@ -78,13 +78,14 @@ from kvbm_host_tier.core.peer_messages import (
     PeerPullSettled,
 )
 from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFailed
-from kvbm_host_tier.core.shard_messages import (
+from kvbm_host_tier.core.shard_map import (
     FrontTaken,
     Leaving,
     MapTold,
     MemberJoined,
     MemberLeft,
 )
+from kvbm_host_tier.core.view import HostTierView
 
 
 class HostTierCore:
@@ -101,6 +102,7 @@ class HostTierCore:
         policy: str = "lru",
         staging: bool = False,
     ) -> None:
+        self._now_ms = 0
         self._outbox: list[Effect] = []
         self._emit = self._outbox.append
         self._counts = Counter[str]()
@@ -109,15 +111,18 @@ class HostTierCore:
         self._announcer = announcer = Announcer(
             host=host, source=f"host-tier-{instance}", tier="host", epoch=epoch
         )
-        parts = assemble(announcer, instance, arena, means, policy=policy, staging=staging)
+        parts = Parts(announcer, instance, arena, means, policy=policy, staging=staging)
         self._engines, self._placement = parts.engines, parts.placement
         self._offload, self._onboard = parts.offload, parts.onboard
         self._held, self._arena, self._leases = parts.held, parts.arena, parts.leases
         self._fills, self._peers, self._below = parts.fills, parts.peers, parts.below
         self._explain, self._reasons = parts.explain, parts.reasons
-        self._administered, self._admin = parts.administered, TierAdmin(parts.administered)
+        self._admin = TierAdmin(parts.held, parts.leases.leases)
         self._sharding, self._scrubber = parts.sharding, parts.scrubber
-        self.view = view_of(parts, instance, means, staging=staging)
+        self.view = HostTierView(
+            instance=instance, is_staging=staging, counts=MappingProxyType(self._counts),
+            _parts=parts,
+        )  # fmt: skip
 
     def start(self) -> list[Effect]:
         """Return the first effects of a life: nothing of the life before is left."""
@@ -131,7 +136,9 @@ class HostTierCore:
 
     def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
         """Take one input; returns the effects, in order."""
-        assert not self._outbox
+        assert not self._outbox, f"effects of an earlier step are left: {self._outbox}"
+        assert now_ms >= self._now_ms, f"{now_ms} ms after {self._now_ms} ms"
+        self._now_ms = now_ms
         if not self._reasons.started_ms:
             self._reasons.started_ms = now_ms
         if self._explain.fresh:
@@ -215,7 +222,6 @@ class HostTierCore:
                 asked.reply_to, hashes, now_ms, deadline_ms=asked.request.deadline_ms
             )
             return
-        self._administered.now_ms = now_ms
         answer = self._admin.answer(asked.verb, asked.request, now_ms)
         self._emit(Answer(asked.reply_to, answer))
         self._placement.advance()  # It may be draining now.
@@ -284,6 +290,7 @@ class HostTierCore:
 
     def _bye(self, engine: Engine, now_ms: int) -> None:
         self._engines.end(engine.id)
+        self._engines.pardon(engine.id.engine)
         self._placement.has_left(engine)
         self._drop_work_of(engine.id, now_ms)
         self._leases.end_owner(engine.label)
@@ -333,10 +340,11 @@ class HostTierCore:
 
     def _tick(self, now_ms: int) -> None:
         lost = self._engines.lost(now_ms)
+        assert len(set(lost)) == len(lost), f"an engine is lost once: {lost}"
         for engine_id in lost:
             self._counts["engines_lost"] += 1
             self._engines.end(engine_id)
-            self._engines.pardon(engine_id)
+            self._engines.pardon(engine_id.engine)
             self._drop_work_of(engine_id, now_ms)
         self._leases.expire(now_ms)
         for view in self._below.views.values():

@@ -1,6 +1,6 @@
 """The engines that are attached: their lives, their memory, and when each was heard last.
 
-An engine has one scheduler half and `world_size` workers, one per tensor-parallel rank. It is
+An engine has one scheduler half and `world_size` workers, one per rank of any kind. It is
 *complete* when every worker is ATTACHED; only then does its scheduler half get a `Welcome`, and
 only then can its blocks be pulled. This is the leader/worker barrier. The states of a worker are
 drawn in `docs/state_machines.md`.
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.tier.machine import Machine
-from kvbm_common.wire.local import Hello, Refused, Region, Welcome
-from kvbm_common.wire.verbs import WorkerStats
+from kvbm_common.tier.layout import UNIT_BYTES
+from kvbm_common.tier.parts import ONE_PART, Grid
+from kvbm_common.tier.slab_pool import SIZES_MAX
+from kvbm_common.wire.local import Hello, Refused, Welcome
+from kvbm_common.wire.tier_stats import WorkerStats
 
 from kvbm_host_tier.core.arena import Arena
-from kvbm_host_tier.core.means import Means
+from kvbm_host_tier.core.former_lives import FormerLives
+from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.messages import (
     AttachPeer,
     DetachPeer,
@@ -28,54 +30,7 @@ from kvbm_host_tier.core.messages import (
     PullPart,
     ToEngine,
 )
-
-SUPERSEDED_MAX = 256
-"""Old incarnations that are remembered, so that a twin that still runs is refused every time."""
-
-
-class WorkerStage(Enum):
-    """The states of a worker."""
-
-    ATTACHING = "attaching"
-    """NIXL learns of its memory."""
-    OUTDATED = "outdated"
-    """NIXL learns of memory that has been replaced since."""
-    ATTACHED = "attached"
-
-
-WORKER = Machine(
-    "worker",
-    {
-        (None, "joined"): WorkerStage.ATTACHING,
-        (WorkerStage.ATTACHING, "attached"): WorkerStage.ATTACHED,
-        (WorkerStage.ATTACHING, "refused"): None,
-        (WorkerStage.ATTACHING, "memory replaced"): WorkerStage.OUTDATED,
-        (WorkerStage.OUTDATED, "memory replaced"): WorkerStage.OUTDATED,
-        (WorkerStage.OUTDATED, "attached"): WorkerStage.ATTACHING,
-        (WorkerStage.OUTDATED, "refused"): WorkerStage.ATTACHING,
-        (WorkerStage.ATTACHED, "attached"): WorkerStage.ATTACHED,
-        (WorkerStage.ATTACHED, "memory replaced"): WorkerStage.ATTACHING,
-        (WorkerStage.ATTACHED, "unreachable"): WorkerStage.ATTACHING,
-    },
-)
-
-
-@dataclass(slots=True)
-class Worker:
-    """One rank's memory. `peer` is its name in NIXL, where it is ATTACHED."""
-
-    hello: Hello
-    connection: bytes
-    peer: str = ""
-    stage: WorkerStage = WorkerStage.ATTACHING
-
-    @property
-    def part_bytes(self) -> int:
-        return sum(region.piece_bytes for region in self.hello.regions)
-
-    @property
-    def is_attached(self) -> bool:
-        return self.stage is WorkerStage.ATTACHED
+from kvbm_host_tier.core.workers import WORKER, Worker, WorkerStage, refusal_of_worker, refused
 
 
 @dataclass(slots=True)
@@ -96,8 +51,6 @@ class Engine:
     seen_ms: int
     scheduler: Scheduler | None = None
     workers: dict[int, Worker] = field(default_factory=dict)
-    was_sent_on: bool = False
-    """It was redirected to another host tier."""
     label: str = ""
     """Its id as text: the owner of its leases."""
     namespaces: frozenset[str] = frozenset()
@@ -105,9 +58,13 @@ class Engine:
     complete: bool = False
     """Every worker is ATTACHED."""
     block_bytes: int = 0
-    """Bytes of a block over all ranks that have joined."""
+    """Bytes of a whole block; 0 until a rank has joined."""
     block_count: int = 0
     """Device blocks that every region of every rank has."""
+    grid: Grid = ONE_PART
+    """How its blocks are cut, which all ranks agree on; known when a rank has joined."""
+    pulled: tuple[PullPart, ...] = ()
+    """Where a block is pulled from; empty until the engine is complete."""
 
     def __post_init__(self) -> None:
         self.label = str(self.id)
@@ -118,15 +75,19 @@ class Engine:
         workers = self.workers.values()
         assert len(workers) <= self.hello.world_size, self.label
         self.complete = sum(one.is_attached for one in workers) == self.hello.world_size
-        self.block_bytes = sum(worker.part_bytes for worker in workers)
-        regions = (region for worker in workers for region in worker.hello.regions)
-        self.block_count = min((region.blocks for region in regions), default=0)
+        first = next(iter(workers), None)
+        self.block_bytes = first.block_bytes if first is not None else 0
+        self.grid = first.share.grid if first is not None else ONE_PART
+        self.block_count = min((worker.block_count for worker in workers), default=0)
+        self.pulled = self._pulled() if self.complete else ()
 
-    def has_other_parts(self, rank: int, part_bytes: int) -> bool:
-        """Tell whether another rank's part of a block has another size."""
-        assert part_bytes > 0
-        others = (worker for number, worker in self.workers.items() if number != rank)
-        return any(worker.part_bytes != part_bytes for worker in others)
+    def _pulled(self) -> tuple[PullPart, ...]:
+        """Return the ranks that together hold every part once, in their order."""
+        ranks = [worker for _, worker in sorted(self.workers.items()) if worker.is_pulled]
+        parts = tuple(PullPart(one.peer, tuple(one.hello.regions), one.share) for one in ranks)
+        held = [part for one in parts for part in one.share.parts]
+        assert sorted(held) == list(range(self.grid.count)), f"{self.label}: parts {held}"
+        return parts
 
     def is_scheduler(self, connection: bytes) -> bool:
         """Tell whether this connection is the scheduler half's."""
@@ -146,33 +107,21 @@ class Engine:
         return True
 
     def parts(self) -> tuple[PullPart, ...]:
-        """Return where the ranks' parts of a block are, in the order in which they are stored."""
+        """Return where a block is pulled from: together these ranks hold every part once."""
         assert self.complete, f"{self.label} is not complete"
-        parts: list[PullPart] = []
-        offset = 0
-        for _, worker in sorted(self.workers.items()):
-            regions: tuple[Region, ...] = tuple(worker.hello.regions)
-            parts.append(PullPart(worker.peer, regions, offset))
-            offset += worker.part_bytes
-        assert offset == self.block_bytes, self.label
-        return tuple(parts)
+        return self.pulled
 
 
 class Engines:
     """All attached engines, by name: at most one life each."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        announcer: Announcer,
-        means: Means,
-    ) -> None:
+    def __init__(self, arena: Arena, announcer: Announcer, means: Means) -> None:
         assert means.limits.engine_lost_ms > 0
         self._arena = arena
         self._announcer = announcer
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._engines: dict[str, Engine] = {}
-        self._superseded: dict[str, None] = {}
+        self._former = FormerLives()
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines.values())
@@ -199,6 +148,7 @@ class Engines:
         if engine is not None and engine.id.incarnation != hello.incarnation:
             ended, engine = engine.id, None
             self.end(ended)
+            self._former.add(ended)
         if engine is None:
             engine = Engine(EngineId(hello.engine, hello.incarnation), hello, now_ms)
             self._engines[hello.engine] = engine
@@ -213,44 +163,41 @@ class Engines:
         return ended
 
     def _refusal(self, hello: Hello) -> Refused | None:
-        if f"{hello.engine}:{hello.incarnation}" in self._superseded:
-            return _refused("superseded", "a newer life of this engine is attached", "incarnation")
+        if EngineId(hello.engine, hello.incarnation) in self._former:
+            return refused("superseded", "a newer life of this engine is attached", "incarnation")
         known = self.get(hello.engine, hello.incarnation)
         if known is not None and known.hello.namespaces != hello.namespaces:
-            return _refused("namespace", "differs from the engine's other halves", "namespace")
+            return refused("namespace", "differs from the engine's other halves", "namespace")
         if known is not None and known.hello.world_size != hello.world_size:
-            return _refused("world_size", "differs from the engine's other halves", "world_size")
+            return refused("world_size", "differs from the engine's other halves", "world_size")
         if hello.role == "scheduler":
             return None
-        if hello.rank >= hello.world_size:
-            return _refused("rank", f"must be below world_size {hello.world_size}", "rank")
-        if not hello.regions or not hello.agent:
-            return _refused("regions", "a worker needs regions and agent metadata", "regions")
-        part_bytes = sum(region.piece_bytes for region in hello.regions)
-        if known is not None and known.has_other_parts(hello.rank, part_bytes):
-            return _refused(
-                "part_bytes",
-                f"{part_bytes} bytes of each block, another rank has more or fewer: all ranks "
-                "need parts of equal size",
-                "regions",
-            )
-        return self._arena_refusal(part_bytes * hello.world_size)
+        workers = known.workers if known is not None else {}
+        others = [worker for rank, worker in workers.items() if rank != hello.rank]
+        refusal = refusal_of_worker(hello, others)
+        return refusal or self._arena_refusal(Worker(hello, b"").block_bytes)
 
     def _arena_refusal(self, block_bytes: int) -> Refused | None:
         """Return why blocks of this size cannot be kept here, or have the arena cut for them."""
         arena = self._arena
         if arena.is_missing(block_bytes):
             if arena.failure:
-                return _refused("arena_refused", arena.failure, "regions")
-            return _refused("arena_pending", "the arena is being made, say hello again", "regions")
-        if not arena.cut(block_bytes):
-            return _refused(
-                "block_size",
-                f"blocks of {block_bytes} bytes do not fit the slots of this arena "
-                f"({arena.slot_bytes or arena.info.capacity_bytes} bytes)",
-                "regions",
+                return refused("arena_refused", arena.failure, "regions")
+            return refused("arena_pending", "the arena is being made, say hello again", "regions")
+        if arena.takes(block_bytes):
+            return None
+        if block_bytes <= arena.max_block_bytes():
+            text = (
+                f"blocks of {block_bytes} bytes would be of one size more than the {SIZES_MAX} "
+                "that this arena can have at a time: evict the blocks of models that are gone"
             )
-        return None
+            return refused("size_limit", text, "regions")
+        text = (
+            f"blocks of {block_bytes} bytes do not fit the slabs of this arena "
+            f"({arena.max_block_bytes()} bytes): make the arena larger (DYN_KVBM_CPU_CACHE_GB), or "
+            "start the engine with the largest blocks first"
+        )
+        return refused("block_size", text, "regions")
 
     def end(self, engine_id: EngineId) -> None:
         """Forget an engine whose life is over, and its memory."""
@@ -259,9 +206,6 @@ class Engines:
         for worker in engine.workers.values():
             if worker.is_attached:
                 self._emit(DetachPeer(worker.peer))
-        self._superseded[str(engine_id)] = None
-        while len(self._superseded) > SUPERSEDED_MAX:
-            del self._superseded[next(iter(self._superseded))]
 
     def lost(self, now_ms: int) -> list[EngineId]:
         """Return the engines that were silent for too long; they may come back with a hello."""
@@ -269,10 +213,10 @@ class Engines:
         silent_ms = self._limits.engine_lost_ms
         return [engine.id for engine in self if now_ms - engine.seen_ms > silent_ms]
 
-    def pardon(self, engine_id: EngineId) -> None:
-        """Let a life that was only silent, not replaced, say hello again."""
-        assert engine_id.engine not in self._engines, engine_id
-        self._superseded.pop(str(engine_id), None)
+    def pardon(self, engine: str) -> None:
+        """Let every life of an engine say hello again: the last one is silent or has left."""
+        assert engine not in self._engines, engine
+        self._former.pardon(engine)
 
     def _move(self, worker: Worker, event: str, peer: str = "") -> None:
         """Move a worker by its table; NIXL forgets the memory of a worker that was ATTACHED.
@@ -300,7 +244,7 @@ class Engines:
             if known.is_attached:
                 self._welcome(known.connection)
             return False
-        known.hello = worker.hello
+        known.take(worker.hello)
         self._move(known, "memory replaced")
         if known.stage is WorkerStage.ATTACHING:
             self._ask_to_attach(engine, known)
@@ -353,7 +297,7 @@ class Engines:
         WORKER.end(worker.stage, "refused", engine.label)
         del engine.workers[event.rank]
         engine.workers_changed()
-        self._emit(ToEngine(worker.connection, _refused("agent", event.reason, "agent")))
+        self._emit(ToEngine(worker.connection, refused("agent", event.reason, "agent")))
 
     def _welcome_if_complete(self, engine: Engine) -> None:
         if engine.scheduler is not None and engine.complete:
@@ -362,7 +306,7 @@ class Engines:
 
     def _welcome(self, connection: bytes) -> None:
         announcer, arena, limits = self._announcer, self._arena, self._limits
-        assert arena.slot_bytes, "an engine is welcomed before the arena is cut"
+        assert arena.unit_count, "an engine is welcomed before the arena is cut"
         welcome = Welcome(
             host=announcer.host,
             instance=announcer.source,
@@ -370,8 +314,8 @@ class Engines:
             agent=arena.info.agent,
             arena_address=arena.info.address,
             arena_path=arena.info.path,
-            slot_bytes=arena.slot_bytes,
-            slot_count=arena.slot_count,
+            slot_bytes=UNIT_BYTES,
+            slot_count=arena.unit_count,
             beat_ms=limits.beat_ms,
             explains=limits.explain_requests > 0,
             traces=limits.traces,
@@ -394,7 +338,3 @@ class Engines:
             for engine in self
             for rank, worker in sorted(engine.workers.items())
         ]
-
-
-def _refused(code: str, message: str, field_name: str) -> Refused:
-    return Refused(about="hello", code=code, message=message, field=field_name)

@@ -8,7 +8,7 @@ most. The states of a lookup until its explanation is kept are drawn in `docs/st
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -28,8 +28,9 @@ from kvbm_common.wire.explain import (
 from kvbm_common.wire.local import Outcome as ConnectorOutcome
 
 from kvbm_host_tier.core.explanation_ring import ExplanationRing
+from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.messages import AskFates, Emit, FatesTold
+from kvbm_host_tier.core.messages import AskFates, FatesTold
 from kvbm_host_tier.core.miss_reason import EXPLANATION, Looked, LookedState, Missed, MissReasons
 
 OPEN_MAX = 1_024
@@ -57,23 +58,13 @@ class Question:
 class Explain:
     """All lookups of one life of the tier, as far as they are kept."""
 
-    def __init__(
-        self,
-        reasons: MissReasons,
-        below: LowerTiers,
-        *,
-        requests_max: int,
-        counts: Counter[str],
-        emit: Emit,
-    ) -> None:
-        assert requests_max >= 0
-        self.kept = ExplanationRing(requests_max)
+    def __init__(self, reasons: MissReasons, below: LowerTiers, means: Means) -> None:
+        self.kept = ExplanationRing(means.limits.explain_requests)
         self.fresh: list[Looked] = []
         """Lookups that were answered and are not settled yet."""
         self._reasons = reasons
         self._below = below
-        self._counts = counts
-        self._emit = emit
+        self._counts, self._emit = means.counts, means.emit
         self._open: deque[Looked] = deque()
         self._question: Question | None = None
         self._number = 0

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
-from kvbm_common.wire.explain import REQUEST_CHARS_MAX, Explanation, Segment
+from kvbm_common.wire.explain import REQUEST_CHARS_MAX, ExplainListRequest, Explanation, Segment
 
 LOOKUPS_MAX = 64
 """Lookups of one request in one answer: an engine may ask again and again."""
@@ -53,6 +53,7 @@ class ExplanationRing:
     @property
     def oldest(self) -> int:
         """Return the number of the oldest that is kept."""
+        assert len(self._packed) <= self._next, f"{len(self._packed)} are kept of {self._next}"
         return self._next - len(self._packed)
 
     def add(self, one: Explanation) -> None:
@@ -80,6 +81,7 @@ class ExplanationRing:
         return self._shared.setdefault(engine, engine)
 
     def _drop(self, packed: bytes) -> None:
+        assert packed, "a place that was never used is dropped"
         _, (request, *_) = _decoder.decode(packed)
         if self._newest.get(request) == self.oldest:
             del self._newest[request]
@@ -107,24 +109,22 @@ class ExplanationRing:
         self._packed[number % self._count_max] = _pack(amended, previous)
         return True
 
-    def latest(
-        self, *, limit: int, reason: str, engine: str, missed: bool, before: int
-    ) -> tuple[list[Explanation], int]:
+    def latest(self, asked: ExplainListRequest) -> tuple[list[Explanation], int]:
         """Return the newest that fit, and the number to go on before (0: all were seen)."""
-        assert limit > 0
+        assert asked.limit > 0, asked
         found: list[Explanation] = []
-        first = min(self._next, before) - 1 if before else self._next - 1
+        first = min(self._next, asked.before or self._next) - 1
         last = max(self.oldest, first - SCAN_MAX + 1)
-        for number in self._matching(first, last, reason, engine, missed=missed):
+        for number in self._matching(first, last, asked):
             found.append(self._at(number)[0])
-            if len(found) == limit:
+            if len(found) == asked.limit:
                 return found, number if number > self.oldest else 0
         return found, last if last > self.oldest else 0
 
-    def _matching(
-        self, first: int, last: int, reason: str, engine: str, *, missed: bool
-    ) -> Iterator[int]:
+    def _matching(self, first: int, last: int, asked: ExplainListRequest) -> Iterator[int]:
+        assert first < self._next, f"number {first} of {self._next}"
         reasons, engines, count_max = self._reasons, self._engines, self._count_max
+        reason, engine, missed = asked.reason, asked.engine, asked.missed
         for number in range(first, last - 1, -1):
             place = number % count_max
             had = reasons[place]

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
-from kvbm_common.tier.batches import batch_blocks
-from kvbm_common.tier.blocks import Block, is_divisible
+from kvbm_common.tier.blocks import CHECKSUM_MAX, Block, batch_blocks
 from kvbm_common.tier.machine import Machine
+from kvbm_common.tier.parts import is_divisible
 from kvbm_common.wire.events import Tier as WireTier
-from kvbm_common.wire.verbs import FILL_GRACE_MS, FilledSlot, FillRequest, FillSlot
+from kvbm_common.wire.slot_entries import FilledSlot
+from kvbm_common.wire.verbs import FILL_GRACE_MS, FillRequest, FillSlot
 
-from kvbm_host_tier.core.arena import Arena
 from kvbm_host_tier.core.held_blocks import HeldBlocks
-from kvbm_host_tier.core.lower_tier_view import AVOID_MS, STARTING_MS
-from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.means import Means, reason_key
+from kvbm_host_tier.core.limits import Means, reason_key
+from kvbm_host_tier.core.lower_tiers import AVOID_MS, STARTING_MS, LowerTiers
 from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
 
 NO_REASON = "no_reason"
@@ -62,6 +61,7 @@ class Fill:
     tier: WireTier
     instance: str
     slots: dict[SequenceHash, int]
+    slot_bytes: int
     until_ms: int
     ahead: int
     """Blocks of the same run that were asked for before these."""
@@ -86,7 +86,6 @@ class Fills:
     def __init__(
         self,
         held: HeldBlocks,
-        arena: Arena,
         below: LowerTiers,
         means: Means,
         *,
@@ -94,7 +93,6 @@ class Fills:
     ) -> None:
         assert means.limits.batch_blocks_max > 0
         self._held, self._table = held, held.table
-        self._arena = arena
         self._below = below
         self._epoch = epoch
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
@@ -118,38 +116,45 @@ class Fills:
         else:
             fill.state = FILL.next(fill.state, event, story)
             self._lent += 1
+        assert 0 <= self._lent <= len(self._fills), f"{story}: {self._lent} are lent"
         return fill
 
     # --- asking -----------------------------------------------------------------------------
 
-    def start(self, names: Sequence[SequenceHash], until_ms: int, trace: str, now_ms: int) -> None:
-        """Ask for blocks in batches, the first of the run first, each batch of one lower tier."""
+    def start(
+        self, names: Sequence[SequenceHash], size: int, until_ms: int, trace: str, now_ms: int
+    ) -> None:
+        """Ask for blocks of `size` bytes in batches, the first of the run first, each batch of one
+        lower tier."""
         by_source: dict[tuple[WireTier, str], list[SequenceHash]] = {}
         for name in names:
             source = self._below.source(name, now_ms)
             assert source is not None, self._held.story(name)
             by_source.setdefault(source, []).append(name)
+        slot_bytes = self._table.pool.layout.slot_bytes_of(size) if names else 0
         for (tier, instance), wanted in by_source.items():
-            batch_max = self._batch_blocks(tier)
+            batch_max = self._batch_blocks(tier, slot_bytes)
             for ahead in range(0, len(wanted), batch_max):
                 batch = wanted[ahead : ahead + batch_max]
-                slots = self._held.stage(batch, "for a fill", now_ms)
+                slots = self._held.stage(batch, size, "for a fill", now_ms)
                 lent = dict(zip(batch, slots, strict=True))
-                self._ask(Fill(tier, instance, lent, until_ms, ahead, trace))
+                self._ask(Fill(tier, instance, lent, slot_bytes, until_ms, ahead, trace))
 
-    def _batch_blocks(self, tier: WireTier) -> int:
+    def _batch_blocks(self, tier: WireTier, slot_bytes: int) -> int:
         """Return how many blocks one fill brings at most."""
         count = self._limits.batch_blocks_max
         if tier != "disk":  # Every object is a request of its own.
             return count
-        return batch_blocks(count, self._limits.batch_bytes, self._arena.slot_bytes)
+        return batch_blocks(count, self._limits.batch_bytes, slot_bytes)
 
     def _ask(self, fill: Fill) -> None:
         assert fill.slots
+        places = zip(fill.slots, self._table.places(fill.slots.values()), strict=True)
         request = FillRequest(
             epoch=self._epoch,
             until_ms=fill.until_ms,
-            slots=[FillSlot(hash=name.hex(), slot=slot) for name, slot in fill.slots.items()],
+            slots=[FillSlot(hash=name.hex(), slot=place) for name, place in places],
+            slot_bytes=fill.slot_bytes,
             ahead=fill.ahead,
             trace=fill.trace,
         )
@@ -169,7 +174,9 @@ class Fills:
         answered = dict(zip(hashes, event.reply.slots, strict=True))
         filled = Filled(fill.tier, [], [])
         for name, slot in fill.slots.items():
-            outcome = _outcome(name, slot, answered.get(name))
+            outcome = _outcome(name, self._table.place(slot), answered.get(name))
+            if isinstance(outcome, Block) and outcome.bytes > fill.slot_bytes:
+                outcome = "malformed"
             if isinstance(outcome, Block):
                 filled.arrived.append((slot, outcome))
             else:
@@ -177,6 +184,7 @@ class Fills:
                 filled.missing.append((name, outcome))
         assert len(filled.arrived) + len(filled.missing) == len(fill.slots)
         self._counts["promoted_blocks"] += len(filled.arrived)
+        self._counts["bytes.fill"] += sum([block.bytes for _, block in filled.arrived])
         self._missed(filled, now_ms)
         return filled
 
@@ -242,20 +250,20 @@ class Fills:
         assert len(slots) == len(set(slots)), "two fills write one slot"
 
 
-def _outcome(name: SequenceHash, slot: int, filled: FilledSlot | None) -> Block | str:
-    """Return the block that a fill has brought into the slot, or why it has brought no block."""
-    assert slot >= 0
+def _outcome(name: SequenceHash, place: int, filled: FilledSlot | None) -> Block | str:
+    """Return the block that a fill has brought to a place, or why it has brought no block."""
+    assert place >= 0
     if filled is None:
         return "no_answer"
     if not filled.ok:
         return filled.reason or NO_REASON
-    if filled.slot != slot:  # What was read lies elsewhere, and this slot holds other bytes.
+    if filled.slot != place:  # What was read lies elsewhere, and this slot holds other bytes.
         return "wrong_slot"
+    if not is_divisible(filled.bytes, filled.parts) or not 0 <= filled.checksum <= CHECKSUM_MAX:
+        return "malformed"
     block = Block(
         name, hash_from_hex(filled.parent), bytes.fromhex(filled.namespace), filled.checksum,
-        filled.bytes, len(filled.part_checksums) or 1,
+        filled.bytes, filled.parts,
     )  # fmt: skip
-    sums = tuple(filled.part_checksums) or (filled.checksum,)
-    if not block.has_sums(sums) or not is_divisible(filled.bytes, len(sums)):
-        return "malformed"
-    return block.with_sums(sums)
+    sums = filled.part_sums or block.part_sums
+    return block.with_sums(sums) if block.has_sums(sums) else "malformed"

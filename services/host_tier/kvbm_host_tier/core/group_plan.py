@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from kvbm_common.identity import BLOCK_TOKENS_MAX, IdentityError, SequenceHash
 from kvbm_common.tier.kv_groups import (
+    CHUNK_TOKENS_MAX,
+    GROUPS_MAX,
     WINDOW_BLOCKS_MAX,
     GroupRun,
     Reach,
@@ -21,9 +23,6 @@ from kvbm_common.tier.kv_groups import (
     reach,
     split,
 )
-
-GROUPS_MAX = 64
-"""KV groups of one model: a handful."""
 
 Has = Callable[[SequenceHash], bool]
 
@@ -50,6 +49,7 @@ class GroupPlan:
         self.reach = reach(self.groups, self.names, here)
         if self.is_short:
             self.reach = reach(self.groups, self.names, may_come)
+        assert self.reach.tokens <= self.longest, f"{self.reach} of {self.longest} tokens"
 
     def fall_back(self, here: Has) -> None:
         """Reach as far as blocks go that are here; what was shared stays known."""
@@ -75,7 +75,9 @@ class GroupPlan:
         """Return the blocks that a hit of all tokens would need beside those of the plan."""
         planned = set(self.needed())
         wanted = needed_names(self.groups, self.names, self.longest)
-        return [name for name in wanted if name not in planned]
+        missed = [name for name in wanted if name not in planned]
+        assert missed or not self.is_short, f"{self.reach} is short, and no block is missed"
+        return missed
 
 
 def _require_groups(groups: Sequence[GroupRun], hash_count: int) -> None:
@@ -91,5 +93,12 @@ def _require_groups(groups: Sequence[GroupRun], hash_count: int) -> None:
                 f"groups has {group.blocks} blocks and a window of {group.window}, must be ≥ 0 and "
                 f"0..{WINDOW_BLOCKS_MAX}"
             )
+        if not 0 <= group.chunk <= CHUNK_TOKENS_MAX or (group.window and group.chunk):
+            raise IdentityError(
+                f"groups.chunk is {group.chunk} beside a window of {group.window}, must be "
+                f"0..{CHUNK_TOKENS_MAX}, and 0 beside a window"
+            )
+        if group.offset < 0:
+            raise IdentityError(f"groups.offset is {group.offset}, must be ≥ 0")
     if sum(group.blocks for group in groups) != hash_count:
         raise IdentityError(f"groups must have {hash_count} blocks in all, as many as hashes")

@@ -7,8 +7,8 @@ evicted only when a disk tier has it, because it exists nowhere else.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 
 from kvbm_common.eviction import make_policy
@@ -16,11 +16,15 @@ from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import Diary
+from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.wire.verbs import Hits
 
+from kvbm_host_tier.core.guests import Guests
+from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.messages import Emit, Publish, TellHits
+from kvbm_host_tier.core.messages import Publish, TellHits
 
 HITS_MAX = 1024
 """Hits that are told per lookup at most; the rest are told the next time."""
@@ -32,18 +36,11 @@ class HeldBlocks:
     """The committed blocks of one arena, what became of those that left, and the announcements."""
 
     def __init__(
-        self,
-        announcer: Announcer,
-        *,
-        below: LowerTiers,
-        counts: Counter[str],
-        emit: Emit,
-        policy: str,
-        staging: bool,
+        self, announcer: Announcer, below: LowerTiers, means: Means, *, policy: str, staging: bool
     ) -> None:
         self._staging = staging
         self._policy_name = policy
-        self.table = SlotTable(0, make_policy(self.policy_name))
+        self.table = SlotTable(Layout.unsized(0), partial(make_policy, self.policy_name))
         self.diary = Diary()
         self.departures = Departures()
         """What became of the blocks that have left."""
@@ -51,18 +48,16 @@ class HeldBlocks:
         """An operator wants no new blocks here."""
         self._announcer = announcer
         self._below = below
-        self._counts = counts
-        self._emit = emit
-        self.guests: OrderedDict[SequenceHash, None] = OrderedDict()
-        """The guests, the oldest first."""
-        counts["evictions.evicted"] = 0
+        self._counts, self._emit = means.counts, means.emit
+        self.guests = Guests()
+        self._counts["evictions.evicted"] = 0
 
     # --- the slots --------------------------------------------------------------------------
 
-    def make_slots(self, slot_count: int) -> None:
+    def lay_out(self, layout: Layout) -> None:
         """Give the empty table its slots, once."""
-        assert slot_count > 0
-        self.table.lay_out(slot_count, make_policy(self.policy_name, slot_count))
+        assert layout.slot_count > 0
+        self.table.lay_out(layout, partial(make_policy, self.policy_name))
 
     @property
     def policy_name(self) -> str:
@@ -75,16 +70,18 @@ class HeldBlocks:
         if self._staging:
             return False
         self._policy_name = name
-        self.table.use_policy(make_policy(name, self.table.slot_count))
+        self.table.use_policy(partial(make_policy, name))
         return True
 
     # --- coming -----------------------------------------------------------------------------
 
-    def stage(self, names: Sequence[SequenceHash], why: str, now_ms: int) -> list[int]:
+    def stage(
+        self, names: Sequence[SequenceHash], block_bytes: int, why: str, now_ms: int
+    ) -> list[int]:
         """Take a slot for each of these blocks, for which room was made; returns the slots."""
-        assert len(names) <= self.table.reset_count, self.story(names[-1])
-        slots = self.table.stage_all(names)
-        self.diary.note_all(now_ms, f"staged in slot {{slot}} {why}", names, slots)
+        assert names, "slots are staged for blocks"
+        slots = self.table.stage_all(names, block_bytes)
+        self._note(now_ms, f"staged in slot {{slot}} {why}", names, slots)
         return slots
 
     def commit(self, arrived: Sequence[tuple[int, Block]], now_ms: int) -> None:
@@ -93,11 +90,22 @@ class HeldBlocks:
         self.table.register_all(arrived)
         blocks = [block for _, block in arrived]
         names, slots = [block.hash for block in blocks], [slot for slot, _ in arrived]
-        self.diary.note_all(now_ms, "committed in slot {slot}", names, slots)
+        self._note(now_ms, "committed in slot {slot}", names, slots)
         self.announce(blocks)
+
+    def landed(self, arrived: Sequence[tuple[int, Block]], source: str, now_ms: int) -> None:
+        """Note where blocks came from that are committed, and perhaps leased already."""
+        names, slots = [block.hash for _, block in arrived], [slot for slot, _ in arrived]
+        self._note(now_ms, f"came from {source} to slot {{slot}}", names, slots)
+
+    def _note(
+        self, now_ms: int, what: str, names: Sequence[SequenceHash], slots: Sequence[int]
+    ) -> None:
+        self.diary.note_all(now_ms, what, names, self.table.places(slots))
 
     def announce(self, blocks: Sequence[Block]) -> None:
         """Announce blocks that have been committed."""
+        assert self._announcer.seq > 0, "blocks are announced before this life"
         for event in self._announcer.stored(blocks):
             self._emit(Publish(event))
 
@@ -108,20 +116,19 @@ class HeldBlocks:
 
     # --- guests -----------------------------------------------------------------------------
 
-    def add_guest(self, name: SequenceHash) -> None:
-        """Hold a block of a peer as a guest."""
-        assert name not in self.guests, self.story(name)
-        self.guests[name] = None
+    def add_guest(self, name: SequenceHash, slot: int) -> None:
+        """Hold a block of a peer as a guest in this slot."""
+        self.guests.add(name, self.table.slot_bytes(slot))
 
     def admit(self, names: Iterable[SequenceHash]) -> None:
         """Turn the guests among these blocks into announced blocks: they were used again."""
-        if not self.guests:
+        if not self.guests.names:
             return
         admitted = [name for name in names if name in self.guests]
-        for name in admitted:
-            del self.guests[name]
+        self.guests.remove(admitted)
         self._counts["peer_admitted_blocks"] += len(admitted)
         found = [slot for name in admitted if (slot := self.table.find(name)) is not None]
+        assert len(found) == len(admitted), f"a guest of {self.story(admitted[0])} is not here"
         self.announce([self.table.block(slot) for slot in found])
 
     def announced(self) -> list[Block]:
@@ -130,78 +137,117 @@ class HeldBlocks:
 
     # --- going ------------------------------------------------------------------------------
 
-    def make_room(self, count: int, now_ms: int) -> int:
-        """Evict for `count` slots; returns how many can be staged now."""
-        assert count >= 0
-        if count > self.table.reset_count:
-            self._evict_guests(count - self.table.reset_count, now_ms)
-            short = count - self.table.reset_count
-            evicted = self._evict_written(short) if self._staging else self.table.make_room(count)
-            self._announce_removed(evicted, "evicted", now_ms)
-        return min(count, self.table.reset_count)
+    def make_room(self, count: int, block_bytes: int, now_ms: int) -> int:
+        """Evict for `count` blocks of this size; returns how many can be staged now."""
+        room = self.table.room_for(count, block_bytes)
+        if room == count:
+            return count
+        if self.guests.names:
+            self._evict_guests(count - room, block_bytes, now_ms)
+        may_leave = self._below.__contains__ if self._staging else None
+        victims = self.table.victims(count, block_bytes, may_leave)
+        self._evict(victims.chosen, self.policy_name, now_ms)
+        if victims.emptied:
+            self._counts["slabs_moved"] += 1
+            self._evict(victims.emptied, ANOTHER_SIZE, now_ms)
+        room = self.table.room_for(count, block_bytes)
+        if self._staging and room < count:
+            self._ask_to_write(block_bytes)
+        return room
 
-    def _evict_guests(self, count: int, now_ms: int) -> None:
-        if not self.guests:
-            return
-        free = (name for name in self.guests if self._is_free(name))
+    def _evict_guests(self, count: int, block_bytes: int, now_ms: int) -> None:
+        slot_bytes = self.table.pool.layout.slot_bytes_of(block_bytes)
+        free = (name for name in self.guests.of_size(slot_bytes) if self._is_free(name))
         victims = list(islice(free, count))
+        assert len(victims) <= len(self.guests), "a guest leaves once"
         self._announce_removed([self.table.evict(name) for name in victims], "guest", now_ms)
 
     def _is_free(self, name: SequenceHash) -> bool:
         slot = self.table.find(name)
         return slot is not None and not self.table.pin_count(slot)
 
-    def _evict_written(self, count: int) -> list[Block]:
-        if count <= 0:
-            return []
-        free = self.table.policy.victims(len(self.table.policy))
-        written = [name for name in free if name in self._below][:count]
-        if len(written) < count:
-            self._ask_to_write([name for name in free if name not in self._below])
-        return [self.table.evict(name) for name in written]
+    def _evict(self, names: Sequence[SequenceHash], by: str, now_ms: int) -> None:
+        evicted = [self.table.evict(name) for name in names]
+        self._announce_removed(evicted, "evicted", now_ms, detail=by)
 
-    def _ask_to_write(self, names: Sequence[SequenceHash]) -> None:
-        """Have the disk tier write the oldest of these: announced hits make it write what it lacks.
+    def evict_idle(self, count: int, now_ms: int) -> int:
+        """Evict up to `count` blocks of any size; returns how many have left."""
+        idle = self.table.longest_idle(self.table.idle_count if self._staging else count)
+        if self._staging:
+            self._tell_unwritten([name for name in idle if name not in self._below])
+            idle = [name for name in idle if name in self._below][:count]
+        self._evict(idle, self.policy_name, now_ms)
+        return len(idle)
+
+    def _ask_to_write(self, block_bytes: int) -> None:
+        """Have the disk tier write the oldest blocks of this size that it lacks, and of others."""
+        size = self.table.pool.size_of(block_bytes)
+        free = [] if size is None else size.policy.victims(len(size.policy))
+        unwritten = [name for name in free if name not in self._below]
+        if len(unwritten) < UNWRITTEN_TOLD_MAX and len(self.table.pool.sizes) > 1:
+            idle = self.table.longest_idle(self.table.idle_count)
+            unwritten += [name for name in idle if name not in self._below]
+        self._tell_unwritten(list(dict.fromkeys(unwritten)))
+
+    def _tell_unwritten(self, names: Sequence[SequenceHash]) -> None:
+        """Announce hits of the oldest of these: the disk tier then writes what it lacks.
 
         Without this a failed write, or an eviction on disk, would hold a slot without end.
         """
-        by_namespace: dict[bytes, list[str]] = {}
+        alike: dict[tuple[bytes, int], list[str]] = {}
         for name in names[:UNWRITTEN_TOLD_MAX]:
             slot = self.table.find(name)
             assert slot is not None, self.story(name)
-            by_namespace.setdefault(self.table.block(slot).namespace, []).append(name.hex())
-        for namespace, hashes in by_namespace.items():
-            self._emit(TellHits(Hits(namespace=namespace.hex(), hashes=hashes)))
+            block = self.table.block(slot)
+            alike.setdefault((block.namespace, block.bytes), []).append(name.hex())
+        for (namespace, size), hashes in alike.items():
+            self._tell(namespace, hashes, size)
 
-    def tell_hits(self, namespace: bytes, names: Iterable[SequenceHash]) -> None:
+    def tell_hits(self, namespace: bytes, names: Iterable[SequenceHash], block_bytes: int) -> None:
         """Tell the disk tier of blocks that it does not have and that were asked for again."""
+        assert len(namespace) == 32, f"a namespace of {len(namespace)} bytes"
         news = hashes_to_hex(self._below.missing(names)[:HITS_MAX])
         if news:
-            self._emit(TellHits(Hits(namespace=namespace.hex(), hashes=news)))
+            self._tell(namespace, news, block_bytes)
+
+    def _tell(self, namespace: bytes, hashes: list[str], block_bytes: int) -> None:
+        hits = Hits(namespace=namespace.hex(), hashes=hashes, block_bytes=block_bytes)
+        self._emit(TellHits(hits))
 
     def remove(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
         """Remove blocks: no lookup finds them again, and reads under way go to their end."""
         gone = [block for name in names if (block := self.table.discard(name)) is not None]
         self._announce_removed(gone, reason, now_ms)
 
-    def _announce_removed(self, blocks: Sequence[Block], reason: str, now_ms: int) -> None:
+    def _announce_removed(
+        self, blocks: Sequence[Block], reason: str, now_ms: int, *, detail: str = ""
+    ) -> None:
         assert reason
         self._counts[f"evictions.{reason}"] += len(blocks)
         if not blocks:
             return
         names = [block.hash for block in blocks]
         self.diary.note_all(now_ms, f"removed: {reason}", names)
-        detail = self.policy_name if reason == "evicted" else ""
         self.departures.note(names, reason, now_ms, detail=detail)
-        if self.guests:
+        if self.guests.names:
             guests = {block.hash for block in blocks if block.hash in self.guests}
             blocks = [block for block in blocks if block.hash not in guests]
-            for name in guests:
-                del self.guests[name]
+            self.guests.remove(guests)
         for event in self._announcer.removed(blocks, reason):
             self._emit(Publish(event))
 
     # --- questions --------------------------------------------------------------------------
+
+    def size_of(self, slots: Iterable[int | None], name: SequenceHash) -> int:
+        """Return how large the blocks of an operator's run are, by those of it that are here.
+
+        `name`: the first that lies below. 0: that is not known.
+        """
+        for slot in slots:
+            if slot is not None:
+                return self.table.block(slot).bytes
+        sizes = list(self.table.pool.sizes)
+        return self._below.block_bytes(name) or (sizes[0] if len(sizes) == 1 else 0)
 
     def story(self, name: SequenceHash) -> list[str]:
         """Return what happened to a block lately."""

@@ -1,8 +1,14 @@
-"""The limits of the host tier's core: every bound it has, from the configuration."""
+"""The limits of the host tier's core, and the means that every part of it is given."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+
+from kvbm_host_tier.core.messages import Emit
+
+COUNTS_MAX = 512
+"""Counters of one host tier: some hundred are known, and a peer may invent reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,10 +18,12 @@ class HostTierLimits:
     slot_count: int | None = None
     """DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS: the arena is made when a block's size is known.
     None: as many as fit into the arena that there is."""
+    slab_bytes: int = 0
+    """The length of the arena's slabs; 0: by the arena's size (`layout.slab_slots_of`)."""
     transfers_max: int = 4
     batch_blocks_max: int = 16
     batch_bytes: int = 0
-    """Fills from disk and pulls have more blocks when they are small: `batches.batch_blocks`."""
+    """Fills from disk and pulls have more blocks when they are small: `blocks.batch_blocks`."""
     offers_max: int = 1024
     """Offers waiting or in flight; more are dropped and counted, never queued without end."""
     lookups_max: int = 4096
@@ -39,3 +47,19 @@ class HostTierLimits:
     """The share of one core that compares idle blocks with checksums (KVBM_SCRUB_CPU_PERCENT)."""
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a part is given beside the other parts that it needs."""
+
+    limits: HostTierLimits
+    counts: Counter[str]
+    """The counters that metrics show, by key."""
+    emit: Emit
+
+
+def reason_key(counts: Counter[str], family: str, reason: str) -> str:
+    """Return the counter of a reason that a peer has given: beyond COUNTS_MAX one for all."""
+    key = f"{family}_{reason}"
+    return key if key in counts or len(counts) < COUNTS_MAX else f"{family}_other"

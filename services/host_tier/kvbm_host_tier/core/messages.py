@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvbm_common.tier.parts import Share
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest, TierReply, TierRequest
 from kvbm_common.wire.events import Event, Tier
 from kvbm_common.wire.explain import FatesReply, FatesRequest
@@ -24,7 +25,7 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_host_tier.core.peer_messages import PeerEffect, PeerInput
 from kvbm_host_tier.core.scrub_messages import ScrubEffect, ScrubInput
-from kvbm_host_tier.core.shard_messages import ShardEffect, ShardInput
+from kvbm_host_tier.core.shard_map import ShardEffect, ShardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,11 @@ class PeerFailed:
 class PullDone:
     """The bytes of every rank are in the slots.
 
-    `checksums` has, for each slot, the checksum of each part in the order of `StartPull.parts`.
+    `sums` has, for each slot, the packed checksums of the block's parts.
     """
 
     pull: int
-    checksums: tuple[tuple[int, ...], ...]
+    sums: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,18 +287,21 @@ class DetachPeer:
 
 @dataclass(frozen=True, slots=True)
 class PullPart:
-    """One rank's share of a pull: its pieces go to `slot_offset` in every slot."""
+    """One rank's part in a pull: its pieces go where its share is in every slot."""
 
     peer: str
     regions: tuple[Region, ...]
-    slot_offset: int
+    share: Share
 
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Read device block `blocks[i]` of every rank into slot `slots[i]`, then sum it up.
+    """Read device block `blocks[i]` of these ranks into slot `slots[i]`, then sum it up.
 
-    Ends in PullDone or PullFailed within `deadline_ms` from now.
+    Together the ranks hold every part of a block once.
+
+    Slots are named by their places, here and in all that leaves the core. Ends in PullDone or
+    PullFailed within `deadline_ms` from now.
     """
 
     pull: int

@@ -22,7 +22,7 @@ CONTENTS_MAX = 65_536
 NAMES_MAX = 4
 """Remembered hashes of one such block: tenants whose prompts begin with the same tokens."""
 OF_THE_RUN = (
-    "no_room", "deadline", "busy", "draining", "engine_lost", "recompute_cheaper",
+    "no_room", "deadline", "busy", "draining", "engine_lost", "recompute_cheaper", "corrupt",
 )  # fmt: skip
 """Reasons why a run ends that are told as they are."""
 REASON_OF_FATE = {
@@ -144,6 +144,7 @@ class MissReasons:
             missed = [self._unheard_of(names)]
         else:
             missed = [self._of_block(name, at_ms) for name in names]
+        assert sum(one.blocks for one in missed) == len(names), f"{looked.request}: {missed}"
         first = self._of_end(looked, names[0])
         if first is None and missed[0].reason in ("never_stored", "not_remembered"):
             first = twin
@@ -172,7 +173,7 @@ class MissReasons:
             return Missed(name, "arriving", "host")
         for medium, view in self._below.views.items():
             if name in view:
-                usable = view.usable(name, now_ms)
+                usable = view.source(name, now_ms) is not None
                 return Missed(name, "behind" if usable else "avoided", medium)
         for medium, view in self._below.views.items():
             if view.is_away(name):
@@ -201,8 +202,6 @@ class MissReasons:
             return None
         if reason in OF_THE_RUN:
             return Missed(name, reason, place)
-        if reason == "corrupt":
-            return Missed(name, reason, place)
         if place == "remote":
             return Missed(name, "peer_failed", place, detail=reason)
         if reason == "gone":
@@ -226,6 +225,7 @@ class MissReasons:
         names[first] = looked.namespace
         if len(names) > NAMES_MAX:
             del names[next(iter(names))]
+        assert len(names) <= NAMES_MAX, f"{len(names)} hashes of one first block"
         if len(self._contents) > CONTENTS_MAX:
             self._contents.popitem(last=False)
         if namespace is None or looked.run:

@@ -8,6 +8,7 @@ from enum import Enum
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.machine import Machine
+from kvbm_common.tier.parts import Grid
 from kvbm_common.tier.slots import Block
 
 from kvbm_host_tier.core.engines import Engine
@@ -99,4 +100,5 @@ class Pull:
     wanted: tuple[Wanted, ...]
     slots: tuple[int, ...]
     block_bytes: int
+    grid: Grid
     phase: PullPhase = PullPhase.FLYING

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
-from kvbm_common.tier.batches import batch_blocks
+from kvbm_common.tier.blocks import batch_blocks
+from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.local import Confirm, Pulled
@@ -18,7 +19,7 @@ from kvbm_common.wire.verbs import OFFER_BLOCKS_MAX, Offer
 
 from kvbm_host_tier.core.engines import Engine, Engines
 from kvbm_host_tier.core.held_blocks import HeldBlocks
-from kvbm_host_tier.core.means import Means
+from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.messages import (
     EngineId,
     PullDone,
@@ -189,26 +190,24 @@ class Offload:
             self._give_up_rest(state, [], "incomplete_engine", now_ms)
             return
         batch = self._next_batch(state)
-        room = self._held.make_room(len(batch), now_ms)
+        size = engine.block_bytes
+        room = self._held.make_room(len(batch), size, now_ms)
         if room < len(batch):  # All other slots are pinned.
             self._give_up_rest(state, batch[room:], "no_room", now_ms)
             batch = batch[:room]
         if not batch:
             return
-        slots = self._held.stage([one.hash for one in batch], f"for {engine.label}", now_ms)
-        pull = Pull(state, tuple(batch), tuple(slots), engine.block_bytes)
+        slots = self._held.stage([one.hash for one in batch], size, f"for {engine.label}", now_ms)
+        pull = Pull(state, tuple(batch), tuple(slots), size, engine.grid)
         self._add_pull(pull)
         deadline_ms = min(state.deadline_ms - now_ms, self._limits.pull_deadline_ms)
         self._emit(
             StartPull(
-                pull=self._next_pull,
-                parts=engine.parts(),
+                pull=self._next_pull, parts=engine.parts(), block_bytes=pull.block_bytes,
                 blocks=tuple(wanted.block for wanted in batch),
-                slots=pull.slots,
-                block_bytes=pull.block_bytes,
-                deadline_ms=max(1, deadline_ms),
+                slots=tuple(self._table.places(slots)), deadline_ms=max(1, deadline_ms),
             )
-        )
+        )  # fmt: skip
         self._next_pull += 1
 
     def _add_pull(self, pull: Pull) -> None:
@@ -222,7 +221,9 @@ class Offload:
         batch: list[Wanted] = []
         names: set[SequenceHash] = set()
         table, most, size = self._table, self._limits, state.engine.block_bytes
-        share = table.slot_count * size // PULL_SHARE
+        layout = table.pool.layout
+        slot_bytes = -(-size // UNIT_BYTES) * UNIT_BYTES
+        share = layout.slot_count * layout.slot_bytes // slot_bytes * size // PULL_SHARE
         batch_max = batch_blocks(most.batch_blocks_max, min(most.batch_bytes, share), size)
         while state.wanted and len(batch) < batch_max:
             wanted = state.wanted.popleft()
@@ -253,10 +254,10 @@ class Offload:
         """Take the bytes of a batch in."""
         pull = self._move_pull(event.pull, "done")
         state = pull.offer
-        assert len(event.checksums) == len(pull.slots), self._story(state)
-        for wanted, slot, sums in zip(pull.wanted, pull.slots, event.checksums, strict=True):
+        assert len(event.sums) == len(pull.slots), self._story(state)
+        for wanted, slot, sums in zip(pull.wanted, pull.slots, event.sums, strict=True):
             block = Block.of_sums(
-                wanted.hash, wanted.parent, state.namespace, pull.block_bytes, sums
+                wanted.hash, wanted.parent, state.namespace, pull.block_bytes, pull.grid, sums
             )
             state.arrived.append((slot, block))
         self._after_pull(state, now_ms)

@@ -31,9 +31,9 @@ from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.fills import Filled, Fills
 from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.held_blocks import HeldBlocks
+from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_cost import LoadCost
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.means import Means
 from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
@@ -102,7 +102,7 @@ class Onboard:
         state = OnboardState.of_engine(connection, lookup, hashes, engine, plan, now_ms)
         here = self._begin(state, now_ms)
         # The engine waits, the disk tier does not.
-        self._held.tell_hits(lookup.namespace, hashes[:here])
+        self._held.tell_hits(lookup.namespace, hashes[:here], engine.block_bytes)
 
     def prefetch(
         self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int
@@ -149,7 +149,7 @@ class Onboard:
 
     def _admit(self, names: Sequence[SequenceHash], slots: Sequence[int | None]) -> None:
         """Turn guests that were just pinned into announced blocks: this is their second use."""
-        if self._held.guests:
+        if self._held.guests.names:
             here = zip(names, slots, strict=False)
             self._held.admit([name for name, slot in here if slot is not None])
 
@@ -182,12 +182,13 @@ class Onboard:
         self, state: OnboardState, fills: list[SequenceHash], now_ms: int
     ) -> list[SequenceHash]:
         """Cut the run at the first fill for which there is no slot."""
-        room = self._held.make_room(len(fills), now_ms)
-        assert room <= len(fills)
+        size = state.block_bytes = state.block_bytes or self._held.size_of(state.slots, fills[0])
+        room = self._held.make_room(len(fills), size, now_ms) if size else 0
         if room == len(fills):
             return fills
-        self._counts["dropped.fill_no_room"] += len(fills) - room
-        self._cut(state, state.hashes.index(fills[room]), "no_room")
+        reason = "no_room" if size else "unknown_size"
+        self._counts[f"dropped.fill_{reason}"] += len(fills) - room
+        self._cut(state, state.hashes.index(fills[room]), reason)
         return fills[:room]
 
     def _worth_it(
@@ -213,7 +214,7 @@ class Onboard:
         self._move(onboard_id, "index asked" if question else "blocks asked for")
         if question:
             self._questions[question] = onboard_id
-        self._fills.start(fills, state.answer_by_ms, state.trace, now_ms)
+        self._fills.start(fills, state.block_bytes, state.answer_by_ms, state.trace, now_ms)
         self._await_blocks(onboard_id, state, 0)
         self._answer_if_complete(onboard_id, now_ms)
 
@@ -247,12 +248,12 @@ class Onboard:
         brought = self._walk_rest(state, now_ms, remote)
         self._admit(state.hashes[start:], state.slots[start:])
         below = [name for name in brought if self._below.usable(name, now_ms)]
-        self._fills.start(below, state.answer_by_ms, state.trace, now_ms)
+        self._fills.start(below, state.block_bytes, state.answer_by_ms, state.trace, now_ms)
         pulls = [name for name in brought if name not in set(below)]
         batch_max = self._limits.batch_blocks_max
         for first in range(0, len(pulls), batch_max):
             names = pulls[first : first + batch_max]
-            slots = self._held.stage(names, f"from {peer}", now_ms)
+            slots = self._held.stage(names, state.block_bytes, f"from {peer}", now_ms)
             lent = dict(zip(names, slots, strict=True))
             self._peers.pull(peer, lent, now_ms, until_ms=state.answer_by_ms, trace=state.trace)
         self._await_blocks(onboard_id, state, start)
@@ -273,7 +274,7 @@ class Onboard:
             if isinstance(outcome, str):
                 self._not_coming(name, outcome, "remote", now_ms)
             else:
-                self._held.add_guest(name)
+                self._held.add_guest(name, slot)
                 self._counts["peer_pulled_blocks"] += 1
                 self._counts["bytes.r2h"] += outcome.bytes
                 self._landed([(slot, outcome)], "remote", now_ms)
@@ -313,8 +314,7 @@ class Onboard:
                     uses += 2 if state.reply_to else 1  # An operator wants it to stay.
             if uses > 1:
                 self._held.admit([block.hash])
-        names, slots = [block.hash for _, block in arrived], [slot for slot, _ in arrived]
-        self._held.diary.note_all(now_ms, f"came from {source} to slot {{slot}}", names, slots)
+        self._held.landed(arrived, source, now_ms)
         for onboard_id in served:
             self._answer_if_complete(onboard_id, now_ms)
 

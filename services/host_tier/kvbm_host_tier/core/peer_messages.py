@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.verbs import LeasedSlot
+from kvbm_common.wire.slot_entries import LeasedSlot
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,11 +21,12 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True)
 class PulledBlock:
-    """A block as its peer leased it, and the checksum of each part that has arrived in our slot."""
+    """A block as its peer leased it, and the packed checksums of the parts that have arrived in our
+    slot."""
 
     slot: int
     leased: LeasedSlot
-    checksums: tuple[int, ...]
+    sums: bytes
 
 
 # --- inputs ---------------------------------------------------------------------------------
@@ -102,7 +103,8 @@ class AskHolders:
 class PullFromPeer:
     """Lease these blocks at a peer, read them into these staged slots, sum them up.
 
-    Ends in PeerPulled or PeerPullFailed within `deadline_ms` from now.
+    The slots are named by their places, and each is `slot_bytes` long. Ends in PeerPulled or
+    PeerPullFailed within `deadline_ms` from now.
     """
 
     pull: int

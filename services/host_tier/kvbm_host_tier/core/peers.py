@@ -11,18 +11,20 @@ host tier has had since the block came into its memory. The states of a pull are
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvbm_common.identity import SequenceHash, hash_from_hex
 from kvbm_common.tier.breaker import Breaker, BreakerState
+from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.machine import Machine
+from kvbm_common.tier.parts import is_divisible
 from kvbm_common.tier.slots import Block, SlotTable
 
 from kvbm_host_tier.core.arena import Arena
-from kvbm_host_tier.core.means import Means, reason_key
+from kvbm_host_tier.core.limits import Means, reason_key
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
@@ -83,6 +85,7 @@ class PeerPull:
     peer: PeerId
     names: tuple[SequenceHash, ...]
     slots: tuple[int, ...]
+    slot_bytes: int
     until_ms: int
     trace: str = ""
     state: PeerPullState = PeerPullState.QUEUED
@@ -117,8 +120,8 @@ class Peers:
         """The pulls that are QUEUED, the oldest first."""
         self._flying = 0
         """The pulls that are FLYING or SETTLED."""
-        self._avoid: OrderedDict[SequenceHash, int] = OrderedDict()
-        """Block that came wrong → when it may be asked for again."""
+        self._wrong = FailedBlocks(AVOID_MAX)
+        """Blocks that came with wrong bytes a short while ago."""
         self._door_open = False
 
     def __len__(self) -> int:
@@ -140,6 +143,7 @@ class Peers:
         else:
             pull.state = PEER_PULL.next(pull.state, event, story)
             self._flying += (pull.state in _IN_FLIGHT) - was_flying
+        assert self._flying >= 0, f"{story}: {self._flying} pulls fly"
         return pull
 
     # --- peers ------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ class Peers:
 
     def open_door(self) -> None:
         """Start the peer reader once there are peers and slots."""
-        if self._breakers and self._arena.slot_bytes and not self._door_open:
+        if self._breakers and self._arena.unit_count and not self._door_open:
             assert self._arena.info.path
             self._door_open = True
             self._emit(OpenDoor(self._arena.info.path))
@@ -168,7 +172,7 @@ class Peers:
         Returns the question's number, 0 where no question was sent.
         """
         useful = self._breakers and names and self._limits.peer_pulls_max
-        if not useful or (names[0] in self._avoid and now_ms < self._avoid[names[0]]):
+        if not useful or self._wrong.avoids(names[0], now_ms):
             return 0
         if len(self._questions) >= QUESTIONS_MAX or not self._index.allows(now_ms):
             self._counts["dropped.peer_question"] += 1
@@ -214,8 +218,9 @@ class Peers:
         """Have blocks read into staged slots, by a pull that `advance` starts."""
         assert slots
         until_ms = min(until_ms, now_ms + self._limits.peer_deadline_ms)
-        number = self._take_id()
-        self._pulls[number] = PeerPull(peer, tuple(slots), tuple(slots.values()), until_ms, trace)
+        number, staged = self._take_id(), tuple(slots.values())
+        slot_bytes = self._table.slot_bytes(staged[0])
+        self._pulls[number] = PeerPull(peer, tuple(slots), staged, slot_bytes, until_ms, trace)
         self._queue.append(number)
 
     def advance(self, now_ms: int) -> list[Outcome]:
@@ -235,7 +240,8 @@ class Peers:
             self._move(number, "started")
             self._emit(
                 PullFromPeer(
-                    number, batch.peer, batch.names, batch.slots, self._arena.slot_bytes,
+                    number, batch.peer, batch.names,
+                    tuple(self._table.places(batch.slots)), batch.slot_bytes,
                     batch.until_ms - now_ms, batch.trace,
                 )
             )  # fmt: skip
@@ -249,10 +255,10 @@ class Peers:
         came = {block.slot: block for block in event.blocks}
         outcomes: list[Outcome] = []
         for name, slot in zip(batch.names, batch.slots, strict=True):
-            outcome = self._verdict(name, came.get(slot))
+            outcome = _verdict(name, came.get(self._table.place(slot)), batch.slot_bytes)
             outcomes.append((name, slot, outcome))
             if outcome == "corrupt":
-                self._avoid_block(name, now_ms)
+                self._wrong.add(name, now_ms + AVOID_MS)
             if isinstance(outcome, str):
                 self._table.abort(slot)
                 self._counts[f"dropped.peer_{outcome}"] += 1
@@ -283,17 +289,6 @@ class Peers:
         for slot in batch.slots if was_failed else ():
             self._table.abort(slot)
 
-    def _verdict(self, name: SequenceHash, came: PulledBlock | None) -> Block | str:
-        if came is None:
-            return "gone"
-        leased = came.leased
-        if hash_from_hex(leased.hash) != name or not 0 < leased.bytes <= self._arena.slot_bytes:
-            return "malformed"
-        parent, namespace = hash_from_hex(leased.parent), bytes.fromhex(leased.namespace)
-        parts = len(came.checksums)
-        block = Block(name, parent, namespace, leased.checksum, leased.bytes, parts)
-        return block.with_sums(came.checksums) if block.has_sums(came.checksums) else "corrupt"
-
     def _judge(self, peer: PeerId, reasons: set[str], now_ms: int) -> None:
         """Tell the peer's breaker what came of a pull."""
         assert "" not in reasons
@@ -315,13 +310,6 @@ class Peers:
                 self._table.abandon(slot)
         return [(name, slot, reason) for name, slot in zip(batch.names, batch.slots, strict=True)]
 
-    def _avoid_block(self, name: SequenceHash, now_ms: int) -> None:
-        assert len(self._avoid) <= AVOID_MAX
-        self._avoid.pop(name, None)
-        self._avoid[name] = now_ms + AVOID_MS
-        while len(self._avoid) > AVOID_MAX:
-            self._avoid.popitem(last=False)
-
     def _take_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
@@ -330,7 +318,7 @@ class Peers:
 
     def avoided(self, name: SequenceHash, now_ms: int) -> bool:
         """Tell whether this block has come with wrong bytes a short while ago."""
-        return now_ms < self._avoid.get(name, now_ms)
+        return self._wrong.avoids(name, now_ms)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics."""
@@ -358,3 +346,17 @@ class Peers:
         assert len(self._questions) <= QUESTIONS_MAX
         slots = [slot for batch in self._pulls.values() for slot in batch.slots]
         assert len(slots) == len(set(slots)), "two pulls write one slot"
+
+
+def _verdict(name: SequenceHash, came: PulledBlock | None, slot_bytes: int) -> Block | str:
+    """Return the block that has come into a slot, or why none has."""
+    if came is None:
+        return "gone"
+    leased = came.leased
+    if hash_from_hex(leased.hash) != name or not 0 < leased.bytes <= slot_bytes:
+        return "malformed"
+    parent, namespace = hash_from_hex(leased.parent), bytes.fromhex(leased.namespace)
+    if not is_divisible(leased.bytes, leased.parts):
+        return "malformed"
+    block = Block(name, parent, namespace, leased.checksum, leased.bytes, leased.parts)
+    return block.with_sums(came.sums) if block.has_sums(came.sums) else "corrupt"

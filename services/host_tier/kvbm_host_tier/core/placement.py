@@ -15,10 +15,9 @@ from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.local import Hello, Moved
 
 from kvbm_host_tier.core.engines import Engine, Engines
-from kvbm_host_tier.core.means import Means
+from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.messages import ToEngine
-from kvbm_host_tier.core.shard_map import Sharding
-from kvbm_host_tier.core.shard_messages import (
+from kvbm_host_tier.core.shard_map import (
     FrontTaken,
     HandedOver,
     Leaving,
@@ -26,6 +25,7 @@ from kvbm_host_tier.core.shard_messages import (
     MemberJoined,
     MemberLeft,
     SayPlace,
+    Sharding,
     ShardInput,
 )
 
@@ -155,7 +155,6 @@ class Placement:
         endpoint = self._sharding.elsewhere(engine.id.engine)
         if endpoint is None:
             return
-        engine.was_sent_on = True
         within_ms = LEAVE_MS if self._stay is not Stay.SERVING else self._limits.move_ms
         moved = Moved(endpoint=endpoint, version=self._sharding.map.version, within_ms=within_ms)
         scheduler = engine.scheduler
@@ -172,9 +171,6 @@ class Placement:
         """Redirect the workers of an engine whose scheduler half has said Bye."""
         assert self._engines.get(engine.id.engine, engine.id.incarnation) is None, engine.label
         endpoint = self._sharding.elsewhere(engine.id.engine)
-        if engine.was_sent_on or endpoint is not None:
-            # The same life comes back when the map has changed meanwhile.
-            self._engines.pardon(engine.id)
         if endpoint is None:
             return
         self._counts["engines_moved"] += 1

@@ -10,7 +10,6 @@ pause that keeps the share of one core below the limit. The states of the scrubb
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +21,7 @@ from kvbm_common.tier.slots import SlotTable
 
 from kvbm_host_tier.core.arena import Arena
 from kvbm_host_tier.core.held_blocks import HeldBlocks
-from kvbm_host_tier.core.messages import Emit
+from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFailed, ScrubFound, ScrubSlots
 
 BATCH_BYTES = 8 * 1024 * 1024
@@ -71,23 +70,20 @@ class Scrubber:
         held: HeldBlocks,
         arena: Arena,
         *,
-        cpu_percent: float,
         is_busy: Callable[[], bool],
-        counts: Counter[str],
-        emit: Emit,
+        means: Means,
     ) -> None:
-        """Start waiting; `cpu_percent` is of one core, 0: no block is read.
+        """Start waiting.
 
         `is_busy`: whether a transfer is in flight, which the scrubber would take bandwidth from.
         """
-        assert 0 <= cpu_percent <= 100
+        assert 0 <= means.limits.scrub_cpu_percent <= 100, means.limits
         self._held = held
         self._table: SlotTable = held.table
         self._arena = arena
-        self._cpu_percent = cpu_percent
+        self._cpu_percent = means.limits.scrub_cpu_percent
         self._is_busy = is_busy
-        self._counts = counts
-        self._emit = emit
+        self._counts, self._emit = means.counts, means.emit
         self._state = ScrubState.WAITING
         self._reading: tuple[Reading, ...] = ()
         self._next_slot = 0
@@ -111,13 +107,13 @@ class Scrubber:
             Reading(block.hash, slot, table.generation(slot)) for slot, block in found
         )
         slots, blocks = zip(*found, strict=True)
-        self._emit(ScrubSlots(self._arena.info.path, self._arena.slot_bytes, slots, blocks))
+        self._emit(ScrubSlots(self._arena.info.path, tuple(table.places(slots)), blocks))
 
     def _next_batch(self) -> list[tuple[int, Block]]:
         """Return the next idle blocks and their slots; fewer where the scan ends before."""
         table, found, size = self._table, list[tuple[int, Block]](), 0
-        for _ in range(min(SCAN_MAX, table.slot_count)):
-            slot = self._next_slot % table.slot_count
+        for _ in range(min(SCAN_MAX, table.slots_made)):
+            slot = self._next_slot % table.slots_made
             block = table.idle_block(slot)
             if block is not None:
                 size += block.bytes
@@ -132,7 +128,7 @@ class Scrubber:
 
     def _end_slot(self, slot: int) -> None:
         self._next_slot = slot + 1
-        if self._next_slot == self._table.slot_count:
+        if self._next_slot == self._table.slots_made:
             self._next_slot = 0
             self._counts["scrub_rounds"] += 1
 
@@ -170,5 +166,5 @@ class Scrubber:
     def check(self) -> None:
         """Assert every invariant of the scrubber."""
         assert len(self._reading) <= BATCH_BLOCKS_MAX
-        assert 0 <= self._next_slot < max(1, self._table.slot_count)
+        assert 0 <= self._next_slot < max(1, self._table.slots_made)
         assert bool(self._reading) == (self._state is ScrubState.READING)

@@ -12,13 +12,12 @@ from kvbm_common.tier.blocks import Block
 
 @dataclass(frozen=True, slots=True)
 class ScrubSlots:
-    """Compare what is in these slots of the arena at `path` with their blocks' checksums.
+    """Compare what begins at these places of the arena at `path` with the blocks' checksums.
 
     Ends in ScrubDone or ScrubFailed. The slots are not pinned: other bytes may come into them.
     """
 
     path: str
-    slot_bytes: int
     slots: tuple[int, ...]
     blocks: tuple[Block, ...]
 

@@ -1,4 +1,4 @@
-"""The roster keeper: writes into the roster what the tier announces, before anybody hears of it."""
+"""The roster keeper: writes into the roster what the tier announces, before it is published."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored
 
 from kvbm_host_tier.core.view import HostTierView
+
+SMALL_BLOCK_BYTES = 64 * 1024
+"""The table has room for an arena full of blocks of this size, or of the first ones if smaller."""
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,12 @@ class CommittedTableWriter:
             return None
         view = self._view
         try:
+            layout = view.layout
+            assert layout is not None, "blocks are announced before the arena is cut"
+            # Smaller blocks may come later; a table that they overflow is still a hint.
+            slot_count = layout.total_bytes // min(layout.slot_bytes, SMALL_BLOCK_BYTES)
             self._roster = CommittedTable.create(
-                view.arena.path, slot_count=view.slot_count, epoch=view.epoch
+                view.arena.path, slot_count=slot_count, epoch=view.epoch
             )
         except (ArenaNoSpace, ArenaUnavailable) as error:
             log.warning("no roster: engines ask for every block: %s", error)

@@ -18,6 +18,7 @@ from typing import TextIO
 
 import zmq
 import zmq.asyncio
+from kvbm_common.access.curve import CurveServer
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import LockTaken, take_lock
@@ -57,7 +58,14 @@ def is_deserted(endpoint: str) -> bool:
 class EngineSocket:
     """Listens for connectors. Use it in `async with`; `run` feeds `on_message`."""
 
-    def __init__(self, endpoint: str, counters: Metrics, *, instance: str = "0") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        counters: Metrics,
+        *,
+        instance: str = "0",
+        curve_file: Path | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.own = own_endpoint(endpoint, instance)
         self._lock: TextIO | None = None
@@ -70,6 +78,7 @@ class EngineSocket:
         self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
+        self._curve = CurveServer(self._context, curve_file)
         self._log = OncePerKind(logging.getLogger(__name__))
         self._dropped = counters.counter(
             "kvbm_local_messages_dropped_total",
@@ -85,6 +94,7 @@ class EngineSocket:
 
     async def __aexit__(self, *_: object) -> None:
         self._socket.close()
+        self._curve.close()
         self._context.term()
         for path, inode in self._files.items():
             with contextlib.suppress(OSError):
@@ -112,6 +122,7 @@ class EngineSocket:
         return True
 
     def _bind(self, endpoint: str) -> None:
+        self._curve.protect(self._socket, endpoint)
         self._socket.bind(endpoint)
         if endpoint.startswith(IPC):
             path = Path(endpoint.removeprefix(IPC))
@@ -127,8 +138,7 @@ class EngineSocket:
             except WireError as error:
                 self._dropped.labels(reason=error.kind).inc()
                 self._log.warning(error.kind, f"a message of an engine was dropped: {error}")
-                text = str(error)
-                self.send(connection, Refused(about="message", code=error.code, message=text))
+                self.send(connection, _refusal(error))
                 continue
             if not on_message(connection, message):
                 self._dropped.labels(reason="inbox_full").inc()
@@ -140,3 +150,8 @@ class EngineSocket:
         assert isinstance(sent, asyncio.Future)
         if sent.exception() is not None:  # NOBLOCK: the future is done already.
             self._dropped.labels(reason="engine_not_reading").inc()
+
+
+def _refusal(error: WireError) -> Refused:
+    """Return the answer to a message that does not follow the wire."""
+    return Refused(about="message", code=error.code, message=str(error), field=error.field)

@@ -33,14 +33,7 @@ def explain_verbs(view: HostTierView) -> dict[str, VerbHandler]:
         return msgspec.json.encode(reply)
 
     async def latest(payload: bytes) -> bytes:
-        asked = explain_list_request.decode(payload)
-        found, before = view.latest_explanations(
-            limit=asked.limit,
-            reason=asked.reason,
-            engine=asked.engine,
-            missed=asked.missed,
-            before=asked.before,
-        )
+        found, before = view.latest_explanations(explain_list_request.decode(payload))
         requests = _dated(found, _wall_clock_ahead_ms())
         return msgspec.json.encode(ExplainListReply(requests=requests, next=before))
 

@@ -21,8 +21,7 @@ from kvbm_common.registry.records import Joined, Left, RegistryEvent
 from kvbm_common.runtime import logs
 from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
 from kvbm_common.runtime.metrics import metrics_of_counts
-from kvbm_common.service.admin_verbs import tier_verbs
-from kvbm_common.service.core_answers import CoreAnswers
+from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.service.tracing import Tracer, tracer_of
 from kvbm_common.wire.admin import PrefetchRequest, TierRequest
@@ -35,7 +34,9 @@ from kvbm_common.wire.events import (
 )
 from kvbm_common.wire.local import Found, Lookup, ToHostTier
 from kvbm_common.wire.verbs import (
+    ArenaRequest,
     DoorReply,
+    DoorRequest,
     LeaseRequest,
     ReleaseRequest,
     hits_codec,
@@ -83,16 +84,14 @@ from kvbm_host_tier.core.peer_messages import (
     ReleaseAtPeer,
 )
 from kvbm_host_tier.core.scrub_messages import ScrubFound, ScrubSlots
-from kvbm_host_tier.core.shard_messages import HandedOver, SayPlace, ShardEffect
+from kvbm_host_tier.core.shard_map import HandedOver, SayPlace, ShardEffect
 from kvbm_host_tier.shell.committed_table_writer import CommittedTableWriter
-from kvbm_host_tier.shell.departures_client import ask_fates
 from kvbm_host_tier.shell.engine_socket import EngineSocket
 from kvbm_host_tier.shell.explain_verbs import explain_verbs
-from kvbm_host_tier.shell.first_arena import BLOCKS_SETTING
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
 from kvbm_host_tier.shell.peer_client import PeerClient
-from kvbm_host_tier.shell.peer_reader import PeerReader, PeerReaderClosed
-from kvbm_host_tier.shell.puller import Puller
+from kvbm_host_tier.shell.peer_reader import PeerReader, PeerReaderClosed, peer_devices
+from kvbm_host_tier.shell.puller import BLOCKS_SETTING, Puller
 from kvbm_host_tier.shell.scrub_reader import ScrubReader
 from kvbm_host_tier.shell.siblings import Siblings
 from kvbm_host_tier.shell.spans import OnboardSpans
@@ -103,8 +102,16 @@ TICK_MS = 50
 VERB_DEADLINE_S = 5.0
 
 log = logging.getLogger(__name__)
+_arena_request: JsonCodec[ArenaRequest] = JsonCodec(ArenaRequest)
+_door_request: JsonCodec[DoorRequest] = JsonCodec(DoorRequest)
 _lease_request: JsonCodec[LeaseRequest] = JsonCodec(LeaseRequest)
 _release_request: JsonCodec[ReleaseRequest] = JsonCodec(ReleaseRequest)
+
+
+class OneSizeOnly(KvbmError):
+    """The asker is of a release whose arenas have slots of one size."""
+
+    code = "one_size"
 
 
 class HostTierShell:
@@ -123,7 +130,8 @@ class HostTierShell:
         self._spans = OnboardSpans(self._tracer)
         self._scrubber = ScrubReader()
         self._roster = CommittedTableWriter(core.view, context.counters)
-        self._door = PeerReader(f"{context.source}-door")
+        devices = peer_devices(context.settings, context.bus.access)
+        self._door = PeerReader(f"{context.source}-door", devices=devices)
         self._peers = PeerClient(
             context.bus, self._door, host=context.host, source=context.source,
             counters=context.counters,
@@ -245,10 +253,12 @@ class HostTierShell:
 
     # --- verbs ------------------------------------------------------------------------------
 
-    async def _arena(self, _payload: bytes) -> bytes:
+    async def _arena(self, payload: bytes) -> bytes:
+        _require_any_size(_arena_request.decode(payload or b"{}"))
         return msgspec.json.encode(self._core.view.arena_reply())
 
-    async def _open_door(self, _payload: bytes) -> bytes:
+    async def _open_door(self, payload: bytes) -> bytes:
+        _require_any_size(_door_request.decode(payload or b"{}"))
         opened, arena = self._door.opened, self._core.view.arena_reply()
         if opened is None or not arena.slot_bytes:
             raise PeerReaderClosed("the peer reader is not running")
@@ -301,13 +311,13 @@ class HostTierShell:
             case DetachPeer(peer):
                 self._puller.detach(peer)
             case StartPull():
-                return self._puller.pull(effect, slot_bytes=self._core.view.slot_bytes)
+                return self._puller.pull(effect)
             case AskFill():
                 return self._spans.fill(effect, self._below.fill)
             case AskDiskSnapshot(instance, tier):
                 return self._below.snapshot(instance, tier)
             case AskFates():
-                return ask_fates(self._context, effect)
+                return self._below.fates(effect)
             case Answer(reply_to, reply):
                 self._answers.give(reply_to, reply)
             case Publish(event):
@@ -358,6 +368,15 @@ class HostTierShell:
         event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
         self._publisher.publish(
             event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
+        )
+
+
+def _require_any_size(request: ArenaRequest | DoorRequest) -> None:
+    """Raise OneSizeOnly for an asker that would look for blocks in wrong places."""
+    if not request.any_size:
+        raise OneSizeOnly(
+            "the slots of this arena have several sizes, and the asker is of a release that knows "
+            "one: upgrade it"
         )
 
 

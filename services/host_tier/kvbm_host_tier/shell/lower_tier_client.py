@@ -1,4 +1,4 @@
-"""The lower tiers of this host, over NATS: their events, what they hold, and fills."""
+"""The lower tiers of this host, over NATS: events, what they hold, fills, and departed blocks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from kvbm_common.wire.events import (
     event_codec,
     event_subject,
 )
+from kvbm_common.wire.explain import fates_reply
 from kvbm_common.wire.verbs import (
     FillReply,
     SnapshotRequest,
@@ -35,9 +36,11 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_host_tier.core.lower_tiers import tier_of
 from kvbm_host_tier.core.messages import (
+    AskFates,
     AskFill,
     DiskEvent,
     DiskSnapshot,
+    FatesTold,
     FillDone,
     FillFailed,
 )
@@ -45,6 +48,8 @@ from kvbm_host_tier.core.messages import (
 FILL_MARGIN_S = 0.5
 """How long after a fill's deadline its answer may still arrive."""
 SNAPSHOT_DEADLINE_S = 5.0
+FATES_DEADLINE_S = 1.0
+"""The lower tier answers from memory; the core stops waiting a little later."""
 
 log = logging.getLogger(__name__)
 _fill_reply: JsonCodec[FillReply] = JsonCodec(FillReply)
@@ -121,3 +126,16 @@ class LowerTierClient:
 
     def _verb(self, tier: Tier, instance: str, verb: str) -> str:
         return verb_subject(f"{tier}-tier", verb, host=self._context.host, instance=instance)
+
+    async def fates(self, effect: AskFates) -> FatesTold:
+        """Ask what became of blocks. Without an answer a miss is explained by what is known."""
+        subject = self._verb(effect.tier, effect.instance, "fates")
+        try:
+            payload = await self._context.bus.request(
+                subject, msgspec.json.encode(effect.request), deadline_s=FATES_DEADLINE_S
+            )
+            reply = fates_reply.decode(payload)
+        except KvbmError as error:
+            self._limiter.warning(error.label, f"{subject}: {error}")
+            reply = None
+        return FatesTold(effect.question, effect.instance, reply, effect.tier)

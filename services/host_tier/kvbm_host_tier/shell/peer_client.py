@@ -13,12 +13,13 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nixl.transfers import TransferTimeout
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics, TransferFigures
-from kvbm_common.tier.blocks import is_divisible
+from kvbm_common.tier.layout import UNIT_BYTES
+from kvbm_common.tier.parts import is_divisible
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.slot_entries import LeasedSlot
 from kvbm_common.wire.verbs import (
     DoorReply,
     DoorRequest,
-    LeasedSlot,
     LeaseReply,
     LeaseRequest,
     MatchReply,
@@ -164,7 +165,7 @@ class PeerClient:
             life = self._door.life
             left_s = _left_s(until_ms)
             payload = await self._ask(
-                peer, "door", msgspec.json.encode(DoorRequest()), deadline_s=left_s
+                peer, "door", msgspec.json.encode(DoorRequest(any_size=True)), deadline_s=left_s
             )
             reply = _door_reply.decode(payload)
             name = self._names.get((life, reply.agent))
@@ -199,13 +200,13 @@ class PeerClient:
         arrived = await self._door.read(
             known.name,
             [known.reply.address + leased.slot * known.reply.slot_bytes for _, leased in wanted],
-            [slot * pull.slot_bytes for slot, _ in wanted],
+            [slot * UNIT_BYTES for slot, _ in wanted],
             block_bytes=block_bytes,
             deadline_ms=until_ms - monotonic_ms(),
-            part_count=_part_count(wanted[0][1]),
+            parts=wanted[0][1].parts,
         )
         self._figures.observe("r2h", arrived.seconds, block_bytes * len(wanted))
-        came = zip(wanted, arrived.checksums, strict=True)
+        came = zip(wanted, arrived.sums, strict=True)
         blocks = tuple(PulledBlock(slot, leased, sums) for (slot, leased), sums in came)
         return PeerPulled(pull.pull, blocks, lease.lease)
 
@@ -224,26 +225,22 @@ def readable(
 ) -> list[tuple[int, LeasedSlot]]:
     """Return what of a lease can be read into our slots.
 
-    These are blocks that were asked for, inside both arenas. All are of one size and number of
-    parts, as the blocks of one chain are.
+    These are blocks that were asked for, inside both arenas. All are of one size and cut alike, as
+    the blocks of one chain are.
     """
     slot_of: dict[SequenceHash, int] = dict(zip(pull.names, pull.slots, strict=True))
     wanted: list[tuple[int, LeasedSlot]] = []
     for one in leased:
         slot = slot_of.pop(SequenceHash(bytes.fromhex(one.hash)), None)
-        fits = 0 < one.bytes <= min(pull.slot_bytes, door.slot_bytes)
-        fits = fits and is_divisible(one.bytes, _part_count(one))
-        if slot is not None and fits and one.slot < door.slot_count:
+        end = one.slot * door.slot_bytes + one.bytes
+        fits = 0 < one.bytes <= pull.slot_bytes and end <= door.slot_count * door.slot_bytes
+        if slot is not None and fits and is_divisible(one.bytes, one.parts):
             wanted.append((slot, one))
     return [one for one in wanted if _shape(one[1]) == _shape(wanted[0][1])]
 
 
-def _part_count(leased: LeasedSlot) -> int:
-    return len(leased.part_checksums) or 1
-
-
 def _shape(leased: LeasedSlot) -> tuple[int, int]:
-    return leased.bytes, _part_count(leased)
+    return leased.bytes, leased.parts
 
 
 def _left_s(until_ms: int) -> float:

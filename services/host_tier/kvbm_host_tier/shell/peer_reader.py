@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from kvbm_common.access.nats_access import NatsAccess
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
+from kvbm_common.nixl.library import NET_DEVICES
 from kvbm_common.runtime.processes import dying_with_parent
 
 from kvbm_host_tier.shell.peer_reader_messages import (
@@ -57,8 +61,12 @@ class ReadFailed(KvbmError):
 class PeerReader:
     """One process at a time. Every answer ends with the life of the process that owes it."""
 
-    def __init__(self, name: str, *, on_died: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, name: str, *, devices: str = "", on_died: Callable[[], None] = lambda: None
+    ) -> None:
+        """Prepare the process; `devices` are those of the network that UCX uses in it."""
         self._name = name
+        self._environ = dict(os.environ) | ({NET_DEVICES: devices} if devices else {})
         self._on_died = on_died
         self._wanted = asyncio.Event()
         self._path = ""
@@ -103,7 +111,7 @@ class PeerReader:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvbm_host_tier.shell.peer_reader_process",
             self._path, self._name,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=self._environ,
             preexec_fn=dying_with_parent(signal.SIGKILL), start_new_session=True,
         )  # fmt: skip
         self._process = process
@@ -180,7 +188,7 @@ class PeerReader:
 
     async def read(
         self, peer: str, sources: list[int], offsets: list[int], *, block_bytes: int,
-        deadline_ms: int, part_count: int = 1,
+        deadline_ms: int, parts: int = 1,
     ) -> Arrived:  # fmt: skip
         """Read blocks into the arena; raises PeerReaderClosed and ReadFailed.
 
@@ -189,7 +197,7 @@ class PeerReader:
         number = next(self._ids)
         read = Read(id=number, peer=peer, sources=sources, offsets=offsets,
                     block_bytes=block_bytes, deadline_ms=max(1, deadline_ms),
-                    part_count=part_count)  # fmt: skip
+                    parts=parts)  # fmt: skip
         fuse_s = deadline_ms / 1000 + ANSWER_MARGIN_S
         fuse = asyncio.get_running_loop().call_later(fuse_s, self.kill)
         try:
@@ -215,6 +223,12 @@ class PeerReader:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(frame(message))
+
+
+def peer_devices(settings: Settings, access: NatsAccess) -> str:
+    """Return the devices for reads between hosts; where NATS is on loopback there is one host."""
+    chosen = settings.peer_devices
+    return chosen or ("lo" if access.is_local else os.environ.get(NET_DEVICES, "all"))
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -34,7 +34,7 @@ class Read(_Message, frozen=True):
     """Read blocks of a peer into the arena and sum them up; ends in Arrived or Failed.
 
     `sources` are addresses at the peer, `offsets` places in the arena, all of `block_bytes` bytes
-    in `part_count` parts.
+    cut into parts by the grid of the code `parts`.
     """
 
     id: int
@@ -43,7 +43,7 @@ class Read(_Message, frozen=True):
     offsets: list[int]
     block_bytes: int
     deadline_ms: int
-    part_count: int
+    parts: int
 
 
 class Opened(_Message, frozen=True):
@@ -61,10 +61,11 @@ class Added(_Message, frozen=True):
 
 
 class Arrived(_Message, frozen=True):
-    """The blocks are in the arena; the checksums of their parts, and how long it took."""
+    """The blocks are in the arena; the packed checksums of each one's parts, and how long it
+    took."""
 
     id: int
-    checksums: list[tuple[int, ...]]
+    sums: list[bytes]
     seconds: float
 
 

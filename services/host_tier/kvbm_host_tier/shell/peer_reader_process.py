@@ -17,11 +17,12 @@ from functools import partial
 from typing import BinaryIO
 
 import numpy as np
-from kvbm_common.checksum import part_checksums
+from kvbm_common.copying.block_sums import sums_at
 from kvbm_common.errors import KvbmError
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
 from kvbm_common.nixl.spans import Spans
+from kvbm_common.tier.parts import grid_of
 
 from kvbm_host_tier.shell.peer_reader_messages import (
     Added,
@@ -91,11 +92,11 @@ class PeerReaderProcess:
     def _ended(self, read: Read, moved: Future[Transferred]) -> None:
         error = moved.exception()
         if error is None:
-            sums = [
-                part_checksums(self._arena.array[start : start + read.block_bytes], read.part_count)
-                for start in read.offsets
-            ]
-            self._say(Arrived(id=read.id, checksums=sums, seconds=moved.result().seconds))
+            starts = [self._arena.address + offset for offset in read.offsets]
+            grid = grid_of(read.parts)
+            assert grid is not None, "the host tier has looked at it"
+            sums = sums_at(starts, read.block_bytes, grid)
+            self._say(Arrived(id=read.id, sums=sums, seconds=moved.result().seconds))
             return
         settling = error.settling if isinstance(error, TransferError) else None
         settled = settling is None or settling.done()

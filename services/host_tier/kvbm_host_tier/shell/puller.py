@@ -13,19 +13,21 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kvbm_common.copying import COPIER, Places, slot_places, thread_count
+from kvbm_common.copying import COPIER, thread_count
+from kvbm_common.copying.rank_pieces import BlockCopy, RankPieces, slot_starts
 from kvbm_common.cuda.lending import DeviceMemory, unwrap
 from kvbm_common.errors import KvbmError
 from kvbm_common.memory.arena import Arena
-from kvbm_common.nixl.layout import chunks_of, device_pieces, part_bytes
+from kvbm_common.nixl.layout import chunks_of
 from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
 from kvbm_common.nixl.spans import Registration
 from kvbm_common.runtime.metrics import Metrics, TransferFigures
+from kvbm_common.tier.layout import UNIT_BYTES
 from numpy.typing import NDArray
 
 from kvbm_host_tier.core.messages import (
@@ -43,6 +45,7 @@ from kvbm_host_tier.core.messages import (
 if TYPE_CHECKING:
     from kvbm_common.cuda.pulling import DevicePuller
 
+BLOCKS_SETTING = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
 MOVERS_MAX = 2
 """Movers that pull side by side, where there are processors for them."""
 PULL_CHUNK_BYTES = 16 * 1024 * 1024
@@ -59,10 +62,9 @@ class _Pulling:
     """A pull on its way. Several threads end its reads."""
 
     effect: StartPull
-    slot_bytes: int
     reads_left: int
     sums: NDArray[np.uint64]
-    """By slot and part."""
+    """By slot and part of the block."""
     moved: list[tuple[float, int]] = field(default_factory=list)
     """Seconds and bytes of each read."""
     failures: list[BaseException] = field(default_factory=list)
@@ -190,47 +192,47 @@ class Puller:
         for mover in self.movers:
             mover.remove_peer(peer)
 
-    async def pull(self, effect: StartPull, *, slot_bytes: int) -> PullDone | PullFailed:
+    async def pull(self, effect: StartPull) -> PullDone | PullFailed:
         """Read every rank's part into the slots, chunk by chunk, and sum up what is in.
 
         Returns when every read has ended, so that no byte is on its way unwatched.
         """
+        ranks = [(part.peer, _pieces_of(part)) for part in effect.parts]
         reads = [
-            (number, part, chunk)
-            for number, part in enumerate(effect.parts)
-            for chunk in chunks_of(len(effect.slots), part_bytes(part.regions), PULL_CHUNK_BYTES)
+            (peer, pieces, chunk)
+            for peer, pieces in ranks
+            for chunk in chunks_of(len(effect.slots), pieces.bytes, PULL_CHUNK_BYTES)
         ]
-        sums = np.zeros((len(effect.slots), len(effect.parts)), dtype=np.uint64)
-        pulling = _Pulling(effect, slot_bytes, len(reads), sums)
-        for number, part, chunk in reads:
-            self._start(pulling, number, part, chunk)
+        part_count = effect.parts[0].share.grid.count
+        sums = np.zeros((len(effect.slots), part_count), dtype="<u8")
+        pulling = _Pulling(effect, len(reads), sums)
+        for peer, pieces, chunk in reads:
+            self._start(pulling, peer, pieces, chunk)
         await asyncio.wrap_future(pulling.ended)
         for seconds, size in pulling.moved:
             self._figures.observe("d2h", seconds, size)
         if pulling.failures:
             return self._failed(effect.pull, pulling.failures)
-        return PullDone(effect.pull, tuple(tuple(map(int, parts)) for parts in pulling.sums))
+        return PullDone(effect.pull, tuple(parts.tobytes() for parts in pulling.sums))
 
-    def _start(self, pulling: _Pulling, number: int, part: PullPart, chunk: slice) -> None:
+    def _start(self, pulling: _Pulling, peer: str, pieces: RankPieces, chunk: slice) -> None:
         effect = pulling.effect
-        target = slot_places(
-            effect.slots[chunk], part_bytes(part.regions), arena_address=self._live.address,
-            slot_bytes=pulling.slot_bytes, part_offset=part.slot_offset,
-        )  # fmt: skip
-        source = Places.of_pieces(device_pieces(part.regions, effect.blocks[chunk]))
-        ended = partial(self._read_ended, pulling, number, chunk, target)
-        into, deadline_s = target.cut_like(source).spans, effect.deadline_ms / 1000
-        puller = self._device_puller
-        if puller is not None and puller.knows(part.peer):
-            read = puller.read(part.peer, into, source.spans, deadline_s=deadline_s)
+        starts = slot_starts(
+            effect.slots[chunk], arena_address=self._live.address, slot_bytes=UNIT_BYTES
+        )
+        copy = BlockCopy(pieces, effect.blocks[chunk], starts)
+        ended = partial(self._read_ended, pulling, copy, chunk)
+        into, theirs = copy.arena.spans, copy.device.spans
+        deadline_s, puller = effect.deadline_ms / 1000, self._device_puller
+        if puller is not None and puller.knows(peer):
+            read = puller.read(peer, into, theirs, deadline_s=deadline_s)
             read.add_done_callback(lambda done: self._summer.submit(ended, done))
             return
-        theirs = source.spans
-        if part.peer in self._on_gpu:
-            theirs = theirs.on_device(self._on_gpu[part.peer])
+        if peer in self._on_gpu:
+            theirs = theirs.on_device(self._on_gpu[peer])
         # In turn is not enough: commits come between, and one mover was left with the last three.
         mover = self._give(into.bytes)
-        read = self.movers[mover].read(part.peer, into, theirs, deadline_s=deadline_s)
+        read = self.movers[mover].read(peer, into, theirs, deadline_s=deadline_s)
         read.add_done_callback(ended)  # In the mover's thread, whose core has just brought it.
         read.add_done_callback(lambda _: self._taken(mover, into.bytes))
 
@@ -248,15 +250,18 @@ class Puller:
     def _read_ended(
         self,
         pulling: _Pulling,
-        number: int,
+        copy: BlockCopy,
         chunk: slice,
-        target: Places,
         read: Future[Transferred],
     ) -> None:
         error = read.exception()
         try:
             if error is None:
-                pulling.sums[chunk, number] = COPIER.sums(target)
+                pieces = copy.pieces
+                sums = COPIER.sums(pieces.fine.in_slots(copy.slots), lanes=pieces.lanes)
+                parts = list(pieces.share.parts)
+                found = np.array(sums, dtype="<u8").reshape(copy.count, len(parts))
+                pulling.sums[chunk, parts] = found
         except Exception as mistake:  # Whatever it is, the pull comes to an end.
             error = mistake
         with pulling.lock:
@@ -302,6 +307,12 @@ class Puller:
     def _live(self) -> Arena:
         assert self._arena is not None, "a pull has slots, and those are of an arena"
         return self._arena
+
+
+@lru_cache(maxsize=256)
+def _pieces_of(part: PullPart) -> RankPieces:
+    """Return the pieces of a rank, which every pull from it has."""
+    return RankPieces(part.regions, part.share)
 
 
 def _populated(done: Future[None]) -> None:

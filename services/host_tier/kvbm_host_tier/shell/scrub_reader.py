@@ -8,8 +8,10 @@ import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 
+from kvbm_common.copying.block_sums import sums_of
 from kvbm_common.errors import KvbmError
 from kvbm_common.memory.arena import Arena
+from kvbm_common.tier.layout import UNIT_BYTES
 
 from kvbm_host_tier.core.scrub_messages import (
     ScrubDone,
@@ -58,12 +60,10 @@ class ScrubReader:
 
     def _read(self, effect: ScrubSlots) -> ScrubDone:
         started_ns = time.thread_time_ns()
-        array, size = self._mapped(effect.path).array, effect.slot_bytes
-        wrong = tuple(
-            index
-            for index, (slot, block) in enumerate(zip(effect.slots, effect.blocks, strict=True))
-            if block.sums_in(array[slot * size : (slot + 1) * size]) is None
-        )
+        arena = self._mapped(effect.path)
+        starts = [arena.address + slot * UNIT_BYTES for slot in effect.slots]
+        found = sums_of(effect.blocks, starts)
+        wrong = tuple(index for index, sums in enumerate(found) if sums is None)
         return ScrubDone(wrong, (time.thread_time_ns() - started_ns) // 1000)
 
     def _mapped(self, path: str) -> Arena:

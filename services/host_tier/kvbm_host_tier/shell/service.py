@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 
+from kvbm_common.access.curve import refuse_open_to_engines
+from kvbm_common.config.settings import Settings
 from kvbm_common.memory.arena import ArenaStopped, remove_stale
 from kvbm_common.service.process import ServiceContext, run
 from kvbm_common.service.tracing import wanted
-from kvbm_common.tier.batches import BATCH_UNIT_BYTES
+from kvbm_common.tier.blocks import BATCH_UNIT_BYTES
 
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.messages import NO_ARENA, ArenaInfo
 from kvbm_host_tier.shell.engine_socket import EngineSocket
-from kvbm_host_tier.shell.first_arena import first_arena, is_disk_only
 from kvbm_host_tier.shell.host_tier_shell import HostTierShell
 from kvbm_host_tier.shell.puller import Puller
 
@@ -37,7 +40,10 @@ async def serve(context: ServiceContext) -> None:
             staging=is_disk_only(settings),
         )
         engines = EngineSocket(
-            settings.host_tier_endpoint, context.counters, instance=context.instance
+            settings.host_tier_endpoint,
+            context.counters,
+            instance=context.instance,
+            curve_file=settings.curve_server_file,
         )
         async with engines:
             await HostTierShell(context, core, puller, engines).run()
@@ -66,4 +72,36 @@ def _limits(context: ServiceContext) -> HostTierLimits:
 
 def main() -> None:
     """Run the host tier: the entry point of `kvbm serve host-tier`."""
-    run("host-tier", serve)
+    run("host-tier", serve, check=_check)
+
+
+def _check(settings: Settings) -> None:
+    """Raise ConfigError for a socket that would be open."""
+    refuse_open_to_engines(settings, settings.host_tier_endpoint, "KVBM_HOST_TIER_ENDPOINT")
+
+
+async def first_arena(context: ServiceContext, puller: Puller) -> ArenaInfo:
+    """Allocate the arena, unless its size is a number of blocks, in a thread: it takes seconds.
+
+    Raises ArenaNoSpace, ArenaUnavailable, and ArenaStopped when the service is stopped meanwhile.
+    """
+    settings = context.settings
+    if settings.cpu_cache_override_num_blocks:
+        return NO_ARENA
+    size, setting = settings.cpu_cache_bytes, "DYN_KVBM_CPU_CACHE_GB"
+    if is_disk_only(settings):
+        size, setting = settings.staging_bytes, "KVBM_STAGING_GB"
+    making = asyncio.create_task(asyncio.to_thread(puller.make_arena, size, setting=setting))
+    stopping = asyncio.create_task(context.stopping.wait())
+    try:
+        await asyncio.wait({making, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not making.done():
+            puller.stop_making()
+    return await making
+
+
+def is_disk_only(settings: Settings) -> bool:
+    """Return whether the arena only stages blocks for the disk."""
+    return not settings.cpu_cache_bytes and not settings.cpu_cache_override_num_blocks

@@ -15,8 +15,7 @@ from kvbm_common.registry.records import Info, Joined, Left, RegistryEvent
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.service.process import ServiceContext
 
-from kvbm_host_tier.core.shard_map import ShardMap
-from kvbm_host_tier.core.shard_messages import (
+from kvbm_host_tier.core.shard_map import (
     FrontTaken,
     Leaving,
     MapTold,
@@ -24,6 +23,7 @@ from kvbm_host_tier.core.shard_messages import (
     MemberLeft,
     SayPlace,
     ShardInput,
+    ShardMap,
 )
 from kvbm_host_tier.core.view import HostTierView
 from kvbm_host_tier.shell.engine_socket import EngineSocket, is_deserted

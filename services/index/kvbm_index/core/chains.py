@@ -33,9 +33,8 @@ from itertools import chain, pairwise
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
 
-from kvbm_index.core.block_lookup import BlockLookup
 from kvbm_index.core.image import SegmentImage
-from kvbm_index.core.segments import Segment, count_before, count_behind
+from kvbm_index.core.segments import BlockLookup, Segment, count_before, count_behind
 
 NO_LIMIT = 1 << 32
 """More blocks than there can be."""
@@ -79,11 +78,6 @@ class Chains:
         """Return the first blocks of namespaces."""
         return (head for head, segment in self._heads.items() if segment.rooted)
 
-    @property
-    def segment_count(self) -> int:
-        """Return the number of segments: a question walks from one to the next."""
-        return len(self._heads)
-
     def images(self) -> list[SegmentImage]:
         """Return every segment there is."""
         return [
@@ -107,6 +101,7 @@ class Chains:
         """
         if not run:
             return
+        assert not len(run) % HASH_BYTES, f"a run of {len(run)} bytes behind {parent.hex()}"
         first, several = run[:HASH_BYTES], len(run) > HASH_BYTES
         if first in self._heads:  # A known head: the rest may be new.
             if several:
@@ -129,6 +124,7 @@ class Chains:
 
     def _add_singly(self, parent: bytes, run: bytes, *, rooted: bool) -> None:
         """Add a run block by block, because some of it may be held."""
+        assert len(run) > HASH_BYTES, "one block is added as one"
         for block in unpack_hashes(run):
             self.add(parent, block, rooted=rooted)
             parent, rooted = block, False
@@ -138,6 +134,7 @@ class Chains:
         self._tails.pop(tail, None)
         self._tails[new_tail] = segment
         blocks = segment.blocks
+        assert segment.indexed <= len(blocks), f"{segment.indexed} of {len(blocks)} bytes indexed"
         if segment.indexed == len(blocks):
             self._unindexed.add(segment)
         blocks += run
@@ -175,6 +172,7 @@ class Chains:
         """Drop these blocks, back to back in any order; what is not held is passed over."""
         if not packed:
             return
+        assert not len(packed) % HASH_BYTES, f"{len(packed)} bytes of names"
         first, last = packed[:HASH_BYTES], packed[-HASH_BYTES:]
         if (one := self._tails.get(last)) and one.blocks.endswith(packed):
             self._cut_end(one, len(packed))
@@ -188,6 +186,7 @@ class Chains:
     def _discard_others(self, blocks: Sequence[bytes]) -> None:
         """Drop blocks of several chains. Engines name the leaf first: try the reversed order as
         the end of a chain, then ends, then fronts."""
+        assert len(blocks) > 1, "one block is dropped as one"
         turned = b"".join(reversed(blocks))
         one = self._tails.get(blocks[0])
         if one is not None and one.blocks.endswith(turned):
@@ -215,6 +214,7 @@ class Chains:
     def _cut_end(self, segment: Segment, count: int) -> None:
         """Drop the last `count` bytes of a segment."""
         blocks = segment.blocks
+        assert 0 < count <= len(blocks), f"the last {count} of {len(blocks)} bytes"
         if count == len(blocks):
             self._end(segment)
             return
@@ -231,6 +231,7 @@ class Chains:
     def _cut_front(self, segment: Segment, count: int) -> None:
         """Drop the first `count` bytes of a segment; the rest hangs on a block that is gone."""
         blocks = segment.blocks
+        assert 0 < count <= len(blocks), f"the first {count} of {len(blocks)} bytes"
         if count == len(blocks):
             self._end(segment)
             return
@@ -311,9 +312,7 @@ class Chains:
         segment = self._segment_of(block)
         if segment is None:
             return None
-        at = segment.blocks.find(block)
-        while at >= 0 and at % HASH_BYTES:
-            at = segment.blocks.find(block, at + 1)
+        at = segment.find(block)
         return (segment, at) if at >= 0 else None
 
     def index_some(self, room: int) -> int:
@@ -322,6 +321,7 @@ class Chains:
             segment = self._unindexed.pop()
             start, end = segment.indexed, segment.indexed + room * HASH_BYTES
             fresh = unpack_hashes(segment.blocks[start:end])
+            assert fresh, f"all {start} bytes of a segment are in the table already"
             self._segment_by_block.set(fresh, segment)
             segment.indexed += len(fresh) * HASH_BYTES
             room -= len(fresh)

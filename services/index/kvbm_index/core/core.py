@@ -42,9 +42,8 @@ from kvbm_index.core.messages import (
     StreamLost,
     Tick,
 )
-from kvbm_index.core.queries import Queries
+from kvbm_index.core.queries import Queries, Source
 from kvbm_index.core.snapshot_loader import SnapshotLoader
-from kvbm_index.core.source import Source
 
 CLEARED = (Cleared, DecodedCleared)
 DROPPED = {
@@ -67,11 +66,14 @@ class IndexCore(Queries):
         self._asking = False
         """Some source may be due for a snapshot: look at all of them at the end of the step."""
         self._looked_ms = -self._limits.look_after_ms
+        self._now_ms = 0
 
     # ---- the only door -----------------------------------------------------------------------
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it."""
+        assert now_ms >= self._now_ms, f"{now_ms} ms after {self._now_ms} ms"
+        self._now_ms = now_ms
         match event:
             case EventsReceived(events, position, stream):
                 self._on_events(events, now_ms)
@@ -109,6 +111,7 @@ class IndexCore(Queries):
     def _apply_together(self, events: list[AnyEvent], now_ms: int) -> bool:
         """Apply the next events of a current source; return False if nothing was done."""
         first, count = events[0], len(events)
+        assert count > 1, "one event is applied by itself"
         source = self._sources.get((first.host, first.source))  # type: ignore[call-overload]
         if source is None or source.state is not FollowState.CURRENT or first.epoch != source.epoch:
             return False
@@ -129,6 +132,7 @@ class IndexCore(Queries):
             self._holdings.discard(_holder_of(first), blocks)
         else:
             return False
+        assert not source.waiting, f"{source.key} is current, and {len(source.waiting)} events wait"
         source.seq += count  # Nothing waits: it is `take` and `ready`, in short.
         self._event_count += count
         self._applied.extend(zip(repeat(now_ms), events))
@@ -182,6 +186,7 @@ class IndexCore(Queries):
         """Count a malformed event and let the source fall behind: only a snapshot repairs it."""
         self._drops["malformed"] += 1
         source.refuse(now_ms)
+        assert source.state is FollowState.BEHIND, f"{source.key} is {source.state.name}"
         self._asking = True
 
     def _change(self, key: SourceKey, event: AnyEvent) -> None:
@@ -229,6 +234,8 @@ class IndexCore(Queries):
             self._holdings.take(holder, chains)
         self._snapshot_count += 1
         source.restore(snapshot.epoch, snapshot.seq, now_ms)
+        assert source.epoch == snapshot.epoch, f"{source.key} is in epoch {source.epoch}"
+        assert not source.hollow, f"{source.key} holds less than its snapshot says"
         self._apply_ready(source, now_ms)
 
     def _on_snapshot_failed(self, key: SourceKey, now_ms: int) -> None:
@@ -252,6 +259,7 @@ class IndexCore(Queries):
 
     def _on_joined(self, key: SourceKey, epoch: int, now_ms: int) -> None:
         """Note a registered source; ask for a snapshot if a new life of it stays silent."""
+        assert epoch >= 0, f"{key} has joined with epoch {epoch}"
         source = self._source_of(key, now_ms)
         if source is None:
             self._drops["sources_full"] += 1
@@ -263,6 +271,7 @@ class IndexCore(Queries):
             self._fall_behind(source, now_ms)
 
     def _on_left(self, key: SourceKey, epoch: int, now_ms: int) -> None:
+        assert epoch >= 0, f"{key} has left with epoch {epoch}"
         source = self._sources.get(key)
         if source is not None and epoch >= source.epoch:
             self._leave(source, now_ms)
@@ -276,6 +285,7 @@ class IndexCore(Queries):
         """Take an image. No source is registered yet; those that were behind are asked, because
         what waited is not in an image."""
         assert not self._sources, "a restored index begins with its image"
+        assert not self._snapshots_flying, f"{self._snapshots_flying} snapshots are asked for"
         self._stream, self._position = image.stream, image.position
         for one in image.sources:
             key = SourceKey(one.host, one.source)
@@ -284,6 +294,7 @@ class IndexCore(Queries):
                 ask_at_ms=now_ms + self._limits.settle_ms, unregistered_since_ms=now_ms,
                 limits=self._follow_limits,
             )  # fmt: skip
+        assert len(self._sources) == len(image.sources), "a source is twice in the image"
         for holder in image.holders:
             self._holdings.load(holder)
         self._holdings.tidy(self._holdings.block_count)
@@ -295,9 +306,11 @@ class IndexCore(Queries):
         for source in self._sources.values():
             if source.state is FollowState.CURRENT:
                 self._fall_behind(source, now_ms + self._limits.settle_ms)
+            assert source.state is not FollowState.CURRENT, f"{source.key} believes a lost stream"
 
     def _on_tick(self, now_ms: int) -> None:
         self._holdings.tidy(self._limits.tidied_per_tick)
+        assert now_ms >= self._looked_ms, f"sources were looked at {self._looked_ms} ms, in future"
         if now_ms - self._looked_ms < self._limits.look_after_ms:
             return
         self._looked_ms = now_ms
@@ -316,6 +329,7 @@ class IndexCore(Queries):
     def _begin(self, source: Source, epoch: int) -> bool:
         """Return whether this is another life: then the old one's blocks are gone."""
         begun = source.begin(epoch)
+        assert source.epoch >= epoch, f"{source.key} has not begun {epoch}"
         if begun:
             self._holdings.drop(source.key)
             assert source.epoch == epoch, f"{source.key} begins {epoch}, is in {source.epoch}"
@@ -344,12 +358,14 @@ class IndexCore(Queries):
             source = self._sources[key] = Source(
                 key, unregistered_since_ms=now_ms, limits=self._follow_limits
             )
+        assert len(self._sources) <= self._limits.sources_max, f"{len(self._sources)} sources"
         return source
 
     def _forget_gone(self) -> bool:
         """Make room: forget the source that was made first among those that are gone."""
         for key, source in self._sources.items():
             if source.state is FollowState.GONE and source.asked_at_ms is None:
+                assert not self._holdings.of(key), f"{key} is gone, and holds something"
                 del self._sources[key]
                 return True
         return False

@@ -60,11 +60,13 @@ def read(
                 found.append(event_decoder.read(message.subject, message.payload))
             except WireError as error:
                 refuse(message, error)
+    assert len(found) <= len(messages), f"{len(found)} events of {len(messages)} messages"
     return found
 
 
 def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
     """Read the events of messages with one subject at once; None: read them one by one."""
+    assert len(messages) > 1, "one message is read as one"
     try:
         events = _events.decode(b"[" + b",".join(map(_payload, messages)) + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -80,6 +82,7 @@ def stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] |
 
     None: the events cannot be read this way.
     """
+    assert events, "nothing was stored"
     namespaces = set(map(_namespace, events))
     if len(namespaces) != 1:
         return None
@@ -88,6 +91,7 @@ def stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] |
     if columns is None:
         return None
     parents, tails, hashes = columns
+    assert len(parents) == len(tails) == len(hashes) == len(events), "a run per event"
     breaks = [0, *_breaks(parents, tails), len(events)]
     found = []
     (namespace,) = namespaces
@@ -130,6 +134,7 @@ def _equal_columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
     if length < PARENT_ENDS + len(SHAPE[0]) + len(SHAPE[1]) + DIGITS + 2:
         return None
     table = np.frombuffer(b"".join(texts), _layout(length))
+    assert len(table) == len(texts), f"{len(table)} rows of {len(texts)} runs"
     for field, words in zip(("0", "1", "2"), (RUN[0], *SHAPE), strict=True):
         if table[field].tobytes() != words * len(texts):
             return None
@@ -141,6 +146,7 @@ def _equal_columns(texts: Sequence[msgspec.Raw]) -> Columns | None:
 def _layout(length: int) -> np.dtype[np.void]:
     """Return where the parts of a run are whose text has this length."""
     hashes = PARENT_ENDS + len(SHAPE[0])
+    assert length + TAIL_BEGINS > hashes, f"no name has room in {length} bytes"
     return np.dtype(
         {
             "names": ["0", "parent", "1", "hashes", "tail", "2"],
@@ -161,6 +167,7 @@ def removed_by(events: Sequence[DecodedRemoved]) -> bytes | None:
 
     The last event first: engines evict from the leaf on, so this is from the root on, like chains.
     """
+    assert events, "nothing was removed"
     text = b",".join([bytes(hashes)[1:-1] for hashes in map(_hashes, reversed(events))])
     return packed_from_json(b"[" + text + b"]")
 

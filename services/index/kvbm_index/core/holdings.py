@@ -54,6 +54,7 @@ class Holdings:
     def load(self, image: HolderImage) -> None:
         """Load what a holder had when the image was made."""
         holder = (image.host, image.source, image.tier, image.rank, image.group)
+        assert image.segments, f"the image of {holder} has no block"
         chains = self._new(holder)
         chains.load(image.segments)
         self._note_starts(holder, chains)
@@ -71,7 +72,9 @@ class Holdings:
         Python takes 40 ms to free the names of a million.
         """
         while self._leavings and room > 0:
-            room -= self._leavings[0].shed()
+            shed = self._leavings[0].shed()
+            assert shed > 0, "nothing is left of what is shed"
+            room -= shed
             if not self._leavings[0]:
                 self._leavings.popleft()
         for chains in self._chains.values():
@@ -81,11 +84,13 @@ class Holdings:
 
     def images(self) -> list[HolderImage]:
         """Return an image of what every holder has."""
-        return [
+        images = [
             HolderImage(host=host, source=source, tier=tier, rank=rank, group=group,
                         segments=chains.images())
             for (host, source, tier, rank, group), chains in self._chains.items()
         ]  # fmt: skip
+        assert all(image.segments for image in images), "a holder without blocks is listed"
+        return images
 
     def discard(self, holder: HolderTuple, blocks: bytes) -> None:
         """Discard these blocks, which a holder no longer has."""
@@ -100,6 +105,7 @@ class Holdings:
         for holder in list(self._holders.get(key, ())):
             if rank is None or holder.rank == rank:
                 self._forget(holder)
+        assert rank is not None or key not in self._holders, f"{key} holds blocks after its end"
 
     def of(self, key: SourceKey) -> dict[Holder, Chains]:
         """Return what a source holds, by holder."""
@@ -183,6 +189,7 @@ class Holdings:
 
     def _new(self, holder: HolderTuple, chains: Chains | None = None) -> Chains:
         named = Holder(*holder)
+        assert named not in self._chains, f"{named} holds blocks already"
         self._holders.setdefault(SourceKey(named.host, named.source), set()).add(named)
         found = self._chains[named] = Chains() if chains is None else chains
         return found

@@ -123,6 +123,7 @@ def _packed(holder: HolderImage) -> _PackedHolder:
     segments = holder.segments
     sizes = [len(one.blocks) // HASH_BYTES for one in segments]
     jumps = [0, *accumulate(sizes)][:-1]
+    assert all(sizes), "a segment without blocks has no place in an image"
     roots = {one.parent for one in segments if one.rooted}
     return _PackedHolder(
         host=holder.host, source=holder.source, tier=holder.tier, rank=holder.rank,
@@ -146,6 +147,7 @@ def _unpacked(packed: _PackedHolder) -> HolderImage:
         SegmentImage(parent, packed.hashes[start * HASH_BYTES : end * HASH_BYTES], parent in roots)
         for parent, start, end in zip(parents, jumps, ends, strict=True)
     ]
+    assert sum(len(one.blocks) for one in segments) == len(packed.hashes), "a block is left over"
     return HolderImage(
         host=packed.host, source=packed.source, tier=packed.tier, rank=packed.rank,
         group=packed.group, segments=segments,

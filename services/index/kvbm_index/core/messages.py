@@ -151,6 +151,13 @@ class Limits:
     unregistered_ms: int = 5_000
     """A source that publishes but has no entry in the registry for so long is dead."""
 
+    def __post_init__(self) -> None:
+        """Assert that nothing waits without end for a bound of zero."""
+        assert min(self.sources_max, self.buffer_events_max, self.snapshots_max) > 0, self
+        assert self.snapshot_deadline_ms > 0, self
+        assert 0 < self.retry_ms <= self.retry_max_ms, self
+        assert min(self.tidied_per_tick, self.look_after_ms, self.settle_ms) >= 0, self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
@@ -167,6 +174,12 @@ class Statistics:
     snapshots: int
     drops: Mapping[str, int] = field(default_factory=dict)
     """What was dropped, by reason."""
+
+    def __post_init__(self) -> None:
+        """Assert that no figure is negative."""
+        assert 0 <= self.sources_behind <= self.sources, self
+        assert min(self.holders, self.buffered_events, self.snapshots_in_flight) >= 0, self
+        assert self.holders <= self.blocks, f"a holder without blocks: {self}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from kvbm_common.identity import SequenceHash, unpack_hashes
-from kvbm_common.tier.follow import FollowLimits, FollowState
+from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
+from kvbm_common.tier.follow import Followed, FollowLimits, FollowState
 from kvbm_common.wire.events import Removed, Stored, Tier
 from kvbm_common.wire.scores import PlaceScore
 from kvbm_common.wire.verbs import HolderDump, HolderMatch
@@ -23,11 +24,19 @@ from kvbm_index.core.messages import (
     Statistics,
 )
 from kvbm_index.core.scores import scores
-from kvbm_index.core.source import Source
 
 STORY_EVENTS_MAX = 512
 """Applied events that are remembered for stories. More of them would push each other, and the
 holdings, out of the processor's caches."""
+
+
+@dataclass(slots=True)
+class Source(Followed[AnyEvent]):
+    """One source of events, registered or not: `follow.py` has the drawing of its states."""
+
+    key: SourceKey
+    registered: bool = False
+    unregistered_since_ms: int = 0
 
 
 class Queries:
@@ -105,6 +114,7 @@ class Queries:
                         state=source.state.name, hollow=source.hollow)
             for key, source in self._sources.items()
         ]  # fmt: skip
+        assert self._stream or not self._position, f"position {self._position} of no stream"
         return Image(stream=self._stream, position=self._position, sources=sources,
                      holders=self._holdings.images())  # fmt: skip
 
@@ -127,6 +137,7 @@ class Queries:
 
     def story(self, sequence_hash: SequenceHash) -> list[str]:
         """Return which events about a block were lately applied, newest last."""
+        assert len(sequence_hash) == HASH_BYTES, sequence_hash
         return [
             f"{now_ms} ms {event.__struct_config__.tag} {event.host}/{event.source} "
             f"epoch {event.epoch} seq {event.seq}"

@@ -61,7 +61,9 @@ def hashes_of(request: MatchRequest) -> Sequence[SequenceHash]:
         if request.namespace is None:
             raise BadRequest("tokens need a namespace", "namespace")
         extras = request_extras(lora=request.lora, salt=request.salt)
-        return _hasher(request.namespace).chain(request.tokens, extras=extras)
+        found = _hasher(request.namespace).chain(request.tokens, extras=extras)
+        assert len(found) == len(request.tokens) // request.namespace.block_tokens, len(found)
+        return found
     except IdentityError as error:
         raise BadRequest(str(error), "tokens" if request.hashes is None else "hashes") from error
 

@@ -12,13 +12,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.events import Tier
+from kvbm_common.wire.events import TIER_SOURCES, Tier
 from kvbm_common.wire.scores import PlaceScore
 
 from kvbm_index.core.holdings import Holdings
-
-SHARED_SOURCES = ("host-tier-", "disk-tier-", "object-tier-")
-"""How the sources begin that every engine of a host can read from."""
 
 Held = tuple[Tier, list[tuple[int, int]]]
 """Which parts of the question a holder has: first and behind the last."""
@@ -35,12 +32,13 @@ def scores(
         engines: dict[tuple[str, int], list[Held]] = defaultdict(list)
         for holder, chains in holdings.on(host):
             held = (holder.tier, chains.ranges(asked))
-            if holder.source.startswith(SHARED_SOURCES):
+            if holder.source.startswith(TIER_SOURCES):
                 shared.append(held)
             else:
                 engines[holder.source, holder.rank].append(held)
         for (source, rank), own in {("", 0): [], **engines}.items():
             blocks = _run_length(own + shared)
+            assert 0 <= blocks <= len(asked), f"{blocks} of {len(asked)} blocks on {host}"
             if blocks and (not source or _begins_below(own, blocks)):
                 score = _score(own + shared, blocks, weights)
                 found.append(
@@ -64,6 +62,7 @@ def _begins_below(own: Sequence[Held], blocks: int) -> bool:
 
 
 def _score(held: Sequence[Held], blocks: int, weights: Mapping[Tier, float]) -> float:
+    assert blocks > 0, "nothing is scored"
     total, rest = 0.0, set(range(blocks))
     for tier, parts in sorted(held, key=lambda one: -weights.get(one[0], 0.0)):
         found = rest.intersection(at for part in parts for at in range(*part))

@@ -45,6 +45,7 @@ class SnapshotLoader:
 
         A malformed snapshot ends it, too.
         """
+        assert blocks > 0, f"a piece of {blocks} blocks"
         try:
             for done in self._pieces:
                 blocks -= done
@@ -68,4 +69,5 @@ class SnapshotLoader:
             left = 0
             while not left:
                 left = chains.index_some(PIECE_BLOCKS)
+                assert left <= PIECE_BLOCKS, f"{left} of {PIECE_BLOCKS} blocks are left"
                 yield PIECE_BLOCKS - left

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 import typer
+from kvbm_common.access.nats_access import NatsAccess, nats_access
+from kvbm_common.access.roles import ADMIN
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
@@ -40,8 +42,8 @@ def index(
     try:
         request = request_of(question, hashes or [], tokens=tokens, namespace=namespace,
                              salt=salt, lora=lora, weights=weights)  # fmt: skip
-        url = nats or Settings.load().nats_url
-        reply = asyncio.run(_ask(url, question, request))
+        settings = Settings.load(overrides={"nats_url": nats} if nats else None)
+        reply = asyncio.run(_ask(nats_access(settings, ADMIN), question, request))
     except (ValueError, OSError, ConfigError) as error:
         print(f"kvbm: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
@@ -85,8 +87,8 @@ def request_of(
     return request
 
 
-async def _ask(url: str, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    bus = await Bus.connect(url, "kvbm-index-command", deadline_s=CONNECT_DEADLINE_S)
+async def _ask(access: NatsAccess, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    bus = await Bus.connect(access, "kvbm-index-command", deadline_s=CONNECT_DEADLINE_S)
     try:
         payload = await bus.request(
             verb_subject("index", question),

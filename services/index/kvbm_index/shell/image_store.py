@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.object_store import ObjectInfo, ObjectStore
+from kvbm_common.nats.streams import IMAGES, IMAGES_BUCKET
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 
 from kvbm_index.core.image import Image, pack, unpack
 
-BUCKET = "KVBM_INDEX"
+BUCKET = IMAGES_BUCKET
 NAME = "image"
-BUCKET_BYTES_MAX = 1 << 30
-"""Two images of 20 million blocks: the one that is there and the one that replaces it."""
+BUCKET_BYTES_MAX = IMAGES.bytes_max
 LOAD_DEADLINE_S = 5.0
 """A million blocks take a fifth of a second; without an image the stream is read from its start."""
 

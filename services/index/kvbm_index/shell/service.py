@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable
 from datetime import datetime
 
 import msgspec
@@ -21,11 +20,12 @@ from kvbm_common.runtime.loop import CoreLoop
 from kvbm_common.runtime.metrics import Metric, gauge_of, metrics_of_counts
 from kvbm_common.service.process import ServiceContext, run
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.holders import HoldersReply, HolderSummary
 from kvbm_common.wire.scores import (
     DEFAULT_WEIGHTS,
     BlockHolder,
     BlockHolders,
+    HoldersReply,
+    HolderSummary,
     MatchBatchReply,
     MatchBatchRequest,
     ScoreReply,
@@ -69,7 +69,7 @@ from kvbm_index.shell.image_store import ImageStore
 INBOX_BATCHES_MAX = 64
 """Batches of up to 128 events that wait for the core: flow control holds the rest at NATS."""
 TURNS = 4
-"""Of everybody else after each piece of work: a question needs as many from its arrival on."""
+"""Of all other tasks after each piece of work: a question needs as many from its arrival on."""
 INBOX_DEADLINE_S = 30.0
 """A core that takes nothing for so long is broken."""
 TICK_MS = 10
@@ -97,7 +97,7 @@ class IndexShell:
         self._events = events
         self._core = core
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
-            core, self._carry_out, inbox_size=INBOX_BATCHES_MAX, tick=Tick, tick_ms=TICK_MS
+            core, self._fetch_snapshot, inbox_size=INBOX_BATCHES_MAX, tick=Tick, tick_ms=TICK_MS
         )
         self._consolidators: dict[str, set[str]] = {}
         """The instances on each host."""
@@ -245,10 +245,8 @@ class IndexShell:
 
     # ---- effects -----------------------------------------------------------------------------
 
-    def _carry_out(self, effect: Effect) -> Awaitable[Input | None]:
-        return self._fetch_snapshot(effect.key)
-
-    async def _fetch_snapshot(self, key: SourceKey) -> Input:
+    async def _fetch_snapshot(self, effect: Effect) -> Input:
+        key = effect.key
         kind, instance = self._owner_of(key)
         subject = verb_subject(kind, "snapshot", host=key.host, instance=instance)
         # Pages are long, and no question waits behind one.
@@ -387,8 +385,8 @@ async def serve_index(context: ServiceContext) -> None:
     limits = Limits(
         unregistered_ms=int(context.settings.registry_ttl_s * 1000), look_after_ms=LOOK_AFTER_MS
     )
-    name, url = f"{context.bus.name}-events", context.settings.nats_url
-    events = await Bus.connect(url, name, counters=context.counters)
+    name = f"{context.bus.name}-events"
+    events = await Bus.connect(context.bus.access, name, counters=context.counters)
     try:
         await IndexShell(context, IndexCore(limits), events).run()
     finally:

@@ -99,7 +99,9 @@ class PlacedBlockView(InstanceView):
     slot: int = 0
     bytes: int = 0
     checksum: Annotated[str, Field(description="xxh3-64, 16 hex digits.")] = ""
-    part_count: Annotated[int, Field(description="Parts, one per rank of its engine.")] = 1
+    part_count: Annotated[
+        int, Field(description="Parts: ranges of layers, by groups of heads.")
+    ] = 1
     part_checksums: list[str] = Field(
         default_factory=list, description="Of each part, where there are several and known."
     )

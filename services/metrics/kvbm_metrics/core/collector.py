@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.metrics import MetricsSnapshot
-from kvbm_common.wire.verbs import StatsReply, WorkerStats
+from kvbm_common.wire.tier_stats import WorkerStats
+from kvbm_common.wire.verbs import StatsReply
 
 from kvbm_metrics.core import flows
 from kvbm_metrics.core.models import (
@@ -25,6 +26,15 @@ from kvbm_metrics.core.models import (
     WorkerView,
 )
 from kvbm_metrics.core.rates import Rate, Rates
+from kvbm_metrics.core.sizes import (
+    USED_STATES,
+    bytes_of,
+    fragmentation,
+    occupancy,
+    part_used,
+    size_view,
+    sizes_of,
+)
 
 # NVIDIA KVBM's names. Offload h2d is host to disk, onboard h2d is host to device; d2d and d2o
 # begin at the disk.
@@ -51,8 +61,6 @@ TIER_OF_KIND: Mapping[str, Tier] = {
     "object-tier": "object",
 }
 TIERS: tuple[Tier, ...] = ("device", "host", "disk", "object")
-USED_STATES = ("inactive", "active")
-"""Slots with a committed block; a staged slot holds nothing that can be read yet."""
 INSTANCES_MAX = 4096
 """Instances that `Totals` remembers, dead ones too; the longest silent is forgotten first."""
 
@@ -216,7 +224,7 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
             ready=False,
             epoch=record.epoch,
         )
-    total, used = stats.slots.get("total", 0), used_slots(stats)
+    total, used = bytes_of(stats)
     return TierView(
         host=record.host,
         instance=record.instance,
@@ -227,10 +235,14 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
         seq=stats.seq,
         slots=stats.slots,
         slot_bytes=stats.slot_bytes,
-        bytes_total=total * stats.slot_bytes,
-        bytes_used=used * stats.slot_bytes,
-        occupancy=used / total if total else 0.0,
+        bytes_total=total,
+        bytes_used=used,
+        occupancy=occupancy(stats),
         fragmentation=fragmentation(stats),
+        waste_percent=stats.figures.get("waste_percent", 0.0),
+        slab_bytes=stats.slab_bytes,
+        slabs=stats.slabs,
+        sizes=[size_view(one) for one in stats.sizes],
         policy=stats.policy,
         draining=stats.figures.get("draining", 0.0) > 0,
         leases=stats.leases,
@@ -240,22 +252,9 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
     )
 
 
-def used_slots(stats: StatsReply) -> int:
-    """Return the number of slots with a block that can be read."""
-    return sum(stats.slots.get(state, 0) for state in USED_STATES)
-
-
-def fragmentation(stats: StatsReply) -> float:
-    """Return the part of the used slots' bytes that no block fills, from 0 to 1.
-
-    It comes from blocks smaller than their slots.
-    """
-    taken = used_slots(stats) * stats.slot_bytes
-    return max(0.0, 1 - stats.block_bytes / taken) if taken else 0.0
-
-
 def worker_views(view: FleetView) -> list[WorkerView]:
-    """Return every engine worker that a host tier knows."""
+    """Return every engine worker that a host tier knows, and every engine that passes through, as
+    consolidators say."""
     return [
         _worker_view(one.record, worker)
         for one in view.instances
@@ -267,7 +266,7 @@ def worker_views(view: FleetView) -> list[WorkerView]:
 def _worker_view(record: ServiceRecord, worker: WorkerStats) -> WorkerView:
     return WorkerView(
         host=record.host,
-        host_tier=record.instance,
+        host_tier="" if worker.passes_through else record.instance,
         engine=worker.engine,
         incarnation=worker.incarnation,
         rank=worker.rank,
@@ -278,7 +277,12 @@ def _worker_view(record: ServiceRecord, worker: WorkerStats) -> WorkerView:
         block_bytes=worker.block_bytes,
         seen_ms_ago=worker.seen_ms_ago,
         verify=worker.verify,
+        passes_through=worker.passes_through,
     )
+
+
+def _passing_line(one: WorkerView) -> str:
+    return f"{one.engine} on {one.host} computes without a cache: {one.passes_through}"
 
 
 def status_view(
@@ -303,7 +307,8 @@ def status_view(
         flows=flows.flows_of(counted),
         lookups=flows.lookups_of(counted),
         engines=len({(one.host, one.engine, one.incarnation) for one in workers}),
-        workers=len(workers),
+        workers=sum(not one.passes_through for one in workers),
+        passing_through=[_passing_line(one) for one in workers if one.passes_through],
         kvbm=kvbm_view(view, totals),
     )
 
@@ -329,8 +334,9 @@ def _medium_view(tier: Tier, group: Sequence[TierView]) -> MediumView:
         slots_used=used,
         bytes_total=sum(one.bytes_total for one in group),
         bytes_used=sum(one.bytes_used for one in group),
-        occupancy=used / total if total else 0.0,
+        occupancy=part_used(group, used, total),
         leases=sum(one.leases for one in group),
+        sizes=sizes_of(group),
     )
 
 

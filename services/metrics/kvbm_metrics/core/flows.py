@@ -32,7 +32,10 @@ def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
     if tier == "host":
         blocks_in = rate.sum("offload_blocks_d2h", "promoted_blocks", "peer_pulled_blocks")
         blocks_out = rate.sum(*ONBOARDED)
-        bytes_in, bytes_out = blocks_in * stats.slot_bytes, blocks_out * stats.slot_bytes
+        bytes_in = rate.sum("bytes.d2h", "bytes.r2h")
+        # A release before counts neither: all its slots have one length.
+        bytes_in += _bytes(rate, "bytes.fill", rate.sum("promoted_blocks"), stats)
+        bytes_out = _bytes(rate, "bytes.h2d", blocks_out, stats)
     else:
         blocks_in, blocks_out = rate.sum(*OFFLOADED), rate.sum("fill_blocks")
         bytes_in, bytes_out = rate.sum("bytes.payload"), rate.sum("bytes.read")
@@ -46,6 +49,11 @@ def rates_of(tier: Tier, stats: StatsReply, rate: Rate) -> RatesView:
         bytes_in=bytes_in,
         bytes_out=bytes_out,
     )
+
+
+def _bytes(rate: Rate, counter: str, blocks: float, stats: StatsReply) -> float:
+    known = rate.per_s.get(counter)
+    return blocks * stats.slot_bytes if known is None else known
 
 
 def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
@@ -62,9 +70,9 @@ def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
         view = rates_of(tier, stats, rate)
         if tier == "host":
             offloaded, pulled = rate.sum("offload_blocks_d2h"), rate.sum("peer_pulled_blocks")
-            add("device", "host", offloaded, offloaded * stats.slot_bytes)
+            add("device", "host", offloaded, rate.sum("bytes.d2h"))
             add("host", "device", view.blocks_out, view.bytes_out)
-            add("remote", "host", pulled, pulled * stats.slot_bytes)
+            add("remote", "host", pulled, rate.sum("bytes.r2h"))
         else:
             add("host", tier, view.blocks_in, view.bytes_in)
             add(tier, "host", view.blocks_out, view.bytes_out)

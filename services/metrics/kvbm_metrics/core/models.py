@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from kvbm_common.identity import BLOCK_TOKENS_MAX, Namespace
+from kvbm_common.identity import BLOCK_TOKENS_MAX, TEXT_MAX, Namespace
 from kvbm_common.wire.events import Tier
-from kvbm_common.wire.holders import HolderSummary
 from kvbm_common.wire.scores import (
     BATCH_QUESTIONS_MAX,
     WHERE_BLOCKS_MAX,
     BlockHolder,
+    HolderSummary,
     MatchBatchRequest,
     PlaceScore,
     ScoreRequest,
@@ -48,22 +48,27 @@ class _Query(BaseModel):
 # --- questions ------------------------------------------------------------------------------
 
 
+_Natural = Annotated[int, Field(ge=0)]
+_Text = Annotated[str, Field(max_length=TEXT_MAX)]
+
+
 class NamespaceQuery(_Query):
     """Everything that makes the bytes of two engines incompatible."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[_Text, Field(min_length=1)]
     block_tokens: Annotated[int, Field(ge=1, le=BLOCK_TOKENS_MAX)]
-    revision: str = ""
-    dtype: str = "bfloat16"
-    quantisation: str = ""
-    layout: str = "LBHNC"
-    group: int = 0
-    layers: int = 0
-    heads: int = 0
-    head_dim: int = 0
+    revision: _Text = ""
+    dtype: _Text = "bfloat16"
+    quantisation: _Text = ""
+    layout: _Text = "LBHNC"
+    group: _Natural = 0
+    layers: _Natural = 0
+    heads: _Natural = 0
+    head_dim: _Natural = 0
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
-    format: Literal[2] = 2
+    parts: _Text = ""
+    format: Literal[3] = 3
 
     def to_namespace(self) -> Namespace:
         """Convert this namespace to the wire's type."""
@@ -164,6 +169,16 @@ class RatesView(_View):
     bytes_out: float = 0.0
 
 
+class SizeView(_View):
+    """The slots of one size in a tier."""
+
+    slot_bytes: int
+    slabs: int
+    slots: int
+    slots_used: int
+    bytes_used: int
+
+
 class TierView(_View):
     """One instance of a tier."""
 
@@ -175,13 +190,21 @@ class TierView(_View):
     epoch: int
     seq: int = 0
     slots: Annotated[dict[str, int], Field(description="By state, and `total`.")] = {}
-    slot_bytes: int = 0
+    slot_bytes: Annotated[int, Field(description="Of the size that was cut first.")] = 0
     bytes_total: int = 0
     bytes_used: int = 0
-    occupancy: Annotated[float, Field(description="Used slots / all slots, 0 to 1.")] = 0.0
+    occupancy: Annotated[
+        float, Field(description="Used slots / all slots, by their bytes, 0 to 1.")
+    ] = 0.0
     fragmentation: Annotated[
         float, Field(description="Part of the used slots' bytes that no block fills, 0 to 1.")
     ] = 0.0
+    waste_percent: Annotated[
+        float, Field(description="Part of the slabs in use that no block fills, 0 to 100.")
+    ] = 0.0
+    slab_bytes: int = 0
+    slabs: Annotated[dict[str, int], Field(description="By state.")] = {}
+    sizes: Annotated[list[SizeView], Field(description="By size of slots.")] = []
     policy: Annotated[str, Field(description="Eviction policy.")] = ""
     draining: Annotated[bool, Field(description="Takes no new blocks.")] = False
     leases: int = 0
@@ -191,10 +214,12 @@ class TierView(_View):
 
 
 class WorkerView(_View):
-    """One engine worker that is attached to a host tier."""
+    """One engine worker that is attached to a host tier, or an engine that passes through."""
 
     host: str
-    host_tier: Annotated[str, Field(description="Instance of the host tier.")]
+    host_tier: Annotated[
+        str, Field(description="Instance of the host tier; empty: it passes through.")
+    ]
     engine: str
     incarnation: str
     rank: int
@@ -206,6 +231,9 @@ class WorkerView(_View):
     seen_ms_ago: int
     verify: Annotated[
         str, Field(description="Loads it compares with checksums: always, sampled, never or empty.")
+    ] = ""
+    passes_through: Annotated[
+        str, Field(description="Why the engine computes without a cache; empty: it has one.")
     ] = ""
 
 
@@ -230,6 +258,7 @@ class MediumView(_View):
     bytes_used: int
     occupancy: float
     leases: int
+    sizes: Annotated[list[SizeView], Field(description="By size of slots.")] = []
 
 
 class KvbmView(_View):
@@ -279,7 +308,10 @@ class StatusView(_View):
     flows: list[FlowView]
     lookups: LookupsView
     engines: int
-    workers: int
+    workers: Annotated[int, Field(description="Attached to a host tier.")]
+    passing_through: Annotated[
+        list[str], Field(description="Engines that compute without a cache, each with its reason.")
+    ]
     kvbm: KvbmView
 
 

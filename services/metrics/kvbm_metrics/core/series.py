@@ -23,9 +23,9 @@ from kvbm_metrics.core.collector import (
     FleetView,
     Instance,
     tier_of,
-    used_slots,
 )
 from kvbm_metrics.core.models import KvbmView
+from kvbm_metrics.core.sizes import occupancy
 
 FAMILIES_MAX = 2_000
 """Families in one answer. All services together have about a hundred; the rest is a mistake."""
@@ -207,14 +207,34 @@ def _about_tiers(view: FleetView) -> list[Block]:
         if tier is None or stats is None:
             continue
         labels = _tier_labels(one, tier)
-        total = stats.slots.get("total", 0)
         for state, count in stats.slots.items():
             if state != "total":
                 slots.add(labels | {"state": state}, count)
         slot_bytes.add(labels, stats.slot_bytes)
-        used.add(labels, used_slots(stats) / total if total else 0.0)
+        used.add(labels, occupancy(stats))
         leases.add(labels, stats.leases)
-    return [slots, slot_bytes, used, leases]
+    return [slots, slot_bytes, used, leases, *_about_sizes(view)]
+
+
+def _about_sizes(view: FleetView) -> list[Block]:
+    """Return how the bytes of tiers are shared out among sizes of blocks."""
+    slabs = Block("kvbm_tier_slabs", "Slabs by state.")
+    waste = Block("kvbm_tier_waste_percent", "Part of slabs in use that no block fills.")
+    of_size = Block("kvbm_tier_size_slabs", "Slabs that are cut into slots of a length.")
+    size_bytes = Block("kvbm_tier_size_used_bytes", "Bytes of the slots of a length in use.")
+    for one in view.instances:
+        tier, stats = tier_of(one), one.stats
+        if tier is None or stats is None or not stats.sizes:
+            continue
+        labels = _tier_labels(one, tier)
+        for state, count in stats.slabs.items():
+            slabs.add(labels | {"state": state}, count)
+        waste.add(labels, stats.figures.get("waste_percent", 0.0))
+        for size in stats.sizes:
+            of_length = labels | {"slot_bytes": str(size.slot_bytes)}
+            of_size.add(of_length, size.slabs)
+            size_bytes.add(of_length, size.used * size.slot_bytes)
+    return [slabs, waste, of_size, size_bytes]
 
 
 def _tier_labels(one: Instance, tier: str) -> dict[str, str]:

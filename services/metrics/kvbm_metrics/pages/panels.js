@@ -31,6 +31,8 @@ export const showStatus = status => {
   say(byId("about"), `${status.version} · ${many(status.engines, "engine")}`);
   byId("reasons").hidden = !status.reasons.length;
   fit(byId("reasons"), status.reasons, () => make("li"), say);
+  byId("passing").hidden = !status.passing_through.length;
+  fit(byId("passing"), status.passing_through, () => make("li"), say);
   glance(status);
   where(status.lookups.blocks);
   flow(status);
@@ -176,7 +178,9 @@ export const showTiers = tiers => rows(byId("tiers").tBodies[0], tiers.map(one =
     name: one.ready ? "" : "bad" },
 ]));
 
-export const showWorkers = workers => rows(byId("workers").tBodies[0], workers.map(one => [
+const attached = workers => workers.filter(one => !one.passes_through);
+
+export const showWorkers = workers => rows(byId("workers").tBodies[0], attached(workers).map(one => [
   one.engine,
   `${one.rank} of ${one.world_size}`,
   one.model,

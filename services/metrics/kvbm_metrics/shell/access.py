@@ -1,23 +1,20 @@
-"""Who may do what over HTTP: two roles by bearer token, and no token on loopback.
+"""What the routes ask of a request: a bearer token of a role (`kvbm_common.access.http_access`).
 
-A page in a browser on this machine can reach loopback, too. So without tokens a change is taken
-only from who asks for this machine by a name of it, and not from another site's page.
+A page in a browser on this machine can reach loopback, too. So where a change needs no token it is
+taken only if this machine is asked for by a name of it, and not from another site's page.
 """
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from kvbm_common.access.addresses import is_loopback
+from kvbm_common.access.http_access import Access, Role
 from kvbm_common.errors import KvbmError
 
-Role = Literal["none", "read", "admin"]
-RANKS: tuple[Role, ...] = ("none", "read", "admin")
 ACTOR_MAX = 64
 """Characters of the name that a client gives itself."""
 
@@ -34,50 +31,22 @@ class Forbidden(KvbmError):
     code = "forbidden"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """Which token has which role. An empty one does not exist."""
-
-    read_token: str = ""
-    admin_token: str = ""
-    without_token: Role = "admin"
-
-    def role_of(self, token: str | None) -> Role | None:
-        """Return what a token may do; None: it is not ours."""
-        if token is None:
-            return self.without_token
-        found: Role | None = None
-        for role, known in (("read", self.read_token), ("admin", self.admin_token)):
-            if known and hmac.compare_digest(known.encode(), token.encode()):
-                found = role  # type: ignore[assignment]
-        return found
-
-
-def access_of(*, bind: str, read_token: str, admin_token: str, open_role: Role | None) -> Access:
-    """Return the access that the configuration means; `open_role`: what needs no token."""
-    role: Role = "admin" if is_loopback(bind) and not (read_token or admin_token) else "none"
-    return Access(
-        read_token=read_token,
-        admin_token=admin_token,
-        without_token=role if open_role is None else open_role,
-    )
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 _bearer = HTTPBearer(
     auto_error=False,
-    description="KVBM_ADMIN_READ_TOKEN or KVBM_ADMIN_TOKEN; none is needed on loopback by default.",
+    description="The token of a role: admin, read, scrape. `kvbm creds admin-token` names a file.",
 )
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)]
+
+
+def may_scrape(request: Request, credentials: Credentials) -> None:
+    """Let a question for figures in; raises Unauthorized."""
+    _require("scrape", request, credentials)
+
+
+def may_know_why(request: Request, credentials: Credentials) -> bool:
+    """Tell whether a request may be told more than that the system is not ready."""
+    token = credentials.credentials if credentials is not None else None
+    return _access_of(request).may("scrape", token)
 
 
 def may_read(request: Request, credentials: Credentials) -> None:
@@ -96,24 +65,29 @@ def may_change(request: Request, credentials: Credentials) -> str:
     return f"{printable} over HTTP from {client}"
 
 
+def _access_of(request: Request) -> Access:
+    access = request.app.state.api.access
+    assert isinstance(access, Access)
+    return access
+
+
 def _require(
     role: Role, request: Request, credentials: HTTPAuthorizationCredentials | None
 ) -> None:
-    access = request.app.state.api.access
-    assert isinstance(access, Access)
+    access = _access_of(request)
     if credentials is None and request.headers.get("authorization"):
         raise Unauthorized("the scheme is Bearer")
-    has = access.role_of(credentials.credentials if credentials is not None else None)
-    if has is None:
-        raise Unauthorized("this token is not known here")
-    if RANKS.index(has) >= RANKS.index(role):
+    token = credentials.credentials if credentials is not None else None
+    if access.may(role, token):
         return
-    if credentials is None:
+    if token is None:
         raise Unauthorized(
-            f"this needs a bearer token with the role {role}: KVBM_ADMIN_TOKEN, "
-            "or KVBM_ADMIN_READ_TOKEN for questions"
+            f"this needs a bearer token of the role {role}: KVBM_ADMIN_TOKEN_FILE names one, or "
+            "`kvbm creds admin-token`"
         )
-    raise Forbidden("this token may read only")
+    if access.role_of(token) is None:
+        raise Unauthorized("this token is not known here")
+    raise Forbidden(f"this token may {access.role_of(token)} only")
 
 
 def _check_same_site(request: Request) -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import orjson
 from fastapi import APIRouter, Depends, FastAPI, Query, Response
+from kvbm_common.access.http_access import HIDDEN
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import JsonCodec
-from kvbm_common.wire.holders import HoldersReply
-from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply, WhereRequest
+from kvbm_common.wire.scores import (
+    HoldersReply,
+    MatchBatchReply,
+    ScoreReply,
+    WhereReply,
+    WhereRequest,
+)
 from kvbm_common.wire.verbs import DumpRequest, MatchReply
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from kvbm_metrics import pages
 from kvbm_metrics.core import collector
@@ -36,13 +44,14 @@ from kvbm_metrics.core.models import (
     WorkerView,
 )
 from kvbm_metrics.shell import admin_api, event_feed, explain_api, exposition, problems
-from kvbm_metrics.shell.access import may_read
+from kvbm_metrics.shell.access import may_know_why, may_read, may_scrape
 from kvbm_metrics.shell.admission import Door
-from kvbm_metrics.shell.json_response import OrjsonResponse
 from kvbm_metrics.shell.problems import BadQuery
 from kvbm_metrics.shell.state import Api, ApiOf
 
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+MAYBE_A_TOKEN: dict[str, Any] = {"security": [{}]}
+"""Adds to the document that a token is not always needed."""
 
 
 def create_app(api: Api, counters: Metrics) -> FastAPI:
@@ -78,7 +87,7 @@ async def _view(api: ApiOf) -> FleetView:
 View = Annotated[FleetView, Depends(_view)]
 
 health = APIRouter()
-"""What probes and Prometheus ask; without a token, also from afar."""
+"""What probes ask, without a token also from afar, and Prometheus, with one."""
 router = APIRouter(
     dependencies=[Depends(may_read)], responses=problems.described(HTTPStatus.UNAUTHORIZED)
 )
@@ -97,23 +106,30 @@ async def healthz() -> HealthView:
 
 
 @health.get(
-    "/readyz", tags=["health"], responses={UNAVAILABLE: {"model": ReadyView, "description": "No."}}
+    "/readyz",
+    tags=["health"],
+    responses={UNAVAILABLE: {"model": ReadyView, "description": "No."}},
+    openapi_extra=MAYBE_A_TOKEN,
 )
-async def readyz(api: ApiOf, view: View, response: Response) -> ReadyView:
+async def readyz(
+    api: ApiOf, view: View, response: Response, told: Annotated[bool, Depends(may_know_why)]
+) -> ReadyView:
     """Check that NATS, the registry and every expected service are there and ready; 503 if not."""
     reasons = collector.unready_reasons(view, api.expected)
     if reasons:
         response.status_code = UNAVAILABLE
-    return ReadyView(ready=not reasons, reasons=reasons)
+    return ReadyView(ready=not reasons, reasons=reasons if told or not reasons else [HIDDEN])
 
 
 @health.get(
     "/metrics",
     tags=["metrics"],
+    dependencies=[Depends(may_scrape)],
+    openapi_extra=MAYBE_A_TOKEN,
     response_class=Response,
     responses={
         200: {"description": "Prometheus text.", "content": {"text/plain": {}}},
-        **problems.described(HTTPStatus.NOT_FOUND),
+        **problems.described(HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED),
     },
 )
 async def metrics(api: ApiOf, view: View) -> Response:
@@ -147,7 +163,7 @@ async def tiers(api: ApiOf, view: View) -> list[TierView]:
 
 @router.get("/v1/workers", tags=["status"])
 async def workers(view: View) -> list[WorkerView]:
-    """Return every engine worker that is attached to a host tier."""
+    """Return every engine worker that is attached to a host tier, and engines that pass through."""
     return collector.worker_views(view)
 
 
@@ -214,3 +230,11 @@ def _check(query: MatchQuery) -> None:
     if query.tokens is None and (query.salt or query.lora):
         field = "salt" if query.salt else "lora"
         raise BadQuery(field, "hashes have the salt and the LoRA in them already")
+
+
+class OrjsonResponse(JSONResponse):
+    """What a route returns, checked by pydantic. FastAPI deprecates its own class for this."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body as JSON."""
+        return orjson.dumps(content)

@@ -7,8 +7,8 @@ import logging
 from collections import deque
 
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.streams import AUDIT
 from kvbm_common.runtime.logs import OncePerKind
-from kvbm_common.service.audit import AUDIT
 from kvbm_common.wire.admin import Audited, audit_codec
 from kvbm_common.wire.codec import WireError
 

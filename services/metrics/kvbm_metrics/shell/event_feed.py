@@ -16,8 +16,10 @@ from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import Start
-from kvbm_common.nats.jetstream import EVENTS, ensure_stream
+from kvbm_common.nats.jetstream import ensure_stream
+from kvbm_common.nats.marked_messages import UNMARKED
 from kvbm_common.nats.since import start_of
+from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.events import SUBJECT_PREFIX
 
 from kvbm_metrics.shell import problems
@@ -229,10 +231,12 @@ async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
 
 
 def _text(message: EventMessage) -> bytes:
-    """Format a message as an event of the feed.
+    """Format a message as an event of the feed; nothing of one that no client has published.
 
     A payload is JSON as msgspec writes it, in one line; a stranger's may have more.
     """
+    if message.payload == UNMARKED:
+        return b""
     kind = message.subject.rsplit(".", 1)[1].encode()
     data = b"".join(b"data: %s\n" % line for line in message.payload.splitlines())
     return b"id: %d\nevent: %s\n%s\n" % (message.sequence, kind, data)

@@ -55,7 +55,7 @@ class LiveServices(Protocol):
 
 
 class Fleet:
-    """Everybody who is registered. One per process, in one event loop."""
+    """All services that are registered. One per process, in one event loop."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Fleet:
 
     @property
     def bus(self) -> Bus:
-        """The connection that everybody is asked over."""
+        """The connection over which all services are asked."""
         return self._bus
 
     async def view(self) -> FleetView:

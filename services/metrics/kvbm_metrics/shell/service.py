@@ -7,16 +7,15 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import cast
 
 import uvicorn
+from kvbm_common.access.http_access import api_access, refuse_open_api
 from kvbm_common.config.settings import Settings
 from kvbm_common.service import process as service
 from kvbm_common.service.http_port import open_listener
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.wire.verbs import StatsReply
 
-from kvbm_metrics.shell.access import Role, access_of
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.audit_log import AuditLog
 from kvbm_metrics.shell.fleet import Fleet
@@ -51,7 +50,7 @@ class HttpServer(uvicorn.Server):
 
 def main() -> None:
     """Run until stopped; the entry point of `kvbm serve metrics`."""
-    service.run(KIND, serve)
+    service.run(KIND, serve, check=refuse_open_api)
 
 
 async def serve(context: ServiceContext) -> None:
@@ -65,12 +64,7 @@ async def serve(context: ServiceContext) -> None:
             expected=expected_kinds(settings),
             version=version("kvbm-metrics"),
             expose_metrics=settings.metrics,
-            access=access_of(
-                bind=settings.metrics_bind,
-                read_token=settings.admin_read_token,
-                admin_token=settings.admin_token,
-                open_role=cast(Role, settings.admin_open) if settings.admin_open else None,
-            ),
+            access=api_access(settings),
             jobs=jobs,
             audit=audit,
         )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
+from kvbm_common.access.http_access import Access
 
-from kvbm_metrics.shell.access import Access
 from kvbm_metrics.shell.audit_log import AuditLog
 from kvbm_metrics.shell.fleet import Fleet
 from kvbm_metrics.shell.jobs import Jobs

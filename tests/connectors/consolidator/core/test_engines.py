@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from kvbm_common.wire.events import Cleared
 from kvbm_common.wire.local import Attached, Refused
+from kvbm_connectors.consolidator.core.engines import EnginesCore
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
     BeatReceived,
@@ -191,3 +192,31 @@ def test_a_story_names_the_events_of_a_block(harness: Harness) -> None:
         "0 ms stored sim-0 rank 0 epoch 1 seq 2",
         "0 ms removed sim-0 rank 0 epoch 1 seq 3",
     ]
+
+
+def passing(core: EnginesCore) -> list[tuple[str, str]]:
+    """The engines without a cache, and why."""
+    return [(one.engine, one.passes_through) for one in core.passing_through()]
+
+
+def test_an_engine_without_a_cache_is_listed_with_its_reason() -> None:
+    """1. It attaches, without a stream. 2. It is listed and counted. 3. It leaves."""
+    harness = Harness()
+    said = msgspec.structs.replace(attach(), endpoint="", replay_endpoint="", passes_through="why")
+    harness.send(StreamAttached(said, b"peer"))
+    harness.grant()
+    assert passing(harness.core) == [("sim-0", "why")]
+    assert harness.core.statistics().passing_through == 1
+    assert harness.core.snapshot("sim-0") is not None
+    harness.send(EngineDetached("sim-0", INCARNATION))
+    assert passing(harness.core) == []
+    assert harness.core.statistics().passing_through == 0
+
+
+def test_an_engine_that_loses_its_cache_says_why_later(harness: Harness) -> None:
+    """Goal: the stream goes on, and its blocks stay."""
+    harness.batch(0, stored(PROMPT))
+    assert passing(harness.core) == []
+    harness.send(StreamAttached(msgspec.structs.replace(attach(), passes_through="why"), b"peer"))
+    assert passing(harness.core) == [("sim-0", "why")]
+    assert harness.live[0] == set(BLOCKS)

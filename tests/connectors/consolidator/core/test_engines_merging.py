@@ -12,7 +12,6 @@ from kvbm_common.wire.events import Cleared, Removed, Stored
 from kvbm_connectors.consolidator.core.messages import (
     Describe,
     EngineBatchesReceived,
-    EngineBatchReceived,
     Publish,
     StreamAttached,
     Subscribe,
@@ -25,6 +24,7 @@ from tests.connectors.consolidator.model import (
     Device,
     Harness,
     attach,
+    batch_received,
     chain,
     engine_hash,
     key,
@@ -135,7 +135,7 @@ def test_ranks_are_apart_and_are_cleared_apart(harness: Harness) -> None:
 def test_removed_events_say_why(harness: Harness) -> None:
     harness.batch(0, stored(PROMPT))
     effects = harness.send(
-        EngineBatchReceived(key(), 1, EngineBatch(3.0, (removed(engine_hash(PROMPT)),)))
+        batch_received(key(), 1, EngineBatch(3.0, (removed(engine_hash(PROMPT)),)))
     )
     assert isinstance(effects[0], Publish)
     event = effects[0].event

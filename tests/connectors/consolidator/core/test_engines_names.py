@@ -16,7 +16,7 @@ from kvbm_common.wire.events import Stored
 from kvbm_connectors.consolidator.core.hash_extras import extras_of
 from kvbm_connectors.consolidator.core.messages import (
     ConsolidatorLimits,
-    EngineBatchReceived,
+    StreamAttached,
 )
 
 from tests.connectors.consolidator.model import (
@@ -25,6 +25,8 @@ from tests.connectors.consolidator.model import (
     PROMPT,
     Device,
     Harness,
+    attach,
+    batch_received,
     chain,
     engine_hash,
     key,
@@ -90,6 +92,21 @@ def test_groups_have_namespaces_of_their_own(harness: Harness) -> None:
     assert {run.hashes[0] for run in first.runs}.isdisjoint(second.runs[0].hashes)
 
 
+def test_a_group_has_blocks_of_the_size_that_was_said() -> None:
+    """Goal: a group's names are those of its own namespace, whose blocks have more tokens."""
+    wide = msgspec.structs.replace(NAMESPACE, group=1, block_tokens=4)
+    harness = Harness()
+    said = msgspec.structs.replace(attach(), group_namespaces=[wide])
+    harness.send(StreamAttached(said, b"peer0"))
+    harness.grant()
+    harness.answer(Device())
+    harness.batch(0, stored(PROMPT), msgspec.structs.replace(stored(PROMPT, size=4), group_idx=1))
+    first, second = [event for event in harness.events if isinstance(event, Stored)]
+    assert first.runs[0].hashes == [block.hex() for block in BLOCKS]
+    assert second.namespace == wide.digest.hex()
+    assert second.runs[0].hashes == [block.hex() for block in Hasher(wide).chain(PROMPT)]
+
+
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
@@ -153,7 +170,7 @@ def test_an_old_orphan_finds_its_parent_in_the_replay(harness: Harness) -> None:
     device = Device()
     device.publish(stored(PROMPT, start=1))
     device.publish(stored(PROMPT[:2]))
-    harness.send(EngineBatchReceived(key(), 0, device.batches[0]))
+    harness.send(batch_received(key(), 0, device.batches[0]))
     harness.tick(2_000)
     harness.answer(device)
     assert harness.live[0] == set(BLOCKS)

@@ -12,7 +12,6 @@ from kvbm_common.wire.events import Cleared
 from kvbm_connectors.consolidator.core.messages import (
     BeatReceived,
     ConsolidatorLimits,
-    EngineBatchReceived,
     ReplayDone,
     RequestReplay,
 )
@@ -23,6 +22,7 @@ from tests.connectors.consolidator.model import (
     PROMPT,
     Device,
     Harness,
+    batch_received,
     chain,
     key,
     kinds,
@@ -46,8 +46,8 @@ def test_a_gap_is_replayed_and_later_batches_wait(harness: Harness) -> None:
     device = Device()
     for tokens in (PROMPT[:2], PROMPT[:4], PROMPT):
         device.publish(device.store(tokens, len(tokens) // 2 - 1))
-    harness.send(EngineBatchReceived(key(), 0, device.batches[0]))
-    harness.send(EngineBatchReceived(key(), 2, device.batches[2]))
+    harness.send(batch_received(key(), 0, device.batches[0]))
+    harness.send(batch_received(key(), 2, device.batches[2]))
     assert harness.replays == [RequestReplay(key(), "ipc://replay0", 1, 2)]
     assert harness.live[0] == set(BLOCKS[:1])
     harness.answer(device)
@@ -68,8 +68,8 @@ def test_a_replay_that_begins_too_late_clears_and_rebuilds(harness: Harness) -> 
     device.publish(device.clear())
     device.publish(device.store((7, 8), 0))
     device.publish(device.store((9, 9), 0))
-    harness.send(EngineBatchReceived(key(), 0, device.batches[0]))
-    harness.send(EngineBatchReceived(key(), 3, device.batches[3]))
+    harness.send(batch_received(key(), 0, device.batches[0]))
+    harness.send(batch_received(key(), 3, device.batches[3]))
     harness.answer(device, first=2)
     assert kinds(harness) == ["cleared", "stored", "cleared", "stored", "stored"]
     assert harness.events[2] == Cleared(
@@ -82,10 +82,10 @@ def test_a_hole_in_a_replay_is_asked_for_again(harness: Harness) -> None:
     device = Device()
     for token in range(5):
         device.publish(device.store((token, token), 0))
-    harness.send(EngineBatchReceived(key(), 4, device.batches[4]))
+    harness.send(batch_received(key(), 4, device.batches[4]))
     asked = harness.replays.pop()
     for seq in (0, 1, 3):
-        harness.send(EngineBatchReceived(asked.key, seq, device.batches[seq], asked.replay))
+        harness.send(batch_received(asked.key, seq, device.batches[seq], asked.replay))
     harness.send(ReplayDone(asked.key, asked.replay))
     assert [replay.from_seq for replay in harness.replays] == [2]
     harness.answer(device)
@@ -102,7 +102,7 @@ def test_an_empty_replay_from_before_a_gap_does_not_prove_the_loss() -> None:
     asked = harness.replays.pop()
     device.publish(device.store(PROMPT[:2], 0))
     device.publish(device.store(PROMPT, 1))
-    harness.send(EngineBatchReceived(key(), 1, device.batches[1]))
+    harness.send(batch_received(key(), 1, device.batches[1]))
     harness.send(ReplayDone(asked.key, asked.replay))
     assert [replay.from_seq for replay in harness.replays] == [0]
     harness.answer(device)
@@ -162,7 +162,7 @@ def test_a_restarted_publisher_gets_a_new_epoch(replay: bool) -> None:
     harness.batch(1, stored((9, 9)), ts=11.0)
     device = Device()
     device.publish(device.store((7, 8), 0))
-    harness.send(EngineBatchReceived(key(), 0, device.batches[0]))
+    harness.send(batch_received(key(), 0, device.batches[0]))
     harness.grant()
     harness.answer(device)
     assert [(event.epoch, event.seq) for event in harness.events][-2:] == [(2, 1), (2, 2)]
@@ -185,7 +185,7 @@ def test_answers_to_questions_of_another_life_are_stale(harness: Harness) -> Non
     harness.batch(0, stored(PROMPT), ts=20.0)
     new = harness.replays[0]
     harness.send(ReplayDone(old.key, old.replay))
-    harness.send(EngineBatchReceived(key(), 0, EngineBatch(20.0, ()), old.replay))
+    harness.send(batch_received(key(), 0, EngineBatch(20.0, ()), old.replay))
     assert harness.core.statistics().drops["stale_replay"] == 1
     assert harness.core.statistics().drops["stale_batch"] == 1
     assert new.replay != old.replay
@@ -198,7 +198,7 @@ def test_waiting_batches_are_bounded() -> None:
     for token in range(6):
         device.publish(device.store((token, token), 0))
     for seq in (1, 2, 3, 4):
-        harness.send(EngineBatchReceived(key(), seq, device.batches[seq]))
+        harness.send(batch_received(key(), seq, device.batches[seq]))
     assert harness.core.statistics().pending_batches == 2
     assert harness.core.statistics().drops["pending_full"] == 2
     harness.answer(device)

@@ -16,7 +16,7 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_connectors.consolidator.core.messages import (
     ConsolidatorLimits,
-    EngineBatchReceived,
+    EngineBatchesReceived,
     StreamAttached,
 )
 
@@ -25,6 +25,8 @@ from tests.connectors.consolidator.model import (
     Device,
     Harness,
     attach,
+    batch_received,
+    held,
     key,
 )
 
@@ -45,7 +47,7 @@ def test_the_capture_agrees_with_its_ground_truth() -> None:
     history: list[tuple[int, set[SequenceHash]]] = [(0, set())]
     for received_ns, frames in capture.load_messages():
         frame = split_published(frames)
-        harness.send(EngineBatchReceived(key(), frame.seq, compact(decode_batch(frame.payload))))
+        harness.send(batch_received(key(), frame.seq, compact(decode_batch(frame.payload))))
         assert len(harness.live[0]) <= capture.DEVICE_BLOCKS
         ever |= harness.live[0]
         history.append((received_ns, set(harness.live[0])))
@@ -111,7 +113,7 @@ def act(device: Device, harness: Harness, action: Action, lost: set[int]) -> Non
 
 def deliver(device: Device, harness: Harness, seq: int) -> None:
     """A live batch arrives."""
-    harness.send(EngineBatchReceived(key(), seq, device.batches[seq]))
+    harness.send(batch_received(key(), seq, device.batches[seq]))
 
 
 class LossyHarness(Harness):
@@ -121,7 +123,11 @@ class LossyHarness(Harness):
 
     def send(self, event: Any) -> Any:
         """As Harness, unless the batch is lost."""
-        if isinstance(event, EngineBatchReceived) and not event.replay and event.seq in self.lost:
+        if (
+            isinstance(event, EngineBatchesReceived)
+            and not event.replay
+            and event.batches[0][0] in self.lost
+        ):
             return []
         return super().send(event)
 
@@ -149,7 +155,7 @@ def test_the_published_set_is_the_engine_s_true_set(actions: list[Action]) -> No
         while harness.answer(device):
             pass
     assert harness.live.get(0, set()) == device.truth()
-    assert {block for _, _, block in harness.core.held("sim-0")} == device.truth()
+    assert held(harness.core) == device.truth()
 
 
 @settings(max_examples=100, deadline=None)

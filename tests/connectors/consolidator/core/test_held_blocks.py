@@ -59,7 +59,7 @@ def test_a_name_for_two_contents_changes_nothing() -> None:
     for engine_hashes in ((7, 2, 8), (7, 8, 7)):
         assert view.store(engine_hashes, view.hasher.chain((3, 3, 4, 4, 5, 5)), None) is None
         assert [view.name_of(name) for name in (7, 8)] == [None, None]
-    assert list(view.blocks()) == chain
+    assert list(view.held) == chain
     view.check()
 
 

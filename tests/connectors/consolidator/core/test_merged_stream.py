@@ -19,13 +19,13 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_connectors.consolidator.core import router_stream
 from kvbm_connectors.consolidator.core.messages import (
     AnswerRouter,
     AskSnapshot,
     Broadcast,
     ConsolidatorLimits,
     Describe,
-    EngineBatchReceived,
     EngineDetached,
     EpochGranted,
     RouterAsked,
@@ -54,6 +54,7 @@ from tests.connectors.consolidator.model import (
     Harness,
     Router,
     attach,
+    batch_received,
     chain,
     engine_hash,
     key,
@@ -473,6 +474,49 @@ def test_a_router_that_comes_too_late_gets_everything() -> None:
     streams.check()
 
 
+def test_a_reader_of_an_earlier_life_sees_a_gap_and_reads_everything() -> None:
+    """As vLLM's example does: it asks when a number is larger than it expects, and passes over
+    numbers that it has read. The second life has said less than the first one."""
+    reader = Router()
+    first, second = RouterStreams(TokenNames()), RouterStreams(TokenNames(), first_seq=1000)
+    for streams, count in ((first, 3), (second, 2)):
+        blocks = [chain((count, n))[0] for n in range(count)]
+        streams.learn(NamedBlocks(blocks, [bytes(8)] * count))
+        for number, block in enumerate(blocks):
+            streams.take_event(stored_event(number + 1, [block]))
+    for frame in first.take():
+        reader.read(frame)
+    frame = second.take()[0]
+    assert frame.seq > reader.next_seq
+    answer = second.replay(0, reader.next_seq)
+    assert all(frame.seq >= reader.next_seq for frame in answer)
+    for frame in answer:
+        reader.read(frame)
+    assert reader.held == {("GPU", short_hash(chain((2, n))[0])) for n in range(2)}
+    assert reader.next_seq == 1002
+
+
+def test_a_reader_that_comes_back_hears_of_a_life_that_has_said_nothing() -> None:
+    streams = RouterStreams(TokenNames(), first_seq=1000)
+    streams.engine_known("sim-0", [0])
+    streams.greet(0, b"")
+    assert [frame.seq for frame in streams.take()] == [1000]
+
+
+def test_all_that_is_held_comes_under_numbers_that_the_reader_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has read 8 of 9 batches: a rebuild of 5 batches would begin with numbers that it has."""
+    monkeypatch.setattr(router_stream, "BATCH_BLOCKS_MAX", 2)
+    streams = RouterStreams(TokenNames(), batches_max=1)
+    blocks = [chain((n, n))[0] for n in range(9)]
+    streams.learn(NamedBlocks(blocks, [bytes(8)] * 9))
+    for number, block in enumerate(blocks):
+        streams.take_event(stored_event(number + 1, [block]))
+    assert [frame.seq for frame in streams.replay(0, 7)] == [7, 8]
+    assert [frame.seq for frame in streams.replay(0, 8)] == [8]
+
+
 def stored_event(seq: int, blocks: list[SequenceHash]) -> Stored:
     """A consolidated event of an engine."""
     run = Run(parent=NAMESPACE.root.hex(), hashes=[block.hex() for block in blocks])
@@ -638,7 +682,7 @@ class World:
     def publish(self, *events: EngineEvent) -> None:
         """A live batch of the engine."""
         seq = self.device.publish(*events)
-        self.harness.send(EngineBatchReceived(key(), seq, self.device.batches[seq]))
+        self.harness.send(batch_received(key(), seq, self.device.batches[seq]))
 
     def store(self, tier: TierModel, prompt: tuple[int, ...]) -> None:
         """A tier stores what it lacks of a prompt."""

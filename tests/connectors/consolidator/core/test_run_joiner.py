@@ -26,6 +26,7 @@ from tests.connectors.consolidator.model import (
     PROMPT,
     Harness,
     engine_hash,
+    held,
     key,
     removed,
     stored,
@@ -169,6 +170,6 @@ def test_together_or_one_by_one_is_the_same(events: list[EngineEvent]) -> None:
     if events:
         together(other, *events)
     assert one.live.get(0, set()) == other.live.get(0, set())
-    assert one.core.held("sim-0") == other.core.held("sim-0")
+    assert held(one.core) == held(other.core)
     assert one.core.statistics().drops == other.core.statistics().drops
     assert one.core.statistics().orphan_blocks == other.core.statistics().orphan_blocks

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError, RequestFailed
 from kvbm_common.identity import SequenceHash

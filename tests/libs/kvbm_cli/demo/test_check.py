@@ -31,6 +31,8 @@ class View:
         self.staged: dict[str, int] = {}
         self.figures: dict[str, float] = {}
         self.index_is_away = False
+        self.reasons: list[str] = []
+        """Why the second disk tier is not ready."""
 
     def instances(self, *kinds: str) -> list[tuple[str, str]]:
         every = [("host-tier", "0"), ("disk-tier", "0"), ("disk-tier", "0-1")]
@@ -38,7 +40,9 @@ class View:
 
     async def stats(self, kind: str, instance: str = "0") -> StatsReply:
         return StatsReply(
-            kind=kind, host="h", instance=instance, epoch=1, ready=True,
+            kind=kind, host="h", instance=instance, epoch=1,
+            ready=not (self.reasons and instance == "0-1"),
+            reasons=self.reasons if instance == "0-1" else [],
             leases=self.leases.get(kind, 0),
             slots={"staged": self.staged.get(kind, 0)}, figures=self.figures,
         )  # fmt: skip
@@ -97,6 +101,14 @@ async def test_a_stack_at_rest_is_consistent(view: View) -> None:
     assert verdict.views_consistent
 
 
+async def test_a_pin_is_no_lease_that_was_left(view: View) -> None:
+    view.leases = {"host-tier": 2, "disk-tier": 2}
+    view.figures = {"pins": 2.0}
+    assert (await verdict_of(view)).leases_left == 0
+    view.leases = {"host-tier": 3, "disk-tier": 2}
+    assert (await verdict_of(view)).leases_left == 1
+
+
 @pytest.mark.parametrize("source", HELD)
 async def test_a_block_too_many_or_too_few_in_the_index_is_found(view: View, source: str) -> None:
     """Of either tier, or of an engine."""
@@ -140,3 +152,9 @@ async def test_an_index_that_does_not_answer_agrees_with_nobody(view: View) -> N
     verdict = await verdict_of(view)
     assert not verdict.views_consistent
     assert "nobody serves the index" in verdict.differences[0]
+
+
+async def test_a_tier_that_is_not_ready_is_named_with_its_reason(view: View) -> None:
+    view.reasons = ["the disk takes no blocks: no space"]
+    verdict = await verdict_of(view)
+    assert verdict.troubles == ["disk-tier-0-1: the disk takes no blocks: no space"]

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from kvbm_cli.demo.check import Verdict
+from kvbm_cli.demo.figures import TierFigures, transfers_of
 from kvbm_cli.demo.report import PATHS, Report, Tally, make_report, print_report
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.metrics import MetricsSnapshot
-from kvbm_common.wire.verbs import StatsReply
 from kvbm_connectors.sim.control import Finished, Stats
 from rich.console import Console
 
@@ -26,10 +26,6 @@ def finished(**changes: Any) -> Finished:
         "host_blocks": 3, "disk_blocks": 1, "verified": 4, "mismatches": 0, "failed_blocks": 0,
     }  # fmt: skip
     return Finished(**(fields | changes))
-
-
-def stats(kind: str, **figures: float) -> StatsReply:
-    return StatsReply(kind=kind, host="h", instance="0", epoch=1, ready=True, figures=figures)
 
 
 def snapshot(**rates: tuple[float, float]) -> MetricsSnapshot:
@@ -53,16 +49,19 @@ def report_of(
     for request in requests or (finished(),):
         tally.add(request)
     tally.pairs += [(1.0, 10.0), (2.0, 30.0), (9.0, 20.0)]
-    host = stats("host-tier", offload_blocks_d2h=8, offload_blocks_d2d=6 * disk_only)
+    host = {"offload_blocks_d2h": 8.0, "offload_blocks_d2d": 6.0 * disk_only}
     return make_report(
         tally,
         verdict or Verdict(),
         seconds=2.0,
         block_bytes=BLOCK_BYTES,
         engines=[Stats(idle=True, counts={}, load_seconds=0.5, load_bytes=4_000)] * 2,
-        host=host,
-        disk=stats("disk-tier", offload_blocks_h2d=5, fill_blocks=2),
-        metrics=[snapshot(d2h=(8e9, 2.0)), snapshot(h2disk=(1e9, 1.0), disk2h=(3e9, 1.0))],
+        tiers=TierFigures(
+            {"host-tier": host, "disk-tier": {"offload_blocks_h2d": 5, "fill_blocks": 2}},
+            transfers_of(
+                [snapshot(d2h=(8e9, 2.0)), snapshot(h2disk=(1e9, 1.0), disk2h=(3e9, 1.0))]
+            ),
+        ),
     )
 
 
@@ -97,6 +96,40 @@ def test_the_figures_are_right() -> None:
     assert report.passed
 
 
+def repeated(cached: Finished, recomputed: Finished) -> Report:
+    """A workload of one request, and a pair at its end."""
+    tally = Tally()
+    tally.add(finished())
+    tally.add_pair(cached, recomputed)
+    return make_report(
+        tally, Verdict(), seconds=0.0, block_bytes=1, engines=[], tiers=TierFigures({}),
+    )  # fmt: skip
+
+
+def test_pairs_are_verified_and_are_no_requests_of_the_workload() -> None:
+    """Its requests and hits are the workload's alone; what was compared is of all."""
+    alone = finished(device_blocks=0, host_blocks=7, verified=8, ttft_ms=2.0)
+    report = repeated(alone, finished(host_blocks=0, disk_blocks=0, verified=0, ttft_ms=20.0))
+    assert (report.requests, report.blocks_asked, report.blocks_verified) == (1, 10, 12)
+    assert report.hit_rate == {"device": 0.4, "host": 0.3, "disk": 0.1}
+    assert report.ttft_ms == {"cached": 2.0, "recomputed": 20.0}
+    assert report.passed
+
+
+@pytest.mark.parametrize("trouble", [{"mismatches": 1}, {"error": "died"}])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_pair_that_goes_wrong_fails_the_run(trouble: dict[str, Any], number: int) -> None:
+    pair = [finished(), finished()]
+    pair[number] = finished(**trouble)
+    assert not repeated(*pair).passed
+
+
+def test_a_pair_that_found_nothing_is_not_compared() -> None:
+    """It was evicted meanwhile: both were computed."""
+    report = repeated(finished(host_blocks=0, disk_blocks=0), finished())
+    assert report.ttft_ms == {"cached": 0.0, "recomputed": 0.0}
+
+
 def test_a_disk_only_run_counts_its_own_path() -> None:
     assert report_of(disk_only=True).paths["d2disk"].blocks == 6
 
@@ -109,19 +142,20 @@ def test_a_disk_only_run_counts_its_own_path() -> None:
         (finished(), Verdict(leases_left=1)),
         (finished(), Verdict(staged_left=1)),
         (finished(), Verdict(differences=["the index holds one block more"])),
+        (finished(), Verdict(troubles=["disk-tier-0: the disk takes no blocks"])),
     ],
 )
 def test_a_run_fails_by_each_of_these(request_: Finished, verdict: Verdict) -> None:
     report = report_of(request_, verdict=verdict)
     assert not report.passed
+    assert all(trouble in printed(report) for trouble in verdict.troubles)
     assert "FAILED" in printed(report)
 
 
 def test_a_run_without_requests_divides_by_nothing() -> None:
     """And so does one without a disk."""
     report = make_report(
-        Tally(), Verdict(), seconds=0.0, block_bytes=1, engines=[], host=stats("host-tier"),
-        disk=None, metrics=[],
+        Tally(), Verdict(), seconds=0.0, block_bytes=1, engines=[], tiers=TierFigures({}),
     )  # fmt: skip
     assert report.passed
     assert report.hit_rate == {"device": 0.0, "host": 0.0, "disk": 0.0}
@@ -146,7 +180,7 @@ def missing(reasons: dict[str, int], *, misses: int) -> Report:
     figures["lookup_blocks.miss"] = float(misses)
     return make_report(
         Tally(), Verdict(), seconds=0.0, block_bytes=1, engines=[],
-        host=stats("host-tier", **figures), disk=None, metrics=[],
+        tiers=TierFigures({"host-tier": figures}),
     )  # fmt: skip
 
 

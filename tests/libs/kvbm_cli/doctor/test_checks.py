@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvbm_cli.doctor.checks import Finding, examine
+from kvbm_cli.doctor.checks import examine
 from kvbm_cli.doctor.facts import engines_of, gather
+from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.doctor.host import DiskFacts, EngineFacts, EtcdFacts, Facts, NatsFacts, PortFacts
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.embedded_server import NatsServer
@@ -22,6 +23,7 @@ from tests.etcd_server import EtcdServer
 
 GB = 10**9
 DISK = DiskFacts(path=Path("/nvme"), free_bytes=9 * GB, direct=True, allocates=True)
+NATS = NatsFacts(version="2", max_payload_bytes=8 << 20, jetstream=True, wants_credentials=True)
 HEALTHY = Facts(
     memlock_bytes=None,
     shm_fs="tmpfs",
@@ -42,7 +44,7 @@ HEALTHY = Facts(
     nixl_plugins=("POSIX", "UCX"),
     clock_synchronised=True,
     clock_error_s=0.01,
-    nats=NatsFacts(version="2", max_payload_bytes=8 << 20, jetstream=True),
+    nats=NatsFacts(version="2", max_payload_bytes=8 << 20, jetstream=True, wants_credentials=True),
     etcd=(),
 )
 SIZES = {"cpu_cache_gb": 1, "disk_cache_gb": 4, "disk_cache_dirs": "/nvme"}
@@ -93,8 +95,8 @@ def test_a_healthy_host_needs_nothing() -> None:
         ({"clock_synchronised": False}, "clock", "better", "chrony"),
         ({"clock_error_s": 3.0}, "clock", "better", "chrony"),
         ({"nats": NatsFacts(error="refused")}, "NATS", "wrong", "KVBM_NATS_URL"),
-        ({"nats": NatsFacts(version="2", max_payload_bytes=8 << 20)}, "NATS", "wrong", "jetstream"),
-        ({"nats": NatsFacts(version="2", max_payload_bytes=1 << 20, jetstream=True)}, "NATS",
+        ({"nats": dataclasses.replace(NATS, jetstream=False)}, "NATS", "wrong", "jetstream"),
+        ({"nats": dataclasses.replace(NATS, max_payload_bytes=1 << 20)}, "NATS",
          "wrong", "max_payload"),
         ({"etcd": (EtcdFacts("a:1", error="gone"),)}, "etcd", "wrong", "KVBM_REGISTRY_URL"),
     ],
@@ -106,6 +108,13 @@ def test_each_ailment_is_named_with_its_cure(
     [finding] = judged(dataclasses.replace(HEALTHY, **change), settings())  # type: ignore[arg-type]
     assert (finding.check, finding.level) == (check, level)
     assert advice in finding.advice
+
+
+def test_a_bucket_needs_nixls_plugin_and_a_directory_does_not() -> None:
+    [finding] = judged(HEALTHY, settings(object_url="s3://kv"))
+    assert (finding.check, finding.level) == ("NIXL", "wrong")
+    assert "without OBJ" in finding.found
+    assert judged(HEALTHY, settings(object_url="file:///mnt/kv")) == []
 
 
 @pytest.mark.parametrize("chosen", ["never", "sampled"])

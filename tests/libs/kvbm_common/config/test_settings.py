@@ -159,4 +159,4 @@ def test_registry_must_be_known(url: str) -> None:
 def test_etcd_endpoints_are_checked_when_they_are_read() -> None:
     """Goal: a variable of somebody else's ends nothing of ours, unless we were told to use it."""
     with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
-        load(KVBM_REGISTRY_URL="etcd", ETCD_ENDPOINTS="https://a:1")
+        load(KVBM_REGISTRY_URL="etcd", ETCD_ENDPOINTS="ftp://a:1")

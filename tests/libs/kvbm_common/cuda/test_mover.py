@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kvbm_common.cuda import gpu_facts
+from kvbm_common.cuda import measure as measure_module
 from kvbm_common.cuda import mover as mover_module
 from kvbm_common.cuda.copies import Copies
 from kvbm_common.cuda.measure import PIECES_BYTES, Rate, choose, describe, measure
@@ -275,11 +275,11 @@ def test_the_doctor_sees_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             raise CudaUnavailable("there is no device 1: there are 1")
         return FakeRuntime()
 
-    monkeypatch.setattr(gpu_facts, "CupyRuntime", runtime)
+    monkeypatch.setattr(measure_module, "CupyRuntime", runtime)
     monkeypatch.setattr(
-        gpu_facts, "measure", lambda _: [Rate("d2h", 4096, 9, 8), Rate("h2d", 4096, 7, 8)]
+        measure_module, "measure", lambda _: [Rate("d2h", 4096, 9, 8), Rate("h2d", 4096, 7, 8)]
     )
-    lines, error = gpu_facts.look(2)
+    lines, error = measure_module.look(2)
     assert lines == (
         "0000:00:00.0: d2h 9 GB/s, by a kernel below 4 KiB a piece; "
         "h2d 8 GB/s, by a kernel below 4 KiB a piece",

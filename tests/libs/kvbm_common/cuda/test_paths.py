@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbm_common.checksum import block_checksum
-from kvbm_common.copying import Places
+from kvbm_common.checksum import block_checksum, part_checksums, unpack_sums
+from kvbm_common.copying.rank_pieces import RankPieces
 from kvbm_common.cuda.lending import MAGIC, DeviceMemory, export, unwrap, wrap
 from kvbm_common.cuda.pulling import DevicePuller
 from kvbm_common.cuda.reading import DeviceReader, DeviceSums, Gpu
@@ -18,6 +18,7 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.layout import device_pieces, slot_pieces
 from kvbm_common.nixl.spans import Spans
 from kvbm_common.nixl.transfers import BadPeerMetadata, PeerLost, TransferFailed, TransferTimeout
+from kvbm_common.tier.parts import ONE_PART, Grid, Share, share_of_rank
 from kvbm_common.wire.local import Region
 
 from tests.gpu.fake_runtime import FakeRuntime
@@ -42,6 +43,11 @@ class Cache:
                    piece_bytes=PIECE, blocks=BLOCKS)
             for layer in range(LAYERS)
         ]  # fmt: skip
+
+    def cut(self, grid: Grid = ONE_PART) -> RankPieces:
+        """All of a block, in parts."""
+        share = Share(grid, 0, grid.ranges, 0, grid.heads)
+        return RankPieces(self.regions, share)
 
     def block(self, number: int) -> bytes:
         """Its bytes, as they are stored."""
@@ -201,10 +207,30 @@ def test_slots_are_read_into_blocks(
     assert cache.block(2) == content[7].tobytes()
     assert cache.block(0) == content[3].tobytes()
     assert not cache.pieces[:, [1, 3, 4, 5]].any()
-    sums = gpu.sums(cache.regions)
-    assert sums is not None
+    sums = gpu.sums(cache.cut())
     assert sums([2, 0]) == [block_checksum(content[7].copy()), block_checksum(content[3].copy())]
     reader.close()
+
+
+GRIDS = [ONE_PART, Grid(heads=2), Grid(ranges=3), Grid(layers=3, heads=2), Grid(ranges=3, heads=2)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_each_part_is_summed_over_its_runs(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, grid: Grid, on_host: bool
+) -> None:
+    """By the kernel, a launch for each part; or by the host, where the kernel cannot. Block after
+    block, part after part."""
+    if on_host:
+        monkeypatch.setattr(DeviceSums, "fits", staticmethod(lambda _regions: False))
+    cache = Cache(runtime)
+    summer = Gpu(runtime).sums(cache.cut(grid))
+    assert isinstance(summer, DeviceSums) == (not on_host)
+    blocks = [np.frombuffer(cache.block(number), np.uint8) for number in (4, 1, 2)]
+    expected = [one for block in blocks for one in unpack_sums(part_checksums(block, grid))]
+    for _ in range(2):
+        assert summer([4, 1, 2]) == expected
 
 
 def test_a_read_waits_for_the_engines_stream(runtime: FakeRuntime, arena: Arena) -> None:
@@ -233,8 +259,7 @@ def test_an_engine_that_captures_a_graph_is_not_disturbed(
     runtime.capturing = True
     gpu = Gpu(runtime)
     assert len(gpu.export(cache.regions).allocations) == 1
-    sums = gpu.sums(cache.regions)
-    assert sums is not None
+    sums = gpu.sums(cache.cut())
     reader = DeviceReader(gpu, arena_path=arena.path, arena_address=THEIRS)
     wait_for(lambda: sum(runtime.registered.values()) == arena.bytes)
     reader.read(
@@ -276,19 +301,19 @@ def test_a_layout_that_the_kernel_cannot_sum_is_summed_by_the_host(runtime: Fake
         for i in range(3)
     ]
     assert not DeviceSums.fits(regions)
-    found = Gpu(runtime).sums(regions)([2, 0])
+    found = Gpu(runtime).sums(RankPieces(regions, share_of_rank(0, 1)))([2, 0])
     assert found == [block_checksum(memory[:, block].tobytes()) for block in (2, 0)]
 
 
 def test_blocks_of_a_gpu_are_delivered_and_cleared(runtime: FakeRuntime) -> None:
-    """1. From host memory, and the checksums are of what was copied. 2. Zeros, and not beside."""
+    """1. From host memory. 2. Zeros, and not beside."""
     cache, gpu = Cache(runtime), Gpu(runtime)
     others = cache.pieces[:, [1, 2, 4, 5]].copy()
     source = np.random.default_rng(6).integers(0, 255, (2, BLOCK_BYTES), np.uint8)
-    target = Places.of_pieces(device_pieces(cache.regions, [3, 0]))
+    pieces = cache.cut().coarse
+    target = pieces.on_device([3, 0])
     starts = source.ctypes.data + np.arange(2, dtype=np.uint64) * np.uint64(BLOCK_BYTES)
-    sums = gpu.deliver(target, target.whole(starts).cut_like(target), True)
-    assert sums == [block_checksum(block) for block in source]
+    gpu.deliver(target, pieces.back_to_back(starts))
     assert [cache.block(3), cache.block(0)] == [block.tobytes() for block in source]
     gpu.clear(target)
     assert not cache.pieces[:, [3, 0]].any()

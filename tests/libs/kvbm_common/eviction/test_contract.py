@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from kvbm_cli.replay import ROOT, hits_of, requests_of
 from kvbm_common.eviction import POLICIES, EvictionPolicy, make_policy
 from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.slots import Block, SlotTable
+from kvbm_common.tier.slots import Block
 
-from tests.libs.helpers import NAMESPACE, name, names
+from tests.libs.helpers import NAMESPACE, name, names, plain_table, policy_of
 
 SLOTS = 6
 PARENTS = {1: 0, 2: 1, 3: 2, 4: 3, 5: 2, 6: 5, 7: 0, 8: 7, 9: 8}
@@ -29,12 +30,12 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = SlotTable(SLOTS, make_policy(self.policy_name, SLOTS))
+        self.table = plain_table(SLOTS, partial(make_policy, self.policy_name))
         self.held: dict[int, list[int]] = {}
 
     @property
     def policy(self) -> EvictionPolicy:
-        return self.table.policy
+        return policy_of(self.table)
 
     def free(self) -> set[SequenceHash]:
         held = {slot for slots in self.held.values() for slot in slots}
@@ -132,16 +133,16 @@ def test_a_policy_keeps_its_promises(policy: str) -> None:
 @pytest.mark.parametrize("parents", [{1: 1}, {1: 2, 2: 1}, {1: 3, 2: 1, 3: 2, 4: 3}])
 def test_blocks_in_a_circle_leave_too(policy: str, parents: dict[int, int]) -> None:
     """What engines say of parents may be nonsense: no slot is lost to it."""
-    table = SlotTable(SLOTS, make_policy(policy, SLOTS))
+    table = plain_table(SLOTS, partial(make_policy, policy))
     for number, parent in parents.items():
         slot = table.stage(name(number))
         assert slot is not None
         table.register(slot, Block(name(number), name(parent), NAMESPACE, 1, 64))
     for _ in parents:
-        [victim] = table.policy.victims(1)
+        [victim] = policy_of(table).victims(1)
         table.evict(victim)
         table.check()
-    assert len(table.policy) == 0
+    assert table.idle_count == 0
 
 
 def test_of_free_blocks_before_a_held_one_the_deepest_goes_first() -> None:
@@ -158,7 +159,7 @@ class ThroughTable:
     """A policy that is replayed through a slot table, as the tiers use it."""
 
     def __init__(self, slot_count: int, policy: EvictionPolicy) -> None:
-        self.table = SlotTable(slot_count, policy)
+        self.table = plain_table(slot_count, lambda _: policy)
 
     def serve(self, chain: tuple[SequenceHash, ...]) -> int:
         slots = self.table.pin_prefix(chain)

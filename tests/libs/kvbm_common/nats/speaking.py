@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus, EventPublisher, EventSubscription
-from kvbm_common.nats.jetstream import EVENTS
+from kvbm_common.nats.streams import EVENTS
 
 DEADLINE_S = 10.0
 

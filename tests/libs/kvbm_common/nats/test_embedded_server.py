@@ -10,7 +10,8 @@ import pytest
 from kvbm_common.errors import ServiceFailed
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
-from kvbm_common.nats.jetstream import EVENTS, ensure_stream, publish_acknowledged
+from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
+from kvbm_common.nats.streams import EVENTS
 
 from tests.waiting import lives, wait_until
 
@@ -35,7 +36,7 @@ async def test_data_survive_kill_and_restart_on_the_same_port(tmp_path: Path) ->
     url = server.url
     bus = await Bus.connect(url, "test")
     await ensure_stream(bus, EVENTS)
-    await publish_acknowledged(bus, "kvbm.v1.events.h.s.stored", b"1")
+    await publish_acknowledged(bus, EVENTS, "kvbm.v1.events.h.s.stored", b"1")
     await bus.close()
     server.kill()
     assert not server.running

@@ -10,7 +10,8 @@ import pytest
 from kvbm_common.nats.bus import Bus, EventPublisher
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.jetstream import EVENTS, call_api
+from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.streams import EVENTS
 
 from tests.libs.kvbm_common.nats.speaking import DEADLINE_S, publishing, put, read
 from tests.waiting import wait_until

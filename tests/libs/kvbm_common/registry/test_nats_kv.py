@@ -10,7 +10,8 @@ from kvbm_common.errors import RegistryUnavailable
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import call_api
-from kvbm_common.registry.nats_kv import SPEC, NatsRegistry, Registry
+from kvbm_common.nats.streams import REGISTRY
+from kvbm_common.registry.nats_kv import NatsRegistry, Registry
 from kvbm_common.registry.records import RegistryEvent
 
 from tests.libs.registry_contract import TTL_S, MakeRegistry, RegistryContract
@@ -84,7 +85,7 @@ async def test_deleted_bucket_is_made_again(make_nats_registry: MakeRegistry, bu
     """Goal: an administrator's mistake heals by itself."""
     ours = await make_nats_registry()
     await ours.register("index", "h", "0")
-    await call_api(bus, f"STREAM.DELETE.{SPEC.name}")
+    await call_api(bus, f"STREAM.DELETE.{REGISTRY.name}")
     theirs = await make_nats_registry()
     events: list[RegistryEvent] = []
     theirs.watch(events.append)

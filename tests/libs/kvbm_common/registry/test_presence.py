@@ -27,42 +27,42 @@ def roster() -> Presence:
     """In contact since 0; `a` and `b` are there."""
     made = Presence(grace_s=GRACE_S, warn=lambda _kind, _text: None)
     made.contact(0)
-    made.put("a", payload("a"))
-    made.put("b", payload("b"))
+    made.put("index.h.a", payload("a"))
+    made.put("index.h.b", payload("b"))
     return made
 
 
 def test_changes_are_told_once(roster: Presence) -> None:
     """Goal: nothing is said of an entry that is written again as it was."""
-    assert roster.put("c", payload("c")) == [Joined(record("c"))]
-    assert roster.put("c", payload("c")) == []
-    assert roster.put("c", payload("c", 2)) == [Changed(record("c"), record("c", 2))]
-    assert roster.put("c", b"") == [Left(record("c", 2), "deleted")]
-    assert roster.put("c", b"") == []
-    assert roster.remove("c", 100) == []
+    assert roster.put("index.h.c", payload("c")) == [Joined(record("c"))]
+    assert roster.put("index.h.c", payload("c")) == []
+    assert roster.put("index.h.c", payload("c", 2)) == [Changed(record("c"), record("c", 2))]
+    assert roster.put("index.h.c", b"") == [Left(record("c", 2), "deleted")]
+    assert roster.put("index.h.c", b"") == []
+    assert roster.remove("index.h.c", 100) == []
 
 
 def test_in_quiet_times_a_removal_is_believed_at_once(roster: Presence) -> None:
     """Goal: no delay on top of the lease."""
-    assert roster.remove("a", TTL_S + GRACE_S) == [Left(record("a"), "expired")]
-    assert set(roster.records) == {"b"}
+    assert roster.remove("index.h.a", TTL_S + GRACE_S) == [Left(record("a"), "expired")]
+    assert set(roster.records) == {"index.h.b"}
 
 
 def test_soon_after_contact_the_missing_have_time(roster: Presence) -> None:
     """Goal: who comes back was never away; who does not leaves when its time is up."""
     roster.contact(100)
     assert roster.replace({}, 100) == []
-    assert roster.put("a", payload("a")) == []
+    assert roster.put("index.h.a", payload("a")) == []
     assert roster.sweep(100 + TTL_S + GRACE_S - 0.1) == []
     assert roster.sweep(100 + TTL_S + GRACE_S) == [Left(record("b"), "expired")]
     assert roster.sweep(1000) == []
-    assert set(roster.records) == {"a"}
+    assert set(roster.records) == {"index.h.a"}
 
 
 def test_second_outage_begins_the_time_anew(roster: Presence) -> None:
     """Goal: an unstable registry makes nobody leave."""
     roster.contact(100)
-    roster.remove("a", 101)
+    roster.remove("index.h.a", 101)
     roster.outage()
     assert roster.sweep(1000) == []
     roster.contact(1005)
@@ -73,6 +73,14 @@ def test_second_outage_begins_the_time_anew(roster: Presence) -> None:
 def test_missing_one_may_say_goodbye(roster: Presence) -> None:
     """Goal: a goodbye needs no waiting, and is told once."""
     roster.contact(100)
-    roster.remove("a", 101)
-    assert roster.replace({"a": b"", "b": payload("b")}, 102) == [Left(record("a"), "deleted")]
+    roster.remove("index.h.a", 101)
+    assert roster.replace({"index.h.a": b"", "index.h.b": payload("b")}, 102) == [
+        Left(record("a"), "deleted")
+    ]
     assert roster.sweep(1000) == []
+
+
+def test_an_entry_that_names_another_service_is_no_entry(roster: Presence) -> None:
+    """Goal: the owner of one key speaks for no other service."""
+    assert roster.put("index.h.c", payload("a", 99)) == []
+    assert roster.records["index.h.a"] == record("a")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -104,18 +103,6 @@ async def test_outsiders_wait_for_room_and_completions_do_not() -> None:
         await waiting
         await loop.wait_idle(deadline_s=DEADLINE_S)
     assert core.seen == ["completion", "1", "2", "3"]
-
-
-async def test_completions_come_from_threads() -> None:
-    """Goal: the NIXL thread can report."""
-    core, loop = make()
-    async with running(loop):
-        await loop.offer("first", deadline_s=DEADLINE_S)
-        await wait_until(lambda: core.seen)
-        thread = threading.Thread(target=loop.complete_threadsafe, args=("from a thread",))
-        thread.start()
-        await wait_until(lambda: len(core.seen) == 2)
-        thread.join()
 
 
 async def test_ticks_arrive() -> None:

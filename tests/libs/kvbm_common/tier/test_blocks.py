@@ -1,22 +1,30 @@
 """Columns of blocks say what a dict of blocks says, and policies filled with them what one by one
-they would have learned."""
+they would have learned. Folded blocks are taken in their order, once, with their slots."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.checksum import block_checksum, combined_checksum
+from kvbm_common.checksum import block_checksum, combined_checksum, pack_sums
 from kvbm_common.eviction import POLICIES, EvictionPolicy, make_policy
-from kvbm_common.eviction.order import FreeOrder
+from kvbm_common.eviction.lru import FreeOrder
 from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.eviction.sketch import mix, mixed
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import Block, BlockColumns, is_divisible
+from kvbm_common.tier.blocks import (
+    BATCH_BLOCKS_MOST,
+    Block,
+    BlockColumns,
+    FoldedBlocks,
+    batch_blocks,
+)
+from kvbm_common.tier.parts import ONE_PART, Grid, is_divisible
 from msgspec.structs import replace
 
 from tests.libs.helpers import block, name, names
@@ -69,29 +77,34 @@ def test_columns_are_the_dict_that_they_were_made_of(blocks: dict[int, Block]) -
     assert columns.without_older() is columns
 
 
-def test_columns_keep_how_many_parts_a_block_has() -> None:
+def test_columns_keep_how_a_block_is_cut() -> None:
     """Their checksums they do not keep: a lower tier learns them from the bytes."""
-    columns = BlockColumns.of({3: replace(block(1), parts=(7, 8)), 1: block(2)})
-    assert columns[3] == replace(block(1), parts=2)
+    grid = Grid(ranges=2, layers=3, heads=4)
+    cut = replace(block(1), parts=grid.code.to_bytes(2, "little") + bytes(64))
+    columns = BlockColumns.of({3: cut, 1: block(2)})
+    assert columns[3] == replace(block(1), parts=grid.code)
     assert columns[1] == block(2)
 
 
 DATA = bytes(range(64))
 SUMS = tuple(block_checksum(DATA[start : start + 32]) for start in (0, 32))
+PACKED = pack_sums(SUMS)
 
 
-def parted(parts: int | tuple[int, ...]) -> Block:
+def parted(sums: bytes = b"") -> Block:
     """Block 1, of 64 bytes in two parts."""
-    return replace(block(1), checksum=combined_checksum(SUMS), parts=parts)
+    parts = b"\x02\0" + sums if sums else 2
+    return replace(block(1), checksum=combined_checksum(PACKED), parts=parts)
 
 
 def test_a_block_of_one_part_is_verified_by_its_checksum() -> None:
     """Behind its bytes the slot may hold anything."""
     alone = replace(block(1), checksum=block_checksum(DATA))
-    assert (alone.part_count, alone.part_checksums) == (1, (alone.checksum,))
-    assert alone.sums_in(memoryview(DATA + b"more")) == (alone.checksum,)
+    packed = pack_sums([alone.checksum])
+    assert (alone.part_count, alone.part_sums) == (1, packed)
+    assert alone.sums_in(memoryview(DATA + b"more")) == packed
     assert alone.sums_in(memoryview(bytes(64))) is None
-    assert alone.with_sums((alone.checksum,)) is alone
+    assert alone.with_sums(packed) is alone
 
 
 @pytest.mark.parametrize("flipped", [None, 0, 31, 32, 63])
@@ -102,29 +115,44 @@ def test_a_block_of_two_parts_is_verified_by_what_their_checksums_combine_to(
     data = bytearray(DATA)
     if flipped is not None:
         data[flipped] ^= 1
-    sums = parted(2).sums_in(memoryview(data))
-    assert sums == (SUMS if flipped is None else None)
-    assert parted(2).with_sums(SUMS) == parted(SUMS)
-    assert (parted(SUMS).part_count, parted(SUMS).part_checksums) == (2, SUMS)
-    assert (parted(2).part_count, parted(2).part_checksums) == (2, ())
+    sums = parted().sums_in(memoryview(data))
+    assert sums == (PACKED if flipped is None else None)
+    assert parted().with_sums(PACKED) == parted(PACKED)
+    assert (parted(PACKED).part_count, parted(PACKED).part_sums) == (2, PACKED)
+    assert (parted().part_count, parted().part_sums) == (2, b"")
 
 
-@pytest.mark.parametrize("sums", [(), (1,), SUMS[::-1], (*SUMS, 0), (-1, 1), (2**64, 1)])
+def test_scattered_parts_are_summed_over_their_runs() -> None:
+    """Two ranges of two layers and two heads, in runs of 8 bytes."""
+    grid = Grid(ranges=2, layers=2, heads=2)
+    runs = [DATA[at : at + 8] for at in range(0, 64, 8)]
+    parts = [runs[0] + runs[2], runs[1] + runs[3], runs[4] + runs[6], runs[5] + runs[7]]
+    sums = pack_sums(map(block_checksum, parts))
+    cut = Block.of_sums(name(1), name(0), bytes(32), 64, grid, sums)
+    assert (cut.grid, cut.part_sums, cut.checksum) == (grid, sums, block_checksum(sums))
+    assert cut.sums_in(memoryview(DATA)) == sums
+    assert cut.sums_in(memoryview(DATA[::-1])) is None
+
+
+@pytest.mark.parametrize("sums", [(), (1,), SUMS[::-1], (*SUMS, 0)])
 def test_other_checksums_are_not_the_blocks(sums: tuple[int, ...]) -> None:
-    """Too few, too many, in another order, or no 64-bit numbers."""
-    assert parted(2).has_sums(SUMS)
-    assert not parted(2).has_sums(sums)
+    """Too few, too many, in another order."""
+    packed = pack_sums(sums)
+    assert parted().has_sums(PACKED)
+    assert not parted().has_sums(packed)
+    assert not parted().has_sums(PACKED + b"x")
     with pytest.raises(AssertionError):
-        parted(2).with_sums(sums)
+        parted().with_sums(packed)
 
 
 @pytest.mark.parametrize(
     ("size", "parts", "good"),
     [(64, 1, True), (64, 2, True), (64, 3, False), (64, 0, False), (0, 1, True),
-     (65_536, 65_536, False)],
+     (65_536, 65_536, False), (65, 65, False), (24, Grid(2, 3, 4).code, True),
+     (25, Grid(2, 3, 4).code, False)],
 )  # fmt: skip
 def test_which_parts_a_block_can_have(size: int, parts: int, good: bool) -> None:
-    """Of equal size, and as many as a record of the journal can say."""
+    """Of equal size, and by a grid that a record of the journal can say."""
     assert is_divisible(size, parts) is good
 
 
@@ -211,14 +239,14 @@ def test_a_former_order_is_left_once_and_does_not_come_back() -> None:
     order = FreeOrder()
     order.fill(BlockColumns.of({number: block(number) for number in (1, 2, 3)}))
     assert list(order) == names(3, 2, 1)
-    order.remove(name(2))
-    order.add(name(4))
-    order.add(name(2))
+    order.hold(name(2))
+    order.free(name(4))
+    order.free(name(2))
     assert list(order) == names(3, 1, 4, 2)
-    order.remove(name(3))
+    order.hold(name(3))
     assert (list(order), len(order), name(3) in order) == (names(1, 4, 2), 3, False)
     with pytest.raises(KeyError):
-        order.remove(name(3))
+        order.hold(name(3))
 
 
 def test_many_names_are_mixed_as_one_is() -> None:
@@ -229,8 +257,58 @@ def test_many_names_are_mixed_as_one_is() -> None:
 
 def test_a_block_of_several_parts_has_their_checksums() -> None:
     """One part: its checksum is the block's. Several: the block keeps the checksum of each."""
-    one = Block.of_sums(name(1), name(0), bytes(32), 64, (7,))
+    one = Block.of_sums(name(1), name(0), bytes(32), 64, ONE_PART, pack_sums([7]))
     assert one == Block(name(1), name(0), bytes(32), 7, 64)
-    two = Block.of_sums(name(1), name(0), bytes(32), 64, (7, 8))
-    assert (two.part_checksums, two.checksum) == ((7, 8), combined_checksum((7, 8)))
-    assert two.has_sums((7, 8))
+    sums = pack_sums([7, 8])
+    two = Block.of_sums(name(1), name(0), bytes(32), 64, Grid(heads=2), sums)
+    assert (two.part_sums, two.checksum) == (sums, combined_checksum(sums))
+    assert two.has_sums(sums)
+    with pytest.raises(AssertionError):
+        Block.of_sums(name(1), name(0), bytes(32), 64, Grid(heads=3), sums)
+
+
+def folded(*numbers: int) -> FoldedBlocks:
+    """Blocks in slots of ten times their numbers."""
+    return FoldedBlocks(BlockColumns.of({10 * number: block(number) for number in numbers}))
+
+
+def test_blocks_are_taken_in_their_order_and_once() -> None:
+    blocks = folded(3, 1, 2)
+    assert (len(blocks), blocks.slots()) == (3, {10, 20, 30})
+    assert blocks.take(2) == [(30, block(3)), (10, block(1))]
+    assert (len(blocks), blocks.slots()) == (1, {20})
+    assert blocks.take(9) == [(20, block(2))]
+    assert (len(blocks), blocks.slots()) == (0, set())
+    assert blocks.take(1) == []
+
+
+def test_a_block_can_be_read_without_being_taken() -> None:
+    blocks = folded(3, 1)
+    assert blocks[10] == block(1)
+    assert len(blocks) == 2
+
+
+def test_columns_are_given_up_with_their_last_block() -> None:
+    """Columns of millions of blocks do not stay in memory for nothing."""
+    columns = BlockColumns.of({10: block(1), 20: block(2)})
+    alive, blocks = weakref.ref(columns.slots), FoldedBlocks(columns)
+    del columns
+    blocks.take(1)
+    assert alive() is not None
+    blocks.take(1)
+    assert alive() is None
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "blocks"),
+    [(4 * MIB, 16), (MIB, 16), (MIB // 4, 64), (4096, BATCH_BLOCKS_MOST), (0, 256)],
+)
+def test_small_blocks_fill_a_batch_by_their_bytes(slot_bytes: int, blocks: int) -> None:
+    assert batch_blocks(16, 16 * MIB, slot_bytes) == blocks
+
+
+def test_without_a_measure_in_bytes_a_batch_is_counted_in_blocks() -> None:
+    assert batch_blocks(2, 0, 4096) == 2

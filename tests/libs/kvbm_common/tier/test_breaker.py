@@ -34,7 +34,6 @@ def test_while_open_nothing_goes() -> None:
     breaker = opened()
     assert not breaker.allows(PAUSE_MS - 1)
     assert not breaker.trouble(1), "late failures of what flew do not open it anew"
-    assert breaker.opened_count == 1
 
 
 def test_one_probe_goes_and_decides() -> None:

@@ -76,36 +76,106 @@ def test_a_boundary_ends_blocks_of_every_group() -> None:
     assert reached(groups, (0, 5)).tokens == 12
 
 
+def chunked(chunk: int, offset: int) -> list[GroupRun]:
+    return [GroupRun(4, 8, chunk=chunk, offset=offset)]
+
+
+@pytest.mark.parametrize(
+    ("offset", "tokens", "expected"),
+    [
+        (0, 4, range(1)),
+        (0, 16, range(4, 4)),
+        (0, 20, range(4, 5)),
+        (0, 28, range(4, 7)),
+        (12, 4, range(1, 1)),
+        (12, 8, range(1, 2)),
+        (12, 16, range(1, 4)),
+        (8, 4, range(1)),
+    ],
+)
+def test_a_hit_needs_the_chunk_in_which_it_ends(offset: int, tokens: int, expected: range) -> None:
+    """A chunk has 16 tokens from the first token of the sequence on; at its end nothing is needed.
+
+    What the device has (`offset`) may end inside of a chunk.
+    """
+    assert needed(chunked(16, offset), tokens) == [expected]
+
+
+def test_a_chunk_need_not_end_with_a_block() -> None:
+    """A chunk of ten tokens: the block in which one begins is needed."""
+    assert needed(chunked(10, 0), 24) == [range(5, 6)]
+    assert needed(chunked(10, 0), 16) == [range(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ((), 24),
+        (((1, 5),), 20),
+        (((1, 4),), 16),
+        (((1, 0), (1, 1), (1, 2), (1, 3)), 24),
+        (((1, 5), (1, 4), (1, 3), (1, 2)), 16),
+    ],
+)
+def test_full_attention_beside_chunks(missing: tuple[tuple[int, int], ...], expected: int) -> None:
+    """The end of a chunk, 16 tokens, needs no block of the chunked group."""
+    groups = [FULL, GroupRun(4, 6, chunk=16)]
+    assert reached(groups, *missing).tokens == expected
+
+
+def test_a_state_without_its_prefix_is_a_miss() -> None:
+    """Full attention beside recurrent states, whose blocks are four times as large."""
+    groups = [GroupRun(4, 8), GroupRun(16, 2, 1)]
+    assert reached(groups) == Reach(32, 32)
+    assert reached(groups, (0, 7)) == Reach(16, 16)
+    assert reached(groups, (1, 1)) == Reach(16, 32)
+    assert reached(groups, (0, 0)) == Reach(0, 0)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[GroupRun], set[SequenceHash], int]:
-    groups = draw(
-        st.lists(
-            st.builds(
-                GroupRun,
-                st.sampled_from([2, 4, 6]),
-                st.integers(0, 12),
-                st.sampled_from([0, 0, 1, 2, 3, 20]),
-            ),
-            min_size=1,
-            max_size=4,
-        )
+    """Groups of every rule, behind what a device has, with blocks of several sizes."""
+    offset = 12 * draw(st.integers(0, 3))
+    rules = st.one_of(
+        st.tuples(st.sampled_from([0, 0, 1, 2, 3, 20]), st.just(0)),
+        st.tuples(st.just(0), st.sampled_from([5, 8, 12, 24])),
     )
+    groups = [
+        GroupRun(draw(st.sampled_from([2, 4, 6])), draw(st.integers(0, 12)), *draw(rules), offset)
+        for _ in range(draw(st.integers(1, 4)))
+    ]
     everything = [one for names in names_of(groups) for one in names]
     has = {one for one in everything if draw(st.integers(0, 4))}
     return groups, has, draw(st.integers(0, 80))
 
 
+def needs(group: GroupRun, place: int, tokens: int) -> bool:
+    """Tell whether the next token behind a boundary looks at a block: the rules as they are said.
+
+    A window of n blocks has the tokens of the last n; a chunk's tokens see each other alone.
+    """
+    first, size = place * group.block_tokens, group.block_tokens
+    if first >= tokens:
+        return False
+    if group.window:
+        return first >= tokens - group.window * size
+    if group.chunk:
+        chunk_of_next = (group.offset + tokens) // group.chunk
+        return any((group.offset + first + at) // group.chunk == chunk_of_next
+                   for at in range(size))  # fmt: skip
+    return True
+
+
 def by_search(groups: list[GroupRun], has: set[SequenceHash], most: int) -> int:
-    """Try every number of tokens, and every block before it, by the rule as it is written."""
+    """Try every number of tokens, and every block before it."""
     best = 0
     for tokens in range(1, most + 1):
         if all(
             tokens % one.block_tokens == 0
             and tokens <= one.blocks * one.block_tokens
             and all(
-                name(at, place) in has
+                name(at, place) in has or not needs(one, place, tokens)
                 for place in range(tokens // one.block_tokens)
-                if not one.window or place >= tokens // one.block_tokens - one.window
             )
             for at, one in enumerate(groups)
         ):
@@ -127,17 +197,14 @@ def test_the_reach_is_that_of_a_search_over_all_boundaries(
     most -= most % step_tokens(groups)
     found = reach(groups, names_of(groups), ask, most=most)
     assert found.tokens == by_search(groups, has, most)
-    full = [one for one in groups if not one.window]
-    only_full = [
-        GroupRun(one.block_tokens, one.blocks if not one.window else 40, one.window)
-        for one in groups
-    ]
-    assert found.tokens <= found.shared <= min(most, longest(groups))
-    if full:
-        everything = has | {
-            name(at, place) for at, one in enumerate(groups) if one.window for place in range(40)
-        }
-        assert found.shared == min(by_search(only_full, everything, most), longest(groups))
+    everything = has | {
+        one
+        for names, group in zip(names_of(groups), groups, strict=True)
+        for one in names
+        if not group.is_prefix
+    }
+    assert found.shared == by_search(groups, everything, most)
+    assert found.tokens <= found.shared
     assert all(count == 1 for count in looked.values()), "a block is looked at twice"
 
 
@@ -151,4 +218,10 @@ def test_what_is_needed_reaches_as_far_by_itself(
     tokens = reach(groups, names, has.__contains__).tokens
     leased = set(needed_names(groups, names, tokens))
     assert leased <= has
+    assert leased == {
+        found
+        for one, group_names in zip(groups, names, strict=True)
+        for place, found in enumerate(group_names)
+        if needs(one, place, tokens)
+    }
     assert reach(groups, names, leased.__contains__).tokens == tokens

@@ -81,6 +81,6 @@ def test_ids_are_never_reused_and_never_zero() -> None:
         table.release(lease.id)
     assert ids == sorted(set(ids))
     assert 0 not in ids
-    assert granted(LeaseTable(first_id=500), "ada", 1).id == 500
+    assert granted(LeaseTable(epoch=7), "ada", 1).id == (7 << 32) + 1
     with pytest.raises(AssertionError):
-        LeaseTable(first_id=0)
+        LeaseTable(epoch=-1)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbm_common.tier import kv_groups
 from kvbm_common.wire import admin, events, local, scores, verbs
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, MsgpackCodec, WireError
 
@@ -230,6 +231,45 @@ def test_a_number_that_no_peer_can_hold_is_malformed() -> None:
     raw = msgspec.json.decode(events.event_codec.encode(STORED))
     payload = json.dumps(raw | {"seq": 2**70}).encode()
     assert refusal(events.event_codec, payload) == "malformed"
+
+
+NAMESPACE = {"model": "m", "block_tokens": 16}
+HELLO = {"engine": "ada", "incarnation": "0" * 16, "role": "worker", "namespace": NAMESPACE}
+REGION = [4096, 64, 64, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "allowed"),
+    [
+        ({"group_namespaces": [NAMESPACE] * kv_groups.GROUPS_MAX}, "group_namespaces", "<= 63"),
+        ({"regions": [REGION] * (local.REGIONS_MAX + 1)}, "regions", "<= 16384"),
+        ({"namespace": NAMESPACE | {"group": -1}}, "namespace.group", "≥ 0"),
+        ({"namespace": NAMESPACE | {"layers": -5}}, "namespace.layers", "≥ 0"),
+    ],
+)
+def test_a_hello_out_of_bounds_is_refused_by_field(
+    change: dict[str, object], field: str, allowed: str
+) -> None:
+    """Goal: no hello makes the host tier work for seconds, and the engine reads what to change."""
+    with pytest.raises(WireError, match=allowed) as caught:
+        local.to_host_tier.decode(msgspec.msgpack.encode({"type": "hello", **HELLO, **change}))
+    assert (caught.value.kind, caught.value.field) == ("malformed", field)
+
+
+def test_a_hello_of_the_largest_size_is_read() -> None:
+    """Goal: the bounds are the largest values that are allowed, for a consolidator as well."""
+    groups = [NAMESPACE | {"group": 1 + group} for group in range(kv_groups.GROUPS_MAX - 1)]
+    largest = {"group_namespaces": groups, "regions": [REGION] * local.REGIONS_MAX}
+    payload = msgspec.msgpack.encode({"type": "hello", **HELLO, **largest})
+    hello = local.to_host_tier.decode(payload)
+    assert isinstance(hello, local.Hello)
+    assert len(hello.namespaces) == kv_groups.GROUPS_MAX
+    attach = {
+        "type": "attach", "engine": "ada", "incarnation": "0" * 16, "endpoint": "",
+        "namespace": NAMESPACE, "group_namespaces": [*groups, NAMESPACE],
+    }  # fmt: skip
+    with pytest.raises(WireError, match="<= 63"):
+        local.to_consolidator.decode(msgspec.msgpack.encode(attach))
 
 
 CODECS = list({id(example.codec): example.codec for example in EXAMPLES}.values())

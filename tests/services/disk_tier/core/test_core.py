@@ -228,7 +228,7 @@ def test_a_long_journal_is_rewritten_with_what_is_live_and_what_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A store of one slot, limit 4 records: each block costs a record, and one for the last."""
-    monkeypatch.setattr("kvbm_disk_tier.core.journal_writer.JOURNAL_RECORDS_MIN", 0)
+    monkeypatch.setattr("kvbm_disk_tier.core.inventory.JOURNAL_RECORDS_MIN", 0)
     disk = Disk(slots=1, limits=DiskTierLimits(journal_records_per_slot=4))
     disk.store(1)
     disk.store(2)
@@ -242,9 +242,10 @@ def test_a_long_journal_is_rewritten_with_what_is_live_and_what_is_on_its_way(
 
 def test_a_rewrite_keeps_what_fails_later_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The append of a block fails after it has been rewritten into the journal."""
-    monkeypatch.setattr("kvbm_disk_tier.core.journal_writer.JOURNAL_RECORDS_MIN", 0)
-    disk = Disk(slots=2, limits=DiskTierLimits(journal_records_per_slot=0))
-    disk.store(1, 2)
+    monkeypatch.setattr("kvbm_disk_tier.core.inventory.JOURNAL_RECORDS_MIN", 0)
+    disk = Disk(slots=1, limits=DiskTierLimits(journal_records_per_slot=4))
+    disk.store(1)
+    disk.store(2)
     effects = disk.released(one(disk.written(writing(disk, 3)), ReleaseHost))
     assert of(effects, RewriteJournal)
     disk.journal_failed(one(effects, AppendJournal))

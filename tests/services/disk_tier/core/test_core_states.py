@@ -44,12 +44,12 @@ from kvbm_disk_tier.core.store import STORE_RETRY_MS
 
 from tests.services.disk_tier.helpers import (
     HOST_EPOCH,
-    SLOT_BYTES,
     Disk,
     arena,
     asked,
     block,
     filled,
+    layout,
     numbers,
     of,
     opened,
@@ -116,7 +116,7 @@ class Everything(RuleBasedStateMachine):
         ]
         self.disk.journal += records
         replay = Replay(found, 1 + len(records), len(records), 0)
-        self.take(self.disk.step(StoreOpened(SLOTS, SLOT_BYTES, replay)))
+        self.take(self.disk.step(StoreOpened(layout(SLOTS), replay)))
         assert self.disk.on_disk() == {number: slot for slot, number in enumerate(former)}
 
     def take(self, effects: list[Effect]) -> None:
@@ -164,7 +164,7 @@ class Everything(RuleBasedStateMachine):
         self.believed.remove(append.write)
         for record in append.records:
             assert record.operation is Operation.COMMITTED
-            assert self.bytes_in[record.slot] == numbers([record.block])[0]
+            assert self.bytes_in[record.place] == numbers([record.block])[0]
 
     def check_read(self, read: ReadSlots) -> None:
         """What is read is what was written, with the checksum of that block."""

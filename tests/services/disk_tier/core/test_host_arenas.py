@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.wire.verbs import ArenaReply, FillRequest, FillSlot, Hits
+from kvbm_common.wire.verbs import ArenaReply, FillRequest, FillSlot, Hits, LeaseReply
 from kvbm_disk_tier.core.effects import (
     AskArena,
     AskHostSnapshot,
@@ -25,9 +25,20 @@ from kvbm_disk_tier.core.messages import (
     HostJoined,
     HostLeft,
     HostSnapshot,
+    Leased,
 )
 
-from tests.services.disk_tier.helpers import NAMESPACE, SLOT_BYTES, Disk, arena, block, name, of
+from tests.services.disk_tier.helpers import (
+    NAMESPACE,
+    SLOT_BYTES,
+    Disk,
+    arena,
+    block,
+    leased_slot,
+    name,
+    of,
+    one,
+)
 
 OTHER_EPOCH = 77
 
@@ -87,7 +98,9 @@ def test_a_fill_goes_into_the_arena_that_it_names() -> None:
     disk.store(1)
     slots = [FillSlot(hash=name(1).hex(), slot=3)]
     for epoch in (arena().epoch, OTHER_EPOCH):
-        request = FillRequest(epoch=epoch, until_ms=disk.now_ms + 1_000, slots=slots)
+        request = FillRequest(
+            epoch=epoch, until_ms=disk.now_ms + 1_000, slots=slots, slot_bytes=SLOT_BYTES
+        )
         [read] = of(disk.step(FillAsked(1, request)), ReadSlots)
         assert (read.epoch, read.targets) == (epoch, (3,))
 
@@ -112,15 +125,19 @@ def test_what_waits_for_an_arena_holds_up_nobody() -> None:
     assert later.instance == "1"
 
 
-def test_a_store_is_not_made_anew_for_an_arena_of_other_slots() -> None:
-    """As long as one arena fits it. The other one is neither written from nor filled."""
-    disk = Disk(slots=8)
+def test_a_store_takes_the_blocks_of_an_arena_of_other_sizes() -> None:
+    """It is not made anew for them; each arena's blocks are leased from it."""
+    disk = Disk(slots=32)
     disk.step(HostJoined("0"))
     disk.step(HostJoined("1"))
     assert not of(disk.step(ArenaKnown(other(slot_bytes=2 * SLOT_BYTES))), OpenStore)
     second = Announcer(host="h", source="host-tier-1", tier="host", epoch=OTHER_EPOCH)
-    for event in second.stored([block(9)]):
-        assert not of(disk.step(HostEvent("1", event)), LeaseHost)
+    large = msgspec.structs.replace(block(9), bytes=SLOT_BYTES + 1)
+    [stored] = second.stored([large])
+    lease = one(disk.step(HostEvent("1", stored)), LeaseHost)
+    assert lease.instance == "1"
+    leased = Leased(lease.write, LeaseReply(lease=1, slots=[leased_slot(9, bytes=large.bytes)]))
+    assert one(disk.step(leased), WriteSlots).blocks == (large,)
     assert of(disk.host_stored(1), LeaseHost)
 
 

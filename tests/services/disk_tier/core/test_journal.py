@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.checksum import block_checksum
+from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.parts import Grid
 from kvbm_common.tier.slots import Block
 from kvbm_disk_tier.core.journal import (
     RECORD_BYTES,
@@ -27,24 +28,24 @@ from kvbm_disk_tier.shell.store import Store, StoreError, StoreOptions
 from kvbm_disk_tier.shell.store_thread import StoreThread
 from msgspec.structs import replace
 
-from tests.services.disk_tier.helpers import BLOCK_BYTES, block, numbers
+from tests.services.disk_tier.helpers import SLOT_BYTES, block, layout, numbers
 
 SLOTS = 4
 
 
-BODY = struct.Struct("<4sB3xQII16s16s32sQH22x")
+BODY = struct.Struct("<4sB3xQ4xI16s16s32sQH6xQ8x")
 """A record without its checksum, as the journal's text describes it."""
 
 
 def decode_record(data: bytes) -> Record | None:
     """A record read by the book, or None when its checksum, magic or operation is wrong."""
     body, check = data[:120], data[120:]
-    magic, operation, order, slot, size, name, parent, space, checksum, parts = BODY.unpack(body)
-    sound = struct.unpack("<Q", check)[0] == block_checksum(body) and magic == b"KVJ2"
+    magic, operation, order, size, name, parent, space, checksum, parts, place = BODY.unpack(body)
+    sound = struct.unpack("<Q", check)[0] == block_checksum(body) and magic == b"KVJ3"
     if not sound or operation not in tuple(Operation):
         return None
     held = Block(SequenceHash(name), SequenceHash(parent), space, checksum, size, parts)
-    return Record(Operation(operation), order, slot, held)
+    return Record(Operation(operation), order, place, held)
 
 
 def read_one_by_one(data: bytes) -> dict[int, Block]:
@@ -52,15 +53,15 @@ def read_one_by_one(data: bytes) -> dict[int, Block]:
     newest: dict[int, Record] = {}
     for start in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
         record = decode_record(data[start : start + RECORD_BYTES])
-        if record is None or record.slot >= SLOTS or record.block.bytes > BLOCK_BYTES:
+        if record is None or record.place >= SLOTS or record.block.bytes > SLOT_BYTES:
             continue
-        if record.slot not in newest or newest[record.slot].order <= record.order:
-            newest[record.slot] = record
+        if record.place not in newest or newest[record.place].order <= record.order:
+            newest[record.place] = record
     live: dict[bytes, Record] = {}
     for record in sorted(newest.values(), key=lambda record: record.order):
         if record.operation is Operation.COMMITTED:
             live[record.block.hash] = record
-    return {record.slot: record.block for record in live.values()}
+    return {record.place: record.block for record in live.values()}
 
 
 def committed(order: int, slot: int, number: int) -> Record:
@@ -75,7 +76,7 @@ def removed(order: int, slot: int, number: int) -> Record:
 
 def replayed(data: bytes) -> Replay:
     """What a restart makes of a journal."""
-    return replay(data, slot_count=SLOTS, slot_bytes=BLOCK_BYTES)
+    return replay(data, layout(SLOTS))
 
 
 def slots(found: Replay) -> dict[int, int]:
@@ -104,9 +105,9 @@ def truth(records: list[Record]) -> dict[int, int]:
     held: dict[int, int] = {}
     for record in records:
         if record.operation is Operation.COMMITTED:
-            held[record.slot] = numbers([record.block])[0]
+            held[record.place] = numbers([record.block])[0]
         else:
-            held.pop(record.slot, None)
+            held.pop(record.place, None)
     return held
 
 
@@ -116,7 +117,7 @@ def check_nothing_invented(found: Replay, records: list[Record]) -> None:
     Its bytes may be gone since, if the newer record was damaged: then the checksum that came back
     with it tells on the first read. A block is in one slot only.
     """
-    once = {(r.slot, r.block) for r in records if r.operation is Operation.COMMITTED}
+    once = {(r.place, r.block) for r in records if r.operation is Operation.COMMITTED}
     assert set(found.blocks.items()) <= once
     names = [found_block.hash for found_block in found.blocks.values()]
     assert len(names) == len(set(names))
@@ -124,7 +125,7 @@ def check_nothing_invented(found: Replay, records: list[Record]) -> None:
 
 def test_a_record_is_128_bytes_and_comes_back() -> None:
     """Every field at its limit."""
-    largest = Record(Operation.REMOVED, 2**64 - 1, 2**32 - 1, block(255))
+    largest = Record(Operation.REMOVED, 2**64 - 1, 2**64 - 1, block(255))
     data = encode_record(largest)
     assert len(data) == RECORD_BYTES == 128
     assert decode_record(data) == largest
@@ -147,9 +148,9 @@ def test_the_newest_record_of_a_slot_counts_and_of_a_block() -> None:
 
 @pytest.mark.parametrize("record", [committed(1, SLOTS, 1), Record(
     Operation.COMMITTED, 1, 0, type(block(1))(block(1).hash, block(1).parent, block(1).namespace,
-                                              1, BLOCK_BYTES + 1))])  # fmt: skip
+                                              1, SLOT_BYTES + 1))])  # fmt: skip
 def test_a_record_that_this_store_cannot_hold_is_damaged(record: Record) -> None:
-    """A slot beyond the end, or a block larger than a slot."""
+    """A slot beyond the end, or a block larger than a slab."""
     found = replayed(encode_record(record))
     assert (found.blocks, found.damaged) == ({}, 1)
 
@@ -163,12 +164,14 @@ def test_a_record_of_parts_that_cannot_be_is_damaged(parts: int) -> None:
     assert (found.blocks, found.damaged) == ({}, 1)
 
 
-def test_a_journal_says_how_many_parts_a_block_has() -> None:
+def test_a_journal_says_how_a_block_is_cut() -> None:
     """Their checksums it does not say: the bytes do, when they are read."""
-    parted = replace(block(1), parts=(5, 6))
-    found = replayed(encode_record(Record(Operation.COMMITTED, 1, 2, parted)))
-    assert found.blocks[2] == replace(block(1), parts=2)
-    assert (found.blocks[2].part_count, found.blocks[2].part_checksums) == (2, ())
+    for grid in (Grid(heads=2), Grid(ranges=2, layers=2, heads=4)):
+        parts = grid.code.to_bytes(2, "little") + pack_sums(range(grid.count))
+        parted = replace(block(1), parts=parts)
+        found = replayed(encode_record(Record(Operation.COMMITTED, 1, 2, parted)))
+        assert found.blocks[2] == replace(block(1), parts=grid.code)
+        assert (found.blocks[2].grid, found.blocks[2].part_sums) == (grid, b"")
 
 
 @pytest.mark.parametrize("offset", [0, 4])
@@ -290,7 +293,7 @@ def test_a_rewritten_journal_replaces_the_old_one_and_is_appended_to(tmp_path: P
     ("header", "changes", "reason"),
     [
         (b'{"format":1,"slot_bytes":4096,"slot_count":4}', {}, "format 1"),
-        (b'{"format":3,"slot_bytes":4096,"slot_count":4}', {}, "format 3"),
+        (b'{"format":4,"slot_bytes":4096,"slot_count":4}', {}, "format 4"),
         (b'{"format":2,"slot_bytes":4096,"slot_count":5}', {}, "5 slots, and 4"),
         (b'{"format":2,"slot_bytes":8192,"slot_count":2}', {}, "too short"),
         (b'{"format":2,"slot_bytes":0,"slot_count":4}', {}, "slot_bytes"),
@@ -329,13 +332,15 @@ def test_a_number_of_blocks_wins_over_the_size(tmp_path: Path) -> None:
 
 def test_a_store_has_one_owner(tmp_path: Path) -> None:
     """The second is refused, with the directory and what to change."""
-    store = Store(options(tmp_path))
+    store, other = Store(options(tmp_path)), Store(options(tmp_path))
+    store.acquire()
     with pytest.raises(
         StoreError, match=f"{tmp_path}/store is used by another disk tier.*DYN_KVBM"
     ):
-        Store(options(tmp_path))
+        other.acquire()
     store.close()
-    Store(options(tmp_path)).close()
+    other.acquire()
+    other.close()
 
 
 def test_what_waits_together_is_synchronised_once_and_in_order(
@@ -416,14 +421,14 @@ def test_a_group_that_fails_fails_for_each_and_leaves_no_torn_record(
     thread = StoreThread(store)
     go_on = threading.Event()
     thread.call(go_on.wait)
-    write = os.write
+    write = os.pwrite
 
-    def full(fd: int, data: bytes) -> int:
+    def full(fd: int, data: bytes, offset: int) -> int:
         if len(data) < RECORD_BYTES:
             raise OSError(28, "No space left on device")
-        return write(fd, bytes(data)[: RECORD_BYTES + 40])
+        return write(fd, bytes(data)[: RECORD_BYTES + 40], offset)
 
-    monkeypatch.setattr("os.write", full)
+    monkeypatch.setattr("os.pwrite", full)
     failed = [thread.append((committed(1 + i, i, 1 + i),), write=i) for i in range(2)]
     go_on.set()
     for done in failed:
@@ -433,4 +438,8 @@ def test_a_group_that_fails_fails_for_each_and_leaves_no_torn_record(
     thread.append((committed(3, 3, 3),), write=3).result(5.0)
     thread.close()
     store.close()
-    assert (tmp_path / "store/journal").stat().st_size == RECORD_BYTES
+    again = Store(options(tmp_path))
+    found = again.recover()
+    assert found is not None
+    assert (slots(found), found.damaged) == ({3: 3}, 0)
+    again.close()

@@ -161,8 +161,8 @@ def test_what_was_written_to_measure_is_of_the_budget() -> None:
     disk = Disk(write_budget=48 * SLOT_BYTES, ready=False)
     disk.step(ArenaKnown(arena()))
     disk.step(replace(opened(4), depth=Depth(None, None, SLOT_BYTES)))
-    disk.core.writes.budget.take(0, disk.now_ms)
-    assert disk.core.writes.budget.level == -SLOT_BYTES
+    disk.core.pending.budget.take(0, disk.now_ms)
+    assert disk.core.pending.budget.level == -SLOT_BYTES
 
 
 def test_the_front_of_a_short_run_overtakes_the_tail_of_a_long_one() -> None:

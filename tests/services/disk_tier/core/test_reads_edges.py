@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from kvbm_common.eviction import make_policy
 from kvbm_common.wire.events import Removed
-from kvbm_common.wire.verbs import ErrorBody, FilledSlot, FillReply
-from kvbm_disk_tier.core.disk_breaker import SLOW_MS
+from kvbm_common.wire.slot_entries import FilledSlot
+from kvbm_common.wire.verbs import ErrorBody, FillReply
 from kvbm_disk_tier.core.effects import Answer, Effect, ReadSlots
+from kvbm_disk_tier.core.health import SLOW_MS
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import ReadDone, ReadFailed, ReadLanded
 
@@ -103,7 +106,7 @@ def test_a_tier_that_stops_reads_nothing_more() -> None:
 def test_a_disk_that_is_bypassed_reads_nothing_until_it_is_tried() -> None:
     """Three troubles in a row, and the breaker is open."""
     disk = stored(1)
-    while disk.core.breaker.allows(disk.now_ms):
+    while disk.core.health.reads:
         read = one(disk.fill(1), ReadSlots)
         disk.step(ReadFailed(read.read, "transfer_failed"))
     [error] = errors(disk.fill(1))
@@ -173,9 +176,9 @@ def test_each_block_that_is_wrong_has_its_own_reason_and_fate() -> None:
     assert disk.counts["fill_blocks"] == 1
     assert disk.counts["bytes.read"] == 4 * SLOT_BYTES
     assert [disk.counts[f"dropped.fill_{why}"] for why in reasons[1:]] == [1, 1, 1]
-    story = [text for _, text in disk.core.diary.entries(name(4))]
+    story = [text for _, text in disk.core.inventory.diary.entries(name(4))]
     assert story[-1] == "was read: sealed"
-    assert disk.core.diary.entries(name(4))[-1][0] == disk.now_ms
+    assert disk.core.inventory.diary.entries(name(4))[-1][0] == disk.now_ms
 
 
 def test_counts_of_reads_add_up() -> None:
@@ -265,7 +268,7 @@ def test_some_reads_are_handed_over_ahead() -> None:
 def test_reads_are_uses() -> None:
     """1 is read three times; the policy that counts uses gives up 2."""
     disk = stored(2, 1, slots=2)
-    disk.core.inventory.table.use_policy(make_policy("lfu", 2))
+    disk.core.inventory.table.use_policy(partial(make_policy, "lfu"))
     for _ in range(3):
         disk.read(one(disk.fill(1), ReadSlots))
     disk.read(one(disk.fill(2), ReadSlots))

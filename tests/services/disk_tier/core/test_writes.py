@@ -19,7 +19,7 @@ from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.journal import Operation
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import ArenaKnown, HostEventsLost, Journaled, Leased, Tick
-from kvbm_disk_tier.core.retries import TRIES_MAX
+from kvbm_disk_tier.core.pending import TRIES_MAX
 
 from tests.services.disk_tier.helpers import (
     ARENA_SLOTS,
@@ -77,8 +77,8 @@ def test_the_filter_that_was_given_is_used_even_when_it_is_empty() -> None:
     given = FrequencyFilter(enabled=False)
     assert not given
     core = DiskTierCore(host="h", instance="0", epoch=EPOCH, frequency_filter=given)
-    assert core.admission.filter is given
-    assert DiskTierCore(host="h", instance="0", epoch=EPOCH).admission.filter.enabled
+    assert core.pending.admission.filter is given
+    assert DiskTierCore(host="h", instance="0", epoch=EPOCH).pending.admission.filter.enabled
 
 
 def test_a_staging_arena_has_no_filter() -> None:
@@ -309,8 +309,8 @@ def test_a_lease_that_ended_early_makes_the_copy_worthless() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"slot": ARENA_SLOTS}, {"bytes": SLOT_BYTES + 1}, {"checksum": 2**64},
-               {"checksum": -1}],
+    "change", [{"slot": ARENA_SLOTS}, {"slot": ARENA_SLOTS - 1, "bytes": SLOT_BYTES + 1},
+               {"bytes": 0}, {"checksum": 2**64}, {"checksum": -1}],
 )  # fmt: skip
 def test_a_leased_slot_that_cannot_be_is_not_written(change: dict[str, int]) -> None:
     """A peer's mistake costs its block: 2 is written."""

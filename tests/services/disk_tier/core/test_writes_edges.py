@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from kvbm_common.tier.breaker import FAILURES_MAX, PAUSE_MAX_MS
 from kvbm_common.wire.verbs import LeaseReply, LeaseRequest
-from kvbm_disk_tier.core.disk_breaker import SLOW_MS
 from kvbm_disk_tier.core.effects import AppendJournal, LeaseHost, ReleaseHost, WriteSlots
+from kvbm_disk_tier.core.health import SLOW_MS, Cause
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import Journaled, Leased, WriteFailed, Written
-from kvbm_disk_tier.core.retries import TRIES_MAX
+from kvbm_disk_tier.core.pending import TRIES_MAX
 
 from tests.services.disk_tier.helpers import (
     ARENA_SLOTS,
@@ -31,7 +31,7 @@ LIMITS = DiskTierLimits()
 
 def why(disk: Disk, number: int) -> tuple[int, str, str] | None:
     """When and why a block was not written."""
-    fate = disk.core.departures.get(name(number))
+    fate = disk.core.inventory.departures.get(name(number))
     return None if fate is None else (fate.at_ms, fate.why, fate.detail)
 
 
@@ -63,7 +63,7 @@ def test_every_field_on_the_way_of_a_batch() -> None:
     slots = [leased_slot(1), leased_slot(2)]
     write = one(disk.step(Leased(lease.write, LeaseReply(lease=77, slots=slots))), WriteSlots)
     assert write == WriteSlots(
-        lease.write, HOST_EPOCH, (1, 2), (0, 1), SLOT_BYTES, (block(1), block(2))
+        lease.write, HOST_EPOCH, (1, 2), (0, 1), (block(1), block(2)), SLOT_BYTES
     )
     assert one(disk.written(write), ReleaseHost) == ReleaseHost(lease.write, "0", 77)
 
@@ -73,7 +73,7 @@ def test_the_diary_follows_a_block() -> None:
     write = writing(disk, 1)
     disk.now_ms += 10
     disk.finish(disk.written(write))
-    assert disk.core.diary.entries(name(1)) == [
+    assert disk.core.inventory.diary.entries(name(1)) == [
         (1_000, "being written to slot 0"), (1_010, "committed in slot 0"),
     ]  # fmt: skip
 
@@ -201,7 +201,9 @@ def test_blocks_that_have_left_the_host_are_counted_and_remembered() -> None:
     ("change", "is_sound"),
     [
         ({"slot": ARENA_SLOTS - 1}, True), ({"slot": ARENA_SLOTS}, False),
-        ({"bytes": SLOT_BYTES}, True), ({"bytes": SLOT_BYTES + 1}, False),
+        ({"slot": ARENA_SLOTS - 1, "bytes": SLOT_BYTES}, True),
+        ({"slot": ARENA_SLOTS - 1, "bytes": SLOT_BYTES + 1}, False),
+        ({"bytes": 0}, False),
         ({"checksum": 2**64 - 1}, True), ({"checksum": 2**64}, False),
         ({"checksum": 0}, True), ({"checksum": -1}, False),
     ],
@@ -296,7 +298,7 @@ def test_what_is_leased_when_the_disk_is_bypassed_is_given_up() -> None:
     waiting = one(effects, LeaseHost)
     assert of(disk.leased(waiting), WriteSlots) == []
     for _ in range(FAILURES_MAX):
-        disk.core.breaker.ended(disk.now_ms, disk.now_ms, failed=True)
+        disk.core.health.trouble(Cause.READ, "io", disk.now_ms)
     releases = of(disk.wait(1), ReleaseHost)
     assert [release.lease for release in releases] == [waiting.write]
     assert dropped(disk) == {"bypassed": 2}
@@ -418,7 +420,7 @@ def test_a_listed_block_is_leased_from_the_host_tier_that_listed_it() -> None:
 def test_the_budget_that_was_not_used_is_given_back() -> None:
     """A lease that fails, one of which nothing is left, a batch of two of which one is there."""
     disk = Disk(slots=4, write_budget=48 * 100 * SLOT_BYTES)
-    budget = disk.core.writes.budget
+    budget = disk.core.pending.budget
     budget.take(0, disk.now_ms)
     disk.now_ms += 24 * 3_600_000
     budget.take(0, disk.now_ms)  # A day later the bucket is full.

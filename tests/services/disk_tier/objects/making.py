@@ -6,16 +6,27 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
+from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.runtime.loop import CoreLoop
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_disk_tier.objects.core.names import Names
 from kvbm_disk_tier.objects.core.packing import Plain
-from kvbm_disk_tier.objects.shell.bucket import Bucket, BucketOptions
-from kvbm_disk_tier.objects.shell.medium import ObjectMedium, ObjectOptions, requests_counter
-from kvbm_disk_tier.objects.shell.mover import ObjectMover
+from kvbm_disk_tier.objects.shell.bucket import Bucket
+from kvbm_disk_tier.objects.shell.directory import Directory
+from kvbm_disk_tier.objects.shell.file_transport import FileTransport
+from kvbm_disk_tier.objects.shell.medium import (
+    ObjectMedium,
+    ObjectOptions,
+    listed_counter,
+    requests_counter,
+)
+from kvbm_disk_tier.objects.shell.mover import ObjectMover, Transport
+from kvbm_disk_tier.objects.shell.object_store import ObjectStore
+from kvbm_disk_tier.objects.shell.s3_client import BucketOptions
 from kvbm_disk_tier.objects.shell.sealed_packing import Sealed
 from kvbm_disk_tier.shell.cipher import Keys
 
@@ -31,32 +42,40 @@ class Parts(NamedTuple):
     mover: ObjectMover
     counters: Metrics
     names: Names
+    options: BucketOptions | Path
 
 
 PARTS: WeakKeyDictionary[ObjectMedium, Parts] = WeakKeyDictionary()
 
 
 def make_medium(
-    options: BucketOptions,
+    options: BucketOptions | Path,
     counters: Metrics,
     *,
     list_s: float = 60.0,
     label: str = "h-0",
     keys: Keys | None = None,
 ) -> ObjectMedium:
-    """A medium that has made no request yet."""
+    """A medium that has made no request yet, over a bucket or a directory."""
     requests = requests_counter(counters)
 
     def counted(request: str, ok: bool) -> None:
         requests.labels(request, "ok" if ok else "failed").inc()
 
-    mover = ObjectMover(
-        name="test", bucket=options, lanes=LANES, counters=counters,
-        packing=Plain() if keys is None else Sealed(keys),
-    )  # fmt: skip
+    store: ObjectStore
+    transport: Transport
+    if isinstance(options, Path):
+        store = Directory(options, counted, listed_counter(counters).labels(kind="odd").inc)
+        transport = FileTransport(options, LANES)
+    else:
+        store = Bucket(options, counted)
+        parameters = options.for_nixl(threads=LANES)
+        transport = MoverThread("test", backends=("OBJ",), object_params=parameters)
+    packing = Plain() if keys is None else Sealed(keys)
+    mover = ObjectMover(transport=transport, lanes=LANES, counters=counters, packing=packing)
     given = ObjectOptions(prefix=PREFIX, slot_count=8, list_s=list_s, label=label, keys=keys)
-    medium = ObjectMedium(given, Bucket(options, counted), mover, counters)
-    PARTS[medium] = Parts(mover, counters, Names(PREFIX, keys))
+    medium = ObjectMedium(given, store, mover, counters)
+    PARTS[medium] = Parts(mover, counters, Names(PREFIX, keys), options)
     return medium
 
 

@@ -7,7 +7,7 @@ from kvbm_cli.layout import processes_of
 from kvbm_cli.stack import SERVICES
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
-from kvbm_disk_tier.objects.shell.bucket import BucketOptions
+from kvbm_disk_tier.objects.shell.s3_client import BucketOptions
 from kvbm_disk_tier.objects.shell.service import check
 
 

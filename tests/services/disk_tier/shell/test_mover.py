@@ -12,6 +12,7 @@ from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_disk_tier.core.effects import ReadSlots, WriteSlots
 from kvbm_disk_tier.core.messages import ReadDone, ReadFailed, WriteFailed, Written
@@ -47,7 +48,7 @@ def mover(tmp_path: Path, thread: MoverThread) -> Iterator[DiskMover]:
     fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     os.posix_fallocate(fd, 0, SLOTS * SLOT_BYTES)
     mover = DiskMover(mover=thread, counters=Metrics())
-    mover.use_file(fd, SLOTS, SLOT_BYTES)
+    mover.use_file(fd, Layout.of(SLOT_BYTES, SLOTS))
     yield mover
     mover.close()
     os.close(fd)
@@ -70,7 +71,7 @@ async def test_there_and_back_and_a_wrong_checksum(mover: DiskMover, arenas: lis
     """Arena to file to another slot; then the same bytes under another name."""
     mover.use_arena(str(arenas[0].path), 1)
     good = fill(arenas[0], 1, 7)
-    assert await mover.write(WriteSlots(1, 1, (1,), (0,), SLOT_BYTES)) == Written(1)
+    assert await mover.write(WriteSlots(1, 1, (1,), (0,), (good,), SLOT_BYTES)) == Written(1)
     assert await mover.read(reading(1, 3, good)) == ReadDone(1, (True,))
     assert bytes(arenas[0].view(3 * SLOT_BYTES, 4)) == b"\7" * 4
     assert await mover.read(reading(1, 3, fill(arenas[0], 2, 8))) == ReadDone(1, (False,))
@@ -82,7 +83,8 @@ async def test_neighbours_move_as_one_and_strangers_beside_them(
     """Each slot comes back with its own bytes, merged on its way or not, in any order."""
     mover.use_arena(str(arenas[0].path), 1)
     blocks = [fill(arenas[0], slot, 7 + slot) for slot in range(4)]
-    write = WriteSlots(1, 1, (2, 0, 1, 3), (1, 3, 0, 2), SLOT_BYTES)
+    moved = tuple(blocks[slot] for slot in (2, 0, 1, 3))
+    write = WriteSlots(1, 1, (2, 0, 1, 3), (1, 3, 0, 2), moved, SLOT_BYTES)
     assert await mover.write(write) == Written(1)
     arenas[0].view(0, SLOTS * SLOT_BYTES)[:] = bytes(SLOTS * SLOT_BYTES)
     until_ms = monotonic_ms() + 5_000
@@ -103,7 +105,7 @@ async def test_a_decision_about_a_former_arena_touches_nothing(
     """
     mover.use_arena(str(arenas[0].path), 1)
     block = fill(arenas[0], 1, 7)
-    write, read = WriteSlots(1, 1, (1,), (0,), SLOT_BYTES), reading(1, 2, block)
+    write, read = WriteSlots(1, 1, (1,), (0,), (block,), SLOT_BYTES), reading(1, 2, block)
     await mover.write(write)
     mover.use_arena(str(arenas[1].path), 2)
     fill(arenas[1], 2, 9)
@@ -119,14 +121,15 @@ async def test_an_arena_is_mapped_once_in_its_life(mover: DiskMover, arenas: lis
     arenas[0].path.rename(arenas[0].path.with_suffix(".away"))
     mover.use_arena(str(arenas[0].path), 1)
     arenas[0].path.with_suffix(".away").rename(arenas[0].path)
-    assert await mover.write(WriteSlots(1, 1, (1,), (0,), SLOT_BYTES)) == Written(1)
+    good = fill(arenas[0], 1, 7)
+    assert await mover.write(WriteSlots(1, 1, (1,), (0,), (good,), SLOT_BYTES)) == Written(1)
 
 
 def writing(epoch: int, blocks: list[Block], *, first: int = 0) -> WriteSlots:
     """Arena slots from 0 on to file slots from `first` on."""
     count = len(blocks)
     targets = tuple(range(first, first + count))
-    return WriteSlots(5, epoch, tuple(range(count)), targets, SLOT_BYTES, tuple(blocks))
+    return WriteSlots(5, epoch, tuple(range(count)), targets, tuple(blocks), SLOT_BYTES)
 
 
 async def test_a_large_batch_is_several_transfers(
@@ -150,7 +153,9 @@ async def test_a_batch_of_which_a_transfer_fails_has_failed(
     blocks = [fill(arenas[0], slot, slot) for slot in range(2)]
     mover.use_arena(str(arenas[0].path), 1)
     failed = await mover.write(writing(1, blocks, first=SLOTS - 1))
-    assert failed == WriteFailed(5, "transfer_failed")
+    assert isinstance(failed, WriteFailed)
+    assert (failed.write, failed.reason) == (5, "transfer_failed")
+    assert "4096 bytes" in failed.detail
 
 
 async def test_what_was_lost_in_a_later_transfer_is_named_by_its_place_in_the_batch(

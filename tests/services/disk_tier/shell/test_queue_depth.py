@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 STRIDE = 4096
 SLOTS = 64
 HELD = range(0, SLOTS, 2)
+TAKEN = np.arange(SLOTS) % 2 == 0
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def depth(mover: MoverThread, path: Path, tuning: Tuning, *, flags: int = os.O_R
     fd = os.open(path, flags | os.O_DIRECT)
     try:
         known = mover.register_file(fd, SLOTS * STRIDE).result(5)
-        found = tuning.depth(mover, fd, STRIDE, SLOTS, dict.fromkeys(HELD))
+        found = tuning.depth(mover, fd, STRIDE, TAKEN)
         mover.deregister(known).result(5)
         return found
     finally:
@@ -130,7 +131,7 @@ def test_what_cannot_be_written_counts_as_deep_as_what_is_read(
 
 
 def test_a_store_of_few_slots_has_nothing_to_measure(mover: MoverThread) -> None:
-    assert Tuning().depth(mover, -1, STRIDE, 8, {}) == Depth()
+    assert Tuning().depth(mover, -1, STRIDE, np.zeros(8, bool)) == Depth()
 
 
 def test_a_measurement_whose_time_is_over_ends(

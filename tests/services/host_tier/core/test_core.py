@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from kvbm_common.tier.layout import Layout
 from kvbm_common.wire.events import Cleared
+from kvbm_common.wire.explain import ExplainListRequest
 from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
-from kvbm_host_tier.core.arena_leases import LEASE_MS_MAX
+from kvbm_host_tier.core.arena import LEASE_MS_MAX
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.messages import (
     Answer,
@@ -38,10 +40,10 @@ def test_the_view_is_live_and_read_only() -> None:
     """Made once; what it shows is the core as it is now, and no attribute of it can be set."""
     host = Host(attach=False)
     view = host.core.view
-    assert (view.slot_bytes, view.slot_count, view.arena.path) == (0, 0, "/arena")
+    assert (view.layout, view.arena.path) == (None, "/arena")
     host.attach()
     host.store(1, 2)
-    assert (view.slot_bytes, view.slot_count) == (SLOT_BYTES, 4)
+    assert view.layout == Layout(SLOT_BYTES, 4, 1)
     assert view.counts["offload_blocks_d2h"] == 2
     assert host.core.view is view
     with pytest.raises(AttributeError):
@@ -55,9 +57,7 @@ def test_a_lookup_is_explained_when_the_view_is_asked() -> None:
     host = Host()
     host.look_up(1)
     assert host.core.view.explanation_count == 0
-    found, following = host.core.view.latest_explanations(
-        limit=1, reason="", engine="", missed=False, before=0
-    )
+    found, following = host.core.view.latest_explanations(ExplainListRequest(limit=1))
     assert [(one.blocks, one.reason) for one in found] == [(1, "never_stored")]
     assert (following, host.core.view.explanation_count) == (0, 1)
 

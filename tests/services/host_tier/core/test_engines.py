@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 from kvbm_common.identity import Namespace
+from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.parts import share_of_rank
 from kvbm_common.wire.local import Alive, Pulled, Refused, Welcome
-from kvbm_host_tier.core.engines import SUPERSEDED_MAX
+from kvbm_host_tier.core.former_lives import FORMER_LIVES_MAX
 from kvbm_host_tier.core.messages import (
     ArenaInfo,
     ArenaMade,
@@ -83,9 +85,9 @@ def test_a_block_of_two_ranks_is_pulled_part_by_part() -> None:
         host.step(PeerAttached(engine_id(), rank, f"peer-{rank}"))
     host.greet(hello(role="scheduler", world_size=2))
     [pull] = of(host.offer(1), StartPull)
-    assert [(part.peer, part.slot_offset) for part in pull.parts] == [
-        ("peer-0", 0),
-        ("peer-1", BLOCK_BYTES),
+    assert [(part.peer, part.share) for part in pull.parts] == [
+        ("peer-0", share_of_rank(0, 2)),
+        ("peer-1", share_of_rank(1, 2)),
     ]
     assert pull.block_bytes == 2 * BLOCK_BYTES
 
@@ -94,8 +96,8 @@ def test_blocks_are_whole_slots_of_4096() -> None:
     """Two ranks of 3,000 bytes each need 6,000: slots of 8,192, so two of them fit into four."""
     host = Host(attach=False)
     host.greet(hello(rank=0, world_size=2, piece_bytes=3_000))
-    assert host.core.view.arena_reply().slot_bytes == 2 * SLOT_BYTES
-    assert host.core.view.arena_reply().slot_count == 2
+    assert host.core.view.arena_reply().sizes == [2 * SLOT_BYTES]
+    assert host.core.view.layout == Layout(2 * SLOT_BYTES, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_block_that_fits_no_arena_is_refused_before_it_is_cut() -> None:
     assert host.core.view.arena_reply().slot_bytes == SLOT_BYTES
 
 
-def test_a_newer_life_supersedes_an_older_one_for_good() -> None:
+def test_a_newer_life_supersedes_an_older_one() -> None:
     """1. Life 2 says hello: life 1's memory is forgotten. 2. Life 1 is told so, and stays out."""
     host = Host()
     effects = host.greet(hello(life=2))
@@ -157,12 +159,40 @@ def test_a_newer_life_supersedes_an_older_one_for_good() -> None:
     assert of(host.told(host.beat(life=2, half="0")), Alive)
 
 
+def test_a_life_whose_successor_is_silent_may_come_back() -> None:
+    """Goal: a late hello of a life that is over shuts the living one out for a few seconds only.
+
+    1. Life 1 is attached when a hello of an older life arrives. 2. Life 1 is refused. 3. Nothing
+    else is heard of the other life: life 1 says hello and is welcomed.
+    """
+    host = Host()
+    host.greet(hello(life=2))
+    assert host.refusal(host.greet(hello(life=1))).code == "superseded"
+    host.wait(5_001)
+    host.attach(life=1)
+    assert of(host.told(host.beat(life=1)), Alive)
+
+
+def test_a_life_whose_successor_says_bye_may_come_back() -> None:
+    """Goal: a late hello and Bye of another life shut the living one out no longer than that.
+
+    1. Life 1 is attached when a hello of an older life arrives, whose Bye follows: no engine is
+    attached. 2. Life 1 says hello and is welcomed.
+    """
+    host = Host()
+    host.attach(life=2)
+    assert host.refusal(host.greet(hello(life=1))).code == "superseded"
+    host.bye(life=2)
+    host.attach(life=1)
+    assert of(host.told(host.beat(life=1)), Alive)
+
+
 def test_memory_of_old_lives_is_bounded() -> None:
     """A crash loop does not fill the host tier's memory."""
     host = Host()
-    for life in range(2, SUPERSEDED_MAX + 10):
+    for life in range(2, FORMER_LIVES_MAX + 10):
         host.attach(life=life)
-    assert host.refusal(host.greet(hello(life=SUPERSEDED_MAX))).code == "superseded"
+    assert host.refusal(host.greet(hello(life=FORMER_LIVES_MAX))).code == "superseded"
     assert of(host.greet(hello(life=1)), AttachPeer), "forgotten after so many lives"
 
 
@@ -314,7 +344,7 @@ def test_the_arena_is_made_when_a_blocks_size_is_known() -> None:
     assert not of(host.greet(half), MakeArena)
     host.step(ArenaMade(ArenaInfo("/arena", 4096, 3 * 2 * SLOT_BYTES, b"arena")))
     assert of(host.greet(half), AttachPeer)
-    assert host.core.view.arena_reply().slot_count == 3
+    assert host.core.view.layout == Layout(2 * SLOT_BYTES, 3, 1)
     assert host.core.view.arena_reply().path == "/arena"
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tracemalloc
 from time import perf_counter
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_common.wire.explain import Explanation, Segment
+from kvbm_common.wire.explain import ExplainListRequest, Explanation, Segment
 from kvbm_host_tier.core.explanation_ring import LOOKUPS_MAX, ExplanationRing
 
 KEPT = 100_000
@@ -35,10 +36,9 @@ def filled(count: int, *, count_max: int = KEPT) -> ExplanationRing:
     return kept
 
 
-def latest(kept: ExplanationRing, limit: int, **query: object) -> tuple[list[int], int]:
+def latest(kept: ExplanationRing, limit: int, **query: Any) -> tuple[list[int], int]:
     """Times, which are numbers here, and where to go on."""
-    given = {"reason": "", "engine": "", "missed": False, "before": 0} | query
-    found, before = kept.latest(limit=limit, **given)  # type: ignore[arg-type]
+    found, before = kept.latest(ExplainListRequest(limit=limit, **query))
     return [one.ts_ms for one in found], before
 
 

@@ -199,7 +199,7 @@ def test_an_engine_that_leaves_takes_its_lookup_along() -> None:
     ("groups", "field"),
     [
         ([GroupRun(4, 3)], "groups must have 2 blocks in all"),
-        ([GroupRun(0, 2)], "groups.block_tokens is 0, must be 1..1024"),
+        ([GroupRun(0, 2)], "groups.block_tokens is 0, must be 1..65536"),
         ([GroupRun(4, 3), GroupRun(4, -1)], "groups has -1 blocks"),
         ([GroupRun(4, 2, -1)], "a window of -1"),
         ([GroupRun(4, 2, 70_000)], "a window of 70000"),

@@ -1,12 +1,20 @@
-"""The lower tiers: where a block is taken from when a disk and a bucket have it."""
+"""The lower tiers: what each has, how it is followed, and where a block is taken from."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Event, Tier
-from kvbm_host_tier.core.lower_tier_view import AVOID_MS
-from kvbm_host_tier.core.lower_tiers import LowerTiers, tier_of
+from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_host_tier.core.lower_tiers import (
+    AVOID_MAX,
+    AVOID_MS,
+    LIMITS,
+    LowerTiers,
+    LowerTierView,
+    tier_of,
+)
 from kvbm_host_tier.core.messages import AskDiskSnapshot
 
 from tests.services.host_tier.helpers import name, on_disk
@@ -34,7 +42,7 @@ def test_the_disk_is_nearer_and_the_bucket_stands_in_for_it() -> None:
     below.views["disk"].forget(name(1))
     assert below.source(name(1), AVOID_MS) == ("object", "0")
     below.views["object"].avoid(name(2), 0)
-    assert not below.usable(name(2), 0)
+    assert below.source(name(2), 0) is None
     assert name(2) in below
 
 
@@ -70,3 +78,312 @@ def test_each_tier_is_asked_for_its_own_snapshot() -> None:
 def test_a_source_names_its_tier(source: str, expected: tuple[str, str] | None) -> None:
     """Instances may have dashes."""
     assert tier_of(source) == expected
+
+
+def disk(*, epoch: int = 1, instance: str = "0") -> Announcer:
+    """A disk tier's voice; its first event, `cleared`, has been said."""
+    source = Announcer(host="h", source=f"disk-tier-{instance}", tier="disk", epoch=epoch)
+    source.cleared("start")
+    return source
+
+
+def stored(source: Announcer, *wanted: int) -> Event:
+    """Its next event."""
+    [event] = source.stored([on_disk(number) for number in wanted])
+    return event
+
+
+def removed(source: Announcer, *wanted: int) -> Event:
+    """Its next event."""
+    [event] = source.removed([on_disk(number) for number in wanted], "evicted")
+    return event
+
+
+def snapshot(source: Announcer, *wanted: int) -> SnapshotReply:
+    """What it says it holds, as of its last event."""
+    return source.snapshot([on_disk(number) for number in wanted])
+
+
+def following(source: Announcer, *wanted: int) -> LowerTierView:
+    """A view that has followed a disk tier from its first event on."""
+    view = LowerTierView()
+    first = Announcer(host="h", source=source.source, tier="disk", epoch=source.epoch)
+    assert view.apply("0", first.cleared("start")) == (0, [])
+    if wanted:
+        view.apply("0", stored(source, *wanted))
+    return view
+
+
+def content(view: LowerTierView) -> set[int]:
+    """Which of blocks 1 to 9 it believes to be on disk."""
+    view.check()
+    return {number for number in range(1, 10) if name(number) in view}
+
+
+def test_it_follows_events() -> None:
+    """Stored, stored again, removed, cleared. New blocks are counted once."""
+    source = disk()
+    view = following(source)
+    assert view.apply("0", stored(source, 1, 2)) == (2, [])
+    assert view.apply("0", stored(source, 2, 3)) == (1, [])
+    assert view.apply("0", removed(source, 1)) == (0, [])
+    assert content(view) == {2, 3}
+    assert view.source(name(2), 0) == "0"
+    assert view.apply("0", source.cleared("reformatted")) == (0, [])
+    assert content(view) == set()
+
+
+def test_a_repeated_event_changes_nothing() -> None:
+    """The bus delivers `stored 1` again after `removed 1`."""
+    source = disk()
+    view = following(source)
+    again = stored(source, 1)
+    view.apply("0", again)
+    view.apply("0", removed(source, 1))
+    assert view.apply("0", again) == (0, [])
+    assert content(view) == set()
+
+
+def test_a_gap_asks_for_a_snapshot_once() -> None:
+    """Event 3 is missed. 4 is applied and asks; 6, after another gap, does not ask again."""
+    source = disk()
+    view = following(source, 1)
+    stored(source, 2)
+    assert view.apply("0", stored(source, 3)) == (1, [AskDiskSnapshot("0")])
+    stored(source, 4)
+    assert view.apply("0", stored(source, 5)) == (1, [])
+    view.snapshot("0", snapshot(source, 1, 2, 3, 4, 5))
+    assert content(view) == {1, 2, 3, 4, 5}
+    assert view.apply("0", stored(source, 6)) == (1, []), "the gap is healed"
+
+
+def test_who_comes_late_asks_for_what_was_before() -> None:
+    """The host tier was restarted beside a disk tier that is at event 3."""
+    source = disk()
+    stored(source, 1)
+    view = LowerTierView()
+    assert view.joined("0") == [AskDiskSnapshot("0")]
+    assert view.joined("0") == [], "one question at a time"
+    view.snapshot("0", snapshot(source, 1))
+    assert content(view) == {1}
+    assert view.apply("0", stored(source, 2)) == (1, [])
+
+
+def test_a_snapshot_that_events_have_overtaken_still_counts() -> None:
+    """1. A snapshot of 1, 2 leaves the disk tier. 2. `stored 3` is faster. 3. Nothing is lost.
+
+    Otherwise a busy disk tier would never be known: every snapshot is overtaken.
+    """
+    source = disk()
+    stored(source, 1, 2)
+    view = LowerTierView()
+    view.joined("0")
+    reply = snapshot(source, 1, 2)
+    view.apply("0", stored(source, 3))
+    view.snapshot("0", reply)
+    assert content(view) == {1, 2, 3}
+    assert view.apply("0", stored(source, 4)) == (1, []), "the position did not go back"
+
+
+def test_a_newer_snapshot_is_the_whole_truth() -> None:
+    """What it does not list is gone; an event that it covers is old."""
+    source = disk()
+    view = following(source, 1, 2)
+    view.joined("0")
+    late = removed(source, 1)
+    view.snapshot("0", snapshot(source, 2, 3))
+    assert content(view) == {2, 3}
+    assert view.apply("0", late) == (0, [])
+
+
+def test_a_snapshot_of_a_former_life_is_ignored() -> None:
+    """It was on its way when the disk tier restarted."""
+    old, new = disk(), disk(epoch=2)
+    view = following(old)
+    view.joined("0")
+    view.apply("0", stored(new, 5))
+    view.snapshot("0", snapshot(old, 1))
+    assert content(view) == {5}
+
+
+def test_no_snapshot_changes_nothing_and_may_be_asked_again() -> None:
+    """The disk tier did not answer."""
+    view = following(disk(), 1)
+    view.joined("0")
+    view.snapshot("0", None)
+    assert content(view) == {1}
+    assert view.joined("0") == [AskDiskSnapshot("0")]
+
+
+def test_a_new_life_begins_empty() -> None:
+    """`cleared` with a higher epoch; after that, events of the old life are old."""
+    old, new = disk(), Announcer(host="h", source="disk-tier-0", tier="disk", epoch=2)
+    view = following(old, 1)
+    assert view.epoch("0") == 1
+    assert view.apply("0", new.cleared("start")) == (0, [])
+    assert view.apply("0", stored(old, 2)) == (0, [])
+    assert content(view) == set()
+    assert view.epoch("0") == 2
+
+
+def test_a_new_life_whose_first_word_got_lost_has_none_of_the_old_blocks() -> None:
+    """Event 2 of life 2 comes, event 1 has not: what life 1 had is gone all the same."""
+    view = following(disk(), 1)
+    assert view.apply("0", stored(disk(epoch=2), 5)) == (1, [AskDiskSnapshot("0")])
+    assert content(view) == {5}
+
+
+def test_a_missing_event_that_comes_late_is_applied_below_what_has_waited() -> None:
+    """1. `removed 1` overtakes `stored 1, 2`. 2. Block 2 comes, and block 1 does not come back."""
+    source = disk()
+    view = following(source)
+    late = stored(source, 1, 2)
+    assert view.apply("0", removed(source, 1)) == (0, [AskDiskSnapshot("0")])
+    assert view.apply("0", late) == (2, [])
+    assert content(view) == {2}
+    view.snapshot("0", snapshot(source))
+    assert content(view) == {2}, "nothing was missing any more when the answer came"
+
+
+def test_a_block_that_leaves_while_a_snapshot_is_on_its_way_is_gone() -> None:
+    """1. A snapshot of 1, 2 leaves the disk tier. 2. `removed 1` is faster. 3. It stays removed."""
+    source = disk()
+    stored(source, 1, 2)
+    view = LowerTierView()
+    view.joined("0")
+    reply = snapshot(source, 1, 2)
+    view.apply("0", removed(source, 1))
+    view.snapshot("0", reply)
+    assert content(view) == {2}
+
+
+def test_an_event_behind_another_gap_outlasts_a_snapshot() -> None:
+    """The snapshot closes the first gap, not the second: what is behind that is believed on."""
+    source = disk()
+    view = following(source)
+    stored(source, 1)
+    view.apply("0", stored(source, 2))
+    reply = snapshot(source, 1, 2)
+    stored(source, 3)
+    view.apply("0", stored(source, 4))
+    view.snapshot("0", reply)
+    assert content(view) == {1, 2, 4}
+
+
+def test_a_snapshot_that_did_not_come_is_asked_for_again_after_a_pause() -> None:
+    """At 499 ms the next event is too early; one question flies at a time; pauses double."""
+    source = disk()
+    view = following(source)
+    stored(source, 1)
+    assert view.joined("0", 0) == [AskDiskSnapshot("0")]
+    view.snapshot("0", None, 0)
+    assert view.apply("0", stored(source, 2), 499) == (1, [])
+    assert view.apply("0", stored(source, 3), 500) == (1, [AskDiskSnapshot("0")])
+    assert view.apply("0", stored(source, 4), 9_999) == (1, [])
+    view.snapshot("0", None, 10_000)
+    assert view.apply("0", stored(source, 5), 10_999) == (1, [])
+    assert view.apply("0", stored(source, 6), 11_000) == (1, [AskDiskSnapshot("0")])
+    view.snapshot("0", snapshot(source, 1, 2, 3, 4, 5, 6), 11_000)
+    assert view.apply("0", stored(source, 7), 99_999) == (1, [])
+    assert content(view) == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_a_malformed_event_or_snapshot_is_passed_over_and_asked_about() -> None:
+    """Valid JSON without a valid hash in it: the view goes on as it was."""
+    source = disk()
+    view = following(source, 1)
+    wrong = msgspec.structs.replace(source.removed([on_disk(1)], "evicted")[0], hashes=["no"])
+    assert view.apply("0", wrong) == (0, [AskDiskSnapshot("0")])
+    reply = snapshot(source, 2)
+    reply.parts[0].runs[0].hashes[0] = "no"
+    view.snapshot("0", reply)
+    assert content(view) == {1}
+    assert view.apply("0", stored(source, 3), 500) == (1, [AskDiskSnapshot("0")])
+    view.snapshot("0", snapshot(source, 3), 500)
+    assert content(view) == {3}
+
+
+def test_a_malformed_event_that_waits_is_passed_over_as_well() -> None:
+    """A snapshot from before it came leaves it behind a gap; the next one covers it."""
+    source = disk()
+    view = following(source)
+    early = snapshot(source, 1)
+    stored(source, 1)
+    wrong = msgspec.structs.replace(source.removed([on_disk(1)], "evicted")[0], hashes=["no"])
+    assert view.apply("0", wrong) == (0, [AskDiskSnapshot("0")])
+    view.snapshot("0", early)
+    assert content(view) == {1}
+    assert view.apply("0", stored(source, 2), 500) == (1, [AskDiskSnapshot("0")])
+    view.snapshot("0", snapshot(source, 2), 500)
+    assert content(view) == {2}
+
+
+def test_events_that_find_no_room_to_wait_are_believed_until_the_snapshot() -> None:
+    """One too many behind a gap: it is applied, and only a snapshot says what is true."""
+    source = disk()
+    view = following(source)
+    late = stored(source, 1)
+    for number in range(10, LIMITS.waiting_max + 10):
+        view.apply("0", stored(source, number))
+    assert view.apply("0", stored(source, 2)) == (1, [])
+    assert view.apply("0", late) == (1, [])
+    assert content(view) == {1, 2}
+    view.snapshot("0", snapshot(source, 2))
+    assert content(view) == {2}
+    assert view.apply("0", stored(source, 3)) == (1, [])
+
+
+def test_the_answer_of_an_instance_that_has_left_is_ignored() -> None:
+    """Its blocks can no longer be had."""
+    source = disk()
+    view = following(source)
+    view.joined("0")
+    view.left("0")
+    view.snapshot("0", snapshot(source, 1))
+    assert content(view) == set()
+    assert view.instances == []
+
+
+def test_a_lost_disk_tier_takes_its_blocks_only() -> None:
+    """Instances 0 and 1; 0 leaves. What both had belongs to who said it last."""
+    zero, one = disk(), disk(instance="1")
+    view = following(zero, 1, 2)
+    view.apply("1", stored(one, 2, 3))
+    assert view.apply("0", removed(zero, 2)) == (0, [])
+    assert content(view) == {1, 2, 3}, "instance 1 has it still"
+    view.left("0")
+    assert content(view) == {2, 3}
+    assert view.epoch("0") == 0
+
+
+def test_forgotten_until_it_is_announced_anew() -> None:
+    """The disk tier said that it does not have it."""
+    source = disk()
+    view = following(source, 1)
+    view.forget(name(1))
+    view.forget(name(1))
+    assert view.source(name(1), 0) is None
+    view.apply("0", stored(source, 1))
+    assert view.source(name(1), 0) is not None
+
+
+def test_avoided_for_a_while_or_until_it_is_announced_anew() -> None:
+    """A fill of 1 failed at 100."""
+    source = disk()
+    view = following(source, 1)
+    view.avoid(name(1), 100)
+    assert name(1) in view, "it is there, most likely"
+    assert view.source(name(1), 99 + AVOID_MS) is None
+    assert view.source(name(1), 100 + AVOID_MS) is not None
+    view.avoid(name(1), 100)
+    view.apply("0", stored(source, 1))
+    assert view.source(name(1), 100) is not None
+
+
+def test_what_is_avoided_is_bounded() -> None:
+    """The oldest failure is forgiven first."""
+    view = following(disk(), 1)
+    view.avoid(name(1), 0)
+    for number in range(10, AVOID_MAX + 10):
+        view.avoid(name(number), 0)
+    assert view.source(name(1), 0) is not None

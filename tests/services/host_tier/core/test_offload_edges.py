@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvbm_common.identity import pack_hashes
+from kvbm_common.tier.parts import share_of_rank
 from kvbm_common.wire.local import Lookup, Pulled
 from kvbm_common.wire.verbs import OFFER_BLOCKS_MAX
 from kvbm_host_tier.core import offload
@@ -55,7 +56,7 @@ def test_every_field_of_a_pull() -> None:
     """The first is number 1, the next number 2."""
     host = Host(batch_blocks_max=2)
     first, second = of(host.offer(1, 2, 3), StartPull)
-    part = PullPart("ada-1-0", tuple(hello().regions), 0)
+    part = PullPart("ada-1-0", tuple(hello().regions), share_of_rank(0, 1))
     deadline_ms = min(OFFER_MS, LIMITS.pull_deadline_ms)
     assert first == StartPull(1, (part,), (1, 2), (0, 1), BLOCK_BYTES, deadline_ms)
     assert second == StartPull(2, (part,), (3,), (2,), BLOCK_BYTES, deadline_ms)

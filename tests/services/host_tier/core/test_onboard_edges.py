@@ -7,7 +7,7 @@ from kvbm_common.tier.slots import Block
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest
 from kvbm_common.wire.local import Lookup
 from kvbm_common.wire.verbs import ErrorBody, FillSlot
-from kvbm_host_tier.core.means import COUNTS_MAX
+from kvbm_host_tier.core.limits import COUNTS_MAX
 from kvbm_host_tier.core.messages import AdminAsked, Answer, AskFill, Effect, ToEngine
 from kvbm_host_tier.core.peer_messages import AskHolders, PullFromPeer
 

@@ -6,8 +6,7 @@ import msgspec
 from kvbm_common.wire.local import Alive, Beat, Bye, Moved, Pulled, Welcome
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.messages import AttachPeer, PeerAttached, StartPull, ToEngine
-from kvbm_host_tier.core.shard_map import ShardMap
-from kvbm_host_tier.core.shard_messages import (
+from kvbm_host_tier.core.shard_map import (
     FrontTaken,
     HandedOver,
     Leaving,
@@ -15,6 +14,7 @@ from kvbm_host_tier.core.shard_messages import (
     MemberJoined,
     MemberLeft,
     SayPlace,
+    ShardMap,
 )
 
 from tests.services.host_tier.helpers import EPOCH, Host, hello, incarnation, of
@@ -88,6 +88,14 @@ def test_an_engine_whose_good_bye_meets_another_map_may_come_back_in_the_same_li
     host.attach(engine=OTHERS)
     shared(host)
     host.step(MapTold(ShardMap(version=51, endpoints={"0": "ipc://0"})))
+    assert host.told(host.say(Bye(engine=OTHERS, incarnation=incarnation(1)))) == []
+    host.attach(engine=OTHERS)
+
+
+def test_an_engine_that_another_life_of_ours_sent_away_may_come_back() -> None:
+    """1. It greets this life, which never sent it away, and says good-bye. 2. It comes back."""
+    host = Host(attach=False)
+    host.attach(engine=OTHERS)
     assert host.told(host.say(Bye(engine=OTHERS, incarnation=incarnation(1)))) == []
     host.attach(engine=OTHERS)
 

@@ -10,6 +10,7 @@ from kvbm_common.memory.arena import ArenaUnavailable
 from kvbm_common.memory.committed_table import CommittedTableReader
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.messages import ArenaInfo, FromEngine
@@ -33,7 +34,7 @@ def view_of(path: Path) -> HostTierView:
     arena = ArenaInfo(str(path), 4096, 4 * SLOT_BYTES, b"")
     core = HostTierCore(host="h", instance="0", epoch=EPOCH, arena=arena)
     core.step(FromEngine(b"1", hello(piece_bytes=SLOT_BYTES)), 1)
-    assert core.view.slot_count == 4
+    assert core.view.layout == Layout(SLOT_BYTES, 4, 1)
     return core.view
 
 

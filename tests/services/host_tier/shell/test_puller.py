@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbm_common.checksum import block_checksum
+from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.copying import thread_count
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import PeerLost, TransferFailed, Transferred, TransferTimeout
+from kvbm_common.nixl.spans import Spans
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.parts import Grid, Share, share_of_rank
 from kvbm_common.wire.local import Region
 from kvbm_host_tier.core.messages import (
     AttachPeer,
@@ -38,11 +40,14 @@ class Reads:
 
     def __init__(self) -> None:
         self.asked: dict[str, list[Future[Transferred]]] = {}
+        self.spans: dict[str, tuple[Spans, Spans]] = {}
+        """Of the last read from each peer: ours and theirs."""
 
-    def read(self, peer: str, *_: object, **__: object) -> Future[Transferred]:
+    def read(self, peer: str, into: Spans, source: Spans, **_: object) -> Future[Transferred]:
         """Ask."""
         read: Future[Transferred] = Future()
         self.asked.setdefault(peer, []).append(read)
+        self.spans[peer] = into, source
         return read
 
 
@@ -67,7 +72,9 @@ def reads(puller: Puller, monkeypatch: pytest.MonkeyPatch) -> Reads:
 def start_pull(*, ranks: int) -> StartPull:
     """Blocks 5 and 6 into slots 2 and 0, each of so many parts of 64 bytes."""
     region = Region(address=1 << 20, stride=64, piece_bytes=64, blocks=9)
-    parts = tuple(PullPart(f"rank-{rank}", (region,), 64 * rank) for rank in range(ranks))
+    parts = tuple(
+        PullPart(f"rank-{rank}", (region,), share_of_rank(rank, ranks)) for rank in range(ranks)
+    )
     return StartPull(
         pull=1, parts=parts, blocks=(5, 6), slots=(2, 0), block_bytes=64 * ranks, deadline_ms=1000
     )
@@ -75,7 +82,7 @@ def start_pull(*, ranks: int) -> StartPull:
 
 def begin(puller: Puller, *, ranks: int) -> asyncio.Task[PullDone | PullFailed]:
     """A pull on its way."""
-    pulling: Any = puller.pull(start_pull(ranks=ranks), slot_bytes=SLOT_BYTES)
+    pulling: Any = puller.pull(start_pull(ranks=ranks))
     return asyncio.create_task(pulling)
 
 
@@ -100,7 +107,39 @@ async def test_sums_are_in_the_order_of_the_slots(
     done = await pulling
     assert isinstance(done, PullDone)
     parts = [[block_checksum(bytes([byte]) * 64) for byte in pair] for pair in ((3, 9), (1, 7))]
-    assert done.checksums == tuple(map(tuple, parts))
+    assert done.sums == tuple(map(pack_sums, parts))
+
+
+async def test_scattered_parts_go_where_they_belong(
+    puller: Puller, reads: Reads, tmp_path: Path
+) -> None:
+    """Four layers and two heads of 16 bytes, on a rank for each head: a block's layers take turns.
+    The sums are those of two ranges of layers by two heads, whichever rank brought them."""
+    grid = Grid(ranges=2, layers=2, heads=2)
+    region = Region(address=1 << 20, stride=64, piece_bytes=64, blocks=9)
+    parts = tuple(
+        PullPart(f"rank-{head}", (region,), Share(grid, 0, 2, head, head + 1)) for head in (1, 0)
+    )
+    pull = StartPull(pull=1, parts=parts, blocks=(5,), slots=(2,), block_bytes=128,
+                     deadline_ms=1000)  # fmt: skip
+    pulling: Any = puller.pull(pull)
+    done = asyncio.create_task(pulling)
+    await wait_until(lambda: len(reads.asked) == 2)
+    data = bytes(range(128))
+    with attach(tmp_path) as arena:
+        arena.view(2 * SLOT_BYTES, 128)[:] = data
+    for [read] in reads.asked.values():
+        read.set_result(Transferred(64, 0.001))
+    result = await done
+    assert isinstance(result, PullDone)
+    runs = [data[at : at + 16] for at in range(0, 128, 16)]
+    expected = [runs[0] + runs[2], runs[1] + runs[3], runs[4] + runs[6], runs[5] + runs[7]]
+    assert result.sums == (pack_sums(map(block_checksum, expected)),)
+    for head, (into, source) in reads.spans.items():
+        offsets = (into.rows[:, 0] - into.rows[0, 0]).tolist()
+        assert offsets == [0, 32, 64, 96], head
+        assert source.rows[:, 0].tolist() == [(1 << 20) + 5 * 64 + at for at in (0, 16, 32, 48)]
+        assert set(into.rows[:, 1].tolist()) == set(source.rows[:, 1].tolist()) == {16}
 
 
 async def test_chunks_are_shared_out_among_the_movers(
@@ -120,7 +159,7 @@ async def test_chunks_are_shared_out_among_the_movers(
         monkeypatch.setattr(mover, "read", read_of(index))
     monkeypatch.setattr("kvbm_host_tier.shell.puller.PULL_CHUNK_BYTES", 64)
     four = replace(start_pull(ranks=1), blocks=(5, 6, 7, 8), slots=(2, 0, 1, 3))
-    pulling: Any = puller.pull(four, slot_bytes=SLOT_BYTES)
+    pulling: Any = puller.pull(four)
     pulled = asyncio.create_task(pulling)
     await wait_until(lambda: sum(map(len, asked)) == 4)
     assert list(map(len, asked)) == [4 // len(puller.movers)] * len(puller.movers)
@@ -128,7 +167,7 @@ async def test_chunks_are_shared_out_among_the_movers(
         read.set_result(Transferred(64, 0.001))
     # The last mover is free now, the first is not: the next two chunks are the last one's.
     two = replace(start_pull(ranks=1), pull=2)
-    following: Any = puller.pull(two, slot_bytes=SLOT_BYTES)
+    following: Any = puller.pull(two)
     followed = asyncio.create_task(following)
     await wait_until(lambda: sum(map(len, asked)) == 6)
     assert len(asked[-1]) == 4
@@ -136,7 +175,7 @@ async def test_chunks_are_shared_out_among_the_movers(
         read.set_result(Transferred(64, 0.001))
     done = await pulled
     assert isinstance(done, PullDone)
-    assert done.checksums == ((block_checksum(bytes(64)),),) * 4
+    assert done.sums == (pack_sums([block_checksum(bytes(64))]),) * 4
     assert isinstance(await followed, PullDone)
     assert len(puller.movers) == min(2, thread_count())
 
@@ -144,7 +183,7 @@ async def test_chunks_are_shared_out_among_the_movers(
 async def test_a_chunk_that_cannot_be_summed_up_ends_the_pull(
     puller: Puller, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: object) -> list[int]:
+    def broken(_: object, **__: object) -> list[int]:
         raise ZeroDivisionError
 
     monkeypatch.setattr("kvbm_host_tier.shell.puller.COPIER.sums", broken)

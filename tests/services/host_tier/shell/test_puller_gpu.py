@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbm_common.checksum import block_checksum
+from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.cuda.lending import export, wrap
 from kvbm_common.cuda.runtime import CudaError, CupyRuntime
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.tier.parts import share_of_rank
 from kvbm_common.wire.local import Region
 from kvbm_host_tier.core.messages import (
     AttachPeer,
@@ -60,6 +61,11 @@ async def attach(puller: Puller, worker: MoverThread, runtime: FakeRuntime, regi
     return attached.peer
 
 
+def whole(peer: str, region: Region) -> PullPart:
+    """A rank that has all of a block."""
+    return PullPart(peer, (region,), share_of_rank(0, 1))
+
+
 async def test_a_gpus_blocks_are_pulled_by_cuda(
     puller: Puller, worker: MoverThread, runtime: FakeRuntime
 ) -> None:
@@ -70,12 +76,11 @@ async def test_a_gpus_blocks_are_pulled_by_cuda(
     region = Region(address=address, stride=PIECE, piece_bytes=PIECE, blocks=BLOCKS)
     peer = await attach(puller, worker, runtime, region)
     done = await puller.pull(
-        StartPull(pull=1, parts=(PullPart(peer, (region,), 0),), blocks=(3, 0), slots=(1, 2),
+        StartPull(pull=1, parts=(whole(peer, region),), blocks=(3, 0), slots=(1, 2),
                   block_bytes=PIECE, deadline_ms=5000),
-        slot_bytes=SLOT_BYTES,
     )  # fmt: skip
     assert isinstance(done, PullDone)
-    assert done.checksums == ((block_checksum(cache[3]),), (block_checksum(cache[0]),))
+    assert done.sums == tuple(pack_sums([block_checksum(cache[block])]) for block in (3, 0))
     assert runtime.opened
     assert worker.statistics().transfers_done == puller.mover.statistics().transfers_done == 0
     puller.detach(peer)
@@ -103,8 +108,7 @@ async def test_without_ipc_a_gpu_is_read_over_nixl(
 
     monkeypatch.setattr(puller.mover, "read", listen)
     await puller.pull(
-        StartPull(pull=1, parts=(PullPart(peer, (region,), 0),), blocks=(3,), slots=(1,),
+        StartPull(pull=1, parts=(whole(peer, region),), blocks=(3,), slots=(1,),
                   block_bytes=PIECE, deadline_ms=1000),
-        slot_bytes=SLOT_BYTES,
     )  # fmt: skip
     assert kinds == ["VRAM"]

@@ -71,7 +71,7 @@ async def test_an_arena_that_is_not_there_is_a_failure_that_is_said() -> None:
     """Nothing is taken for wrong."""
     reader = ScrubReader()
     block = Block(name(1), name(0), NAMESPACE.digest, 1, 64)
-    assert await reader.read(ScrubSlots("/dev/shm/kvbm-no-such", 4096, (0,), (block,))) == (
+    assert await reader.read(ScrubSlots("/dev/shm/kvbm-no-such", (0,), (block,))) == (
         ScrubFailed("arena_unavailable")
     )
     reader.close()

@@ -12,6 +12,7 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import RequestFailed
 from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus
+from kvbm_common.tier.kv_groups import GROUPS_MAX
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, SOCKET_BYTES_MAX
 from kvbm_common.wire.events import Run, Stored
 from kvbm_common.wire.local import Beat, Release, to_host_tier
@@ -73,6 +74,18 @@ async def test_the_disk_tiers_verbs(engine: RealEngine, bus: Bus) -> None:
     for valid in (True, False):
         payload = await ask(bus, "release", {"lease": lease.lease})
         assert msgspec.json.decode(payload, type=ReleaseReply).valid is valid
+
+
+@pytest.mark.parametrize("verb", ["arena", "door"])
+async def test_who_knows_slots_of_one_size_only_is_refused(
+    engine: RealEngine, bus: Bus, verb: str
+) -> None:
+    """A tier of a release before would look for blocks in wrong places: it is told to upgrade."""
+    await engine.store(bus, 1)
+    for request in (b"{}", b'{"v":1}'):
+        with pytest.raises(RequestFailed, match="upgrade it") as refused:
+            await ask(bus, verb, request)
+        assert refused.value.code == "one_size"
 
 
 # --- bad input on the socket --------------------------------------------------------------------
@@ -155,14 +168,25 @@ async def test_a_half_that_does_not_fit_is_refused(
     await engine.store(bus, 1)
 
 
+async def test_a_hello_with_too_many_groups_is_refused_by_field(
+    engine: RealEngine, bus: Bus
+) -> None:
+    """The engine reads which field to change; the engine that is there goes on."""
+    large = replace(hello(engine="bob"), group_namespaces=[NAMESPACE] * GROUPS_MAX)
+    refused = await engine.refused(large)
+    assert (refused.code, refused.field) == ("bad_message", "group_namespaces")
+    assert "<= 63" in refused.message
+    await engine.store(bus, 1)
+
+
 async def test_a_block_size_that_does_not_fit_is_refused(
     engine: RealEngine, bus: Bus, settings: Settings
 ) -> None:
-    """Larger than the slots that the first engine had the arena cut into."""
-    large = hello(engine="bob", piece_bytes=BLOCK_BYTES + 4096)
+    """Larger than the slabs that the first engine had the arena cut into."""
+    large = hello(engine="bob", piece_bytes=int(ARENA_GB * 1e9) // 2)
     refused = await engine.refused(large)
     assert (refused.code, refused.field) == ("block_size", "regions")
-    assert str(BLOCK_BYTES) in refused.message
+    assert "slabs of this arena" in refused.message
     await engine.store(bus, 1)
 
 

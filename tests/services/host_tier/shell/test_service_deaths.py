@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import msgspec
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer

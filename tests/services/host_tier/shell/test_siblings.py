@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus

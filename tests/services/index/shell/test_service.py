@@ -12,19 +12,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvbm_cli.stack import ServiceProcess
+from kvbm_cli.service_process import ServiceProcess
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError, RequestFailed
 from kvbm_common.identity import Hasher, Namespace, SequenceHash, request_extras
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_publisher import EventPublisher
-from kvbm_common.nats.jetstream import EVENTS, call_api
+from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.streams import EVENTS
 from kvbm_common.registry.nats_kv import NatsRegistry, ServiceRegistration
 from kvbm_common.service.process import serve
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, event_subject
-from kvbm_common.wire.holders import HoldersReply
-from kvbm_common.wire.scores import MatchBatchReply, ScoreReply, WhereReply
+from kvbm_common.wire.scores import HoldersReply, MatchBatchReply, ScoreReply, WhereReply
 from kvbm_common.wire.verbs import (
     DumpReply,
     MatchReply,

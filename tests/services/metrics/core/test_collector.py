@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.services.metrics.samples import (
     KINDS,
+    PASSING,
     WORKER,
     alive,
     counted,
@@ -23,6 +24,7 @@ from tests.services.metrics.samples import (
     snapshot,
     stats,
     tier_stats,
+    two_sizes,
 )
 
 EVERYBODY = FleetView(instances=[alive(stats(kind)) for kind in KINDS])
@@ -255,6 +257,18 @@ def test_up_ready_build_and_tiers() -> None:
     assert value_of(text, "kvbm_tier_occupancy_ratio", **labels) == 0.75
     assert value_of(text, "kvbm_tier_slot_bytes", **labels) == 100
     assert value_of(text, "kvbm_tier_leases", **labels) == 2
+    assert "kvbm_tier_slabs{" not in text, "a release before has no slabs"
+
+
+def test_what_each_size_of_slots_has_is_a_gauge() -> None:
+    """Bytes and slabs by length, slabs by state, and what no block fills."""
+    text = text_of(FleetView(instances=[alive(two_sizes())]))
+    labels = {"tier": "host", "service": "host-tier", "host": "a", "instance": "0"}
+    assert value_of(text, "kvbm_tier_occupancy_ratio", **labels) == 0.5
+    assert value_of(text, "kvbm_tier_slabs", state="cut", **labels) == 3
+    assert value_of(text, "kvbm_tier_waste_percent", **labels) == 12.5
+    assert value_of(text, "kvbm_tier_size_slabs", slot_bytes="100", **labels) == 2
+    assert value_of(text, "kvbm_tier_size_used_bytes", slot_bytes="400", **labels) == 800
 
 
 # --- views -----------------------------------------------------------------------------------
@@ -303,6 +317,29 @@ def test_tier_view() -> None:
     assert (down.tier, down.up, down.ready, down.slots) == ("disk", False, False, {})
 
 
+def test_a_tier_with_two_sizes_of_slots_is_shown_in_bytes() -> None:
+    """Used are 7 slots of 100 and 2 of 400 bytes; their blocks have 1,200 of these 1,500 bytes."""
+    (tier,) = collector.tier_views(FleetView(instances=[alive(two_sizes())]), Rates())
+    assert (tier.bytes_total, tier.bytes_used, tier.occupancy) == (3_000, 1_500, 0.5)
+    assert tier.fragmentation == pytest.approx(0.2)
+    assert tier.waste_percent == 12.5
+    assert (tier.slab_bytes, tier.slabs["cut"]) == (1_000, 3)
+    assert [(one.slot_bytes, one.slots_used, one.bytes_used) for one in tier.sizes] == [
+        (100, 7, 700), (400, 2, 800)
+    ]  # fmt: skip
+
+
+def test_the_status_has_the_sizes_of_all_instances_together() -> None:
+    """Two host tiers: what has one length is one row, the shortest first."""
+    view = FleetView(instances=[alive(two_sizes()), alive(two_sizes(host="b"))])
+    status = collector.status_view(view, Totals(), Rates(), expected=(), version="1")
+    (host,) = status.tiers
+    assert (host.occupancy, host.bytes_used) == (0.5, 3_000)
+    assert [(one.slot_bytes, one.slabs, one.bytes_used) for one in host.sizes] == [
+        (100, 4, 1_400), (400, 2, 1_600)
+    ]  # fmt: skip
+
+
 def test_a_tier_without_slots_yet_is_empty_not_an_error() -> None:
     """Before the first engine has said how large its blocks are."""
     (tier,) = collector.tier_views(
@@ -334,6 +371,22 @@ def test_status_view() -> None:
     assert (host.tier, host.instances, host.slots_used, host.occupancy) == ("host", 2, 4, 0.5)
     assert (disk.tier, disk.bytes_total) == ("disk", 0)
     assert (status.ready, status.engines, status.workers) == (False, 1, 1)
+    assert status.passing_through == []
+
+
+def test_an_engine_that_passes_through_is_no_attached_worker() -> None:
+    """Goal: its reason is in the status, and it counts among the engines alone."""
+    view = FleetView(
+        instances=[
+            alive(tier_stats("host-tier", used=1, total=4, workers=[WORKER])),
+            alive(stats("consolidator", workers=[PASSING])),
+        ]
+    )
+    status = collector.status_view(view, Totals(), Rates(), expected=(), version="1")
+    assert (status.engines, status.workers) == (2, 1)
+    assert status.passing_through == ["vllm-1 on a computes without a cache: prefix caching is off"]
+    _, passing = collector.worker_views(view)
+    assert (passing.host_tier, passing.passes_through) == ("", "prefix caching is off")
 
 
 def test_worker_and_service_views() -> None:

@@ -79,6 +79,7 @@ HOST = {
     "onboard_blocks_h2d": 4.0, "onboard_blocks_d2d": 3.0, "lookup_blocks.remote": 1.0,
     "lookup_blocks.host": 4.0, "lookup_blocks.disk": 3.0, "lookup_blocks.miss": 2.0,
     "matched_tokens": 128.0, "evictions.evicted": 5.0, "evictions.admin": 1.0,
+    "bytes.d2h": 880.0, "bytes.r2h": 110.0, "bytes.fill": 330.0, "bytes.h2d": 900.0,
 }  # fmt: skip
 DISK = {
     "offload_blocks_h2d": 6.0, "bytes.payload": 540.0, "fill_blocks": 3.0, "bytes.read": 300.0,
@@ -94,11 +95,11 @@ def counted() -> list[flows.Counted]:
 
 
 def test_what_goes_in_and_out_of_a_tier() -> None:
-    """Host memory in slots, the disk in bytes that it has counted."""
+    """In bytes that the tiers have counted: blocks have several sizes."""
     host_tier, disk_tier = (flows.rates_of(*one).model_dump() for one in counted())
     assert host_tier == {
         "window_s": 10.0, "blocks_in": 12.0, "blocks_out": 8.0, "blocks_evicted": 6.0,
-        "bytes_in": 1200.0, "bytes_out": 800.0,
+        "bytes_in": 1320.0, "bytes_out": 900.0,
     }  # fmt: skip
     assert disk_tier == {
         "window_s": 10.0, "blocks_in": 6.0, "blocks_out": 3.0, "blocks_evicted": 0.0,
@@ -106,14 +107,22 @@ def test_what_goes_in_and_out_of_a_tier() -> None:
     }  # fmt: skip
 
 
+def test_a_host_tier_of_a_release_before_has_slots_of_one_length() -> None:
+    """It counts the bytes neither of what it hands out nor of what is promoted."""
+    known = {name: value for name, value in HOST.items() if name not in ("bytes.fill", "bytes.h2d")}
+    [(tier, stats, _), _] = counted()
+    found = flows.rates_of(tier, stats, Rate(10.0, known))
+    assert (found.bytes_in, found.bytes_out) == (880.0 + 110.0 + 3 * 100, 8 * 100)
+
+
 def test_flows() -> None:
     """Each way once, over all instances of a tier."""
     twice = [*counted(), *counted()]
     found = {(one.source, one.target): (one.blocks, one.bytes) for one in flows.flows_of(twice)}
     assert found == {
-        ("device", "host"): (16.0, 1600.0),
-        ("host", "device"): (16.0, 1600.0),
-        ("remote", "host"): (2.0, 200.0),
+        ("device", "host"): (16.0, 1760.0),
+        ("host", "device"): (16.0, 1800.0),
+        ("remote", "host"): (2.0, 220.0),
         ("host", "disk"): (12.0, 1080.0),
         ("disk", "host"): (6.0, 600.0),
     }

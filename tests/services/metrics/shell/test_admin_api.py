@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import httpx
 import pytest
+from kvbm_common.access.http_access import Access
 from kvbm_common.config.settings import Settings
 from kvbm_common.eviction import POLICIES
 from kvbm_common.nats.bus import Bus
@@ -56,7 +57,8 @@ async def client(bus: Bus) -> AsyncIterator[httpx.AsyncClient]:
     counters = Metrics()
     audit = AuditLog()
     following = asyncio.create_task(audit.run(bus))
-    api = Api(fleet=Fleet(bus, registry, counters), expected=(), version="1", audit=audit)
+    api = Api(fleet=Fleet(bus, registry, counters), expected=(), version="1", audit=audit,
+              access=Access(without_token="admin"))  # fmt: skip
     transport = httpx.ASGITransport(create_app(api, counters))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import orjson
 import pytest
+from kvbm_common.access.http_access import Access
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus, VerbHandler
@@ -24,7 +25,8 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import HolderMatch, MatchReply, MatchRequest, StatsReply
 from kvbm_metrics.core import models
-from kvbm_metrics.shell import exposition, json_response, problems
+from kvbm_metrics.core.models import NamespaceQuery
+from kvbm_metrics.shell import api, exposition, problems
 from kvbm_metrics.shell.admission import BODY_BYTES_MAX
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.fleet import Fleet
@@ -104,6 +106,7 @@ class World:
             expected=KINDS,
             version="1.2.3",
             expose_metrics=expose_metrics,
+            access=Access(without_token="admin"),
         )
         transport = httpx.ASGITransport(create_app(api, self.counters))
         return httpx.AsyncClient(transport=transport, base_url="http://kvbm")
@@ -302,7 +305,7 @@ async def test_orjson_renders_what_routes_return(
         rendered.append(said)
         return orjson.dumps(said)
 
-    for module in (json_response, problems):
+    for module in (api, problems):
         monkeypatch.setattr(module, "orjson", SimpleNamespace(dumps=dumps))
     await world.add(tier_stats("host-tier", used=0, total=1))
     paths = ("/healthz", "/readyz", "/v1/status", "/v1/services", "/v1/tiers", "/v1/workers")
@@ -406,6 +409,13 @@ async def test_match_asks_the_index(world: World) -> None:
         }
 
 
+def test_a_question_takes_every_field_of_a_namespace() -> None:
+    """Goal: a namespace of the wire can be asked for, with the defaults that it has there."""
+    namespace = Namespace(model="m", block_tokens=4)
+    assert NamespaceQuery(model="m", block_tokens=4).to_namespace() == namespace
+    assert NamespaceQuery.model_fields.keys() == set(namespace.__struct_fields__)
+
+
 @pytest.mark.parametrize(
     ("body", "at_fault"),
     [
@@ -423,6 +433,9 @@ async def test_match_asks_the_index(world: World) -> None:
         ({"tokens": [1], "namespace": NAMESPACE | {"model": ""}}, "namespace.model"),
         ({"tokens": [1], "namespace": NAMESPACE | {"block_tokens": 0}}, "namespace.block_tokens"),
         ({"tokens": [1], "namespace": NAMESPACE | {"colour": 1}}, "namespace.colour"),
+        ({"tokens": [1], "namespace": NAMESPACE | {"group": -1}}, "namespace.group"),
+        ({"tokens": [1], "namespace": NAMESPACE | {"format": 2}}, "namespace.format"),
+        ({"tokens": [1], "namespace": NAMESPACE | {"parts": "4" * 4097}}, "namespace.parts"),
         ({"hashes": [], "salt": "s"}, "salt"),
         ({"hashes": [], "hash": "x"}, "hash"),
         ([], "body"),

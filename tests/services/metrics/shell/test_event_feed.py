@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from kvbm_cli.stack import Stack
+from kvbm_common.access.http_access import Access
 from kvbm_common.nats import bus as bus_module
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.jetstream import EVENTS, ensure_stream, publish_acknowledged
+from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
+from kvbm_common.nats.streams import EVENTS
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.announcer import Announcer
@@ -39,7 +41,9 @@ class Publisher:
     async def clears(self, reason: str) -> None:
         """An event is in the stream."""
         event = self._announcer.cleared(reason)
-        await publish_acknowledged(self.bus, event_subject(event), event_codec.encode(event))
+        await publish_acknowledged(
+            self.bus, EVENTS, event_subject(event), event_codec.encode(event)
+        )
 
 
 class Reader:
@@ -74,14 +78,14 @@ async def reading(client: httpx.AsyncClient, query: str, **headers: str) -> Asyn
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
     """NATS and a metrics service."""
-    async with Stack.private(services=("metrics",)) as running:
+    async with Stack.private({"admin_open": "admin"}, services=("metrics",)) as running:
         yield running
 
 
 @pytest.fixture
 async def publisher(stack: Stack) -> AsyncIterator[Publisher]:
     """A source on its NATS."""
-    bus = await Bus.connect(stack.nats_url, "test")
+    bus = await Bus.connect(stack.admin, "test")
     await ensure_stream(bus, EVENTS)
     yield Publisher(bus)
     await bus.close()
@@ -143,7 +147,8 @@ async def test_so_many_readers_and_no_more(bus: Bus, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(event_feed, "FEEDS_MAX", 1)
     registry = NatsRegistry(bus, ttl_s=5.0)
     counters = Metrics()
-    api = Api(fleet=Fleet(bus, registry, counters), expected=(), version="1")
+    api = Api(fleet=Fleet(bus, registry, counters), expected=(), version="1",
+              access=Access(without_token="admin"))  # fmt: skip
     transport = httpx.ASGITransport(create_app(api, counters))
     parts = event_feed.counted(api, "kvbm.v1.events.>", "new")
     await anext(parts)
@@ -221,7 +226,7 @@ async def test_what_a_sample_leaves_out_is_not_even_read(
     monkeypatch.setattr(event_feed, "_pause", pause)
     monkeypatch.setattr(event_feed, "_now_s", lambda: clock_s)
     connections = recorded(monkeypatch, bus_module, "DirectClient")
-    reader = await Bus.connect(stack.nats_url, "reader")
+    reader = await Bus.connect(stack.admin, "reader")
     [connection] = connections
     await publisher.clears("first")
     parts = feed(reader, event_feed.EVERYTHING, "all", per_second=1)

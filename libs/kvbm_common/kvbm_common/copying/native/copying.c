@@ -67,27 +67,44 @@ static void move_piece(XXH3_state_t *state, uint8_t *to, const uint8_t *from, si
   }
 }
 
+/* One block of any pieces, by states of XXH3's own. */
+static void move_any(XXH3_state_t *states, const uint64_t *targets, const uint64_t *sources,
+                     const uint64_t *lengths, size_t pieces, const lane_plan *plan,
+                     uint64_t *sums) {
+  for (size_t lane = 0; sums && lane < plan->count; lane++) XXH3_64bits_reset(&states[lane]);
+  for (size_t piece = 0; piece < pieces; piece++) {
+    uint8_t *to = targets ? (uint8_t *)(uintptr_t)targets[piece] : NULL;
+    const uint8_t *from = (const uint8_t *)(uintptr_t)sources[piece];
+    move_piece(sums ? &states[lane_of(plan, piece)] : NULL, to, from, lengths[piece]);
+  }
+  for (size_t lane = 0; sums && lane < plan->count; lane++)
+    sums[lane] = XXH3_64bits_digest(&states[lane]);
+}
+
 /* Piece p of block b: lengths[p] bytes from sources[b * pieces + p] to targets[b * pieces + p].
- * sums[b]: over the pieces of block b, back to back. `targets` or `sums` may be null, or both: then
- * there is nothing to do. */
+ * sums[b * lane_count + l]: over the pieces of block b whose lane is l, back to back. Without
+ * `lanes` all pieces are in one. `targets` or `sums` may be null, or both: then there is nothing to
+ * do. There are at most LANES_MAX lanes. */
 void KVBM_MOVE(const uint64_t *targets, const uint64_t *sources, const uint64_t *lengths,
-               size_t blocks, size_t pieces, uint64_t *sums) {
-  XXH3_state_t state;
-  XXH3_INITSTATE(&state);
+               const uint32_t *lanes, size_t blocks, size_t pieces, size_t lane_count,
+               uint64_t *sums) {
+  XXH3_state_t states[LANES_MAX];
+  lane_plan plan = {lanes, lane_count, {0}};
   if (!targets && !sums) return;
-  for (size_t block = 0; block < blocks; block++) {
+  for (size_t lane = 0; lane < lane_count; lane++) XXH3_INITSTATE(&states[lane]);
+  for (size_t piece = 0; piece < pieces; piece++)
+    plan.totals[lane_of(&plan, piece)] += lengths[piece];
 #if defined(STRIPES)
-    if (try_stripes(targets ? targets + block * pieces : NULL, sources + block * pieces, lengths,
-                    pieces, sums ? sums + block : NULL))
-      continue;
+  int stripes = are_stripes(lengths, pieces, &plan);
 #endif
-    if (sums) XXH3_64bits_reset(&state);
-    for (size_t piece = 0; piece < pieces; piece++) {
-      size_t at = block * pieces + piece;
-      uint8_t *to = targets ? (uint8_t *)(uintptr_t)targets[at] : NULL;
-      move_piece(sums ? &state : NULL, to, (const uint8_t *)(uintptr_t)sources[at], lengths[piece]);
-    }
-    if (sums) sums[block] = XXH3_64bits_digest(&state);
+  for (size_t block = 0; block < blocks; block++) {
+    const uint64_t *to = targets ? targets + block * pieces : NULL;
+    const uint64_t *from = sources + block * pieces;
+    uint64_t *found = sums ? sums + block * lane_count : NULL;
+#if defined(STRIPES)
+    if (stripes && try_stripes(to, from, lengths, pieces, &plan, found)) continue;
+#endif
+    move_any(states, to, from, lengths, pieces, &plan, found);
   }
 #if defined(__SSE2__)
   _mm_sfence(); /* The stores are visible to other processors before the caller goes on. */

@@ -6,6 +6,19 @@
  * (XXH3_hashLong_64b of xxhash.h, whose constants and last steps it uses).
  *
  * Where STRIPES is not defined, there are no instructions for it: the general path takes all. */
+#define LANES_MAX 64
+
+/* The lanes of a block: piece p is summed in lane `lanes[p]`, or all of them in one lane. */
+typedef struct {
+  const uint32_t *lanes; /* Null: one lane. */
+  size_t count;
+  size_t totals[LANES_MAX]; /* Bytes of each lane. */
+} lane_plan;
+
+static inline size_t lane_of(const lane_plan *plan, size_t piece) {
+  return plan->lanes ? plan->lanes[piece] : 0;
+}
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #define STRIPES 2
@@ -85,7 +98,7 @@ static inline __attribute__((always_inline)) void scramble_all(vec *acc) {
     acc[part] = scramble(acc[part], XXH3_kSecret + 128 + part * sizeof(vec));
 }
 
-/* One piece. `last`: its end is that of the block, whose last stripe is summed by itself. */
+/* One piece. `last`: its end is that of its lane, whose last stripe is summed by itself. */
 static inline __attribute__((always_inline)) void move_stripes(sum_state *state, uint8_t *to,
                                                                const uint8_t *from, size_t length,
                                                                int last, enum store how,
@@ -103,6 +116,7 @@ static inline __attribute__((always_inline)) void move_stripes(sum_state *state,
       done += ROUND * STRIPE;
       position = ROUND;
     } else {
+      __builtin_prefetch(from + done + AHEAD, 0, 3);
       move_stripe(acc, to + done, from + done, XXH3_kSecret + position * 8, how, summed);
       done += STRIPE;
       position++;
@@ -112,71 +126,83 @@ static inline __attribute__((always_inline)) void move_stripes(sum_state *state,
       position = 0;
     }
   }
-  if (last) move_stripe(acc, to + done, from + done, XXH3_kSecret + 192 - 64 - 7, how, summed);
+  if (last) {
+    __builtin_prefetch(from + done + AHEAD, 0, 3);
+    move_stripe(acc, to + done, from + done, XXH3_kSecret + 192 - 64 - 7, how, summed);
+  }
   for (size_t part = 0; part < STRIPES; part++) state->acc[part] = acc[part];
   state->position = position;
 }
 
-/* One block, by the widest stores that every target of it allows. */
-static inline __attribute__((always_inline)) uint64_t move_block(
-    const uint64_t *targets, const uint64_t *sources, const uint64_t *lengths, size_t pieces,
-    size_t total, enum store how, int summed) {
+static inline __attribute__((always_inline)) void begin_lanes(sum_state *states, size_t *left,
+                                                              const lane_plan *plan) {
   static const uint64_t first[XXH_ACC_NB] = XXH3_INIT_ACC;
+  for (size_t lane = 0; lane < plan->count; lane++) {
+    states[lane].position = 0;
+    left[lane] = plan->totals[lane];
+    for (size_t part = 0; part < STRIPES; part++)
+      states[lane].acc[part] =
+          VEC(loadu)((const void *)((const uint8_t *)first + part * sizeof(vec)));
+  }
+}
+
+static inline __attribute__((always_inline)) uint64_t lane_sum(const sum_state *state,
+                                                               size_t total) {
   uint64_t acc[XXH_ACC_NB];
-  sum_state state;
-  state.position = 0;
   for (size_t part = 0; part < STRIPES; part++)
-    state.acc[part] = VEC(loadu)((const void *)((const uint8_t *)first + part * sizeof(vec)));
+    VEC(storeu)((void *)((uint8_t *)acc + part * sizeof(vec)), state->acc[part]);
+  return XXH3_mergeAccs(acc, XXH3_kSecret + XXH_SECRET_MERGEACCS_START,
+                        (xxh_u64)total * XXH_PRIME64_1);
+}
+
+/* One block, by the widest stores that every target of it allows. Its pieces go in their order,
+ * which is that of memory where lanes take turns; each lane's state waits for its next piece. */
+static inline __attribute__((always_inline)) void move_block(
+    const uint64_t *targets, const uint64_t *sources, const uint64_t *lengths, size_t pieces,
+    const lane_plan *plan, enum store how, int summed, uint64_t *sums) {
+  sum_state states[LANES_MAX];
+  size_t left[LANES_MAX];
+  begin_lanes(states, left, plan);
   for (size_t piece = 0; piece < pieces; piece++) {
     const uint8_t *from = (const uint8_t *)(uintptr_t)sources[piece];
     uint8_t *to = (uint8_t *)(uintptr_t)(how == NO_STORE ? sources : targets)[piece];
-    move_stripes(&state, to, from, lengths[piece], piece + 1 == pieces, how, summed);
+    size_t lane = lane_of(plan, piece);
+    left[lane] -= lengths[piece];
+    move_stripes(&states[lane], to, from, lengths[piece], left[lane] == 0, how, summed);
   }
-  for (size_t part = 0; part < STRIPES; part++)
-    VEC(storeu)((void *)((uint8_t *)acc + part * sizeof(vec)), state.acc[part]);
-  return summed ? XXH3_mergeAccs(acc, XXH3_kSecret + XXH_SECRET_MERGEACCS_START,
-                                 (xxh_u64)total * XXH_PRIME64_1)
-                : 0;
+  for (size_t lane = 0; summed && lane < plan->count; lane++)
+    sums[lane] = lane_sum(&states[lane], plan->totals[lane]);
 }
 
-/* The widest stores for these targets; -1: the block is one for the general path. */
-static inline int stores_of(const uint64_t *targets, const uint64_t *lengths, size_t pieces,
-                            size_t *total) {
-  uint64_t odd = 0, whole = 0;
-  for (size_t piece = 0; piece < pieces; piece++) {
-    if (lengths[piece] == 0 || lengths[piece] % STRIPE) return -1;
-    whole += lengths[piece];
-    odd |= targets ? targets[piece] : 0;
-  }
-  *total = whole;
-  if (whole <= XXH3_MIDSIZE_MAX || odd % 16) return -1;
-  if (!targets) return NO_STORE;
-  return odd % sizeof(vec) ? STORE_16 : STORE_VEC;
+/* Whether the pieces of every block are whole stripes, and every lane long enough for them. */
+static inline int are_stripes(const uint64_t *lengths, size_t pieces, const lane_plan *plan) {
+  for (size_t piece = 0; piece < pieces; piece++)
+    if (lengths[piece] == 0 || lengths[piece] % STRIPE) return 0;
+  for (size_t lane = 0; lane < plan->count; lane++)
+    if (plan->totals[lane] <= XXH3_MIDSIZE_MAX) return 0;
+  return 1;
 }
 
-/* Move a block by stripes, if it is one of those; false: nothing was done. `targets` or `sum` may
- * be null, not both. */
+/* Move a block whose pieces `are_stripes`; false: nothing was done, its targets are odd. `targets`
+ * or `sums` may be null, not both. */
 static int try_stripes(const uint64_t *targets, const uint64_t *sources, const uint64_t *lengths,
-                       size_t pieces, uint64_t *sum) {
-  size_t total;
-  switch (stores_of(targets, lengths, pieces, &total)) {
-    case NO_STORE:
-      *sum = move_block(targets, sources, lengths, pieces, total, NO_STORE, 1);
-      return 1;
-    case STORE_16:
-      if (sum)
-        *sum = move_block(targets, sources, lengths, pieces, total, STORE_16, 1);
-      else
-        move_block(targets, sources, lengths, pieces, total, STORE_16, 0);
-      return 1;
-    case STORE_VEC:
-      if (sum)
-        *sum = move_block(targets, sources, lengths, pieces, total, STORE_VEC, 1);
-      else
-        move_block(targets, sources, lengths, pieces, total, STORE_VEC, 0);
-      return 1;
-    default:
-      return 0;
+                       size_t pieces, const lane_plan *plan, uint64_t *sums) {
+  uint64_t odd = 0;
+  if (!targets) {
+    move_block(targets, sources, lengths, pieces, plan, NO_STORE, 1, sums);
+    return 1;
   }
+  for (size_t piece = 0; piece < pieces; piece++) odd |= targets[piece];
+  if (odd % 16) return 0;
+  int narrow = odd % sizeof(vec) != 0;
+  if (narrow && sums)
+    move_block(targets, sources, lengths, pieces, plan, STORE_16, 1, sums);
+  else if (narrow)
+    move_block(targets, sources, lengths, pieces, plan, STORE_16, 0, NULL);
+  else if (sums)
+    move_block(targets, sources, lengths, pieces, plan, STORE_VEC, 1, sums);
+  else
+    move_block(targets, sources, lengths, pieces, plan, STORE_VEC, 0, NULL);
+  return 1;
 }
 #endif

@@ -13,11 +13,18 @@ from kvbm_disk_tier.core.limits import OBJECT, DiskTierLimits
 from kvbm_disk_tier.core.messages import Input, Tick
 from kvbm_disk_tier.objects.core.listing import Listing
 from kvbm_disk_tier.objects.core.messages import (
+    GoneLost,
     ListingBegun,
     ListingEnded,
+    ListingStalled,
     ObjectInput,
     ObjectsListed,
+    RangeListed,
+    SlotsCompared,
 )
+
+FIRST_LISTING_MS = 60_000
+"""Writes wait no longer for a first look at what is stored: a large store takes hours."""
 
 
 class ObjectTierCore(DiskTierCore):
@@ -43,33 +50,49 @@ class ObjectTierCore(DiskTierCore):
             policy=policy,
             kind=OBJECT,
         )
-        self.listing = Listing(
-            ttl_ms=ttl_ms, inventory=self.inventory, journal=self.journal, counts=self.counts
-        )
-        self.view = replace(self.view, extra=lambda: {"listing": float(self.listing.is_running)})
+        self.listing = Listing(ttl_ms=ttl_ms, inventory=self.inventory, counts=self.counts)
+        self.view = replace(self.view, extra=self._figures)
+        self._first_begun_ms: int | None = None
+
+    def _figures(self) -> dict[str, float]:
+        return {
+            "listing": float(self.listing.is_running),
+            "listing_doubted_blocks": float(self.listing.doubted_count),
+        }
 
     def step(self, event: Input | ObjectInput, now_ms: int) -> Sequence[Effect]:
         """Take one input; returns the effects, in order."""
-        if isinstance(event, ListingBegun | ObjectsListed | ListingEnded):
-            self.inventory.now_ms = now_ms
+        if isinstance(event, ObjectInput):
             self._take_of_listing(event, now_ms)
             event = Tick()  # Carries out what the listing has made possible.
+        if isinstance(event, Tick) and self._first_begun_ms is not None:
+            self.writes.may_begin |= now_ms >= self._first_begun_ms + FIRST_LISTING_MS
         return super().step(event, now_ms)
 
     def _take_of_listing(self, event: ObjectInput, now_ms: int) -> None:
-        counts = self.listing.is_running and not self.announcements.stopped
+        if self.inventory.stopped:
+            return
         match event:
             case ListingBegun():
-                self.listing.begun(now_ms)
-            case ObjectsListed(objects):
-                if counts:
-                    self.listing.listed(objects, now_ms)
-                    self.writes.pending.found(found.block.hash for found in objects)
-            case ListingEnded(complete):
-                if counts:
-                    self.listing.ended(complete=complete, now_ms=now_ms)
-                    # What the bucket has is not put again; without a listing we do not wait longer.
-                    self.writes.may_begin = True
+                if self._first_begun_ms is None:
+                    self._first_begun_ms = now_ms
+                self.listing.begun(event)
+            case ObjectsListed(objects, number):
+                self.listing.listed(objects, number, now_ms)
+                self.pending.found(found.block.hash for found in objects)
+            case RangeListed(number):
+                self.listing.range_listed(number, now_ms)
+            case SlotsCompared(first, count):
+                self.listing.compared(first, count)
+            case ListingEnded():
+                self.listing.ended()
+                # What the store has is not put again.
+                self.writes.may_begin = True
+            case GoneLost(first, count):
+                self.listing.lose_gone(first, count, now_ms)
+            case ListingStalled():
+                self.counts["listings_failed"] += 1
+                self.writes.may_begin = True  # Without a listing we do not wait longer.
             case _:
                 assert_never(event)
 

@@ -1,15 +1,17 @@
 """The listing: what other hosts, and our former lives, have stored becomes ours to read.
 
-A listing names every object of the bucket, in the order of the names, a page at a time. Objects
-that are new here take the free slots; while there are none they wait, the youngest ones only. At
-the end of a complete listing
+A listing names every object of the store, range by range, a page at a time. Objects that are new
+here take the free slots. Of each range the youngest are kept, as many as are its share of the
+capacity: what falls out is deleted at once, and what has no slot waits for the range's end. When
+all ranges are listed, the slots are looked at, some at a time:
 
-    what was here when it began and was not named       is gone: others have evicted it
-    what is more than the capacity                      is deleted, oldest first
-    what waits                                          takes the slots that are free now
+    what was here before the listing and was not named   is missing
 
-Several hosts share a bucket without talking to each other, so whatever is deleted follows from the
-bucket alone: everybody deletes the oldest, the expired, and of two objects of one block the one
+A block that is missing is gone: others have evicted it. But a store may err. Where many are missing
+at once, each is believed gone only when the next listing says the same.
+
+Several hosts share a store without talking to each other, so whatever is deleted follows from the
+store alone: every host deletes the oldest, the expired, and of two objects of one block the one
 with the greater name (two hosts may have computed bytes that differ in the last digit).
 """
 
@@ -26,20 +28,27 @@ from kvbm_common.tier.machine import Machine
 from kvbm_common.tier.slots import Block
 
 from kvbm_disk_tier.core.inventory import Inventory
-from kvbm_disk_tier.core.journal_writer import JournalWriter
-from kvbm_disk_tier.objects.core.messages import ListedBlock
+from kvbm_disk_tier.objects.core.messages import ListedBlock, ListingBegun
+from kvbm_disk_tier.objects.core.ranges import WHOLE
 
 NO_SLOT = 2**32 - 1
 """Of an object that has no slot here."""
-WAITING_MAX = 100_000
-"""Objects that wait for a slot during a listing: about 40 MB."""
+WAITING_MAX = 20_000
+"""Objects that wait for the slots of others: about 6 MB."""
+MISSING_MAX = 2
+DOUBTED_MIN = 64
+"""So few missing blocks are believed gone at once."""
+DOUBTED_SHARE = 8
+"""And so is one part of so many of those that were looked for."""
 
 
 class ListingState(Enum):
-    """Whether a listing is under way."""
+    """Whether a listing is under way, and how far it is."""
 
     IDLE = "idle"
     RUNNING = "running"
+    COMPARING = "comparing"
+    JUDGED = "judged"
 
 
 LISTING = Machine(
@@ -48,172 +57,231 @@ LISTING = Machine(
         (None, "made"): ListingState.IDLE,
         (ListingState.IDLE, "begun"): ListingState.RUNNING,
         (ListingState.RUNNING, "begun"): ListingState.RUNNING,
+        (ListingState.COMPARING, "begun"): ListingState.RUNNING,
+        (ListingState.JUDGED, "begun"): ListingState.RUNNING,
         (ListingState.RUNNING, "page"): ListingState.RUNNING,
-        (ListingState.RUNNING, "complete"): ListingState.IDLE,
-        (ListingState.RUNNING, "failed"): ListingState.IDLE,
+        (ListingState.RUNNING, "range"): ListingState.RUNNING,
+        (ListingState.RUNNING, "compared"): ListingState.COMPARING,
+        (ListingState.COMPARING, "compared"): ListingState.COMPARING,
+        (ListingState.COMPARING, "ended"): ListingState.JUDGED,
+        (ListingState.RUNNING, "ended"): ListingState.JUDGED,
+        (ListingState.JUDGED, "lost"): ListingState.JUDGED,
     },
 )
 
+Entry = tuple[int, SequenceHash, Block]
+"""When an object was stored, on our clock, its block's name, and the block."""
+
 
 class Listing:
-    """The table and the bucket, compared. One listing at a time."""
+    """The table and the store, compared. One listing at a time."""
 
-    def __init__(
-        self, *, ttl_ms: int, inventory: Inventory, journal: JournalWriter, counts: Counter[str]
-    ) -> None:
+    def __init__(self, *, ttl_ms: int, inventory: Inventory, counts: Counter[str]) -> None:
         """Start before the first listing; objects older than `ttl_ms` are deleted, 0: never."""
         assert ttl_ms >= 0
         self._ttl_ms = ttl_ms
         self._inventory = inventory
-        self._journal = journal
         self._counts = counts
         self._state = LISTING.next(None, "made")
-        self._expected: dict[SequenceHash, int] = {}
-        """Blocks that were here when the listing began, with the generation of their slot."""
-        self._stored_ms = array("q")
-        """When the block in each slot was stored, on our clock; may be below zero."""
-        self._waiting: list[tuple[int, SequenceHash, Block]] = []
-        """A heap, oldest first."""
-        self._named = 0
+        self._ranges = WHOLE
+        self._namespaces: frozenset[bytes] | None = None
+        self._round = 0
+        self._youngest: dict[int, list[Entry]] = {}
+        """By range, a heap of what is kept of it, oldest first."""
+        self._waiting: list[Entry] = []
+        """A heap of what has found no slot; it gets those of what is gone."""
+        self._listed_count = 0
+        """Ranges that are listed to their end."""
+        self._named = array("I")
+        """By slot, the last listing that has named its block."""
+        self._missing = array("B")
+        """By slot, how many listings in a row have missed its block; no more than MISSING_MAX."""
+        self._known = array("Q")
+        """By slot, its generation when the slots were last looked at, plus one; 0: it was empty."""
+        self._looked_for = self._missed = self._missed_again = 0
+        self.doubted_count = 0
+        """Blocks that the last listing has missed, and that wait for the next one's word."""
+        self._gone_after = 1
+        """A block is gone when so many listings have missed it."""
 
     @property
     def is_running(self) -> bool:
-        """Tell whether a listing is under way."""
+        """Tell whether pages of a listing may come."""
         return self._state is ListingState.RUNNING
 
-    def begun(self, now_ms: int) -> None:
-        """Remember what the listing that begins has to name."""
-        table = self._inventory.table
+    def begun(self, event: ListingBegun) -> None:
+        """Begin to compare; a listing that has not ended is forgotten."""
         self._move("begun")
-        self._named = 0
+        self._round += 1
+        self._ranges, self._namespaces = event.ranges, event.namespaces
+        self._youngest.clear()
         self._waiting.clear()
-        self._stored_ms = array("q", [now_ms]) * table.slot_count
-        assert len(self._stored_ms) == table.slot_count
-        self._expected = table.generations()
+        self._listed_count = 0
+        slot_count = self._inventory.table.slot_count
+        for column in (self._named, self._missing, self._known):
+            column.frombytes(bytes(column.itemsize * (slot_count - len(column))))
+        self._looked_for = self._missed = self._missed_again = 0
 
-    def listed(self, objects: Sequence[ListedBlock], now_ms: int) -> None:
-        """Take what is new on a page, and fits."""
+    # --- pages ------------------------------------------------------------------------------
+
+    def listed(self, objects: Sequence[ListedBlock], number: int, now_ms: int) -> None:
+        """Take what is new on a page, and fits; delete what is too old, or too much."""
         self._move("page")
-        new: list[Block] = []
+        assert number < self._ranges.count, f"range {number} of {self._ranges.count}"
+        wanted: list[Block] = []
         expired: list[Block] = []
+        surplus: set[Block] = set()
+        youngest = self._youngest.setdefault(number, [])
+        share = self._ranges.share(self._inventory.table.slot_count)
         for found in objects:
-            stored_ms = now_ms - found.age_ms
+            block, stored_ms = found.block, now_ms - found.age_ms
             if self._ttl_ms and found.age_ms > self._ttl_ms:
-                expired.append(found.block)
-            elif self._is_known(found.block, stored_ms):
-                self._named += 1
-            else:
-                self._named += 1
-                self._take(found.block, stored_ms, new)
-        self._inventory.announce_listed(new)
-        self._expire(expired)
+                expired.append(block)
+            elif self._is_wanted(block, now_ms):
+                heapq.heappush(youngest, (stored_ms, block.hash, block))
+                wanted.append(block)
+                if len(youngest) > share:
+                    surplus.add(heapq.heappop(youngest)[2])
+        # First what leaves: its slots are for what comes, and what is too much is never announced.
+        self._delete(expired, "expired", now_ms)
+        self._delete(sorted(surplus, key=_order), "surplus", now_ms)
+        new: list[Block] = []
+        for block in wanted:
+            if block not in surplus:
+                self._take(block, new)
+        self._inventory.announce_listed(new, now_ms)
 
-    def _is_known(self, block: Block, stored_ms: int) -> bool:
-        assert self.is_running, f"{block.hash.hex()} is listed outside of a listing"
+    def _is_wanted(self, block: Block, now_ms: int) -> bool:
+        """Tell whether an object may stay: not if a better one of the same block is here."""
         table = self._inventory.table
         slot = table.find(block.hash)
         if slot is None:
-            return table.is_staging(block.hash)
-        self._expected.pop(block.hash, None)
+            return not table.is_staging(block.hash)
         known = table.block(slot)
-        if known != block:
-            self._counts["object_duplicates"] += 1
-            self._named -= 1
-            if _order(block) < _order(known):
-                self._inventory.lose([(slot, known)], "duplicate")
-                return False
-            self._journal.removed([(NO_SLOT, block)])
+        if known == block:
+            self._named[slot] = self._round
             return True
-        self._stored_ms[slot] = stored_ms
-        return True
+        self._counts["object_duplicates"] += 1
+        if _order(block) < _order(known):
+            self._inventory.lose([(slot, known)], "duplicate", now_ms)
+            return True
+        self._named[slot] = self._round
+        self._inventory.journal.removed([(NO_SLOT, block)])
+        return False
 
-    def _take(self, block: Block, stored_ms: int, new: list[Block]) -> None:
-        assert self._inventory.table.find(block.hash) is None, "it has a slot"
-        slot = self._inventory.table.stage(block.hash)
-        if slot is not None:
-            self._inventory.table.register(slot, block)
-            self._stored_ms[slot] = stored_ms
-            new.append(block)
-            return
-        heapq.heappush(self._waiting, (stored_ms, block.hash, block))
-        if len(self._waiting) > WAITING_MAX:
-            heapq.heappop(self._waiting)
-            assert len(self._waiting) == WAITING_MAX
-            self._counts["dropped.listed_no_room"] += 1
-
-    def _expire(self, expired: Sequence[Block]) -> None:
-        assert self._ttl_ms or not expired, "objects have no end"
+    def _take(self, block: Block, new: list[Block]) -> None:
+        """Give an object that is not here a slot, if one is free."""
         table = self._inventory.table
-        here = [(table.find(block.hash), block) for block in expired]
-        held = [(slot, block) for slot, block in here if slot is not None]
-        self._inventory.lose(held, "expired")
-        self._journal.removed([(NO_SLOT, block) for slot, block in here if slot is None])
-        self._counts["evictions.expired"] += len(here) - len(held)
+        if table.holds(block.hash) or table.is_staging(block.hash):
+            return
+        slot = table.stage(block.hash)
+        if slot is not None:
+            table.register(slot, block)
+            self._named[slot] = self._round
+            new.append(block)
 
-    def ended(self, *, complete: bool, now_ms: int) -> None:
-        """Compare what a complete listing has named with the table; forget any other one."""
-        assert self._named >= 0
-        self._move("complete" if complete else "failed")
-        if complete:
-            self._counts["listings"] += 1
-            self._lose_gone()
-            self._delete_oldest(self._named - self._inventory.table.slot_count)
-            self._fill()
-        else:
-            self._counts["listings_failed"] += 1
-        self._expected.clear()
-        self._waiting.clear()
+    def _delete(self, blocks: Sequence[Block], reason: str, now_ms: int) -> None:
+        """Delete objects, whether they have a slot or not."""
+        table = self._inventory.table
+        held: list[tuple[int, Block]] = []
+        outside: list[tuple[int, Block]] = []
+        for block in blocks:
+            slot = table.find(block.hash)
+            if slot is not None and table.committed(slot) == block:
+                held.append((slot, block))
+            else:  # It has no slot, or that of another object of this block, which stays.
+                outside.append((NO_SLOT, block))
+        self._inventory.lose(held, reason, now_ms)
+        self._inventory.journal.removed(outside)
+        self._counts[f"evictions.{reason}"] += len(outside)
 
-    def _lose_gone(self) -> None:
+    def range_listed(self, number: int, now_ms: int) -> None:
+        """Give the free slots to what waits of a range, youngest first."""
+        self._move("range")
+        self._listed_count += 1
+        assert self._listed_count <= self._ranges.count, f"range {number} was listed before"
+        for entry in self._fill(self._youngest.pop(number, []), now_ms):
+            heapq.heappush(self._waiting, entry)
+            if len(self._waiting) > WAITING_MAX:
+                heapq.heappop(self._waiting)
+                self._counts["dropped.listed_no_room"] += 1
+
+    def _fill(self, entries: list[Entry], now_ms: int) -> list[Entry]:
+        """Give the free slots to objects, youngest first; returns those that got none."""
+        table = self._inventory.table
+        absent = [e for e in entries if not (table.holds(e[1]) or table.is_staging(e[1]))]
+        free = table.reset_count
+        if free:
+            absent.sort(reverse=True)
+        new: list[Block] = []
+        for _, _, block in absent[:free]:
+            self._take(block, new)
+        self._inventory.announce_listed(new, now_ms)
+        return absent[free:]
+
+    # --- the comparison ---------------------------------------------------------------------
+
+    def compared(self, first: int, count: int) -> None:
+        """Look at some slots: whose block was looked for, and not named?"""
+        assert self._listed_count == self._ranges.count, "not every range is listed"
+        self._move("compared")
+        table = self._inventory.table
+        for slot in range(first, min(first + count, len(self._known))):
+            block = table.committed(slot)
+            if block is None or not self._was_looked_for(slot, block):
+                self._missing[slot] = 0
+            elif self._named[slot] == self._round:
+                self._looked_for += 1
+                self._missing[slot] = 0
+            else:
+                self._looked_for += 1
+                self._missed += 1
+                self._missed_again += self._missing[slot] > 0
+                self._missing[slot] = min(self._missing[slot] + 1, MISSING_MAX)
+            self._known[slot] = 0 if block is None else table.generation(slot) + 1
+
+    def _was_looked_for(self, slot: int, block: Block) -> bool:
+        """Tell whether a block was here when the slots were last looked at, and had to be named."""
+        if self._known[slot] != self._inventory.table.generation(slot) + 1:
+            return False
+        return self._namespaces is None or block.namespace in self._namespaces
+
+    def ended(self) -> None:
+        """Judge what is missing: where that is much, the next listing has to say so, too."""
+        self._move("ended")
+        self._counts["listings"] += 1
+        most = max(DOUBTED_MIN, self._looked_for // DOUBTED_SHARE)
+        self._gone_after = 1 if self._missed <= most else 2
+        is_doubted = self._gone_after > 1
+        self.doubted_count = self._missed - self._missed_again if is_doubted else 0
+        self._counts["listings_doubted"] += self.doubted_count > 0
+
+    def lose_gone(self, first: int, count: int, now_ms: int) -> None:
+        """Lose the blocks of some slots that are gone."""
+        self._move("lost")
         table = self._inventory.table
         gone: list[tuple[int, Block]] = []
-        for name, generation in self._expected.items():
-            slot = table.find(name)
+        for slot in range(first, min(first + count, len(self._known))):
+            block = table.committed(slot)
             # In another generation it has been stored again, behind the listing's back.
-            if slot is not None and table.generation(slot) == generation:
-                gone.append((slot, table.block(slot)))
-        self._inventory.lose(gone, "gone")
-
-    def _delete_oldest(self, surplus: int) -> None:
-        """Delete the oldest of a bucket that holds too much: every host deletes the same."""
-        if surplus <= 0:
-            return
-        table = self._inventory.table
-        ages: list[tuple[int, SequenceHash, Block]] = list(self._waiting)
-        for block in table.blocks():
-            slot = table.find(block.hash)
-            assert slot is not None
-            ages.append((self._stored_ms[slot], block.hash, block))
-        oldest = heapq.nsmallest(surplus, ages, key=lambda entry: entry[:2])
-        assert len(oldest) <= surplus
-        doomed = {name for _, name, _ in oldest}
-        here = [(table.find(name), block) for _, name, block in oldest]
-        self._inventory.lose([(slot, block) for slot, block in here if slot is not None], "surplus")
-        outside = [(NO_SLOT, block) for slot, block in here if slot is None]
-        self._journal.removed(outside)
-        self._counts["evictions.surplus"] += len(outside)
-        self._waiting = [entry for entry in self._waiting if entry[1] not in doomed]
-
-    def _fill(self) -> None:
-        """Give the free slots to what waits, youngest first."""
-        new: list[Block] = []
-        table = self._inventory.table
-        for stored_ms, name, block in sorted(self._waiting, reverse=True):
-            if not table.reset_count:
-                self._counts["dropped.listed_no_room"] += 1
-            elif table.find(name) is None and not table.is_staging(name):
-                self._take(block, stored_ms, new)
-        assert len(new) <= table.slot_count
-        self._inventory.announce_listed(new)
+            is_same = self._known[slot] == table.generation(slot) + 1
+            if block is not None and is_same and self._missing[slot] >= self._gone_after:
+                gone.append((slot, block))
+        self._inventory.lose(gone, "gone", now_ms)
+        if self._waiting and self._inventory.table.reset_count:
+            self._waiting = self._fill(self._waiting, now_ms)
+            heapq.heapify(self._waiting)
 
     def _move(self, event: str) -> None:
         self._state = LISTING.next(self._state, event)
 
     def check(self) -> None:
         """Assert every invariant of the listing."""
+        assert self.is_running or not self._youngest, "a range is open, and no listing runs"
+        assert self._missed_again <= self._missed <= self._looked_for
+        assert self._listed_count <= self._ranges.count
         assert len(self._waiting) <= WAITING_MAX
-        assert self.is_running or not self._expected
-        assert self.is_running or not self._waiting
+        assert len(self._named) == len(self._missing) == len(self._known)
 
 
 def _order(block: Block) -> tuple[bytes, str, str, int]:
@@ -221,4 +289,4 @@ def _order(block: Block) -> tuple[bytes, str, str, int]:
 
     Bytes and parts are written in decimal, without leading zeros.
     """
-    return (block.parent, str(block.bytes), str(block.part_count), block.checksum)
+    return (block.parent, str(block.bytes), str(block.code), block.checksum)

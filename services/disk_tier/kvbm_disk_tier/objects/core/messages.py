@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kvbm_common.tier.slots import Block
 
+from kvbm_disk_tier.objects.core.ranges import WHOLE, Ranges
+
 
 @dataclass(frozen=True, slots=True)
 class ListedBlock:
@@ -17,21 +19,62 @@ class ListedBlock:
 
 @dataclass(frozen=True, slots=True)
 class ListingBegun:
-    """A listing has begun: from now on ObjectsListed tell what the bucket holds."""
+    """A listing has begun: from now on ObjectsListed tell what the store holds.
+
+    `namespaces`: only names of these are looked at; None: all are.
+    """
+
+    ranges: Ranges = WHOLE
+    namespaces: frozenset[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectsListed:
-    """One page of a listing."""
+    """One page of a range. A page may come twice."""
 
     objects: tuple[ListedBlock, ...]
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RangeListed:
+    """A range is listed to its end: what it has not named of the table is not there."""
+
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ListingStalled:
+    """A page could not be had; the listing goes on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsCompared:
+    """Every range is listed: look at `count` slots of the table from `first` on."""
+
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class ListingEnded:
-    """The listing is over; `complete`: what it did not name is not there."""
-
-    complete: bool
+    """All slots were looked at: what is missing is believed, or waits for the next listing."""
 
 
-ObjectInput = ListingBegun | ObjectsListed | ListingEnded
+@dataclass(frozen=True, slots=True)
+class GoneLost:
+    """Lose what is gone of `count` slots of the table from `first` on."""
+
+    first: int
+    count: int
+
+
+ObjectInput = (
+    ListingBegun
+    | ObjectsListed
+    | RangeListed
+    | ListingStalled
+    | SlotsCompared
+    | ListingEnded
+    | GoneLost
+)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.blocks import is_divisible
+from kvbm_common.tier.parts import is_divisible
 from kvbm_common.tier.slots import Block
 
 FORMAT = "v2"
@@ -30,6 +30,8 @@ _NAME = re.compile(
     r"(?P<namespace>[0-9a-f]{64})/(?P<hash>[0-9a-f]{32})\.(?P<parent>[0-9a-f]{32})"
     r"\.(?P<bytes>[1-9][0-9]{0,11})\.(?P<parts>[1-9][0-9]{0,4})\.(?P<checksum>[0-9a-f]{16})"
 )
+
+_FOLDER = re.compile(r"(?P<namespace>[0-9a-f]{64})/")
 
 
 class KeyIds(Protocol):
@@ -70,8 +72,17 @@ class Names:
         assert root is not None, "no key"
         return (
             f"{root}{block.namespace.hex()}/{block.hash.hex()}.{block.parent.hex()}"
-            f".{block.bytes}.{block.part_count}.{block.checksum:016x}"
+            f".{block.bytes}.{block.code}.{block.checksum:016x}"
         )
+
+    def namespace_of(self, folder: str) -> bytes | None:
+        """Return the namespace whose blocks lie in a folder; None: it is foreign."""
+        root = next((root for root in self.roots if folder.startswith(root)), None)
+        found = None if root is None else _FOLDER.fullmatch(folder, len(root))
+        if found is None:
+            return None
+        namespace = bytes.fromhex(found["namespace"])
+        return namespace if self._root_of(namespace) == root else None
 
     def block_of(self, name: str) -> Block | None:
         """Return the block that an object of this name holds; None: it is not ours."""

@@ -9,7 +9,7 @@ from kvbm_common.tier.slots import Block
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-Unpacked = tuple[Bytes, tuple[int, ...]]
+Unpacked = tuple[Bytes, bytes]
 
 
 class Packing(Protocol):

@@ -1,38 +1,39 @@
-"""The bucket: what NIXL cannot ask of S3 (list, delete, head), and the only import of boto3.
+"""The bucket: what NIXL cannot ask of S3 (list, delete, probe).
 
 boto3 blocks, so its calls run in a few threads: daemons, because one that hangs must not hold up
-the end of the process. Each call has a deadline of ours, and is tried again with growing pauses
-where that may help. Errors say which variable to look at.
+the end of the process. Each call has a deadline of ours, after which its connection is shut down,
+and is tried again with growing pauses where that may help. Errors say which variable to look at.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import random
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-from kvbm_common.errors import KvbmError
+from kvbm_disk_tier.objects.core.answers import (
+    Answer,
+    Listed,
+    Page,
+    age_ms,
+    refusal_of,
+    store_now_ms,
+)
+from kvbm_disk_tier.objects.shell.calls import Calls
+from kvbm_disk_tier.objects.shell.listing_xml import READ, ReadListing
+from kvbm_disk_tier.objects.shell.object_store import (
+    PAGE_MAX,
+    BucketError,
+    BucketRefused,
+    backoff,
+)
+from kvbm_disk_tier.objects.shell.s3_client import BucketOptions, Connections, make_client
 
-THREADS = 4
-CONNECT_S = 2.0
-READ_S = 5.0
-"""What boto3 waits for one answer of the network."""
 CALL_DEADLINE_S = 10.0
 """What we wait for a call, whatever boto3 does."""
 TRIES = 3
-PAUSE_S = 0.2
-PAUSE_MAX_S = 5.0
-PAGE_MAX = 1_000
-"""S3's own limit, for lists and for deletes."""
-
 _DENIED = ("AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Forbidden")
 _NO_BUCKET = ("NoSuchBucket", "InvalidBucketName", "404", "NotFound")
 _KEYS = "DYN_KVBM_OBJECT_ACCESS_KEY and DYN_KVBM_OBJECT_SECRET_KEY"
@@ -40,104 +41,42 @@ _KEYS = "DYN_KVBM_OBJECT_ACCESS_KEY and DYN_KVBM_OBJECT_SECRET_KEY"
 T = TypeVar("T")
 
 
-class BucketError(KvbmError):
-    """A call to the bucket has failed. The text names the variable to look at."""
-
-    code = "bucket"
-    retry = True
-    """Whether trying again at once may help."""
-
-
-class BucketRefused(BucketError):
-    """The store has answered, and the answer is no: wrong keys, rights or bucket."""
-
-    code = "bucket_refused"
-    retry = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketOptions:
-    """Where the bucket is, from the configuration."""
-
-    bucket: str
-    endpoint: str = ""
-    """Empty: AWS."""
-    region: str = "us-east-1"
-    access_key: str = ""
-    """Empty: whatever AWS' own chain of credentials finds."""
-    secret_key: str = ""
-    path_style: bool = True
-
-    def __repr__(self) -> str:
-        """Represent the bucket without its keys: the text is logged."""
-        return f"{self.bucket} at {self.endpoint or 'AWS'} ({self.region})"
-
-    def for_nixl(self, *, threads: int) -> dict[str, str]:
-        """Return the parameters of NIXL's OBJ back end.
-
-        Checksums of the transport are left out: ours is compared after every read, and stores that
-        are not AWS differ in them.
-        """
-        given = {
-            "bucket": self.bucket,
-            "region": self.region,
-            "endpoint_override": self.endpoint,
-            "scheme": "http" if self.endpoint.startswith("http://") else "https",
-            "access_key": self.access_key,
-            "secret_key": self.secret_key,
-            "use_virtual_addressing": "false" if self.path_style else "true",
-            "num_threads": str(threads),
-            "req_checksum": "required",
-            "resp_checksum": "required",
-        }
-        return {name: value for name, value in given.items() if value}
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """An object of a listing. The store's clock alone tells its age."""
-
-    name: str
-    bytes: int
-    age_ms: int
-
-
 class Bucket:
     """One bucket. Its methods belong to one event loop."""
 
     def __init__(self, options: BucketOptions, counted: Callable[[str, bool], None]) -> None:
         """Prepare a client without a request; `counted(kind, ok)` hears of every later request."""
+        self.where = f"bucket {options!r}"
         self.options = options
         self._counted = counted
-        self._turns = asyncio.Semaphore(THREADS)
+        self._connections = Connections()
+        self._calls = Calls(self._connections.interrupt)
         self._client: Any = None
 
-    async def pages(self, prefix: str) -> AsyncIterator[list[Listed]]:
-        """Yield every object below a prefix, a page at a time; raises BucketError."""
-        after: dict[str, str] = {}
+    async def folders(self, prefix: str) -> list[str]:
+        """Return the prefixes that go on to the next `/` below this one; raises BucketError."""
+        found: list[str] = []
+        after, more = "", True
+        while more:
+            listing = await self._list(_as_read, prefix, after, Delimiter="/")
+            found += listing.folders
+            more, last = bool(listing.is_truncated), max([*listing.folders, *listing.names, ""])
+            if more and last <= after:
+                raise self._away("answers a listing of folders that does not go on")
+            after = last
+        return found
 
-        def list_page(client: Any) -> Any:
-            return client.list_objects_v2(
-                Bucket=self.options.bucket, Prefix=prefix, MaxKeys=PAGE_MAX, **after
-            )
-
-        while True:
-            reply = await self._call("list", list_page)
-            yield _listed(reply)
-            if not reply.get("IsTruncated"):
-                return
-            after = {"ContinuationToken": reply["NextContinuationToken"]}
+    async def page(self, prefix: str, after: str) -> Page:
+        """Return a page of the names with this prefix, behind one; raises BucketError."""
+        return await self._list(_page, prefix, after)
 
     async def size(self, name: str) -> int | None:
         """Return the size of an object; None: no such object. Raises BucketError.
 
         By a list: a head cannot tell a missing object from a missing bucket.
         """
-        reply = await self._call("list", lambda client: client.list_objects_v2(
-            Bucket=self.options.bucket, Prefix=name, MaxKeys=1
-        ))  # fmt: skip
-        sizes = {entry.name: entry.bytes for entry in _listed(reply)}
-        return sizes.get(name)
+        page = await self._list(_page, name, "", MaxKeys=1)
+        return next((one.bytes for one in page.objects if one.name == name), None)
 
     async def delete(self, names: Sequence[str]) -> dict[str, str]:
         """Delete up to a page of objects; returns those that are still there, and why.
@@ -146,21 +85,53 @@ class Bucket:
         """
         assert len(names) <= PAGE_MAX
         wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
-        reply = await self._call(
-            "delete",
-            lambda client: client.delete_objects(Bucket=self.options.bucket, Delete=wanted),
-        )
-        return {error["Key"]: error["Code"] for error in reply.get("Errors", [])}
+
+        def delete(client: Any) -> dict[str, str]:
+            reply = client.delete_objects(Bucket=self.options.bucket, Delete=wanted)
+            errors = reply.get("Errors", [])
+            return {str(error.get("Key")): str(error.get("Code", "unknown")) for error in errors}
+
+        return await self._call("delete", delete)
 
     async def probe(self, prefix: str, *, write: bool) -> None:
         """Ask for the least: one name of a list and, with `write`, an empty object put."""
-        await self._call("list", lambda client: client.list_objects_v2(
-            Bucket=self.options.bucket, Prefix=prefix, MaxKeys=1
-        ), tries=1)  # fmt: skip
+        await self._list(_page, prefix, "", tries=1, MaxKeys=1)
         if write:
             await self._call("put", lambda client: client.put_object(
                 Bucket=self.options.bucket, Key=f"{prefix}probe", Body=b""
             ), tries=1)  # fmt: skip
+
+    async def _list(
+        self,
+        use: Callable[[ReadListing, int], T],
+        prefix: str,
+        after: str,
+        *,
+        tries: int = TRIES,
+        **more: Any,
+    ) -> T:
+        """Read the answer to a list, once it is one; by names, so that no token is needed."""
+        wanted: dict[str, Any] = {"MaxKeys": PAGE_MAX} | more
+        if after:
+            wanted["StartAfter"] = after
+
+        def list_page(client: Any) -> T:
+            reply = client.list_objects_v2(Bucket=self.options.bucket, Prefix=prefix, **wanted)
+            listing: ReadListing = reply.get(READ, ReadListing())
+            answer = Answer(
+                is_listing=listing.is_truncated is not None,
+                prefix=listing.prefix,
+                is_truncated=bool(listing.is_truncated) and "Delimiter" not in wanted,
+                names=listing.names,
+            )
+            refusal = refusal_of(answer, prefix=prefix, after=after)
+            if refusal:
+                raise self._away(f"answers {refusal}")
+            return use(listing, _store_now_ms(reply))
+
+        return await self._call("list", list_page, tries=tries)
+
+    # --- calls ------------------------------------------------------------------------------
 
     async def _call(self, kind: str, call: Callable[[Any], T], *, tries: int = TRIES) -> T:
         pauses = backoff()
@@ -178,26 +149,10 @@ class Bucket:
         raise AssertionError("the last try returns or raises")
 
     async def _try(self, call: Callable[[Any], T]) -> T:
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(self._run(call))
-            except BaseException as error:  # Whatever it is, the caller gets it.
-                done.set_exception(error)
-            finally:
-                with contextlib.suppress(RuntimeError):  # The loop is closed: no task waits.
-                    loop.call_soon_threadsafe(self._turns.release)
-
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CALL_DEADLINE_S):
-                await self._turns.acquire()
-                done.set_running_or_notify_cancel()
-                threading.Thread(target=run, name="bucket", daemon=True).start()
-                return await asyncio.wrap_future(done)
+            return await self._calls.run(lambda: self._run(call), deadline_s=CALL_DEADLINE_S)
         except TimeoutError as error:
-            raise self._away("has not answered") from error
+            raise self._away(f"has not answered within {CALL_DEADLINE_S:g} s") from error
 
     def _run(self, call: Callable[[Any], T]) -> T:
         """Run a call with the client, in a thread; raises BucketError.
@@ -208,15 +163,21 @@ class Bucket:
 
         try:
             if self._client is None:
-                self._client = _make_client(self.options)
+                self._client = make_client(self.options, self._connections)
             return call(self._client)
+        except BucketError:
+            raise
         except failures.ClientError as error:
             raise self._refused(_code(error)) from error
         except failures.NoCredentialsError as error:
             text = f"{_KEYS} are not set, and there are no other credentials"
             raise BucketRefused(text) from error
-        except (failures.BotoCoreError, failures.HTTPClientError, ValueError) as error:
+        except (failures.BotoCoreError, failures.HTTPClientError, OSError) as error:
             raise self._away(f"cannot be used: {type(error).__name__}") from error
+        except Exception as error:  # botocore fails in many ways at what is no answer of S3.
+            raise self._away(f"answers what makes no sense: {error!r:.200}") from error
+        finally:
+            self._connections.forget()
 
     def _refused(self, code: str) -> BucketError:
         if code in _DENIED:
@@ -234,55 +195,23 @@ class Bucket:
         return BucketError(f"DYN_KVBM_OBJECT_ENDPOINT {where} {what}")
 
 
-def backoff(pause_s: float = PAUSE_S, max_s: float = PAUSE_MAX_S) -> Iterator[float]:
-    """Yield pauses in seconds that double up to `max_s`.
-
-    Each is between half and all of its step: many clients do not come at once.
-    """
-    while True:
-        yield pause_s * random.uniform(0.5, 1.0)
-        pause_s = min(2 * pause_s, max_s)
+def _page(listing: ReadListing, now_ms: int) -> Page:
+    entries = zip(listing.names, listing.sizes, listing.stored_ms, strict=True)
+    objects = [Listed(name, size, age_ms(stored_ms, now_ms)) for name, size, stored_ms in entries]
+    return Page(objects, bool(listing.is_truncated), objects[-1].name if objects else "")
 
 
-def _make_client(options: BucketOptions) -> Any:
-    from botocore.config import Config
-
-    return _session().client(
-        "s3",
-        endpoint_url=options.endpoint or None,
-        region_name=options.region,
-        aws_access_key_id=options.access_key or None,
-        aws_secret_access_key=options.secret_key or None,
-        config=Config(
-            connect_timeout=CONNECT_S,
-            read_timeout=READ_S,
-            retries={"total_max_attempts": 1},
-            s3={"addressing_style": "path" if options.path_style else "virtual"},
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        ),
-    )
+def _as_read(listing: ReadListing, _now_ms: int) -> ReadListing:
+    return listing
 
 
-@functools.cache
-def _session() -> Any:
-    """Return the boto3 session; it reads megabytes of descriptions, once for a process."""
-    import boto3
-
-    return boto3.session.Session()
-
-
-def _listed(reply: Any) -> list[Listed]:
-    headers = reply["ResponseMetadata"]["HTTPHeaders"]
-    now = parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
-    return [
-        Listed(
-            entry["Key"],
-            int(entry["Size"]),
-            max(0, round(1000 * (now - entry["LastModified"].timestamp()))),
-        )
-        for entry in reply.get("Contents", [])
-    ]
+def _store_now_ms(reply: Any) -> int:
+    own_ms = round(1000 * time.time())
+    try:
+        date = reply["ResponseMetadata"]["HTTPHeaders"]["date"]
+        return store_now_ms(round(1000 * parsedate_to_datetime(date).timestamp()), own_ms)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return own_ms
 
 
 def _code(error: Any) -> str:

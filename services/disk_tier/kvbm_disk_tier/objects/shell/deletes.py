@@ -7,17 +7,23 @@ queue was full, the process ended) is found by the next listing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from kvbm_common.runtime.logs import OncePerKind
 
-from kvbm_disk_tier.objects.shell.bucket import PAGE_MAX, Bucket, BucketError, backoff
+from kvbm_disk_tier.objects.shell.object_store import PAGE_MAX, BucketError, ObjectStore, backoff
 
 QUEUE_MAX = 100_000
-LATELY_MAX = 200_000
-"""One that is forgotten here may be listed though it is deleted: the next read finds out."""
+LATELY_MAX = 50_000
+"""The newest ones: a store's page that is older than so many deletes is not to be expected. One
+that is forgotten here may be listed though it is deleted: the next read finds out."""
+ROOM = 10_000
+"""A listing that finds much to delete waits while more than so many wait."""
+ROOM_WAIT_S = 2.0
+"""But no longer than this for each page: the store may refuse to delete."""
 
 log = OncePerKind(logging.getLogger(__name__))
 
@@ -25,7 +31,7 @@ log = OncePerKind(logging.getLogger(__name__))
 class Deletes:
     """The queue, and the one task that empties it."""
 
-    def __init__(self, bucket: Bucket, counted: Callable[[str, int], None]) -> None:
+    def __init__(self, bucket: ObjectStore, counted: Callable[[str, int], None]) -> None:
         """Start with an empty queue; `counted(outcome, objects)` hears how deletes end."""
         self._bucket = bucket
         self._counted = counted
@@ -33,7 +39,7 @@ class Deletes:
         self._flying: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
-        self.lately: set[str] = set()
+        self.lately: OrderedDict[str, None] = OrderedDict()
         """Deleted, or to be, since `forget`: a page of a listing may still name them."""
 
     def __len__(self) -> int:
@@ -43,9 +49,9 @@ class Deletes:
     def add(self, names: Iterable[str]) -> None:
         """Delete these, some time."""
         for name in names:
-            self._queue[name] = None
-            if len(self.lately) < LATELY_MAX:
-                self.lately.add(name)
+            self._queue[name] = self.lately[name] = None
+            if len(self.lately) > LATELY_MAX:
+                self.lately.popitem(last=False)
             if len(self._queue) > QUEUE_MAX:
                 self._queue.popitem(last=False)
                 self._counted("dropped", 1)
@@ -54,14 +60,22 @@ class Deletes:
 
     def forget(self) -> None:
         """Forget the finished deletes: a listing that begins now does not name those objects."""
-        self.lately = set(self._queue) | self._flying
+        self.lately = OrderedDict.fromkeys([*self._flying, *self._queue])
+
+    async def wait_room(self) -> None:
+        """Wait, for a while, until the queue is short."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROOM_WAIT_S):
+                while len(self._queue) > ROOM:
+                    await self._landed.wait()
+                    self._landed.clear()
 
     async def wait_writable(self, name: str) -> None:
         """Cancel the delete of a name about to be written, or wait until it has ended."""
         self._queue.pop(name, None)
         while name in self._flying:
             await self._landed.wait()
-        self.lately.discard(name)
+        self.lately.pop(name, None)
 
     async def run(self) -> None:
         """Delete what is added, until cancelled."""

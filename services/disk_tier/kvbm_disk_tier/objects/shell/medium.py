@@ -12,16 +12,22 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.runtime.logs import OncePerKind
-from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
+from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Counter, Metrics
+from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.verbs import ArenaReply
 
-from kvbm_disk_tier.core.effects import AppendJournal, Effect, ReadSlots, RewriteJournal, WriteSlots
+from kvbm_disk_tier.core.effects import (
+    AppendJournal,
+    ProbeStore,
+    ReadSlots,
+    RewriteJournal,
+    WriteSlots,
+)
 from kvbm_disk_tier.core.journal import Operation, Replay
 from kvbm_disk_tier.core.messages import (
     STALE_ARENA,
@@ -31,38 +37,40 @@ from kvbm_disk_tier.core.messages import (
     StoreDown,
     StoreFailed,
     StoreOpened,
+    StoreProbed,
     StoreUp,
     WriteFailed,
     Written,
 )
-from kvbm_disk_tier.objects.core.messages import (
-    ListedBlock,
-    ListingBegun,
-    ListingEnded,
-    ObjectsListed,
-)
+from kvbm_disk_tier.objects.core.answers import Listed
+from kvbm_disk_tier.objects.core.bucket_health import BucketHealth
+from kvbm_disk_tier.objects.core.messages import ListedBlock
 from kvbm_disk_tier.objects.core.names import KeyIds, Names
-from kvbm_disk_tier.objects.shell.bucket import Bucket, BucketError, BucketRefused, Listed, backoff
 from kvbm_disk_tier.objects.shell.deletes import Deletes
-from kvbm_disk_tier.objects.shell.health import Health
-from kvbm_disk_tier.objects.shell.mover import CHANGED, CORRUPT, OK, TOO_LATE, ObjectMover, Sums
+from kvbm_disk_tier.objects.shell.lister import Lister, ListerDoors, Loop
+from kvbm_disk_tier.objects.shell.object_store import (
+    CHANGED,
+    CORRUPT,
+    GONE,
+    OK,
+    TOO_LATE,
+    BucketError,
+    BucketRefused,
+    Carrier,
+    ObjectStore,
+    Sums,
+    backoff,
+)
 
 PUT_DEADLINE_S = 30.0
 """A store that takes longer for one block is as good as away."""
 TRIES = 3
-LISTING_DEADLINE_S = 600.0
-"""A million objects are 1,000 pages: two minutes on AWS."""
-INBOX_DEADLINE_S = 10.0
-TOO_LARGE = "too_large"
-"""For a slot of the arena: the block is of an engine with larger blocks, on another host."""
 NO_KEY = "no_key"
 """The block's namespace has none, and what is stored here is sealed."""
-GONE = "gone"
-"""There is no such object."""
+UNSEEN = "unseen"
+"""Other bytes have come, and whether they are the object's cannot be told."""
 
 log = logging.getLogger(__name__)
-Loop = CoreLoop[Any, Effect]
-"""Its inputs are the core's, and those of `objects.messages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,19 +90,19 @@ class ObjectMedium:
     """One bucket, for one event loop."""
 
     def __init__(
-        self, options: ObjectOptions, bucket: Bucket, mover: ObjectMover, counters: Metrics
+        self, options: ObjectOptions, store: ObjectStore, mover: Carrier, counters: Metrics
     ) -> None:
-        self.where = f"bucket {bucket.options!r}"
+        self.where = store.where
         self._options = options
-        self._bucket = bucket
+        self._store = store
         self._mover = mover
         self._names = Names(options.prefix, options.keys)
-        self._health = Health()
+        self._health = BucketHealth(backoff)
         deleted = counters.counter(
             "kvbm_object_deletes_total", "Deletes by what became of them.", labels=("outcome",)
         )
         self._deletes = Deletes(
-            bucket, lambda outcome, count: deleted.labels(outcome=outcome).inc(count)
+            store, lambda outcome, count: deleted.labels(outcome=outcome).inc(count)
         )
         self._log = OncePerKind(log)
         self._opened = asyncio.Event()
@@ -105,11 +113,7 @@ class ObjectMedium:
         self._moved = counters.counter(
             "kvbm_object_bytes_total", "Bytes moved to and from the bucket.", labels=("direction",)
         )
-        self._listed = counters.counter(
-            "kvbm_object_listed_total",
-            "Objects named by listings: ours, foreign, or of a wrong size.",
-            labels=("kind",),
-        )
+        self._listed = listed_counter(counters)
         self._failures = {
             "put": counters.counter(
                 "kvbm_object_write_failures", "Blocks that could not be written to the bucket."
@@ -132,12 +136,20 @@ class ObjectMedium:
     async def open(self, _slot_bytes: int) -> StoreOpened | StoreFailed:
         """See whether the bucket is there and lets us read and write."""
         try:
-            await self._bucket.probe(self._probe_prefix, write=True)
+            await self._store.probe(self._probe_prefix, write=True)
         except BucketError as error:
             self._log.warning(error.code, str(error))
             return StoreFailed(str(error))
         self._opened.set()
-        return StoreOpened(self._options.slot_count, 0, Replay({}, 1, 0, 0))
+        return StoreOpened(Layout.unsized(self._options.slot_count), Replay({}, 1, 0, 0))
+
+    async def probe(self, _effect: ProbeStore) -> StoreProbed:
+        """Ask for a name and put an empty object: the bucket took seconds for blocks."""
+        try:
+            await self._store.probe(self._probe_prefix, write=True)
+        except BucketError as error:
+            return StoreProbed(str(error))
+        return StoreProbed()
 
     @property
     def _probe_prefix(self) -> str:
@@ -174,7 +186,7 @@ class ObjectMedium:
         """Copy blocks from the arena to objects, each by itself."""
         outcomes = await asyncio.gather(
             *(
-                self._put(block, effect.epoch, source * effect.slot_bytes)
+                self._put(block, effect.epoch, source * effect.unit_bytes)
                 for block, source in zip(effect.blocks, effect.sources, strict=True)
             )
         )
@@ -210,7 +222,7 @@ class ObjectMedium:
         """Copy objects to the arena, each by itself, in the order in which they were asked for."""
         got = await asyncio.gather(
             *(
-                self._get(block, effect, target * effect.slot_bytes)
+                self._get(block, effect, target * effect.unit_bytes)
                 for block, target in zip(effect.blocks, effect.targets, strict=True)
             )
         )
@@ -220,8 +232,6 @@ class ObjectMedium:
 
     async def _get(self, block: Block, effect: ReadSlots, offset: int) -> tuple[str, Sums]:
         """Return how a read has ended, and the checksums of the parts of what was read."""
-        if block.bytes > effect.slot_bytes:
-            return TOO_LARGE, ()
         epoch, until_ms = effect.epoch, effect.until_ms
         name = self._names.name_of(block)
         pauses = backoff()
@@ -230,13 +240,13 @@ class ObjectMedium:
             if tried and not await self._may_retry(next(pauses), until_ms):
                 break
             got = await self._mover.get(name, block, epoch=epoch, offset=offset, until_ms=until_ms)
-            outcome, sums = (got, ()) if isinstance(got, str) else (OK, got)
+            outcome, sums = (got, b"") if isinstance(got, str) else (OK, got)
             if outcome in (STALE_ARENA, TOO_LATE, DeadlineExceeded.code):
                 break
-            if outcome not in (OK, CORRUPT):
+            # What is corrupt may have been so on its way only: it is read once more.
+            if outcome != OK and (outcome != CORRUPT or tried):
                 outcome = await self._why(name, block, outcome, until_ms)
             self._request_ended("get", block, outcome)
-            # What is corrupt may have been so on its way only: it is read once more.
             if outcome in (OK, GONE) or (outcome == CORRUPT and tried):
                 break
         if outcome not in (OK, GONE):
@@ -244,17 +254,18 @@ class ObjectMedium:
         return outcome, sums
 
     async def _why(self, name: str, block: Block, outcome: str, until_ms: int) -> str:
-        """Find out why NIXL could not read: object gone, of another size, or store in trouble.
+        """Find out why a read has failed: object gone, of another size, or store in trouble.
 
         It asks with a list, because a head of an object cannot tell a missing object from a missing
-        bucket.
+        bucket. Wrong bytes are only believed of a store that answers lists: a maintenance page is
+        no reason to delete an object.
         """
         left_s = max((until_ms - monotonic_ms()) / 1000, 0.01)
         try:
             async with asyncio.timeout(left_s):
-                size = await self._bucket.size(name)
+                size = await self._store.size(name)
         except (BucketError, TimeoutError):
-            return outcome
+            return UNSEEN if outcome == CORRUPT else outcome
         if size is None:
             return GONE
         return outcome if size == self._object_bytes(block) else CORRUPT
@@ -283,32 +294,19 @@ class ObjectMedium:
 
     async def _keep_listing(self, loop: Loop) -> None:
         await self._opened.wait()
-        pauses = backoff()
+        doors = ListerDoors(
+            take=self._take,
+            begun=self._deletes.forget,
+            worked=self._health.good,
+            failed=lambda error: self._trouble(
+                str(error), "list", refused=isinstance(error, BucketRefused)
+            ),
+            wait_deletes=self._deletes.wait_room,
+        )
+        lister = Lister(self._store, self._names, self._options.slot_count, doors)
         while True:
-            try:
-                async with asyncio.timeout(LISTING_DEADLINE_S):
-                    await self._list(loop)
-            except (KvbmError, TimeoutError) as error:
-                self._log.warning("listing", f"the bucket could not be listed: {error}")
-                loop.complete(ListingEnded(complete=False))
-                if isinstance(error, BucketError):
-                    refused = isinstance(error, BucketRefused)
-                    self._trouble(str(error), "list", refused=refused)
-                await asyncio.sleep(min(self._options.list_s, next(pauses)))
-            else:
-                pauses = backoff()
-                await asyncio.sleep(self._options.list_s)
-
-    async def _list(self, loop: Loop) -> None:
-        self._deletes.forget()
-        await loop.offer(ListingBegun(), deadline_s=INBOX_DEADLINE_S)
-        for root in self._names.roots:
-            async for page in self._bucket.pages(root):
-                objects = tuple(found for entry in page if (found := self._take(entry)) is not None)
-                if objects:
-                    await loop.offer(ObjectsListed(objects), deadline_s=INBOX_DEADLINE_S)
-        await loop.offer(ListingEnded(complete=True), deadline_s=INBOX_DEADLINE_S)
-        self._health.good()
+            await lister.list_all(loop)
+            await asyncio.sleep(self._options.list_s)
 
     def _take(self, entry: Listed) -> ListedBlock | None:
         block = self._names.block_of(entry.name)
@@ -337,7 +335,7 @@ class ObjectMedium:
             await self._is_down.wait()
             await asyncio.sleep(self._health.pause_s())
             try:
-                await self._bucket.probe(self._probe_prefix, write=self._health.needs_write)
+                await self._store.probe(self._probe_prefix, write=self._health.needs_write)
             except BucketError as error:
                 if self._health.still_down(str(error)):
                     self._log.warning(error.code, str(error))
@@ -356,6 +354,16 @@ def requests_counter(counters: Metrics) -> Counter:
     """
     return counters.counter(
         "kvbm_object_requests_total", "Requests to the bucket.", labels=("request", "outcome")
+    )
+
+
+def listed_counter(counters: Metrics) -> Counter:
+    """Return the counter of what listings name; a directory counts what is odd in it."""
+    return counters.counter(
+        "kvbm_object_listed_total",
+        "Objects named by listings: ours, foreign, or of a wrong size; odd: neither file nor "
+        "folder, each time its folder is read.",
+        labels=("kind",),
     )
 
 

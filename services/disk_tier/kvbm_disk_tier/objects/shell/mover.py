@@ -1,4 +1,4 @@
-"""The object tier's mover: bytes between the mapped arena and objects, over NIXL OBJ and lanes.
+"""The object tier's mover: bytes between the mapped arena and objects, through lanes.
 
 What is written is compared with its checksum before it leaves the lane, so an object has the right
 bytes whatever became of the lease on its source. What is read is compared in the lane, and copied
@@ -12,13 +12,13 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-from kvbm_common.errors import DeadlineExceeded
+from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.memory.arena import Arena
-from kvbm_common.nixl.mover_thread import MoverThread, TransferError, Transferred
-from kvbm_common.nixl.spans import Spans
+from kvbm_common.nixl.spans import Registration, Spans
+from kvbm_common.nixl.transfers import TransferError, Transferred
 from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Metrics, TransferFigures
 from kvbm_common.tier.slots import Block
@@ -26,8 +26,15 @@ from kvbm_common.wire.verbs import ArenaReply
 
 from kvbm_disk_tier.core.messages import STALE_ARENA
 from kvbm_disk_tier.objects.core.packing import Bytes, Packing, Plain
-from kvbm_disk_tier.objects.shell.bucket import BucketOptions
 from kvbm_disk_tier.objects.shell.lanes import LaneMemory, Lanes
+from kvbm_disk_tier.objects.shell.object_store import (
+    CHANGED,
+    CORRUPT,
+    NO_LANE,
+    OK,
+    TOO_LATE,
+    Sums,
+)
 
 COPY_THREADS = 2
 TAIL_BYTES = 64
@@ -36,15 +43,7 @@ CALL_DEADLINE_S = 10.0
 CLOSE_S = 1.0
 """A request that hangs ends by itself within ten seconds; the process does not wait for it."""
 
-OK = ""
-CORRUPT = "corrupt"
-"""The object has other bytes than its name says."""
-CHANGED = "source_changed"
-"""The arena's slot has other bytes than the lease said: it was reused."""
-TOO_LATE = "too_late"
-
 T = TypeVar("T")
-Sums = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -55,22 +54,36 @@ class _Taken:
     is_late: bool = False
 
 
+class Transport(Protocol):
+    """What carries the bytes of objects: NIXL's mover, or threads for files."""
+
+    def register_memory(self, address: int, length: int) -> Future[Registration]:
+        """Register memory for transfers."""
+
+    def read_object(self, name: str, memory: Spans, *, deadline_s: float) -> Future[Transferred]:
+        """Read the beginning of an object into one span of memory."""
+
+    def write_object(self, name: str, memory: Spans, *, deadline_s: float) -> Future[Transferred]:
+        """Write one span of memory as an object, all of it or nothing."""
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads, as far as they do within this time."""
+
+
 class ObjectMover:
-    """One NIXL agent between one bucket, the lanes, and the arena that is mapped now."""
+    """Moves between the objects of one store, the lanes, and the arenas that are mapped now."""
 
     def __init__(
         self,
         *,
-        name: str,
-        bucket: BucketOptions,
+        transport: Transport,
         lanes: int,
         counters: Metrics,
         packing: Packing | None = None,
     ) -> None:
-        """Start the transfer threads without a request; raises MoverUnavailable."""
+        """Take over `transport`, which moves up to `lanes` objects at once; it is closed here."""
         self.packing: Packing = packing or Plain()
-        parameters = bucket.for_nixl(threads=lanes)
-        self._mover = MoverThread(name, backends=("OBJ",), object_params=parameters)
+        self._mover = transport
         self._copier = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
         self.lanes = Lanes(lanes)
         self._memory: list[LaneMemory] = []
@@ -96,13 +109,18 @@ class ObjectMover:
             return
         arena = Arena.attach(reply.path)
         arena.populate()
-        lane_bytes = reply.slot_bytes + self.packing.extra_bytes
+        self._lanes_for(max(reply.sizes, default=reply.slot_bytes))
+        self.drop_arena(reply.instance)
+        self._arenas[reply.epoch], self._epochs[reply.instance] = arena, reply.epoch
+
+    def _lanes_for(self, block_bytes: int) -> LaneMemory:
+        """Return lanes for blocks of this size; larger ones are made when these are too short."""
+        lane_bytes = block_bytes + self.packing.extra_bytes
         if not self._memory or self._memory[-1].lane_bytes < lane_bytes:
             memory = LaneMemory(self.lanes.count, lane_bytes)
             self._mover.register_memory(memory.address, memory.bytes).result(CALL_DEADLINE_S)
             self._memory.append(memory)
-        self.drop_arena(reply.instance)
-        self._arenas[reply.epoch], self._epochs[reply.instance] = arena, reply.epoch
+        return self._memory[-1]
 
     def drop_arena(self, instance: str) -> None:
         """Drop the arena of a host tier that has left or begun a new life."""
@@ -126,7 +144,7 @@ class ObjectMover:
             future = self._mover.write_object(name, span, deadline_s=max(left_s, 0.01))
             return await self._wait(future, taken, path="h2object")
 
-        return await self._with_lane(fly, epoch, write=True, deadline_s=deadline_s)
+        return await self._with_lane(fly, epoch, block, write=True, deadline_s=deadline_s)
 
     async def get(
         self, name: str, block: Block, *, epoch: int, offset: int, until_ms: int
@@ -148,12 +166,14 @@ class ObjectMover:
                 lambda: self._copy_out(memory, taken.lane, arena, offset, block, until_ms)
             )
 
-        return await self._with_lane(fly, epoch, write=False, deadline_s=_left_s(until_ms))
+        left_s = _left_s(until_ms)
+        return await self._with_lane(fly, epoch, block, write=False, deadline_s=left_s)
 
     async def _with_lane(
         self,
         fly: Callable[[_Taken, LaneMemory, Bytes], Awaitable[str | T]],
         epoch: int,
+        block: Block,
         *,
         write: bool,
         deadline_s: float,
@@ -166,7 +186,11 @@ class ObjectMover:
             arena = self._arenas.get(epoch)
             if arena is None:
                 return STALE_ARENA
-            return await fly(taken, self._memory[-1], arena.array)
+            try:
+                memory = self._lanes_for(block.bytes)
+            except (KvbmError, TimeoutError, OSError):  # No memory for larger lanes.
+                return NO_LANE
+            return await fly(taken, memory, arena.array)
         finally:
             if not taken.is_late:
                 self.lanes.give(taken.lane)

@@ -1,4 +1,4 @@
-"""The object tier: the shell of the disk tier over a bucket."""
+"""The object tier: the shell of the disk tier over a bucket, or a directory that hosts share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING
 
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, ServiceFailed
+from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.service.process import ServiceContext, run
 
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.limits import limits_of
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
 from kvbm_disk_tier.objects.core.packing import Packing, Plain
-from kvbm_disk_tier.objects.shell.bucket import Bucket, BucketOptions
-from kvbm_disk_tier.objects.shell.medium import ObjectMedium, ObjectOptions, requests_counter
-from kvbm_disk_tier.objects.shell.mover import ObjectMover
+from kvbm_disk_tier.objects.shell.bucket import Bucket
+from kvbm_disk_tier.objects.shell.directory import Directory
+from kvbm_disk_tier.objects.shell.file_transport import FileTransport
+from kvbm_disk_tier.objects.shell.medium import (
+    ObjectMedium,
+    ObjectOptions,
+    listed_counter,
+    requests_counter,
+)
+from kvbm_disk_tier.objects.shell.mover import ObjectMover, Transport
+from kvbm_disk_tier.objects.shell.object_store import ObjectStore
+from kvbm_disk_tier.objects.shell.s3_client import BucketOptions
 from kvbm_disk_tier.shell.service import keys_of
 from kvbm_disk_tier.shell.tier_shell import TierShell, serve_nothing
 
@@ -39,7 +49,8 @@ async def serve(context: ServiceContext) -> None:
         ttl_ms=round(1000 * settings.object_ttl_s),
     )
     if not settings.object_enabled:
-        await serve_nothing(context, core, "DYN_KVBM_OBJECT_ENABLED is false")
+        why = "DYN_KVBM_OBJECT_ENABLED is false, and KVBM_OBJECT_URL is not set"
+        await serve_nothing(context, core, why)
         return
     medium = make_medium(context)
     try:
@@ -49,17 +60,9 @@ async def serve(context: ServiceContext) -> None:
 
 
 def make_medium(context: ServiceContext) -> ObjectMedium:
-    """Make the medium for the configured bucket, without a request; raises BadKeys."""
+    """Make the medium for the configured store, without a request; raises BadKeys."""
     settings = context.settings
     keys = keys_of(settings)
-    where = BucketOptions(
-        bucket=settings.object_bucket,
-        endpoint=settings.object_endpoint,
-        region=settings.object_region,
-        access_key=settings.object_access_key,
-        secret_key=settings.object_secret_key,
-        path_style=settings.object_path_style,
-    )
     options = ObjectOptions(
         prefix=settings.object_prefix,
         slot_count=settings.object_num_blocks,
@@ -72,14 +75,38 @@ def make_medium(context: ServiceContext) -> ObjectMedium:
     def counted(request: str, ok: bool) -> None:
         requests.labels(request, "ok" if ok else "failed").inc()
 
+    lanes = settings.object_concurrency
+    directory = settings.object_directory
+    store: ObjectStore
+    transport: Transport
+    if directory is not None:
+        store = Directory(
+            directory, counted, listed_counter(context.counters).labels(kind="odd").inc
+        )
+        transport = FileTransport(directory, lanes)
+    else:
+        where = _bucket_of(settings)
+        store = Bucket(where, counted)
+        transport = MoverThread(
+            f"{context.source}-{context.epoch}",
+            backends=("OBJ",),
+            object_params=where.for_nixl(threads=lanes),
+        )
     mover = ObjectMover(
-        name=f"{context.source}-{context.epoch}",
-        bucket=where,
-        lanes=settings.object_concurrency,
-        counters=context.counters,
-        packing=_packing(keys),
+        transport=transport, lanes=lanes, counters=context.counters, packing=_packing(keys)
     )
-    return ObjectMedium(options, Bucket(where, counted), mover, context.counters)
+    return ObjectMedium(options, store, mover, context.counters)
+
+
+def _bucket_of(settings: Settings) -> BucketOptions:
+    return BucketOptions(
+        bucket=settings.object_bucket,
+        endpoint=settings.object_endpoint,
+        region=settings.object_region,
+        access_key=settings.object_access_key,
+        secret_key=settings.object_secret_key,
+        path_style=settings.object_path_style,
+    )
 
 
 def _packing(keys: Keys | None) -> Packing:
@@ -93,10 +120,12 @@ def _packing(keys: Keys | None) -> Packing:
 
 def check(settings: Settings) -> None:
     """Check whether this configuration can have an object tier at all; raises KvbmError."""
-    if not settings.object_enabled:
+    if not settings.object_enabled or settings.object_directory is not None:
         return
     if not settings.object_bucket:
-        accepted = "the name of a bucket when DYN_KVBM_OBJECT_ENABLED is true"
+        accepted = (
+            "the name of a bucket when DYN_KVBM_OBJECT_ENABLED is true, or KVBM_OBJECT_URL instead"
+        )
         raise ConfigError("DYN_KVBM_OBJECT_BUCKET", "", accepted)
     if find_spec("boto3") is None:
         raise ServiceFailed("the object tier needs boto3: pip install kvbm-disk-tier[object]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Removed, Stored
 from kvbm_common.wire.verbs import FillReply, FillRequest, FillSlot, LeaseReply
@@ -35,13 +36,18 @@ from kvbm_disk_tier.core.messages import (
     Tick,
     Written,
 )
-from kvbm_disk_tier.objects.core.core import ObjectTierCore
+from kvbm_disk_tier.objects.core.core import FIRST_LISTING_MS, ObjectTierCore
 from kvbm_disk_tier.objects.core.messages import (
+    GoneLost,
     ListedBlock,
     ListingBegun,
     ListingEnded,
+    ListingStalled,
     ObjectsListed,
+    RangeListed,
+    SlotsCompared,
 )
+from kvbm_disk_tier.objects.core.ranges import Ranges
 
 from tests.services.disk_tier.helpers import (
     HOST_EPOCH,
@@ -79,7 +85,7 @@ class Bucket:
         self.effects: list[Effect] = []
         self.host = Announcer(host="h", source="host-tier-0", tier="host", epoch=HOST_EPOCH)
         assert one(self.step(Tick()), OpenStore) is not None, "opened without an arena"
-        self.step(StoreOpened(slots, 0, Replay({}, 1, 0, 0)))
+        self.step(StoreOpened(Layout.unsized(slots), Replay({}, 1, 0, 0)))
         if listed:
             self.list()
 
@@ -114,16 +120,33 @@ class Bucket:
         """What the bucket holds."""
         return sorted(numbers(self.objects))
 
-    def list(self, *, page: int = 2, complete: bool = True) -> None:
+    def list(self, *, page: int = 2, complete: bool = True, digits: int = 0) -> None:
         """One listing, in the order of the names."""
-        self.step(ListingBegun())
+        ranges = Ranges(digits)
+        self.step(ListingBegun(ranges))
         entries = [
             ListedBlock(block, age)
             for block, age in sorted(self.objects.items(), key=lambda e: (e[0].hash, e[0].checksum))
         ]
-        for start in range(0, len(entries), page):
-            self.step(ObjectsListed(tuple(entries[start : start + page])))
-        self.step(ListingEnded(complete))
+        for number in range(ranges.count):
+            mine = [entry for entry in entries if ranges.of(entry.block.hash) == number]
+            for start in range(0, len(mine), page):
+                self.step(ObjectsListed(tuple(mine[start : start + page]), number))
+            if complete:
+                self.step(RangeListed(number))
+        if complete:
+            self.compare()
+        else:
+            self.step(ListingStalled())
+
+    def compare(self) -> None:
+        """The end of a listing: the table is looked at, some slots at a time."""
+        slots = range(0, self.core.inventory.table.slot_count, 3)
+        for first in slots:
+            self.step(SlotsCompared(first, 3))
+        self.step(ListingEnded())
+        for first in slots:
+            self.step(GoneLost(first, 3))
 
     def put(self, *wanted: int, age_ms: int = 0) -> None:
         """Another host stores blocks."""
@@ -167,9 +190,10 @@ def test_a_block_that_was_stored_during_a_listing_is_not_gone() -> None:
     bucket.put(1)
     bucket.list()
     bucket.step(ListingBegun())
-    bucket.core.inventory.lose([(0, block(1))], "evicted")
+    bucket.core.inventory.lose([(0, block(1))], "evicted", 0)
     offload(bucket, 1)
-    bucket.step(ListingEnded(True))
+    bucket.step(RangeListed())
+    bucket.compare()
     assert bucket.here() == [1]
 
 
@@ -283,7 +307,7 @@ def test_after_goodbye_pages_change_nothing() -> None:
     bucket.put(1)
     bucket.step(ListingBegun())
     bucket.core.stop()
-    for event in (ObjectsListed((ListedBlock(block(1), 0),)), ListingEnded(True)):
+    for event in (ObjectsListed((ListedBlock(block(1), 0),)), RangeListed(), GoneLost(0, 4)):
         effects = bucket.core.step(event, bucket.now_ms)
         assert not [effect for effect in effects if isinstance(effect, Publish | OpenStore)]
     assert not len(bucket.core.inventory.table)
@@ -305,7 +329,7 @@ def offload(bucket: Bucket, *wanted: int, valid: bool = True, lost: Iterable[int
     slots = [leased_slot(number) for number in asked(lease)]
     write = one(bucket.step(Leased(lease.write, LeaseReply(lease=1, slots=slots))), WriteSlots)
     assert numbers(write.blocks) == list(wanted)
-    assert write.slot_bytes == SLOT_BYTES
+    assert write.unit_bytes == SLOT_BYTES
     release = one(bucket.step(Written(write.write, tuple(lost))), ReleaseHost)
     journal = bucket.step(Released(release.write, valid))
     bucket.step(Journaled((one(journal, AppendJournal).write or 0,)))
@@ -316,6 +340,7 @@ def fill(bucket: Bucket, *wanted: int) -> list[Effect]:
     request = FillRequest(
         epoch=HOST_EPOCH, until_ms=bucket.now_ms + 1_000,
         slots=[FillSlot(hash=name(number).hex(), slot=number) for number in wanted],
+        slot_bytes=SLOT_BYTES,
     )  # fmt: skip
     return bucket.step(FillAsked(1, request))
 
@@ -341,5 +366,110 @@ def test_nothing_is_written_before_the_first_listing_has_ended() -> None:
     assert not [e for e in seen(bucket, 1, 2) if isinstance(e, LeaseHost)]
     bucket.step(ListingBegun())
     bucket.step(ObjectsListed((ListedBlock(block(1), 0),)))
-    lease = one(bucket.step(ListingEnded(False)), LeaseHost)
+    lease = one(bucket.step(ListingStalled()), LeaseHost)
     assert lease.request.hashes == [name(2).hex()]
+
+
+# --- many at once -------------------------------------------------------------------------------
+
+
+def many(count: int, *, slots: int = 400) -> Bucket:
+    """A bucket of `count` objects that are known since the listing before last."""
+    bucket = Bucket(slots=slots)
+    bucket.put(*range(1, count + 1))
+    bucket.list(page=100)
+    assert len(bucket.here()) == count
+    return bucket
+
+
+def test_a_listing_that_misses_much_is_believed_when_the_next_one_says_the_same() -> None:
+    """An empty bucket where 200 blocks were: all are read as before, until it is said twice."""
+    bucket = many(200)
+    stored = dict(bucket.objects)
+    bucket.objects.clear()
+    bucket.list()
+    assert len(bucket.here()) == 200
+    assert bucket.core.counts["listings_doubted"] == 1
+    assert bucket.core.view.statistics().figures["listing_doubted_blocks"] == 200
+    bucket.objects.update(stored)
+    bucket.list(page=100)
+    assert bucket.core.view.statistics().figures["listing_doubted_blocks"] == 0
+    bucket.objects.clear()
+    bucket.list()
+    assert len(bucket.here()) == 200, "what was missed once before has been named since"
+    bucket.list()
+    assert bucket.here() == []
+    assert bucket.core.counts["evictions.gone"] == 200
+
+
+def test_of_two_doubted_listings_only_what_both_miss_is_gone() -> None:
+    bucket = many(300)
+    stored = dict(bucket.objects)
+    for number in range(1, 151):
+        del bucket.objects[block(number)]
+    bucket.list(page=100)
+    assert len(bucket.here()) == 300
+    bucket.objects.clear()
+    bucket.objects.update({one: age for one, age in stored.items() if one.hash <= name(50)})
+    bucket.list(page=100)
+    gone = set(range(51, 151))
+    assert set(bucket.here()) == set(range(1, 301)) - gone
+
+
+def test_a_few_missing_blocks_are_gone_at_once() -> None:
+    """One in eight, or 64 of a small store: other hosts evict as well."""
+    bucket = many(200)
+    for number in range(1, 65):
+        del bucket.objects[block(number)]
+    bucket.list(page=100)
+    assert len(bucket.here()) == 200 - 64
+    assert bucket.core.counts["listings_doubted"] == 0
+
+
+def test_ranges_are_judged_like_the_whole() -> None:
+    """1. Sixteen ranges, of which the blocks are in one. 2. What is gone there is gone."""
+    bucket = Bucket(slots=8)
+    bucket.put(1, 2, 3)
+    bucket.list(digits=1)
+    assert bucket.here() == [1, 2, 3]
+    del bucket.objects[block(2)]
+    bucket.list(digits=1)
+    assert bucket.here() == [1, 3]
+
+
+def test_a_range_beyond_its_share_loses_its_oldest_while_it_is_listed() -> None:
+    """Forty slots for sixteen ranges are three each, and five by chance: with the first page."""
+    bucket = Bucket(slots=40)
+    share = Ranges(1).share(40)
+    assert share == 8
+    numbers_ = range(1, share + 5)
+    for number in numbers_:
+        bucket.put(number, age_ms=1_000 * number)
+    bucket.step(ListingBegun(Ranges(1)))
+    entries = [ListedBlock(found, age) for found, age in bucket.objects.items()]
+    bucket.step(ObjectsListed(tuple(entries), 0))
+    assert bucket.stored() == bucket.here() == list(range(1, share + 1))
+    assert bucket.core.counts["evictions.surplus"] == 4
+
+
+def test_blocks_of_a_namespace_that_was_not_listed_are_not_gone() -> None:
+    """It is new: its first block was put while the listing was planned."""
+    bucket = Bucket()
+    bucket.put(1)
+    bucket.list()
+    bucket.step(ListingBegun(Ranges(), frozenset([bytes(32)])))
+    bucket.step(RangeListed())
+    bucket.compare()
+    assert bucket.here() == [1]
+
+
+def test_writes_do_not_wait_for_the_listing_of_a_large_store() -> None:
+    """It takes hours: after a minute what it may know already is put again."""
+    bucket = Bucket(listed=False)
+    bucket.step(ArenaKnown(arena()))
+    bucket.step(ListingBegun())
+    assert not [e for e in seen(bucket, 1) if isinstance(e, LeaseHost)]
+    bucket.now_ms += FIRST_LISTING_MS - 1
+    assert not [e for e in bucket.step(Tick()) if isinstance(e, LeaseHost)]
+    bucket.now_ms += 1
+    assert one(bucket.step(Tick()), LeaseHost)

@@ -1,0 +1,40 @@
+"""What the scheduler side asks of the scheduler half: lookups, loads, offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.kv_groups import GroupRun
+
+from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
+
+
+class OffersTaken(Protocol):
+    """SchedulerHalf, as far as offers go."""
+
+    @property
+    def epoch(self) -> int: ...
+    def offer(
+        self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
+    ) -> int | None: ...
+    def revoke(self, offer: int) -> None: ...
+    def drain_ended(self) -> list[OfferEnded]: ...
+
+
+class Half(OffersTaken, Protocol):
+    """SchedulerHalf, as far as vLLM's scheduler side uses it."""
+
+    def lookup(
+        self,
+        request: str,
+        hashes: Sequence[SequenceHash],
+        *,
+        first_tokens: Sequence[int] | None = None,
+        trace: str = "",
+        groups: Sequence[GroupRun] = (),
+    ) -> Hit | None: ...
+    def take(self, request: str, blocks: Sequence[int]) -> Load: ...
+    def load_ended(self, result: LoadResult) -> None: ...
+    def forget(self, request: str) -> None: ...

@@ -1,0 +1,229 @@
+"""What `kvbm nats-config` writes: a configuration of nats-server, and a file for each credential.
+
+    OUT/layout.json          hosts, tenants, …: what the next run takes where nothing is given
+    OUT/server/              for nats-server: nats-server.conf, ca.pem, server.pem, server.key
+    OUT/etcd/                for etcd, if it is wanted: ca.pem, server.pem, server.key
+    OUT/TENANT/HOST/         for one host: a file for each of its roles, ca.pem
+    OUT/TENANT/shared/       the same for index, metrics, admin and consumer
+    OUT/authority/           the key that signs certificates: keep it away from servers
+
+A tenant is an account of NATS: its own streams, registry and subjects, and no way to another's. A
+directory of a host, or `shared`, is what `KVBM_CREDS_DIR` names there. A run makes what is missing
+and leaves what is there. The server's configuration has public keys only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvbm_common.access import nkeys
+from kvbm_common.access.nats_access import SUFFIX
+from kvbm_common.access.nats_credentials import Credentials
+from kvbm_common.access.roles import ROLES, Role
+from kvbm_common.access.secret_files import SecretFile, write_secret
+from kvbm_common.config.schema import TOKEN
+from kvbm_common.errors import ConfigError
+from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
+from kvbm_common.nats.streams import STREAMS
+
+from kvbm_cli.creds.server_users import user_of
+
+SHARED = "shared"
+SYSTEM = "SYS"
+RESERVED = frozenset({SHARED, "server", "etcd", "authority", SYSTEM, "$G"})
+PREVIOUS = "previous.json"
+LAYOUT = "layout.json"
+CONFIGURATION = "nats-server.conf"
+STORE_ROOM = 1.25
+"""JetStream reserves what streams may grow to; their files take a little more."""
+CONSUMERS_MAX = 4_096
+"""Of one tenant: a reader has one, and a service a few."""
+MEMORY_BYTES = 64 * 1024 * 1024
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the files are for."""
+
+    hosts: tuple[str, ...]
+    tenants: tuple[str, ...] = ("kvbm",)
+    instances: int = 8
+    """Of each tier on each host, numbered from 0."""
+    listen: str = "0.0.0.0:4222"
+    store_dir: str = "/data"
+    server_dir: str = ""
+    """Where the server finds its files; empty: where they are written."""
+    names: tuple[str, ...] = ()
+    """Names and addresses of NATS in its certificate; empty: no TLS."""
+    etcd_names: tuple[str, ...] = ()
+
+    def check(self) -> Layout:
+        """Return the layout; raises ConfigError for a name that cannot be one."""
+        for option, names in (("--hosts", self.hosts), ("--tenants", self.tenants)):
+            if not names:
+                raise ConfigError(option, "", "a name, or several with commas between")
+            for name in names:
+                _check_name(option, name)
+        return self
+
+    @property
+    def instance_names(self) -> list[str]:
+        """Names that instances may have: those of containers, and of `kvbm up` with many disks."""
+        several = [f"0-{number}" for number in range(1, self.instances)]
+        return [*(str(number) for number in range(self.instances)), *several]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One credential: whose, and where its file is below the directory that is written."""
+
+    tenant: str
+    host: str
+    role: Role
+
+    @property
+    def path(self) -> str:
+        """The file, relative to the folder of all credentials."""
+        folder = self.host if self.role.per_host else SHARED
+        return f"{self.tenant}/{folder}/{self.role.name}{SUFFIX}"
+
+
+def places_of(layout: Layout) -> Iterator[Place]:
+    """Yield every credential of a layout."""
+    for tenant in layout.tenants:
+        for role in ROLES:
+            for host in layout.hosts if role.per_host else ("",):
+                yield Place(tenant, host, role)
+
+
+def read_layout(directory: Path) -> Layout | None:
+    """Return what an earlier run was for; None: there was none. Raises ConfigError."""
+    path = directory / LAYOUT
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Layout)
+    except (OSError, msgspec.MsgspecError) as error:
+        accepted = f"a file that kvbm nats-config has written ({error})"
+        raise ConfigError("--out", path, accepted) from error
+
+
+def write_credentials(
+    directory: Path, layout: Layout, *, rotate: bool = False, drop_old: bool = False
+) -> Path:
+    """Write everything but certificates; returns the server's configuration. Raises ConfigError.
+
+    With `rotate` every credential is replaced; the server takes the old ones as well, until a run
+    with `drop_old`.
+    """
+    previous = {} if drop_old else _previous(directory)
+    if rotate and previous:
+        raise ConfigError("--rotate", directory, "no rotation that is open: --drop-old ends it")
+    seeds: dict[Place, str] = {}
+    for place in places_of(layout):
+        path = directory / place.path
+        seed = _seed_in(path) if path.exists() else ""
+        if seed and rotate:
+            previous[place.path] = nkeys.public_of(seed)
+            seed = ""
+        seeds[place] = seed or nkeys.make_seed()
+    # In this order a run that was interrupted is completed by the next one.
+    write_secret(directory / "server" / PREVIOUS, json.dumps(previous, indent=1))
+    for place, seed in seeds.items():
+        write_secret(directory / place.path, f"{seed}\n")
+    configuration = directory / "server" / CONFIGURATION
+    text = json.dumps(configuration_of(layout, seeds, previous, directory), indent=1)
+    write_secret(configuration, f"{text}\n")
+    write_secret(directory / LAYOUT, msgspec.json.format(msgspec.json.encode(layout)).decode())
+    return configuration
+
+
+def configuration_of(
+    layout: Layout, seeds: Mapping[Place, str], previous: Mapping[str, str], directory: Path
+) -> dict[str, Any]:
+    """Return the server's configuration, which nats-server reads as JSON."""
+    store_bytes = int(sum(spec.bytes_max for spec in STREAMS) * STORE_ROOM)
+    accounts: dict[str, Any] = {
+        tenant: {
+            "jetstream": {
+                "max_file": store_bytes,
+                "max_mem": MEMORY_BYTES,
+                "max_streams": len(STREAMS),
+                "max_consumers": CONSUMERS_MAX,
+            },
+            "users": list(_users(layout, seeds, previous, tenant)),
+        }
+        for tenant in layout.tenants
+    }
+    configuration: dict[str, Any] = {
+        "listen": layout.listen,
+        "max_payload": PAYLOAD_BYTES_MAX,
+        "jetstream": {
+            "store_dir": layout.store_dir,
+            "max_file_store": store_bytes * len(layout.tenants),
+        },
+        "accounts": accounts | {SYSTEM: {}},
+        "system_account": SYSTEM,
+    }
+    if layout.names:
+        place = layout.server_dir or str((directory / "server").absolute())
+        configuration["tls"] = {
+            "cert_file": f"{place}/server.pem",
+            "key_file": f"{place}/server.key",
+            "ca_file": f"{place}/ca.pem",
+        }
+    return configuration
+
+
+def _users(
+    layout: Layout, seeds: Mapping[Place, str], previous: Mapping[str, str], tenant: str
+) -> Iterator[dict[str, Any]]:
+    for place, seed in seeds.items():
+        if place.tenant != tenant:
+            continue
+        user = user_of(
+            place.role,
+            Credentials(seed=seed),
+            host=place.host or "*",
+            instances=layout.instance_names,
+        )
+        yield user
+        if (old := previous.get(place.path)) not in (None, user["nkey"]):
+            yield user | {"nkey": old}
+
+
+def _previous(directory: Path) -> dict[str, str]:
+    """Return the public keys that are still taken, by the file that had them."""
+    path = directory / "server" / PREVIOUS
+    if not path.exists():
+        return {}
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+
+
+def _seed_in(path: Path) -> str:
+    seed = SecretFile(path, "--out").text()
+    nkeys.public_of(seed)  # Raises BadKey for what is no seed.
+    return seed
+
+
+def _check_name(option: str, name: str) -> None:
+    try:
+        TOKEN.parse(name)
+    except ValueError:
+        raise ConfigError(option, name, TOKEN.accepts) from None
+    if name in RESERVED:
+        raise ConfigError(option, name, f"another name than {', '.join(sorted(RESERVED))}")
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Return names with commas between, each once.
+
+    >>> names_of("a, b,a")
+    ('a', 'b')
+    """
+    parts: Iterable[str] = (part.strip() for part in text.split(","))
+    return tuple(dict.fromkeys(part for part in parts if part))

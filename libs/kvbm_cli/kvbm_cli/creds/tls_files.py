@@ -1,0 +1,30 @@
+"""Where the certificates of a layout go: servers, and a client's for each directory of a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvbm_common.access.secret_files import write_secret
+
+from kvbm_cli.creds.certificates import Authority
+from kvbm_cli.creds.nats_config import SHARED, Layout
+
+AUTHORITY = "authority"
+ETCD = "etcd"
+
+
+def write_certificates(directory: Path, layout: Layout) -> None:
+    """Write what TLS needs; nothing where no server has a name. Raises OSError."""
+    if not (layout.names or layout.etcd_names):
+        return
+    authority = Authority(directory / AUTHORITY)
+    folders = (*layout.hosts, SHARED)
+    clients = [directory / tenant / folder for tenant in layout.tenants for folder in folders]
+    for client in clients:
+        write_secret(client / "ca.pem", authority.text)
+        if layout.etcd_names:
+            authority.give(client, ETCD, f"{client.parent.name}.{client.name}")
+    for folder, names in (("server", layout.names), (ETCD, layout.etcd_names)):
+        if names:
+            write_secret(directory / folder / "ca.pem", authority.text)
+            authority.give(directory / folder, "server", f"kvbm {folder}", names)

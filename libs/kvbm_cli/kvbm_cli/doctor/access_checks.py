@@ -1,0 +1,120 @@
+"""Who may use what is open: one line for each port and socket, and what to close."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbm_common.access.addresses import is_loopback
+from kvbm_common.config.schema import redacted
+from kvbm_common.config.settings import Settings
+
+from kvbm_cli.doctor.finding import Finding
+from kvbm_cli.doctor.host import Facts, ListenerFacts
+
+OFF = "off"
+WITHOUT = "Set KVBM_NATS_CREDS_FILE: `kvbm up` and `kvbm nats-config` give each role its own."
+PRIVATE = "chmod 600, and the directory 700."
+
+
+def access_checks(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Yield what is open, who may use it, and what should not be as it is."""
+    for text in facts.refusals:
+        yield Finding("access", "wrong", text, "Set what the text names.")
+    for secret in facts.secrets:
+        if not secret.is_private:
+            found = f"{settings.creds_dir}/{secret.name} can be read by other users"
+            yield Finding("credentials", "better", found, PRIVATE)
+    yield _nats(facts, settings)
+    yield _api(settings)
+    yield from _service_ports(settings)
+    yield from _sockets(settings)
+    yield from (_listener(one, settings) for one in _unplanned(facts, settings))
+
+
+def _nats(facts: Facts, settings: Settings) -> Finding:
+    name = f"open: {redacted(settings.nats_url)}"
+    if facts.nats.error:
+        return Finding(name, "ok", "NATS: nothing listens")
+    how = "over TLS" if facts.nats.has_tls else "in plaintext"
+    if facts.nats.wants_credentials:
+        return Finding(name, "ok", f"NATS, {how}: who has credentials of a role")
+    found = f"NATS, {how}: every process that reaches it may read and change the cache"
+    return Finding(name, "better", found, WITHOUT)
+
+
+def _api(settings: Settings) -> Finding:
+    name = f"open: {settings.metrics_bind}:{settings.metrics_port}"
+    free = settings.admin_open or "none"
+    who = {
+        "none": "who has a token; figures are for all of this machine",
+        "read": "every process that reaches it may ask; changes need a token",
+        "admin": "every process that reaches it may ask and change",
+    }[free]
+    if not is_loopback(settings.metrics_bind) and free == "none":
+        who = "who has a token" + ("; figures are for all" if settings.metrics_open else "")
+    found = f"HTTP API: {who}"
+    if free == "none":
+        return Finding(name, "ok", found)
+    return Finding(
+        name, "better", found, "Unset KVBM_ADMIN_OPEN: a token is then made, or set one."
+    )
+
+
+def _service_ports(settings: Settings) -> Iterator[Finding]:
+    if not settings.service_port:
+        return
+    name = f"open: {settings.service_bind}:{settings.service_port} and above"
+    if is_loopback(settings.service_bind):
+        yield Finding(name, "ok", "figures of each service: all of this machine")
+    elif settings.metrics_open:
+        found = "figures of each service: every process that reaches it"
+        yield Finding(name, "better", found, "KVBM_SCRAPE_TOKEN_FILE instead of KVBM_METRICS_OPEN.")
+    else:
+        yield Finding(name, "ok", "figures of each service: who has the token for scrapes")
+
+
+def _sockets(settings: Settings) -> Iterator[Finding]:
+    """Yield the ZMQ sockets of engines and routers."""
+    for what, endpoint, is_open, variable in (
+        ("engines", settings.host_tier_endpoint, settings.engines_open, "KVBM_ENGINES_OPEN"),
+        ("engines", settings.consolidator_endpoint, settings.engines_open, "KVBM_ENGINES_OPEN"),
+        ("routers", settings.router_endpoint, settings.router_open, "KVBM_ROUTER_OPEN"),
+        ("routers", settings.router_replay_endpoint, settings.router_open, "KVBM_ROUTER_OPEN"),
+    ):
+        if endpoint == OFF:
+            continue
+        name = f"open: {endpoint}"
+        if endpoint.startswith("ipc://"):
+            yield Finding(name, "ok", f"{what}: processes of the services' own user")
+        elif settings.curve_server_file is not None:
+            yield Finding(name, "ok", f"{what}: who has a key that KVBM_CURVE_SERVER_FILE names")
+        elif is_open:
+            found = f"{what}: every process that reaches it"
+            advice = f"Keys (`kvbm creds curve`) instead of {variable}."
+            yield Finding(name, "better", found, advice)
+
+
+def _unplanned(facts: Facts, settings: Settings) -> Iterator[ListenerFacts]:
+    """Yield the sockets that no setting names: those of UCX."""
+    planned = {settings.metrics_port}
+    for endpoint in (settings.nats_url, settings.router_endpoint, settings.router_replay_endpoint,
+                     settings.host_tier_endpoint, settings.consolidator_endpoint):  # fmt: skip
+        port = endpoint.rpartition(":")[2]
+        planned |= {int(port)} if port.isdigit() else set()
+    first = settings.service_port
+    for one in facts.listeners:
+        is_service_port = first and first <= one.port < first + 100
+        if one.process != "nats" and one.port not in planned and not is_service_port:
+            yield one
+
+
+def _listener(one: ListenerFacts, settings: Settings) -> Finding:
+    name = f"open: {one.address}:{one.port}"
+    if is_loopback(one.address):
+        return Finding(name, "ok", f"{one.process}, UCX: processes of this machine")
+    return Finding(
+        name,
+        "better",
+        f"{one.process}, UCX: whatever reaches it; UCX asks for no credentials",
+        "A network of KVBM's own; KVBM_PEER_DEVICES and UCX_NET_DEVICES name its devices, or lo.",
+    )

@@ -1,0 +1,5 @@
+"""Who may use what: roles on the bus, credentials, TLS, tokens, and which addresses are this
+machine's alone.
+
+Begin with `roles.py`: its table is what the server's configuration and the documents follow.
+"""

@@ -1,0 +1,144 @@
+"""The streams of KVBM: what each keeps, and the mark by which a reader knows what was sent to it.
+
+JetStream stores any message that reaches a subject of a stream, also one that it was made to send
+itself: an answer of its API, or the last message of another stream. A role that may write to one
+stream could so write to all. Therefore every publisher says which stream it means, in a header
+that the server compares. What has no such mark was not published by a client, and a reader whose
+bus is guarded takes it for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbm_common.wire.admin import AUDIT_SUBJECT_PREFIX
+from kvbm_common.wire.events import CONSOLIDATED_PREFIX, SUBJECT_PREFIX
+
+MARK = "Nats-Expected-Stream"
+"""The header; nats-server refuses a message whose stream is another one."""
+_VERSION = b"NATS/1.0"
+_MARKED = f"\r\n{MARK}:".encode()
+REGISTRY_BUCKET = "kvbm-registry"
+IMAGES_BUCKET = "KVBM_INDEX"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSpec:
+    """What a stream keeps. The oldest messages go first when a limit is reached."""
+
+    name: str
+    subjects: tuple[str, ...]
+    bytes_max: int
+    age_max_s: float
+    duplicate_window_s: float = 120.0
+    per_subject_max: int = -1
+    """Messages kept per subject; 1 makes a stream of last values (a KV bucket)."""
+    rolls_up: bool = False
+    """A message may replace all before it on its subject, as in an object store."""
+    permanent: bool = False
+    """No message is deleted or purged, by any role: only age and size end one."""
+    _mark: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_mark", f"\r\n{MARK}: {self.name}\r\n".encode())
+
+    @property
+    def first_mark(self) -> bytes:
+        """How the headers of a message begin whose first one is the mark."""
+        return _VERSION + self._mark
+
+    @property
+    def marked(self) -> dict[str, str]:
+        """The headers of a message that is meant for this stream."""
+        return {MARK: self.name}
+
+    def is_marked(self, block: bytes) -> bool:
+        """Tell by its headers whether a client has published a message to this stream.
+
+        The first such header counts: an empty one, which the server lets pass, before one with the
+        right name would otherwise do.
+        """
+        at = block.find(_MARKED)
+        return at >= 0 and block.startswith(self._mark, at)
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the stream as the API takes it; durations in ns."""
+        config: dict[str, Any] = {
+            "name": self.name,
+            "subjects": list(self.subjects),
+            "retention": "limits",
+            "discard": "old",
+            "storage": "file",
+            "num_replicas": 1,
+            "max_bytes": self.bytes_max,
+            "max_age": int(self.age_max_s * 1e9),
+            "max_msgs_per_subject": self.per_subject_max,
+            "duplicate_window": int(min(self.duplicate_window_s, self.age_max_s) * 1e9),
+        }
+        if self.per_subject_max == 1:
+            # A bucket as `nats kv` reads it. Without roll-ups: one would let the owner of a key
+            # replace the keys of all.
+            config |= {"deny_delete": True, "allow_direct": True}
+        if self.rolls_up:
+            config |= {"allow_rollup_hdrs": True, "allow_direct": True}
+        if self.permanent:
+            config |= {"deny_delete": True, "deny_purge": True}
+        return config
+
+
+EVENTS = StreamSpec(
+    name="KVBM_EVENTS",
+    subjects=(f"{SUBJECT_PREFIX}.>",),
+    bytes_max=256 * 1024 * 1024,
+    age_max_s=6 * 3600,
+)
+"""The events of all sources. 256 MiB hold about 7 million blocks at 37 bytes of JSON each; who
+comes later than that, or than 6 hours, asks the sources for snapshots."""
+
+CONSOLIDATED = StreamSpec(
+    name="KVBM_CONSOLIDATED",
+    subjects=(f"{CONSOLIDATED_PREFIX}.>",),
+    bytes_max=128 * 1024 * 1024,
+    age_max_s=6 * 3600,
+)
+"""The same blocks once more, de-duplicated over the tiers of a host; written by consolidators."""
+
+AUDIT = StreamSpec(
+    name="KVBM_AUDIT",
+    subjects=(f"{AUDIT_SUBJECT_PREFIX}.>",),
+    bytes_max=64 * 1024 * 1024,
+    age_max_s=90 * 24 * 3600,
+    permanent=True,
+)
+"""A quarter of a year, or some ten thousand changes."""
+
+REGISTRY = StreamSpec(
+    name=f"KV_{REGISTRY_BUCKET}",
+    subjects=(f"$KV.{REGISTRY_BUCKET}.>",),
+    bytes_max=16 * 1024 * 1024,
+    age_max_s=3600,
+    per_subject_max=1,
+)
+"""Entries are renewed all the time, so what is an hour old has no living owner. 16 MiB hold some
+ten thousand services."""
+
+
+def object_bucket(bucket: str, *, bytes_max: int) -> StreamSpec:
+    """Return the stream of an object store, as `nats object` knows it."""
+    return StreamSpec(
+        name=f"OBJ_{bucket}",
+        subjects=(f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"),
+        bytes_max=bytes_max,
+        age_max_s=0,
+        duplicate_window_s=0,
+        rolls_up=True,
+    )
+
+
+IMAGES = object_bucket(IMAGES_BUCKET, bytes_max=1 << 30)
+"""Two images of an index of 20 million blocks: the one that is there and the one that replaces
+it."""
+
+STREAMS = (EVENTS, CONSOLIDATED, AUDIT, REGISTRY, IMAGES)
+"""Every stream that KVBM uses: the role `admin` makes them."""

@@ -1,0 +1,210 @@
+"""Reclaim: which blocks leave when a size class needs room, fairly over all classes.
+
+While one class has all slabs, its policy chooses. Otherwise slabs are compared by how long their
+blocks have been idle, on average: where the longest idle slab is the needy class's own, its policy
+chooses victims among its blocks, a slab's worth of them before the next comparison. Where it is
+another class's, that slab is emptied, and changes its class. So a class that is used loses nothing
+to one that is used less, and a class that is not used any more loses all its slabs.
+
+A slab with pinned or staged slots is never emptied. If all slabs that should give way have some,
+the longest idle one is LEAVING: nothing is staged in it any more, its idle blocks leave, and it
+follows when its last pin ends. Of large tiers a few slabs of each class are compared, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.slab_pool import SlabPool
+from kvbm_common.tier.slabs import SizeClass, Slab, SlabState
+from kvbm_common.tier.slot_states import SlotState
+
+COMPARED_MAX = 8
+"""Slabs of one class that are compared at a time: each takes some microseconds."""
+LONGER = 1.1
+"""Another class's slab gives way where it is idle for so many times as long: classes that are used
+alike would take each other's slabs in turn."""
+LEAVING_TICKS = 4_096
+"""A slab that is not empty after so many batches of uses stays: something uses it after all."""
+
+ANOTHER_SIZE = "another size"
+"""What has chosen an evicted block whose slab was needed for blocks of another size."""
+
+IdleBlocks = Callable[[Slab], list[SequenceHash]]
+"""Returns the blocks of a slab that are not pinned."""
+MayLeave = Callable[[SequenceHash], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Victims:
+    """Blocks to be evicted, so that there is room for blocks of one size."""
+
+    chosen: Sequence[SequenceHash] = ()
+    """By the policy of their class."""
+    emptied: Sequence[SequenceHash] = ()
+    """Of another class: their slab is for another size from now on."""
+
+    @property
+    def names(self) -> list[SequenceHash]:
+        """The names of all of them."""
+        return [*self.chosen, *self.emptied]
+
+
+class Reclaim:
+    """Chooses victims; evicts none itself."""
+
+    def __init__(
+        self, pool: SlabPool, states: Sequence[SlotState], idle_blocks: IdleBlocks
+    ) -> None:
+        """Look at the states of all slots, which are in `states` by number."""
+        self._pool = pool
+        self._states = states
+        self._idle_blocks = idle_blocks
+        self._turn = 0
+        self._leaving_since = 0
+
+    def victims(self, size: SizeClass, short: int, may_leave: MayLeave | None) -> Victims:
+        """Return what leaves so that `short` more slots of a class can be taken; fewer: it must do.
+
+        `may_leave`: which blocks may be evicted; None: all that are not pinned.
+        """
+        if short <= 0:
+            return Victims()
+        if self._is_alone(size):
+            self._end_leaving()
+            return Victims(self._own(size, short, (), may_leave))
+        emptied, gained = self._of_leaving(size, may_leave)
+        short = max(0, short - gained)
+        own = self._own(size, short, emptied, may_leave)
+        count, slabs = 0, list[Slab]()
+        while short > 0:
+            if count == len(own) or not size.own_left:
+                slab = self._giver(size, slabs, may_leave, must=count == len(own))
+                if slab is not None:
+                    slabs.append(slab)
+                    short -= slab.room(size)
+                    continue
+                size.own_left = max(1, self._pool.layout.slab_bytes // size.slot_bytes)
+            step = min(short, size.own_left, len(own) - count)
+            if not step:
+                break
+            count, short, size.own_left = count + step, short - step, size.own_left - step
+        for slab in slabs:
+            emptied += self._idle_blocks(slab)
+        return Victims(own[:count], emptied)
+
+    def longest_idle(self) -> list[SizeClass]:
+        """Return the classes that have slabs, the one with the longest idle slab first."""
+        classes = [size for size in self._pool.sizes.values() if size.slabs]
+        return sorted(classes, key=self._idle_of_class, reverse=True)
+
+    # --- the needy class's own blocks -------------------------------------------------------
+
+    def _own(
+        self,
+        size: SizeClass,
+        short: int,
+        leaving: Sequence[SequenceHash],
+        may_leave: MayLeave | None,
+    ) -> list[SequenceHash]:
+        """Return blocks of the class, worst first; those that are `leaving` make no room in it."""
+        if may_leave is None and not leaving:
+            return size.policy.victims(short)
+        known = set(leaving)
+        free = size.policy.victims(len(size.policy) if may_leave else short + len(known))
+        own = (name for name in free if name not in known)
+        return list(islice(filter(may_leave, own) if may_leave else own, short))
+
+    def _is_alone(self, size: SizeClass) -> bool:
+        return not any(one.slabs for one in self._pool.sizes.values() if one is not size)
+
+    # --- another class's slab ---------------------------------------------------------------
+
+    def _giver(
+        self, size: SizeClass, taken: Sequence[Slab], may_leave: MayLeave | None, *, must: bool
+    ) -> Slab | None:
+        """Return a long idle slab of another class that can be emptied now.
+
+        None: one of the needy class is idle for as long, unless it `must` be another's.
+        """
+        least = -1.0 if must else LONGER * self._idle_of_class(size)
+        older = self._older(size, taken, least)
+        for slab in older:
+            if self._can_be_emptied(slab, may_leave):
+                return slab
+        if must:
+            everywhere = self._older(size, taken, least, all_of_them=True)
+            for slab in everywhere:
+                if self._can_be_emptied(slab, may_leave):
+                    return slab
+        if older:
+            self._let_leave(older[0])
+        return None
+
+    def _older(
+        self, size: SizeClass, taken: Sequence[Slab], least: float, *, all_of_them: bool = False
+    ) -> list[Slab]:
+        """Return slabs of other classes that are idle for longer, the longest first."""
+        found = [
+            (self._idle(slab), -slab.number, slab)
+            for other in self._pool.sizes.values()
+            if other is not size
+            for slab in self._compared(other, all_of_them=all_of_them)
+            if slab.state is SlabState.CUT and not slab.is_empty
+            if slab.room(size) and slab not in taken
+        ]
+        return [slab for idle, _, slab in sorted(found, reverse=True) if idle > least]
+
+    def _let_leave(self, slab: Slab) -> None:
+        """Have a slab leave that cannot be emptied now; one at a time."""
+        pool = self._pool
+        if pool.clock - self._leaving_since > LEAVING_TICKS:
+            self._end_leaving()
+        if not pool.leaving:
+            pool.leave(slab)
+            self._leaving_since = pool.clock
+
+    def _end_leaving(self) -> None:
+        for slab in list(self._pool.leaving):
+            self._pool.stay(slab)
+
+    def _of_leaving(
+        self, size: SizeClass, may_leave: MayLeave | None
+    ) -> tuple[list[SequenceHash], int]:
+        """Return what may leave of the slabs that are LEAVING, and how many slots that makes."""
+        names, gained = list[SequenceHash](), 0
+        for slab in self._pool.leaving:
+            if self._can_be_emptied(slab, may_leave):
+                gained += slab.room(size)
+            idle = self._idle_blocks(slab)
+            names += filter(may_leave, idle) if may_leave else idle
+        return names, gained
+
+    def _can_be_emptied(self, slab: Slab, may_leave: MayLeave | None) -> bool:
+        inactive = self._states[slab.slots].count(SlotState.INACTIVE)
+        if len(slab.reset) + inactive < slab.usable:
+            return False
+        return may_leave is None or all(map(may_leave, self._idle_blocks(slab)))
+
+    # --- how long slabs are idle ------------------------------------------------------------
+
+    def _idle_of_class(self, size: SizeClass) -> float:
+        return max(map(self._idle, self._compared(size)), default=-1.0)
+
+    def _idle(self, slab: Slab) -> float:
+        """Return how many ticks ago the blocks of a slab were used, on average."""
+        pool = self._pool
+        return pool.clock - sum(pool.used[slab.slots]) / slab.slot_count
+
+    def _compared(self, size: SizeClass, *, all_of_them: bool = False) -> Iterator[Slab]:
+        """Yield some slabs of a class, others each time; all, where there are few."""
+        slabs = list(size.slabs.values())
+        if all_of_them or len(slabs) <= COMPARED_MAX:
+            yield from slabs
+            return
+        self._turn += 1
+        for index in range(COMPARED_MAX):
+            yield slabs[(index * len(slabs) // COMPARED_MAX + self._turn) % len(slabs)]

@@ -1,0 +1,132 @@
+"""Slabs: the parts of a medium that are cut into slots of one size each, and their size classes.
+
+    medium  | slab 0 | slab 1 | slab 2 | … |
+    slab    | slot | slot | slot | … | a rest that is shorter than a slot |
+
+A slab is FREE, or cut for one *size class*: blocks of so many bytes, rounded up to 4 KiB. A class
+that has no free slot takes a FREE slab, or one that another class gives up (see `reclaim`). Slots
+are numbered as slabs are cut. Where a slot begins in the medium is its *place*, in units of 4 KiB:
+this number is what messages and records call a slot.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvbm_common.eviction import EvictionPolicy
+from kvbm_common.tier.machine import Machine
+
+
+class SlabState(Enum):
+    """The states of a slab."""
+
+    FREE = "free"
+    """It is not cut, and of no class."""
+    CUT = "cut"
+    LEAVING = "leaving"
+    """Its class stages nothing in it any more: with the end of its last pin it becomes FREE."""
+
+
+SLAB = Machine(
+    "slab",
+    {
+        (SlabState.FREE, "cut"): SlabState.CUT,
+        (SlabState.CUT, "given up"): SlabState.FREE,
+        (SlabState.CUT, "leave"): SlabState.LEAVING,
+        (SlabState.LEAVING, "stay"): SlabState.CUT,
+        (SlabState.LEAVING, "given up"): SlabState.FREE,
+    },
+)
+
+
+class SizeClass:
+    """The slots of one length, and the policy that chooses victims among their blocks."""
+
+    __slots__ = ("free_count", "open", "own_left", "policy", "slabs", "slot_bytes", "units")
+
+    def __init__(self, slot_bytes: int, units: int, policy: EvictionPolicy) -> None:
+        assert units > 0, f"slots of {slot_bytes} bytes"
+        self.slot_bytes = slot_bytes
+        self.units = units
+        self.policy = policy
+        self.slabs: dict[int, Slab] = {}
+        """By number, in the order in which they were cut."""
+        self.open: list[Slab] = []
+        """Those that are CUT and have a RESET slot; the last one is used first."""
+        self.free_count = 0
+        """RESET slots of slabs that are CUT."""
+        self.own_left = 0
+        """How many more blocks of its own leave before slabs are compared again."""
+
+    def __repr__(self) -> str:
+        return f"SizeClass({self.slot_bytes} bytes, {len(self.slabs)} slabs)"
+
+
+class Slab:
+    """A part of the medium, and the slots that it is cut into now."""
+
+    __slots__ = (
+        "first", "length", "number", "place", "reset", "retired", "retired_bytes", "size",
+        "slot_count", "state", "usable",
+    )  # fmt: skip
+
+    def __init__(self, number: int, place: int, length: int) -> None:
+        assert length > 0, f"slab {number} of {length} bytes"
+        self.number, self.place, self.length = number, place, length
+        self.state = SlabState.FREE
+        self.size: SizeClass | None = None
+        self.first = 0
+        """Number of its first slot; the others follow."""
+        self.slot_count = 0
+        self.usable = 0
+        """Slots that are not RETIRED."""
+        self.reset: list[int] = []
+        """A stack: low slots first."""
+        self.retired: list[int] = []
+        self.retired_bytes = 0
+        """What is out of use of it, whatever class it has."""
+
+    def __repr__(self) -> str:
+        return f"Slab({self.number}, {self.state.name}, {self.size}, {len(self.reset)} reset)"
+
+    @property
+    def slots(self) -> slice:
+        """The numbers of its slots."""
+        return slice(self.first, self.first + self.slot_count)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot of it is in use."""
+        return len(self.reset) == self.usable
+
+    def room(self, size: SizeClass) -> int:
+        """Return how many slots of a class it can have."""
+        return (self.length - self.retired_bytes) // size.slot_bytes
+
+    def be_cut(self, size: SizeClass, first: int) -> None:
+        """Turn into slots of a class, numbered from `first` on; what is out of use comes last."""
+        self.usable = self.room(size)
+        assert self.usable > 0, f"{self} is too short for {size}"
+        self._turn("cut")
+        self.size, self.first, self.slot_count = size, first, self.length // size.slot_bytes
+        usable_end = first + self.usable
+        self.reset = list(range(usable_end - 1, first - 1, -1))
+        self.retired = list(range(usable_end, first + self.slot_count))
+
+    def be_free(self) -> None:
+        """Leave the class: no slot is in use."""
+        assert self.is_empty, f"{self} is given up, and {self.usable} slots could be in use"
+        self._turn("given up")
+        self.size, self.slot_count, self.usable = None, 0, 0
+        self.reset, self.retired = [], []
+
+    def leave(self) -> None:
+        """Stop taking blocks into its slots."""
+        self._turn("leave")
+
+    def stay(self) -> None:
+        """Take blocks into its slots again."""
+        self._turn("stay")
+
+    def _turn(self, event: str) -> None:
+        self.state = SLAB.next(self.state, event, f"{self}")

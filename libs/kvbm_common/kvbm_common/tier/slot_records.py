@@ -1,0 +1,213 @@
+"""Slot records: what is in each slot of a tier, and the questions about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
+from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.slab_checks import check_pool
+from kvbm_common.tier.slab_pool import MakePolicy, SlabPool
+from kvbm_common.tier.slot_states import SlotState
+
+
+class SlotRecords:
+    """State, generation, pins and block of each slot, by number, and the slot of each block."""
+
+    def __init__(self, layout: Layout, make: MakePolicy) -> None:
+        """Start with slots that are not cut; `make` makes the policy of each size class."""
+        self._state: list[SlotState] = []
+        self._generation: list[int] = []
+        self._pins: list[int] = []
+        self._block: list[Block | None] = []
+        self._staged: dict[int, SequenceHash] = {}
+        self._staging: dict[SequenceHash, int] = {}
+        self._slot: dict[SequenceHash, int] = {}
+        self._discarded: set[int] = set()
+        self._abandoned: set[int] = set()
+        self._block_bytes = 0
+        self._folded = FoldedBlocks(BlockColumns.of({}))
+        self.pool = SlabPool(layout, make, grow=self._grow, move=self._move_all)
+        """Which slots are free, how long each is, and where it begins."""
+
+    def _grow(self, count: int) -> None:
+        """Have so many slots more."""
+        self._state += [SlotState.RESET] * count
+        self._generation += [0] * count
+        self._pins += [0] * count
+        self._block += [None] * count
+
+    def _move_all(self, slots: Iterable[int], verb: str) -> None:
+        raise NotImplementedError
+
+    def block(self, slot: int) -> Block:
+        """Return the committed block in a slot."""
+        raise NotImplementedError
+
+    def slot_bytes(self, slot: int) -> int:
+        """Return the length of a slot."""
+        raise NotImplementedError
+
+    # --- one block, or some -----------------------------------------------------------------
+
+    def holds(self, block: SequenceHash) -> bool:
+        """Return whether a committed block is there."""
+        return block in self._slot
+
+    def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
+        """Tell whether all of these are absent, and not on their way in."""
+        return self._slot.keys().isdisjoint(names) and self._staging.keys().isdisjoint(names)
+
+    def idle_block(self, slot: int) -> Block | None:
+        """Return the block in an INACTIVE slot; None: the slot has another state."""
+        return self.block(slot) if self._state[slot] is SlotState.INACTIVE else None
+
+    def generation(self, slot: int) -> int:
+        """Return how often the slot was staged; 0, too, of one that no slab was cut into yet."""
+        return self._generation[slot] if slot < len(self._generation) else 0
+
+    def generations(self) -> dict[SequenceHash, int]:
+        """Return all blocks that can be found, with the generation of their slot."""
+        return {name: self._generation[slot] for name, slot in self._slot.items()}
+
+    def pin_count(self, slot: int) -> int:
+        """Return how often a slot is pinned."""
+        return self._pins[slot]
+
+    # --- all blocks -------------------------------------------------------------------------
+
+    def blocks(self) -> list[Block]:
+        """Return all blocks that can be found."""
+        return list(self.each_block())
+
+    def each_block(self) -> Iterator[Block]:
+        """Yield all blocks that can be found, one by one; nothing may be moved meanwhile."""
+        return (self.block(slot) for slot in self._slot.values())
+
+    def by_place(self) -> dict[int, Block]:
+        """Return all blocks that can be found, each by where its slot begins."""
+        return {self.pool.place_of[slot]: self.block(slot) for slot in self._slot.values()}
+
+    def latest(self, count: int) -> list[SequenceHash]:
+        """Return the `count` blocks that were committed last, oldest first."""
+        return list(islice(reversed(self._slot), count))[::-1]
+
+    def unfolded_blocks(self) -> list[Block]:
+        """Return the blocks that can be found and are not folded."""
+        found = map(self._block.__getitem__, self._slot.values())
+        return [block for block in found if block is not None and block is not FOLDED]
+
+    def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
+        """Return which of these blocks are here, and folded."""
+        if not self.folded_count:
+            return set()
+        slots = ((name, self._slot.get(name)) for name in names)
+        return {name for name, slot in slots if slot is not None and self._block[slot] is FOLDED}
+
+    @property
+    def folded_count(self) -> int:
+        """How many `restore`d slots are still to be unfolded."""
+        return len(self._folded)
+
+    def __len__(self) -> int:
+        """Return how many blocks can be found."""
+        return len(self._slot)
+
+    # --- how many slots, and how large ------------------------------------------------------
+
+    @property
+    def slot_count(self) -> int:
+        """How many slots of the first size the medium has."""
+        return self.pool.layout.slot_count
+
+    @property
+    def slots_made(self) -> int:
+        """Numbers of slots are below this one."""
+        return len(self._state)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of the medium that are not RETIRED."""
+        return self.pool.layout.total_bytes - self.pool.retired_bytes
+
+    @property
+    def usable_count(self) -> int:
+        """How many slots of the first size fit into what is not RETIRED."""
+        return self.usable_bytes // self.pool.layout.slot_bytes
+
+    @property
+    def reset_count(self) -> int:
+        """The slots that could be staged now without an eviction; in FREE slabs those of the first
+        size."""
+        return self.pool.free_count
+
+    @property
+    def idle_count(self) -> int:
+        """The blocks that could be evicted."""
+        return sum([len(size.policy) for size in self.pool.sizes.values()])
+
+    def room(self) -> int:
+        """Return how many slots could be staged now, evicting where needed."""
+        return self.reset_count + self.idle_count
+
+    def counts(self) -> dict[str, int]:
+        """Count slots by state, and in `total` those that may be used."""
+        idle = self.idle_count
+        active = len(self._slot) + len(self._discarded) - idle
+        assert active >= 0, f"{idle} blocks are free, {len(self._slot)} can be found"
+        leaving = sum([len(slab.reset) for slab in self.pool.leaving])
+        counts = {
+            "reset": self.reset_count + leaving,
+            "staged": len(self._staged) + len(self._abandoned),
+            "inactive": idle,
+            "active": active,
+        }
+        retired = sum([len(slab.retired) for slab in self.pool.slabs])
+        return counts | {"retired": retired, "total": sum(counts.values())}
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all committed blocks, discarded ones included."""
+        return self._block_bytes
+
+    # --- checks -----------------------------------------------------------------------------
+
+    def staged(self) -> set[int]:
+        """Return the STAGED slots, abandoned ones included; for `check`."""
+        return self._staged.keys() | self._abandoned
+
+    def pins(self) -> dict[int, int]:
+        """Return the ACTIVE slots and how often each is pinned; for `check`."""
+        return {slot: count for slot, count in enumerate(self._pins) if count}
+
+    def check(self) -> None:
+        """Assert every invariant; O(slots)."""
+        check_pool(self.pool, self._state)
+        by_state, is_sized = Counter(self._state), self.pool.layout.is_sized
+        assert len(self._staged) == len(self._staging)
+        assert not self._staged.keys() & self._abandoned
+        assert len(self.staged()) == by_state[SlotState.STAGED]
+        assert all(self._staging[name] == slot for slot, name in self._staged.items())
+        assert not self._staging.keys() & self._slot.keys()
+        assert self.idle_count == by_state[SlotState.INACTIVE]
+        named = len(self._slot) + len(self._discarded)
+        assert named == by_state[SlotState.INACTIVE] + by_state[SlotState.ACTIVE]
+        for name, slot in self._slot.items():
+            assert self.block(slot).hash == name
+            assert self.block(slot).bytes <= self.slot_bytes(slot) or not is_sized
+        for slot in self._discarded:
+            assert self._state[slot] is SlotState.ACTIVE
+            assert self._slot.get(self.block(slot).hash) != slot
+        for slot, state in enumerate(self._state):
+            assert (self._pins[slot] > 0) == (state is SlotState.ACTIVE)
+            committed = state in (SlotState.INACTIVE, SlotState.ACTIVE)
+            assert (self._block[slot] is not None) == committed
+        held = [slot for slot, block in enumerate(self._block) if block is not None]
+        assert self._block_bytes == sum(self.block(slot).bytes for slot in held)
+        folded = {slot for slot in held if self._block[slot] is FOLDED}
+        assert folded <= self._folded.slots()
+        counts = self.counts()
+        assert all(counts[one.value] == by_state[one] for one in SlotState if one.value != "reset")

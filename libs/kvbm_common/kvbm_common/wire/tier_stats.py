@@ -1,0 +1,35 @@
+"""Tier statistics: what a `StatsReply` says of each size of slots, and of each engine worker."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbm_common.identity import Namespace
+from kvbm_common.wire.events import Natural, Token
+
+
+class SizeStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots of one size in a tier."""
+
+    slot_bytes: Natural
+    slabs: Natural
+    slots: Natural
+    """Those that may be used."""
+    used: Natural
+    """Those that hold a block."""
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One attached engine worker, for `GET /v1/workers`."""
+
+    engine: Token
+    incarnation: str
+    rank: Natural
+    world_size: Natural
+    namespace: Namespace
+    block_bytes: Natural
+    seen_ms_ago: Natural
+    verify: str = ""
+    """Which loads it compares with their checksums, as its Hello says; empty: not known."""
+    passes_through: str = ""
+    """Why its engine computes without a cache; empty: it has one."""

@@ -1,0 +1,77 @@
+"""What is believed of a store's answers: is this a listing, and how old is an object?
+
+A proxy's maintenance page is a 200, too, and a gateway may forget what it was asked. Nothing of an
+answer that is not a listing of what was asked for is used: it would say that all blocks are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EARLIEST_MS = 1_142_294_400_000
+"""March 2006, when S3 began: a store that has stored something before has no clock."""
+CLOCKS_APART_MAX_MS = 15 * 60 * 1000
+"""S3 refuses requests whose clock is farther away, so ours is as good as a stranger date."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object of a listing."""
+
+    name: str
+    bytes: int
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a listing, in the order of the names; `more`: there may be names behind it."""
+
+    objects: Sequence[Listed]
+    more: bool
+    last_name: str = ""
+    """What the next page is behind; empty: there is no name on this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a store has answered to a list, as far as it could be read."""
+
+    is_listing: bool
+    """It has the marks of one: whether it is cut off, at least."""
+    prefix: str | None
+    """What it says that it was asked for; None: nothing."""
+    is_truncated: bool
+    names: Sequence[str]
+
+
+def refusal_of(answer: Answer, *, prefix: str, after: str) -> str:
+    """Return why an answer is not a page of these names; empty: it is one."""
+    if not answer.is_listing:
+        return "an answer that is no listing"
+    if answer.prefix is not None and answer.prefix != prefix:
+        return f"a listing of {answer.prefix!r}, not of {prefix!r}"
+    last = after
+    for name in answer.names:
+        if not name.startswith(prefix):
+            return f"a listing of {prefix!r} that names {name!r}"
+        if name <= last:
+            return f"a listing whose names do not ascend: {name!r}"
+        last = name
+    if answer.is_truncated and not answer.names:
+        return "a listing that is cut off before its first name"
+    return ""
+
+
+def store_now_ms(answered_ms: int | None, own_ms: int) -> int:
+    """Return the time by which ages are told: the store's, if it is anywhere near ours."""
+    assert own_ms >= 0
+    if answered_ms is None or abs(answered_ms - own_ms) > CLOCKS_APART_MAX_MS:
+        return own_ms
+    return answered_ms
+
+
+def age_ms(stored_ms: int, now_ms: int) -> int:
+    """Return an object's age; one with an impossible date counts as new, and is not deleted."""
+    return max(0, now_ms - stored_ms) if stored_ms >= EARLIEST_MS else 0

@@ -1,0 +1,92 @@
+"""The health of an object store: when it counts as down, and when it is asked again.
+
+    UP --TROUBLES_MAX troubles in a row, or a refusal--> DOWN --a probe that succeeds--> UP
+
+Probes come after a pause that doubles with every one that fails, and with every return to DOWN
+before anything has worked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+from kvbm_common.tier.machine import Machine
+
+TROUBLES_MAX = 3
+PAUSE_S = 1.0
+PAUSE_MAX_S = 30.0
+
+
+class BucketState(Enum):
+    """Whether objects are read and written."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+BUCKET = Machine(
+    "object store health",
+    {
+        (None, "made"): BucketState.UP,
+        (BucketState.UP, "failed"): BucketState.DOWN,
+        (BucketState.DOWN, "probe failed"): BucketState.DOWN,
+        (BucketState.DOWN, "probe succeeded"): BucketState.UP,
+    },
+)
+Pauses = Callable[[float, float], Iterator[float]]
+"""Makes pauses in seconds from the first one to the longest."""
+
+
+class BucketHealth:
+    """What has been seen of one store. The pauses are drawn outside: many hosts share it."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self.state = BUCKET.next(None, "made")
+        self.reason = ""
+        """Why it is down; empty: it is up."""
+        self.needs_write = False
+        """What failed was a write: a probe that only reads would prove nothing."""
+        self._make_pauses = pauses
+        self._troubles = 0
+        self._pauses = pauses(PAUSE_S, PAUSE_MAX_S)
+
+    @property
+    def is_down(self) -> bool:
+        """Tell whether nothing is to be tried but probes."""
+        return self.state is BucketState.DOWN
+
+    def good(self) -> None:
+        """Note that a request has worked."""
+        self._troubles = 0
+        self._pauses = self._make_pauses(PAUSE_S, PAUSE_MAX_S)
+
+    def trouble(self, reason: str, *, write: bool, refused: bool = False) -> bool:
+        """Count a failure; return whether it has just taken the store down."""
+        assert reason, "a trouble has a reason"
+        self._troubles += 1
+        if self.is_down or not (refused or self._troubles >= TROUBLES_MAX):
+            return False
+        self._move("failed")
+        self.reason, self.needs_write = reason, write
+        return True
+
+    def pause_s(self) -> float:
+        """Return how long to wait before the next probe, in seconds."""
+        return next(self._pauses)
+
+    def up(self) -> None:
+        """Mark the store as up: a probe has succeeded."""
+        self._move("probe succeeded")
+        self.reason = ""
+        self._troubles = 0
+
+    def still_down(self, reason: str) -> bool:
+        """Record that a probe has failed; return whether the reason is another than before."""
+        assert reason, "a trouble has a reason"
+        self._move("probe failed")
+        is_new, self.reason = reason != self.reason, reason
+        return is_new
+
+    def _move(self, event: str) -> None:
+        self.state = BUCKET.next(self.state, event, self.reason)

@@ -1,0 +1,35 @@
+"""Where an object lies in a directory: its name, with a folder for the first digits of its hash.
+
+    <prefix>/v2/<namespace>/<hash>.<parent>.<bytes>.<parts>.<checksum>           the name
+    <prefix>/v2/<namespace>/<3 digits>/<hash>.<parent>.<bytes>.<parts>.<checksum>   the file
+
+4,096 folders keep each small: with 100 million objects it has some 24,000 files, which file systems
+and their servers take in their stride. Names sort as files in sorted folders do.
+"""
+
+from __future__ import annotations
+
+import re
+
+DIGITS = 3
+_NAME = re.compile(r"(?P<folder>(?:[^/]+/)*)(?P<file>[0-9a-f]{32}\.[^/]+)")
+_FOLDER = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
+
+
+def path_of(name: str) -> str:
+    """Return the path of an object, from the directory of the store on."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return name
+    return f"{found['folder']}{found['file'][:DIGITS]}/{found['file']}"
+
+
+def is_folder(name: str) -> bool:
+    """Tell whether a directory is one of the folders by digits."""
+    return _FOLDER.fullmatch(name) is not None
+
+
+def split_prefix(prefix: str) -> tuple[str, str]:
+    """Return the folder that a prefix of names ends in, and the first digits behind it."""
+    folder, _, digits = prefix.rpartition("/")
+    return f"{folder}/" if folder else "", digits

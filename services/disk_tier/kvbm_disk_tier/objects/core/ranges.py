@@ -1,0 +1,182 @@
+"""Ranges: the parts in which a store is listed, each by its names' hashes, and how far each is.
+
+    WAITING --listed from the beginning--> OPEN --a page with more behind it--> OPEN
+                                            | ^                                  |
+                                            | +---- a failure: from the same name +
+                                            +--the last page of the last namespace--> LISTED
+
+Hashes are uniform, so a range is a sample: it has its share of the objects and of the capacity, and
+what it holds beyond that is deleted when it is found, without a look at the rest. A listing that
+fails goes on behind the last name that it has seen, and one range may fail without the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.machine import Machine
+
+DIGITS_MAX = 4
+RANGE_OBJECTS_MAX = 20_000
+"""Kept in memory for each range that is being listed: some 6 MB."""
+GROWTH = 2
+"""How much more a listing may find than the one before."""
+SPREAD = 3.0
+"""Standard deviations that a range may hold beyond its share: its objects were drawn."""
+
+
+class RangeState(Enum):
+    """How far a range of names has been listed."""
+
+    WAITING = "waiting"
+    OPEN = "open"
+    LISTED = "listed"
+
+
+RANGE = Machine(
+    "listed range",
+    {
+        (None, "planned"): RangeState.WAITING,
+        (RangeState.WAITING, "begun"): RangeState.OPEN,
+        (RangeState.OPEN, "page"): RangeState.OPEN,
+        (RangeState.OPEN, "failed"): RangeState.OPEN,
+        (RangeState.OPEN, "last page"): RangeState.LISTED,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """A division of all names by the first `digits` hexadecimal digits of their hashes."""
+
+    digits: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.digits <= DIGITS_MAX, self.digits
+
+    @classmethod
+    def for_listing(cls, capacity: int, expected: int | None) -> Ranges:
+        """Return the division for a store of `capacity` objects that may hold `expected`.
+
+        What is kept of a range are the youngest of its share, so the smaller number counts.
+        """
+        assert capacity > 0, "a store has room"
+        kept = capacity if expected is None else min(capacity, GROWTH * expected)
+        digits = 0
+        while digits < DIGITS_MAX and kept > RANGE_OBJECTS_MAX * 16**digits:
+            digits += 1
+        return cls(digits)
+
+    @property
+    def count(self) -> int:
+        """Return the number of ranges."""
+        return 1 << 4 * self.digits
+
+    def of(self, name: SequenceHash) -> int:
+        """Return the range that a block's name is in."""
+        return int.from_bytes(name[:2], "big") >> (16 - 4 * self.digits)
+
+    def share(self, capacity: int) -> int:
+        """Return how many objects a range may hold."""
+        share = capacity / self.count
+        return math.ceil(share + (SPREAD * math.sqrt(share) if self.digits else 0))
+
+    def prefix(self, number: int) -> str:
+        """Return the first digits of the hashes in a range."""
+        assert 0 <= number < self.count, number
+        return f"{number:0{self.digits}x}" if self.digits else ""
+
+
+WHOLE = Ranges()
+"""One range of all names."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a range goes on: which of its prefixes, and behind which name."""
+
+    number: int
+    prefixes: Sequence[str]
+    state: RangeState
+    at: int = 0
+    after: str = ""
+    pages: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of names that is being listed."""
+        return self.prefixes[self.at]
+
+
+class Progress:
+    """One listing of a store: which range is next, and where each goes on."""
+
+    def __init__(self, ranges: Ranges, folders: Sequence[str]) -> None:
+        """Plan a listing of what lies below these folders, whose names go on with a hash."""
+        assert folders, "a store has a folder, if an empty one"
+        self.ranges = ranges
+        self.pages = self.failures = self.objects = 0
+        self._places = [
+            Place(
+                number,
+                tuple(f"{folder}{ranges.prefix(number)}" for folder in folders),
+                RANGE.next(None, "planned"),
+            )
+            for number in range(ranges.count)
+        ]
+        self._next = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether every range has been listed."""
+        return self._next == len(self._places) and not self.open_count
+
+    @property
+    def open_count(self) -> int:
+        """Return how many ranges are being listed."""
+        begun = self._places[: self._next]
+        return sum(place.state is RangeState.OPEN for place in begun)
+
+    def begin(self) -> Place | None:
+        """Return the next range to list; None: there is no other."""
+        if self._next == len(self._places):
+            return None
+        place = self._places[self._next]
+        self._next += 1
+        self._move(place, "begun")
+        return place
+
+    def page(self, place: Place, last_name: str, *, more: bool, objects: int) -> bool:
+        """Note a page; True: the range is listed to its end."""
+        assert last_name >= place.after or not last_name, f"{last_name} after {place.after}"
+        self.pages += 1
+        self.objects += objects
+        place.pages += 1
+        if more:
+            assert last_name, "a page without names has nothing behind it"
+            place.after = last_name
+            self._move(place, "page")
+            return False
+        place.after = ""
+        place.at += 1
+        ended = place.at == len(place.prefixes)
+        self._move(place, "last page" if ended else "page")
+        return ended
+
+    def failed(self, place: Place) -> None:
+        """Note a page that could not be had: it is asked for again."""
+        self.failures += 1
+        self._move(place, "failed")
+
+    def _move(self, place: Place, event: str) -> None:
+        place.state = RANGE.next(place.state, event, f"range {place.number} after {place.after!r}")
+
+    def check(self) -> None:
+        """Assert every invariant of a listing."""
+        states = [place.state for place in self._places]
+        assert all(state is RangeState.WAITING for state in states[self._next :])
+        assert all(state is not RangeState.WAITING for state in states[: self._next])

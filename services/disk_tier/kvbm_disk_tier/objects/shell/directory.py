@@ -1,0 +1,326 @@
+"""A directory as an object store: NFS, Lustre, a volume that several hosts have mounted.
+
+Each object is a file, written beside its place and renamed: it is there as a whole or not at all,
+and no host locks anything. A file that says which store this is must be there for an answer to be
+believed: what is not mounted is an empty directory, and would say that every block is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import time
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kvbm_disk_tier.objects.core.answers import Listed, Page, age_ms, store_now_ms
+from kvbm_disk_tier.objects.core.paths import DIGITS, is_folder, path_of, split_prefix
+from kvbm_disk_tier.objects.shell.calls import Calls
+from kvbm_disk_tier.objects.shell.object_store import PAGE_MAX, BucketError, BucketRefused
+
+MARK = "kvbm-store"
+"""Names the file that says which store this is."""
+MARK_TEXT = re.compile(rb"[0-9a-f]{32}")
+UNFINISHED = ".unfinished-"
+"""Names of files that are being written begin with it."""
+UNFINISHED_MS = 3_600_000
+"""What is older was left by a host that has died."""
+CALL_DEADLINE_S = 10.0
+"""A file server that takes longer for a folder is as good as away."""
+TRIES = 2
+CLOCK_MS = 60_000
+"""How long the difference to the file server's clock is believed."""
+FOLDERS_KEPT = 16
+"""Folders whose names are kept, while pages of them are asked for."""
+REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EROFS)
+
+T = TypeVar("T")
+
+
+class Directory:
+    """The names of one directory. Its methods belong to one event loop."""
+
+    def __init__(
+        self, root: Path, counted: Callable[[str, bool], None], skipped: Callable[[int], None]
+    ) -> None:
+        """Keep the root without a look at it.
+
+        `counted(kind, ok)` hears of every later call, and `skipped(count)` of what was found that
+        is neither a file nor a folder: a link, a pipe, a device.
+        """
+        self.where = f"directory {root}"
+        self._root = root
+        self._counted = counted
+        self._skipped = skipped
+        self._calls = Calls()
+        self._mark = b""
+        """What the mark has said when the store was opened."""
+        self._mark_path = self._clock_path = root
+        """The mark, and a file that is touched to learn what time it is there; once opened."""
+        self._ahead_ms = 0
+        """How far the file server's clock is ahead of ours, as of `_clock_ms`."""
+        self._clock_ms = 0
+        self._kept: OrderedDict[str, Sequence[str]] = OrderedDict()
+        """By directory, its names: a large one has many pages."""
+        self._odd: deque[int] = deque()
+        """Entries that threads have skipped, until the loop counts them."""
+
+    # --- the store --------------------------------------------------------------------------
+
+    async def folders(self, prefix: str) -> list[str]:
+        """Return the prefixes that go on to the next `/` below this one; raises BucketError."""
+
+        def folders() -> list[str]:
+            self._require_mark()
+            return [f"{prefix}{name}/" for name in self._names(self._root / prefix, files=False)]
+
+        return await self._call("list", folders)
+
+    async def page(self, prefix: str, after: str) -> Page:
+        """Return a page of the names with this prefix, behind one; raises BucketError."""
+
+        def page() -> Page:
+            self._require_mark()
+            self._set_clock()
+            found: list[Listed] = []
+            for name, path in self._names_behind(prefix, after):
+                if len(found) == PAGE_MAX:
+                    return Page(found, more=True, last_name=found[-1].name)
+                with contextlib.suppress(FileNotFoundError):  # Deleted meanwhile.
+                    status = path.stat()
+                    stored_ms = status.st_mtime_ns // 1_000_000
+                    found.append(Listed(name, status.st_size, age_ms(stored_ms, self._now_ms())))
+            return Page(found, more=False, last_name=found[-1].name if found else "")
+
+        return await self._call("list", page)
+
+    async def size(self, name: str) -> int | None:
+        """Return the size of an object; None: no such object. Raises BucketError."""
+
+        def size() -> int | None:
+            self._require_mark()
+            try:
+                return (self._root / path_of(name)).stat().st_size
+            except FileNotFoundError:
+                return None
+
+        return await self._call("list", size)
+
+    async def delete(self, names: Sequence[str]) -> dict[str, str]:
+        """Delete up to a page of objects; returns those that are still there, and why.
+
+        One that was not there is deleted, too. Raises BucketError when nothing is known.
+        """
+
+        def delete() -> dict[str, str]:
+            self._require_mark()
+            left: dict[str, str] = {}
+            for name in names:
+                try:
+                    (self._root / path_of(name)).unlink(missing_ok=True)
+                except OSError as error:
+                    left[name] = os.strerror(error.errno or 0)
+            return left
+
+        return await self._call("delete", delete)
+
+    async def probe(self, prefix: str, *, write: bool) -> None:
+        """Read the mark, or make the first one; with `write`, write a file as well."""
+
+        def probe() -> None:
+            if not self._root.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "there is no such directory")
+            self._read_mark(prefix)
+            if write:
+                folder = self._root / prefix
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                (folder / "probe").write_bytes(bytes(4096))
+
+        await self._call("put" if write else "list", probe, tries=1)
+
+    # --- the mark ---------------------------------------------------------------------------
+
+    def _read_mark(self, prefix: str) -> None:
+        """Read which store this is; a store without a mark gets one, once."""
+        if self._mark:
+            self._require_mark()
+            return
+        path = self._root / prefix.split("/", 1)[0] / MARK
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if not path.exists():
+            _make_mark(path)
+        self._mark, self._mark_path = self._mark_in(path), path
+        self._clock_path = self._root / prefix / "clock"
+
+    def _require_mark(self) -> None:
+        if not self._mark:
+            raise OSError(errno.ENOTCONN, "the store was not opened")
+        try:
+            found = self._mark_in(self._mark_path)
+        except FileNotFoundError as error:
+            text = f"{self._mark_path} is gone: is the file system mounted?"
+            raise OSError(errno.ENOTCONN, text) from error
+        if found != self._mark:
+            raise OSError(errno.ESTALE, "this is another store than the one that was opened")
+
+    def _mark_in(self, path: Path) -> bytes:
+        """Return what a mark says; raises OSError, or BucketError where that is no mark."""
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # A pipe in its place holds up nothing.
+        try:
+            found = os.read(fd, 64)
+        finally:
+            os.close(fd)
+        if not MARK_TEXT.fullmatch(found):
+            held = f"{found[:40]!r}" if found else "nothing"
+            raise BucketError(
+                f"{self._variable} cannot be used: {path} holds {held}, and should hold the 32 hex "
+                "digits that say which store this is. Restore it, or remove it while no object "
+                "tier uses the store: the next one to start makes a new one"
+            )
+        return found
+
+    # --- the clock --------------------------------------------------------------------------
+
+    def _set_clock(self) -> None:
+        """Learn what time it is on the file server: it stamps the files, and tells their ages."""
+        own_ms = time.time_ns() // 1_000_000
+        if 0 <= own_ms - self._clock_ms < CLOCK_MS:
+            return
+        path = self._clock_path
+        with contextlib.suppress(OSError):  # A store that cannot be written to has its old files.
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch()
+            theirs_ms = path.stat().st_mtime_ns // 1_000_000
+            self._ahead_ms = store_now_ms(theirs_ms, own_ms) - own_ms
+            self._clock_ms = own_ms
+
+    def _now_ms(self) -> int:
+        return time.time_ns() // 1_000_000 + self._ahead_ms
+
+    # --- names ------------------------------------------------------------------------------
+
+    def _names_behind(self, prefix: str, after: str) -> Iterator[tuple[str, Path]]:
+        """Yield the names with a prefix behind one, in order, and their files."""
+        folder, digits = split_prefix(prefix)
+        if len(digits) < DIGITS:
+            yield from self._walk(folder, prefix, after)
+        else:  # One folder has them all.
+            yield from self._files(folder, digits[:DIGITS], prefix, after)
+
+    def _walk(self, folder: str, prefix: str, after: str) -> Iterator[tuple[str, Path]]:
+        is_fresh = not after.startswith(folder)
+        for name in self._entries(self._root / folder, files=False, fresh=is_fresh):
+            below = f"{folder}{name}" if is_folder(name) else f"{folder}{name}/"
+            if not (below.startswith(prefix) or prefix.startswith(below)):
+                continue
+            if after > below and not after.startswith(below):
+                continue
+            if is_folder(name):
+                yield from self._files(folder, name, prefix, after)
+            else:
+                yield from self._walk(below, prefix, after)
+
+    def _files(
+        self, folder: str, digits: str, prefix: str, after: str
+    ) -> Iterator[tuple[str, Path]]:
+        path = self._root / folder / digits
+        is_fresh = not after.startswith(f"{folder}{digits}")
+        names = self._entries(path, files=True, fresh=is_fresh)
+        first = 0 if is_fresh else bisect_right(names, after.removeprefix(folder))
+        for name in names[first:]:
+            if self._is_unfinished(path, name):
+                continue
+            if f"{folder}{name}".startswith(prefix):
+                yield f"{folder}{name}", path / name
+
+    def _entries(self, path: Path, *, files: bool, fresh: bool) -> Sequence[str]:
+        """Return the names in a directory, as they were when its first page was asked for."""
+        key = str(path)
+        names = None if fresh else self._kept.get(key)
+        if names is None:
+            names = self._kept[key] = self._names(path, files=files)
+            with contextlib.suppress(KeyError):  # Other threads do so, too.
+                while len(self._kept) > FOLDERS_KEPT:
+                    self._kept.popitem(last=False)
+        return names
+
+    def _names(self, path: Path, *, files: bool) -> list[str]:
+        """Return the names of the files in a directory, or of its directories, in order.
+
+        Links are neither: one that points at a folder above it would never end.
+        """
+        found: list[str] = []
+        odd = 0
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+            for one in entries:
+                is_file = one.is_file(follow_symlinks=False)
+                if not (is_file or one.is_dir(follow_symlinks=False)):
+                    odd += 1
+                elif is_file == files:
+                    found.append(one.name)
+        if odd:
+            self._odd.append(odd)
+        return sorted(found)
+
+    def _is_unfinished(self, path: Path, name: str) -> bool:
+        """Tell whether a file is being written, and remove it if its writer has died."""
+        if not name.startswith(UNFINISHED):
+            return False
+        with contextlib.suppress(OSError):
+            stored_ms = (path / name).stat().st_mtime_ns // 1_000_000
+            if age_ms(stored_ms, self._now_ms()) > UNFINISHED_MS:
+                (path / name).unlink()
+        return True
+
+    # --- calls ------------------------------------------------------------------------------
+
+    async def _call(self, kind: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
+        for left in reversed(range(tries)):
+            try:
+                result = await self._try(call)
+            except BucketError as error:
+                self._counted(kind, False)
+                if not error.retry or not left:
+                    raise
+            else:
+                self._counted(kind, True)
+                while self._odd:
+                    self._skipped(self._odd.popleft())
+                return result
+        raise AssertionError("the last try returns or raises")
+
+    @property
+    def _variable(self) -> str:
+        return f"KVBM_OBJECT_URL file://{self._root}"
+
+    async def _try(self, call: Callable[[], T]) -> T:
+        where = self._variable
+        try:
+            return await self._calls.run(call, deadline_s=CALL_DEADLINE_S)
+        except TimeoutError as error:
+            text = f"{where} has not answered within {CALL_DEADLINE_S:g} s"
+            raise BucketError(text) from error
+        except OSError as error:
+            refused = error.errno in REFUSALS
+            kind = BucketRefused if refused else BucketError
+            raise kind(f"{where} cannot be used: {error}") from error
+
+
+def _make_mark(path: Path) -> None:
+    """Mark a store, unless another host is faster."""
+    fresh = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
+    fresh.write_text(secrets.token_hex(16), encoding="ascii")
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        pass
+    except OSError:  # A file system without links: the last one is believed.
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -1,0 +1,180 @@
+"""The lister: it asks a store for its names, a page at a time, and tells the core of them.
+
+Some ranges are listed side by side. A page that cannot be had is asked for again, from the same
+name, for as long as it takes: each page has a deadline, the listing has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.loop import CoreLoop
+
+from kvbm_disk_tier.core.effects import Effect
+from kvbm_disk_tier.objects.core.answers import Listed
+from kvbm_disk_tier.objects.core.messages import (
+    GoneLost,
+    ListedBlock,
+    ListingBegun,
+    ListingEnded,
+    ListingStalled,
+    ObjectsListed,
+    RangeListed,
+    SlotsCompared,
+)
+from kvbm_disk_tier.objects.core.names import Names
+from kvbm_disk_tier.objects.core.ranges import WHOLE, Place, Progress, Ranges
+from kvbm_disk_tier.objects.shell.object_store import (
+    BucketError,
+    BucketRefused,
+    ObjectStore,
+    backoff,
+)
+
+RANGES_AT_ONCE = 4
+"""A store answers a list in some 100 ms: four at once are 40,000 names a second."""
+INBOX_DEADLINE_S = 10.0
+BLOCKS_AT_ONCE = 250
+"""Of a page: the core takes some 2 ms for them."""
+SLOTS_AT_ONCE = 4_096
+"""Slots of the table that the core looks at in one step: about 2 ms."""
+PAUSE_MAX_S = 30.0
+"""Between two tries of a page: 503s of many hosts do not become more by them."""
+
+log = logging.getLogger(__name__)
+Loop = CoreLoop[Any, Effect]
+"""Its inputs are the core's, and those of `objects.core.messages`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListerDoors:
+    """What a lister is given beside the store."""
+
+    take: Callable[[Listed], ListedBlock | None]
+    """Makes a block of an object; None: it is not one."""
+    begun: Callable[[], None]
+    """Told when a listing begins."""
+    worked: Callable[[], None]
+    """Told of each page."""
+    failed: Callable[[BucketError], None]
+    """Told of each page that could not be had."""
+    wait_deletes: Callable[[], Awaitable[None]]
+    """Waits, for a while, until there is room for what the next page may want deleted."""
+
+
+class Lister:
+    """Listings of one store, one after the other."""
+
+    def __init__(
+        self, store: ObjectStore, names: Names, slot_count: int, doors: ListerDoors
+    ) -> None:
+        self._store, self._names, self._slot_count, self._doors = store, names, slot_count, doors
+        self._found: int | None = None
+        """Objects that the last listing has named."""
+        self._log = OncePerKind(log)
+
+    async def list_all(self, loop: Loop) -> None:
+        """List everything once, however often it takes to ask."""
+        self._doors.begun()
+        ranges = Ranges.for_listing(self._slot_count, self._found)
+        folders: Sequence[str] = ()
+        namespaces: frozenset[bytes] | None = None
+        if ranges.digits:
+            folders, namespaces = await self._folders(loop)
+        if not folders:
+            ranges, folders, namespaces = WHOLE, self._names.roots, None
+        progress = Progress(ranges, folders)
+        await self._tell(loop, ListingBegun(ranges, namespaces))
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(min(RANGES_AT_ONCE, ranges.count)):
+                tasks.create_task(self._list_ranges(loop, progress), name=f"lister {number}")
+        progress.check()
+        assert progress.is_over, "a range was left out"
+        self._found = progress.objects
+        await self._compare(loop)
+        log.info("listed %d objects in %d pages; %d pages were asked for again",
+                 progress.objects, progress.pages, progress.failures)  # fmt: skip
+
+    async def _folders(self, loop: Loop) -> tuple[list[str], frozenset[bytes]]:
+        """Return the folders of all namespaces, and the namespaces."""
+        found: list[str] = []
+        for root in self._names.roots:
+            found += await self._asked(loop, root, functools.partial(self._store.folders, root))
+        known = {folder: self._names.namespace_of(folder) for folder in found}
+        ours = {folder: namespace for folder, namespace in known.items() if namespace is not None}
+        return sorted(ours), frozenset(ours.values())
+
+    async def _list_ranges(self, loop: Loop, progress: Progress) -> None:
+        while (place := progress.begin()) is not None:
+            while not await self._list_page(loop, progress, place):
+                await self._doors.wait_deletes()
+            await self._tell(loop, RangeListed(place.number))
+
+    async def _list_page(self, loop: Loop, progress: Progress, place: Place) -> bool:
+        """Take the next page of a range; True: it was the last one."""
+        page = await self._asked(
+            loop,
+            place.prefix,
+            lambda: self._store.page(place.prefix, place.after),
+            lambda: progress.failed(place),
+        )
+        for objects in self._blocks(page.objects):
+            await self._tell(loop, ObjectsListed(objects, place.number))
+        return progress.page(
+            place, page.last_name or place.after, more=page.more, objects=len(page.objects)
+        )
+
+    def _blocks(self, objects: Sequence[Listed]) -> Iterable[tuple[ListedBlock, ...]]:
+        """Yield the blocks of a page, so many for one step."""
+        found = tuple(one for entry in objects if (one := self._doors.take(entry)) is not None)
+        for first in range(0, len(found), BLOCKS_AT_ONCE):
+            yield found[first : first + BLOCKS_AT_ONCE]
+
+    async def _asked(
+        self,
+        loop: Loop,
+        prefix: str,
+        ask: Callable[[], Any],
+        failed: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Ask the store until it answers, with growing pauses."""
+        pauses = backoff(max_s=PAUSE_MAX_S)
+        while True:
+            try:
+                answer = await ask()
+            except BucketError as error:
+                self._log.warning("listing", f"no names of {prefix} could be listed: {error}")
+                failed()
+                loop.complete(ListingStalled())
+                self._doors.failed(error)
+                refused = isinstance(error, BucketRefused)
+                await asyncio.sleep(PAUSE_MAX_S if refused else next(pauses))
+            else:
+                self._doors.worked()
+                return answer
+
+    async def _compare(self, loop: Loop) -> None:
+        """Have the core look at its slots, judge, and lose what is gone, some slots at a time."""
+        parts = [(first, SLOTS_AT_ONCE) for first in range(0, self._slot_count, SLOTS_AT_ONCE)]
+        for first, count in parts:
+            await self._tell(loop, SlotsCompared(first, count))
+        await self._tell(loop, ListingEnded())
+        for first, count in parts:
+            await self._tell(loop, GoneLost(first, count))
+
+    async def _tell(self, loop: Loop, event: object) -> None:
+        """Hand the core an input of a listing, however busy it is: none may be left out."""
+        while True:
+            try:
+                await loop.offer(event, deadline_s=INBOX_DEADLINE_S)
+            except KvbmError as error:
+                self._log.warning("inbox", f"the listing waits: {error}")
+            else:
+                return

@@ -1,0 +1,103 @@
+"""The doors of an object store, be it a bucket or a directory: who lists and who carries bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from kvbm_common.errors import KvbmError
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.verbs import ArenaReply
+
+from kvbm_disk_tier.objects.core.answers import Page
+from kvbm_disk_tier.objects.core.packing import Packing
+
+OK = ""
+CORRUPT = "corrupt"
+"""The object has other bytes than its name says."""
+CHANGED = "source_changed"
+"""The arena's slot has other bytes than the lease said: it was reused."""
+TOO_LATE = "too_late"
+NO_LANE = "no_lane"
+"""There is no memory for lanes of this length."""
+GONE = "gone"
+"""There is no such object."""
+
+Sums = bytes
+PAGE_MAX = 1_000
+"""S3's own limit, for lists and for deletes."""
+PAUSE_S = 0.2
+PAUSE_MAX_S = 5.0
+
+
+class BucketError(KvbmError):
+    """A call to the object store has failed. The text names the variable to look at."""
+
+    code = "bucket"
+    retry = True
+    """Whether trying again at once may help."""
+
+
+class BucketRefused(BucketError):
+    """The store has answered, and the answer is no: wrong keys, rights or bucket."""
+
+    code = "bucket_refused"
+    retry = False
+
+
+def backoff(pause_s: float = PAUSE_S, max_s: float = PAUSE_MAX_S) -> Iterator[float]:
+    """Yield pauses in seconds that double up to `max_s`.
+
+    Each is between half and all of its step: many clients do not come at once.
+    """
+    while True:
+        yield pause_s * random.uniform(0.5, 1.0)
+        pause_s = min(2 * pause_s, max_s)
+
+
+class ObjectStore(Protocol):
+    """The names of a store. Failures are BucketErrors, whose text names the variable."""
+
+    where: str
+    """For logs: which store it is."""
+
+    async def folders(self, prefix: str) -> list[str]:
+        """Return the prefixes that go on to the next `/` below this one."""
+
+    async def page(self, prefix: str, after: str) -> Page:
+        """Return a page of the names with this prefix, behind one."""
+
+    async def size(self, name: str) -> int | None:
+        """Return the size of an object; None: no such object."""
+
+    async def delete(self, names: Sequence[str]) -> dict[str, str]:
+        """Delete up to a page of objects; returns those that are still there, and why."""
+
+    async def probe(self, prefix: str, *, write: bool) -> None:
+        """Ask for the least: one name and, with `write`, an empty object put."""
+
+
+class Carrier(Protocol):
+    """The bytes of a store. Only mistakes of ours raise: how a move has ended is its answer."""
+
+    packing: Packing
+
+    def close(self) -> None:
+        """End the threads; memory that late bytes may come into stays."""
+
+    def use_arena(self, reply: ArenaReply) -> None:
+        """Map the arena of another life; raises KvbmError or OSError."""
+
+    def drop_arena(self, instance: str) -> None:
+        """Drop the arena of a host tier that has left or begun a new life."""
+
+    async def put(
+        self, name: str, block: Block, *, epoch: int, offset: int, deadline_s: float
+    ) -> str:
+        """Write the arena's bytes at `offset` as an object; return OK or what was wrong."""
+
+    async def get(
+        self, name: str, block: Block, *, epoch: int, offset: int, until_ms: int
+    ) -> str | Sums:
+        """Read an object into the arena at `offset`; return its sums or what was wrong."""

@@ -1,0 +1,70 @@
+"""Disk space that is taken before it is needed: by fallocate(2), or by writing zeros.
+
+glibc's posix_fallocate is of no use here. Where a file system cannot preallocate (ext2, ext3, NFS
+before 4.2) it never says so, and writes one byte into each block of the file instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import time
+
+from kvbm_common.runtime.loop import monotonic_ms
+
+KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE: the space lies behind the end of the file, which stays where it is."""
+ZEROS = bytes(16 * 1024 * 1024)
+FLUSH_BYTES = 256 * 1024 * 1024
+"""After so many zeros the disk is waited for: dirty pages would push other programs' out."""
+SAID_EVERY_MS = 10_000
+CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What a file system says that cannot preallocate."""
+
+log = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def fallocate(fd: int, size: int, *, keep_size: bool = False) -> bool:
+    """Allocate the first `size` bytes of a file; False: the file system cannot. Raises OSError."""
+    call = getattr(_libc, "fallocate", None)
+    if call is None:
+        return False
+    mode = ctypes.c_int(KEEP_SIZE if keep_size else 0)
+    while call(ctypes.c_int(fd), mode, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        code = ctypes.get_errno()
+        if code in CANNOT:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+def fill(fd: int, size: int, *, start: int = 0) -> None:
+    """Write zeros from `start` to `size`, as fast as the disk takes them; raises OSError."""
+    assert start >= 0, start
+    flushed, said_ms, started_s = start, monotonic_ms(), time.monotonic()
+    at = start
+    while at < size:
+        at += write_at(fd, memoryview(ZEROS)[: size - at], at)
+        if at - flushed >= FLUSH_BYTES or at == size:
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, flushed, at - flushed, os.POSIX_FADV_DONTNEED)
+            flushed = at
+        if monotonic_ms() - said_ms >= SAID_EVERY_MS:
+            said_ms = monotonic_ms()
+            rate = (at - start) / (time.monotonic() - started_s) / 1e6
+            log.info("%d of %d bytes are filled with zeros, %.0f MB/s", at, size, rate)
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
+    """Write all of `data` at an offset, however the system cuts it; returns its length."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "the file takes no bytes")
+        view, offset = view[written:], offset + written
+    return len(data)

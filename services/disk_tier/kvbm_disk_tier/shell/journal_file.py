@@ -1,0 +1,200 @@
+"""The file of a journal, and the space that is kept for the one that a rewrite puts in its place.
+
+        journal    records of kvbm_disk_tier.core.journal
+        spare      space, taken before the disk is full
+
+A rewrite writes into `spare` and renames it. Records are written at an offset of ours: what lies
+behind it is torn, or zeros that keep the space on a file system that cannot preallocate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from pathlib import Path
+
+from kvbm_disk_tier.core.journal import RECORD_BYTES, Record, encode_records
+from kvbm_disk_tier.shell.allocation import fallocate, fill, write_at
+
+JOURNAL = "journal"
+SPARE = "spare"
+FORMER_SPARE = "journal.new"
+"""What a rewrite of an older release has left, if the disk was full."""
+
+log = logging.getLogger(__name__)
+
+
+class JournalFile:
+    """The journal of one directory. Not thread-safe: one thread at a time."""
+
+    def __init__(self, directory: Path, *, zerofill_fallback: bool) -> None:
+        self.directory = directory
+        self._zerofill_fallback = zerofill_fallback
+        self._fd = -1
+        self._spare_fd = -1
+        self._end = 0
+        """Where the next record goes."""
+        self._reserved_bytes = 0
+        self._renamed = False
+        """A journal has taken the place of another, and a power cut may undo it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether records can be appended."""
+        return self._fd >= 0
+
+    def read(self) -> bytes:
+        """Return the records, without the zeros behind them; raises OSError."""
+        data = (self.directory / JOURNAL).read_bytes()
+        length = len(data.rstrip(b"\0"))
+        return data[: min(len(data), -(-length // RECORD_BYTES) * RECORD_BYTES)]
+
+    def open(self, length: int, reserved_bytes: int) -> None:
+        """Go on behind the records of `length` bytes, with space for so many; raises OSError."""
+        assert not self.is_open, "the journal is open"
+        self._fd = self._open(JOURNAL)
+        self._end = length - length % RECORD_BYTES
+        self._reserved_bytes = reserved_bytes
+        self._reserve()
+
+    def close(self) -> None:
+        """Synchronise and let go."""
+        for fd in (self._fd, self._spare_fd):
+            if fd >= 0:
+                close(fd, self.directory, synchronise=True)
+        self._fd = self._spare_fd = -1
+
+    def remove(self) -> None:
+        """Remove a closed journal and everything beside it; raises OSError."""
+        assert not self.is_open, "the journal is open"
+        for name in (JOURNAL, SPARE, FORMER_SPARE):
+            (self.directory / name).unlink(missing_ok=True)
+
+    def _open(self, name: str) -> int:
+        return os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    # --- the space --------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        """Take the space of the journal and of the next one.
+
+        Without it the store works until the disk is full: a warning, and the next rewrite tries
+        again.
+        """
+        try:
+            (self.directory / FORMER_SPARE).unlink(missing_ok=True)
+            self._take_space(self._fd, self._end)
+            if self._spare_fd < 0:
+                self._spare_fd = self._open(SPARE)
+                os.ftruncate(self._spare_fd, 0)
+            self._take_space(self._spare_fd, 0)
+        except OSError as error:
+            size = self._reserved_bytes
+            log.warning("no %d bytes for a journal in %s: %s", size, self.directory, error)
+
+    def _take_space(self, fd: int, used: int) -> None:
+        if fallocate(fd, self._reserved_bytes, keep_size=True) or not self._zerofill_fallback:
+            return
+        fill(fd, self._reserved_bytes, start=max(used, os.fstat(fd).st_size))
+
+    # --- records ----------------------------------------------------------------------------
+
+    def append(self, records: tuple[Record, ...]) -> None:
+        """Write records behind the last one; raises OSError."""
+        self._require_open()
+        data = encode_records(records)
+        try:
+            write_at(self._fd, data, self._end)
+        except OSError:
+            self._blank(len(data))
+            raise
+        self._end += len(data)
+
+    def _blank(self, length: int) -> None:
+        """Write zeros over what a failed append has left: the next one may be shorter.
+
+        Cut off, it would take the space behind it along.
+        """
+        with contextlib.suppress(OSError):
+            end = min(self._end + length, os.fstat(self._fd).st_size)
+            write_at(self._fd, bytes(max(0, end - self._end)), self._end)
+
+    def synchronise(self) -> None:
+        """Make durable what was appended; raises OSError."""
+        self._require_open()
+        os.fdatasync(self._fd)
+        if self._renamed:
+            self._sync_directory()
+
+    def probe(self) -> None:
+        """Write and synchronise where the next record goes; zeros are none. Raises OSError."""
+        self._require_open()
+        write_at(self._fd, bytes(RECORD_BYTES), self._end)
+        os.fdatasync(self._fd)
+
+    def rewrite(self, records: tuple[Record, ...]) -> None:
+        """Put a journal of these records in place of the old one, or leave that; raises OSError."""
+        self._require_open()
+        fd, self._spare_fd = self._spare_fd, -1
+        data = encode_records(records)
+        try:
+            if fd < 0:
+                fd = self._open(SPARE)
+            write_at(fd, data, 0)
+            os.fdatasync(fd)
+            os.replace(self.directory / SPARE, self.directory / JOURNAL)
+        except OSError:
+            if not self._is_in_place(fd):
+                self._drop(fd)
+                self._reserve()
+                raise
+        close(self._fd, self.directory)
+        self._fd, self._end, self._renamed = fd, len(data), True
+        self._reserve()
+        # Else a power cut brings the old journal back, without what was appended to the new one.
+        self._sync_directory()
+
+    def _is_in_place(self, fd: int) -> bool:
+        """Tell whether a file has become the journal: a rename may be done, and fail."""
+        try:
+            return os.path.samestat(os.fstat(fd), (self.directory / JOURNAL).stat())
+        except OSError:
+            return False
+
+    def _drop(self, fd: int) -> None:
+        if fd >= 0:
+            close(fd, self.directory)
+        with contextlib.suppress(OSError):
+            (self.directory / SPARE).unlink(missing_ok=True)
+
+    def _sync_directory(self) -> None:
+        sync_directory(self.directory)
+        self._renamed = False
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise OSError(errno.EBADF, "the store is not open")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make durable which files a directory has; raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        close(fd, directory)
+
+
+def close(fd: int, directory: Path, *, synchronise: bool = False) -> None:
+    """Close a file; a write that has failed before may say so only now, and is logged."""
+    try:
+        if synchronise:
+            os.fdatasync(fd)
+    except OSError as error:
+        log.error("a file in %s cannot be synchronised: %s", directory, error)
+    try:
+        os.close(fd)
+    except OSError as error:
+        log.error("a file in %s was closed with: %s", directory, error)

@@ -1,0 +1,155 @@
+"""What `kvbm nats-config` writes, run after run, and a rotation on a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvbm_cli.creds.commands import layout_of, write_all
+from kvbm_cli.creds.nats_config import places_of
+from kvbm_common.access.nats_access import NatsAccess, nats_access
+from kvbm_common.access.roles import CONSUMER
+from kvbm_common.errors import BusUnavailable, ConfigError
+from kvbm_common.nats.bus import Bus
+from kvbm_common.runtime.processes import free_port
+
+from tests.security.guarded_nats import guarded_nats
+from tests.waiting import ask_until, wait_until
+
+REPOSITORY = Path(__file__).parents[4]
+HOSTS = {"hosts": ("a", "b")}
+
+
+def written(directory: Path, **given: object) -> dict[str, str]:
+    """Run it; return every credential by its file."""
+    layout = layout_of(directory, given)
+    write_all(directory, layout)
+    return {place.path: (directory / place.path).read_text() for place in places_of(layout)}
+
+
+def test_a_run_leaves_what_is_there(tmp_path: Path) -> None:
+    """Goal: a host more changes nothing for the others, and nothing need be told twice."""
+    before = written(tmp_path, **HOSTS)
+    assert written(tmp_path) == before
+    more = written(tmp_path, hosts=("a", "b", "c"))
+    assert before.items() < more.items()
+    assert {path.split("/")[1] for path in more.keys() - before.keys()} == {"c"}
+
+
+def test_the_servers_configuration_has_public_keys_only(tmp_path: Path) -> None:
+    """Goal: who reads it cannot connect. Each secret is a file of mode 0600."""
+    seeds = written(tmp_path, names=("localhost",), **HOSTS)
+    text = (tmp_path / "server" / "nats-server.conf").read_text()
+    assert not [path for path, seed in seeds.items() if seed.strip() in text]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > len(seeds)
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert not (tmp_path / "server" / "ca.key").exists()
+
+
+def test_the_server_has_no_port_without_credentials(tmp_path: Path) -> None:
+    """Goal: it listens where clients connect, and has no monitor, which asks for no password."""
+    written(tmp_path, **HOSTS)
+    configuration = json.loads((tmp_path / "server" / "nats-server.conf").read_text())
+    opened = {"listen", "http", "https", "http_port", "monitor_port", "cluster", "websocket"}
+    assert configuration.keys() & opened == {"listen"}
+
+
+def test_the_commands_of_the_manual_start_a_server(tmp_path: Path) -> None:
+    """Goal: a user without rights of root can copy them: the server says that it is ready."""
+    page = (REPOSITORY / "docs" / "security.md").read_text().replace("\\\n", " ")
+    (made,) = re.findall(r"^ {4}(kvbm nats-config --out \S+ --hosts.*)$", page, re.MULTILINE)
+    (started,) = re.findall(r"^ {4}(nats-server --config .*)$", page, re.MULTILINE)
+    tools = str(Path(sys.executable).parent)
+    environ = os.environ | {"HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
+    port = free_port()
+    subprocess.run(
+        ["bash", "-ec", f"{made} --listen 127.0.0.1:{port}"], env=environ, check=True, timeout=60
+    )
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {started}"], env=environ, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stderr is not None
+        told = [line for line in iter(server.stderr.readline, "") if is_end_of_start(server, line)]
+    assert "Server is ready" in told[0]
+    assert (tmp_path / "kvbm-nats" / "jetstream").is_dir()
+
+
+def is_end_of_start(server: subprocess.Popen[str], line: str) -> bool:
+    """Tell whether a line of the log ends the start; the server is then ended."""
+    ended = "Server is ready" in line or "[FTL]" in line
+    if ended:
+        server.terminate()
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--hosts", {"hosts": ("a.b",)}),
+        ("--hosts", {"hosts": ("shared",)}),
+        ("--hosts", {}),
+        ("--tenants", {"hosts": ("a",), "tenants": ("SYS",)}),
+    ],
+)
+def test_a_name_that_cannot_be_one(tmp_path: Path, option: str, given: dict[str, object]) -> None:
+    """The text names the option."""
+    with pytest.raises(ConfigError, match=option):
+        layout_of(tmp_path, given)
+
+
+def test_an_interrupted_rotation_is_completed(tmp_path: Path) -> None:
+    """1. The old keys are noted, a file is not replaced yet. 2. The next run has each key once."""
+    before = written(tmp_path, **HOSTS)
+    layout = layout_of(tmp_path, {})
+    write_all(tmp_path, layout, rotate=True)
+    path, seed = next(iter(before.items()))
+    (tmp_path / path).write_text(seed)
+    write_all(tmp_path, layout)
+    configuration = json.loads((tmp_path / "server" / "nats-server.conf").read_text())
+    keys = [user["nkey"] for user in configuration["accounts"]["kvbm"]["users"]]
+    assert len(keys) == len(set(keys)) == 2 * len(before) - 1
+
+
+async def test_rotation_step_by_step(tmp_path: Path) -> None:
+    """Goal: the steps of docs/security.md, with a client that never restarts.
+
+    1. After the first step the server takes old and new credentials. 2. A second rotation is
+    refused meanwhile. 3. After the last step the old ones are refused; the client has come back.
+    """
+    async with guarded_nats(tmp_path) as nats, nats.bus(CONSUMER) as client:
+        old = tmp_path / "old.creds"
+        shutil.copy2(nats.creds_of(CONSUMER), old)
+        with_old = nats_access(nats.settings(CONSUMER, nats_creds_file=old), CONSUMER)
+        nats.write(rotate=True)
+        nats.server.reload()
+        for access in (with_old, nats.access(CONSUMER)):
+            await ask_until(lambda access=access: connects(access))  # type: ignore[misc]
+        with pytest.raises(ConfigError, match="--drop-old"):
+            nats.write(rotate=True)
+        nats.write(drop_old=True)
+        nats.server.reload()
+        await ask_until(lambda: refuses(with_old))
+        assert await connects(nats.access(CONSUMER))
+        await wait_until(lambda: client.connected and client.generation > 0)
+
+
+async def refuses(access: NatsAccess) -> bool:
+    """Tell whether the server refuses a client."""
+    return not await connects(access)
+
+
+async def connects(access: NatsAccess) -> bool:
+    """Tell whether the server takes a client."""
+    try:
+        bus = await Bus.connect(access, "test", deadline_s=1.0)
+    except BusUnavailable:
+        return False
+    await bus.close()
+    return True

@@ -1,0 +1,60 @@
+"""The health of the bucket: when it goes down, and how often it is probed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbm_disk_tier.objects.core.bucket_health import (
+    PAUSE_MAX_S,
+    PAUSE_S,
+    TROUBLES_MAX,
+    BucketHealth,
+)
+
+
+def doubling(pause_s: float, max_s: float) -> Iterator[float]:
+    """Pauses as they are drawn, without the draw."""
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, max_s)
+
+
+def test_troubles_in_a_row_take_it_down_and_what_works_between_does_not() -> None:
+    """The reason of the last one is told; what came before is forgotten with a success."""
+    health = BucketHealth(doubling)
+    for _ in range(3):
+        assert [health.trouble("slow", write=False) for _ in range(TROUBLES_MAX - 1)] == [False] * 2
+        health.good()
+    assert not health.trouble("slow", write=False)
+    assert not health.trouble("slow", write=False)
+    assert health.trouble("away", write=True)
+    assert (health.reason, health.needs_write) == ("away", True)
+    assert not health.trouble("again", write=False), "it is down already"
+    assert health.reason == "away"
+
+
+def test_a_refusal_takes_it_down_at_once() -> None:
+    """Who is not let in need not knock three times."""
+    health = BucketHealth(doubling)
+    assert health.trouble("denied", write=False, refused=True)
+
+
+def test_probes_come_ever_more_rarely_until_something_has_worked() -> None:
+    """A probe that succeeds proves little: only work resets the pause."""
+    health = BucketHealth(doubling)
+    pauses = [health.pause_s() for _ in range(10)]
+    assert (pauses[0], pauses[4], pauses[-1]) == (PAUSE_S, 16 * PAUSE_S, PAUSE_MAX_S)
+    health.trouble("away", write=False, refused=True)
+    health.up()
+    assert health.pause_s() == PAUSE_MAX_S
+    health.good()
+    assert health.pause_s() == PAUSE_S
+
+
+def test_another_reason_is_news() -> None:
+    """The operator reads the newest one."""
+    health = BucketHealth(doubling)
+    health.trouble("away", write=False, refused=True)
+    assert not health.still_down("away")
+    assert health.still_down("denied")
+    assert health.reason == "denied"

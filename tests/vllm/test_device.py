@@ -1,0 +1,77 @@
+"""Every kind of KV group on vLLM's own scheduler and KV cache managers, and a device of ours.
+
+No model runs, so that kinds count that vLLM cannot compute on CPU: an indexer beside latent
+attention, windows over latents, states of every block. A block's bytes follow from its name: one
+that is read for another prefix, group or boundary is seen (`tests/vllm/device`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.harness import ENVIRON, VLLM_PYTHON, vllm_minor
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        VLLM_PYTHON.exists() and vllm_minor() != 32, reason="the device follows vLLM 0.32 alone"
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = 6
+KINDS = (
+    "plain", "gemma3", "gptoss", "gemma4", "mistral", "retained", "llama4", "chunks", "gdn",
+    "mamba2", "partial", "mamba", "dense states", "every state", "deepseek v3.2", "deepseek v4",
+    "all kinds", "guessing", "draft model",
+)  # fmt: skip
+
+
+def play(model: str, kind: str, seeds: range, plant: str = "") -> subprocess.CompletedProcess[str]:
+    """Run programs of a kind, perhaps with a defect put in."""
+    environ = os.environ | ENVIRON | {"KVBM_FUZZ_PLANT": plant, "VLLM_LOGGING_LEVEL": "ERROR"}
+    arguments = ["-m", "tests.vllm.device.process", model, kind, str(seeds.start), str(seeds.stop)]
+    return subprocess.run(
+        [VLLM_PYTHON, *arguments],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=350, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_block_is_read_for_another(model: str, kind: str) -> None:
+    """Goal: what attention looks at is there, and what is stored is what its name stands for.
+
+    Conversations that share beginnings run with preemptions, aborts, resets, evictions, and loads
+    that fail. At the end nothing is held.
+    """
+    done = play(model, kind, range(PROGRAMS))
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["programs"] == PROGRAMS
+    assert min(counts["loads"], counts["stored blocks"], counts["preemptions"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "seeds", "sign"),
+    [
+        ("short-windows", "gemma3", range(40), "WrongBytes"),
+        ("unheld-windows", "gemma3", range(40), "WrongBytes"),
+        ("short-chunks", "llama4", range(40), "WrongBytes"),
+        ("later-states", "gdn", range(40), "WrongBytes"),
+        ("states-alone", "gdn", range(40), "WrongBytes"),
+        ("one-size", "gemma4", range(40), "WrongBytes"),
+        ("waiting-windows", "retained", range(40), "do not end"),
+        ("second-loads", "draft model", range(101, 102), "do not end"),
+    ],
+)
+def test_a_defect_is_seen(model: str, plant: str, kind: str, seeds: range, sign: str) -> None:
+    """Goal: the device notices what it is for."""
+    done = play(model, kind, seeds, plant)
+    assert done.returncode, done.stdout
+    assert sign in done.stderr, done.stderr[-3000:]
