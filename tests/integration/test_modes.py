@@ -78,7 +78,7 @@ def test_figures_into_a_missing_directory_fail_before_the_run(tmp_path: Path) ->
 def test_disk_only(tmp_path: Path) -> None:
     """Goal: DYN_KVBM_DISK_CACHE_GB alone stages in a small arena, and counts d2d."""
     code, figures = demo(
-        "--requests", "150", "--host-gb", "0", "--disk-gb", "1", json=tmp_path / "figures.json"
+        "--requests", "400", "--host-gb", "0", "--disk-gb", "1", json=tmp_path / "figures.json"
     )
     assert code == 0
     assert figures["hit_rate"]["disk"] > 0
