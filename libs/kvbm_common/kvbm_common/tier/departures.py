@@ -1,6 +1,7 @@
 """Departures: when and why blocks left a tier, or did not get into it. They explain a miss.
 
-Blocks that left together share one record. When the table is full, the oldest is forgotten.
+Blocks that left together share one record. When the table is full, the oldest is forgotten, and
+only that it was here is remembered: see `former_blocks.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.former_blocks import FormerBlocks
 
 DEPARTURES_MAX = 262_144
 """40 MB when it is full: at 2 MiB a block, half a TiB that has come and gone."""
@@ -26,10 +28,14 @@ class Departure(NamedTuple):
 class Departures:
     """Block → its last departure."""
 
-    def __init__(self, entries_max: int = DEPARTURES_MAX) -> None:
+    def __init__(
+        self, entries_max: int = DEPARTURES_MAX, former: FormerBlocks | None = None
+    ) -> None:
+        """Start empty; `former` is told the names of departures that are forgotten."""
         assert entries_max > 0
         self.forgotten_ms: int | None = None
         """Departures up to this time may have been forgotten; None: none has been."""
+        self._former = former
         self._entries_max = entries_max
         self._by_block: OrderedDict[SequenceHash, Departure] = OrderedDict()
         """Oldest first. Not a plain dict: finding its first entry walks over all deleted ones,
@@ -48,7 +54,10 @@ class Departures:
             by_block.pop(name, None)
             by_block[name] = departure
         while len(by_block) > self._entries_max:
-            self.forgotten_ms = by_block.popitem(last=False)[1].at_ms
+            name, oldest = by_block.popitem(last=False)
+            self.forgotten_ms = oldest.at_ms
+            if self._former is not None:
+                self._former.note(name, now_ms)
             assert self.forgotten_ms <= now_ms, f"left at {self.forgotten_ms} ms, now {now_ms}"
 
     def get(self, name: SequenceHash) -> Departure | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 MEANINGS: Mapping[str, str] = {
     "never_stored": "no tier of this host has had it since we remember",
-    "not_remembered": "not here; so much has left since that it may have been here before",
+    "not_remembered": "was here; so much has left since that when and why it left is forgotten",
     "evicted": "left the tier to make room",
     "filtered": "left host memory; the disk's frequency filter had not let it pass yet",
     "not_written": "left host memory before a lower tier had written it",
@@ -35,7 +35,7 @@ MEANINGS: Mapping[str, str] = {
 }
 """Of a block that a lookup did not find."""
 
-UNEXPLAINED = frozenset({"unknown", "not_remembered"})
+UNEXPLAINED = frozenset({"unknown"})
 """What counts as not explained."""
 
 OUTCOMES: Mapping[str, str] = {

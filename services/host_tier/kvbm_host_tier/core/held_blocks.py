@@ -16,6 +16,7 @@ from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import Diary
+from kvbm_common.tier.former_blocks import HORIZON_LEAST, FormerBlocks
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
@@ -26,6 +27,8 @@ from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import Publish, TellHits
 
+HORIZON_SLOTS = 100
+"""A block is known to have been here until so many times the arena's blocks have left after it."""
 HITS_MAX = 1024
 """Hits that are told per lookup at most; the rest are told the next time."""
 UNWRITTEN_TOLD_MAX = 256
@@ -36,13 +39,22 @@ class HeldBlocks:
     """The committed blocks of one arena, what became of those that left, and the announcements."""
 
     def __init__(
-        self, announcer: Announcer, below: LowerTiers, means: Means, *, policy: str, staging: bool
+        self,
+        announcer: Announcer,
+        below: LowerTiers,
+        former: FormerBlocks,
+        means: Means,
+        *,
+        policy: str,
+        staging: bool,
     ) -> None:
         self._staging = staging
         self._policy_name = policy
         self.table = SlotTable(Layout.unsized(0), partial(make_policy, self.policy_name))
         self.diary = Diary()
-        self.departures = Departures()
+        self.former = former
+        """What left before that."""
+        self.departures = Departures(former=former)
         """What became of the blocks that have left."""
         self.draining = False
         """An operator wants no new blocks here."""
@@ -57,6 +69,7 @@ class HeldBlocks:
     def lay_out(self, layout: Layout) -> None:
         """Give the empty table its slots, once."""
         assert layout.slot_count > 0
+        self.former.set_horizon(max(HORIZON_LEAST, HORIZON_SLOTS * layout.slot_count))
         self.table.lay_out(layout, partial(make_policy, self.policy_name))
 
     @property

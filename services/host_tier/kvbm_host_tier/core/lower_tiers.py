@@ -17,6 +17,7 @@ from kvbm_common.identity import SequenceHash, hashes_from_hex
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
+from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotReply
 
@@ -45,7 +46,8 @@ class Holding(NamedTuple):
 class LowerTierView:
     """Block → the instance of the disk tier that has it. One view for each medium."""
 
-    def __init__(self, tier: Tier = "disk") -> None:
+    def __init__(self, tier: Tier = "disk", former: FormerBlocks | None = None) -> None:
+        """Start without instances; `former` keeps the names of what left long ago."""
         self._tier: Tier = tier
         self._holding: dict[SequenceHash, Holding] = {}
         self._last = Holding("", 0)
@@ -55,7 +57,7 @@ class LowerTierView:
         self._failed = FailedBlocks(AVOID_MAX)
         self._away: set[SequenceHash] = set()
         """What instances had that are away now: to explain misses, nothing else."""
-        self.fates = Departures()
+        self.fates = Departures(former=former)
         """What became of the blocks that have left, as far as events have told."""
 
     def __contains__(self, name: SequenceHash) -> bool:
@@ -275,8 +277,11 @@ def _names_of(runs: Iterable[Run]) -> list[SequenceHash]:
 class LowerTiers:
     """One view per medium."""
 
-    def __init__(self) -> None:
-        self.views: Mapping[Tier, LowerTierView] = {tier: LowerTierView(tier) for tier in LOWER}
+    def __init__(self, former: FormerBlocks | None = None) -> None:
+        """Start without instances; `former` keeps the names of what left long ago."""
+        self.views: Mapping[Tier, LowerTierView] = {
+            tier: LowerTierView(tier, former) for tier in LOWER
+        }
         self._nearest_first = list(self.views.items())
 
     def __contains__(self, name: SequenceHash) -> bool:

@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import groupby
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.departures import Departure, Departures
+from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.tier.machine import Machine
 from kvbm_common.tier.reasons import MEANINGS
 from kvbm_common.tier.slots import SlotTable
@@ -125,11 +127,14 @@ class Looked:
 class MissReasons:
     """The reasons of missed blocks, from the tables of this tier and of those below."""
 
-    def __init__(self, table: SlotTable, departures: Departures, below: LowerTiers) -> None:
+    def __init__(
+        self, table: SlotTable, departures: Departures, former: FormerBlocks, below: LowerTiers
+    ) -> None:
         self.started_ms = 0
         """When this life took its first step: nothing older is known."""
         self._table = table
         self._departures = departures
+        self._former = former
         self._below = below
         self._contents: OrderedDict[bytes, dict[SequenceHash, bytes]] = OrderedDict()
         """Digest of a first block's tokens → its sequence hashes, each with its namespace."""
@@ -140,10 +145,14 @@ class MissReasons:
         at_ms = looked.at_ms
         names = looked.hashes[looked.run :]
         twin = self._twin(looked)
+        was_here = self._former.among(names)
         if self._is_unheard_of(names):
-            missed = [self._unheard_of(names)]
+            missed = self._unheard_of(names, was_here)
         else:
-            missed = [self._of_block(name, at_ms) for name in names]
+            missed = [
+                self._of_block(name, at_ms) or self._of_stranger(name, former=former)
+                for name, former in zip(names, was_here, strict=True)
+            ]
         assert sum(one.blocks for one in missed) == len(names), f"{looked.request}: {missed}"
         first = self._of_end(looked, names[0])
         if first is None and missed[0].reason in ("never_stored", "not_remembered"):
@@ -158,15 +167,26 @@ class MissReasons:
             return False
         return all(view.has_never_had(names) for view in self._below.views.values())
 
-    def _unheard_of(self, names: Sequence[SequenceHash]) -> Missed:
-        assert names
-        since = [fates.forgotten_ms for fates in self._all_fates()]
-        forgotten = [at_ms for at_ms in since if at_ms is not None]
-        reason = "not_remembered" if forgotten else "never_stored"
-        since_ms = max(forgotten, default=self.started_ms)
-        return Missed(names[0], reason, at_ms=since_ms, blocks=len(names))
+    def _unheard_of(self, names: Sequence[SequenceHash], was_here: list[bool]) -> list[Missed]:
+        """Return one miss for all neighbours that were here long ago, or that never were."""
+        missed: list[Missed] = []
+        start = 0
+        for former, run in groupby(was_here):
+            count = sum(1 for _ in run)
+            missed.append(self._of_stranger(names[start], former=former, blocks=count))
+            start += count
+        return missed
 
-    def _of_block(self, name: SequenceHash, now_ms: int) -> Missed:
+    def _of_stranger(self, name: SequenceHash, *, former: bool, blocks: int = 1) -> Missed:
+        """Return why a block is missed of which no story is left: it was here, or never was."""
+        if former:
+            forgotten = [fates.forgotten_ms or 0 for fates in self._all_fates()]
+            return Missed(name, "not_remembered", at_ms=max(forgotten), blocks=blocks)
+        since_ms = max(self.started_ms, self._former.since_ms or 0)
+        return Missed(name, "never_stored", at_ms=since_ms, blocks=blocks)
+
+    def _of_block(self, name: SequenceHash, now_ms: int) -> Missed | None:
+        """Return why a block is missed of which something is known; None: nothing is."""
         if self._table.find(name) is not None:
             return Missed(name, "behind", "host")
         if self._table.is_staging(name):
@@ -178,7 +198,7 @@ class MissReasons:
         for medium, view in self._below.views.items():
             if view.is_away(name):
                 return Missed(name, "tier_away", medium)
-        return self._of_fate(name) or self._unheard_of([name])
+        return self._of_fate(name)
 
     def _of_fate(self, name: SequenceHash) -> Missed | None:
         """Return why a block left the tier that had it last: a lower one keeps it for longer."""

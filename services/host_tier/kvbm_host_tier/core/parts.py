@@ -11,6 +11,7 @@ explain, placement, scrubber            why lookups missed, sibling instances, i
 from __future__ import annotations
 
 from kvbm_common.tier.announcer import Announcer
+from kvbm_common.tier.former_blocks import FormerBlocks
 
 from kvbm_host_tier.core.answers import Answers
 from kvbm_host_tier.core.arena import Arena, ArenaLeases
@@ -47,11 +48,14 @@ class Parts:
         assert instance, "a host tier has a name"
         epoch = announcer.epoch
         self.announcer = announcer
-        self.below = below = LowerTiers()
-        self.held = held = HeldBlocks(announcer, below, means, policy=policy, staging=staging)
+        former = FormerBlocks()
+        self.below = below = LowerTiers(former)
+        self.held = held = HeldBlocks(
+            announcer, below, former, means, policy=policy, staging=staging
+        )
         self.arena = arena = Arena(info, held.table, lay_out=held.lay_out, means=means)
         self.leases = ArenaLeases(held.table, means.counts, epoch=epoch)
-        self.reasons = MissReasons(held.table, held.departures, below)
+        self.reasons = MissReasons(held.table, held.departures, former, below)
         self.explain = Explain(self.reasons, below, means)
         self.answers = Answers(
             held.table, self.leases.leases, epoch=epoch, answered=self.explain.fresh.append,

@@ -118,17 +118,23 @@ def test_blocks_that_nobody_ever_had() -> None:
     assert missed_counts(host) == {"never_stored": 3}
 
 
-def test_what_left_before_memory_reaches_is_said_to_be_forgotten(
+def test_what_left_long_ago_is_told_from_what_never_was_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A tier that has forgotten a single block can no longer say "never"."""
-    monkeypatch.setattr(departures.Departures.__init__, "__defaults__", (1,))
+    """Blocks 1 and 2 have left, and memory has room for one story: 1 was here, 9 never was."""
+    monkeypatch.setattr(departures.Departures.__init__, "__defaults__", (1, None))
     host = evicted()
     host.store(5, 6)
     host.now_ms += 500
     ask(host, "r", 9)
-    [segment] = told(host, "r").segments
-    assert (segment.reason, segment.at_ms) == ("not_remembered", 2_000)
+    ask(host, "s", 1, 9)
+    assert [(one.reason, one.blocks, one.at_ms) for one in told(host, "r").segments] == [
+        ("never_stored", 1, 1_000)
+    ]
+    assert [(one.reason, one.blocks, one.at_ms) for one in told(host, "s").segments] == [
+        ("not_remembered", 1, 2_000),
+        ("never_stored", 1, 1_000),
+    ]
 
 
 def test_evicted_with_policy_and_time() -> None:

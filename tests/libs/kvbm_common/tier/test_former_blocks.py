@@ -1,0 +1,83 @@
+"""Former blocks: the stated errors, over whole horizons of drawn names."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.former_blocks import BUCKET, FormerBlocks
+
+HORIZON = 20_000
+
+
+def drawn(seed: int, count: int) -> list[SequenceHash]:
+    """Draw names."""
+    numbers = random.Random(seed)
+    return [SequenceHash(numbers.randbytes(16)) for _ in range(count)]
+
+
+def noted(names: list[SequenceHash]) -> FormerBlocks:
+    """Note these names, one a millisecond."""
+    former = FormerBlocks(HORIZON)
+    for at_ms, name in enumerate(names):
+        former.note(name, at_ms)
+    return former
+
+
+def test_nothing_is_known_at_first() -> None:
+    former = FormerBlocks(HORIZON)
+    assert former.among(drawn(1, 3)) == [False, False, False]
+    assert former.among([]) == []
+    assert former.since_ms is None
+
+
+def test_a_few_names_are_known_at_once() -> None:
+    """Names wait to be written together: a question does not miss them."""
+    names = drawn(1, 3)
+    former = noted(names[:2])
+    assert former.among(names) == [True, True, False]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_names_of_the_horizon_are_known(seed: int) -> None:
+    """After five horizons: all but 1 % of the oldest tenth, and each of the newest tenth."""
+    names = drawn(seed, 5 * HORIZON)
+    former = noted(names)
+    last = names[-HORIZON:]
+    tenth = HORIZON // 10
+    assert sum(former.among(last[:tenth])) >= 0.99 * tenth
+    assert all(former.among(last[-tenth:]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_name_that_never_was_noted_is_hardly_ever_known(seed: int) -> None:
+    """At most 128 marks of 65,536 in a full bucket."""
+    former = noted(drawn(seed, 5 * HORIZON))
+    strangers = drawn(seed + 100, 50_000)
+    assert sum(former.among(strangers)) <= 1.2 * len(strangers) * BUCKET / 65_536
+
+
+def test_a_name_that_is_noted_again_takes_no_second_place() -> None:
+    """Host and disk forget one block each: a thousand names in turn, ten horizons long."""
+    names = drawn(1, 1_000)
+    first = drawn(2, 1_000)
+    former = noted(first + names * (10 * HORIZON // len(names)))
+    assert all(former.among(first))
+
+
+def test_since_when_it_knows() -> None:
+    """One name a millisecond: what left before the last horizon may be unknown."""
+    former = noted(drawn(1, HORIZON - 1))
+    assert former.since_ms is None
+    former = noted(drawn(1, 3 * HORIZON))
+    assert former.since_ms is not None
+    assert 2 * HORIZON - HORIZON // 50 <= former.since_ms <= 2 * HORIZON
+
+
+def test_another_horizon_begins_empty() -> None:
+    names = drawn(1, 10)
+    former = noted(names)
+    former.set_horizon(2 * HORIZON)
+    assert not any(former.among(names))
+    assert former.horizon == 2 * HORIZON
