@@ -31,7 +31,7 @@ class Departures:
     def __init__(
         self, entries_max: int = DEPARTURES_MAX, former: FormerBlocks | None = None
     ) -> None:
-        """Start empty; `former` is told the names of departures that are forgotten."""
+        """Start empty; `former` keeps the names of departures that are forgotten."""
         assert entries_max > 0
         self.forgotten_ms: int | None = None
         """Departures up to this time may have been forgotten; None: none has been."""

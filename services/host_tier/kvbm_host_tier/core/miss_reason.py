@@ -178,7 +178,7 @@ class MissReasons:
         return missed
 
     def _of_stranger(self, name: SequenceHash, *, former: bool, blocks: int = 1) -> Missed:
-        """Return why a block is missed of which no story is left: it was here, or never was."""
+        """Return the miss of a block without a story: it was here once, or never was."""
         if former:
             forgotten = [fates.forgotten_ms or 0 for fates in self._all_fates()]
             return Missed(name, "not_remembered", at_ms=max(forgotten), blocks=blocks)
@@ -186,7 +186,7 @@ class MissReasons:
         return Missed(name, "never_stored", at_ms=since_ms, blocks=blocks)
 
     def _of_block(self, name: SequenceHash, now_ms: int) -> Missed | None:
-        """Return why a block is missed of which something is known; None: nothing is."""
+        """Return why a block with a story is missed; None: it has none."""
         if self._table.find(name) is not None:
             return Missed(name, "behind", "host")
         if self._table.is_staging(name):
