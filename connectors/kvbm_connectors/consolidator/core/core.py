@@ -77,14 +77,14 @@ class ConsolidatorCore:
         limits: ConsolidatorLimits | None = None,
         *,
         dedup: bool = True,
-        epoch: int = 0,
+        first_router_seq: int = 0,
     ) -> None:
         self.engines = EnginesCore(host, limits)
         self._drops: Counter[str] = Counter()
         self.consolidated = MergedStreams(host, dedup=dedup, drops=self._drops)
         self.names = TokenNames()
         self._naming = limits is not None and limits.naming
-        self.router = RouterStreams(self.names, dedup=dedup, first_seq=epoch)
+        self.router = RouterStreams(self.names, dedup=dedup, first_seq=first_router_seq)
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it, in order."""

@@ -108,8 +108,8 @@ class RouterStreams:
         assert batches_max > 0, batches_max
         assert first_seq >= 0, first_seq
         self._first_seq = first_seq
-        """The number of each stream's first batch: the epoch of this life, in microseconds, which
-        no stream's count of batches overtakes."""
+        """The number of each stream's first batch: when this life began, in microseconds since
+        1970, which no stream's count of batches overtakes."""
         self._names = names
         self._media = ONE_MEDIUM if dedup else MEDIA
         self._batches_max = batches_max

@@ -353,7 +353,8 @@ async def serve_consolidator(context: ServiceContext) -> None:
         context.host,
         limits,
         dedup=settings.consolidator_mode == "dedup",
-        epoch=context.epoch,
+        # Epochs of two lives may be a few apart: a reader would not see that numbers began anew.
+        first_router_seq=time.time_ns() // 1_000,
     )
     connectors = ConnectorSocket(
         settings.consolidator_endpoint, context.counters, curve_file=settings.curve_server_file
