@@ -353,7 +353,7 @@ async def serve_consolidator(context: ServiceContext) -> None:
         context.host,
         limits,
         dedup=settings.consolidator_mode == "dedup",
-        # Epochs of two lives may be a few apart: a reader would not see that numbers began anew.
+        # Epochs of two lives may be a few apart: a reader would see no gap between them.
         first_router_seq=time.time_ns() // 1_000,
     )
     connectors = ConnectorSocket(
