@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvbm_common.identity import SequenceHash, hash_from_hex
-from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_common.wire.verbs import DumpRequest, SnapshotReply
 from kvbm_connectors.consolidator.core.router_stream import short_hash
 
 from tests.sim.bucket import block_of, name_of
@@ -167,7 +167,7 @@ def _check_index(service: Service, source: str, cluster: Cluster) -> None:
     assert truth is not None, f"{source} has no snapshot"
     held = {text for part in truth.parts for run in part.runs for text in run.hashes}
     core, host = cluster.index.core, service.host.name
-    dumps = [dump for dump in core.dump(source) if dump.host == host]
+    dumps = [dump for dump in core.dump(DumpRequest(source=source)).holders if dump.host == host]
     known = {text for dump in dumps for text in dump.hashes}
     positions = {(key.host, key.source): at for key, at in core.positions().items()}
     position, at = positions.get((host, source)), (truth.epoch, truth.seq)

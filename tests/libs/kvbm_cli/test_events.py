@@ -26,6 +26,7 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.since import start_of
+from kvbm_common.nats.snapshots import pages_of
 from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.tier.announcer import Announcer
@@ -38,6 +39,7 @@ from kvbm_common.wire.events import (
     event_codec,
     event_subject,
 )
+from kvbm_common.wire.verbs import SnapshotReply, SnapshotRequest
 
 from tests.libs.helpers import block, names
 
@@ -220,11 +222,18 @@ async def source(bus: Bus) -> Source:
 
 
 async def serving(source: Source, bus: Bus, kind: str = "host-tier", instance: str = "0") -> Source:
-    """Answer for snapshots of a source, as this service: of four blocks."""
-    held = {number: block(number) for number in range(1, 5)}
+    """Answer for snapshots of a source, as this service: of four blocks, a block a page."""
+    held = [block(number) for number in range(1, 5)]
+    kept: list[SnapshotReply] = []
 
-    async def snapshot(_payload: bytes) -> bytes:
-        return msgspec.json.encode(source.announcer.snapshot(list(held.values())))
+    async def snapshot(payload: bytes) -> bytes:
+        request = msgspec.json.decode(payload, type=SnapshotRequest)
+        if not request.page:
+            kept[:] = pages_of(source.announcer.snapshot(held), page_bytes=100)
+            assert len(kept) == len(held)
+        page = kept[request.page]
+        assert not request.page or (request.epoch, request.seq) == (page.epoch, page.seq)
+        return msgspec.json.encode(page)
 
     await bus.add_verbs(kind, instance, "gpu-a", {"snapshot": snapshot})
     return source
@@ -256,7 +265,7 @@ async def test_the_consumer_in_python(guarded: Settings, admin: Bus, tmp_path: P
     source = await serving(Source(), admin)
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     take = code[code.index("async def take") : code.index("async def main")]
-    assert len(take.strip().splitlines()) <= 20
+    assert len(take.strip().splitlines()) < 30
     example = tmp_path / "example.py"
     example.write_text(code)
     source.store(1, 2)

@@ -12,10 +12,9 @@ import msgspec
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.dumps import ask_dump
 from kvbm_common.nats.snapshots import ask_snapshot
 from kvbm_common.wire.verbs import (
-    DumpReply,
-    DumpRequest,
     HolderDump,
     SnapshotReply,
     SnapshotRequest,
@@ -86,12 +85,7 @@ class StackView:
 
     async def dump(self) -> list[HolderDump]:
         """Return what the index holds, by holder of this host."""
-        payload = await self._bus.request(
-            verb_subject("index", "dump"),
-            msgspec.json.encode(DumpRequest()),
-            deadline_s=VERB_DEADLINE_S,
-        )
-        holders = msgspec.json.decode(payload, type=DumpReply).holders
+        holders = await ask_dump(functools.partial(self.ask, verb_subject("index", "dump")))
         return [holder for holder in holders if holder.host == self._settings.host]
 
     async def _ask(self, kind: str, instance: str, verb: str, payload: bytes) -> bytes:

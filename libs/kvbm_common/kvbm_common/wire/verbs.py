@@ -20,9 +20,14 @@ from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
 
 MATCH_BLOCKS_MAX = 65_536
 """A prompt of a million tokens at 16 per block; a longer question is a mistake."""
+DUMP_BLOCKS_MAX = 65_536
+"""Of a dump in one message: 2.3 MB of JSON, made in 20 ms."""
+DUMP_PAGE_MAX = 16_384
+"""Of a page, which is made in 20 ms where a holder has a million."""
+DUMP_CURSOR_MAX = 256
 OFFER_BLOCKS_MAX = 4_096
-SNAPSHOT_PAGES_MAX = 10_000
 """One offer pins device blocks until it is answered; more come in several offers."""
+SNAPSHOT_PAGES_MAX = 10_000
 
 FILL_GRACE_MS = 10_000
 """After a fill's `until_ms` and this, the host tier reuses slots that were never answered for."""
@@ -228,9 +233,16 @@ class MatchReply(_Message, frozen=True, kw_only=True):
 
 
 class DumpRequest(_Message, frozen=True, kw_only=True):
-    """Everything the index holds, or what it holds of one source."""
+    """Everything the index holds, or what it holds of one source.
+
+    More than 65,536 blocks are told in pages only, each of the next blocks as of its own moment.
+    """
 
     source: Token | None = None
+    limit: Annotated[int, Meta(ge=0, le=DUMP_PAGE_MAX)] = 0
+    """How many blocks a page has at most; 0: everything at once."""
+    after: Annotated[str, Meta(max_length=DUMP_CURSOR_MAX)] = ""
+    """The `next` of the page before; empty: the first page."""
 
 
 class _HolderPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,9 +264,12 @@ class HolderDump(_HolderPosition, frozen=True, kw_only=True):
 
 
 class DumpReply(_Message, frozen=True, kw_only=True):
-    """One entry per holder."""
+    """One entry per holder. A holder whose blocks are on several pages may have moved on between
+    them: its `epoch` or `seq` differ then."""
 
     holders: list[HolderDump]
+    next: str = ""
+    """Where the next page begins; empty: this was the last one."""
 
 
 # --- every source ---------------------------------------------------------------------------

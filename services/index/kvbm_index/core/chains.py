@@ -29,7 +29,7 @@ does at once, at 0.3 µs a block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
 
@@ -72,7 +72,11 @@ class Chains:
         return block in self._heads
 
     def __iter__(self) -> Iterator[SequenceHash]:
-        return chain.from_iterable(unpack_hashes(one.blocks) for one in self._heads.values())
+        return iter(unpack_hashes(self.names()))
+
+    def names(self) -> bytes:
+        """Return the names of all blocks, back to back; 10 ms for a million in short segments."""
+        return b"".join([one.blocks for one in self._heads.values()])
 
     def starts(self) -> Iterator[bytes]:
         """Return the first blocks of namespaces."""
@@ -89,8 +93,6 @@ class Chains:
         assert not self._heads, "the holder is not empty"
         for image in images:
             self._begin(image.parent, image.blocks, rooted=image.rooted)
-
-    # ---- stored ------------------------------------------------------------------------------
 
     def add(self, parent: bytes, run: bytes, *, rooted: bool) -> None:
         """Hold a run of blocks, back to back, behind its parent (`rooted`: a namespace's root).
@@ -392,8 +394,7 @@ class Chains:
                 children.setdefault(one.parent, set()).add(one.head)
             assert (one.indexed < len(one.blocks)) == (one in self._unindexed)
         assert children == self._children, "children are heads by parent"
-        assert indexed == {
-            block: self._segment_by_block.get(block) for block in self._segment_by_block
-        }, "a block is in the segment that the table names"
+        table = self._segment_by_block
+        assert indexed == {block: table.get(block) for block in table}, "its segment"
         assert self._unindexed <= set(self._heads.values())
         assert all(behind.get(one.parent) != head for head, one in self._heads.items())

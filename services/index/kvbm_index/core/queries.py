@@ -10,8 +10,9 @@ from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
 from kvbm_common.tier.follow import Followed, FollowLimits, FollowState
 from kvbm_common.wire.events import Removed, Stored, Tier
 from kvbm_common.wire.scores import PlaceScore
-from kvbm_common.wire.verbs import HolderDump, HolderMatch
+from kvbm_common.wire.verbs import DUMP_BLOCKS_MAX, DumpReply, DumpRequest, HolderMatch
 
+from kvbm_index.core.dump_pages import HeldBy, page_of
 from kvbm_index.core.event_decoder import DecodedRemoved, DecodedStored, removed_of, runs_of
 from kvbm_index.core.holdings import Holdings
 from kvbm_index.core.image import Image, SourceImage
@@ -23,8 +24,10 @@ from kvbm_index.core.messages import (
     SourceKey,
     Statistics,
 )
+from kvbm_index.core.requests import ReplyTooLarge
 from kvbm_index.core.scores import scores
 
+EVERYTHING = DumpRequest()
 STORY_EVENTS_MAX = 512
 """Applied events that are remembered for stories. More of them would push each other, and the
 holdings, out of the processor's caches."""
@@ -84,24 +87,28 @@ class Queries:
         """Return the holders of each of some blocks."""
         return [self._holdings.holders_of(block) for block in hashes]
 
-    def dump(self, source: str | None = None) -> list[HolderDump]:
-        """Return the blocks of every holder (of one source), sorted, and their position."""
-        return [
-            HolderDump(
-                **holder._asdict(),
-                epoch=found.epoch,
-                seq=found.seq,
-                hashes=sorted(block.hex() for block in blocks),
-            )
-            for key, found in sorted(self._sources.items())
-            if source in (None, key.source)
-            for holder, blocks in sorted(self._holdings.of(key).items())
-        ]
+    def dump(self, request: DumpRequest = EVERYTHING) -> DumpReply:
+        """Return a page of what is held, or all of it where that is little.
 
-    def holders(self, source: str | None = None) -> list[tuple[Holder, int, int, int]]:
-        """Return every holder (of one source) with its epoch, seq and number of blocks."""
+        Raises BadRequest, ReplyTooLarge.
+        """
+        held = self.holders(request.source)
+        limit = request.limit
+        if not limit:
+            blocks = sum(len(one.chains) for one in held)
+            if blocks > DUMP_BLOCKS_MAX:
+                raise ReplyTooLarge(
+                    f"{blocks} blocks, more than {DUMP_BLOCKS_MAX}: ask in pages, with `limit` "
+                    "and `after`, or for `holders`"
+                )
+            limit = max(1, blocks)
+        page, after = page_of(held, request.after, limit)
+        return DumpReply(holders=page, next=after)
+
+    def holders(self, source: str | None = None) -> list[HeldBy]:
+        """Return every holder (of one source), sorted, with its position and its blocks."""
         return [
-            (holder, found.epoch, found.seq, len(blocks))
+            HeldBy(holder, found.epoch, found.seq, blocks)
             for key, found in sorted(self._sources.items())
             if source in (None, key.source)
             for holder, blocks in sorted(self._holdings.of(key).items())

@@ -34,7 +34,6 @@ from kvbm_common.wire.scores import (
     WhereRequest,
 )
 from kvbm_common.wire.verbs import (
-    DumpReply,
     DumpRequest,
     MatchReply,
     MatchRequest,
@@ -311,13 +310,13 @@ class IndexShell:
 
     async def _dump(self, payload: bytes) -> bytes:
         request = decoded(_dump_request, payload)
-        return encoded(DumpReply(holders=self._core.dump(request.source)))
+        return encoded(self._core.dump(request))
 
     async def _holders(self, payload: bytes) -> bytes:
         request = decoded(_dump_request, payload)
         summaries = [
-            HolderSummary(**holder._asdict(), epoch=epoch, seq=seq, blocks=blocks)
-            for holder, epoch, seq, blocks in self._core.holders(request.source)
+            HolderSummary(**holder._asdict(), epoch=epoch, seq=seq, blocks=len(chains))
+            for holder, epoch, seq, chains in self._core.holders(request.source)
         ]
         return encoded(HoldersReply(holders=summaries))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
-from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+from kvbm_common.wire.verbs import DumpRequest, SnapshotPart, SnapshotReply
 from kvbm_index.core.core import IndexCore
 from kvbm_index.core.messages import (
     Effect,
@@ -119,7 +119,7 @@ class Harness:
 
     def held(self, source: str = "s") -> set[SequenceHash]:
         """What the index believes that a source holds."""
-        dump = self.core.dump(source)
+        dump = self.core.dump(DumpRequest(source=source)).holders
         return {SequenceHash(bytes.fromhex(text)) for holder in dump for text in holder.hashes}
 
     def dropped(self, reason: str) -> int:
@@ -193,7 +193,7 @@ def test_a_clear_needs_no_history(harness: Harness) -> None:
 def test_a_rank_is_cleared_alone(harness: Harness) -> None:
     harness.events(cleared(1), stored(2, 1, rank=0), stored(3, 1, rank=1))
     harness.events(cleared(4, rank=1, rank_only=True))
-    assert [(dump.rank, len(dump.hashes)) for dump in harness.core.dump()] == [(0, 1)]
+    assert [(dump.rank, len(dump.hashes)) for dump in harness.core.dump().holders] == [(0, 1)]
     harness.events(cleared(9, rank=0, rank_only=True))
     assert harness.core.behind() == [KEY]
 

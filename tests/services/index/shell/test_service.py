@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError, RequestFailed
 from kvbm_common.identity import Hasher, Namespace, SequenceHash, request_extras
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.dumps import ask_dump
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.jetstream import call_api
@@ -245,6 +248,8 @@ async def test_a_salted_prompt_is_another(bus: Bus) -> None:
             "namespace.block_tokens",
         ),
         ("dump", {"source": "no dots. please"}, "source"),
+        ("dump", {"limit": 16_385}, "limit"),
+        ("dump", {"limit": 1, "after": "nowhere"}, "after"),
         ("holders", {"source": 7}, "source"),
         ("match", b"no json", ""),
     ],
@@ -302,6 +307,26 @@ async def test_history_beyond_the_stream_comes_from_a_snapshot(
         async with living(settings_of(nats_server)):
             await wait_held(bus, source)
             assert source.snapshots == 1
+
+
+@pytest.mark.usefixtures("index")
+async def test_a_large_dump_comes_in_pages_and_never_at_once(bus: Bus) -> None:
+    """70,000 blocks: everything at once is refused before it is made, and names the way out."""
+    numbers = random.Random(1)
+    async with Source.living(bus) as source:
+        for _ in range(7):
+            source.store([SequenceHash(numbers.randbytes(16)) for _ in range(10_000)])
+        await source.flush()
+        truth = sorted(block.hex() for block in source.held)
+
+        async def told() -> bool:
+            holders = await ask_dump(partial(bus.request, "kvbm.v1.index.dump", deadline_s=5.0))
+            return [holder.hashes for holder in holders] == [truth]
+
+        await ask_until(told, deadline_s=DEADLINE_S, despite=KvbmError)
+        with pytest.raises(RequestFailed, match=r"70000 blocks.*`limit`") as refused:
+            await ask(bus, "dump", {"source": source.name})
+        assert refused.value.code == "reply_too_large"
 
 
 @pytest.mark.usefixtures("index")
