@@ -23,6 +23,9 @@ from tests.sim.engine_node import REQUEST_MS_MAX, EngineNode
 
 RUNNING_MAX = 3
 PREFILL_MS = 3.0
+PRYING = 0.2
+"""How often users' requests come with a question for blocks of another model."""
+PRYING_NAME = "prying"
 DAWDLE_MS_MAX = 9_000
 """Beyond every lease, and long enough for another life of the host tier."""
 
@@ -85,6 +88,20 @@ class PlainEngine(EngineNode):
         requests = [request for request in self.requests() if not request.aborted]
         if requests and rng.random() < 0.05:
             self.abort(rng.choice(requests))
+        self._pry()
+
+    def _pry(self) -> None:
+        """Ask by name for blocks of a neighbour's model. What is found is never right."""
+        neighbours = [
+            one for one in self.host.engines.values()
+            if one.computed_last and one.namespace != self.namespace
+        ]  # fmt: skip
+        if not neighbours or self.world.rng.random() > PRYING:
+            return
+        self.world.marks["names of another model asked for"] += 1
+        names = self.world.rng.choice(neighbours).computed_last
+        _, effects = self.core.lookup(PRYING_NAME, names, self.world.now_ms)
+        self.carry_out([*effects, *self.core.forget(PRYING_NAME)])
 
     def requests(self) -> list[Request]:
         """Return all that are in the engine."""
@@ -255,6 +272,7 @@ class PlainEngine(EngineNode):
         self._offer(request, first)
         self._let_go(request)
         self.finished += 1
+        self.computed_last = request.names
         invariants.check_request_time(self.world.now - request.since_ms, REQUEST_MS_MAX)
         self.poke()
 

@@ -62,6 +62,8 @@ class EngineNode(Node):
         self.hasher = Hasher(self.namespace)
         self.conversations = self._conversations()
         self.finished = 0
+        self.computed_last: Sequence[SequenceHash] = ()
+        """The names of the last request's blocks, which engines of other models may learn."""
 
     def _conversations(self) -> Conversations:
         """Return the users' prompts: where host tiers can help each other, users go anywhere."""

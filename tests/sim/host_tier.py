@@ -10,7 +10,7 @@ import msgspec
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.wire.events import Event, Removed, Tier
-from kvbm_common.wire.local import FromHostTier, from_host_tier, to_host_tier
+from kvbm_common.wire.local import Found, FromHostTier, from_host_tier, to_host_tier
 from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply, StatsReply
 from kvbm_disk_tier.core import messages as disk
@@ -247,6 +247,10 @@ class HostTier(Service):
 
     def _to_engine(self, connection: bytes, message: FromHostTier) -> None:
         engine = self.host.engines[connection.decode().split(":")[0]]
+        if isinstance(message, Found) and message.slots:
+            blocks = self.core.view.blocks()
+            found = [blocks[slot] for slot in message.slots if slot in blocks]
+            invariants.check_found(found, engine.namespace, engine.name)
         data = from_host_tier.encode(message)
         if engine.up:
             self.world.send(self.name, engine, lambda: engine.receive(connection, data))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.events import Cleared, Event, Stored
 from kvbm_connectors.core.messages import ConnectorLimits
@@ -88,6 +88,13 @@ def check_sums(blocks: Iterable[Block], part_count: int, where: str) -> None:
     for block in blocks:
         good = block.checksum == right_checksum(block.hash, part_count)
         require(good, f"{where} has a wrong checksum of {block.hash.hex()}")
+
+
+def check_found(blocks: Iterable[Block], namespace: Namespace, where: str) -> None:
+    """Require of the blocks that an engine is given slots of that they are in its namespace."""
+    for block in blocks:
+        own = block.namespace == namespace.digest
+        require(own, f"{where} is given {block.hash.hex()} of another namespace")
 
 
 def check_pulled(pulled: Sequence[PullPart], where: str) -> None:

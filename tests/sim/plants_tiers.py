@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +15,7 @@ from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_disk_tier.objects.core.listing import Listing
 from kvbm_host_tier.core import fills, peers
+from kvbm_host_tier.core.answers import Answers, OnboardState
 from kvbm_host_tier.core.arena import ArenaLeases
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.engines import Engine
@@ -35,6 +37,18 @@ def believe_any_slot(patch: pytest.MonkeyPatch) -> None:
         return outcome(name, slot, filled)
 
     patch.setattr(fills, "_outcome", planted)
+
+
+def serve_another_namespace(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are given to whoever knows their names."""
+    falls_short = vars(Answers)["_falls_short"]
+
+    def planted(answers: Answers, state: OnboardState, blocks: Sequence[Block]) -> bool:
+        state.namespaces |= {block.namespace for block in blocks}
+        short: bool = falls_short(answers, state, blocks)
+        return short
+
+    patch.setattr(Answers, "_falls_short", planted)
 
 
 # --- peers ------------------------------------------------------------------------------------
@@ -114,6 +128,7 @@ def keep_what_is_gone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Listing, "lose_gone", lambda _listing, _first, _count, _now_ms: None)
 
 
+TWO_MODELS = {**ONE_HOST, "sizes": (1, 3)}
 LATE_PEERS = {
     **TWO_HOSTS, "late": {"pull": 0.0, "load": 0.0, "read": 0.0, "write": 0.0, "peer": 0.6},
     "host_slots": 12, "faults": (),
@@ -137,6 +152,7 @@ VANISHING = {**OBJECTS, "faults": ("vanish",), "fault_every_ms": 400.0, "object_
 PLANTS = (
     Plant("any slot of a fill is believed", believe_any_slot, WRONG_BYTES,
           {**ONE_HOST, "crossed": 0.8, "host_slots": 12}),
+    Plant("a name is enough", serve_another_namespace, "of another namespace", TWO_MODELS),
     Plant("a peer's lease is short", lease_for_a_moment, WRONG_BYTES, LATE_PEERS),
     Plant("a late read is taken for ended", reuse_slots_of_a_late_read, WRONG_BYTES, LATE_PEERS),
     Plant("a peer is believed", believe_a_peer, WRONG_BYTES, ROTTEN_PEERS),

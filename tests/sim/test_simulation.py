@@ -32,7 +32,7 @@ SEEN = (
     *("message lost", "message duplicated", "event dropped", "event duplicated"),
     *("index asked for a snapshot", "index restored", "consolidator asked a tier"),
     *("blocks from afar", "blocks from peer", "peer read late", "peer block corrupt"),
-    *("shard map made", "engine moves"),
+    *("shard map made", "engine moves", "names of another model asked for"),
     *("object read: ok", "object read: gone", "object vanished", "object listed late"),
     *("object deleted", "object not put: source_changed", "listing failed", "bucket down"),
     *("vllm hit in the same step", "vllm steps overlap", "vllm preempted", "vllm abort of a load"),

@@ -7,6 +7,7 @@ that what the core announces is numbered without a hole and never contradicts it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvbm_common.checksum import pack_sums
@@ -119,6 +120,7 @@ def hello(
     world_size: int = 1,
     piece_bytes: int = BLOCK_BYTES,
     namespace: Namespace = NAMESPACE,
+    group_namespaces: Sequence[Namespace] = (),
     agent: bytes = b"agent",
 ) -> Hello:
     """How a half introduces itself."""
@@ -128,6 +130,7 @@ def hello(
         incarnation=incarnation(life),
         role=role,
         namespace=namespace,
+        group_namespaces=list(group_namespaces),
         rank=rank,
         world_size=world_size,
         agent=agent if role == "worker" else b"",
@@ -211,13 +214,20 @@ class Host:
         """A half introduces itself; NIXL is not asked yet."""
         return self.step(FromEngine(connection(half), half))
 
-    def attach(self, *, engine: str = "ada", life: int = 1, world_size: int = 1) -> None:
+    def attach(
+        self, *, engine: str = "ada", life: int = 1, world_size: int = 1,
+        namespace: Namespace = NAMESPACE, group_namespaces: Sequence[Namespace] = (),
+    ) -> None:  # fmt: skip
         """Every half of an engine says hello, and NIXL knows all of them."""
+        half = partial(
+            hello, engine=engine, life=life, world_size=world_size, namespace=namespace,
+            group_namespaces=group_namespaces,
+        )  # fmt: skip
         for rank in range(world_size):
-            effects = self.greet(hello(engine=engine, life=life, rank=rank, world_size=world_size))
+            effects = self.greet(half(rank=rank))
             for effect in of(effects, AttachPeer):
                 self.step(PeerAttached(effect.engine, rank, f"{engine}-{life}-{rank}"))
-        greeting = hello(engine=engine, life=life, role="scheduler", world_size=world_size)
+        greeting = half(role="scheduler")
         assert of(self.told(self.greet(greeting)), Welcome)
 
     @staticmethod
@@ -288,6 +298,7 @@ class Host:
     def look_up(
         self, *wanted: int, engine: str = "ada", life: int = 1, lookup: int | None = None,
         lease_ms: int = LEASE_MS, deadline_ms: int = LOOKUP_MS, groups: Sequence[GroupRun] = (),
+        namespace: Namespace = NAMESPACE, request: str = "",
     ) -> list[Effect]:  # fmt: skip
         """Which of these can be had?"""
         self._ids += 1
@@ -296,11 +307,12 @@ class Host:
                 engine=engine,
                 incarnation=incarnation(life),
                 lookup=self._ids if lookup is None else lookup,
-                namespace=NAMESPACE.digest,
+                namespace=namespace.digest,
                 hashes=pack_hashes(name(number) for number in wanted),
                 lease_ms=lease_ms,
                 deadline_ms=deadline_ms,
                 groups=list(groups),
+                request=request,
             )
         )
 
@@ -354,7 +366,9 @@ class Host:
         )
         self.step(DiskEvent("0", self.disk.cleared("start")))
 
-    def filled(self, fill: AskFill, *missing: int, reason: str = "gone") -> list[Effect]:
+    def filled(
+        self, fill: AskFill, *missing: int, reason: str = "gone", namespace: str = DIGEST
+    ) -> list[Effect]:
         """The disk tier has read everything but `missing`."""
         slots = [
             FilledSlot(hash=asked.hash, slot=asked.slot, ok=False, reason=reason)
@@ -364,7 +378,7 @@ class Host:
                 slot=asked.slot,
                 ok=True,
                 parent=name(int(asked.hash, 16) - 1).hex(),
-                namespace=DIGEST,
+                namespace=namespace,
                 checksum=checksum(int(asked.hash, 16)),
                 bytes=BLOCK_BYTES,
             )

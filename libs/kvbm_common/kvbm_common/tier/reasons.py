@@ -28,6 +28,7 @@ MEANINGS: Mapping[str, str] = {
     "tier_away": "is on a disk or in a bucket whose service is away",
     "salt_differs": "its tokens are here under another cache salt or LoRA",
     "namespace_differs": "its tokens are here under another namespace (model, layout, precision)",
+    "other_namespace": "is here under this name, but not in a namespace of the engine",
     "busy": "too many lookups were waiting for an answer",
     "draining": "the tier takes and brings nothing while it drains",
     "engine_lost": "the engine went away before the answer",

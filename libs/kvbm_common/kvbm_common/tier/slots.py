@@ -7,6 +7,7 @@ make room for others in `reclaim`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -55,6 +56,14 @@ class SlotTable(SlotRecords):
         block = self._block[slot]
         assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
         return block if block is not FOLDED else self._folded[slot]
+
+    def blocks_in(self, slots: Sequence[int]) -> list[Block]:
+        """Return the committed blocks in these slots, in their order."""
+        if self.folded_count:
+            return [self.block(slot) for slot in slots]
+        blocks = cast("list[Block]", [*map(self._block.__getitem__, slots)])
+        assert all(blocks), f"of {len(slots)} slots some hold no block"
+        return blocks
 
     def slot_bytes(self, slot: int) -> int:
         """Return the length of a slot."""

@@ -1,4 +1,8 @@
-"""Answers to lookups: what was found is leased to the engine, counted, and sent."""
+"""Answers to lookups: what was found is leased to the engine, counted, and sent.
+
+An engine gets blocks of its own namespaces only. Whichever way a block has come (it was here, or
+from a lower tier, or a peer), its namespace is compared here, where every answer passes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Literal
 
 from kvbm_common.identity import SequenceHash
@@ -27,8 +32,14 @@ from kvbm_host_tier.core.miss_reason import Looked
 OPERATOR = EngineId("operator", "")
 """The owner of prefetches; no engine has an empty incarnation."""
 
+OTHER_NAMESPACE = "other_namespace"
+"""Why a run ends before a block that its engine may not have."""
+
 Medium = WireTier | Literal["remote"]
 """Where blocks come from that were not here."""
+
+
+_NAMESPACE = attrgetter("namespace")  # Compared in C: a lookup has hundreds of blocks.
 
 
 class LookupState(Enum):
@@ -92,6 +103,8 @@ class OnboardState:
     began_ms: int = 0
     plan: GroupPlan | None = None
     """Of a lookup over several KV groups: what `hashes` was chosen from."""
+    namespaces: frozenset[bytes] = frozenset()
+    """The engine's: it gets blocks of these alone. A prefetch has none, and leases nothing."""
 
     @classmethod
     def of_engine(
@@ -119,7 +132,17 @@ class OnboardState:
             asked=lookup,
             block_bytes=engine.block_bytes,
             plan=plan,
+            namespaces=engine.namespaces,
         )
+
+    def cut(self, run: int, reason: str, table: SlotTable, place: Place = "") -> None:
+        """End the run before index `run`, and unpin what is behind it."""
+        assert 0 <= run <= self.run, self.owner
+        table.unpin(slot for slot in self.slots[run:] if slot is not None)
+        del self.slots[run:]
+        self.brings = {}  # Not all of them have come.
+        self.run = run
+        self.reason, self.failed_at = reason, place
 
     @property
     def why_short(self) -> str:
@@ -157,12 +180,17 @@ class Answers:
         """(asked, host, disk, object) blocks of the last lookups."""
 
     def give(self, state: OnboardState, now_ms: int) -> None:
-        """Lease the blocks that are here to the engine, and send it their slots."""
-        slots = [slot for slot in state.slots if slot is not None]
-        assert len(slots) == state.run <= len(state.hashes), state.owner
+        """Lease the blocks that are here to the engine, and send it their slots.
+
+        A lookup over several KV groups falls back on what is here.
+        """
         if state.reply_to:
-            self._answer_prefetch(state, slots)
+            self._answer_prefetch(state)
             return
+        slots, blocks = self._pinned(state)
+        if self._falls_short(state, blocks):
+            slots, blocks = self._pinned(state)
+        assert len(slots) == state.run <= len(state.hashes), state.owner
         lease_id = 0
         if slots:
             lease_id = self._leases.grant(
@@ -176,7 +204,6 @@ class Answers:
         self._count(asked, here, len(disk), len(objects), len(remote))
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
         self._counts["matched_tokens"] += boundary or state.run * state.block_tokens
-        blocks = [self._table.block(slot) for slot in slots]
         self._counts["bytes.h2d"] += sum([block.bytes for block in blocks])
         found = Found(
             lookup=state.lookup,
@@ -196,6 +223,22 @@ class Answers:
         self._emit(ToEngine(state.connection, found))
         self.explain(state, now_ms)
 
+    def _pinned(self, state: OnboardState) -> tuple[list[int], list[Block]]:
+        slots = [slot for slot in state.slots if slot is not None]
+        return slots, self._table.blocks_in(slots)
+
+    def _falls_short(self, state: OnboardState, blocks: Sequence[Block]) -> bool:
+        """Cut a run before the first block that is not its engine's; True: it has other slots."""
+        own = state.namespaces
+        is_own = own.issuperset(map(_NAMESPACE, blocks))
+        if not is_own:
+            foreign = next(i for i, block in enumerate(blocks) if block.namespace not in own)
+            state.cut(foreign, OTHER_NAMESPACE, self._table, "host")
+        if state.plan is None or state.run == len(state.hashes):
+            return not is_own
+        fall_back(state, state.plan, self._table)
+        return True
+
     def explain(self, state: OnboardState, now_ms: int) -> None:
         """Keep why the run of an engine's lookup ended where it did."""
         assert state.run <= len(state.hashes), state.owner
@@ -213,8 +256,8 @@ class Answers:
                 )
             )  # fmt: skip
 
-    def _answer_prefetch(self, state: OnboardState, slots: list[int]) -> None:
-        self._table.unpin(slots)
+    def _answer_prefetch(self, state: OnboardState) -> None:
+        self._table.unpin(slot for slot in state.slots if slot is not None)
         reply = PrefetchReply(
             blocks=state.run,
             filled=len(state.came_from.keys() & set(range(state.run))),
@@ -274,10 +317,16 @@ class Answers:
 
 
 def fall_back(state: OnboardState, plan: GroupPlan, table: SlotTable) -> None:
-    """Have a lookup over several groups reach as far as blocks are here, and pin those."""
+    """Have a lookup over several groups reach as far as blocks of its engine are here, and pin
+    those."""
+
+    def is_own(name: SequenceHash) -> bool:
+        slot = table.find(name)
+        return slot is not None and table.block(slot).namespace in state.namespaces
+
     came_from = {state.hashes[place]: tier for place, tier in state.came_from.items()}
     table.unpin(slot for slot in state.slots if slot is not None)
-    plan.fall_back(table.holds)
+    plan.fall_back(is_own)
     state.hashes = plan.needed()
     state.slots = [*table.pin_prefix(state.hashes)]
     state.run = len(state.slots)

@@ -53,8 +53,8 @@ class Engine:
     workers: dict[int, Worker] = field(default_factory=dict)
     label: str = ""
     """Its id as text: the owner of its leases."""
-    namespaces: frozenset[str] = frozenset()
-    """Digests of its KV groups' namespaces, in hex: what it may offer blocks under."""
+    namespaces: frozenset[bytes] = frozenset()
+    """Digests of its KV groups' namespaces: what it may offer blocks under, and look up."""
     complete: bool = False
     """Every worker is ATTACHED."""
     block_bytes: int = 0
@@ -68,7 +68,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.label = str(self.id)
-        self.namespaces = frozenset(one.digest.hex() for one in self.hello.namespaces)
+        self.namespaces = frozenset(one.digest for one in self.hello.namespaces)
 
     def workers_changed(self) -> None:
         """Take the workers into account as they are now."""

@@ -155,7 +155,7 @@ class Offload:
             return "unknown_engine"
         if not engine.complete:
             return "incomplete_engine"
-        if offer.namespace not in engine.namespaces:
+        if bytes.fromhex(offer.namespace) not in engine.namespaces:
             return "namespace"
         if len(self._offers) >= self._limits.offers_max:
             return "busy"

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Sequence
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block
 from kvbm_common.wire.explain import Place
-from kvbm_common.wire.local import Lookup
+from kvbm_common.wire.local import Lookup, Refused
 from kvbm_common.wire.verbs import ErrorBody
 
 from kvbm_host_tier.core.answers import (
@@ -25,7 +25,6 @@ from kvbm_host_tier.core.answers import (
     LookupState,
     Medium,
     OnboardState,
-    fall_back,
 )
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.fills import Filled, Fills
@@ -34,7 +33,7 @@ from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_cost import LoadCost
 from kvbm_host_tier.core.lower_tiers import LowerTiers
-from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed
+from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed, ToEngine
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
 
@@ -90,6 +89,12 @@ class Onboard:
     ) -> None:
         """Find the longest run of these blocks that an engine can have."""
         assert engine.id.incarnation == lookup.incarnation, engine.label
+        if lookup.namespace not in engine.namespaces:
+            self._counts["refused.lookup_namespace"] += 1
+            text = "a lookup names a namespace with which its engine has not said hello"
+            refusal = Refused(about="lookup", code="namespace", message=text, field="namespace")
+            self._emit(ToEngine(connection, refusal))
+            return
         if len(self._states) >= self._limits.lookups_max:
             self._counts["dropped.lookup_busy"] += 1
             self._answers.refuse(connection, lookup, hashes, "busy", now_ms)
@@ -138,7 +143,7 @@ class Onboard:
         if fills or question or None in state.slots:
             self._wait(state, fills, question, now_ms)
         else:
-            self._give(state, now_ms)
+            self._answers.give(state, now_ms)
         return here
 
     def _may_come(self, name: SequenceHash, now_ms: int) -> bool:
@@ -188,7 +193,7 @@ class Onboard:
             return fills
         reason = "no_room" if size else "unknown_size"
         self._counts[f"dropped.fill_{reason}"] += len(fills) - room
-        self._cut(state, state.hashes.index(fills[room]), reason)
+        state.cut(state.hashes.index(fills[room]), reason, self._table)
         return fills[:room]
 
     def _worth_it(
@@ -202,7 +207,7 @@ class Onboard:
             return fills
         run = state.hashes.index(fills[0])
         self._counts["declined_blocks"] += state.run - run
-        self._cut(state, run, "recompute_cheaper", place)
+        state.cut(run, "recompute_cheaper", self._table, place)
         return []
 
     def _wait(
@@ -324,21 +329,12 @@ class Onboard:
         for onboard_id, index in self._waiting.pop(name, []):
             state = self._states.get(onboard_id)
             if state is not None and index < state.run:
-                self._cut(state, index, reason, place)
+                state.cut(index, reason, self._table, place)
                 if state.state is LookupState.ASKING:  # The blocks behind the cut are of no use.
                     self._move(onboard_id, "cut")
                 self._answer_if_complete(onboard_id, now_ms)
 
     # --- answers ----------------------------------------------------------------------------
-
-    def _cut(self, state: OnboardState, run: int, reason: str, place: Place = "") -> None:
-        """End the run before index `run`, and unpin what is behind it."""
-        assert 0 <= run <= state.run, state.owner
-        self._table.unpin(slot for slot in state.slots[run:] if slot is not None)
-        del state.slots[run:]
-        state.brings = {}  # Not all of them have come.
-        state.run = run
-        state.reason, state.failed_at = reason, place
 
     def _answer_if_complete(self, onboard_id: int, now_ms: int) -> None:
         state = self._states.get(onboard_id)
@@ -347,13 +343,7 @@ class Onboard:
         assert len(state.slots) == state.run, state.owner
         self._cost.ended(state, now_ms)
         if state.state is LookupState.FILLING:
-            self._give(self._move(onboard_id, "complete"), now_ms)
-
-    def _give(self, state: OnboardState, now_ms: int) -> None:
-        """Answer a lookup; one over several KV groups falls back on what is here."""
-        if state.plan is not None and state.run < len(state.hashes):
-            fall_back(state, state.plan, self._table)
-        self._answers.give(state, now_ms)
+            self._answers.give(self._move(onboard_id, "complete"), now_ms)
 
     def tick(self, now_ms: int) -> None:
         """Answer the lookups that are due with the prefix that is here, and start pulls."""
@@ -364,10 +354,9 @@ class Onboard:
                 self._cost.ended(state, now_ms)
                 self._counts["lookups_cut_by_deadline"] += 1
                 run = state.slots.index(None)
-                self._cut(
-                    state, run, "deadline", self._below.medium_of(state.hashes[run]) or "remote"
-                )
-            self._give(state, now_ms)
+                place = self._below.medium_of(state.hashes[run]) or "remote"
+                state.cut(run, "deadline", self._table, place)
+            self._answers.give(state, now_ms)
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
         assert all(now_ms < state.answer_by_ms for state in self._states.values())
 
@@ -376,7 +365,7 @@ class Onboard:
         assert engine_id != OPERATOR
         for onboard_id in [i for i, state in self._states.items() if state.engine == engine_id]:
             state = self._move(onboard_id, "engine left")
-            self._cut(state, 0, "engine_lost")
+            state.cut(0, "engine_lost", self._table)
             self._answers.explain(state, now_ms)
 
     # --- checks -----------------------------------------------------------------------------

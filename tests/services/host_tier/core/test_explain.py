@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from kvbm_common.identity import pack_hashes
+from kvbm_common.identity import Namespace, pack_hashes
 from kvbm_common.tier import departures
 from kvbm_common.tier.reasons import MEANINGS, OUTCOMES
 from kvbm_common.wire.admin import RemoveRequest
@@ -38,7 +38,7 @@ from tests.services.host_tier.helpers import (
 )
 from tests.services.host_tier.peer_helpers import ANN, HostWithPeers
 
-OTHER = bytes(32)
+OTHER = Namespace(model="test", block_tokens=4, revision="other")
 
 
 def ask(
@@ -364,17 +364,18 @@ def test_blocks_of_a_peer_are_remote_hits() -> None:
 
 @pytest.mark.parametrize(
     ("namespace", "reason"),
-    [(NAMESPACE.digest, "salt_differs"), (OTHER, "namespace_differs")],
+    [(NAMESPACE, "salt_differs"), (OTHER, "namespace_differs")],
 )
-def test_the_same_tokens_under_another_name(namespace: bytes, reason: str) -> None:
+def test_the_same_tokens_under_another_name(namespace: Namespace, reason: str) -> None:
     """Ada's prompt is here as block 1; the same tokens are block 11 for whoever comes now.
 
     Only the first block is known to have the same tokens. A third tenant sees the same.
     """
-    host = Host(slots=4)
+    host = Host(slots=4, attach=False)
+    host.attach(group_namespaces=[OTHER])
     ask(host, "q", 1, 2, content=b"t" * 16)
     host.store(1, 2)
-    ask(host, "r", 11, 12, content=b"t" * 16, namespace=namespace)
+    ask(host, "r", 11, 12, content=b"t" * 16, namespace=namespace.digest)
     assert misses(host, "r") == [(1, reason, "host"), (1, "never_stored", "")]
     assert told(host, "r").segments[0].hash == name(11).hex()
 

@@ -1,0 +1,168 @@
+"""A lookup gets blocks of its engine's namespaces only, and names no other namespace.
+
+ada's engine has the namespace of the helpers; bob's has another model. A block has one name here,
+whoever asks for it: bob has learned the names of ada's blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvbm_common.identity import Namespace
+from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest
+from kvbm_common.wire.local import Found
+from kvbm_host_tier.core.messages import AdminAsked, Answer, AskFill, Effect, StartPull
+from kvbm_host_tier.core.peer_messages import AskHolders, PullFromPeer
+
+from tests.services.host_tier.helpers import NAMESPACE, Host, name, of
+from tests.services.host_tier.peer_helpers import ANN, HostWithPeers
+
+OTHER = Namespace(model="other", block_tokens=4)
+WINDOWED = Namespace(model="test", block_tokens=4, group=1)
+
+
+def joined_by_bob(host: Host) -> None:
+    """An engine with another model says hello."""
+    host.attach(engine="bob", namespace=OTHER)
+
+
+def asked_by_bob(host: Host, *wanted: int, **kwargs: Any) -> list[Effect]:
+    """bob looks blocks up, in its own namespace."""
+    return host.look_up(*wanted, engine="bob", namespace=OTHER, **kwargs)
+
+
+def stored_by_bob(host: Host, *wanted: int) -> None:
+    """bob offers blocks of its own."""
+    effects = host.offer(*wanted, engine="bob", namespace=OTHER.digest.hex(), offer=77)
+    [pull] = of(effects, StartPull)
+    host.pulled(pull)
+    host.confirm(77, engine="bob")
+
+
+def test_a_block_of_another_namespace_in_host_memory_is_a_miss() -> None:
+    """Steps: 1. ada stores 1 and 2. 2. bob asks for them by name: nothing, and it hears why.
+
+    3. Nothing is leased. 4. ada still gets them.
+    """
+    host = Host()
+    joined_by_bob(host)
+    host.store(1, 2)
+    found = host.found(asked_by_bob(host, 1, 2, request="r"))
+    assert (found.slots, found.checksums, found.reason) == ([], [], "other_namespace")
+    assert host.slots["active"] == 0
+    [told] = host.core.view.explanations("r")
+    assert [(s.blocks, s.tier, s.reason) for s in told.segments] == [
+        (1, "host", "other_namespace"), (1, "host", "behind"),
+    ]  # fmt: skip
+    assert host.core.view.counts["missed_blocks.other_namespace"] == 1
+    assert len(host.found(host.look_up(1, 2)).slots) == 2
+
+
+def test_the_lookup_ends_at_the_first_block_of_another_namespace() -> None:
+    """bob's block 5 is found; 1 is ada's; bob's 6 behind it is of no use, and not pinned."""
+    host = Host()
+    joined_by_bob(host)
+    stored_by_bob(host, 5, 6)
+    host.store(1)
+    found = host.found(asked_by_bob(host, 5, 1, 6))
+    assert found.slots == [host.slot_of(5)]
+    assert host.slots["active"] == 1
+
+
+def test_a_block_of_another_namespace_from_the_disk_is_a_miss() -> None:
+    """The block comes, and stays for who may have it: it arrives with its namespace."""
+    host = Host()
+    joined_by_bob(host)
+    host.disk_stored(1, 2)
+    [fill] = of(asked_by_bob(host, 1, 2), AskFill)
+    found = host.found(host.filled(fill))
+    assert (found.slots, found.reason, host.slots["active"]) == ([], "other_namespace", 0)
+    assert len(host.found(host.look_up(1, 2)).slots) == 2
+
+
+def test_one_fill_serves_only_the_lookup_whose_namespace_it_is() -> None:
+    """ada and bob wait for one block: ada gets it, bob does not."""
+    host = Host()
+    joined_by_bob(host)
+    host.disk_stored(1)
+    [fill] = of(host.look_up(1, lookup=8), AskFill)
+    assert not of(asked_by_bob(host, 1, lookup=9), AskFill)
+    answers = {one.lookup: one for one in of(host.told(host.filled(fill)), Found)}
+    assert (len(answers[8].slots), len(answers[9].slots)) == (1, 0)
+    assert answers[9].reason == "other_namespace"
+
+
+def test_a_fill_that_names_no_namespace_serves_no_engine() -> None:
+    """A lower tier in error answers with the zero namespace, which is no engine's."""
+    host = Host()
+    host.disk_stored(1)
+    [fill] = of(host.look_up(1), AskFill)
+    found = host.found(host.filled(fill, namespace="0" * 64))
+    assert (found.slots, found.reason) == ([], "other_namespace")
+
+
+def test_a_block_of_another_namespace_from_a_peer_is_a_miss() -> None:
+    """The peer leases 1 with its namespace: it comes in as a guest, and bob does not get it."""
+    host = HostWithPeers()
+    joined_by_bob(host)
+    [ask] = of(asked_by_bob(host, 1), AskHolders)
+    [pull] = of(host.answer(ask, (ANN, 1)), PullFromPeer)
+    found = host.found(host.came(pull))
+    assert (found.slots, found.reason, host.slots["active"]) == ([], "other_namespace", 0)
+
+
+def test_all_namespaces_of_an_engine_with_several_groups_are_its_own() -> None:
+    """The lookup names the first group's namespace; the blocks of the second have the second's."""
+    host = Host(slots=8, attach=False)
+    host.attach(group_namespaces=[WINDOWED])
+    host.store(1, 2)
+    offered = host.offer(11, 12, offer=50, namespace=WINDOWED.digest.hex())
+    [pull] = of(offered, StartPull)
+    host.pulled(pull)
+    host.confirm(50)
+    groups = [GroupRun(4, 2), GroupRun(4, 2, 1)]
+    found = host.found(host.look_up(1, 2, 11, 12, groups=groups))
+    assert (len(found.slots), found.boundary, found.reason) == (3, 8, "")
+    assert len(host.found(host.look_up(11, namespace=WINDOWED)).slots) == 1
+
+
+def test_a_hit_over_groups_falls_back_before_a_block_of_another_namespace() -> None:
+    """bob's own groups reach 8 tokens, but its window's second block is ada's: 4 tokens are left.
+
+    Two of the blocks of the larger boundary were pinned for a moment; none of them stays so.
+    """
+    host = Host(slots=8)
+    joined_by_bob(host)
+    stored_by_bob(host, 21, 22, 31)
+    host.store(2)
+    groups = [GroupRun(4, 2), GroupRun(4, 2, 1)]
+    found = host.found(asked_by_bob(host, 21, 22, 31, 2, groups=groups))
+    assert (found.boundary, found.reason) == (4, "other_namespace")
+    assert found.slots == [host.slot_of(21), host.slot_of(31)]
+    assert host.slots["active"] == 2
+
+
+def test_an_operators_prefetch_has_no_namespace() -> None:
+    """Blocks of any namespace are brought; none is leased."""
+    host = Host()
+    host.disk_stored(1)
+    request = PrefetchRequest(hashes=[name(1).hex()], deadline_ms=100)
+    [fill] = of(host.step(AdminAsked(4, "prefetch", request)), AskFill)
+    [answer] = of(host.filled(fill), Answer)
+    assert answer.reply == PrefetchReply(blocks=1, filled=1, reason="")
+
+
+@pytest.mark.parametrize("namespace", [OTHER, WINDOWED])
+def test_a_lookup_in_another_namespace_is_refused(namespace: Namespace) -> None:
+    """The engine is told with a code, it is counted, and nothing is looked up."""
+    host = Host()
+    joined_by_bob(host)
+    host.store(1)
+    effects = host.look_up(1, namespace=namespace)
+    refused = host.refusal(effects)
+    assert (refused.about, refused.code, refused.field) == ("lookup", "namespace", "namespace")
+    assert host.core.view.counts["refused.lookup_namespace"] == 1
+    assert (host.core.view.counts["lookups"], host.slots["active"]) == (0, 0)
+    assert len(host.found(host.look_up(1, namespace=NAMESPACE)).slots) == 1
