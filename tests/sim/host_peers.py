@@ -168,7 +168,8 @@ class HostPeers:
         self, pull: PullFromPeer, peer: HostTier, met: Met, lease: LeaseReply, until_ms: float
     ) -> None:
         slot_of = {name.hex(): slot for name, slot in zip(pull.names, pull.slots, strict=True)}
-        wanted = [(slot_of[one.hash], one) for one in lease.slots]
+        fits = [one for one in lease.slots if one.bytes <= pull.slot_bytes]
+        wanted = [(slot_of[one.hash], one) for one in fits]
         if not wanted:
             self._node.step(PeerPulled(pull.pull, (), lease.lease))
             return

@@ -19,7 +19,7 @@ from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.follow import Followed, FollowLimits, FollowState, Verdict
 from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
-from kvbm_common.wire.verbs import SnapshotReply
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 
 from kvbm_host_tier.core.messages import AskDiskSnapshot
 
@@ -35,12 +35,18 @@ AWAY_MAX = 1_048_576
 """Names of blocks; they were in the view before, so this is no memory that was not taken."""
 
 
+Namespaces = frozenset[bytes]
+ANY: Namespaces = frozenset()
+"""Of an asker that has no namespace: blocks of all namespaces are its own."""
+
+
 class Holding(NamedTuple):
-    """Who has a block, and how large it is: one object for all blocks that are alike."""
+    """Who has a block, how large and whose it is: one object for all blocks that are alike."""
 
     instance: str
     block_bytes: int
     """0: that was not said."""
+    namespace: bytes
 
 
 class LowerTierView:
@@ -50,7 +56,7 @@ class LowerTierView:
         """Start without instances; `former` keeps the names of what left long ago."""
         self._tier: Tier = tier
         self._holding: dict[SequenceHash, Holding] = {}
-        self._last = Holding("", 0)
+        self._last = Holding("", 0, b"")
         """The last one that was made: the next event is mostly of blocks that are alike."""
         self._sources: dict[str, Followed[Event]] = {}
         """By instance, in the order in which they joined."""
@@ -95,14 +101,20 @@ class LowerTierView:
         source = self._sources.get(instance)
         return source.epoch if source is not None else 0
 
-    def source(self, name: SequenceHash, now_ms: int) -> str | None:
-        """Return the instance to ask for this block now; None: it is not worth while."""
+    def source(self, name: SequenceHash, now_ms: int, own: Namespaces = ANY) -> str | None:
+        """Return the instance to ask for this block now; None: it is not worth while, or the block
+        is in none of these namespaces."""
         holding = self._holding.get(name)
-        if holding is None:
+        if holding is None or (own and holding.namespace not in own):
             return None
         instance = holding.instance
         assert instance in self._sources, f"{name.hex()} is on {instance}, gone"
         return None if self._failed.avoids(name, now_ms) else instance
+
+    def is_others(self, name: SequenceHash, own: Namespaces) -> bool:
+        """Tell whether a block is there, in none of these namespaces."""
+        holding = self._holding.get(name)
+        return holding is not None and bool(own) and holding.namespace not in own
 
     def block_bytes(self, name: SequenceHash) -> int:
         """Return the size of a block; 0: it is not known."""
@@ -168,7 +180,7 @@ class LowerTierView:
             source.retry_later(now_ms)
             return
         try:
-            sizes = [(part.block_bytes, _names_of(part.runs)) for part in reply.parts]
+            alike = [(part, _names_of(part.runs)) for part in reply.parts]
         except KvbmError:
             source.retry_later(now_ms)
             return
@@ -176,8 +188,8 @@ class LowerTierView:
         assert source.epoch == reply.epoch, f"{instance} is in {source.epoch}, not {reply.epoch}"
         assert not source.hollow, f"{instance} holds less than its snapshot says"
         self._clear(instance)
-        for block_bytes, names in sizes:
-            self._store(instance, names, block_bytes)
+        for part, names in alike:
+            self._store(instance, names, part)
         self._hold_ready(instance, source, now_ms)
         for _, event in sorted(source.waiting.items()):
             with suppress(KvbmError):  # A malformed one has been refused already.
@@ -224,9 +236,9 @@ class LowerTierView:
     def _hold(self, instance: str, event: Event) -> list[SequenceHash]:
         """Do what an event says to the view; returns its blocks."""
         match event:
-            case Stored(runs=runs, block_bytes=block_bytes):
+            case Stored(runs=runs):
                 names = _names_of(runs)
-                self._store(instance, names, block_bytes)
+                self._store(instance, names, event)
             case Removed(hashes=hashes):
                 names = hashes_from_hex(hashes)
                 for name in names:
@@ -251,10 +263,11 @@ class LowerTierView:
             except KvbmError:
                 source.refuse(now_ms)
 
-    def _store(self, instance: str, names: list[SequenceHash], block_bytes: int) -> None:
-        holding = self._last
-        if holding != (instance, block_bytes):
-            holding = self._last = Holding(instance, block_bytes)
+    def _store(self, instance: str, names: list[SequenceHash], said: Stored | SnapshotPart) -> None:
+        holding = Holding(instance, said.block_bytes, bytes.fromhex(said.namespace))
+        if holding == self._last:
+            holding = self._last
+        self._last = holding
         self._holding.update(dict.fromkeys(names, holding))
         self._away.difference_update(names)
 
@@ -291,6 +304,10 @@ class LowerTiers:
         """Return the nearest tier that has a block, whether it can be asked now or not."""
         return next((tier for tier, view in self._nearest_first if name in view), None)
 
+    def others(self, name: SequenceHash, own: Namespaces) -> Tier | None:
+        """Return the nearest tier that has a block in none of these namespaces."""
+        return next((tier for tier, v in self._nearest_first if v.is_others(name, own)), None)
+
     def instances(self) -> list[tuple[Tier, str]]:
         """Return every instance below that has joined, the nearest first."""
         return [(tier, one) for tier, view in self.views.items() for one in view.instances]
@@ -302,14 +319,16 @@ class LowerTiers:
             return views[0].missing(names)
         return [name for name in names if not views or any(name not in view for view in views)]
 
-    def usable(self, name: SequenceHash, now_ms: int) -> bool:
-        """Return whether it is worth while to ask for this block now."""
-        return self.source(name, now_ms) is not None
+    def usable(self, name: SequenceHash, now_ms: int, own: Namespaces = ANY) -> bool:
+        """Return whether it is worth while to ask for this block now, for these namespaces."""
+        return self.source(name, now_ms, own) is not None
 
-    def source(self, name: SequenceHash, now_ms: int) -> tuple[Tier, str] | None:
+    def source(
+        self, name: SequenceHash, now_ms: int, own: Namespaces = ANY
+    ) -> tuple[Tier, str] | None:
         """Return the tier and the instance to ask for a block now; None: it is not worth while."""
         for tier, view in self._nearest_first:
-            instance = view.source(name, now_ms)
+            instance = view.source(name, now_ms, own)
             if instance is not None:
                 return tier, instance
         return None

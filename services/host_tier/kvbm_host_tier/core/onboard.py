@@ -21,6 +21,7 @@ from kvbm_common.wire.verbs import ErrorBody
 from kvbm_host_tier.core.answers import (
     LOOKUP,
     OPERATOR,
+    OTHER_NAMESPACE,
     Answers,
     LookupState,
     Medium,
@@ -32,7 +33,7 @@ from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_cost import LoadCost
-from kvbm_host_tier.core.lower_tiers import LowerTiers
+from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
 from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed, ToEngine
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
@@ -102,7 +103,8 @@ class Onboard:
         plan = None
         if lookup.groups:
             plan = GroupPlan.of(lookup.groups, hashes)
-            plan.choose(self._table.holds, lambda name: self._may_come(name, now_ms))
+            own = engine.namespaces
+            plan.choose(self._table.holds, lambda name: self._may_come(name, own, now_ms))
             hashes = plan.needed()
         state = OnboardState.of_engine(connection, lookup, hashes, engine, plan, now_ms)
         here = self._begin(state, now_ms)
@@ -146,11 +148,11 @@ class Onboard:
             self._answers.give(state, now_ms)
         return here
 
-    def _may_come(self, name: SequenceHash, now_ms: int) -> bool:
-        """Return whether a block is here, below, or on its way for another lookup."""
+    def _may_come(self, name: SequenceHash, own: Namespaces, now_ms: int) -> bool:
+        """Return whether a block is here, below for its engine, or on its way for a lookup."""
         if self._table.holds(name) or name in self._waiting:
             return True
-        return not self._table.is_staging(name) and self._below.usable(name, now_ms)
+        return not self._table.is_staging(name) and self._below.usable(name, now_ms, own)
 
     def _admit(self, names: Sequence[SequenceHash], slots: Sequence[int | None]) -> None:
         """Turn guests that were just pinned into announced blocks: this is their second use."""
@@ -163,14 +165,14 @@ class Onboard:
     ) -> list[SequenceHash]:
         """Go on where the run ends; returns the blocks to be brought from below or a peer."""
         assert len(state.slots) == state.run, state.owner
-        table, below = self._table, self._below
+        table, below, own = self._table, self._below, state.namespaces
         fills: list[SequenceHash] = []
         for name in state.hashes[state.run :]:
             slot = table.find(name)
             if slot is not None:
                 table.pin(slot, used=True)
             elif (
-                below.usable(name, now_ms)
+                below.usable(name, now_ms, own)
                 or (name in remote and not self._peers.avoided(name, now_ms))
             ) and not table.is_staging(name):
                 fills.append(name)
@@ -178,7 +180,11 @@ class Onboard:
                 break
             state.slots.append(slot)
         state.run = len(state.slots)
-        state.reason = "not_stored" if state.run < len(state.hashes) else ""
+        state.reason = ""
+        if state.run < len(state.hashes):
+            place = below.others(state.hashes[state.run], own)
+            state.reason = OTHER_NAMESPACE if place else "not_stored"
+            state.failed_at = place or ""
         if not fills:
             return fills
         return self._worth_it(state, self._fit(state, fills, now_ms), now_ms)
@@ -248,11 +254,11 @@ class Onboard:
     ) -> None:
         """Walk on with what a peer has."""
         assert count >= 0
-        start = state.run
+        start, own = state.run, state.namespaces
         remote = frozenset(state.hashes[start : start + count])
         brought = self._walk_rest(state, now_ms, remote)
         self._admit(state.hashes[start:], state.slots[start:])
-        below = [name for name in brought if self._below.usable(name, now_ms)]
+        below = [name for name in brought if self._below.usable(name, now_ms, own)]
         self._fills.start(below, state.block_bytes, state.answer_by_ms, state.trace, now_ms)
         pulls = [name for name in brought if name not in set(below)]
         batch_max = self._limits.batch_blocks_max

@@ -12,11 +12,22 @@ import pytest
 from kvbm_common.identity import Namespace
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest
+from kvbm_common.wire.events import Run
 from kvbm_common.wire.local import Found
-from kvbm_host_tier.core.messages import AdminAsked, Answer, AskFill, Effect, StartPull
+from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
+from kvbm_host_tier.core.messages import (
+    AdminAsked,
+    Answer,
+    AskDiskSnapshot,
+    AskFill,
+    DiskSnapshot,
+    Effect,
+    LowerTierJoined,
+    StartPull,
+)
 from kvbm_host_tier.core.peer_messages import AskHolders, PullFromPeer
 
-from tests.services.host_tier.helpers import NAMESPACE, Host, name, of
+from tests.services.host_tier.helpers import DIGEST, NAMESPACE, Host, name, of
 from tests.services.host_tier.peer_helpers import ANN, HostWithPeers
 
 OTHER = Namespace(model="other", block_tokens=4)
@@ -71,15 +82,44 @@ def test_the_lookup_ends_at_the_first_block_of_another_namespace() -> None:
     assert host.slots["active"] == 1
 
 
-def test_a_block_of_another_namespace_from_the_disk_is_a_miss() -> None:
-    """The block comes, and stays for who may have it: it arrives with its namespace."""
+def test_a_block_of_another_namespace_is_not_asked_of_the_disk() -> None:
+    """Steps: 1. The disk has ada's block; bob asks for it: a miss at once, and no fill.
+
+    A fill into slots of bob's size could fail, and the block would be avoided for a while.
+    2. ada's lookup has it filled.
+    """
     host = Host()
     joined_by_bob(host)
-    host.disk_stored(1, 2)
-    [fill] = of(asked_by_bob(host, 1, 2), AskFill)
-    found = host.found(host.filled(fill))
-    assert (found.slots, found.reason, host.slots["active"]) == ([], "other_namespace", 0)
-    assert len(host.found(host.look_up(1, 2)).slots) == 2
+    host.disk_stored(1)
+    effects = asked_by_bob(host, 1, request="r")
+    assert (host.found(effects).reason, of(effects, AskFill)) == ("other_namespace", [])
+    [told] = host.core.view.explanations("r")
+    assert [(s.tier, s.reason) for s in told.segments] == [("disk", "other_namespace")]
+    assert len(of(host.look_up(1), AskFill)) == 1
+
+
+def test_the_disk_says_in_a_snapshot_whose_its_blocks_are() -> None:
+    """The namespace is known from a snapshot as from an event."""
+    host = Host()
+    joined_by_bob(host)
+    [ask] = of(host.step(LowerTierJoined("0")), AskDiskSnapshot)
+    run = Run(parent=name(0).hex(), hashes=[name(1).hex()])
+    part = SnapshotPart(namespace=DIGEST, runs=[run])
+    reply = SnapshotReply(host="h", source="disk-tier-0", tier="disk", epoch=1, seq=1, parts=[part])
+    host.step(DiskSnapshot(ask.instance, reply))
+    assert host.found(asked_by_bob(host, 1)).reason == "other_namespace"
+    assert len(of(host.look_up(1), AskFill)) == 1
+
+
+def test_groups_reach_no_further_than_own_blocks_on_the_disk() -> None:
+    """The window's second block is on the disk, and ada's: bob's hit has 4 tokens, and no fill."""
+    host = Host(slots=8)
+    joined_by_bob(host)
+    stored_by_bob(host, 21, 22, 31)
+    host.disk_stored(2)
+    groups = [GroupRun(4, 2), GroupRun(4, 2, 1)]
+    effects = asked_by_bob(host, 21, 22, 31, 2, groups=groups)
+    assert (host.found(effects).boundary, of(effects, AskFill)) == (4, [])
 
 
 def test_one_fill_serves_only_the_lookup_whose_namespace_it_is() -> None:
