@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -41,14 +40,13 @@ def believe_any_slot(patch: pytest.MonkeyPatch) -> None:
 
 def serve_another_namespace(patch: pytest.MonkeyPatch) -> None:
     """Blocks are given to whoever knows their names."""
-    falls_short = vars(Answers)["_falls_short"]
+    keep_own = Answers.keep_own
 
-    def planted(answers: Answers, state: OnboardState, blocks: Sequence[Block]) -> bool:
-        state.namespaces |= {block.namespace for block in blocks}
-        short: bool = falls_short(answers, state, blocks)
-        return short
+    def planted(answers: Answers, state: OnboardState) -> None:
+        state.namespaces |= {block.namespace for block in answers._table.blocks()}
+        keep_own(answers, state)
 
-    patch.setattr(Answers, "_falls_short", planted)
+    patch.setattr(Answers, "keep_own", planted)
 
 
 # --- peers ------------------------------------------------------------------------------------

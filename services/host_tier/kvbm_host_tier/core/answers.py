@@ -39,7 +39,8 @@ Medium = WireTier | Literal["remote"]
 """Where blocks come from that were not here."""
 
 
-_NAMESPACE = attrgetter("namespace")  # Compared in C: a lookup has hundreds of blocks.
+# Compared in C: a lookup has hundreds of blocks.
+_NAMESPACE, _PARTS, _OF_ONE_PART = attrgetter("namespace"), attrgetter("parts"), frozenset({1})
 
 
 class LookupState(Enum):
@@ -105,6 +106,8 @@ class OnboardState:
     """Of a lookup over several KV groups: what `hashes` was chosen from."""
     namespaces: frozenset[bytes] = frozenset()
     """The engine's: it gets blocks of these alone. A prefetch has none, and leases nothing."""
+    blocks: list[Block] = field(default_factory=list)
+    """Those in the first of `slots`, as far as they are known to be the engine's own."""
 
     @classmethod
     def of_engine(
@@ -139,7 +142,7 @@ class OnboardState:
         """End the run before index `run`, and unpin what is behind it."""
         assert 0 <= run <= self.run, self.owner
         table.unpin(slot for slot in self.slots[run:] if slot is not None)
-        del self.slots[run:]
+        del self.slots[run:], self.blocks[run:]
         self.brings = {}  # Not all of them have come.
         self.run = run
         self.reason, self.failed_at = reason, place
@@ -187,10 +190,11 @@ class Answers:
         if state.reply_to:
             self._answer_prefetch(state)
             return
-        slots, blocks = self._pinned(state)
-        if self._falls_short(state, blocks):
-            slots, blocks = self._pinned(state)
-        assert len(slots) == state.run <= len(state.hashes), state.owner
+        self.keep_own(state)
+        if state.plan is not None and state.run < len(state.hashes):
+            fall_back(state, state.plan, self._table)
+        blocks, slots = state.blocks, [slot for slot in state.slots if slot is not None]
+        assert len(slots) == len(blocks) == state.run <= len(state.hashes), state.owner
         lease_id = 0
         if slots:
             lease_id = self._leases.grant(
@@ -223,21 +227,17 @@ class Answers:
         self._emit(ToEngine(state.connection, found))
         self.explain(state, now_ms)
 
-    def _pinned(self, state: OnboardState) -> tuple[list[int], list[Block]]:
-        slots = [slot for slot in state.slots if slot is not None]
-        return slots, self._table.blocks_in(slots)
-
-    def _falls_short(self, state: OnboardState, blocks: Sequence[Block]) -> bool:
-        """Cut a run before the first block that is not its engine's; True: it has other slots."""
-        own = state.namespaces
-        is_own = own.issuperset(map(_NAMESPACE, blocks))
-        if not is_own:
-            foreign = next(i for i, block in enumerate(blocks) if block.namespace not in own)
-            state.cut(foreign, OTHER_NAMESPACE, self._table, "host")
-        if state.plan is None or state.run == len(state.hashes):
-            return not is_own
-        fall_back(state, state.plan, self._table)
-        return True
+    def keep_own(self, state: OnboardState) -> None:
+        """End an engine's run before the first block of another namespace, among those here."""
+        known, own = len(state.blocks), state.namespaces
+        if known == len(state.slots) or state.reply_to:
+            return
+        blocks = self._table.blocks_in([slot for slot in state.slots[known:] if slot is not None])
+        if not own.issuperset(map(_NAMESPACE, blocks)):
+            count = next(i for i, block in enumerate(blocks) if block.namespace not in own)
+            state.cut(known + count, OTHER_NAMESPACE, self._table, "host")
+            del blocks[count:]
+        state.blocks += blocks
 
     def explain(self, state: OnboardState, now_ms: int) -> None:
         """Keep why the run of an engine's lookup ended where it did."""
@@ -328,8 +328,9 @@ def fall_back(state: OnboardState, plan: GroupPlan, table: SlotTable) -> None:
     table.unpin(slot for slot in state.slots if slot is not None)
     plan.fall_back(is_own)
     state.hashes = plan.needed()
-    state.slots = [*table.pin_prefix(state.hashes)]
-    state.run = len(state.slots)
+    slots = table.pin_prefix(state.hashes)
+    state.slots, state.blocks = [*slots], table.blocks_in(slots)
+    state.run = len(slots)
     assert state.run == len(state.hashes), state.owner
     places = enumerate(state.hashes)
     state.came_from = {at: came_from[name] for at, name in places if name in came_from}
@@ -341,8 +342,7 @@ def _part_sums(blocks: Sequence[Block]) -> bytes:
     A namespace says how blocks are cut, so all blocks of a run are cut alike. An engine that asks
     for blocks of several namespaces gets no checksums that it could misread.
     """
-    codes = {block.code for block in blocks}
-    if len(codes) != 1 or codes == {1}:
+    if _OF_ONE_PART.issuperset(map(_PARTS, blocks)) or len({block.code for block in blocks}) != 1:
         return b""
     return b"".join(block.part_sums for block in blocks)
 

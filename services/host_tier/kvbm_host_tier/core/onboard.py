@@ -134,9 +134,11 @@ class Onboard:
     def _begin(self, state: OnboardState, now_ms: int) -> int:
         """Pin what is here, have filled what is below; returns how many blocks were here."""
         state.slots += self._table.pin_prefix(state.hashes)  # All of them, in the common case.
-        here = state.run = len(state.slots)
+        state.run = len(state.slots)
+        self._answers.keep_own(state)
+        here = state.run
         fills, question = list[SequenceHash](), 0
-        if here < len(state.hashes):
+        if here < len(state.hashes) and not state.reason:
             fills = self._walk_rest(state, now_ms)
         self._admit(state.hashes, state.slots)
         if state.reason == "not_stored" and state.plan is None:
