@@ -17,8 +17,9 @@ from kvbm_common.access.roles import ADMIN
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.consumers import Start
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.event_subscription import EventSubscription, Start
+from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.marked_messages import UNMARKED
 from kvbm_common.nats.since import start_of
 from kvbm_common.nats.streams import CONSOLIDATED, EVENTS

@@ -29,7 +29,7 @@ from kvbm_common.access.secret_files import SecretFile, write_secret
 from kvbm_common.config.schema import TOKEN
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
-from kvbm_common.nats.streams import STREAMS
+from kvbm_common.nats.streams import CONSUMERS_MAX, STREAMS
 
 from kvbm_cli.creds.server_users import user_of
 
@@ -41,8 +41,6 @@ LAYOUT = "layout.json"
 CONFIGURATION = "nats-server.conf"
 STORE_ROOM = 1.25
 """JetStream reserves what streams may grow to; their files take a little more."""
-CONSUMERS_MAX = 4_096
-"""Of one tenant: a reader has one, and a service a few."""
 MEMORY_BYTES = 64 * 1024 * 1024
 
 

@@ -22,16 +22,19 @@ from kvbm_common.access.nats_access import NatsAccess, of_url
 from kvbm_common.errors import (
     BusUnavailable,
     DeadlineExceeded,
+    KvbmError,
     MessageTooLarge,
     NoResponder,
     NotPermitted,
 )
 from kvbm_common.nats.answers import Answers, request_failed
+from kvbm_common.nats.bus_counters import BusCounters, label_of
+from kvbm_common.nats.consumers import Start
 from kvbm_common.nats.deadline import within
 from kvbm_common.nats.direct_client import DirectClient, next_server
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_publisher import EventPublisher
-from kvbm_common.nats.event_subscription import EventSubscription, Start
+from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.jetstream import BACKOFF_S, ensure_stream
 from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.streams import EVENTS, StreamSpec
@@ -81,12 +84,7 @@ class Bus:
         self.trouble = ""
         """What the server or the library has complained of last."""
         self._log = OncePerKind(_logger)
-        self._dropped = counters.counter(
-            "kvbm_bus_dropped_total", "Messages dropped at the bus.", labels=("reason", "subject")
-        )
-        self._reconnections = counters.counter(
-            "kvbm_bus_reconnects_total", "Times that NATS came back."
-        )
+        self._counts = BusCounters(counters)
 
     # ---- the connection ----------------------------------------------------------------------
 
@@ -177,7 +175,7 @@ class Bus:
         try:
             await self.publish_raw(subject, payload)
         except (BusUnavailable, MessageTooLarge) as error:
-            self._dropped.labels(reason=error.code, subject=_label(subject)).inc()
+            self._counts.dropped(error.code, subject)
             self._log.warning(f"publish_{error.code}", str(error))
             return False
         return True
@@ -210,7 +208,7 @@ class Bus:
 
         async def on_message(message: Msg) -> None:
             if self.guarded and (message.reply or message.headers):
-                self._dropped.labels(reason="unexpected", subject=_label(subject)).inc()
+                self._counts.dropped("unexpected", subject)
                 return
             try:
                 outcome = handler(message.subject, message.data)
@@ -265,6 +263,11 @@ class Bus:
         )
 
     # ---- Link: what JetStream needs ----------------------------------------------------------
+
+    def note_refused(self, stream: str, error: KvbmError) -> None:
+        """Count and log that the server has refused to let this connection read a stream."""
+        self._counts.refused(stream, error.code)
+        self._log.warning("refused", f"{stream} cannot be read as usual: {error}")
 
     def new_inbox(self) -> str:
         """Return a subject on which no other client listens."""
@@ -339,7 +342,7 @@ class Bus:
             subscription = await begin
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
-        self._patterns[subscription] = _label(subject)
+        self._patterns[subscription] = label_of(subject)
 
         async def unsubscribe() -> None:
             self._patterns.pop(subscription, None)
@@ -354,7 +357,7 @@ class Bus:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             label = self._patterns.get(error.sub, "other")
-            self._dropped.labels(reason="slow_consumer", subject=label).inc()
+            self._counts.dropped("slow_consumer", label)
             self._log.warning("slow_consumer", f"messages of {label} are dropped")
             return
         said = str(error) or type(error).__name__
@@ -379,7 +382,7 @@ class Bus:
 
     async def _on_reconnected(self) -> None:
         self._generation += 1
-        self._reconnections.inc()
+        self._counts.reconnected()
         self._connected.set()
         _logger.info("NATS is back")
         for callback in list(self._callbacks):
@@ -390,8 +393,3 @@ class Bus:
         if not self._closing:
             _logger.error("NATS ended the connection: %s", self._client.last_error)
             self.closed_by_server.set()
-
-
-def _label(subject: str) -> str:
-    """Return a subject as a label with few values: inboxes are all one."""
-    return "_INBOX" if subject.startswith("_INBOX") else subject

@@ -24,24 +24,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from itertools import islice, repeat, takewhile
-from typing import Any, Literal, NamedTuple
 
-import msgspec
-
-from kvbm_common.errors import DeadlineExceeded, KvbmError
+from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError
+from kvbm_common.nats.consumers import Resume, Start, make_consumer, start_config
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.jetstream import (
     Backoff,
     Link,
     StreamInfo,
     StreamState,
-    call_api,
     ensure_stream,
 )
 from kvbm_common.nats.marked_messages import checked
 from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.stream_positions import (
-    ConsumerInfo,
     Horizon,
     alike_positions,
     is_event,
@@ -51,28 +47,12 @@ from kvbm_common.nats.stream_positions import (
 )
 from kvbm_common.nats.streams import StreamSpec
 
-
-class Resume(NamedTuple):
-    """Behind a position of a stream that was made at this time."""
-
-    created: datetime
-    position: int
-
-
-Start = Literal["all", "new", "last_per_subject"] | int | datetime | Resume
-"""Where to begin: everything kept, what comes from now on, the last message of each subject, a
-stream sequence, a time, or where another reader has stopped."""
-
-HEARTBEAT_S = 0.5
-"""An idle server says so this often."""
 SILENCE_S = 2.0
 """After so long without a message or heartbeat the consumer is taken for lost."""
 CHECK_S = 5.0
 """How often a subscription to a part of a stream looks whether something was dropped."""
 BATCH_MAX = 128
 """Messages per batch: enough to amortise a wake-up, few enough to keep the event loop alive."""
-INACTIVE_S = 5.0
-"""The server drops a consumer without a listener after this time."""
 CONTROL = "100"
 """The status header of heartbeats and flow control requests."""
 
@@ -115,6 +95,8 @@ class EventSubscription:
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         self._forget_reconnect = link.on_reconnect(self._arrival.set)
         self._closed = False
+        self.refusal = ""
+        """Why no consumer could be made the last time; empty: one is in place, or not tried."""
         self.recreated = 0
         """How often a consumer was made again; the first one does not count."""
 
@@ -290,11 +272,20 @@ class EventSubscription:
                 continue
             try:
                 await self._try_consumer()
+                self.refusal = ""
                 return
             except KvbmError as error:
-                _log.debug("%s: no consumer yet: %s", self._spec.name, error)
+                self._refused(error)
                 await self._drop_consumer()
                 await backoff.sleep()
+
+    def _refused(self, error: KvbmError) -> None:
+        """Remember why there is no consumer, for whoever asks whether this reader is well."""
+        self.refusal = str(error)
+        if isinstance(error, (BusUnavailable, DeadlineExceeded)):
+            _log.debug("%s: no consumer yet: %s", self._spec.name, error)
+            return
+        self._link.note_refused(self._spec.name, error)
 
     async def _try_consumer(self) -> None:
         await self._drop_consumer()
@@ -305,12 +296,8 @@ class EventSubscription:
         inbox = self._link.new_inbox()
         self._unsubscribe = await self._link.subscribe_raw(inbox, self._on_messages)
         self._consumer_name = name = inbox.rsplit(".", 1)[-1]
-        request = {
-            "stream_name": self._spec.name,
-            "config": self._consumer_config(name, inbox),
-        }
-        verb = f"CONSUMER.CREATE.{self._spec.name}.{name}.{self._subject}"
-        info = msgspec.json.decode(await call_api(self._link, verb, request), type=ConsumerInfo)
+        start = start_config(self._start, self._position)
+        info = await make_consumer(self._link, self._spec, name, inbox, self._subject, start)
         if info.num_pending == 0:
             self._caught_up.set()
 
@@ -355,38 +342,6 @@ class EventSubscription:
         _log.warning("%s has dropped messages that were not read", self._spec.name)
         self._horizon.begin(self._position, state)
         self._on_stream_lost()
-
-    def _consumer_config(self, name: str, inbox: str) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "name": name,
-            "deliver_subject": inbox,
-            "filter_subject": self._subject,
-            "ack_policy": "none",
-            "max_deliver": 1,
-            "replay_policy": "instant",
-            "flow_control": True,
-            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
-            "inactive_threshold": int(INACTIVE_S * 1e9),
-            "mem_storage": True,
-            "num_replicas": 1,
-        }
-        return config | self._start_config()
-
-    def _start_config(self) -> dict[str, Any]:
-        if self._position > 0:
-            return {"deliver_policy": "by_start_sequence", "opt_start_seq": self._position + 1}
-        if isinstance(self._start, int):
-            return {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, self._start)}
-        if isinstance(self._start, datetime):
-            assert self._start.tzinfo is not None, "a start time has a time zone"
-            return {
-                "deliver_policy": "by_start_time",
-                "opt_start_time": self._start.isoformat(),
-            }
-        if self._start == "last_per_subject":
-            return {"deliver_policy": "last_per_subject"}
-        # An empty stream read from "new" has position 0, and then everything is new.
-        return {"deliver_policy": "all"}
 
     async def _drop_consumer(self) -> None:
         unsubscribe, self._unsubscribe = self._unsubscribe, None

@@ -63,6 +63,9 @@ class Link(Protocol):
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back after every reconnection; returns the function that ends it."""
 
+    def note_refused(self, stream: str, error: KvbmError) -> None:
+        """Count and log that the server has refused to let this connection read a stream."""
+
     def new_inbox(self) -> str:
         """Return a subject on which no other client listens."""
 

@@ -7,7 +7,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 from kvbm_common.errors import ConfigError
-from kvbm_common.nats.event_subscription import Start
+from kvbm_common.nats.consumers import Start
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Seconds of each unit."""

@@ -1,6 +1,6 @@
 """What the role `admin` does on the bus: every stream is there, and protects what it must.
 
-A stream that is there keeps its limits; what its messages may be made to do is set again.
+A stream that is there keeps its limits; what its messages and readers may do is set again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from kvbm_common.nats.jetstream import Link, call_api, ensure_stream
+from kvbm_common.nats.jetstream import JetStreamError, Link, call_api, ensure_stream
 from kvbm_common.nats.streams import STREAMS, StreamSpec
 
 PROTECTIONS = ("allow_rollup_hdrs", "deny_delete", "deny_purge", "allow_direct")
+READERS = ("max_consumers", "consumer_limits")
 
 _log = logging.getLogger(__name__)
 
@@ -35,13 +36,28 @@ async def _set_up(link: Link, spec: StreamSpec) -> bool:
     described = await call_api(link, f"STREAM.INFO.{spec.name}")
     now = msgspec.json.decode(described, type=_Described).config
     wanted = spec.as_config()
+    changed = await _set(link, now, wanted, PROTECTIONS)
+    for name in READERS:
+        try:
+            changed |= await _set(link, now, wanted, (name,))
+        except JetStreamError as error:  # An older server, or readers that ask for more.
+            _log.warning("%s keeps its %s: %s", spec.name, name, error)
+    return changed
+
+
+async def _set(
+    link: Link, now: dict[str, Any], wanted: dict[str, Any], names: tuple[str, ...]
+) -> bool:
+    """Have a stream's configuration, which is `now`, changed where it is not as wanted."""
     changes = {
         name: wanted.get(name, False)
-        for name in PROTECTIONS
+        for name in names
         if now.get(name, False) != wanted.get(name, False)
     }
     if not changes:
         return False
-    _log.info("%s: %s", spec.name, changes)
-    await call_api(link, f"STREAM.UPDATE.{spec.name}", now | changes)
+    stream = wanted["name"]
+    _log.info("%s: %s", stream, changes)
+    await call_api(link, f"STREAM.UPDATE.{stream}", now | changes)
+    now |= changes
     return True

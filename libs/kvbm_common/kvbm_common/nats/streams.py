@@ -19,6 +19,11 @@ MARK = "Nats-Expected-Stream"
 """The header; nats-server refuses a message whose stream is another one."""
 _VERSION = b"NATS/1.0"
 _MARKED = f"\r\n{MARK}:".encode()
+CONSUMERS_MAX = 4_096
+"""Of one stream, at 50 KB of the server's memory each: a reader has one, and a service a few."""
+CONSUMER_IDLE_S = 300.0
+"""A consumer without a listener ends after this time, also a durable one. A shorter time would
+refuse the ordered consumers of NATS's own clients, which ask for so much."""
 REGISTRY_BUCKET = "kvbm-registry"
 IMAGES_BUCKET = "KVBM_INDEX"
 
@@ -74,6 +79,8 @@ class StreamSpec:
             "max_bytes": self.bytes_max,
             "max_age": int(self.age_max_s * 1e9),
             "max_msgs_per_subject": self.per_subject_max,
+            "max_consumers": CONSUMERS_MAX,
+            "consumer_limits": {"inactive_threshold": int(CONSUMER_IDLE_S * 1e9)},
             "duplicate_window": int(min(self.duplicate_window_s, self.age_max_s) * 1e9),
         }
         if self.per_subject_max == 1:

@@ -11,8 +11,9 @@ from datetime import datetime
 import msgspec
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.consumers import Resume, Start
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.event_subscription import EventSubscription, Resume, Start
+from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.snapshots import ask_snapshot
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.logs import OncePerKind
@@ -64,6 +65,7 @@ from kvbm_index.core.messages import (
 from kvbm_index.core.requests import decoded, encoded, hashes_of
 from kvbm_index.core.snapshot_loader import SnapshotLoader
 from kvbm_index.shell.image_store import ImageStore
+from kvbm_index.shell.readiness import Readiness
 
 INBOX_BATCHES_MAX = 64
 """Batches of up to 128 events that wait for the core: flow control holds the rest at NATS."""
@@ -104,8 +106,7 @@ class IndexShell:
             context.bus, context.counters, interval_s=context.settings.index_image_s
         )
         self._running: list[asyncio.Task[None]] = []
-        self._caught_up = False
-        self._registry_read = False
+        self._readiness = Readiness()
         self._log = OncePerKind(log)
         counters = context.counters
         self._dropped = counters.counter(
@@ -133,6 +134,7 @@ class IndexShell:
             ) as events,
             asyncio.TaskGroup() as tasks,
         ):
+            self._readiness.subscription = events
             self._running += [
                 tasks.create_task(self._loop.run(), name="core"),
                 tasks.create_task(self._follow(events), name="events"),
@@ -203,19 +205,19 @@ class IndexShell:
             self._lag.observe(lag_s)
 
     async def _wait_caught_up(self, subscription: EventSubscription) -> None:
-        while not self._caught_up:
+        while not self._readiness.caught_up:
             try:
                 await subscription.wait_caught_up(deadline_s=READY_DEADLINE_S)
-                self._caught_up = True
+                self._readiness.caught_up = True
             except DeadlineExceeded as error:
                 self._log.warning("catch_up", f"still reading the stream: {error}")
 
     async def _read_registry(self) -> None:
-        while not self._registry_read:
+        while not self._readiness.registry_read:
             try:
                 await self._context.registry.list()
                 self._loop.complete(RegistryRead())
-                self._registry_read = True
+                self._readiness.registry_read = True
             except RegistryUnavailable as error:
                 self._log.warning("registry", str(error))
                 await asyncio.sleep(SNAPSHOT_DEADLINE_S / 10)
@@ -223,7 +225,7 @@ class IndexShell:
     async def _wait_ready(self) -> None:
         """Wait until history and registry are read; after a deadline, serve what is known."""
         give_up_s = time.monotonic() + READY_DEADLINE_S
-        while self._reasons() and time.monotonic() < give_up_s:
+        while self._readiness.reasons() and time.monotonic() < give_up_s:
             if self._context.stopping.is_set():
                 return
             await asyncio.sleep(TICK_MS / 1000)
@@ -330,15 +332,11 @@ class IndexShell:
             host=context.host,
             instance=context.instance,
             epoch=context.epoch,
-            ready=not self._reasons(),
-            reasons=self._reasons(),
+            ready=not self._readiness.reasons(),
+            reasons=self._readiness.reasons(),
             figures=figures | {"dropped": float(sum(statistics.drops.values()))},
             positions={f"{key.host}.{key.source}": list(at) for key, at in positions.items()},
         )
-
-    def _reasons(self) -> list[str]:
-        reasons = [] if self._caught_up else ["reading the event stream"]
-        return reasons if self._registry_read else [*reasons, "reading the registry"]
 
 
 async def _others() -> None:

@@ -14,8 +14,8 @@ from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.consumers import Start
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.event_subscription import Start
 from kvbm_common.nats.jetstream import ensure_stream
 from kvbm_common.nats.marked_messages import UNMARKED
 from kvbm_common.nats.since import start_of
