@@ -15,12 +15,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvbm_cli.creds.embedded import authorization_of
 from kvbm_common.access import nkeys
+from kvbm_common.access.nats_access import nats_access
 from kvbm_common.access.roles import ADMIN, CONSUMER
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.direct_client import DirectClient
+from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import JetStreamError, call_api, publish_acknowledged
+from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import CONSUMER_IDLE_S, EVENTS, REGISTRY, STREAMS, StreamSpec
 from kvbm_common.service.process import serve
 from kvbm_common.tier.announcer import Announcer
@@ -36,6 +41,7 @@ FLOOD = 1_100
 """Durable consumers that the attacker makes, or tries to."""
 AT_ONCE = 100
 DEADLINE_S = 15.0
+REFUSED = {"stream": EVENTS.name, "code": "jetstream_error"}
 PARTS = {EVENTS.name: "kvbm.v1.events.>", REGISTRY.name: "$KV.kvbm-registry.services.>"}
 
 
@@ -176,6 +182,28 @@ async def test_a_thousand_durable_readers_leave_room_for_others(
     assert set(await flood(attacker, EVENTS)) == {0}
     await announce(admin, "host-tier-0")
     assert (await read_one(guarded))["source"] == "host-tier-0"
+
+
+async def test_a_flood_of_readers_at_a_stack_of_one_machine(tmp_path: Path) -> None:
+    """The server of `kvbm up`, whose users are no account: an index reads all the same, and so
+    does one more reader. Without a limit of ours the server has one of 1,000 for each stream."""
+    users = authorization_of(tmp_path / "creds", host="a", instances=["0"])
+    async with NatsServer(tmp_path / "nats", more={"authorization": users}) as server:
+        given = {"nats_url": server.url, "host": "a", "creds_dir": tmp_path / "creds"}
+        roles = (ADMIN, CONSUMER, "index")
+        buses = [
+            await Bus.connect(nats_access(Settings.load({}, given), role), role) for role in roles
+        ]
+        admin, attacker, index = buses
+        await set_up_streams(admin)
+        assert set(await flood(attacker, EVENTS)) == {0}
+        await announce(admin, "host-tier-0")
+        for reader in (index, attacker):
+            async with asyncio.timeout(DEADLINE_S), reader.event_subscription() as events:
+                assert len(await anext(events)) > 0
+            assert reader.counters.value("kvbm_bus_readers_refused_total", **REFUSED) == 0
+        for bus in buses:
+            await bus.close()
 
 
 async def test_a_durable_reader_without_a_listener_ends(

@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 from kvbm_common.config.settings import Settings
-from kvbm_common.identity import SequenceHash, pack_hashes
+from kvbm_common.identity import Namespace, SequenceHash, pack_hashes
 from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.local import (
     Beat,
@@ -46,8 +46,16 @@ T = TypeVar("T")
 class RealEngine:
     """One engine with one rank. Device block b holds `memory[b]`."""
 
-    def __init__(self, settings: Settings, *, engine: str = "ada", life: int = 1) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        engine: str = "ada",
+        life: int = 1,
+        namespace: Namespace = NAMESPACE,
+    ) -> None:
         self.engine, self.incarnation, self.host = engine, incarnation(life), settings.host
+        self.namespace = namespace
         rng = np.random.default_rng(life)
         self.memory = rng.integers(0, 256, (DEVICE_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self._context = zmq.asyncio.Context()
@@ -60,7 +68,7 @@ class RealEngine:
         self.worker = WorkerHalf(
             engine=engine,
             incarnation=self.incarnation,
-            namespace=NAMESPACE,
+            namespace=namespace,
             regions=[region],
             host_tier_endpoint=settings.host_tier_endpoint,
             on_news=self._ring,
@@ -88,7 +96,7 @@ class RealEngine:
     def hello(self) -> Hello:
         """The scheduler half's introduction."""
         return Hello(engine=self.engine, incarnation=self.incarnation, role="scheduler",
-                     namespace=NAMESPACE)  # fmt: skip
+                     namespace=self.namespace)  # fmt: skip
 
     async def attach(self) -> Welcome:
         """Introduce both halves; the welcome comes when NIXL knows the worker."""
@@ -111,7 +119,7 @@ class RealEngine:
             blocks=list(numbers),
         )
         return Offer(host=self.host, engine=self.engine, incarnation=self.incarnation,
-                     offer=self._ids, namespace=NAMESPACE.digest.hex(), deadline_ms=5_000,
+                     offer=self._ids, namespace=self.namespace.digest.hex(), deadline_ms=5_000,
                      runs=[run])  # fmt: skip
 
     async def publish(self, bus: Bus, offer: Offer) -> Pulled:
@@ -131,7 +139,7 @@ class RealEngine:
         """A question."""
         self._ids += 1
         return Lookup(engine=self.engine, incarnation=self.incarnation, lookup=self._ids,
-                      namespace=NAMESPACE.digest, hashes=pack_hashes(names), lease_ms=lease_ms,
+                      namespace=self.namespace.digest, hashes=pack_hashes(names), lease_ms=lease_ms,
                       deadline_ms=500)  # fmt: skip
 
     async def look_up(self, *numbers: int, lease_ms: int = 5_000) -> Found:
@@ -184,7 +192,9 @@ class RealEngine:
 
     @classmethod
     @asynccontextmanager
-    async def living(cls, settings: Settings, **kwargs: int | str) -> AsyncIterator[RealEngine]:
+    async def living(
+        cls, settings: Settings, **kwargs: int | str | Namespace
+    ) -> AsyncIterator[RealEngine]:
         """An attached engine."""
         engine = cls(settings, **kwargs)  # type: ignore[arg-type]
         try:

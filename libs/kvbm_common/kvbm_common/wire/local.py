@@ -23,12 +23,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvbm_common.identity import Namespace
+from kvbm_common.identity import HASH_BYTES, Namespace
 from kvbm_common.tier.kv_groups import GROUPS_MAX, GroupRun
 from kvbm_common.tier.parts import Share, share_of_rank
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.events import Natural, Token
+from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
 Positive = Annotated[int, Meta(ge=1)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
@@ -166,7 +167,7 @@ class Lookup(_Message, frozen=True, kw_only=True):
     lookup: Natural
     namespace: bytes
     """The 32-byte digest."""
-    hashes: bytes
+    hashes: Annotated[bytes, Meta(max_length=HASH_BYTES * MATCH_BLOCKS_MAX)]
     """Packed, 16 bytes each, prefix first."""
     lease_ms: Positive
     deadline_ms: Positive
@@ -183,7 +184,7 @@ class Lookup(_Message, frozen=True, kw_only=True):
     """With a trace: when the onboard began, wall clock."""
     parent: str = ""
     """With a trace: the `traceparent` of the engine's own span, if it has one."""
-    groups: list[GroupRun] = []
+    groups: Annotated[list[GroupRun], Meta(max_length=GROUPS_MAX)] = []
     """Of a model with several KV groups: how `hashes` is cut into groups. The answer is the largest
     boundary at which every group has what a hit needs."""
 
@@ -243,7 +244,7 @@ class Release(_Message, frozen=True, kw_only=True):
     engine: Token
     incarnation: Incarnation
     lease: Natural
-    corrupt: list[Natural] = []
+    corrupt: Annotated[list[Natural], Meta(max_length=MATCH_BLOCKS_MAX)] = []
 
 
 class Pulled(_Message, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from kvbm_host_tier.core.messages import (
     Effect,
     LowerTierJoined,
     StartPull,
+    TellHits,
 )
 from kvbm_host_tier.core.peer_messages import AskHolders, PullFromPeer
 
@@ -60,8 +61,10 @@ def test_a_block_of_another_namespace_in_host_memory_is_a_miss() -> None:
     host = Host()
     joined_by_bob(host)
     host.store(1, 2)
-    found = host.found(asked_by_bob(host, 1, 2, request="r"))
+    effects = asked_by_bob(host, 1, 2, request="r")
+    found = host.found(effects)
     assert (found.slots, found.checksums, found.reason) == ([], [], "other_namespace")
+    assert of(effects, TellHits) == []  # They say how long bob's blocks are, not ada's.
     assert host.slots["active"] == 0
     [told] = host.core.view.explanations("r")
     assert [(s.blocks, s.tier, s.reason) for s in told.segments] == [
