@@ -73,7 +73,7 @@ def _consumer_config(name: str, inbox: str, subject: str) -> dict[str, Any]:
 
 
 def start_config(start: Start, position: int) -> dict[str, Any]:
-    """Return where a consumer begins: behind a position, or where there is none as it was told."""
+    """Return where a consumer begins: behind a position that is above 0, else as it was told."""
     if position > 0:
         return {"deliver_policy": "by_start_sequence", "opt_start_seq": position + 1}
     if isinstance(start, int):

@@ -280,7 +280,7 @@ class EventSubscription:
                 await backoff.sleep()
 
     def _refused(self, error: KvbmError) -> None:
-        """Remember why there is no consumer, for whoever asks whether this reader is well."""
+        """Remember why there is no consumer; what the server refuses is counted and logged."""
         self.refusal = str(error)
         if isinstance(error, (BusUnavailable, DeadlineExceeded)):
             _log.debug("%s: no consumer yet: %s", self._spec.name, error)
