@@ -29,7 +29,7 @@ from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import CONSUMER_IDLE_S, EVENTS, REGISTRY, STREAMS, StreamSpec
 from kvbm_common.service.process import serve
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.wire.events import event_codec, event_subject
+from kvbm_common.wire.events import Event, event_codec, event_subject
 from kvbm_common.wire.verbs import StatsReply, verb_subject
 from kvbm_index.shell.service import serve_index
 
@@ -120,7 +120,8 @@ async def stats_of(admin: Bus) -> StatsReply:
 async def announce(admin: Bus, source: str) -> None:
     """Publish that a tier begins, and has block 1."""
     tier = Announcer(host="a", source=source, tier="host", epoch=1)
-    for event in (tier.cleared("start"), *tier.stored([block(1)])):
+    events: list[Event] = [tier.cleared("start"), *tier.stored([block(1)])]
+    for event in events:
         await publish_acknowledged(admin, EVENTS, event_subject(event), event_codec.encode(event))
 
 

@@ -30,7 +30,7 @@ class BusCounters:
         self._refused.labels(stream=stream, code=code).inc()
 
     def reconnected(self) -> None:
-        """Count a reconnection."""
+        """Count that NATS came back."""
         self._reconnections.inc()
 
 
