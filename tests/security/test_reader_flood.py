@@ -26,7 +26,14 @@ from kvbm_common.nats.direct_client import DirectClient
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import JetStreamError, call_api, publish_acknowledged
 from kvbm_common.nats.stream_setup import set_up_streams
-from kvbm_common.nats.streams import CONSUMER_IDLE_S, EVENTS, REGISTRY, STREAMS, StreamSpec
+from kvbm_common.nats.streams import (
+    CONSUMER_IDLE_S,
+    CONSUMERS_MAX,
+    EVENTS,
+    REGISTRY,
+    STREAMS,
+    StreamSpec,
+)
 from kvbm_common.service.process import serve
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import Event, event_codec, event_subject
@@ -233,11 +240,34 @@ async def test_no_reader_asks_for_a_longer_life(attacker: Bus, spec: StreamSpec)
     assert await durable(attacker, spec, "y", inactive_threshold=longest + 1) == 10153
 
 
-async def test_every_stream_limits_its_readers(admin: Bus) -> None:
-    """The operator's command sets the limits of a stream that is there without them."""
+async def limits_of(admin: Bus, spec: StreamSpec) -> tuple[int, dict[str, int]]:
+    """Return how many consumers a stream may have, and what they may ask for."""
+    described = json.loads(await call_api(admin, f"STREAM.INFO.{spec.name}"))["config"]
+    return described["max_consumers"], described["consumer_limits"]
+
+
+async def test_streams_that_are_there_get_the_limits(admin: Bus) -> None:
+    """A release without them has made the streams: `kvbm nats-streams` and `kvbm up` add them."""
     for spec in STREAMS:
-        described = json.loads(await call_api(admin, f"STREAM.INFO.{spec.name}"))["config"]
-        assert described["consumer_limits"] == {"inactive_threshold": int(CONSUMER_IDLE_S * 1e9)}
+        await change(admin, spec, max_consumers=-1, consumer_limits={})
+    assert await set_up_streams(admin) == [spec.name for spec in STREAMS]
+    for spec in STREAMS:
+        idle = {"inactive_threshold": int(CONSUMER_IDLE_S * 1e9)}
+        assert await limits_of(admin, spec) == (CONSUMERS_MAX, idle)
+    assert await set_up_streams(admin) == []
+
+
+async def test_a_reader_that_has_asked_for_more_hinders_no_start(
+    admin: Bus, attacker: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was made before there was a limit. The log names it; the stream gets its other limit."""
+    await change(admin, EVENTS, max_consumers=-1, consumer_limits={})
+    year = int(365 * 24 * 3600 * 1e9)
+    assert await durable(attacker, EVENTS, "greedy", inactive_threshold=year) == 0
+    await set_up_streams(admin)
+    assert await limits_of(admin, EVENTS) == (CONSUMERS_MAX, {})
+    assert "KVBM_EVENTS keeps its consumer_limits" in caplog.text
+    assert "greedy" in caplog.text
 
 
 async def test_a_refused_index_says_so_and_heals(
