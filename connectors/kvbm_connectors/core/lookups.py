@@ -82,7 +82,7 @@ class OpenLookup:
     hashes: tuple[SequenceHash, ...]
     asked: tuple[SequenceHash, ...]
     """Those of them that were asked for: they come before the first that is avoided."""
-    deadline_ms: int
+    answer_by_ms: int
     """When to stop waiting for the answer."""
     lease_until_ms: int
     """When the lease ends, on our clock."""
@@ -136,22 +136,22 @@ class Lookups:
         hashes: Sequence[SequenceHash],
         now_ms: int,
         *,
-        onboard_ms: int,
+        onboard_deadline_ms: int,
         origin: Origin,
         groups: Sequence[GroupRun] = (),
     ) -> Hit | None:
         """Return the hit of a request that has its answer; None: ask again."""
         assert request, "a lookup without a request"
-        assert onboard_ms >= 0, f"{request} waits {onboard_ms} ms"
+        assert onboard_deadline_ms >= 0, f"{request} waits {onboard_deadline_ms} ms"
         lookup = self._requests.get(request)
         over = lookup is not None and lookup.state in (LookupState.LOST, LookupState.LOADING)
         if lookup is not None and (over or lookup.hashes != tuple(hashes)):
             self.forget(request)  # A load in flight goes on; this is another lookup.
             lookup = None
         if lookup is None:
-            return self._ask(request, hashes, now_ms, onboard_ms, origin, groups)
+            return self._ask(request, hashes, now_ms, onboard_deadline_ms, origin, groups)
         if lookup.state is LookupState.ASKED:
-            if now_ms < lookup.deadline_ms:
+            if now_ms < lookup.answer_by_ms:
                 return None
             self._counts["lookups_unanswered"] += 1
             self._tell(request, lookup.number, "no_answer", len(lookup.asked))
@@ -170,7 +170,7 @@ class Lookups:
         request: str,
         hashes: Sequence[SequenceHash],
         now_ms: int,
-        onboard_ms: int,
+        onboard_deadline_ms: int,
         origin: Origin,
         groups: Sequence[GroupRun],
     ) -> Hit | None:
@@ -185,14 +185,14 @@ class Lookups:
             if hashes:
                 self._tell(request, 0, "avoided", len(hashes))
             return Hit(0, reason="avoided" if hashes else "")
-        number, lease_ms = self._outbox.new_id(), onboard_ms + self._limits.lease_ms
+        number, lease_ms = self._outbox.new_id(), onboard_deadline_ms + self._limits.lease_ms
         self._begin(
             request,
             OpenLookup(
                 number,
                 tuple(hashes),
                 tuple(wanted),
-                deadline_ms=now_ms + onboard_ms + self._limits.answer_margin_ms,
+                answer_by_ms=now_ms + onboard_deadline_ms + self._limits.answer_margin_ms,
                 lease_until_ms=now_ms + lease_ms,
                 state=LOOKUP.next(None, "asked"),
                 groups=tuple(groups),
@@ -202,7 +202,7 @@ class Lookups:
             number,
             wanted,
             lease_ms=lease_ms,
-            deadline_ms=onboard_ms,
+            onboard_deadline_ms=onboard_deadline_ms,
             avoided=avoided,
             request=request if self._attachment.explains else "",
             origin=origin,
