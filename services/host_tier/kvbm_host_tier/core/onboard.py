@@ -176,12 +176,13 @@ class Onboard:
         lookup.reason = "not_stored" if lookup.run < len(lookup.hashes) else ""
         if not fills:
             return fills
-        return self._worth_it(lookup, self._fit(lookup, fills, now_ms), now_ms)
+        fills = self._cut_where_no_room(lookup, fills, now_ms)
+        return self._cut_where_recompute_cheaper(lookup, fills, now_ms)
 
-    def _fit(
+    def _cut_where_no_room(
         self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
     ) -> list[SequenceHash]:
-        """Cut the run at the first fill for which there is no slot."""
+        """Cut the run at the first fill for which there is no slot; returns the fills before."""
         size = lookup.block_bytes = lookup.block_bytes or self._held.size_of(lookup.slots, fills[0])
         room = self._held.make_room(len(fills), size, now_ms) if size else 0
         if room == len(fills):
@@ -191,10 +192,10 @@ class Onboard:
         self._cut(lookup, lookup.hashes.index(fills[room]), reason)
         return fills[:room]
 
-    def _worth_it(
+    def _cut_where_recompute_cheaper(
         self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
     ) -> list[SequenceHash]:
-        """Cut the run at the first fill if the engine computes what is behind it sooner."""
+        """Cut the run at its first fill if the engine computes sooner; returns the fills left."""
         if not fills or not self._cost.is_asked:
             return fills
         place = self._cost.weigh(lookup, fills, now_ms)
@@ -364,9 +365,8 @@ class Onboard:
                 self._cost.ended(lookup, now_ms)
                 self._counts["lookups_cut_by_deadline"] += 1
                 run = lookup.slots.index(None)
-                self._cut(
-                    lookup, run, "deadline", self._below.medium_of(lookup.hashes[run]) or "remote"
-                )
+                place = self._below.medium_of(lookup.hashes[run]) or "remote"
+                self._cut(lookup, run, "deadline", place)
             self._give(lookup, now_ms)
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
         assert all(now_ms < lookup.answer_by_ms for lookup in self._lookups.values())
