@@ -156,3 +156,24 @@ async def test_an_object_tier_that_is_killed_comes_back_with_everything(s3: S3Se
         assert verdict.differences == []
         assert run.mismatches() == 0
         assert run.errors() == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_an_idle_object_tier_says_that_its_directory_is_gone(tmp_path: Path) -> None:
+    """No engine asks for a block, and no listing is due: readiness tells all the same."""
+    shared = tmp_path / "shared"
+    async with running(directory(shared), engines=1) as run:
+        shared.rename(tmp_path / "away")
+
+        async def is_out() -> bool:
+            reasons = (await run.view.stats("object-tier")).reasons
+            return any(f"KVBM_OBJECT_URL file://{shared}" in reason for reason in reasons)
+
+        await wait_until(is_out, "the tier is ready without its directory")
+        (tmp_path / "away").rename(shared)
+
+        async def is_up() -> bool:
+            return (await run.view.stats("object-tier")).ready
+
+        await wait_until(is_up, "the directory is not found again")

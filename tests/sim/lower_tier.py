@@ -121,7 +121,10 @@ class LowerTier(Service):
         if host != self.host.name or not source.startswith(HOST_TIER):
             return
         instance = source.removeprefix(HOST_TIER)
-        self.step(disk.HostJoined(instance) if news.is_there else disk.HostLeft(instance))
+        if news.is_there:
+            self.step(disk.HostJoined(instance, news.epoch))
+        else:
+            self.step(disk.HostLeft(instance))
 
     def _is_host_tiers(self, event: Event) -> bool:
         return event.host == self.host.name and event.source.startswith(HOST_TIER)

@@ -14,7 +14,7 @@ from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_disk_tier.objects.core.listing import Listing
 from kvbm_host_tier.core import fills, peers
-from kvbm_host_tier.core.answers import Answers, OnboardState
+from kvbm_host_tier.core.answers import Answers, OpenLookup
 from kvbm_host_tier.core.arena import ArenaLeases
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.engines import Engine
@@ -42,9 +42,9 @@ def serve_another_namespace(patch: pytest.MonkeyPatch) -> None:
     """Blocks are given to whoever knows their names."""
     keep_own = Answers.keep_own
 
-    def planted(answers: Answers, state: OnboardState) -> None:
-        state.namespaces |= {block.namespace for block in answers._table.blocks()}
-        keep_own(answers, state)
+    def planted(answers: Answers, lookup: OpenLookup) -> None:
+        lookup.namespaces |= {block.namespace for block in answers._table.blocks()}
+        keep_own(answers, lookup)
 
     patch.setattr(Answers, "keep_own", planted)
 

@@ -132,7 +132,7 @@ def _check_lower_tier(node: LowerTier, *, arenas: bool) -> None:
     core = node.core
     counts = core.inventory.table.counts()
     # Writes out of an arena that is not cut yet wait until it is.
-    busy = len(core.writes.flying.by_id) + len(core.reads.flying) + len(core.reads.waiting)
+    busy = len(core.writes.flying.by_id) + len(core.reads.flying) + core.reads.waiting_count
     require(core.view.idle() or not (arenas or busy), f"{node.name} is not idle")
     require(counts["active"] == 0, f"pinned slots left in {node.name}: {counts}")
     require(counts["staged"] == 0, f"staged slots left in {node.name}: {counts}")

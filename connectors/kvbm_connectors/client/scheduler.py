@@ -216,7 +216,7 @@ class SchedulerHalf:
         request: str,
         hashes: Sequence[SequenceHash],
         *,
-        deadline_ms: int | None = None,
+        onboard_deadline_ms: int | None = None,
         first_tokens: Sequence[int] | np.ndarray | None = None,
         trace: str = "",
         hurry: bool = True,
@@ -233,8 +233,9 @@ class SchedulerHalf:
         effects: list[Effect] = []
         with self._guarded("lookup"):
             hit, effects = self._core.lookup(
-                request, hashes, _now_ms(), deadline_ms=deadline_ms, origin=origin, groups=groups
-            )
+                request, hashes, _now_ms(), onboard_deadline_ms=onboard_deadline_ms, origin=origin,
+                groups=groups,
+            )  # fmt: skip
         self._carry_out(effects, hurry=hurry)
         return hit
 

@@ -128,20 +128,24 @@ class ConnectorCore:
         hashes: Sequence[SequenceHash],
         now_ms: int,
         *,
-        deadline_ms: int | None = None,
+        onboard_deadline_ms: int | None = None,
         origin: Origin = UNSAID,
         groups: Sequence[GroupRun] = (),
     ) -> tuple[Hit | None, list[Effect]]:
         """Return which run of these blocks can be onboarded; None: ask again.
 
         Idempotent: asking again with the same hashes changes nothing. Other hashes begin another
-        lookup. `deadline_ms` goes before the limit of that name, for an engine that waits for the
-        answer. `origin` is what only serves to explain and to trace. Of a model with several KV
-        groups, `groups` says how `hashes` is cut into them.
+        lookup. `onboard_deadline_ms` goes before the limit of that name, for an engine that waits
+        for the answer. `origin` is what only serves to explain and to trace. Of a model with
+        several KV groups, `groups` says how `hashes` is cut into them.
         """
-        onboard_ms = deadline_ms or self._limits.onboard_deadline_ms
         hit = self._lookups.lookup(
-            request, hashes, now_ms, onboard_ms=onboard_ms, origin=origin, groups=groups
+            request,
+            hashes,
+            now_ms,
+            onboard_deadline_ms=onboard_deadline_ms or self._limits.onboard_deadline_ms,
+            origin=origin,
+            groups=groups,
         )
         assert hit is None or hit.blocks <= len(hashes), self.story(request)
         return hit, self._outbox.drain()

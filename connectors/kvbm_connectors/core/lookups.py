@@ -40,7 +40,7 @@ STORY_MOVES_MAX = 256
 """Moves of lookups that are remembered for stories."""
 
 
-class Stage(Enum):
+class LookupState(Enum):
     """The states of a lookup."""
 
     ASKED = "asked"
@@ -52,47 +52,48 @@ class Stage(Enum):
 LOOKUP = Machine(
     "connector's lookup",
     {
-        (None, "asked"): Stage.ASKED,
-        (Stage.ASKED, "found"): Stage.FOUND,
-        (Stage.ASKED, "no answer"): None,
-        (Stage.ASKED, "forgotten"): None,
-        (Stage.ASKED, "host tier gone"): None,
-        (Stage.FOUND, "taken"): Stage.LOADING,
-        (Stage.FOUND, "lease ended"): None,
-        (Stage.FOUND, "load ended"): None,
-        (Stage.FOUND, "forgotten"): None,
-        (Stage.FOUND, "host tier gone"): Stage.LOST,
-        (Stage.LOADING, "load ended"): None,
-        (Stage.LOADING, "asked again"): None,
-        (Stage.LOADING, "host tier gone"): None,
-        (Stage.LOST, "taken"): None,
-        (Stage.LOST, "load ended"): None,
-        (Stage.LOST, "forgotten"): None,
-        (Stage.LOST, "host tier gone"): Stage.LOST,
+        (None, "asked"): LookupState.ASKED,
+        (LookupState.ASKED, "found"): LookupState.FOUND,
+        (LookupState.ASKED, "no answer"): None,
+        (LookupState.ASKED, "forgotten"): None,
+        (LookupState.ASKED, "host tier gone"): None,
+        (LookupState.FOUND, "taken"): LookupState.LOADING,
+        (LookupState.FOUND, "lease ended"): None,
+        (LookupState.FOUND, "load ended"): None,
+        (LookupState.FOUND, "forgotten"): None,
+        (LookupState.FOUND, "host tier gone"): LookupState.LOST,
+        (LookupState.LOADING, "load ended"): None,
+        (LookupState.LOADING, "asked again"): None,
+        (LookupState.LOADING, "host tier gone"): None,
+        (LookupState.LOST, "taken"): None,
+        (LookupState.LOST, "load ended"): None,
+        (LookupState.LOST, "forgotten"): None,
+        (LookupState.LOST, "host tier gone"): LookupState.LOST,
     },
 )
 
 
 @dataclass(slots=True)
-class RequestState:
-    """One engine request's lookup."""
+class OpenLookup:
+    """One engine request's lookup, until it is over."""
 
-    lookup: int
+    number: int
+    """The id by which the host tier knows it."""
     hashes: tuple[SequenceHash, ...]
     asked: tuple[SequenceHash, ...]
     """Those of them that were asked for: they come before the first that is avoided."""
-    deadline_ms: int
+    answer_by_ms: int
     """When to stop waiting for the answer."""
     lease_until_ms: int
     """When the lease ends, on our clock."""
-    stage: Stage
+    state: LookupState
     found: Found | None = None
     groups: tuple[GroupRun, ...] = ()
     """How `asked` is cut into KV groups, where there are several."""
 
     def names(self) -> tuple[SequenceHash, ...]:
         """Return the names of the blocks that were found, in the order of their slots."""
-        assert self.found is not None, f"lookup {self.lookup} has no answer"
+        assert self.found is not None, f"lookup {self.number} has no answer"
         if not self.groups:
             return self.asked[: len(self.found.slots)]
         return tuple(needed_names(self.groups, split(self.groups, self.asked), self.found.boundary))
@@ -110,9 +111,9 @@ class Lookups:
     ) -> None:
         self._outbox, self._attachment = outbox, attachment
         self._limits, self._counts = limits, counts
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, OpenLookup] = {}
         self._asked: dict[int, str] = {}
-        """Lookup → its request, for every one in ASKED."""
+        """Number of a lookup → its request, for every one in ASKED."""
         self._loading: set[int] = set()
         """Leases of loads in flight, whatever has become of their requests."""
         self._avoided = FailedBlocks(limits.avoid_max)
@@ -124,7 +125,7 @@ class Lookups:
     @property
     def under_way(self) -> bool:
         """Return whether the host tier still has to answer, or leases something to us."""
-        waiting = any(state.stage is not Stage.LOST for state in self._requests.values())
+        waiting = any(lookup.state is not LookupState.LOST for lookup in self._requests.values())
         return waiting or bool(self._loading)
 
     # --- questions and answers --------------------------------------------------------------
@@ -135,32 +136,32 @@ class Lookups:
         hashes: Sequence[SequenceHash],
         now_ms: int,
         *,
-        onboard_ms: int,
+        onboard_deadline_ms: int,
         origin: Origin,
         groups: Sequence[GroupRun] = (),
     ) -> Hit | None:
         """Return the hit of a request that has its answer; None: ask again."""
         assert request, "a lookup without a request"
-        assert onboard_ms >= 0, f"{request} waits {onboard_ms} ms"
-        state = self._requests.get(request)
-        over = state is not None and state.stage in (Stage.LOST, Stage.LOADING)
-        if state is not None and (over or state.hashes != tuple(hashes)):
+        assert onboard_deadline_ms >= 0, f"{request} waits {onboard_deadline_ms} ms"
+        lookup = self._requests.get(request)
+        over = lookup is not None and lookup.state in (LookupState.LOST, LookupState.LOADING)
+        if lookup is not None and (over or lookup.hashes != tuple(hashes)):
             self.forget(request)  # A load in flight goes on; this is another lookup.
-            state = None
-        if state is None:
-            return self._ask(request, hashes, now_ms, onboard_ms, origin, groups)
-        if state.stage is Stage.ASKED:
-            if now_ms < state.deadline_ms:
+            lookup = None
+        if lookup is None:
+            return self._ask(request, hashes, now_ms, onboard_deadline_ms, origin, groups)
+        if lookup.state is LookupState.ASKED:
+            if now_ms < lookup.answer_by_ms:
                 return None
             self._counts["lookups_unanswered"] += 1
-            self._tell(request, state.lookup, "no_answer", len(state.asked))
+            self._tell(request, lookup.number, "no_answer", len(lookup.asked))
             self._move(request, "no answer")
             return Hit(0, reason="no_answer")
-        assert state.found is not None, self.story(request)
-        if now_ms < state.lease_until_ms:
-            return hit_of(state.found)
+        assert lookup.found is not None, self.story(request)
+        if now_ms < lookup.lease_until_ms:
+            return hit_of(lookup.found)
         self._counts["lookups_outlived_lease"] += 1
-        self._tell(request, state.lookup, "lease_ended", len(state.found.slots))
+        self._tell(request, lookup.number, "lease_ended", len(lookup.found.slots))
         self._end(request, "lease ended")
         return Hit(0, reason="lease_ended")
 
@@ -169,7 +170,7 @@ class Lookups:
         request: str,
         hashes: Sequence[SequenceHash],
         now_ms: int,
-        onboard_ms: int,
+        onboard_deadline_ms: int,
         origin: Origin,
         groups: Sequence[GroupRun],
     ) -> Hit | None:
@@ -184,24 +185,24 @@ class Lookups:
             if hashes:
                 self._tell(request, 0, "avoided", len(hashes))
             return Hit(0, reason="avoided" if hashes else "")
-        lookup, lease_ms = self._outbox.new_id(), onboard_ms + self._limits.lease_ms
+        number, lease_ms = self._outbox.new_id(), onboard_deadline_ms + self._limits.lease_ms
         self._begin(
             request,
-            RequestState(
-                lookup,
+            OpenLookup(
+                number,
                 tuple(hashes),
                 tuple(wanted),
-                deadline_ms=now_ms + onboard_ms + self._limits.answer_margin_ms,
+                answer_by_ms=now_ms + onboard_deadline_ms + self._limits.answer_margin_ms,
                 lease_until_ms=now_ms + lease_ms,
-                stage=LOOKUP.next(None, "asked"),
+                state=LOOKUP.next(None, "asked"),
                 groups=tuple(groups),
             ),
         )
         self._outbox.ask(
-            lookup,
+            number,
             wanted,
             lease_ms=lease_ms,
-            deadline_ms=onboard_ms,
+            onboard_deadline_ms=onboard_deadline_ms,
             avoided=avoided,
             request=request if self._attachment.explains else "",
             origin=origin,
@@ -226,40 +227,40 @@ class Lookups:
         kept = [found[: one.blocks] for one, found in zip(shorter, names, strict=True)]
         return [name for found in kept for name in found], shorter
 
-    def _begin(self, request: str, state: RequestState) -> None:
-        assert state.lookup not in self._asked, f"lookup {state.lookup} was asked before"
-        assert len(state.asked) <= len(state.hashes), f"{request} asks for more than it has"
+    def _begin(self, request: str, lookup: OpenLookup) -> None:
+        assert lookup.number not in self._asked, f"lookup {lookup.number} was asked before"
+        assert len(lookup.asked) <= len(lookup.hashes), f"{request} asks for more than it has"
         if request in self._requests:
             self._move(request, "asked again")
-        self._requests[request] = state
-        self._asked[state.lookup] = request
-        self._moves.append((request, state.lookup, "asked"))
+        self._requests[request] = lookup
+        self._asked[lookup.number] = request
+        self._moves.append((request, lookup.number, "asked"))
 
     def found(self, found: Found) -> None:
         """Take an answer; the lease of one that comes too late or unasked goes back at once."""
         request = self._asked.get(found.lookup)
-        state = self._requests[request] if request is not None else None
+        lookup = self._requests[request] if request is not None else None
         if found.epoch != self._attachment.epoch:
             # Its lease ended with that life; an id may mean another lease by now.
             self._counts["answers_unwanted"] += 1
             if request is not None:
                 self.forget(request)  # The engine asks again, and is answered by this life.
-        elif request is None or state is None:
+        elif request is None or lookup is None:
             self._counts["answers_unwanted"] += 1
             self._give_back(found.lease)
-        elif is_sound(found, len(state.asked), state.groups):
-            state.found = found
+        elif is_sound(found, len(lookup.asked), lookup.groups):
+            lookup.found = found
             self._move(request, "found")
         else:
             self._counts["answers_malformed"] += 1
             self._tell(request, found.lookup, "malformed", len(found.slots))
             self._give_back(found.lease)
-            state.found = nothing(found, "malformed")
+            lookup.found = nothing(found, "malformed")
             self._move(request, "found")
 
     def _give_back(self, lease: int) -> None:
         """Give back an unwanted lease; but a second answer must not end the first one's lease."""
-        found = (state.found for state in self._requests.values() if state.found is not None)
+        found = (lookup.found for lookup in self._requests.values() if lookup.found is not None)
         if lease not in self._loading and all(lease != answer.lease for answer in found):
             self._outbox.release(lease)
 
@@ -270,11 +271,11 @@ class Lookups:
 
         Raises ConnectorMisuse.
         """
-        state = self._requests.get(request)
-        if state is None or not LOOKUP.has(state.stage, "taken") or state.found is None:
+        lookup = self._requests.get(request)
+        if lookup is None or not LOOKUP.has(lookup.state, "taken") or lookup.found is None:
             raise ConnectorMisuse(f"request {request} has nothing to load")
-        found, count = state.found, len(blocks)
-        is_part = count < len(found.slots) and not state.groups
+        found, count = lookup.found, len(blocks)
+        is_part = count < len(found.slots) and not lookup.groups
         if not count or not (is_part or count == len(found.slots)):
             raise ConnectorMisuse(f"request {request}: {count} of {len(found.slots)} blocks")
         assert found.lease, self.story(request)
@@ -288,11 +289,11 @@ class Lookups:
             lease=found.lease,
             slots=tuple(found.slots[:count]),
             blocks=tuple(blocks),
-            hashes=state.names()[:count],
+            hashes=lookup.names()[:count],
             checksums=checksums_of(found)[:count],
             block_bytes=found.block_bytes,
-            deadline_ms=state.lease_until_ms,
-            whole=bool(state.groups),
+            deadline_ms=lookup.lease_until_ms,
+            whole=bool(lookup.groups),
         )
 
     def load_ended(self, result: LoadResult, now_ms: int) -> None:
@@ -310,8 +311,8 @@ class Lookups:
             for name, ok in zip(load.hashes, result.intact, strict=True):
                 if not ok:
                     self._avoided.add(name, now_ms + self._limits.avoid_ms)
-        state = self._requests.get(load.request)
-        if state is not None and state.found is not None and state.found.lease == load.lease:
+        lookup = self._requests.get(load.request)
+        if lookup is not None and lookup.found is not None and lookup.found.lease == load.lease:
             self._move(load.request, "load ended")
         if load.epoch == epoch:
             self._outbox.release(load.lease, result.corrupt)
@@ -320,8 +321,8 @@ class Lookups:
 
     def forget(self, request: str) -> None:
         """End a lookup that the engine does not need, but for a load in flight."""
-        state = self._requests.get(request)
-        if state is not None and LOOKUP.has(state.stage, "forgotten"):
+        lookup = self._requests.get(request)
+        if lookup is not None and LOOKUP.has(lookup.state, "forgotten"):
             self._end(request, "forgotten")
 
     def _end(self, request: str, event: str) -> None:
@@ -348,40 +349,45 @@ class Lookups:
         """Ask for failed blocks again when their time is over."""
         self._avoided.tick(now_ms)
 
-    def _tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
+    def _tell(self, request: str, number: int, reason: str, blocks: int) -> None:
         """Tell the host tier what it cannot see, where it explains lookups."""
         assert reason, self.story(request)
         if self._attachment.explains and self._attachment.epoch:
-            self._outbox.tell(request, lookup, reason, blocks)
+            self._outbox.tell(request, number, reason, blocks)
 
     def _move(self, request: str, event: str) -> None:
         """Move a lookup by the table; one that has ended is forgotten."""
-        state = self._requests[request]
-        if not LOOKUP.has(state.stage, event):
+        lookup = self._requests[request]
+        if not LOOKUP.has(lookup.state, event):
             story = "; ".join(self.story(request))
-            raise InvalidTransition(LOOKUP.refusal(state.stage, event, story))
-        if state.stage is Stage.ASKED:
-            del self._asked[state.lookup]
-        self._moves.append((request, state.lookup, event))
-        target = LOOKUP.transitions[state.stage, event]
+            raise InvalidTransition(LOOKUP.refusal(lookup.state, event, story))
+        if lookup.state is LookupState.ASKED:
+            del self._asked[lookup.number]
+        self._moves.append((request, lookup.number, event))
+        target = LOOKUP.transitions[lookup.state, event]
         if target is None:
             del self._requests[request]
         else:
-            state.stage = target
+            lookup.state = target
 
     def story(self, request: str) -> list[str]:
         """Return the last moves of a request's lookups, newest last."""
         return [
-            f"lookup {lookup} of {name}: {event}"
-            for name, lookup, event in self._moves
+            f"lookup {number} of {name}: {event}"
+            for name, number, event in self._moves
             if name == request
         ]
 
     def check(self) -> None:
         """Assert every invariant of the lookups."""
-        asked = {s.lookup: r for r, s in self._requests.items() if s.stage is Stage.ASKED}
+        asked = {
+            lookup.number: request
+            for request, lookup in self._requests.items()
+            if lookup.state is LookupState.ASKED
+        }
         assert asked == self._asked
-        for request, state in self._requests.items():
-            assert (state.found is None) == (state.stage is Stage.ASKED), self.story(request)
+        for request, lookup in self._requests.items():
+            is_asked = lookup.state is LookupState.ASKED
+            assert (lookup.found is None) == is_asked, self.story(request)
             if not self._attachment.epoch:
-                assert state.stage is Stage.LOST, self.story(request)
+                assert lookup.state is LookupState.LOST, self.story(request)

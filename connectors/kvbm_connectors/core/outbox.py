@@ -39,7 +39,7 @@ class Outbox:
         wanted: Sequence[SequenceHash],
         *,
         lease_ms: int,
-        deadline_ms: int,
+        onboard_deadline_ms: int,
         avoided: int,
         request: str,
         origin: Origin,
@@ -48,7 +48,7 @@ class Outbox:
         """Ask the host tier for a run; an empty `request` keeps the question unexplained."""
         assert wanted, f"lookup {lookup} asks for nothing"
         assert lookup > 0, f"{request}: lookup {lookup}"
-        assert deadline_ms <= lease_ms, f"lookup {lookup}: {deadline_ms} of {lease_ms} ms"
+        assert onboard_deadline_ms <= lease_ms, f"lookup {lookup}: its lease ends too early"
         message = Lookup(
             engine=self._engine,
             incarnation=self._incarnation,
@@ -56,7 +56,7 @@ class Outbox:
             namespace=self._namespace,
             hashes=pack_hashes(wanted),
             lease_ms=lease_ms,
-            deadline_ms=deadline_ms,
+            deadline_ms=onboard_deadline_ms,
             request=request[:REQUEST_CHARS_MAX],
             content=origin.content if request else b"",
             avoided=avoided,

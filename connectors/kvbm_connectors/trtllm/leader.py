@@ -138,7 +138,9 @@ class LeaderSide:
             return None
         while True:
             self._news.clear()
-            hit = self._half.lookup(request, names, deadline_ms=left_ms, first_tokens=first_tokens)
+            hit = self._half.lookup(
+                request, names, onboard_deadline_ms=left_ms, first_tokens=first_tokens
+            )
             if hit is not None:
                 return hit
             self._news.wait(NEWS_WAIT_S)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NULL_BLOCK = 0
-"""vLLM's place holder for blocks that have left a window."""
+"""vLLM's placeholder for blocks that have left a window."""
 
 
 class BlockHolds:

@@ -47,7 +47,7 @@ class DeviceOffers:
         self._holds = holds
         self._step = step_tokens(group.run(0, 0) for group in groups)
         self._numbers = {group.table: at for at, group in enumerate(groups)}
-        """vLLM's number of a group → its place among those that are cached."""
+        """vLLM's number of a group → its index among those that are cached."""
         self._out: dict[int, tuple[str, OfferRun]] = {}
         """Offer → its request and its blocks."""
         self.known = OfferedNames()
@@ -64,7 +64,7 @@ class DeviceOffers:
 
     # --- windows, chunks, states --------------------------------------------------------------
 
-    def keep(self, tracked: Tracked, tables: Tables, end: int) -> None:
+    def hold_tails(self, tracked: Tracked, tables: Tables, end: int) -> None:
         """Hold the blocks of windows and chunks before token `end` that a hit may need, until they
         are offered."""
         if self._holds is None or not self._holds.ready or tracked.refused or not tables:
@@ -74,12 +74,12 @@ class DeviceOffers:
             if group.is_prefix or group.handed_over:
                 continue
             table, size = tables[group.table], group.block_tokens
-            places = range(tracked.kept_until // size, min(end // size, len(table)))
-            near = [one for one in places if is_in_tail(one, group, tracked.boundaries, self._step)]
-            self._keep(tracked, at, {place: table[place] for place in near})
-        tracked.kept_until = max(tracked.kept_until, end)
+            indices = range(tracked.held_until // size, min(end // size, len(table)))
+            tails = [i for i in indices if is_in_tail(i, group, tracked.boundaries, self._step)]
+            self._hold(tracked, at, {index: table[index] for index in tails})
+        tracked.held_until = max(tracked.held_until, end)
 
-    def keep_states(self, tracked: Tracked, handed: Handed) -> None:
+    def hold_states(self, tracked: Tracked, handed: Handed) -> None:
         """Hold the recurrent states that vLLM hands over with this step, until they are offered."""
         if self._holds is None or not self._holds.ready or tracked.refused:
             return
@@ -87,9 +87,9 @@ class DeviceOffers:
             at = self._numbers.get(number)
             # A state inside of a block is found by vLLM alone: hits of ours end with blocks.
             if at is not None and not tokens % self._step:
-                self._keep(tracked, at, {tokens // self._groups[at].block_tokens - 1: block})
+                self._hold(tracked, at, {tokens // self._groups[at].block_tokens - 1: block})
 
-    def keep_tail(self, tracked: Tracked, tables: Tables) -> None:
+    def hold_last_tail(self, tracked: Tracked, tables: Tables) -> None:
         """Hold the last blocks of windows and chunks of a request that ends: the next turn begins
         there.
 
@@ -101,35 +101,35 @@ class DeviceOffers:
         for at, group in enumerate(self._groups):
             if group.is_prefix or group.handed_over:
                 continue
-            table, places = tables[group.table], group.places(0, end)
-            names = tracked.first_names(group.hasher, places.stop)
+            table, indices = tables[group.table], group.needed_indices(0, end)
+            names = tracked.first_names(group.hasher, indices.stop)
             new = [
-                place for place in places if place < len(table) and names[place] not in self.known
+                index for index in indices if index < len(table) and names[index] not in self.known
             ]
-            self._keep(tracked, at, {place: table[place] for place in new})
+            self._hold(tracked, at, {index: table[index] for index in new})
 
-    def _keep(self, tracked: Tracked, at: int, blocks: Mapping[int, int]) -> None:
+    def _hold(self, tracked: Tracked, at: int, blocks: Mapping[int, int]) -> None:
         assert self._holds is not None
         if not blocks:  # Of most steps, which finish no block.
             return
-        group, kept = self._groups[at], tracked.kept.setdefault(at, {})
+        group, held = self._groups[at], tracked.held.setdefault(at, {})
         size = group.block_tokens
         # Of what the device had, some may be offered already.
         names = tracked.first_names(group.hasher, tracked.local // size)
-        for place, block in blocks.items():
-            is_here = place < len(names) and names[place] in self.known
-            if block == NULL_BLOCK or place in kept or is_here or tracked.was_loaded(place, size):
+        for index, block in blocks.items():
+            is_here = index < len(names) and names[index] in self.known
+            if block == NULL_BLOCK or index in held or is_here or tracked.was_loaded(index, size):
                 continue
             self._holds.hold([block])
-            kept[place] = block
+            held[index] = block
 
-    def drop_kept(self, tracked: Tracked) -> None:
+    def release_unoffered(self, tracked: Tracked) -> None:
         """Give back what is held of a request and not on offer."""
-        for kept in tracked.kept.values():
+        for held in tracked.held.values():
             assert self._holds is not None
-            self._holds.release(list(kept.values()))
-        tracked.kept.clear()
-        tracked.kept_until = 0
+            self._holds.release(list(held.values()))
+        tracked.held.clear()
+        tracked.held_until = 0
 
     # --- offers -----------------------------------------------------------------------------
 
@@ -142,30 +142,30 @@ class DeviceOffers:
         for at, group in enumerate(self._groups):
             size = group.block_tokens
             if not group.is_prefix:
-                self._offer_kept(tracked, at, end // size)
+                self._offer_held(tracked, at, end // size)
                 continue
             names = tracked.first_names(group.hasher, end // size)
             table = tables[group.table]
             upto = min(end // size, len(table))
-            places = tracked.places_to_offer(upto, names, self.known.__contains__, size)
-            runs = runs_to_offer(places, table, names, group.hasher.root)
+            indices = tracked.indices_to_offer(upto, names, self.known.__contains__, size)
+            runs = runs_to_offer(indices, table, names, group.hasher.root)
             self._offer_runs(tracked, group, runs, held=False)
         tracked.offered = end
 
-    def offer_kept(self, tracked: Tracked) -> None:
-        """Offer what is kept of a request, as far as its steps have ended."""
+    def offer_held(self, tracked: Tracked) -> None:
+        """Offer what is held of a request, as far as its steps have ended."""
         if tracked.refused:
             return
         self.known.serve(self._half.epoch)
         end = tracked.computed()
-        for at in list(tracked.kept):
-            self._offer_kept(tracked, at, end // self._groups[at].block_tokens)
+        for at in list(tracked.held):
+            self._offer_held(tracked, at, end // self._groups[at].block_tokens)
 
-    def _offer_kept(self, tracked: Tracked, at: int, end: int) -> None:
-        group, kept = self._groups[at], tracked.take_kept(at, end)
-        if kept:
+    def _offer_held(self, tracked: Tracked, at: int, end: int) -> None:
+        group, held = self._groups[at], tracked.take_held(at, end)
+        if held:
             names = tracked.first_names(group.hasher, end)
-            runs = runs_to_offer(list(kept), kept, names, group.hasher.root)
+            runs = runs_to_offer(list(held), held, names, group.hasher.root)
             self._offer_runs(tracked, group, runs, held=True)
 
     def _offer_runs(

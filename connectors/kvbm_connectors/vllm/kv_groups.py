@@ -54,7 +54,7 @@ class KvGroup:
     chunk: int = 0
     """Tokens of a chunk, of chunked attention."""
     table: int = 0
-    """The place of its block table among vLLM's."""
+    """The index of its block table among vLLM's."""
     handed_over: bool = False
     """Blocks are states, which vLLM hands over one by one: its table moves them."""
 
@@ -73,8 +73,8 @@ class KvGroup:
         size = self.block_tokens
         return GroupRun(size, (end - first) // size, self.window, self.chunk, first)
 
-    def places(self, first: int, end: int) -> range:
-        """Return the blocks that a hit up to `end` needs, beside those before `first`."""
+    def needed_indices(self, first: int, end: int) -> range:
+        """Return which blocks a hit up to `end` needs, beside those before `first`."""
         run = self.run(first, end)
         before = first // self.block_tokens
         return range(before + run.first_needed(end - first), before + run.blocks)
@@ -163,7 +163,7 @@ def is_hybrid(kv_cache_config: Any) -> bool:
 
 
 def first_group(kv_cache_config: Any) -> tuple[int, Any]:
-    """Return the place and the spec of the first group with a prefix cache."""
+    """Return the index and the spec of the first group with a prefix cache."""
     groups = enumerate(kv_cache_config.kv_cache_groups)
     return next(
         (at, group.kv_cache_spec) for at, group in groups if is_cacheable(group.kv_cache_spec)
@@ -221,7 +221,7 @@ def _shape_of(group: Any) -> list[Any]:
     return [*rule, *state, *group.layer_names]
 
 
-def is_in_tail(place: int, group: KvGroup, boundaries: Collection[int], step: int) -> bool:
+def is_in_tail(index: int, group: KvGroup, boundaries: Collection[int], step: int) -> bool:
     """Return whether a hit at one of these boundaries, or a regular one, needs a block.
 
     Boundaries are numbers of tokens, multiples of `step`.
@@ -229,9 +229,9 @@ def is_in_tail(place: int, group: KvGroup, boundaries: Collection[int], step: in
     size = group.block_tokens
     if group.window:
         every = -(-TAILS_EVERY * group.window * size // step) * step // size
-        if every - place % every <= group.window:
+        if every - index % every <= group.window:
             return True
-    return any(place in group.places(0, boundary) for boundary in boundaries)
+    return any(index in group.needed_indices(0, boundary) for boundary in boundaries)
 
 
 def runs_of(groups: Sequence[KvGroup], first: int, end: int) -> list[GroupRun]:

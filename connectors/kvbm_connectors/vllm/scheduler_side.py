@@ -159,9 +159,9 @@ class SchedulerSide:
         ids: list[int] = []
         names: list[SequenceHash] = []
         for group in self.groups:
-            places = group.places(tracked.local, end)
-            ids += tables[group.table][places.start : places.stop]
-            names += tracked.first_names(group.hasher, places.stop)[places.start :]
+            needed = group.needed_indices(tracked.local, end)
+            ids += tables[group.table][needed.start : needed.stop]
+            names += tracked.first_names(group.hasher, needed.stop)[needed.start :]
         load = self._take(tracked, names, ids, external_tokens)
         tracked.lease, tracked.sync = load.lease, self._sync and not self._hybrid
         tracked.loaded = (tracked.local, end)
@@ -196,7 +196,7 @@ class SchedulerSide:
         for request in output.preempted_req_ids or ():
             self._preempted(request)
         sent = self._take_ended_offers()
-        self._keep_states(output)
+        self._hold_states(output)
         for request in output.num_scheduled_tokens:
             tracked = self._requests.get(request)
             if tracked is None:
@@ -206,7 +206,7 @@ class SchedulerSide:
                 len((output.scheduled_spec_decode_tokens or {}).get(request, ())),
             )
             tables = tables_of(output.kv_connector_block_state, request)
-            self._offers.keep(tracked, tables, max(0, tracked.dispatched_tokens))
+            self._offers.hold_tails(tracked, tables, max(0, tracked.dispatched_tokens))
             if tracked.computed() // self._least > tracked.offered // self._least:
                 self._offers.offer(tracked, tables)
         self._offer_of_others(output)
@@ -222,24 +222,24 @@ class SchedulerSide:
             sent=tuple(sent),
         )
 
-    def _keep_states(self, output: SchedulerOutput) -> None:
+    def _hold_states(self, output: SchedulerOutput) -> None:
         """Hold the recurrent states that this step computes, or that a load has brought."""
         if not self._has_states:
             return
         for request, handed in states_of(output.kv_connector_block_state).items():
             tracked = self._requests.get(request)
             if tracked is not None and not tracked.finished:
-                self._offers.keep_states(tracked, handed)
+                self._offers.hold_states(tracked, handed)
 
     def _offer_of_others(self, output: SchedulerOutput) -> None:
-        """Offer what is kept of requests that this step leaves out. vLLM may have no blocks for
+        """Offer what is held of requests that this step leaves out. vLLM may have no blocks for
         them, and wait for these."""
         if not self._offers.holding:
             return
         for request, tracked in self._requests.items():
-            if tracked.kept and request not in output.num_scheduled_tokens:
+            if tracked.held and request not in output.num_scheduled_tokens:
                 tracked.passed_over()
-                self._offers.offer_kept(tracked)
+                self._offers.offer_held(tracked)
 
     def _expects(self, waiting: int) -> bool:
         loading = any(tracked.lease is not None for tracked in self._requests.values())
@@ -268,7 +268,7 @@ class SchedulerSide:
             tracked.unloadable |= result.load.whole
         tracked.loaded = (first, end)
         tracked.offered = min(tracked.offered, end)
-        tracked.kept_until = min(tracked.kept_until, end)
+        tracked.held_until = min(tracked.held_until, end)
         if tracked.finished and not tracked.offers:
             del self._requests[result.load.request]
 
@@ -297,7 +297,7 @@ class SchedulerSide:
         self.evict(tracked.request, tracked.written)
         if tracked.offers:
             self._offers.revoke(tracked.offers)
-        self._offers.drop_kept(tracked)
+        self._offers.release_unoffered(tracked)
         tracked.offers.clear()
         tracked.offered = 0
         tracked.readmitted()
@@ -313,9 +313,9 @@ class SchedulerSide:
         if tracked is None:
             return False
         self._half.forget(name)
-        self._offers.keep_tail(tracked, tables)
+        self._offers.hold_last_tail(tracked, tables)
         self._offers.offer(tracked, tables)
-        self._offers.drop_kept(tracked)
+        self._offers.release_unoffered(tracked)
         if tracked.awaits_its_load:
             # Aborted: vLLM looks for the blocks of a failed load in running requests only.
             self.evict(request, tracked.loaded[0])
@@ -359,7 +359,7 @@ class SchedulerSide:
 
     def _refuse(self, tracked: Tracked, reason: str) -> None:
         """Store nothing of a request any more, and load nothing for it."""
-        self._offers.drop_kept(tracked)
+        self._offers.release_unoffered(tracked)
         if not tracked.refused:
             tracked.refused = reason
             self.counts[f"requests_refused.{reason}"] += 1

@@ -35,7 +35,7 @@ def refusal_of_request(request: EngineRequest) -> str:
 @dataclass(slots=True)
 class Tracked:
     """A request and what is known of its blocks. Its groups have blocks of several sizes, so that
-    places in the sequence are numbers of tokens."""
+    positions in the sequence are numbers of tokens."""
 
     request: EngineRequest
     refused: str
@@ -69,12 +69,12 @@ class Tracked:
     """Offers that are not over: as long as there are any, the blocks are held."""
     finished: bool = False
     boundaries: set[int] = field(default_factory=set)
-    """Numbers of tokens at which other requests may hit, so that windows are kept before them."""
-    kept: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Group → place → device block, of blocks that leave their table before they can be offered:
+    """Numbers of tokens at which other requests may hit, so that windows are held before them."""
+    held: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Group → index → device block, of blocks that leave their table before they can be offered:
     held until their step has ended."""
-    kept_until: int = 0
-    """Blocks of the tokens before this one were looked at, whether to keep them."""
+    held_until: int = 0
+    """Blocks of the tokens before this one were looked at, whether to hold them."""
 
     def first_names(self, hasher: Hasher, count: int) -> list[SequenceHash]:
         """Return the names of the first `count` blocks of a group, which must be full."""
@@ -150,7 +150,7 @@ class Tracked:
         request = self.request
         return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
 
-    def places_to_offer(
+    def indices_to_offer(
         self,
         end: int,
         names: Sequence[SequenceHash],
@@ -161,37 +161,37 @@ class Tracked:
         what the device had and the host tier was offered before."""
         local = self.local // block_tokens
         return [
-            place
-            for place in range(self.offered // block_tokens, end)
-            if not self.was_loaded(place, block_tokens)
-            and not (place < local and is_known(names[place]))
+            index
+            for index in range(self.offered // block_tokens, end)
+            if not self.was_loaded(index, block_tokens)
+            and not (index < local and is_known(names[index]))
         ]
 
-    def was_loaded(self, place: int, block_tokens: int) -> bool:
+    def was_loaded(self, index: int, block_tokens: int) -> bool:
         """Return whether a block came from the host tier."""
-        return self.loaded[0] <= place * block_tokens < self.loaded[1]
+        return self.loaded[0] <= index * block_tokens < self.loaded[1]
 
-    def take_kept(self, group: int, end: int) -> dict[int, int]:
-        """Return the kept blocks before place `end` of a group, which are kept no longer."""
-        kept = self.kept.get(group, {})
-        taken = {place: kept.pop(place) for place in sorted(kept) if place < end}
-        if not kept:
-            self.kept.pop(group, None)
+    def take_held(self, group: int, end: int) -> dict[int, int]:
+        """Return the held blocks before index `end` of a group, for an offer that holds them on."""
+        held = self.held.get(group, {})
+        taken = {index: held.pop(index) for index in sorted(held) if index < end}
+        if not held:
+            self.held.pop(group, None)
         return taken
 
 
 def runs_to_offer(
-    places: Sequence[int],
+    indices: Sequence[int],
     blocks: Mapping[int, int] | Sequence[int],
     names: Sequence[SequenceHash],
     root: SequenceHash,
 ) -> list[OfferRun]:
-    """Return runs of consecutive blocks: `blocks` has the device block of each place."""
+    """Return runs of consecutive blocks: `blocks` has the device block of each index."""
     runs: list[OfferRun] = []
-    for first, after in _stretches(places):
+    for first, after in _stretches(indices):
         parent = names[first - 1] if first else root
-        held = tuple(blocks[place] for place in range(first, after))
-        runs.append(OfferRun(parent, tuple(names[first:after]), held))
+        on_device = tuple(blocks[index] for index in range(first, after))
+        runs.append(OfferRun(parent, tuple(names[first:after]), on_device))
     return runs
 
 

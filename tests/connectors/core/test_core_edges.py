@@ -59,7 +59,7 @@ def test_every_field_of_a_lookup() -> None:
     request = "x" * (REQUEST_CHARS_MAX + 44)
     origin = Origin(b"c" * 16, "trace", 7, "parent")
     hit, effects = engine.core.lookup(
-        request, [name(1), name(2), name(3)], 1_000, deadline_ms=30, origin=origin
+        request, [name(1), name(2), name(3)], 1_000, onboard_deadline_ms=30, origin=origin
     )
     engine.took(effects)
     assert hit is None

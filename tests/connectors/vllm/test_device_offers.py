@@ -225,7 +225,7 @@ def test_before_vllm_shows_its_pool_nothing_is_offered() -> None:
 def test_what_is_kept_of_a_request_without_a_step_is_offered_and_given_back() -> None:
     """Goal: vLLM waits for blocks that a connector holds, instead of preempting a request.
 
-    1. A block of the window is kept, and its step ends. There are no blocks for the next step.
+    1. A block of the window is held, and its step ends. There are no blocks for the next step.
     2. A step without the request offers it all the same; the offer ends, and the block is free.
     """
     engine, request = Engine(), Request(all_token_ids=tokens(17))
@@ -329,7 +329,7 @@ def test_vllm_is_told_to_leave_a_state_where_prompts_part() -> None:
 
 
 def test_of_chunks_the_blocks_of_the_last_one_are_kept() -> None:
-    """Goal: a prompt of 25 tokens ends in its second chunk of 16: two blocks are kept of it.
+    """Goal: a prompt of 25 tokens ends in its second chunk of 16: two blocks are held of it.
 
     The end of the first chunk needs no block of the group.
     """
@@ -404,7 +404,7 @@ def test_after_a_load_that_failed_everything_is_offered_again() -> None:
 def test_where_prompts_part_the_window_is_kept() -> None:
     """Goal: the second prompt with a shared beginning makes it a hit for the third.
 
-    The full group has 12 tokens, the window none of them: the window before 12 is kept.
+    The full group has 12 tokens, the window none of them: the window before 12 is held.
     """
     engine, request = Engine(), Request(all_token_ids=tokens(25))
     engine.half.hit = Hit(0, reason="not_stored", boundary=0, shared=12)

@@ -208,12 +208,12 @@ def test_what_a_hit_needs_behind_what_the_device_has() -> None:
     [chunked] = groups_of(config(ChunkedLocalAttentionSpec(16)), NAMESPACE)
     [window] = groups_of(config(SlidingWindowSpec(9)), NAMESPACE)
     [full] = groups_of(config(FullAttentionSpec()), NAMESPACE)
-    assert chunked.places(8, 28) == range(4, 7)
-    assert chunked.places(8, 12) == range(2, 3)
-    assert list(chunked.places(8, 16)) == []
-    assert window.places(8, 28) == range(5, 7)
-    assert window.places(8, 12) == range(2, 3)
-    assert full.places(8, 28) == range(2, 7)
+    assert chunked.needed_indices(8, 28) == range(4, 7)
+    assert chunked.needed_indices(8, 12) == range(2, 3)
+    assert list(chunked.needed_indices(8, 16)) == []
+    assert window.needed_indices(8, 28) == range(5, 7)
+    assert window.needed_indices(8, 12) == range(2, 3)
+    assert full.needed_indices(8, 28) == range(2, 7)
 
 
 def test_engines_that_group_their_layers_otherwise_name_their_blocks_apart() -> None:

@@ -98,31 +98,31 @@ def shorten_windows() -> None:
 
 def shorten_chunks() -> None:
     """A hit brings one block of a chunk too few."""
-    places = original(f"{PREFIX}vllm.kv_groups", "KvGroup", "places")
+    needed = original(f"{PREFIX}vllm.kv_groups", "KvGroup", "needed_indices")
     first = original("kvbm_common.tier.kv_groups", "GroupRun", "first_needed")
 
     def fewer(self: Any, begin: int, end: int) -> range:
-        found: range = places(self, begin, end)
+        found: range = needed(self, begin, end)
         return range(min(found.start + bool(self.chunk), found.stop), found.stop)
 
     def later(self: Any, tokens: int) -> int:
-        place, end = int(first(self, tokens)), tokens // int(self.block_tokens)
-        return min(place + 1, end) if self.chunk else place
+        index, end = int(first(self, tokens)), tokens // int(self.block_tokens)
+        return min(index + 1, end) if self.chunk else index
 
     replace("kvbm_common.tier.kv_groups", "GroupRun", "first_needed", later)
-    replace(f"{PREFIX}vllm.kv_groups", "KvGroup", "places", fewer)
+    replace(f"{PREFIX}vllm.kv_groups", "KvGroup", "needed_indices", fewer)
 
 
 def store_states_of_another_boundary() -> None:
     """A recurrent state is stored as the one a block later."""
-    keep = original(f"{PREFIX}vllm.device_offers", "DeviceOffers", "keep_states")
+    hold = original(f"{PREFIX}vllm.device_offers", "DeviceOffers", "hold_states")
 
     def later(self: Any, tracked: Any, handed: Any) -> None:
         sizes = {group.table: group.block_tokens for group in self._groups}
         moved = [(at, block, tokens + sizes[at]) for at, block, tokens in handed if at in sizes]
-        keep(self, tracked, moved)
+        hold(self, tracked, moved)
 
-    replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "keep_states", later)
+    replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "hold_states", later)
 
 
 def hit_states_alone() -> None:
@@ -159,8 +159,8 @@ def _change_groups(change: Callable[[Any, Any], Any]) -> None:
     replace(f"{PREFIX}vllm.connector", "", "groups_of", changed)
 
 
-def keep_what_waits() -> None:
-    """Blocks that are kept of a request without a step are offered with its next one: it may wait
+def hold_what_waits() -> None:
+    """Blocks that are held of a request without a step are offered with its next one: it may wait
     for them."""
     replace(
         f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_offer_of_others",
@@ -353,7 +353,7 @@ PLANTS = {
         restarts=True,
     ),
     "waiting-windows": Plant(
-        "kept blocks wait for their request", DEVICE, before=keep_what_waits,
+        "held blocks wait for their request", DEVICE, before=hold_what_waits,
     ),
     "second-loads": Plant(
         "a load of several groups that failed is tried again", DEVICE, before=load_again,

@@ -239,8 +239,8 @@ class DiskTierCore:
         match event:
             case HostEvent(instance, host_event):
                 self._host_event(instance, host_event, now_ms)
-            case HostJoined(instance):
-                self.arenas.joined(instance)
+            case HostJoined(instance, epoch):
+                self.arenas.joined(instance, epoch)
             case HostLeft(instance):
                 self.arenas.left(instance)
             case HostEventsLost():
@@ -310,7 +310,7 @@ class DiskTierCore:
         if self.store.kind.sized:
             self.writes.look_for_stalls(now_ms)
         self.health.tick(now_ms)
-        self.arenas.tick()
+        self.arenas.ask_missing()
 
     def _reject(self, event: Input, error: IdentityError) -> None:
         """Drop an input with a hash that only a look inside the message could find invalid."""
@@ -324,7 +324,7 @@ class DiskTierCore:
 
     def _advance(self, now_ms: int) -> None:
         """Begin what the input may have made possible. Reads go first."""
-        if self.reads.waiting:
+        if self.reads.waiting_count:
             self.reads.advance(now_ms)
         flying, reading = self.writes.flying.by_id, self.reads.flying
         if self.store.wants_opening and not flying and not reading:

@@ -80,10 +80,11 @@ class HostArenas:
 
     # --- what is heard ----------------------------------------------------------------------
 
-    def joined(self, instance: str) -> None:
-        """Note that a host tier has joined."""
+    def joined(self, instance: str, epoch: int = 0) -> None:
+        """Note that a host tier has joined, or lives a new life."""
         host = self._of(instance)
         host.is_there = True
+        host.epoch = max(host.epoch, epoch)
         self._ask(host)
         assert host.state in ASKED, f"host tier {instance} is {host.state.name} when it joins"
 
@@ -126,13 +127,18 @@ class HostArenas:
         for arena in self.mapped.values():
             self._ask_snapshot(arena)
 
-    def tick(self) -> None:
-        """Ask again for what is missing."""
+    def ask_missing(self) -> None:
+        """Ask for every arena that is missing and not being asked for."""
         for host in self._hosts.values():
             if host.is_there and self._wants(host):
                 self._ask(host)
 
     # --- questions --------------------------------------------------------------------------
+
+    @property
+    def is_asking(self) -> bool:
+        """Tell whether a host tier is being asked for its arena."""
+        return any(host.state in ASKED for host in self._hosts.values())
 
     def sizes(self) -> set[int]:
         """Return the lengths of the slots in the mapped arenas."""

@@ -29,6 +29,8 @@ class HostJoined:
     """A host tier of this host has joined, or lives a new life."""
 
     instance: str
+    epoch: int = 0
+    """That life; 0: it was not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Reads, G3 → G2: fills that the host tier asks for, verified, and answered per block.
 
-A fill waits for its turn, pins the blocks that are there, reads them into the staged arena slots
-that it was lent, and is answered once. A block whose bytes are wrong is quarantined. The states of
-a fill that is being read are those of `READ`.
+A fill waits for its arena and its turn, pins the blocks that are there, reads them into the staged
+arena slots that it was lent, and is answered once. A block whose bytes are wrong is quarantined.
+The states of a fill that is being read are those of `READ`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvbm_common.tier.slots import Block
 from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import ArenaReply, ErrorBody, FillReply, FillRequest, FillSlot
 
+from kvbm_disk_tier.core.early_fills import EarlyFills
 from kvbm_disk_tier.core.effects import Answer, ReadSlots
 from kvbm_disk_tier.core.health import SLOW_MS, Cause, DiskHealth
 from kvbm_disk_tier.core.host_arenas import HostArenas
@@ -99,16 +100,27 @@ class Reads:
         self._health = health
         self._arenas = arenas
         self._inventory = inventory
+        self._early = EarlyFills(arenas)
         self._arrivals = 0
+
+    @property
+    def waiting_count(self) -> int:
+        """The fills that wait for their arena or their turn."""
+        return len(self.waiting) + len(self._early)
 
     # --- fills ------------------------------------------------------------------------------
 
     def asked(self, event: FillAsked, now_ms: int) -> None:
-        """Let a fill wait for its turn, or refuse it; raises IdentityError."""
+        """Let a fill wait, or refuse it; raises IdentityError."""
         hashes_from_hex([slot.hash for slot in event.request.slots])
-        if len(self.waiting) >= self._limits.reads_waiting_max:
+        if self.waiting_count >= self._limits.reads_waiting_max:
             self._refuse(event, ErrorBody(code="busy", message="too many fills are waiting"))
             return
+        if self.stopped or not self._early.takes(event):
+            self._queue(event, now_ms)
+
+    def _queue(self, event: FillAsked, now_ms: int) -> None:
+        """Let a fill wait for its turn, or refuse it."""
         refusal = self._refusal(event.request, now_ms)
         if refusal is not None:
             self._refuse(event, refusal)
@@ -137,6 +149,8 @@ class Reads:
 
     def advance(self, now_ms: int) -> None:
         """Start as many reads as may fly; what was right when it came may be stale by now."""
+        for event in self._early.release_all() if self.stopped else self._early.release():
+            self._queue(event, now_ms)
         while self.waiting and self._may_start():
             _, _, event = heapq.heappop(self.waiting)
             refusal = self._refusal(event.request, now_ms)
@@ -279,7 +293,7 @@ class Reads:
     def check(self) -> None:
         """Assert every invariant of the fills."""
         assert len(self.flying) <= self._limits.reads_max
-        assert len(self.waiting) <= self._limits.reads_waiting_max
+        assert self.waiting_count <= self._limits.reads_waiting_max
         assert all(read.slots for read in self.flying.values()), "a read without blocks flies"
 
 

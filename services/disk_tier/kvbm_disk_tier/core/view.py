@@ -53,7 +53,7 @@ class View:
         figures = {name: float(value) for name, value in self._core.counts.items()}
         figures["writes"] = float(len(self._core.writes.flying.by_id))
         figures["writes_pending"] = float(len(self._core.pending.waiting))
-        figures["reads"] = float(len(self._core.reads.flying) + len(self._core.reads.waiting))
+        figures["reads"] = float(len(self._core.reads.flying) + self._core.reads.waiting_count)
         figures["filter_entries"] = float(len(frequency))
         figures["filter_enabled"] = float(frequency.enabled)
         figures["filter_pass_count"] = float(frequency.pass_count)
@@ -101,7 +101,7 @@ class View:
     def idle(self) -> bool:
         """Tell whether nothing is being written, read or waiting: a quiet point."""
         flying = self._core.writes.flying.by_id or self._core.reads.flying
-        return not (flying or self._core.pending.waiting or self._core.reads.waiting)
+        return not (flying or self._core.pending.waiting or self._core.reads.waiting_count)
 
     def _fate_of(self, name: SequenceHash, now_ms: int, *, owned: bool) -> FateEntry:
         if self._core.inventory.table.find(name) is not None:

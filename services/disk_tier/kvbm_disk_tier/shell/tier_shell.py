@@ -225,8 +225,10 @@ class TierShell:
                 self._accepting[record.instance] = record.info.get(ACCEPTING) is not False
             self._loop.complete(WritersKnown(writers_of(self._accepting)))
         if record.kind == "host-tier" and record.host == self._context.host:
-            gone = isinstance(event, Left)
-            self._loop.complete(HostLeft(record.instance) if gone else HostJoined(record.instance))
+            if isinstance(event, Left):
+                self._loop.complete(HostLeft(record.instance))
+            else:
+                self._loop.complete(HostJoined(record.instance, record.epoch))
 
     # --- verbs ------------------------------------------------------------------------------
 

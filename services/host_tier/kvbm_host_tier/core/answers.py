@@ -71,7 +71,7 @@ LOOKUP = Machine(
 
 
 @dataclass(slots=True)
-class OnboardState:
+class OpenLookup:
     """A lookup until its answer. `slots[i]` is None until block i is here and pinned."""
 
     engine: EngineId
@@ -81,7 +81,8 @@ class OnboardState:
     answer_by_ms: int
     lease_until_ms: int
     connection: bytes = b""
-    lookup: int = 0
+    number: int = 0
+    """The engine's number of it."""
     slots: list[int | None] = field(default_factory=list)
     run: int = 0
     """Blocks of the run that may still be had; shrinks when a fill fails."""
@@ -113,13 +114,13 @@ class OnboardState:
     def of_engine(
         cls,
         connection: bytes,
-        lookup: Lookup,
+        asked: Lookup,
         hashes: list[SequenceHash],
         engine: Engine,
         plan: GroupPlan | None,
         now_ms: int,
-    ) -> OnboardState:
-        """Return the state of an engine's lookup for these blocks."""
+    ) -> OpenLookup:
+        """Return an engine's lookup for these blocks."""
         block_tokens = engine.hello.namespace.block_tokens
         if plan is not None and hashes:
             block_tokens = max(1, plan.reach.tokens // len(hashes))
@@ -127,12 +128,12 @@ class OnboardState:
             engine=engine.id,
             owner=engine.label,
             hashes=hashes,
-            answer_by_ms=now_ms + lookup.deadline_ms,
-            lease_until_ms=now_ms + lookup.lease_ms,
+            answer_by_ms=now_ms + asked.deadline_ms,
+            lease_until_ms=now_ms + asked.lease_ms,
             connection=connection,
-            lookup=lookup.lookup,
+            number=asked.lookup,
             block_tokens=block_tokens,
-            asked=lookup,
+            asked=asked,
             block_bytes=engine.block_bytes,
             plan=plan,
             namespaces=engine.namespaces,
@@ -182,35 +183,35 @@ class Answers:
         self._hit_window: deque[tuple[int, int, int, int]] = deque(maxlen=means.limits.hit_window)
         """(asked, host, disk, object) blocks of the last lookups."""
 
-    def give(self, state: OnboardState, now_ms: int) -> None:
+    def give(self, lookup: OpenLookup, now_ms: int) -> None:
         """Lease the blocks that are here to the engine, and send it their slots.
 
         A lookup over several KV groups falls back on what is here.
         """
-        if state.reply_to:
-            self._answer_prefetch(state)
+        if lookup.reply_to:
+            self._answer_prefetch(lookup)
             return
-        self.keep_own(state)
-        if state.plan is not None and state.run < len(state.hashes):
-            fall_back(state, state.plan, self._table)
-        blocks, slots = state.blocks, [slot for slot in state.slots if slot is not None]
-        assert len(slots) == len(blocks) == state.run <= len(state.hashes), state.owner
+        self.keep_own(lookup)
+        if lookup.plan is not None and lookup.run < len(lookup.hashes):
+            fall_back(lookup, lookup.plan, self._table)
+        blocks, slots = lookup.blocks, [slot for slot in lookup.slots if slot is not None]
+        assert len(slots) == len(blocks) == lookup.run <= len(lookup.hashes), lookup.owner
         lease_id = 0
         if slots:
             lease_id = self._leases.grant(
-                state.owner, "onboard", tuple(slots), deadline_ms=state.lease_until_ms
+                lookup.owner, "onboard", tuple(slots), deadline_ms=lookup.lease_until_ms
             ).id
-        disk, objects = _came_from(state, "disk"), _came_from(state, "object")
-        remote = _came_from(state, "remote")
-        here = state.run - len(disk) - len(objects) - len(remote)
-        plan = state.plan
-        asked = len(state.hashes) if plan is None else plan.asked
+        disk, objects = _came_from(lookup, "disk"), _came_from(lookup, "object")
+        remote = _came_from(lookup, "remote")
+        here = lookup.run - len(disk) - len(objects) - len(remote)
+        plan = lookup.plan
+        asked = len(lookup.hashes) if plan is None else plan.asked
         self._count(asked, here, len(disk), len(objects), len(remote))
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
-        self._counts["matched_tokens"] += boundary or state.run * state.block_tokens
+        self._counts["matched_tokens"] += boundary or lookup.run * lookup.block_tokens
         self._counts["bytes.h2d"] += sum([block.bytes for block in blocks])
         found = Found(
-            lookup=state.lookup,
+            lookup=lookup.number,
             epoch=self._epoch,
             lease=lease_id,
             slots=self._table.places(slots),
@@ -220,57 +221,57 @@ class Answers:
             disk_blocks=disk,
             object_blocks=objects,
             remote_blocks=remote,
-            reason=state.why_short,
+            reason=lookup.why_short,
             boundary=boundary,
             shared=shared,
         )
-        self._emit(ToEngine(state.connection, found))
-        self.explain(state, now_ms)
+        self._emit(ToEngine(lookup.connection, found))
+        self.explain(lookup, now_ms)
 
-    def keep_own(self, state: OnboardState) -> None:
+    def keep_own(self, lookup: OpenLookup) -> None:
         """End an engine's run before the first block of another namespace, among those here."""
-        known, own = len(state.blocks), state.namespaces
-        if known == len(state.slots) or state.reply_to:
+        known, own = len(lookup.blocks), lookup.namespaces
+        if known == len(lookup.slots) or lookup.reply_to:
             return
-        blocks = self._table.blocks_in([slot for slot in state.slots[known:] if slot is not None])
+        blocks = self._table.blocks_in([slot for slot in lookup.slots[known:] if slot is not None])
         if not own.issuperset(map(_NAMESPACE, blocks)):
             count = next(i for i, block in enumerate(blocks) if block.namespace not in own)
-            state.cut(known + count, OTHER_NAMESPACE, self._table, "host")
+            lookup.cut(known + count, OTHER_NAMESPACE, self._table, "host")
             del blocks[count:]
-        state.blocks += blocks
+        lookup.blocks += blocks
 
-    def explain(self, state: OnboardState, now_ms: int) -> None:
+    def explain(self, lookup: OpenLookup, now_ms: int) -> None:
         """Keep why the run of an engine's lookup ended where it did."""
-        assert state.run <= len(state.hashes), state.owner
-        asked = state.asked
+        assert lookup.run <= len(lookup.hashes), lookup.owner
+        asked = lookup.asked
         if asked is not None:
-            hashes, reason = state.hashes, state.reason
-            if state.plan is not None:
-                hashes, reason = [*hashes, *state.plan.missed()], state.why_short
+            hashes, reason = lookup.hashes, lookup.reason
+            if lookup.plan is not None:
+                hashes, reason = [*hashes, *lookup.plan.missed()], lookup.why_short
             self._answered(
                 Looked(
                     asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms,
-                    hashes, state.run, state.came_from, reason, state.failed_at,
+                    hashes, lookup.run, lookup.came_from, reason, lookup.failed_at,
                     content=asked.content, namespace=asked.namespace, avoided=asked.avoided,
                     trace=asked.trace,
                 )
             )  # fmt: skip
 
-    def _answer_prefetch(self, state: OnboardState) -> None:
-        self._table.unpin(slot for slot in state.slots if slot is not None)
+    def _answer_prefetch(self, lookup: OpenLookup) -> None:
+        self._table.unpin(slot for slot in lookup.slots if slot is not None)
         reply = PrefetchReply(
-            blocks=state.run,
-            filled=len(state.came_from.keys() & set(range(state.run))),
-            reason=state.why_short,
+            blocks=lookup.run,
+            filled=len(lookup.came_from.keys() & set(range(lookup.run))),
+            reason=lookup.why_short,
         )
         assert reply.filled <= reply.blocks
         self._counts["prefetched_blocks"] += reply.filled
-        self._emit(Answer(state.reply_to, reply))
+        self._emit(Answer(lookup.reply_to, reply))
 
     def refuse(
         self,
         connection: bytes,
-        lookup: Lookup,
+        asked: Lookup,
         hashes: list[SequenceHash],
         reason: str,
         now_ms: int,
@@ -279,12 +280,12 @@ class Answers:
         assert reason
         self._answered(
             Looked(
-                lookup.request[:REQUEST_CHARS_MAX], lookup.engine, now_ms, hashes, 0, {}, reason,
-                avoided=lookup.avoided, trace=lookup.trace,
+                asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms, hashes, 0, {}, reason,
+                avoided=asked.avoided, trace=asked.trace,
             )
         )  # fmt: skip
         found = Found(
-            lookup=lookup.lookup, epoch=self._epoch, lease=0, slots=[],
+            lookup=asked.lookup, epoch=self._epoch, lease=0, slots=[],
             checksums=[], block_bytes=0, reason=reason,
         )  # fmt: skip
         self._emit(ToEngine(connection, found))
@@ -316,24 +317,24 @@ class Answers:
         }
 
 
-def fall_back(state: OnboardState, plan: GroupPlan, table: SlotTable) -> None:
+def fall_back(lookup: OpenLookup, plan: GroupPlan, table: SlotTable) -> None:
     """Have a lookup over several groups reach as far as blocks of its engine are here, and pin
     those."""
 
     def is_own(name: SequenceHash) -> bool:
         slot = table.find(name)
-        return slot is not None and table.block(slot).namespace in state.namespaces
+        return slot is not None and table.block(slot).namespace in lookup.namespaces
 
-    came_from = {state.hashes[place]: tier for place, tier in state.came_from.items()}
-    table.unpin(slot for slot in state.slots if slot is not None)
+    came_from = {lookup.hashes[place]: tier for place, tier in lookup.came_from.items()}
+    table.unpin(slot for slot in lookup.slots if slot is not None)
     plan.fall_back(is_own)
-    state.hashes = plan.needed()
-    slots = table.pin_prefix(state.hashes)
-    state.slots, state.blocks = [*slots], table.blocks_in(slots)
-    state.run = len(slots)
-    assert state.run == len(state.hashes), state.owner
-    places = enumerate(state.hashes)
-    state.came_from = {at: came_from[name] for at, name in places if name in came_from}
+    lookup.hashes = plan.needed()
+    slots = table.pin_prefix(lookup.hashes)
+    lookup.slots, lookup.blocks = [*slots], table.blocks_in(slots)
+    lookup.run = len(slots)
+    assert lookup.run == len(lookup.hashes), lookup.owner
+    places = enumerate(lookup.hashes)
+    lookup.came_from = {at: came_from[name] for at, name in places if name in came_from}
 
 
 def _part_sums(blocks: Sequence[Block]) -> bytes:
@@ -347,8 +348,8 @@ def _part_sums(blocks: Sequence[Block]) -> bytes:
     return b"".join(block.part_sums for block in blocks)
 
 
-def _came_from(state: OnboardState, tier: Medium) -> list[int]:
+def _came_from(lookup: OpenLookup, tier: Medium) -> list[int]:
     """Return the indices of the run whose blocks came from this medium, in order."""
-    if not state.came_from:
+    if not lookup.came_from:
         return []
-    return sorted(i for i, source in state.came_from.items() if source == tier and i < state.run)
+    return sorted(i for i, source in lookup.came_from.items() if source == tier and i < lookup.run)

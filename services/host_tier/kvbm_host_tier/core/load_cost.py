@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
 
-from kvbm_host_tier.core.answers import Medium, OnboardState
+from kvbm_host_tier.core.answers import Medium, OpenLookup
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 
 KEPT = 0.9
@@ -78,47 +78,47 @@ class LoadCost:
         return self._tokens_per_s > 0
 
     def weigh(
-        self, state: OnboardState, fills: Sequence[SequenceHash], now_ms: int
+        self, lookup: OpenLookup, fills: Sequence[SequenceHash], now_ms: int
     ) -> Medium | None:
         """Begin to measure a load, or return its medium: what is behind it is computed sooner."""
         brings = Counter(self._medium_of(name, now_ms) for name in fills)
-        behind = state.run - state.hashes.index(fills[0])
-        assert behind >= len(fills), state.owner
-        if self._declines(state, brings, blocks=behind, now_ms=now_ms):
+        behind = lookup.run - lookup.hashes.index(fills[0])
+        assert behind >= len(fills), lookup.owner
+        if self._declines(lookup, brings, blocks=behind, now_ms=now_ms):
             return self._medium_of(fills[0], now_ms)
-        self._began(state, brings, now_ms)
+        self._began(lookup, brings, now_ms)
         return None
 
     def _medium_of(self, name: SequenceHash, now_ms: int) -> Medium:
         source = self._below.source(name, now_ms)
         return "remote" if source is None else source[0]
 
-    def _began(self, state: OnboardState, brings: Mapping[Medium, int], now_ms: int) -> None:
+    def _began(self, lookup: OpenLookup, brings: Mapping[Medium, int], now_ms: int) -> None:
         """Note how many blocks of each medium are on their way for a lookup."""
         assert brings
-        if not state.brings:
-            state.began_ms = now_ms
-        state.brings = Counter(state.brings) + Counter(brings)
+        if not lookup.brings:
+            lookup.began_ms = now_ms
+        lookup.brings = Counter(lookup.brings) + Counter(brings)
 
-    def ended(self, state: OnboardState, now_ms: int) -> None:
+    def ended(self, lookup: OpenLookup, now_ms: int) -> None:
         """Measure a lookup's load, which is here or late, if it came from one medium only."""
-        assert now_ms >= state.began_ms
-        brings, state.brings = state.brings, {}
-        if len(brings) == 1 and state.block_bytes:
+        assert now_ms >= lookup.began_ms
+        brings, lookup.brings = lookup.brings, {}
+        if len(brings) == 1 and lookup.block_bytes:
             [(medium, blocks)] = brings.items()
             line = self._lines.setdefault(medium, Line())
-            line.add(blocks * state.block_bytes, now_ms - state.began_ms, now_ms)
+            line.add(blocks * lookup.block_bytes, now_ms - lookup.began_ms, now_ms)
 
     def _declines(
-        self, state: OnboardState, brings: Mapping[Medium, int], *, blocks: int, now_ms: int
+        self, lookup: OpenLookup, brings: Mapping[Medium, int], *, blocks: int, now_ms: int
     ) -> bool:
         """Tell whether these take longer to come than `blocks` to compute, with all behind them."""
         assert blocks > 0
-        if not state.block_tokens:
+        if not lookup.block_tokens:
             return False  # An operator wants them.
-        size = state.block_bytes
+        size = lookup.block_bytes
         comes_ms = max(self._ms(medium, n * size, now_ms) for medium, n in brings.items())
-        return comes_ms > blocks * state.block_tokens / self._tokens_per_s * 1000
+        return comes_ms > blocks * lookup.block_tokens / self._tokens_per_s * 1000
 
     def _ms(self, medium: Medium, size: int, now_ms: int) -> float:
         line = self._lines.get(medium)

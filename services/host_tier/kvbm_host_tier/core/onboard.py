@@ -25,7 +25,7 @@ from kvbm_host_tier.core.answers import (
     Answers,
     LookupState,
     Medium,
-    OnboardState,
+    OpenLookup,
 )
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.fills import Filled, Fills
@@ -59,7 +59,7 @@ class Onboard:
         self._answers = answers
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._cost = LoadCost(means.limits.recompute_tokens_per_s, below)
-        self._states: dict[int, OnboardState] = {}
+        self._lookups: dict[int, OpenLookup] = {}
         self._waiting: dict[SequenceHash, list[tuple[int, int]]] = {}
         """Block on its way in → (lookup, index in its run) of each that waits for it."""
         self._questions: dict[int, int] = {}
@@ -67,61 +67,61 @@ class Onboard:
         self._next_id = 1
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._lookups)
 
-    def _move(self, onboard_id: int, event: str) -> OnboardState:
+    def _move(self, lookup_id: int, event: str) -> OpenLookup:
         """Move a lookup by its table; a lookup whose states are over is forgotten."""
-        state = self._states[onboard_id]
-        if state.state is not None and LOOKUP.ends(state.state, event):
-            del self._states[onboard_id]
+        lookup = self._lookups[lookup_id]
+        if lookup.state is not None and LOOKUP.ends(lookup.state, event):
+            del self._lookups[lookup_id]
         else:
-            state.state = LOOKUP.next(state.state, event, state.owner)
-        return state
+            lookup.state = LOOKUP.next(lookup.state, event, lookup.owner)
+        return lookup
 
     # --- the beginning ----------------------------------------------------------------------
 
     def looked_up(
         self,
         connection: bytes,
-        lookup: Lookup,
+        asked: Lookup,
         hashes: list[SequenceHash],
         engine: Engine,
         now_ms: int,
     ) -> None:
         """Find the longest run of these blocks that an engine can have."""
-        assert engine.id.incarnation == lookup.incarnation, engine.label
-        if lookup.namespace not in engine.namespaces:
+        assert engine.id.incarnation == asked.incarnation, engine.label
+        if asked.namespace not in engine.namespaces:
             self._counts["refused.lookup_namespace"] += 1
             text = "a lookup names a namespace with which its engine has not said hello"
             refusal = Refused(about="lookup", code="namespace", message=text, field="namespace")
             self._emit(ToEngine(connection, refusal))
             return
-        if len(self._states) >= self._limits.lookups_max:
+        if len(self._lookups) >= self._limits.lookups_max:
             self._counts["dropped.lookup_busy"] += 1
-            self._answers.refuse(connection, lookup, hashes, "busy", now_ms)
+            self._answers.refuse(connection, asked, hashes, "busy", now_ms)
             return
         plan = None
-        if lookup.groups:
-            plan = GroupPlan.of(lookup.groups, hashes)
+        if asked.groups:
+            plan = GroupPlan.of(asked.groups, hashes)
             own = engine.namespaces
             plan.choose(self._table.holds, lambda name: self._may_come(name, own, now_ms))
             hashes = plan.needed()
-        state = OnboardState.of_engine(connection, lookup, hashes, engine, plan, now_ms)
-        here = self._begin(state, now_ms)
+        lookup = OpenLookup.of_engine(connection, asked, hashes, engine, plan, now_ms)
+        here = self._begin(lookup, now_ms)
         # The engine waits, the disk tier does not.
-        self._held.tell_hits(lookup.namespace, hashes[:here], engine.block_bytes)
+        self._held.tell_hits(asked.namespace, hashes[:here], engine.block_bytes)
 
     def prefetch(
         self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int
     ) -> None:
         """Bring the leading blocks of a run here, for an operator."""
         assert reply_to
-        if self._held.draining or len(self._states) >= self._limits.lookups_max:
+        if self._held.draining or len(self._lookups) >= self._limits.lookups_max:
             code = "draining" if self._held.draining else "busy"
             error = ErrorBody(code=code, message="this host tier takes no prefetch now")
             self._emit(Answer(reply_to, error))
             return
-        state = OnboardState(
+        lookup = OpenLookup(
             engine=OPERATOR,
             owner=OPERATOR.engine,
             hashes=hashes,
@@ -129,25 +129,25 @@ class Onboard:
             lease_until_ms=now_ms,
             reply_to=reply_to,
         )
-        self._begin(state, now_ms)
+        self._begin(lookup, now_ms)
 
-    def _begin(self, state: OnboardState, now_ms: int) -> int:
+    def _begin(self, lookup: OpenLookup, now_ms: int) -> int:
         """Pin what is here, have filled what is below; returns how many blocks were here."""
-        state.slots += self._table.pin_prefix(state.hashes)  # All of them, in the common case.
-        state.run = len(state.slots)
-        self._answers.keep_own(state)
-        here = state.run
+        lookup.slots += self._table.pin_prefix(lookup.hashes)  # All of them, in the common case.
+        lookup.run = len(lookup.slots)
+        self._answers.keep_own(lookup)
+        here = lookup.run
         fills, question = list[SequenceHash](), 0
-        if here < len(state.hashes) and not state.reason:
-            fills = self._walk_rest(state, now_ms)
-        self._admit(state.hashes, state.slots)
-        if state.reason == "not_stored" and state.plan is None:
-            rest = state.hashes[state.run :]
-            question = self._peers.ask(rest, now_ms, until_ms=state.answer_by_ms)
-        if fills or question or None in state.slots:
-            self._wait(state, fills, question, now_ms)
+        if here < len(lookup.hashes) and not lookup.reason:
+            fills = self._walk_rest(lookup, now_ms)
+        self._admit(lookup.hashes, lookup.slots)
+        if lookup.reason == "not_stored" and lookup.plan is None:
+            rest = lookup.hashes[lookup.run :]
+            question = self._peers.ask(rest, now_ms, until_ms=lookup.answer_by_ms)
+        if fills or question or None in lookup.slots:
+            self._wait(lookup, fills, question, now_ms)
         else:
-            self._answers.give(state, now_ms)
+            self._answers.give(lookup, now_ms)
         return here
 
     def _may_come(self, name: SequenceHash, own: Namespaces, now_ms: int) -> bool:
@@ -163,13 +163,13 @@ class Onboard:
             self._held.admit([name for name, slot in here if slot is not None])
 
     def _walk_rest(
-        self, state: OnboardState, now_ms: int, remote: Container[SequenceHash] = ()
+        self, lookup: OpenLookup, now_ms: int, remote: Container[SequenceHash] = ()
     ) -> list[SequenceHash]:
         """Go on where the run ends; returns the blocks to be brought from below or a peer."""
-        assert len(state.slots) == state.run, state.owner
-        table, below, own = self._table, self._below, state.namespaces
+        assert len(lookup.slots) == lookup.run, lookup.owner
+        table, below, own = self._table, self._below, lookup.namespaces
         fills: list[SequenceHash] = []
-        for name in state.hashes[state.run :]:
+        for name in lookup.hashes[lookup.run :]:
             slot = table.find(name)
             if slot is not None:
                 table.pin(slot, used=True)
@@ -180,96 +180,97 @@ class Onboard:
                 fills.append(name)
             elif name not in self._waiting:
                 break
-            state.slots.append(slot)
-        state.run = len(state.slots)
-        state.reason = ""
-        if state.run < len(state.hashes):
-            place = below.others(state.hashes[state.run], own)
-            state.reason = OTHER_NAMESPACE if place else "not_stored"
-            state.failed_at = place or ""
+            lookup.slots.append(slot)
+        lookup.run = len(lookup.slots)
+        lookup.reason = ""
+        if lookup.run < len(lookup.hashes):
+            place = below.others(lookup.hashes[lookup.run], own)
+            lookup.reason = OTHER_NAMESPACE if place else "not_stored"
+            lookup.failed_at = place or ""
         if not fills:
             return fills
-        return self._worth_it(state, self._fit(state, fills, now_ms), now_ms)
+        fills = self._cut_where_no_room(lookup, fills, now_ms)
+        return self._cut_where_recompute_cheaper(lookup, fills, now_ms)
 
-    def _fit(
-        self, state: OnboardState, fills: list[SequenceHash], now_ms: int
+    def _cut_where_no_room(
+        self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
     ) -> list[SequenceHash]:
-        """Cut the run at the first fill for which there is no slot."""
-        size = state.block_bytes = state.block_bytes or self._held.size_of(state.slots, fills[0])
+        """Cut the run at the first fill for which there is no slot; returns the fills before."""
+        size = lookup.block_bytes = lookup.block_bytes or self._held.size_of(lookup.slots, fills[0])
         room = self._held.make_room(len(fills), size, now_ms) if size else 0
         if room == len(fills):
             return fills
         reason = "no_room" if size else "unknown_size"
         self._counts[f"dropped.fill_{reason}"] += len(fills) - room
-        state.cut(state.hashes.index(fills[room]), reason, self._table)
+        lookup.cut(lookup.hashes.index(fills[room]), reason, self._table)
         return fills[:room]
 
-    def _worth_it(
-        self, state: OnboardState, fills: list[SequenceHash], now_ms: int
+    def _cut_where_recompute_cheaper(
+        self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
     ) -> list[SequenceHash]:
-        """Cut the run at the first fill if the engine computes what is behind it sooner."""
+        """Cut the run at its first fill if the engine computes sooner; returns the fills left."""
         if not fills or not self._cost.is_asked:
             return fills
-        place = self._cost.weigh(state, fills, now_ms)
+        place = self._cost.weigh(lookup, fills, now_ms)
         if place is None:
             return fills
-        run = state.hashes.index(fills[0])
-        self._counts["declined_blocks"] += state.run - run
-        state.cut(run, "recompute_cheaper", self._table, place)
+        run = lookup.hashes.index(fills[0])
+        self._counts["declined_blocks"] += lookup.run - run
+        lookup.cut(run, "recompute_cheaper", self._table, place)
         return []
 
     def _wait(
-        self, state: OnboardState, fills: list[SequenceHash], question: int, now_ms: int
+        self, lookup: OpenLookup, fills: list[SequenceHash], question: int, now_ms: int
     ) -> None:
-        onboard_id = self._next_id
+        lookup_id = self._next_id
         self._next_id += 1
-        self._states[onboard_id] = state
-        self._move(onboard_id, "index asked" if question else "blocks asked for")
+        self._lookups[lookup_id] = lookup
+        self._move(lookup_id, "index asked" if question else "blocks asked for")
         if question:
-            self._questions[question] = onboard_id
-        self._fills.start(fills, state.block_bytes, state.answer_by_ms, state.trace, now_ms)
-        self._await_blocks(onboard_id, state, 0)
-        self._answer_if_complete(onboard_id, now_ms)
+            self._questions[question] = lookup_id
+        self._fills.start(fills, lookup.block_bytes, lookup.answer_by_ms, lookup.trace, now_ms)
+        self._await_blocks(lookup_id, lookup, 0)
+        self._answer_if_complete(lookup_id, now_ms)
 
-    def _await_blocks(self, onboard_id: int, state: OnboardState, start: int) -> None:
-        assert 0 <= start <= state.run, state.owner
-        for index in range(start, state.run):
-            if state.slots[index] is None:
-                self._waiting.setdefault(state.hashes[index], []).append((onboard_id, index))
+    def _await_blocks(self, lookup_id: int, lookup: OpenLookup, start: int) -> None:
+        assert 0 <= start <= lookup.run, lookup.owner
+        for index in range(start, lookup.run):
+            if lookup.slots[index] is None:
+                self._waiting.setdefault(lookup.hashes[index], []).append((lookup_id, index))
 
     # --- peers ------------------------------------------------------------------------------
 
     def holders_told(self, told: HoldersTold, now_ms: int) -> None:
         """Go on with what a peer has, or answer: the index knows of no more, or is silent."""
-        onboard_id = self._questions.pop(told.question, 0)
-        state = self._states.get(onboard_id)
+        lookup_id = self._questions.pop(told.question, 0)
+        lookup = self._lookups.get(lookup_id)
         source = self._peers.told(told, now_ms)
-        if state is None or state.state is not LookupState.ASKING:
+        if lookup is None or lookup.state is not LookupState.ASKING:
             return
-        self._move(onboard_id, "index answered")
+        self._move(lookup_id, "index answered")
         if source is not None:
-            self._extend(onboard_id, state, *source, now_ms)
-        self._answer_if_complete(onboard_id, now_ms)
+            self._extend(lookup_id, lookup, *source, now_ms)
+        self._answer_if_complete(lookup_id, now_ms)
 
     def _extend(
-        self, onboard_id: int, state: OnboardState, peer: PeerId, count: int, now_ms: int
+        self, lookup_id: int, lookup: OpenLookup, peer: PeerId, count: int, now_ms: int
     ) -> None:
         """Walk on with what a peer has."""
         assert count >= 0
-        start, own = state.run, state.namespaces
-        remote = frozenset(state.hashes[start : start + count])
-        brought = self._walk_rest(state, now_ms, remote)
-        self._admit(state.hashes[start:], state.slots[start:])
+        start, own = lookup.run, lookup.namespaces
+        remote = frozenset(lookup.hashes[start : start + count])
+        brought = self._walk_rest(lookup, now_ms, remote)
+        self._admit(lookup.hashes[start:], lookup.slots[start:])
         below = [name for name in brought if self._below.usable(name, now_ms, own)]
-        self._fills.start(below, state.block_bytes, state.answer_by_ms, state.trace, now_ms)
+        self._fills.start(below, lookup.block_bytes, lookup.answer_by_ms, lookup.trace, now_ms)
         pulls = [name for name in brought if name not in set(below)]
         batch_max = self._limits.batch_blocks_max
         for first in range(0, len(pulls), batch_max):
             names = pulls[first : first + batch_max]
-            slots = self._held.stage(names, state.block_bytes, f"from {peer}", now_ms)
+            slots = self._held.stage(names, lookup.block_bytes, f"from {peer}", now_ms)
             lent = dict(zip(names, slots, strict=True))
-            self._peers.pull(peer, lent, now_ms, until_ms=state.answer_by_ms, trace=state.trace)
-        self._await_blocks(onboard_id, state, start)
+            self._peers.pull(peer, lent, now_ms, until_ms=lookup.answer_by_ms, trace=lookup.trace)
+        self._await_blocks(lookup_id, lookup, start)
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
 
     def peer_pulled(self, event: PeerPulled, now_ms: int) -> None:
@@ -316,72 +317,72 @@ class Onboard:
         for slot, block in arrived:
             table.register(slot, block)
             uses = 0
-            for onboard_id, index in self._waiting.pop(block.hash, ()):
-                served[onboard_id] = None
-                state = self._states.get(onboard_id)
-                if state is not None and index < state.run:
-                    assert state.slots[index] is None, self._held.story(block.hash)
+            for lookup_id, index in self._waiting.pop(block.hash, ()):
+                served[lookup_id] = None
+                lookup = self._lookups.get(lookup_id)
+                if lookup is not None and index < lookup.run:
+                    assert lookup.slots[index] is None, self._held.story(block.hash)
                     table.pin(slot)
-                    state.slots[index] = slot
-                    state.came_from[index] = source
-                    uses += 2 if state.reply_to else 1  # An operator wants it to stay.
+                    lookup.slots[index] = slot
+                    lookup.came_from[index] = source
+                    uses += 2 if lookup.reply_to else 1  # An operator wants it to stay.
             if uses > 1:
                 self._held.admit([block.hash])
         self._held.landed(arrived, source, now_ms)
-        for onboard_id in served:
-            self._answer_if_complete(onboard_id, now_ms)
+        for lookup_id in served:
+            self._answer_if_complete(lookup_id, now_ms)
 
     def _not_coming(self, name: SequenceHash, reason: str, place: Place, now_ms: int) -> None:
         """Cut the lookups that wait for a block before that block."""
         assert not self._table.is_staging(name), self._held.story(name)
-        for onboard_id, index in self._waiting.pop(name, []):
-            state = self._states.get(onboard_id)
-            if state is not None and index < state.run:
-                state.cut(index, reason, self._table, place)
-                if state.state is LookupState.ASKING:  # The blocks behind the cut are of no use.
-                    self._move(onboard_id, "cut")
-                self._answer_if_complete(onboard_id, now_ms)
+        for lookup_id, index in self._waiting.pop(name, []):
+            lookup = self._lookups.get(lookup_id)
+            if lookup is not None and index < lookup.run:
+                lookup.cut(index, reason, self._table, place)
+                if lookup.state is LookupState.ASKING:  # The blocks behind the cut are of no use.
+                    self._move(lookup_id, "cut")
+                self._answer_if_complete(lookup_id, now_ms)
 
     # --- answers ----------------------------------------------------------------------------
 
-    def _answer_if_complete(self, onboard_id: int, now_ms: int) -> None:
-        state = self._states.get(onboard_id)
-        if state is None or None in state.slots:
+    def _answer_if_complete(self, lookup_id: int, now_ms: int) -> None:
+        lookup = self._lookups.get(lookup_id)
+        if lookup is None or None in lookup.slots:
             return
-        assert len(state.slots) == state.run, state.owner
-        self._cost.ended(state, now_ms)
-        if state.state is LookupState.FILLING:
-            self._answers.give(self._move(onboard_id, "complete"), now_ms)
+        assert len(lookup.slots) == lookup.run, lookup.owner
+        self._cost.ended(lookup, now_ms)
+        if lookup.state is LookupState.FILLING:
+            self._answers.give(self._move(lookup_id, "complete"), now_ms)
 
     def tick(self, now_ms: int) -> None:
         """Answer the lookups that are due with the prefix that is here, and start pulls."""
-        due = [i for i, state in self._states.items() if now_ms >= state.answer_by_ms]
-        for onboard_id in due:
-            state = self._move(onboard_id, "deadline")
-            if None in state.slots:
-                self._cost.ended(state, now_ms)
+        due = [i for i, lookup in self._lookups.items() if now_ms >= lookup.answer_by_ms]
+        for lookup_id in due:
+            lookup = self._move(lookup_id, "deadline")
+            if None in lookup.slots:
+                self._cost.ended(lookup, now_ms)
                 self._counts["lookups_cut_by_deadline"] += 1
-                run = state.slots.index(None)
-                place = self._below.medium_of(state.hashes[run]) or "remote"
-                state.cut(run, "deadline", self._table, place)
-            self._answers.give(state, now_ms)
+                run = lookup.slots.index(None)
+                place = self._below.medium_of(lookup.hashes[run]) or "remote"
+                lookup.cut(run, "deadline", self._table, place)
+            self._answers.give(lookup, now_ms)
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
-        assert all(now_ms < state.answer_by_ms for state in self._states.values())
+        assert all(now_ms < lookup.answer_by_ms for lookup in self._lookups.values())
 
     def end_engine(self, engine_id: EngineId, now_ms: int) -> None:
         """Drop the lookups of an engine that has left, and what they pin."""
         assert engine_id != OPERATOR
-        for onboard_id in [i for i, state in self._states.items() if state.engine == engine_id]:
-            state = self._move(onboard_id, "engine left")
-            state.cut(0, "engine_lost", self._table)
-            self._answers.explain(state, now_ms)
+        for lookup_id in [i for i, lookup in self._lookups.items() if lookup.engine == engine_id]:
+            lookup = self._move(lookup_id, "engine left")
+            lookup.cut(0, "engine_lost", self._table)
+            self._answers.explain(lookup, now_ms)
 
     # --- checks -----------------------------------------------------------------------------
 
     def pinned_slots(self) -> list[int]:
         """Return every pin that a waiting lookup holds, for `check`."""
-        states = self._states.values()
-        return [slot for state in states for slot in state.slots if slot is not None]
+        lookups = self._lookups.values()
+        return [slot for lookup in lookups for slot in lookup.slots if slot is not None]
 
     def check(self) -> None:
         """Assert every invariant of the lookups."""
@@ -389,9 +390,9 @@ class Onboard:
             assert self._table.is_staging(name), self._held.story(name)
             assert waiting
         asking = set(self._questions.values())
-        for onboard_id, state in self._states.items():
-            assert state.state is not None, state.owner
-            is_asking = state.state is LookupState.ASKING
-            assert is_asking or None in state.slots, "a complete lookup was not answered"
-            assert onboard_id in asking or not is_asking, state.owner
-            assert len(state.slots) == state.run, state.owner
+        for lookup_id, lookup in self._lookups.items():
+            assert lookup.state is not None, lookup.owner
+            is_asking = lookup.state is LookupState.ASKING
+            assert is_asking or None in lookup.slots, "a complete lookup was not answered"
+            assert lookup_id in asking or not is_asking, lookup.owner
+            assert len(lookup.slots) == lookup.run, lookup.owner

@@ -47,6 +47,7 @@ class Bucket:
     def __init__(self, options: BucketOptions, counted: Callable[[str, bool], None]) -> None:
         """Prepare a client without a request; `counted(kind, ok)` hears of every later request."""
         self.where = f"bucket {options!r}"
+        self.check_s: float | None = None  # Its owner pays for each request.
         self.options = options
         self._counted = counted
         self._connections = Connections()

@@ -33,6 +33,8 @@ UNFINISHED_MS = 3_600_000
 """What is older was left by a host that has died."""
 CALL_DEADLINE_S = 10.0
 """A file server that takes longer for a folder is as good as away."""
+CHECK_S = 5.0
+"""How often the mark is read while nothing else is: the next listing may be minutes away."""
 TRIES = 2
 CLOCK_MS = 60_000
 """How long the difference to the file server's clock is believed."""
@@ -55,6 +57,7 @@ class Directory:
         is neither a file nor a folder: a link, a pipe, a device.
         """
         self.where = f"directory {root}"
+        self.check_s: float | None = CHECK_S
         self._root = root
         self._counted = counted
         self._skipped = skipped

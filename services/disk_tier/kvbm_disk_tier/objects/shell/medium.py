@@ -105,6 +105,8 @@ class ObjectMedium:
             store, lambda outcome, count: deleted.labels(outcome=outcome).inc(count)
         )
         self._log = OncePerKind(log)
+        self._answers = 0
+        """How often the store has answered a read, a write or a listing."""
         self._opened = asyncio.Event()
         self._is_down = asyncio.Event()
         self._say: Callable[[Input], None] = lambda _: None
@@ -179,6 +181,7 @@ class ObjectMedium:
             tasks.create_task(self._keep_listing(loop), name="listing")
             tasks.create_task(self._deletes.run(), name="deletes")
             tasks.create_task(self._probe_when_down(), name="probe")
+            tasks.create_task(self._check_when_idle(), name="check")
 
     # --- blocks -----------------------------------------------------------------------------
 
@@ -286,7 +289,7 @@ class ObjectMedium:
         if outcome == OK:
             self._moved.labels(direction="written" if kind == "put" else "read").inc(block.bytes)
         if answered:
-            self._health.good()
+            self._answered()
         else:
             self._trouble(f"{self.where}: objects cannot be {_DONE[kind]} ({outcome})", kind)
 
@@ -297,7 +300,7 @@ class ObjectMedium:
         doors = ListerDoors(
             take=self._take,
             begun=self._deletes.forget,
-            worked=self._health.good,
+            worked=self._answered,
             failed=lambda error: self._trouble(
                 str(error), "list", refused=isinstance(error, BucketRefused)
             ),
@@ -324,6 +327,10 @@ class ObjectMedium:
 
     # --- health -----------------------------------------------------------------------------
 
+    def _answered(self) -> None:
+        self._answers += 1
+        self._health.good()
+
     def _trouble(self, reason: str, kind: str, *, refused: bool = False) -> None:
         if self._health.trouble(reason, write=kind == "put", refused=refused):
             self._log.warning("down", reason)
@@ -345,6 +352,23 @@ class ObjectMedium:
             self._is_down.clear()
             log.info("%s works again", self.where)
             self._say(StoreUp())
+
+    async def _check_when_idle(self) -> None:
+        """Check a store that nothing else asks; one failure takes it out, as a refusal does."""
+        check_s = self._store.check_s
+        if check_s is None:
+            return
+        await self._opened.wait()
+        while True:
+            before = self._answers
+            await asyncio.sleep(check_s)
+            if self._health.is_down or self._answers > before:
+                continue
+            try:
+                await self._store.probe(self._probe_prefix, write=False)
+            except BucketError as error:
+                if self._answers == before:  # It may have waited for others' turns.
+                    self._trouble(str(error), "list", refused=True)
 
 
 def requests_counter(counters: Metrics) -> Counter:

@@ -61,6 +61,8 @@ class ObjectStore(Protocol):
 
     where: str
     """For logs: which store it is."""
+    check_s: float | None
+    """How often it is probed while it is idle; None: never."""
 
     async def folders(self, prefix: str) -> list[str]:
         """Return the prefixes that go on to the next `/` below this one."""

@@ -45,6 +45,7 @@ class Store:
     """Objects in a dictionary, and requests that fail as they are told to."""
 
     where = "a dictionary"
+    check_s: float | None = None
 
     def __init__(self, objects: Sequence[Block]) -> None:
         self.objects = {NAMES.name_of(block): block for block in objects}
