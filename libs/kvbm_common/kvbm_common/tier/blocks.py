@@ -107,6 +107,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
 def _with_code(code: int, sums: bytes) -> bytes:
     """Return what a block keeps of several parts: the code of its grid, and their checksums."""
+    assert len(sums) > SUM_BYTES, f"parts {code} with {len(sums)} bytes of checksums"
     return code.to_bytes(CODE_BYTES, "little") + sums
 
 
@@ -169,6 +170,7 @@ class BlockColumns(Mapping[int, Block]):
     @cached_property
     def row_of_slot(self) -> NDArray[np.intp]:
         """Where in the columns the block of a slot is, or -1."""
+        assert self.slots.min(initial=0) >= 0, f"a block is in slot {self.slots.min()}"
         found = np.full(int(self.slots.max(initial=-1)) + 1, -1)
         found[self.slots] = np.arange(len(self))
         return found

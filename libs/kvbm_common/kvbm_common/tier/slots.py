@@ -346,7 +346,9 @@ class SlotTable(SlotRecords):
         self.pool.use_policy(make, learn)
 
     def _empty(self, slot: int) -> None:
-        self._block_bytes -= self.block(slot).bytes
+        left = self.block(slot)
+        self._block_bytes -= left.bytes
+        assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
         self._block[slot] = None
         self.pool.give_back(slot)
 
