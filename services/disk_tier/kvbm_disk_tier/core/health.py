@@ -135,6 +135,7 @@ class DiskHealth:
 
     def stalled(self, started_ms: int, now_ms: int) -> None:
         """Count a trouble for what started then, and has not come back."""
+        assert started_ms <= now_ms, f"started at {started_ms} ms, and it is {now_ms} ms"
         if now_ms - started_ms >= STALLED_MS:
             waited = f"{(now_ms - started_ms) // 1000} s without an answer"
             self.trouble(Cause.SLOW, waited, now_ms)
@@ -186,6 +187,7 @@ class DiskHealth:
 
     def _spare(self, event: str, problem: str, now_ms: int) -> None:
         self._move(event)
+        assert not self.writes, f"the disk takes blocks after {event!r}: {problem}"
         spared = "the disk is bypassed" if not self.reads else "the disk takes no blocks"
         self.problem = f"{spared}: {problem}"
         self._probe_from_ms = now_ms + self._pause_ms

@@ -133,6 +133,7 @@ class WriteBudget:
             self.level = min(self._burst, self.level + (now_ms - self._filled_ms) * self._per_ms)
         if self._filled_ms is None or now_ms > self._filled_ms:
             self._filled_ms = now_ms
+        assert self.level <= self._burst, f"{self.level} bytes in a bucket for {self._burst}"
 
 
 class BatchSize:

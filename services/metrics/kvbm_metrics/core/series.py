@@ -89,7 +89,9 @@ def fleet(view: FleetView, values: KvbmView, *, version: str) -> list[Block]:
     for one in view.instances:
         for family in one.snapshot.families if one.snapshot else ():
             families.add(one.record, family)
-    return _kvbm(values, KVBM_GAUGES, "gauge") + families.blocks()
+    blocks = _kvbm(values, KVBM_GAUGES, "gauge") + families.blocks()
+    assert len({block.name for block in blocks}) == len(blocks), "two families have one name"
+    return blocks
 
 
 def _kvbm(values: KvbmView, names: Sequence[str], kind: Kind) -> list[Block]:
@@ -112,10 +114,14 @@ class _Families:
         )
         for reason in ("conflict", "malformed", "too_many"):
             refused.add({"reason": reason}, self._refused[reason])
+        count_max = FAMILIES_MAX + len(self._own)
+        assert len(self._blocks) <= count_max, f"{len(self._blocks)} families in one answer"
         return [block for block in (*self._blocks.values(), refused) if block.series]
 
     def add_own(self, block: Block) -> None:
         """Add a family that this service makes."""
+        assert block.name not in self._blocks, f"{block.name} is made twice"
+        assert _NAME.fullmatch(block.name), f"{block.name} is no name of a metric"
         self._blocks[block.name] = block
         self._own.add(block.name)
 
@@ -132,6 +138,7 @@ class _Families:
         else:
             if block is None:
                 block = self._blocks[name] = Block(name, family.help, family.kind)
+            assert block.kind == family.kind, f"a {family.kind} joins the {block.kind} {name}"
             self._add_samples(block, record, family)
 
     def _add_samples(self, block: Block, record: ServiceRecord, family: Family) -> None:
@@ -158,6 +165,7 @@ def _labels(record: ServiceRecord, sample: Sample) -> dict[str, str]:
     """
     theirs = {f"exported_{k}" if k in _OURS else k: v for k, v in sample.labels.items()}
     ours = {"service": record.kind, "host": record.host, "instance": record.instance}
+    assert theirs.keys().isdisjoint(ours), f"{record.key} says {sorted(theirs)} itself"
     return theirs | ours
 
 
