@@ -51,11 +51,12 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         sums: builtins.bytes,
     ) -> Block:
         """Return a block of `size` bytes whose parts have these packed checksums."""
+        if len(sums) == SUM_BYTES:  # The checksum of an only part is the block's.
+            assert grid.ranges == grid.heads == 1, f"one checksum for {grid}"
+            return cls(name, parent, namespace, int.from_bytes(sums, "little"), size)
         assert len(sums) == SUM_BYTES * grid.count, f"{len(sums)} bytes of checksums for {grid}"
-        checksum = combined_checksum(sums)
-        if len(sums) == SUM_BYTES:
-            return cls(name, parent, namespace, checksum, size)
-        return cls(name, parent, namespace, checksum, size, _with_code(grid.code, sums))
+        packed = _with_code(grid.code, sums)
+        return cls(name, parent, namespace, combined_checksum(sums), size, packed)
 
     @property
     def code(self) -> int:

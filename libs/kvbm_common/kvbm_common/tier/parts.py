@@ -120,8 +120,12 @@ def grid_of(code: int) -> Grid | None:
     return grid if grid.code == code else None
 
 
+@lru_cache(maxsize=1024)
 def is_divisible(size: int, code: int) -> bool:
-    """Return whether a block of `size` bytes can be cut by the grid of this code."""
+    """Return whether a block of `size` bytes can be cut by the grid of this code.
+
+    Of every block that comes in: few sizes and codes, again and again.
+    """
     grid = grid_of(code)
     return grid is not None and size % grid.run_count == 0
 

@@ -205,6 +205,7 @@ class Answers:
         disk, objects = _came_from(state, "disk"), _came_from(state, "object")
         remote = _came_from(state, "remote")
         here = state.run - len(disk) - len(objects) - len(remote)
+        assert here >= 0, f"{state.owner}: {state.run} blocks came from {state.came_from}"
         plan = state.plan
         asked = len(state.hashes) if plan is None else plan.asked
         self._count(asked, here, len(disk), len(objects), len(remote))
@@ -265,7 +266,7 @@ class Answers:
             filled=len(state.came_from.keys() & set(range(state.run))),
             reason=state.why_short,
         )
-        assert reply.filled <= reply.blocks
+        assert reply.filled <= reply.blocks, f"{reply.filled} of {reply.blocks} blocks were filled"
         self._counts["prefetched_blocks"] += reply.filled
         self._emit(Answer(state.reply_to, reply))
 
@@ -278,7 +279,7 @@ class Answers:
         now_ms: int,
     ) -> None:
         """Answer a lookup with no blocks, for this reason."""
-        assert reason
+        assert reason, f"{lookup.request} is refused for a reason"
         self._answered(
             Looked(
                 lookup.request[:REQUEST_CHARS_MAX], lookup.engine, now_ms, hashes, 0, {}, reason,
@@ -293,7 +294,7 @@ class Answers:
 
     def _count(self, asked: int, host: int, disk: int, objects: int, remote: int) -> None:
         missing = asked - host - disk - objects - remote
-        assert missing >= 0
+        assert missing >= 0, f"{asked} asked for, {host} + {disk} + {objects} + {remote} found"
         counts = self._counts
         counts["lookups"] += 1
         counts["lookup_blocks.host"] += host
