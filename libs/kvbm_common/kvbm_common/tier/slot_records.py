@@ -69,6 +69,7 @@ class SlotRecords:
 
     def generation(self, slot: int) -> int:
         """Return how often the slot was staged; 0, too, of one that no slab was cut into yet."""
+        assert slot >= 0, f"slot {slot} would be counted from the end"
         return self._generation[slot] if slot < len(self._generation) else 0
 
     def generations(self) -> dict[SequenceHash, int]:
@@ -77,6 +78,7 @@ class SlotRecords:
 
     def pin_count(self, slot: int) -> int:
         """Return how often a slot is pinned."""
+        assert slot >= 0, f"slot {slot} would be counted from the end"
         return self._pins[slot]
 
     # --- all blocks -------------------------------------------------------------------------

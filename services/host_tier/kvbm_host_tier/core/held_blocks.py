@@ -147,7 +147,10 @@ class HeldBlocks:
 
     def announced(self) -> list[Block]:
         """Return every committed block that is no guest."""
-        return [block for block in self.table.blocks() if block.hash not in self.guests]
+        announced = [block for block in self.table.blocks() if block.hash not in self.guests]
+        known = len(announced) + len(self.guests)
+        assert known == len(self.table), f"{len(self.guests)} guests, {len(announced)} others"
+        return announced
 
     # --- going ------------------------------------------------------------------------------
 
