@@ -85,6 +85,5 @@ class Lfu:
         if not len(self._queues[key]):
             del self._queues[key]
             self._keys.remove(key)
-        assert len(self._keys) == len(self._queues), (
-            f"{len(self._queues)} queues have {len(self._keys)} keys, after a look at {key}"
-        )
+            queues = len(self._queues)
+            assert len(self._keys) == queues, f"{queues} queues have {len(self._keys)} keys"
