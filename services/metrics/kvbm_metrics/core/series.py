@@ -33,6 +33,7 @@ FAMILIES_MAX = 2_000
 LABELS_MAX = 16_384
 """Names of labels that are remembered as good or bad."""
 
+REFUSED = "kvbm_families_refused"
 _NAME = re.compile(r"kvbm_[a-z0-9_]{1,120}")
 _LABEL = re.compile(r"(?!__)[a-z_][a-z0-9_]{0,60}")
 _OURS = ("service", "host", "instance")
@@ -104,14 +105,12 @@ class _Families:
 
     def __init__(self) -> None:
         self._blocks: dict[str, Block] = {}
-        self._own: set[str] = set()
+        self._own = {REFUSED}
         self._refused: Counter[str] = Counter()
 
     def blocks(self) -> list[Block]:
         """Return all families that have a series, and the counts of what was refused."""
-        refused = Block(
-            "kvbm_families_refused", "Metric families and samples left out of this answer."
-        )
+        refused = Block(REFUSED, "Metric families and samples left out of this answer.")
         for reason in ("conflict", "malformed", "too_many"):
             refused.add({"reason": reason}, self._refused[reason])
         count_max = FAMILIES_MAX + len(self._own)
@@ -129,11 +128,12 @@ class _Families:
         """Add a family of one instance, or count why it is refused."""
         name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
         block = self._blocks.get(name)
-        if not _NAME.fullmatch(name) or family.name in KVBM_GAUGES:
+        is_kvbms = name in KVBM_GAUGES or (family.kind != "counter" and name in KVBM_COUNTERS)
+        if is_kvbms or not _NAME.fullmatch(name):
             self._refused["malformed"] += 1
         elif block is None and len(self._blocks) >= FAMILIES_MAX:
             self._refused["too_many"] += 1
-        elif block is not None and (name in self._own or block.kind != family.kind):
+        elif name in self._own or (block is not None and block.kind != family.kind):
             self._refused["conflict"] += 1
         else:
             if block is None:
