@@ -143,8 +143,7 @@ class OnboardState:
         assert 0 <= run <= self.run, self.owner
         table.unpin(slot for slot in self.slots[run:] if slot is not None)
         del self.slots[run:], self.blocks[run:]
-        left = (len(self.slots), len(self.blocks))
-        assert left == (run, run), f"{self.owner}: {left} slots and blocks of a run of {run}"
+        assert len(self.slots) == run, f"{self.owner}: {len(self.slots)} slots of a run of {run}"
         self.brings = {}  # Not all of them have come.
         self.run = run
         self.reason, self.failed_at = reason, place
