@@ -186,6 +186,7 @@ class Hasher:
             state.update(previous + piece)  # One call for two: a fifth of the whole.
             previous = state.digest()
             append(previous)
+        assert len(hashes) == len(packed) // size, f"{len(hashes)} blocks of {len(packed)} bytes"
         return cast("list[SequenceHash]", hashes)
 
 
@@ -325,7 +326,9 @@ def _layout(count: int) -> tuple[bytes, bytes]:
 
 def pack_hashes(values: Iterable[SequenceHash]) -> bytes:
     """Pack hashes back to back, 16 bytes each: how they travel on ZMQ."""
-    return b"".join(values)
+    packed = b"".join(values)
+    assert len(packed) % HASH_BYTES == 0, f"{len(packed)} bytes: a value of these is no hash"
+    return packed
 
 
 def unpack_hashes(packed: bytes | bytearray) -> list[SequenceHash]:

@@ -81,6 +81,7 @@ class EventBuilder:
             self._drafts.append(last)
         last.hashes.append(block)
         last.count += 1
+        assert last.count <= EVENT_BLOCKS_MAX, f"{last.count} blocks of {tier} in one event"
 
     def take(self) -> Iterator[EventDraft]:
         """Return all drafts, in order, and forget them."""

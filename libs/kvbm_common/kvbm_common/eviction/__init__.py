@@ -86,4 +86,7 @@ def make_policy(name: str, slot_count: int = 0) -> EvictionPolicy:
     except KeyError:
         known = ", ".join(sorted(POLICIES))
         raise UnknownPolicy(f"no eviction policy {name!r}; there are: {known}") from None
-    return make(slot_count)
+    assert slot_count >= 0, f"policy {name} for {slot_count} slots"
+    policy = make(slot_count)
+    assert len(policy) == 0, f"a new policy {name} has {len(policy)} free blocks"
+    return policy

@@ -44,6 +44,7 @@ class Duel:
     """Follow LRU, or not."""
 
     def __init__(self, slot_count: int) -> None:
+        assert slot_count >= 0, f"a duel of {slot_count} slots"
         self._ghosts_max = min(slot_count, GHOSTS_MAX)
         rate = self._ghosts_max / max(1, slot_count)
         self._sampled_below = int(rate * (1 << SAMPLE_BITS))
@@ -66,6 +67,7 @@ class Duel:
 
     def samples(self, word: int) -> bool:
         """Return whether a name is in the sample. `word` is its `mix`."""
+        assert 0 <= word < 1 << 64, f"{word:#x} is no `mix` of a name"
         return word >> (64 - SAMPLE_BITS) < self._sampled_below
 
     def all_sampled(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -77,6 +79,7 @@ class Duel:
 
         `hit`: the tier had it; `again`: it was asked for before too.
         """
+        assert again or not hit, f"{name.hex()} was here, and never asked for"
         if name in self._ghosts:
             if not hit:
                 self.behind += 1.0
@@ -95,18 +98,22 @@ class Duel:
         """Make a sampled block the latest to be freed."""
         ghosts = self._ghosts
         if name in ghosts:
+            assert name not in self._fresh, f"{name.hex()} is a ghost, and was never freed"
             ghosts.move_to_end(name)
         elif name in self._fresh:
             self._fresh.remove(name)
             ghosts[name] = None
             if len(ghosts) > self._ghosts_max:
                 ghosts.popitem(last=False)
+        assert len(ghosts) <= self._ghosts_max, f"{len(ghosts)} ghosts, with {name.hex()}"
 
     def forgot(self, name: SequenceHash) -> None:
         """Forget a sampled block that has left the tier, perhaps without ever having been held."""
         self._fresh.discard(name)
 
     def _decide(self) -> None:
+        assert 0.0 <= self._lost <= 1.0, f"{self._lost} of the uses are lost"
+        assert self._since <= self._seen, f"the last defeat is at {self._since} of {self._seen}"
         seen = min(self._seen, self._window)
         self._balance *= 1 - DECIDE_EVERY / self._window
         self.behind = max(self.behind, -LIMIT_MIN - CREDIT_SHARE * seen)

@@ -29,6 +29,7 @@ class Lfu:
         self._free_count = 0
 
     def fill(self, former: BlockColumns) -> None:
+        assert not self._uses, f"{len(self._uses)} blocks are here already"
         if not len(former):
             return
         self._uses = dict.fromkeys(former.slot_of, 1)
@@ -37,7 +38,7 @@ class Lfu:
         self._free_count = len(former)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
-        assert block not in self._uses
+        assert block not in self._uses, f"{block.hex()} is here, used {self._uses[block]} times"
         self._uses[block] = 0
         self.touch(block)
         self.free(block)
@@ -46,6 +47,7 @@ class Lfu:
         uses = self._uses[block] = self._uses[block] + 1
         old = self._key.get(block)
         new = self._key[block] = uses + self._age
+        assert old is None or new > old, f"{block.hex()} was used: its key {old} became {new}"
         if old is not None and block in self._queues.get(old, ()):
             self._queues[old].hold(block)
             self._drop_if_empty(old)
@@ -56,6 +58,7 @@ class Lfu:
         self._queues[key].hold(block)
         self._drop_if_empty(key)
         self._free_count -= 1
+        assert self._free_count >= 0, f"{block.hex()} was free, and counted as held"
 
     def free(self, block: SequenceHash) -> None:
         self._queue(self._key[block]).free(block)
@@ -82,3 +85,5 @@ class Lfu:
         if not len(self._queues[key]):
             del self._queues[key]
             self._keys.remove(key)
+            queues = len(self._queues)
+            assert len(self._keys) == queues, f"{queues} queues have {len(self._keys)} keys"

@@ -45,6 +45,9 @@ class FreeOrder:
         self._left.remove(block)
         while self._former and self._former[-1] not in self._left:
             self._former.pop()
+        assert bool(self._former) == bool(self._left), (
+            f"{block.hex()} was held: {len(self._left)} of {len(self._former)} former ones are left"
+        )
 
     def __contains__(self, block: SequenceHash) -> bool:
         return block in self._later or block in self._left

@@ -22,6 +22,7 @@ KINDS = (len(TURN_ENDS) + 1) * DEPTH_KINDS
 
 
 def _kinds(ends: tuple[int, ...]) -> list[int]:
+    assert list(ends) == sorted(set(ends)), f"the ends of kinds ascend: {ends}"
     return [sum(value > end for end in ends) for value in range(ends[-1] + 2)]
 
 
@@ -35,6 +36,8 @@ class Node:
     __slots__ = ("children", "count", "depth", "kind", "parent", "place", "sampled", "turn", "used")
 
     def __init__(self, parent: SequenceHash, *, turn: int, depth: int, sampled: bool) -> None:
+        assert turn > 0, f"a child of {parent.hex()} is of turn {turn}"
+        assert depth >= 0, f"a child of {parent.hex()} is {depth} deep"
         self.parent = parent
         self.turn = turn
         self.depth = depth
@@ -61,8 +64,8 @@ class Nodes(dict[SequenceHash, Node]):
 
     def fill(self, former: Former) -> None:
         """Fill empty nodes with the blocks of a former life."""
-        assert not self
-        assert not self._slot_of
+        assert not self, f"{len(self)} blocks are here already"
+        assert not self._slot_of, f"{len(self._slot_of)} blocks of another life are here"
         self._former, self._slot_of = former, former.slot_of
         self.orphans = dict(former.orphans)
 
@@ -78,6 +81,7 @@ class Nodes(dict[SequenceHash, Node]):
     def take(self, name: SequenceHash) -> Node:
         """Remove the node of a block and return it; its children stay."""
         node = self[name]
+        assert node.children >= 0, f"{name.hex()} leaves, with {node.children} children"
         del self[name]
         if node.children:
             self.orphans[name] = self.orphans.get(name, 0) + node.children
@@ -90,6 +94,7 @@ class Nodes(dict[SequenceHash, Node]):
     def lose(self, parent: SequenceHash) -> None:
         """Count off a child that has left; its parent is not here."""
         left = self.orphans[parent] - 1
+        assert left >= 0, f"{parent.hex()} has lost more children than it had"
         if left:
             self.orphans[parent] = left
         else:
@@ -106,7 +111,7 @@ class Nodes(dict[SequenceHash, Node]):
 
     def __missing__(self, name: SequenceHash) -> Node:
         slot = self._slot_of.pop(name)
-        assert self._former is not None
+        assert self._former is not None, f"{name.hex()} is of a former life that was dropped"
         node = self[name] = self._former.node(slot)
         if not self._slot_of:
             self._former = None
@@ -117,6 +122,7 @@ class Former:
     """The blocks of a former life, as if each was admitted in its turn and never used again."""
 
     def __init__(self, blocks: BlockColumns, sampled: NDArray[np.bool_]) -> None:
+        assert len(sampled) == len(blocks), f"{len(sampled)} of {len(blocks)} blocks are judged"
         self.slot_of = blocks.slot_of.copy()
         self._row_of_slot = blocks.row_of_slot
         self._parents = blocks.parents
@@ -130,6 +136,8 @@ class Former:
         self._children = np.zeros(len(blocks), np.int32)
         self._children[:-1] += blocks.continues[1:]
         np.add.at(self._children, above[above >= 0], 1)
+        parented = int(self._children.sum()) + self.orphans.total()
+        assert parented == len(blocks), f"{len(blocks)} blocks are {parented} children"
         self._depths = _depths(starts, lengths, above)
         kinds = TURN_KIND[1] * DEPTH_KINDS + np.array(DEPTH_KIND, np.int32)
         self.kinds = kinds[np.minimum(self._depths, len(DEPTH_KIND) - 1)]
@@ -149,6 +157,7 @@ class Former:
     def node(self, slot: int) -> Node:
         """Make the node of the block in a slot."""
         row = int(self._row_of_slot[slot])
+        assert row >= 0, f"slot {slot} held no block of the former life"
         node = Node(
             SequenceHash(self._parents[row].item()),
             turn=1,

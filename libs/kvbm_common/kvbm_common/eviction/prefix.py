@@ -65,6 +65,7 @@ class PrefixPolicy:
     def fill(self, former: BlockColumns) -> None:
         """Take in the blocks of a former life, as if each was used once: how often is not known.
         That none has come back is no lesson."""
+        assert self._now == 0, f"{self._now} uses were seen before the former life"
         words = mixed(former.hashes)
         self._sketch.fill(words)
         in_duel = self.duel.all_sampled(words)
@@ -83,7 +84,7 @@ class PrefixPolicy:
             self.duel.freed(name)
 
     def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
-        assert not self._nodes.has(block)
+        assert not self._nodes.has(block), f"{block.hex()} is here already"
         word = mix(block)
         count = self._sketch.add(word)
         above = self._nodes.find(parent)
@@ -141,10 +142,12 @@ class PrefixPolicy:
             self._nodes.lose(node.parent)
             return
         above.children -= 1
+        assert above.children >= 0, f"{block.hex()} was no child of {node.parent.hex()}"
         if not above.children and node.parent in self._free:
             self._uncover(node.parent, above)
 
     def _used(self, block: SequenceHash, node: Node, word: int, count: int) -> None:
+        assert count > 0, f"{block.hex()} is used, and was asked for {count} times"
         self._now = node.used = self._now + 1
         node.count = count
         turn = min(node.turn + count - 1, len(TURN_KIND) - 1)
@@ -154,11 +157,16 @@ class PrefixPolicy:
 
     def _uncover(self, block: SequenceHash, node: Node) -> None:
         """Add a free block without children here to the leaves."""
+        assert node.place < 0, f"{block.hex()} is a free leaf already, at {node.place}"
         node.place = len(self._leaves)
         self._leaves.append(block)
 
     def _cover(self, node: Node) -> None:
         """Remove a node that is no free leaf any more from the leaves."""
+        count = len(self._leaves)
+        assert 0 <= node.place < count, (
+            f"a child of {node.parent.hex()} is at {node.place} of {count} leaves"
+        )
         last = self._leaves.pop()
         if node.place < len(self._leaves):
             self._leaves[node.place] = last
@@ -178,6 +186,7 @@ class PrefixPolicy:
             self._take_worst(chosen)
         if not chosen.full:
             chosen.take_rest()  # Their children are held.
+        assert len(chosen.names) == chosen.count, f"{len(chosen.names)} of {chosen.count} victims"
         return list(chosen.names)
 
     def _take_worst(self, chosen: _Chosen) -> None:
@@ -229,6 +238,7 @@ class _Chosen:
     """Victims being chosen, leaves first."""
 
     def __init__(self, nodes: Nodes, free: FreeOrder, count: int) -> None:
+        assert count >= 0, f"{count} victims are asked for"
         self.count = min(count, len(free))
         self.names: dict[SequenceHash, None] = {}
         self._nodes = nodes
@@ -243,6 +253,7 @@ class _Chosen:
 
     def take(self, name: SequenceHash) -> SequenceHash | None:
         """Take one; returns its parent when that is a free leaf now."""
+        assert name not in self.names, f"{name.hex()} is chosen twice"
         self.names[name] = None
         parent = self._nodes[name].parent
         if parent not in self._free:

@@ -49,6 +49,7 @@ def bucket_of(age: int) -> int:
     >>> [bucket_of(age) for age in (1, 7, 8, 11, 12, 16)]
     [0, 0, 1, 1, 2, 3]
     """
+    assert age >= 0, f"an age of {age} uses: the last one is still to come"
     if age < 8:
         return 0
     octave = age.bit_length() - 1
@@ -60,6 +61,8 @@ def _edges() -> list[int]:
     edges = [0]
     for octave in range(3, 3 + BUCKETS // 2 + 1):
         edges += [1 << octave, 3 << (octave - 1)]
+    assert len(edges) > BUCKETS, f"{len(edges)} edges of {BUCKETS} buckets"
+    assert edges == sorted(set(edges)), f"the edges of buckets ascend: {edges}"
     return edges[: BUCKETS + 1]
 
 
@@ -71,6 +74,8 @@ class ReuseCurves:
     """What was learned, and the worth that follows from it."""
 
     def __init__(self, kinds: int, slot_count: int) -> None:
+        assert kinds > 0, f"blocks of {kinds} kinds"
+        assert slot_count >= 0, f"curves for {slot_count} slots"
         self._kinds = kinds
         self._horizon = HORIZON_PER_SLOT * slot_count
         rate = min(1.0, WAITED_MAX / max(1, self._horizon))
@@ -92,6 +97,7 @@ class ReuseCurves:
             self.learn(now)
         if word >> (64 - SAMPLE_BITS) >= self._sampled_below:
             return
+        assert 0 <= kind < self._kinds, f"{name.hex()} is of kind {kind} of {self._kinds}"
         waited = self._waited
         last = waited.pop(name, None)
         if last is not None:
@@ -101,6 +107,7 @@ class ReuseCurves:
 
     def fill(self, uses: Iterable[tuple[SequenceHash, int, int]], now: int) -> None:
         """Take over the uses until now, one per name: (name, kind, when), all in the sample."""
+        assert not self._waited, f"{len(self._waited)} names are waited for already"
         for name, kind, when in uses:
             self._waited[name] = (when, kind)
             self._expire(when)
@@ -148,6 +155,7 @@ def _hazards(
     back: Sequence[float], gone: Sequence[float], prior: Iterable[float], weight: float
 ) -> list[float]:
     """Return by bucket the part of the blocks so old that came back at that age."""
+    assert weight > 0, f"a prior of weight {weight}: what no block has shown is a division by zero"
     old = 0.0
     counts: list[float] = []
     for come, left in zip(reversed(back), reversed(gone), strict=True):
@@ -176,6 +184,8 @@ def worth_of(hazards: Sequence[float]) -> list[float]:
     for start in range(BUCKETS - 1, -1, -1):
         here, had = time[start], hits[start]
         end, gets = hull[-1]
+        assert end > here, f"bucket {start}: no time from {here} to {end}"
+        assert gets >= had, f"bucket {start}: hits fall from {had} to {gets}"
         rate = (gets - had) / (end - here)
         while len(hull) > 1:
             later, more = hull[-2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import HASH_BYTES, SequenceHash
 
 COUNT_MAX = 255
 PLACES_MIN = 1 << 22
@@ -33,6 +33,7 @@ def mix(name: SequenceHash) -> int:
 
 def mixed(names: NDArray[np.void]) -> NDArray[np.uint64]:
     """Return 64 well-spread bits of each of many names, as `mix` does for one."""
+    assert names.dtype.itemsize == HASH_BYTES, f"names are {names.dtype}"
     spread = np.uint64(SPREAD)
     words = np.ascontiguousarray(names).view("<u8").reshape(-1, 2)[:, 1] * spread
     mixed: NDArray[np.uint64] = (words ^ (words >> np.uint64(29))) * spread
@@ -43,13 +44,17 @@ class Sketch:
     """Counts of how often names were asked for."""
 
     def __init__(self, slot_count: int) -> None:
+        assert slot_count >= 0, f"a sketch for {slot_count} slots"
         places = min(max(PLACES_MIN, PLACES_PER_SLOT * slot_count), PLACES_MAX)
         self._mask = (1 << (places - 1).bit_length()) - 1
+        # The two places of a name come of the two halves of its word.
+        assert self._mask < 1 << 32, f"{places} places are more than half a word can name"
         self._table = bytearray(self._mask + 1)
         self._added = 0
 
     def fill(self, words: NDArray[np.uint64]) -> None:
         """Count each of these names once, given their `mixed`; only into an empty sketch."""
+        assert not self._added, f"{self._added} uses are counted already"
         table = np.frombuffer(self._table, np.uint8)
         for shift in (0, 32):
             table[(words >> np.uint64(shift)) & np.uint64(self._mask)] = 1

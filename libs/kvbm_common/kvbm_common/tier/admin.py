@@ -239,9 +239,11 @@ def _resize(tier: AdministeredTier, request: ResizeRequest, now_ms: int) -> Resi
         if not gone:
             break
         evicted += gone
+        assert evicted <= STEP_BLOCKS_MAX, f"{evicted} blocks are evicted in one step"
         surplus -= table.retire(surplus)
     more = surplus > 0 and evicted >= STEP_BLOCKS_MAX
     slots = table.usable_count
+    assert slots <= capacity, f"{slots} slots of {capacity} are in use, {request.slots} were wanted"
     return ResizeReply(slots=slots, was=was, capacity=capacity, evicted=evicted, more=more)
 
 
@@ -254,7 +256,7 @@ def _use_policy(tier: AdministeredTier, request: PolicyRequest) -> PolicyReply |
     if request.policy != was and not tier.use_policy(request.policy):
         text = f"a staging arena evicts by {was}"
         return ErrorBody(code="fixed_policy", message=text, field="policy")
-    assert tier.policy_name == request.policy
+    assert tier.policy_name == request.policy, f"{tier.policy_name} is in force: {request}"
     return PolicyReply(policy=tier.policy_name, was=was)
 
 

@@ -51,11 +51,12 @@ class Block(msgspec.Struct, frozen=True, gc=False):
         sums: builtins.bytes,
     ) -> Block:
         """Return a block of `size` bytes whose parts have these packed checksums."""
+        if len(sums) == SUM_BYTES:  # The checksum of an only part is the block's.
+            assert grid.ranges == grid.heads == 1, f"one checksum for {grid}"
+            return cls(name, parent, namespace, int.from_bytes(sums, "little"), size)
         assert len(sums) == SUM_BYTES * grid.count, f"{len(sums)} bytes of checksums for {grid}"
-        checksum = combined_checksum(sums)
-        if len(sums) == SUM_BYTES:
-            return cls(name, parent, namespace, checksum, size)
-        return cls(name, parent, namespace, checksum, size, _with_code(grid.code, sums))
+        packed = _with_code(grid.code, sums)
+        return cls(name, parent, namespace, combined_checksum(sums), size, packed)
 
     @property
     def code(self) -> int:
@@ -107,6 +108,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
 def _with_code(code: int, sums: bytes) -> bytes:
     """Return what a block keeps of several parts: the code of its grid, and their checksums."""
+    assert len(sums) > SUM_BYTES, f"parts {code} with {len(sums)} bytes of checksums"
     return code.to_bytes(CODE_BYTES, "little") + sums
 
 
@@ -169,6 +171,7 @@ class BlockColumns(Mapping[int, Block]):
     @cached_property
     def row_of_slot(self) -> NDArray[np.intp]:
         """Where in the columns the block of a slot is, or -1."""
+        assert self.slots.min(initial=0) >= 0, f"a block is in slot {self.slots.min()}"
         found = np.full(int(self.slots.max(initial=-1)) + 1, -1)
         found[self.slots] = np.arange(len(self))
         return found

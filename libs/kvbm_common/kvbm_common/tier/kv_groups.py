@@ -53,7 +53,8 @@ class GroupRun(msgspec.Struct, frozen=True, array_like=True):
 
     def first_needed(self, tokens: int) -> int:
         """Return the place of the first block that a hit of so many tokens needs."""
-        end = tokens // self.block_tokens
+        end, rest = divmod(tokens, self.block_tokens)
+        assert rest == 0, f"{tokens} tokens are no boundary of {self}"
         if self.chunk:
             begin = (self.offset + tokens) // self.chunk * self.chunk - self.offset
             return max(0, begin) // self.block_tokens

@@ -47,6 +47,7 @@ class LeaseTable:
         assert owner, f"a lease over {slots} has an owner"
         assert deadline_ms >= 0, (owner, reason, deadline_ms)
         lease = Lease(self._next_id, owner, reason, slots, deadline_ms)
+        assert lease.id not in self._leases, f"{lease} has the id of another"
         self._next_id += 1
         self._leases[lease.id] = lease
         if len(self._by_deadline) > 2 * len(self._leases) + STALE_MAX:

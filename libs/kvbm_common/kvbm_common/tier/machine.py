@@ -33,6 +33,9 @@ class Machine(Generic[State]):
     ) -> None:
         assert name, "a machine has a name, for its drawing and its refusals"
         assert transitions, f"{name} never moves"
+        left = {state for state, _ in transitions if state is not None}
+        unreached = left - set(transitions.values()) - {next(iter(transitions))[0]}
+        assert not unreached, f"{name}: no event leads to {unreached}"
         self.name = name
         self.transitions = dict(transitions)
 

@@ -86,7 +86,9 @@ class Grid(msgspec.Struct, frozen=True, array_like=True):
     def parts_of_runs(self) -> NDArray[np.intp]:
         """Return which part each run of a block belongs to."""
         parts = np.arange(self.count).reshape(self.ranges, 1, self.heads)
-        return np.broadcast_to(parts, (self.ranges, self.layers, self.heads)).reshape(-1)
+        found = np.broadcast_to(parts, (self.ranges, self.layers, self.heads)).reshape(-1)
+        assert len(found) == self.run_count, f"{len(found)} runs of {self}"
+        return found
 
 
 ONE_PART = Grid()
@@ -97,7 +99,9 @@ def _code_of(grid: Grid) -> int:
     """Return a grid's code: one object for all of a tier's blocks."""
     if not grid.is_scattered:
         return grid.count
-    return grid.heads + PARTS_MAX * (grid.ranges - 1 + RANGES_MAX * (grid.layers - 1))
+    code = grid.heads + PARTS_MAX * (grid.ranges - 1 + RANGES_MAX * (grid.layers - 1))
+    assert PARTS_MAX < code < 1 << 16, f"{grid} would have the code {code}"
+    return code
 
 
 @lru_cache(maxsize=1024)
@@ -116,8 +120,12 @@ def grid_of(code: int) -> Grid | None:
     return grid if grid.code == code else None
 
 
+@lru_cache(maxsize=1024)
 def is_divisible(size: int, code: int) -> bool:
-    """Return whether a block of `size` bytes can be cut by the grid of this code."""
+    """Return whether a block of `size` bytes can be cut by the grid of this code.
+
+    Of every block that comes in: few sizes and codes, again and again.
+    """
     grid = grid_of(code)
     return grid is not None and size % grid.run_count == 0
 
@@ -190,7 +198,9 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         grid = self.grid
         runs = np.arange(grid.run_count).reshape(-1, grid.heads)
         layers = slice(self.first_range * grid.layers, self.end_range * grid.layers)
-        return runs[layers, self.first_head : self.end_head].reshape(-1)
+        held = runs[layers, self.first_head : self.end_head].reshape(-1)
+        assert len(held) == len(self.parts) * grid.layers, f"{len(held)} runs of {self}"
+        return held
 
 
 def share_of_rank(rank: int, world_size: int) -> Share:

@@ -85,7 +85,9 @@ class Reclaim:
                 slab = self._giver(size, slabs, may_leave, must=count == len(own))
                 if slab is not None:
                     slabs.append(slab)
-                    short -= slab.room(size)
+                    room = slab.room(size)
+                    assert room > 0, f"{slab} gives way, and has no room for {size}"
+                    short -= room
                     continue
                 size.own_left = max(1, self._pool.layout.slab_bytes // size.slot_bytes)
             step = min(short, size.own_left, len(own) - count)
@@ -175,6 +177,7 @@ class Reclaim:
         self, size: SizeClass, may_leave: MayLeave | None
     ) -> tuple[list[SequenceHash], int]:
         """Return what may leave of the slabs that are LEAVING, and how many slots that makes."""
+        assert len(self._pool.leaving) <= 1, f"several slabs are leaving: {self._pool.leaving}"
         names, gained = list[SequenceHash](), 0
         for slab in self._pool.leaving:
             if self._can_be_emptied(slab, may_leave):
@@ -185,7 +188,9 @@ class Reclaim:
 
     def _can_be_emptied(self, slab: Slab, may_leave: MayLeave | None) -> bool:
         inactive = self._states[slab.slots].count(SlotState.INACTIVE)
-        if len(slab.reset) + inactive < slab.usable:
+        unpinned = len(slab.reset) + inactive
+        assert unpinned <= slab.usable, f"{slab}: {unpinned} of {slab.usable} slots are not pinned"
+        if unpinned < slab.usable:
             return False
         return may_leave is None or all(map(may_leave, self._idle_blocks(slab)))
 
@@ -197,7 +202,10 @@ class Reclaim:
     def _idle(self, slab: Slab) -> float:
         """Return how many ticks ago the blocks of a slab were used, on average."""
         pool = self._pool
-        return pool.clock - sum(pool.used[slab.slots]) / slab.slot_count
+        assert slab.slot_count > 0, f"{slab} is not cut"
+        idle = pool.clock - sum(pool.used[slab.slots]) / slab.slot_count
+        assert idle >= 0, f"{slab} was used {-idle} ticks behind tick {pool.clock}"
+        return idle
 
     def _compared(self, size: SizeClass, *, all_of_them: bool = False) -> Iterator[Slab]:
         """Yield some slabs of a class, others each time; all, where there are few."""

@@ -28,20 +28,22 @@ def size_figures(table: SlotRecords) -> SizeFigures:
     pool = table.pool
     states = Counter(slab.state for slab in pool.slabs)
     staged = Counter(map(table.slot_bytes, table.staged()))
+    sizes = [
+        SizeStats(
+            slot_bytes=size.slot_bytes,
+            slabs=len(size.slabs),
+            slots=sum([slab.usable for slab in size.slabs.values()]),
+            used=sum([slab.usable - len(slab.reset) for slab in size.slabs.values()])
+            - staged[size.slot_bytes],
+        )
+        for size in pool.sizes.values()
+    ]
+    assert all(one.used >= 0 for one in sizes), f"more slots are staged than in use: {sizes}"
     return SizeFigures(
         capacity_bytes=table.usable_bytes,
         slab_bytes=pool.layout.slab_bytes,
         slabs={state.value: states[state] for state in SlabState},
-        sizes=[
-            SizeStats(
-                slot_bytes=size.slot_bytes,
-                slabs=len(size.slabs),
-                slots=sum([slab.usable for slab in size.slabs.values()]),
-                used=sum([slab.usable - len(slab.reset) for slab in size.slabs.values()])
-                - staged[size.slot_bytes],
-            )
-            for size in pool.sizes.values()
-        ],
+        sizes=sizes,
     )
 
 

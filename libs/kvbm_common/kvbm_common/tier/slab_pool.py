@@ -165,6 +165,7 @@ class SlabPool:
         assert size is not None, f"slot {slot} is of {slab}"
         reset.append(slot)
         count = len(reset)
+        assert count <= slab.usable, f"slot {slot} is given back twice: {slab} of {slab.usable}"
         if slab.state is SlabState.CUT:
             size.free_count += 1
             if count == 1:
@@ -198,6 +199,8 @@ class SlabPool:
         self.slab_of[first:end] = [slab] * count
         self.policy_of[first:end] = [size.policy] * count
         self.used[first:end] = [self.clock] * count
+        lengths = {len(self.place_of), len(self.slab_of), len(self.policy_of), len(self.used)}
+        assert len(lengths) == 1, f"columns of {lengths} slots, after {slab} was cut"
         self._move(slab.retired, "retire")
         size.slabs[slab.number] = slab
         self._empty[slab.number] = slab
@@ -252,6 +255,7 @@ class SlabPool:
 
     def _close(self, slab: Slab, size: SizeClass) -> None:
         size.free_count -= len(slab.reset)
+        assert size.free_count >= 0, f"{size} has {size.free_count} free slots without {slab}"
         if slab.reset:
             size.open.remove(slab)
 
@@ -274,6 +278,7 @@ class SlabPool:
             slab.retired.append(slot)
             slab.usable -= 1
             slab.retired_bytes += size.slot_bytes
+            assert slab.retired_bytes <= slab.length, f"{slab}: {slab.retired_bytes} bytes retired"
             if slab.is_empty:
                 self._empty[slab.number] = slab
             wanted_bytes -= size.slot_bytes

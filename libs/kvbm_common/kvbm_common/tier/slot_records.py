@@ -39,6 +39,8 @@ class SlotRecords:
         self._generation += [0] * count
         self._pins += [0] * count
         self._block += [None] * count
+        lengths = {len(self._state), len(self._generation), len(self._pins), len(self._block)}
+        assert len(lengths) == 1, f"columns of {lengths} slots, after {count} more"
 
     def _move_all(self, slots: Iterable[int], verb: str) -> None:
         raise NotImplementedError
@@ -67,6 +69,7 @@ class SlotRecords:
 
     def generation(self, slot: int) -> int:
         """Return how often the slot was staged; 0, too, of one that no slab was cut into yet."""
+        assert slot >= 0, f"slot {slot} would be counted from the end"
         return self._generation[slot] if slot < len(self._generation) else 0
 
     def generations(self) -> dict[SequenceHash, int]:
@@ -75,6 +78,7 @@ class SlotRecords:
 
     def pin_count(self, slot: int) -> int:
         """Return how often a slot is pinned."""
+        assert slot >= 0, f"slot {slot} would be counted from the end"
         return self._pins[slot]
 
     # --- all blocks -------------------------------------------------------------------------
@@ -89,7 +93,9 @@ class SlotRecords:
 
     def by_place(self) -> dict[int, Block]:
         """Return all blocks that can be found, each by where its slot begins."""
-        return {self.pool.place_of[slot]: self.block(slot) for slot in self._slot.values()}
+        found = {self.pool.place_of[slot]: self.block(slot) for slot in self._slot.values()}
+        assert len(found) == len(self._slot), f"{len(self._slot)} blocks in {len(found)} places"
+        return found
 
     def latest(self, count: int) -> list[SequenceHash]:
         """Return the `count` blocks that were committed last, oldest first."""
@@ -98,7 +104,10 @@ class SlotRecords:
     def unfolded_blocks(self) -> list[Block]:
         """Return the blocks that can be found and are not folded."""
         found = map(self._block.__getitem__, self._slot.values())
-        return [block for block in found if block is not None and block is not FOLDED]
+        blocks = [block for block in found if block is not None and block is not FOLDED]
+        folded = len(self._slot) - len(blocks)
+        assert folded <= self.folded_count, f"{folded} blocks wait, {self.folded_count} may"
+        return blocks
 
     def folded(self, names: Iterable[SequenceHash]) -> set[SequenceHash]:
         """Return which of these blocks are here, and folded."""
@@ -131,7 +140,9 @@ class SlotRecords:
     @property
     def usable_bytes(self) -> int:
         """Bytes of the medium that are not RETIRED."""
-        return self.pool.layout.total_bytes - self.pool.retired_bytes
+        usable = self.pool.layout.total_bytes - self.pool.retired_bytes
+        assert usable >= 0, f"{self.pool.retired_bytes} bytes of {self.pool.layout} are retired"
+        return usable
 
     @property
     def usable_count(self) -> int:
@@ -165,6 +176,7 @@ class SlotRecords:
             "inactive": idle,
             "active": active,
         }
+        assert min(counts.values()) >= 0, f"slots by state: {counts}"
         retired = sum([len(slab.retired) for slab in self.pool.slabs])
         return counts | {"retired": retired, "total": sum(counts.values())}
 

@@ -73,6 +73,7 @@ class SlotTable(SlotRecords):
 
     def committed(self, slot: int) -> Block | None:
         """Return the block in a slot, pinned or not; None: none can be found there."""
+        assert slot >= 0, f"slot {slot} would be counted from the end"
         is_made = slot < len(self._block)
         return self.block(slot) if is_made and self._block[slot] is not None else None
 
@@ -346,7 +347,9 @@ class SlotTable(SlotRecords):
         self.pool.use_policy(make, learn)
 
     def _empty(self, slot: int) -> None:
-        self._block_bytes -= self.block(slot).bytes
+        left = self.block(slot)
+        self._block_bytes -= left.bytes
+        assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
         self._block[slot] = None
         self.pool.give_back(slot)
 

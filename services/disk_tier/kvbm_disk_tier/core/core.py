@@ -336,9 +336,12 @@ class DiskTierCore:
         # Folded blocks are more urgent than a long journal.
         if self.inventory.journal.is_due(now_ms):
             self._rewrite_journal()
-        if self._said_accepting != self._is_accepting():
-            self._said_accepting = not self._said_accepting
-            self._emit(SayAccepting(self._said_accepting))
+        # Blocks that are not well placed here are for other instances to write.
+        sound = not self.store.problem and self.health.writes
+        accepting = sound and not self.inventory.stopped and not self.inventory.draining
+        if accepting != self._said_accepting:
+            self._said_accepting = accepting
+            self._emit(SayAccepting(accepting))
 
     def _fit_store(self, now_ms: int) -> None:
         """Replace the store by one that is cut for the largest blocks of the arenas."""
@@ -357,11 +360,6 @@ class DiskTierCore:
         if not table.folded_count:
             live = [(table.find(block.hash), block) for block in table.blocks()]
             self.inventory.journal.rewrite([*live, *self.writes.committing()])
-
-    def _is_accepting(self) -> bool:
-        """Tell whether blocks are well placed here: else other instances write ours, too."""
-        sound = not self.store.problem and self.health.writes
-        return sound and not self.inventory.stopped and not self.inventory.draining
 
     def check(self) -> None:
         """Assert every invariant; O(slots)."""

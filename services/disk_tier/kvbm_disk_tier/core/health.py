@@ -88,6 +88,8 @@ class DiskHealth:
 
     def __init__(self, counts: Counter[str], emit: Emit) -> None:
         self.state = HEALTH.next(None, "made")
+        self.reads = self.writes = True
+        """Blocks may be read, and written."""
         self.problem = ""
         """Why blocks are not written, or not even read, for /readyz; empty: the disk works."""
         self._counts, self._emit = counts, emit
@@ -97,16 +99,6 @@ class DiskHealth:
         self._probe_flies = False
         self._broken_by: Cause | None = None
         """What has to go well for the pause to be short again."""
-
-    @property
-    def reads(self) -> bool:
-        """Tell whether blocks may be read."""
-        return self.state in READABLE
-
-    @property
-    def writes(self) -> bool:
-        """Tell whether blocks may be written."""
-        return self.state is HealthState.WORKING
 
     # --- what comes back --------------------------------------------------------------------
 
@@ -135,6 +127,7 @@ class DiskHealth:
 
     def stalled(self, started_ms: int, now_ms: int) -> None:
         """Count a trouble for what started then, and has not come back."""
+        assert started_ms <= now_ms, f"started at {started_ms} ms, and it is {now_ms} ms"
         if now_ms - started_ms >= STALLED_MS:
             waited = f"{(now_ms - started_ms) // 1000} s without an answer"
             self.trouble(Cause.SLOW, waited, now_ms)
@@ -186,6 +179,7 @@ class DiskHealth:
 
     def _spare(self, event: str, problem: str, now_ms: int) -> None:
         self._move(event)
+        assert not self.writes, f"the disk takes blocks after {event!r}: {problem}"
         spared = "the disk is bypassed" if not self.reads else "the disk takes no blocks"
         self.problem = f"{spared}: {problem}"
         self._probe_from_ms = now_ms + self._pause_ms
@@ -193,9 +187,12 @@ class DiskHealth:
 
     def _move(self, event: str) -> None:
         self.state = HEALTH.next(self.state, event, self.problem)
+        self.reads, self.writes = self.state in READABLE, self.state is HealthState.WORKING
 
     def check(self) -> None:
         """Assert every invariant of the health."""
+        assert self.reads == (self.state in READABLE), self.state
+        assert self.writes == (self.state is HealthState.WORKING), self.state
         assert bool(self.problem) == (not self.writes), f"{self.state}: {self.problem!r}"
         assert self._probe_flies or self.state not in PROBED, self.state
         assert PAUSE_MS <= self._pause_ms <= PAUSE_MAX_MS, f"a pause of {self._pause_ms} ms"

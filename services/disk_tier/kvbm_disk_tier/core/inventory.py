@@ -202,6 +202,7 @@ class Inventory:
         self.table = SlotTable(Layout.unsized(0), partial(make_policy, self.policy_name))
         for lease in self.leases.all():  # What they held is gone, and so are its slots.
             self.leases.release(lease.id)
+        assert len(self.leases) == 0, f"{len(self.leases)} leases hold slots of another store"
         self._announce_removed(blocks, "reformatted", untold, now_ms)
 
     def announce_former(self) -> None:

@@ -92,6 +92,7 @@ def encode_record(record: Record) -> bytes:
     """Return the 128 bytes of a record."""
     block = record.block
     assert record.place >= 0, record
+    assert record.order > 0, record
     body = _BODY.pack(
         _MAGIC,
         record.operation,
@@ -134,6 +135,7 @@ def replay(data: bytes, layout: Layout) -> Replay:
     newest = _by_order(records, _newest(by_order, places, units, layout.slab_units))
     chosen = newest[records["operation"][newest] == Operation.COMMITTED]
     live = BlockColumns(records, chosen, places[chosen]).without_older()
+    assert len(live) <= len(kept), f"{len(live)} blocks of {len(kept)} records"
     return Replay(live, next_order, count, damaged)
 
 

@@ -19,7 +19,7 @@ from kvbm_common.tier.blocks import CHECKSUM_MAX, Block
 from kvbm_common.tier.breaker import Breaker
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.layout import UNIT_BYTES
-from kvbm_common.tier.parts import grid_of, is_divisible
+from kvbm_common.tier.parts import is_divisible
 from kvbm_common.wire.slot_entries import LeasedSlot
 from kvbm_common.wire.verbs import ArenaReply
 
@@ -133,6 +133,7 @@ class WriteBudget:
             self.level = min(self._burst, self.level + (now_ms - self._filled_ms) * self._per_ms)
         if self._filled_ms is None or now_ms > self._filled_ms:
             self._filled_ms = now_ms
+        assert self.level <= self._burst, f"{self.level} bytes in a bucket for {self._burst}"
 
 
 class BatchSize:
@@ -314,10 +315,9 @@ def leased_blocks(
     leased: dict[SequenceHash, tuple[Block, int]] = {}
     for slot, name, parent in zip(sound, names, parents, strict=True):
         # The bytes tell the checksums of the parts when they are read: only how it is cut is kept.
-        grid = grid_of(slot.parts)
-        assert grid is not None, "what is sound is cut by a grid"
-        namespace, size = namespaces[slot.namespace], slot.bytes
-        leased[name] = Block(name, parent, namespace, slot.checksum, size, grid.code), slot.slot
+        namespace = namespaces[slot.namespace]
+        block = Block(name, parent, namespace, slot.checksum, slot.bytes, slot.parts)
+        leased[name] = block, slot.slot
     return leased, len(slots) - len(sound)
 
 

@@ -77,14 +77,10 @@ class Store:
         """What `transfer_blocks` has returned for each size."""
         self.works = False
         """Blocks can be moved now."""
+        self.wants_opening = self.misfits
+        """A store is to be opened: none fits, or the one here could not be."""
         self._limits, self._counts = limits, means.counts
         self._open_again_ms = 0
-
-    @property
-    def wants_opening(self) -> bool:
-        """Tell whether a store is to be opened: none fits, or the one here could not be."""
-        failed = self.state is StoreState.CLOSED and bool(self.problem)
-        return self.misfits or (failed and self.kind.sized)
 
     @property
     def has_slots(self) -> bool:
@@ -99,14 +95,15 @@ class Store:
     def follow(self, sizes: Collection[int]) -> None:
         """Compare the store with the lengths of slots in the arenas that are mapped."""
         assert 0 not in sizes, "an arena without slots has no size yet"
-        if not self.kind.sized:
-            self.misfits = self.state is StoreState.CLOSED
-            return
         layout = self.layout
-        fits = layout is not None and any(
-            layout.slot_bytes_of(size) <= layout.slab_bytes for size in sizes
-        )
-        self.misfits = bool(sizes) and not fits
+        if self.kind.sized:
+            fits = layout is not None and any(
+                layout.slot_bytes_of(size) <= layout.slab_bytes for size in sizes
+            )
+            self.misfits = bool(sizes) and not fits
+        else:
+            self.misfits = self.state is StoreState.CLOSED
+        self.wants_opening = self.misfits or self._has_failed()
 
     def transfer_blocks(self, block_bytes: int) -> int:
         """Return how many blocks of this size are moved at once."""
@@ -125,7 +122,7 @@ class Store:
 
     def open(self) -> None:
         """Note that a store is being opened; the one before it is lost."""
-        self._move("open")
+        self._move("open", self.problem)
         self.layout = None
         self.read_load_max = self.write_load_max = self.ahead_load = 0
 
@@ -134,8 +131,7 @@ class Store:
         layout = event.layout
         assert layout.slot_count > 0, "a store has slots"
         assert layout.is_sized == self.kind.sized, f"{layout} of a {self.kind.tier} tier"
-        self._move("opened")
-        self.problem = ""
+        self._move("opened", "")
         self.layout = layout
         depth = event.depth
         if depth.reads is not None:
@@ -152,34 +148,39 @@ class Store:
 
     def open_failed(self, reason: str, now_ms: int) -> None:
         """Note why there is no store; another try comes later, and the service lives on."""
-        self._move("open failed")
-        self.problem = reason
+        self._move("open failed", reason)
         self._counts["store_failures"] += 1
         self._open_again_ms = now_ms + STORE_RETRY_MS
 
     def absent(self) -> None:
         """Note that a store could be made here; an arena will say how large its slots are."""
-        self._move("absent")
-        self.problem = ""
+        self._move("absent", "")
 
     def went_down(self, reason: str) -> None:
         """Note that the store does not work for now: nothing is begun until it is up again."""
-        self._move("went down")
-        self.problem = reason
+        self._move("went down", reason)
         self._counts["store_failures"] += 1
 
     def came_up(self) -> None:
         """Note that the store works again."""
-        self._move("came up")
-        self.problem = ""
+        self._move("came up", "")
 
-    def _move(self, event: str) -> None:
+    def _move(self, event: str, problem: str) -> None:
+        """Move by the table; `problem` is why there is no store now, or why it does not work."""
         self.state = STORE.next(self.state, event, self.problem)
+        self.problem = problem
         self.works = self.state is StoreState.OPEN
+        self.wants_opening = self.misfits or self._has_failed()
+
+    def _has_failed(self) -> bool:
+        """Tell whether a store could not be opened, and is to be tried again."""
+        return self.kind.sized and self.state is StoreState.CLOSED and bool(self.problem)
 
     def check(self) -> None:
         """Assert every invariant of the store."""
-        assert self.works == (self.state is StoreState.OPEN)
+        assert self.works == (self.state is StoreState.OPEN), f"{self.works} in {self.state.name}"
+        wanted = self.misfits or self._has_failed()
+        assert self.wants_opening == wanted, f"{self.problem} in {self.state.name}"
         assert not self.works or not self.problem, f"it works, but {self.problem}"
         is_there = self.works or self.state is StoreState.DOWN
         assert (self.layout is not None) == is_there, f"{self.layout} in {self.state.name}"

@@ -112,6 +112,7 @@ class Writes:
         fly_max = limits.writes_beside_reads_max if beside_reads else limits.writes_max
         ahead = len(phases[Phase.LEASING]) + len(phases[Phase.LEASED])
         committing = len(self.flying.by_id) - ahead - len(phases[Phase.WRITING])
+        assert committing >= 0, f"{len(self.flying.by_id)} writes, {ahead} of them wait for a turn"
         free = ahead < fly_max and committing < limits.commits_max
         free = free and self.may_begin and self._retries.allows(now_ms)
         free = free and self._store.works and len(self._arenas.usable) > 0
@@ -146,6 +147,7 @@ class Writes:
         for alike in self._wanted(write, now_ms):
             self._stage(write, alike, now_ms)
             sources += [source for _, source in alike[: len(write.slots) - len(sources)]]
+        assert len(sources) == len(write.slots), self.flying.story(write)
         blocks = tuple(block for _, block in write.slots)
         if write.charged:
             self._refund(write, write.load)

@@ -144,6 +144,7 @@ class OpenLookup:
         assert 0 <= run <= self.run, self.owner
         table.unpin(slot for slot in self.slots[run:] if slot is not None)
         del self.slots[run:], self.blocks[run:]
+        assert len(self.slots) == run, f"{self.owner}: {len(self.slots)} slots of a run of {run}"
         self.brings = {}  # Not all of them have come.
         self.run = run
         self.reason, self.failed_at = reason, place
@@ -204,6 +205,7 @@ class Answers:
         disk, objects = _came_from(lookup, "disk"), _came_from(lookup, "object")
         remote = _came_from(lookup, "remote")
         here = lookup.run - len(disk) - len(objects) - len(remote)
+        assert here >= 0, f"{lookup.owner}: {lookup.run} blocks came from {lookup.came_from}"
         plan = lookup.plan
         asked = len(lookup.hashes) if plan is None else plan.asked
         self._count(asked, here, len(disk), len(objects), len(remote))
@@ -264,7 +266,7 @@ class Answers:
             filled=len(lookup.came_from.keys() & set(range(lookup.run))),
             reason=lookup.why_short,
         )
-        assert reply.filled <= reply.blocks
+        assert reply.filled <= reply.blocks, f"{reply.filled} of {reply.blocks} blocks were filled"
         self._counts["prefetched_blocks"] += reply.filled
         self._emit(Answer(lookup.reply_to, reply))
 
@@ -277,7 +279,7 @@ class Answers:
         now_ms: int,
     ) -> None:
         """Answer a lookup with no blocks, for this reason."""
-        assert reason
+        assert reason, f"{asked.request} is refused for a reason"
         self._answered(
             Looked(
                 asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms, hashes, 0, {}, reason,
@@ -292,7 +294,7 @@ class Answers:
 
     def _count(self, asked: int, host: int, disk: int, objects: int, remote: int) -> None:
         missing = asked - host - disk - objects - remote
-        assert missing >= 0
+        assert missing >= 0, f"{asked} asked for, {host} + {disk} + {objects} + {remote} found"
         counts = self._counts
         counts["lookups"] += 1
         counts["lookup_blocks.host"] += host

@@ -121,7 +121,7 @@ class Explain:
             self._ask(now_ms)
 
     def _ask(self, now_ms: int) -> None:
-        assert self._question is None
+        assert self._question is None, f"question {self._number} is not answered"
         looked: list[Looked] = []
         names: dict[SequenceHash, None] = {}
         while self._open and len(names) < ASKED_MAX:
@@ -160,7 +160,7 @@ class Explain:
 
     def _close_question(self, now_ms: int) -> None:
         question, self._question = self._question, None
-        assert question is not None
+        assert question is not None, f"question {self._number} is closed already"
         for looked in question.looked:
             self._refine(looked, question, now_ms)
             self._keep(looked, "question closed")
@@ -231,11 +231,14 @@ def explanation_of(looked: Looked) -> Explanation:
             detail=f"{rest} of them behind, each for a reason of its own",
         )  # fmt: skip
         segments = kept
+    blocks = len(looked.hashes) + looked.avoided
+    told = sum(one.blocks for one in segments)
+    assert told == blocks, f"{looked.request}: {told} of {blocks} blocks are explained: {segments}"
     return Explanation(
         request=looked.request,
         engine=looked.engine,
         ts_ms=looked.at_ms,
-        blocks=len(looked.hashes) + looked.avoided,
+        blocks=blocks,
         hit_blocks=looked.run,
         reason=next((one.reason for one in segments if one.reason), ""),
         segments=segments,

@@ -148,7 +148,8 @@ class Fills:
         return batch_blocks(count, self._limits.batch_bytes, slot_bytes)
 
     def _ask(self, fill: Fill) -> None:
-        assert fill.slots
+        assert fill.slots, f"a fill of {fill.tier} tier {fill.instance} is of blocks"
+        assert self._next_id not in self._fills, f"two fills have id {self._next_id}"
         places = zip(fill.slots, self._table.places(fill.slots.values()), strict=True)
         request = FillRequest(
             epoch=self._epoch,
@@ -182,7 +183,8 @@ class Fills:
             else:
                 self._table.abort(slot)
                 filled.missing.append((name, outcome))
-        assert len(filled.arrived) + len(filled.missing) == len(fill.slots)
+        ended = len(filled.arrived) + len(filled.missing)
+        assert ended == len(fill.slots), f"{ended} of {len(fill.slots)} blocks have an outcome"
         self._counts["promoted_blocks"] += len(filled.arrived)
         self._counts["bytes.fill"] += sum([block.bytes for _, block in filled.arrived])
         self._missed(filled, now_ms)
@@ -190,7 +192,7 @@ class Fills:
 
     def failed(self, event: FillFailed, now_ms: int) -> Filled:
         """Give up a fill without an answer; unless it is settled, its slots stay lent."""
-        assert event.reason
+        assert event.reason, f"fill {event.fill} fails for a reason"
         fill = self._move(event.fill, "failed, settled" if event.settled else "failed")
         if event.settled:
             self._take_back(fill)
@@ -233,7 +235,7 @@ class Fills:
         return [(n, fill) for n, fill in self._fills.items() if fill.state is FillState.LENT]
 
     def _take_back(self, fill: Fill) -> None:
-        assert fill not in self._fills.values()
+        assert fill not in self._fills.values(), f"{fill} is under way"
         for slot in fill.slots.values():
             self._table.abort(slot)
 

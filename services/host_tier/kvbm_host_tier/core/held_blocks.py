@@ -68,7 +68,7 @@ class HeldBlocks:
 
     def lay_out(self, layout: Layout) -> None:
         """Give the empty table its slots, once."""
-        assert layout.slot_count > 0
+        assert layout.slot_count > 0, f"an arena without slots: {layout}"
         self.former.set_horizon(max(HORIZON_LEAST, HORIZON_SLOTS * layout.slot_count))
         self.table.lay_out(layout, partial(make_policy, self.policy_name))
 
@@ -79,7 +79,7 @@ class HeldBlocks:
 
     def use_policy(self, name: str) -> bool:
         """Have another policy choose victims; False in a staging arena."""
-        assert name
+        assert name, "a policy has a name"
         if self._staging:
             return False
         self._policy_name = name
@@ -99,7 +99,7 @@ class HeldBlocks:
 
     def commit(self, arrived: Sequence[tuple[int, Block]], now_ms: int) -> None:
         """Make staged blocks findable, free to be evicted, and announce them."""
-        assert arrived
+        assert arrived, "a commit is of blocks"
         self.table.register_all(arrived)
         blocks = [block for _, block in arrived]
         names, slots = [block.hash for block in blocks], [slot for slot, _ in arrived]
@@ -124,13 +124,14 @@ class HeldBlocks:
 
     def not_stored(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
         """Remember why an offload failed, to explain later misses of these blocks."""
-        assert reason
+        assert reason, "an offload fails for a reason"
         self.departures.note(names, "offload", now_ms, detail=reason)
 
     # --- guests -----------------------------------------------------------------------------
 
     def add_guest(self, name: SequenceHash, slot: int) -> None:
         """Hold a block of a peer as a guest in this slot."""
+        assert not self.table.holds(name), f"a guest is here already: {self.story(name)}"
         self.guests.add(name, self.table.slot_bytes(slot))
 
     def admit(self, names: Iterable[SequenceHash]) -> None:
@@ -146,7 +147,10 @@ class HeldBlocks:
 
     def announced(self) -> list[Block]:
         """Return every committed block that is no guest."""
-        return [block for block in self.table.blocks() if block.hash not in self.guests]
+        announced = [block for block in self.table.blocks() if block.hash not in self.guests]
+        known = len(announced) + len(self.guests)
+        assert known == len(self.table), f"{len(self.guests)} guests, {len(announced)} others"
+        return announced
 
     # --- going ------------------------------------------------------------------------------
 
@@ -164,6 +168,7 @@ class HeldBlocks:
             self._counts["slabs_moved"] += 1
             self._evict(victims.emptied, ANOTHER_SIZE, now_ms)
         room = self.table.room_for(count, block_bytes)
+        assert 0 <= room <= count, f"room for {room} of {count} blocks of {block_bytes} bytes"
         if self._staging and room < count:
             self._ask_to_write(block_bytes)
         return room
@@ -189,11 +194,13 @@ class HeldBlocks:
         if self._staging:
             self._tell_unwritten([name for name in idle if name not in self._below])
             idle = [name for name in idle if name in self._below][:count]
+        assert len(idle) <= count, f"{len(idle)} blocks are evicted for {count}"
         self._evict(idle, self.policy_name, now_ms)
         return len(idle)
 
     def _ask_to_write(self, block_bytes: int) -> None:
         """Have the disk tier write the oldest blocks of this size that it lacks, and of others."""
+        assert self._staging, "a block that is nowhere else is only in a staging arena"
         size = self.table.pool.size_of(block_bytes)
         free = [] if size is None else size.policy.victims(len(size.policy))
         unwritten = [name for name in free if name not in self._below]
@@ -235,7 +242,7 @@ class HeldBlocks:
     def _announce_removed(
         self, blocks: Sequence[Block], reason: str, now_ms: int, *, detail: str = ""
     ) -> None:
-        assert reason
+        assert reason, "blocks leave for a reason"
         self._counts[f"evictions.{reason}"] += len(blocks)
         if not blocks:
             return

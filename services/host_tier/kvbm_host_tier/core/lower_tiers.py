@@ -230,7 +230,9 @@ class LowerTierView:
         elif isinstance(event, Stored):
             for name in names:
                 self._failed.discard(name)
-            return len(self._holding) - before
+            new = len(self._holding) - before
+            assert 0 <= new <= len(names), f"{new} of {len(names)} blocks of {instance} are new"
+            return new
         return 0
 
     def _hold(self, instance: str, event: Event) -> list[SequenceHash]:
@@ -264,6 +266,7 @@ class LowerTierView:
                 source.refuse(now_ms)
 
     def _store(self, instance: str, names: list[SequenceHash], said: Stored | SnapshotPart) -> None:
+        assert instance in self._sources, f"{instance} has {len(names)} blocks, and is not followed"
         holding = Holding(instance, said.block_bytes, bytes.fromhex(said.namespace))
         if holding == self._last:
             holding = self._last

@@ -179,7 +179,7 @@ class Peers:
             return 0
         self._index.start()
         question = self._take_id()
-        assert question not in self._questions
+        assert question not in self._questions, f"two questions have number {question}"
         self._questions.add(question)
         self._counts["peer_questions"] += 1
         deadline_ms = max(1, min(QUESTION_MS, until_ms - now_ms))
@@ -225,7 +225,7 @@ class Peers:
 
     def advance(self, now_ms: int) -> list[Outcome]:
         """Start as many pulls as may be in flight; returns what became too late in the queue."""
-        assert self._flying >= 0
+        assert len(self._queue) + self._flying <= len(self._pulls), f"{len(self._queue)} wait"
         outcomes: list[Outcome] = []
         while self._queue and self._flying < self._limits.peer_pulls_max:
             number = self._queue.popleft()
@@ -245,6 +245,8 @@ class Peers:
                     batch.until_ms - now_ms, batch.trace,
                 )
             )  # fmt: skip
+        most = self._limits.peer_pulls_max
+        assert self._flying <= most, f"{self._flying} pulls of {most} are in flight"
         return outcomes
 
     def pulled(self, event: PeerPulled, now_ms: int) -> list[Outcome]:

@@ -127,6 +127,7 @@ class Scrubber:
         return found
 
     def _end_slot(self, slot: int) -> None:
+        assert 0 <= slot < self._table.slots_made, f"slot {slot} of {self._table.slots_made}"
         self._next_slot = slot + 1
         if self._next_slot == self._table.slots_made:
             self._next_slot = 0
@@ -135,7 +136,8 @@ class Scrubber:
     def done(self, event: ScrubDone, now_ms: int) -> None:
         """Discard the blocks whose bytes are wrong and that are still in their slots."""
         self._move("done")
-        assert all(index < len(self._reading) for index in event.wrong)
+        count = len(self._reading)
+        assert all(0 <= index < count for index in event.wrong), f"{event.wrong} of {count} slots"
         reading, self._reading = self._reading, ()
         counts, table = self._counts, self._table
         counts["scrubbed_blocks"] += len(reading)

@@ -60,6 +60,7 @@ class Worker:
 
     def take(self, hello: Hello) -> None:
         """Take in the memory that a rank has now."""
+        assert hello.rank == self.hello.rank, f"rank {hello.rank} takes {self.hello.rank}'s place"
         self.hello = hello
         regions = hello.regions
         self.block_bytes = self.share.block_bytes(sum(one.piece_bytes for one in regions))
@@ -101,6 +102,7 @@ def _refusal_of_share(worker: Worker, others: Collection[Worker]) -> Refused | N
     if any(one.share.grid != share.grid for one in others):
         return refused("share", "other ranks cut blocks in another way", "share")
     held = [part for one in (*others, worker) if one.is_pulled for part in one.share.parts]
+    assert max(held, default=0) < share.grid.count, f"parts {held} of {share.grid}"
     if len(set(held)) < len(held):
         return refused("share", "another rank holds the same parts: one is a replica", "share")
     is_last = len(others) + 1 == worker.hello.world_size

@@ -154,14 +154,15 @@ class Queries:
 
     def statistics(self) -> Statistics:
         """Return the figures for metrics."""
-        sources = self._sources.values()
+        sources, flying = self._sources.values(), self._snapshots_flying
+        assert 0 <= flying <= len(sources), f"{flying} snapshots of {len(sources)} sources fly"
         return Statistics(
             sources=sum(source.state is not FollowState.GONE for source in sources),
             sources_behind=len(self.behind()),
             holders=self._holdings.holder_count,
             blocks=self._holdings.block_count,
             buffered_events=sum(len(source.waiting) for source in sources),
-            snapshots_in_flight=self._snapshots_flying,
+            snapshots_in_flight=flying,
             events=self._event_count,
             snapshots=self._snapshot_count,
             drops=dict(self._drops),

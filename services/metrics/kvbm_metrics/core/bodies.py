@@ -22,6 +22,7 @@ def _body_of(verb: OperatorVerb) -> type[BaseModel]:
         else:
             kind = kind | None if one.default is None else kind
             fields[one.name] = (kind, Field(one.default, description=one.help))
+    assert fields, f"{verb.request.__name__} takes nothing, and needs no body"
     name = verb.request.__name__.removesuffix("Request") + "Query"
     return create_model(name, __base__=_Query, __doc__=verb.request.__doc__, **fields)
 
@@ -56,4 +57,5 @@ def contradiction(verb: OperatorVerb, given: Mapping[str, Any]) -> tuple[str, st
 
 
 def _and(names: Sequence[str]) -> str:
+    assert len(names) > 1, f"one of {names} is no choice"
     return f"{', '.join(names[:-1])} and {names[-1]}"

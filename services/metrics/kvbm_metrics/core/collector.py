@@ -77,6 +77,11 @@ class Instance:
     failure: str = ""
     """Why there are no stats."""
 
+    def __post_init__(self) -> None:
+        """Assert that the fields tell one story of what was asked."""
+        assert self.up or self.stats is None, f"{self.record.key} has figures, and is not up"
+        assert not (self.failure and self.stats), f"{self.record.key} has figures: {self.failure}"
+
     @property
     def ready(self) -> bool:
         """It has answered and serves."""
@@ -128,7 +133,9 @@ class Totals:
 
     def _add(self, now: Mapping[str, float], before: Mapping[str, float]) -> None:
         for name, value in now.items():
+            total = self._totals[name]
             self._totals[name] += max(0.0, value - before.get(name, 0.0))
+            assert self._totals[name] >= total, f"{name} went back from {total}"
 
     def values(self) -> dict[str, float]:
         """Return the totals by name."""
@@ -147,7 +154,9 @@ def kvbm_counters(snapshot: MetricsSnapshot) -> dict[str, float]:
 def kvbm_view(view: FleetView, totals: Totals) -> KvbmView:
     """Return the metrics that NVIDIA's KVBM names; 0 where no service has reported."""
     rates = {name: hit_rate(view, name.removeprefix("kvbm_")) for name in KVBM_GAUGES}
-    return KvbmView.model_validate(totals.values() | rates)
+    counts = totals.values()
+    assert counts.keys().isdisjoint(rates), f"a counter and a rate have one name: {list(rates)}"
+    return KvbmView.model_validate(counts | rates)
 
 
 def hit_rate(view: FleetView, figure: str) -> float:
@@ -315,16 +324,14 @@ def status_view(
 
 def _kind_view(view: FleetView, kind: str, *, expected: bool) -> KindView:
     group = [one for one in view.instances if one.record.kind == kind]
-    return KindView(
-        kind=kind,
-        expected=expected,
-        instances=len(group),
-        up=sum(one.up for one in group),
-        ready=sum(one.ready for one in group),
-    )
+    up, ready = sum(one.up for one in group), sum(one.ready for one in group)
+    assert ready <= up, f"{ready} instances of {kind} are ready, {up} are up"
+    return KindView(kind=kind, expected=expected, instances=len(group), up=up, ready=ready)
 
 
 def _medium_view(tier: Tier, group: Sequence[TierView]) -> MediumView:
+    assert group, f"there is no {tier} tier"
+    assert all(one.tier == tier for one in group), f"another tier is counted as {tier}"
     total = sum(one.slots.get("total", 0) for one in group)
     used = sum(one.slots.get(state, 0) for one in group for state in USED_STATES)
     return MediumView(

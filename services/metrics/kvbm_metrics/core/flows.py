@@ -76,6 +76,7 @@ def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
         else:
             add("host", tier, view.blocks_in, view.bytes_in)
             add(tier, "host", view.blocks_out, view.bytes_out)
+    assert blocks.keys() == moved.keys(), f"ways of blocks {list(blocks)}, of bytes {list(moved)}"
     return [
         FlowView(source=source, target=target, blocks=count, bytes=moved[source, target])
         for (source, target), count in blocks.items()

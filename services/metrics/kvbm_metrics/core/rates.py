@@ -16,6 +16,8 @@ from kvbm_common.wire.verbs import StatsReply
 WINDOW_S = 10.0
 SPACING_S = 0.5
 """Samples of one instance are at least so far apart: a window has 21 of them at most."""
+SAMPLES_MAX = round(WINDOW_S / SPACING_S) + 2
+"""The first may be older than the window, the last is of now."""
 INSTANCES_MAX = 4096
 """Instances that are remembered; the longest silent is forgotten first."""
 
@@ -29,6 +31,7 @@ class Rate:
 
     def sum(self, *figures: str) -> float:
         """Return the sum of several counts."""
+        assert figures, "a sum is of counts that are named"
         return sum(self.per_s.get(one, 0.0) for one in figures)
 
 
@@ -54,10 +57,13 @@ class Rates:
             epoch, samples = self._samples.pop(key, (reply.epoch, deque[_Sample]()))
             if epoch != reply.epoch:
                 samples = deque()
-            if not samples or now_s - samples[-1].at_s >= SPACING_S:
+            last_s = samples[-1].at_s if samples else now_s
+            assert last_s <= now_s, f"{key} at {now_s} s, after {last_s} s"
+            if not samples or now_s - last_s >= SPACING_S:
                 samples.append(_Sample(now_s, reply.figures))
             while len(samples) > 2 and now_s - samples[1].at_s >= WINDOW_S:
                 samples.popleft()
+            assert len(samples) <= SAMPLES_MAX, f"{len(samples)} samples of {key}"
             self._samples[key] = reply.epoch, samples
         while len(self._samples) > INSTANCES_MAX:
             del self._samples[next(iter(self._samples))]
@@ -69,6 +75,7 @@ class Rates:
             return NO_RATE
         first, last = samples[0], samples[-1]
         window_s = last.at_s - first.at_s
+        assert window_s > 0, f"{kind} {instance}: {len(samples)} samples within {window_s} s"
         return Rate(
             window_s,
             {

@@ -33,6 +33,7 @@ FAMILIES_MAX = 2_000
 LABELS_MAX = 16_384
 """Names of labels that are remembered as good or bad."""
 
+REFUSED = "kvbm_families_refused"
 _NAME = re.compile(r"kvbm_[a-z0-9_]{1,120}")
 _LABEL = re.compile(r"(?!__)[a-z_][a-z0-9_]{0,60}")
 _OURS = ("service", "host", "instance")
@@ -89,7 +90,9 @@ def fleet(view: FleetView, values: KvbmView, *, version: str) -> list[Block]:
     for one in view.instances:
         for family in one.snapshot.families if one.snapshot else ():
             families.add(one.record, family)
-    return _kvbm(values, KVBM_GAUGES, "gauge") + families.blocks()
+    blocks = _kvbm(values, KVBM_GAUGES, "gauge") + families.blocks()
+    assert len({block.name for block in blocks}) == len(blocks), "two families have one name"
+    return blocks
 
 
 def _kvbm(values: KvbmView, names: Sequence[str], kind: Kind) -> list[Block]:
@@ -102,20 +105,22 @@ class _Families:
 
     def __init__(self) -> None:
         self._blocks: dict[str, Block] = {}
-        self._own: set[str] = set()
+        self._own = {REFUSED}
         self._refused: Counter[str] = Counter()
 
     def blocks(self) -> list[Block]:
         """Return all families that have a series, and the counts of what was refused."""
-        refused = Block(
-            "kvbm_families_refused", "Metric families and samples left out of this answer."
-        )
+        refused = Block(REFUSED, "Metric families and samples left out of this answer.")
         for reason in ("conflict", "malformed", "too_many"):
             refused.add({"reason": reason}, self._refused[reason])
+        count_max = FAMILIES_MAX + len(self._own)
+        assert len(self._blocks) <= count_max, f"{len(self._blocks)} families in one answer"
         return [block for block in (*self._blocks.values(), refused) if block.series]
 
     def add_own(self, block: Block) -> None:
         """Add a family that this service makes."""
+        assert block.name not in self._blocks, f"{block.name} is made twice"
+        assert _NAME.fullmatch(block.name), f"{block.name} is no name of a metric"
         self._blocks[block.name] = block
         self._own.add(block.name)
 
@@ -123,15 +128,17 @@ class _Families:
         """Add a family of one instance, or count why it is refused."""
         name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
         block = self._blocks.get(name)
-        if not _NAME.fullmatch(name) or family.name in KVBM_GAUGES:
+        is_kvbms = name in KVBM_GAUGES or (family.kind != "counter" and name in KVBM_COUNTERS)
+        if is_kvbms or not _NAME.fullmatch(name):
             self._refused["malformed"] += 1
         elif block is None and len(self._blocks) >= FAMILIES_MAX:
             self._refused["too_many"] += 1
-        elif block is not None and (name in self._own or block.kind != family.kind):
+        elif name in self._own or (block is not None and block.kind != family.kind):
             self._refused["conflict"] += 1
         else:
             if block is None:
                 block = self._blocks[name] = Block(name, family.help, family.kind)
+            assert block.kind == family.kind, f"a {family.kind} joins the {block.kind} {name}"
             self._add_samples(block, record, family)
 
     def _add_samples(self, block: Block, record: ServiceRecord, family: Family) -> None:
@@ -158,6 +165,7 @@ def _labels(record: ServiceRecord, sample: Sample) -> dict[str, str]:
     """
     theirs = {f"exported_{k}" if k in _OURS else k: v for k, v in sample.labels.items()}
     ours = {"service": record.kind, "host": record.host, "instance": record.instance}
+    assert theirs.keys().isdisjoint(ours), f"{record.key} says {sorted(theirs)} itself"
     return theirs | ours
 
 

@@ -29,6 +29,8 @@ def checked(kind: Any) -> Any:
 
 def view_of(struct: type[msgspec.Struct], *names: str) -> Any:
     """Return a base for the view of a struct: its fields, or those named, with what they mean."""
+    unknown = set(names).difference(struct.__struct_fields__)
+    assert not unknown, f"{struct.__name__} has no {unknown}"
     fields: dict[str, Any] = {
         one.name: (_unchecked(one.type), Field(description=_description(one.type)))
         for one in msgspec.structs.fields(struct)

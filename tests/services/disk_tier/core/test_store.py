@@ -68,9 +68,11 @@ def test_a_store_that_could_not_be_made_is_tried_again_later() -> None:
     disk.open()
     assert not disk.may_open(0), "it is being opened"
     disk.open_failed("the disk is full", 10)
-    assert disk.problem == "the disk is full"
+    assert (disk.problem, disk.wants_opening) == ("the disk is full", True)
     assert not disk.may_open(10 + STORE_RETRY_MS - 1)
     assert disk.may_open(10 + STORE_RETRY_MS)
+    disk.open()
+    assert not disk.wants_opening, "it is being opened"
 
 
 def test_a_bucket_that_goes_down_before_it_is_open_works_once_it_is() -> None:

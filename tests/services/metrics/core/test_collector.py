@@ -210,7 +210,13 @@ def test_each_family_has_one_header() -> None:
         (Family("kvbm_x", "gauge", "Reserved.", [Sample({"__name__": "c"}, 1)]), "malformed"),
         (Family("kvbm_x", "histogram", "Short.", [Sample({}, 1, [1])], [0.1]), "malformed"),
         (Family("kvbm_disk_cache_hit_rate", "gauge", "KVBM's.", [Sample({}, 1)]), "malformed"),
+        (
+            Family("kvbm_disk_cache_hit_rate_total", "counter", "KVBM's.", [Sample({}, 1)]),
+            "malformed",
+        ),
+        (Family("kvbm_matched_tokens", "gauge", "A counter.", [Sample({}, 1)]), "malformed"),
         (Family("kvbm_up", "gauge", "Ours.", [Sample({}, 1)]), "conflict"),
+        (Family("kvbm_families_refused", "gauge", "Ours.", [Sample({}, 1)]), "conflict"),
         (Family("kvbm_good", "counter", "Another type.", [Sample({}, 1)]), "conflict"),
     ],
     ids=lambda value: getattr(value, "help", None),

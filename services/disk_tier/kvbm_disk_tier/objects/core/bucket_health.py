@@ -64,6 +64,7 @@ class BucketHealth:
     def trouble(self, reason: str, *, write: bool, refused: bool = False) -> bool:
         """Count a failure; return whether it has just taken the store down."""
         assert reason, "a trouble has a reason"
+        assert self.is_down or self._troubles < TROUBLES_MAX, f"up, with {self._troubles}: {reason}"
         self._troubles += 1
         if self.is_down or not (refused or self._troubles >= TROUBLES_MAX):
             return False
@@ -73,7 +74,10 @@ class BucketHealth:
 
     def pause_s(self) -> float:
         """Return how long to wait before the next probe, in seconds."""
-        return next(self._pauses)
+        assert self.is_down, "a store that is up is not probed"
+        pause_s = next(self._pauses)
+        assert pause_s > 0, f"the next probe is {pause_s} s away: {self.reason}"
+        return pause_s
 
     def up(self) -> None:
         """Mark the store as up: a probe has succeeded."""

@@ -66,6 +66,8 @@ class ObjectTierCore(DiskTierCore):
             self._take_of_listing(event, now_ms)
             event = Tick()  # Carries out what the listing has made possible.
         if isinstance(event, Tick) and self._first_begun_ms is not None:
+            begun_ms = self._first_begun_ms
+            assert begun_ms <= now_ms, f"a listing began at {begun_ms} ms, it is {now_ms} ms"
             self.writes.may_begin |= now_ms >= self._first_begun_ms + FIRST_LISTING_MS
         return super().step(event, now_ms)
 

@@ -120,6 +120,8 @@ class Listing:
         slot_count = self._inventory.table.slot_count
         for column in (self._named, self._missing, self._known):
             column.frombytes(bytes(column.itemsize * (slot_count - len(column))))
+        lengths = {len(self._named), len(self._missing), len(self._known)}
+        assert lengths == {slot_count}, f"columns of {lengths} slots, the table has {slot_count}"
         self._looked_for = self._missed = self._missed_again = 0
 
     # --- pages ------------------------------------------------------------------------------
@@ -176,6 +178,7 @@ class Listing:
             return
         slot = table.stage(block.hash)
         if slot is not None:
+            assert slot < len(self._named), f"slot {slot} of {block} was made since the listing"
             table.register(slot, block)
             self._named[slot] = self._round
             new.append(block)
@@ -216,6 +219,7 @@ class Listing:
         new: list[Block] = []
         for _, _, block in absent[:free]:
             self._take(block, new)
+        assert len(new) <= free, f"{len(new)} objects took {free} free slots"
         self._inventory.announce_listed(new, now_ms)
         return absent[free:]
 
@@ -249,16 +253,20 @@ class Listing:
     def ended(self) -> None:
         """Judge what is missing: where that is much, the next listing has to say so, too."""
         self._move("ended")
+        seen = (self._missed_again, self._missed, self._looked_for)
+        assert sorted(seen) == list(seen), f"missed again, missed, looked for: {seen}"
         self._counts["listings"] += 1
         most = max(DOUBTED_MIN, self._looked_for // DOUBTED_SHARE)
         self._gone_after = 1 if self._missed <= most else 2
         is_doubted = self._gone_after > 1
         self.doubted_count = self._missed - self._missed_again if is_doubted else 0
+        assert self.doubted_count >= 0, f"{self.doubted_count} blocks are in doubt: {seen}"
         self._counts["listings_doubted"] += self.doubted_count > 0
 
     def lose_gone(self, first: int, count: int, now_ms: int) -> None:
         """Lose the blocks of some slots that are gone."""
         self._move("lost")
+        assert 0 < self._gone_after <= MISSING_MAX, f"{self._gone_after} listings must miss a block"
         table = self._inventory.table
         gone: list[tuple[int, Block]] = []
         for slot in range(first, min(first + count, len(self._known))):

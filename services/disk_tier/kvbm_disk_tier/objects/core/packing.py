@@ -36,5 +36,6 @@ class Plain:
         return block.sums_in(packed) is not None
 
     def unpack(self, packed: Bytes, block: Block) -> Unpacked | None:
+        assert len(packed) == block.bytes, f"{len(packed)} bytes for {block}"
         sums = block.sums_in(packed)
         return None if sums is None else (packed, sums)

@@ -78,12 +78,17 @@ class Ranges:
 
     def of(self, name: SequenceHash) -> int:
         """Return the range that a block's name is in."""
-        return int.from_bytes(name[:2], "big") >> (16 - 4 * self.digits)
+        number = int.from_bytes(name[:2], "big") >> (16 - 4 * self.digits)
+        assert 0 <= number < self.count, f"{name.hex()} is in range {number} of {self.count}"
+        return number
 
     def share(self, capacity: int) -> int:
         """Return how many objects a range may hold."""
+        assert capacity >= 0, f"a store for {capacity} objects"
         share = capacity / self.count
-        return math.ceil(share + (SPREAD * math.sqrt(share) if self.digits else 0))
+        most = math.ceil(share + (SPREAD * math.sqrt(share) if self.digits else 0))
+        assert most * self.count >= capacity, f"{self.count} ranges of {most} hold {capacity}"
+        return most
 
     def prefix(self, number: int) -> str:
         """Return the first digits of the hashes in a range."""
@@ -152,6 +157,8 @@ class Progress:
 
     def page(self, place: Place, last_name: str, *, more: bool, objects: int) -> bool:
         """Note a page; True: the range is listed to its end."""
+        assert self._places[place.number] is place, f"{place} is of another listing"
+        assert objects >= 0, f"a page of {objects} objects: {place}"
         assert last_name >= place.after or not last_name, f"{last_name} after {place.after}"
         self.pages += 1
         self.objects += objects
@@ -169,6 +176,7 @@ class Progress:
 
     def failed(self, place: Place) -> None:
         """Note a page that could not be had: it is asked for again."""
+        assert self._places[place.number] is place, f"{place} is of another listing"
         self.failures += 1
         self._move(place, "failed")
 

@@ -42,10 +42,11 @@ def test_a_refusal_takes_it_down_at_once() -> None:
 def test_probes_come_ever_more_rarely_until_something_has_worked() -> None:
     """A probe that succeeds proves little: only work resets the pause."""
     health = BucketHealth(doubling)
+    health.trouble("away", write=False, refused=True)
     pauses = [health.pause_s() for _ in range(10)]
     assert (pauses[0], pauses[4], pauses[-1]) == (PAUSE_S, 16 * PAUSE_S, PAUSE_MAX_S)
-    health.trouble("away", write=False, refused=True)
     health.up()
+    health.trouble("away", write=False, refused=True)
     assert health.pause_s() == PAUSE_MAX_S
     health.good()
     assert health.pause_s() == PAUSE_S
