@@ -32,6 +32,7 @@ from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import (
     AdminAsked,
     AnnounceMore,
+    ArenaFailed,
     ArenaKnown,
     HostJoined,
     HostLeft,
@@ -350,6 +351,8 @@ class Everything(RuleBasedStateMachine):
         """Everything ends: nothing is staged, pinned or leased, and a restart finds the truth."""
         while self.leases or self.writes or self.releases or self.appends or self.reads:
             self.end_one()
+        while self.questions:  # A fill may wait for the arena.
+            self.take(self.disk.step(ArenaFailed(self.questions.pop().instance)))
         while self.untold:
             self.announce()
         assert self.disk.announced == set(self.disk.on_disk())
