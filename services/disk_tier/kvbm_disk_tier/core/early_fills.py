@@ -52,7 +52,7 @@ class EarlyFills:
                 self._fills.append(fill)
             else:
                 released.append(fill.event)
-        assert not self._fills or self._arenas.is_asking, f"{len(self._fills)} fills wait for ever"
+        assert not self._fills or self._arenas.is_asking, f"{len(self._fills)} fills wait for no answer"
         return released
 
     def release_all(self) -> list[FillAsked]:
