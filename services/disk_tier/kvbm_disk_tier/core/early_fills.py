@@ -52,7 +52,8 @@ class EarlyFills:
                 self._fills.append(fill)
             else:
                 released.append(fill.event)
-        assert not self._fills or self._arenas.is_asking, f"{len(self._fills)} fills wait for no answer"
+        waiting = len(self._fills)
+        assert not waiting or self._arenas.is_asking, f"{waiting} fills wait for no answer"
         return released
 
     def release_all(self) -> list[FillAsked]:
