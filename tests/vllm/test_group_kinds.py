@@ -7,8 +7,9 @@ needs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,9 @@ class Case:
 
     kind: str
     cached: int
-    """Tokens of the hit."""
+    """Tokens of the hit; 0: as many as are in whole blocks."""
     loaded: int
-    """Blocks of all groups that it needs."""
+    """Blocks of all groups that it needs; 0: those, and one of each of two groups of states."""
     block_bytes: int
     tokens: int = 500
     arena: int = 40
@@ -51,9 +52,11 @@ CASES = (
     Case("sinks", 480, 15 + 2, 65_536),
     Case("chunks", 480, 15 + 2 * 1, 32_768),
     Case("sizes", 448, 14 + 2 * 1, 65_536),
-    Case("states", 448, 7 + 2 * 1, 32_768, arguments=STATES),
-    Case("delta", 448, 7 + 2 * 1, 131_072, arguments={"dtype": "bfloat16"}),
+    Case("states", 0, 0, 32_768, arguments=STATES),
+    Case("delta", 0, 0, 131_072, arguments={"dtype": "bfloat16"}),
 )
+BLOCK_OF_STATE = re.compile(r"Setting attention block size to (\d+) tokens")
+"""vLLM's log: beside states a block is as large as one; some processors have them in float32."""
 by_kind = pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 
 
@@ -63,6 +66,17 @@ def start(case: Case, model: str, stack: LiveStack, log: Path) -> EngineProcess:
     ).wait_started()
     process.wait_attached(stack)
     return process
+
+
+def with_states_of(case: Case, log: Path) -> Case:
+    """Return the case with the size of blocks that vLLM has chosen."""
+    if case.cached:
+        return case
+    found = BLOCK_OF_STATE.search(log.read_text())
+    assert found, "vLLM's log names no size of blocks"
+    size = int(found[1])
+    blocks = case.tokens // size
+    return replace(case, cached=blocks * size, loaded=blocks + 2)
 
 
 @by_kind
@@ -86,6 +100,7 @@ def test_every_tier_gives_the_answer_of_the_device(
     }
     with live_stack(tiers) as stack:
         engine = start(case, model, stack, log_dir / f"{case.kind}.log")
+        case = with_states_of(case, log_dir / f"{case.kind}.log")
         tokens = prompt(1, case.tokens)
         try:
             cold = engine.run(Ask(name="cold", tokens=tokens))
@@ -102,7 +117,10 @@ def test_every_tier_gives_the_answer_of_the_device(
             engine.reset()
             [second] = engine.run(Ask(name="second", tokens=following))
             assert second.cached >= case.cached
-            alone = engine.run(Ask(name="alone", tokens=following, salt="nobody has this one"))
+            # In bfloat16 a prompt computed in other pieces has logprobs that differ by 0.02.
+            salt = "nobody has this one"
+            engine.run(Ask(name="alone", tokens=tokens, salt=salt))
+            alone = engine.run(Ask(name="alone, from the device", tokens=following, salt=salt))
             assert alike([second], alone)
 
             mine = stack.held("host-tier")
