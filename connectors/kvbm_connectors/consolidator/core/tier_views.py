@@ -252,5 +252,6 @@ def pairs_of(runs: Iterable[Run]) -> list[tuple[SequenceHash, SequenceHash]]:
     pairs: list[tuple[SequenceHash, SequenceHash]] = []
     for run in runs:
         hashes = hashes_from_hex(run.hashes)
-        pairs += zip(hashes, [hash_from_hex(run.parent), *hashes[:-1]], strict=True)
+        # A run may be empty: then there is a parent alone.
+        pairs += zip(hashes, [hash_from_hex(run.parent), *hashes[:-1]], strict=False)
     return pairs

@@ -325,6 +325,8 @@ def _multimodal(event: BlockStored) -> tuple[tuple[Any, ...] | None, ...] | None
     extras: list[tuple[Any, ...] | None] = []
     for index, keys in enumerate(event.mm_keys):
         pairs: list[tuple[str, int]] = []
+        if keys and not isinstance(keys, list):
+            return None
         for key in keys or ():
             match key:
                 case [str(content), int(offset)]:

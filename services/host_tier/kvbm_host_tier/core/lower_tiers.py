@@ -226,7 +226,7 @@ class LowerTierView:
             self._remember_away(instance)
         names = self._hold(instance, event)
         if isinstance(event, Removed):
-            self.fates.note(names, event.reason, now_ms)
+            self.fates.note(names, event.reason or "unknown", now_ms)
         elif isinstance(event, Stored):
             for name in names:
                 self._failed.discard(name)
@@ -352,6 +352,7 @@ def tier_of(source: str) -> tuple[Tier, str] | None:
     None: it is an instance of no lower tier.
     """
     for tier in LOWER:
-        if source.startswith(f"{tier}-tier-"):
-            return tier, source.removeprefix(f"{tier}-tier-")
+        instance = source.removeprefix(f"{tier}-tier-")
+        if instance and instance != source:
+            return tier, instance
     return None
