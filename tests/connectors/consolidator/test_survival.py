@@ -20,6 +20,7 @@ from kvbm_common.service.process import serve
 from kvbm_common.wire.engine_events import AllBlocksCleared
 from kvbm_common.wire.local import Attached, Beat
 from kvbm_common.wire.verbs import verb_subject
+from kvbm_connectors.consolidator.core.core import ConsolidatorCore
 from kvbm_connectors.consolidator.shell.service import serve_consolidator
 from kvbm_index.shell import image_store
 from kvbm_index.shell.service import serve_index
@@ -197,3 +198,16 @@ def test_a_machine_that_slept_finds_its_engines_again() -> None:
     assert harness.live[0] == harness.consolidated.blocks() == device.truth()
     harness.batch(1, AllBlocksCleared(), ts=0.0)
     assert harness.live.get(0, set()) == set()
+
+
+async def test_a_consolidator_that_fails_ends(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sockets for routers are open then: whoever restarts it waits for its end."""
+
+    def step(*_args: object) -> list[object]:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(ConsolidatorCore, "step", step)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await serve("consolidator", serve_consolidator, settings, asyncio.Event()) == 1

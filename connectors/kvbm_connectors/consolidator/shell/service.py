@@ -367,6 +367,9 @@ async def serve_consolidator(context: ServiceContext) -> None:
                 await shell.run(tasks)
         finally:
             if shell is not None:
+                # After a failure the sockets are still open, and `term` waits until they are not.
+                shell.routers.close()
+                shell.streams.close()
                 shell.streams.term()
                 shell.routers.term()
 

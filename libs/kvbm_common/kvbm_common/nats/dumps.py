@@ -51,6 +51,8 @@ async def _ask_once(
         _join(holders, page.holders)
         if not page.next:
             return list(holders.values())
+        if page.next == request.after:
+            raise DumpMoved(f"the page behind {page.next} ends where it began")
         request = msgspec.structs.replace(request, after=page.next)
 
 

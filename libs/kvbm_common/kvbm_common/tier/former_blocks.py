@@ -87,11 +87,20 @@ class FormerBlocks:
         names, self._waiting = self._waiting, []
         buckets, marks = self._places(names)
         known = (self._marks[buckets] == marks[:, None]).any(axis=1)
-        for bucket, mark in zip(buckets[~known].tolist(), marks[~known].tolist(), strict=True):
-            place = self._oldest[bucket]
-            assert place < BUCKET, f"place {place} of {BUCKET}"
-            self._marks[bucket, place] = mark
-            self._oldest[bucket] = (place + 1) % BUCKET
+        for bucket, mark, is_known in zip(
+            buckets.tolist(), marks.tolist(), known.tolist(), strict=True
+        ):
+            row, oldest = self._marks[bucket], self._oldest[bucket]
+            assert oldest < BUCKET, f"place {oldest} of {BUCKET}"
+            places = np.flatnonzero(row == mark).tolist() if is_known else []
+            if places:
+                # It becomes the newest, and takes no second place.
+                newer = np.arange((oldest - 1 - places[0]) % BUCKET + 1)
+                moved = (places[0] + newer) % BUCKET
+                row[moved] = np.roll(row[moved], -1)
+            else:
+                row[oldest] = mark
+                self._oldest[bucket] = (oldest + 1) % BUCKET
 
     def _places(
         self, names: Iterable[SequenceHash]

@@ -108,7 +108,7 @@ class ArenaReply(_Message, frozen=True, kw_only=True):
 class LeaseRequest(_Message, frozen=True, kw_only=True):
     """Pin the host blocks among `hashes` for `lease_ms`, so that they can be copied away."""
 
-    owner: str
+    owner: Annotated[str, Meta(min_length=1)]
     epoch: Natural
     """The arena's epoch as the asker knows it; another one is refused."""
     hashes: list[str]

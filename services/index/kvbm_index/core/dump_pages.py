@@ -66,7 +66,7 @@ def page_of(held: Sequence[HeldBy], after: str, limit: int) -> tuple[list[Holder
         if not room:
             return page, str(Cursor(holder, low))
         names, high = _between(chains.names(), low, room)
-        if len(names):
+        if len(names) or low:  # What left between two pages is seen by the position.
             page.append(HolderDump(**holder._asdict(), epoch=epoch, seq=seq, hashes=_hex(names)))
         room -= len(names)
         assert room >= 0, f"{-room} blocks too many of {holder}"

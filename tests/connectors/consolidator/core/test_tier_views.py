@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.blocks import Block
-from kvbm_common.wire.events import Event
+from kvbm_common.wire.events import Event, Run
 from kvbm_common.wire.verbs import SnapshotReply
-from kvbm_connectors.consolidator.core.tier_views import LIMITS, Change, TierViews
+from kvbm_connectors.consolidator.core.tier_views import LIMITS, Change, TierViews, pairs_of
 
 DISK = "disk-tier-0"
 NAMESPACE = bytes(32)
@@ -168,3 +168,10 @@ def test_a_source_that_left_is_asked_whether_it_is_there() -> None:
     assert following.views.ask(600) == [DISK]
     following.change(following.views.snapshot(snapshot(disk, 1, 2), 600))
     assert following.held == {1, 2}
+
+
+def test_an_empty_run_has_no_block() -> None:
+    """It names a parent alone."""
+    name = block(7).hash
+    runs = [Run(parent="0" * 32, hashes=[]), Run(parent="0" * 32, hashes=[name.hex()])]
+    assert pairs_of(runs) == [(name, bytes(16))]

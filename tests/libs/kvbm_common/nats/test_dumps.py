@@ -40,6 +40,14 @@ async def test_a_holder_that_moved_between_two_pages_is_asked_for_again() -> Non
     assert [(one.source, one.after) for one in index.asked[1:3]] == [("a", "1"), ("a", "")]
 
 
+async def test_pages_that_lead_nowhere_are_an_error() -> None:
+    async def ask(_payload: bytes) -> bytes:
+        return msgspec.json.encode(DumpReply(holders=[], next="here"))
+
+    with pytest.raises(DumpMoved, match="ends where it began"):
+        await ask_dump(ask)
+
+
 async def test_a_holder_that_never_rests_is_an_error() -> None:
     index = Index(*[[told("a", seq, "1")] for seq in range(100)])
     with pytest.raises(DumpMoved, match="h a has moved"):

@@ -66,6 +66,14 @@ def test_a_name_that_is_noted_again_takes_no_second_place() -> None:
     assert all(former.among(first))
 
 
+def test_a_name_that_is_noted_again_is_the_newest() -> None:
+    """A block left, came back, and left again after most of a horizon: it is known for another."""
+    names = drawn(1, 1_000)
+    most = 8 * HORIZON // 10
+    former = noted([*names, *drawn(2, most), *names, *drawn(3, most)])
+    assert sum(former.among(names)) >= 0.99 * len(names)
+
+
 def test_since_when_it_knows() -> None:
     """One name a millisecond: what left before the last horizon may be unknown."""
     former = noted(drawn(1, HORIZON - 1))

@@ -107,6 +107,13 @@ def test_hashes_may_be_bytes() -> None:
     assert mixed.events == (BlockRemoved(block_hashes=(b"a" * 32, 2**64 - 1)),)
 
 
+@pytest.mark.parametrize("keys", [[5, None], ["ab", None], [{"a": 1}, None], 5, [None]])
+def test_multimodal_keys_of_another_shape_leave_the_event_unnamed(keys: object) -> None:
+    """Two blocks, each with a list of keys or none: anything else would give them wrong names."""
+    [event] = decode_batch(packed(STORED_MAP | {"mm_keys": keys})).events
+    assert event == OtherEvent(type="BlockStored", reason="mm_keys")
+
+
 def test_an_unknown_type_leaves_the_rest_of_the_batch_good() -> None:
     pairs = STORED_MAP | {"token_ids": [[5, 6], [6, 7], [7, 8], [8, 9]]}
     batch = decode_batch(packed({"type": "BlockMoved", "x": 1}, STORED_ARRAY, pairs, ["New", 3]))

@@ -256,6 +256,13 @@ def test_a_hello_out_of_bounds_is_refused_by_field(
     assert (caught.value.kind, caught.value.field) == ("malformed", field)
 
 
+def test_a_lease_without_an_owner_is_refused_by_field() -> None:
+    raw = {"owner": "", "epoch": 1, "hashes": [], "lease_ms": 1}
+    with pytest.raises(WireError) as caught:
+        JsonCodec(verbs.LeaseRequest).decode(msgspec.json.encode(raw))
+    assert (caught.value.kind, caught.value.field) == ("malformed", "owner")
+
+
 def test_a_hello_of_the_largest_size_is_read() -> None:
     """Goal: the bounds are the largest values that are allowed, for a consolidator as well."""
     groups = [NAMESPACE | {"group": 1 + group} for group in range(kv_groups.GROUPS_MAX - 1)]

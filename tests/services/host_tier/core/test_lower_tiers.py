@@ -73,6 +73,8 @@ def test_each_tier_is_asked_for_its_own_snapshot() -> None:
         ("object-tier-a", ("object", "a")),
         ("host-tier-0", None),
         ("index-0", None),
+        ("disk-tier-", None),
+        ("disk-tier", None),
     ],
 )
 def test_a_source_names_its_tier(source: str, expected: tuple[str, str] | None) -> None:
@@ -387,3 +389,13 @@ def test_what_is_avoided_is_bounded() -> None:
     for number in range(10, AVOID_MAX + 10):
         view.avoid(name(number), 0)
     assert view.source(name(1), 0) is not None
+
+
+def test_a_block_that_left_without_a_reason_is_remembered() -> None:
+    """The wire's default of `reason` is empty."""
+    source = disk()
+    view = following(source, 1)
+    view.apply("0", msgspec.structs.replace(removed(source, 1), reason=""))
+    fate = view.fates.get(name(1))
+    assert fate is not None
+    assert fate.why == "unknown"

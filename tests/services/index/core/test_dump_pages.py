@@ -85,6 +85,14 @@ def test_names_that_begin_alike_end_a_page_together() -> None:
     assert all_told == {0: [alike[0].hex(), alike[1].hex(), "ff" * 16]}
 
 
+def test_what_left_between_two_pages_is_seen_by_the_position() -> None:
+    """The rest of a holder has left: the second page names it, without blocks."""
+    names = [bytes([number]) * 16 for number in range(8)]
+    _, after = page_of(held({0: names}), "", 4)
+    [rest], _ = page_of(held({0: names[:1]}), after, 4)
+    assert (rest.rank, rest.hashes) == (0, [])
+
+
 def test_a_holder_that_ended_between_two_pages_is_passed_over() -> None:
     names = {rank: [bytes([rank, number]) * 8 for number in range(4)] for rank in range(3)}
     holders = held(names)
