@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvbm_common.wire.events import Natural, Token
+
 ENGINE = "engine"
 """The kind under which a consolidator enters the engines it hears. They serve no verbs."""
 
@@ -13,10 +15,10 @@ ENGINE = "engine"
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One live service in the registry."""
 
-    kind: str
-    host: str
-    instance: str
-    epoch: int
+    kind: Token
+    host: Token
+    instance: Token
+    epoch: Natural
     pid: int
     started_ms: int
     """Wall clock, for people."""

@@ -17,11 +17,11 @@ from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import JsonCodec
 
-Hex128 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Hex128 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$(?!\n)")]
 """A sequence hash in JSON."""
-HexDigest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+HexDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 """A namespace digest in JSON."""
-Token = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Token = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
 """One element of a NATS subject: a host, a source, an instance."""
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Tier = Literal["device", "host", "disk", "object"]

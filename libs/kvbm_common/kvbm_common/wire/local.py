@@ -32,8 +32,8 @@ from kvbm_common.wire.events import Natural, Token
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
 Positive = Annotated[int, Meta(ge=1)]
-Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-Generation = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
+Incarnation = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
+Generation = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?$(?!\n)")]
 """Empty until an engine's caches are reset for the first time."""
 GroupNamespaces = Annotated[list[Namespace], Meta(max_length=GROUPS_MAX - 1)]
 REGIONS_MAX = 16_384

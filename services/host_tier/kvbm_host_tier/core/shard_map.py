@@ -22,6 +22,7 @@ from enum import Enum, StrEnum
 import msgspec
 from kvbm_common.tier.machine import Machine
 from kvbm_common.tier.rendezvous import owner_of
+from kvbm_common.wire.events import Natural
 
 
 class Stage(Enum):
@@ -75,7 +76,7 @@ HOST_TIER = Machine(
 class ShardMap(msgspec.Struct, frozen=True, kw_only=True):
     """The instances that share a host's engines, and their endpoints; version 0: no map yet."""
 
-    version: int = 0
+    version: Natural = 0
     endpoints: dict[str, str] = {}
 
     def owner(self, engine: str) -> str | None:

@@ -84,3 +84,10 @@ def test_an_entry_that_names_another_service_is_no_entry(roster: Presence) -> No
     """Goal: the owner of one key speaks for no other service."""
     assert roster.put("index.h.c", payload("a", 99)) == []
     assert roster.records["index.h.a"] == record("a")
+
+
+@pytest.mark.parametrize(("instance", "epoch"), [("c", -1), ("c", 2**63), ("", 1), ("c\n", 1)])
+def test_an_entry_out_of_bounds_is_no_entry(roster: Presence, instance: str, epoch: int) -> None:
+    """Whoever may write in the registry ends no service with it."""
+    assert roster.put(f"index.h.{instance}", payload(instance, epoch)) == []
+    assert set(roster.records) == {"index.h.a", "index.h.b"}

@@ -256,6 +256,14 @@ def test_a_hello_out_of_bounds_is_refused_by_field(
     assert (caught.value.kind, caught.value.field) == ("malformed", field)
 
 
+def test_a_name_with_a_line_break_is_refused() -> None:
+    """It would be a NATS subject that no server takes."""
+    for source in ("e\n", "e\n\n", "\ne"):
+        with pytest.raises(WireError) as caught:
+            JsonCodec(verbs.DumpRequest).decode(msgspec.json.encode({"source": source}))
+        assert (caught.value.kind, caught.value.field) == ("malformed", "source")
+
+
 def test_a_lease_without_an_owner_is_refused_by_field() -> None:
     raw = {"owner": "", "epoch": 1, "hashes": [], "lease_ms": 1}
     with pytest.raises(WireError) as caught:
