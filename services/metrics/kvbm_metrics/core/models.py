@@ -42,7 +42,8 @@ class _View(BaseModel):
 class _Query(BaseModel):
     """A question: an unknown field is a typing mistake, a number in quotes is not a number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # The wire's patterns are Python's: pydantic's own engine knows no look-ahead.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, regex_engine="python-re")
 
 
 # --- questions ------------------------------------------------------------------------------
