@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects lint lock mutants sbom audit
+.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint lock mutants sbom audit
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -115,6 +115,9 @@ bench-disk: setup ## the disk tier in several block sizes, beside fio and plain 
 
 bench-scale: setup ## two host tiers beside one, three index replicas beside one, and a million blocks that move
 	$(PY) -m benchmarks scale
+
+bench-idle: setup ## what a stack costs that nobody uses, by thread
+	$(PY) -m benchmarks idle
 
 bench-objects: setup ## listings of a bucket with a million objects: time, CPU, memory, the longest pause
 	$(PY) -m benchmarks objects

@@ -14,10 +14,10 @@ from benchmarks.report import report
 
 NAMES = ("identity", "kv_groups", "eviction", "host_path", "disk_path", "latency", "operators")
 ON_DEMAND = (
-    *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste"),
+    *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste", "idle"),
 )
 """Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
-bench-disk`, `make bench-scale`, `make bench-objects`."""
+bench-disk`, `make bench-scale`, `make bench-objects`, `make bench-idle`."""
 
 
 def main() -> int:

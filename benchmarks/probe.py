@@ -119,6 +119,7 @@ class Probe:
     def offer(self, names: list[SequenceHash], *, per_offer: int = 64) -> None:
         """Offer without waiting."""
         parent = self.hasher.root
+        self.worker.expect_reads(expected=True)
         for start in range(0, len(names), per_offer):
             part = names[start : start + per_offer]
             blocks = tuple((start + i) % self.block_count for i in range(len(part)))

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OFFER_MS = 5_000
+"""How long an offer lasts at most, by default."""
 VERIFIES = {0: "never", 1: "always"}
 """What the host tier lists of a worker that verifies one load in so many; else `sampled`."""
 
@@ -65,6 +67,7 @@ class WorkerHalf:
         on_news: Callable[[], None] = lambda: None,
         gpu: Gpu | None = None,
         group_namespaces: Sequence[Namespace] = (),
+        offer_deadline_ms: int = OFFER_MS,
     ) -> None:
         """Verify one load in `verify_every`, 0: none. With a `gpu` the regions are in its memory,
         which no code here may touch. `verify` is what the host tier lists for this worker, where
@@ -100,7 +103,9 @@ class WorkerHalf:
         self._given_up = 0
         """The life whose arena some load has awaited in vain: no other one waits for it."""
         self._loading = 0
-        self._expects_reads = True
+        self._attend_s = 2 * offer_deadline_ms / 1000
+        self._attends_until = 0.0
+        self.expect_reads(expected=True)
         self._closed = False
         hello = Hello(
             engine=engine, incarnation=incarnation, role="worker", namespace=namespace, rank=rank,
@@ -155,10 +160,15 @@ class WorkerHalf:
 
     def expect_reads(self, *, expected: bool) -> None:
         """Note whether anything is on offer: if not, no mover needs to stand ready for the host
-        tier."""
-        if expected != self._expects_reads:
-            self._expects_reads = expected
-            self._mover.attend(expected=expected)
+        tier. It does so for twice as long as an offer lasts: a step that offers more says so
+        again."""
+        now = time.monotonic()
+        if not expected and self._attends_until > now:
+            self._attends_until = now
+            self._mover.attend(0)
+        elif expected and now + self._attend_s / 2 > self._attends_until:
+            self._attends_until = now + self._attend_s
+            self._mover.attend(self._attend_s)
 
     def start_load(self, load: Load) -> None:
         """Pull the blocks of a load. Its result comes once, by `drain_ended`, whatever happens."""

@@ -86,6 +86,7 @@ class Store:
             host_tier_endpoint=settings.host_tier_endpoint,
             verify_every=options.verify_every,
             onboard_mover=settings.onboard_mover,
+            offer_deadline_ms=settings.offer_deadline_ms,
             on_news=self._news,
         )
         self._worker.expect_reads(expected=False)

@@ -80,6 +80,7 @@ class SimDevice:
                     gpu=gpu,
                     verify_every=VERIFY_EVERY[config.verify],
                     onboard_mover=config.onboard_mover,
+                    offer_deadline_ms=config.offer_deadline_ms,
                     on_news=on_news,
                 )
             )
@@ -103,6 +104,11 @@ class SimDevice:
         """Return whether every rank's part of a block holds what the name demands."""
         parts = zip(self._memory, self._content, strict=True)
         return all(memory.holds(content, block, name) for memory, content in parts)
+
+    def expect_reads(self, *, expected: bool) -> None:
+        """Tell every rank whether anything is on offer."""
+        for worker in self._workers:
+            worker.expect_reads(expected=expected)
 
     def start_load(self, load: Load) -> None:
         """Pull a load on every rank."""

@@ -297,12 +297,14 @@ class SimEngine:
                 blocks = list(part.blocks)
                 self.pool.hold(blocks)
                 self._offered[offer] = blocks
+        self._device.expect_reads(expected=bool(self._offered))
 
     def _free_offered(self) -> None:
         if self._scheduler is None:
             return
         for ended in self._scheduler.drain_ended():
             self.pool.release(self._offered.pop(ended.offer))
+            self._device.expect_reads(expected=bool(self._offered))
 
     def reset(self) -> bool:
         """Forget the prefix cache, as vLLM's /reset_prefix_cache."""

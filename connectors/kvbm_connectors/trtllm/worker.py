@@ -101,6 +101,7 @@ class WorkerSide:
             gpu=gpu,
             verify_every=0,
             verify="always",  # By the leader, before it promises a block.
+            offer_deadline_ms=self._settings.offer_deadline_ms,
             onboard_mover="nixl",  # It never reads the arena: no need to map it.
         )
         self._half, self._pieces, self._blocks = half, pieces, regions[0].blocks

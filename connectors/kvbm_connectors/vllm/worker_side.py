@@ -142,6 +142,7 @@ class WorkerSide:
             gpu=self._gpu,
             verify_every=self._options.verify_every,
             onboard_mover=self._options.settings.onboard_mover,
+            offer_deadline_ms=self._options.settings.offer_deadline_ms,
             on_news=NEWS.set,
         )
 

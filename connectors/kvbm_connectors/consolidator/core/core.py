@@ -86,6 +86,11 @@ class ConsolidatorCore:
         self._naming = limits is not None and limits.naming
         self.router = RouterStreams(self.names, dedup=dedup, first_seq=first_router_seq)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether ticks may come seldom: no engine and no tier waits for anything."""
+        return self.engines.is_settled and self.consolidated.tiers.is_current
+
     def step(self, event: Input, now_ms: int) -> list[Effect]:
         """Take one input; returns what is to be done about it, in order."""
         effects: list[Effect] = []

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import assert_never
 
 from kvbm_common.tier.machine import Machine
-from kvbm_common.wire.events import Cleared, Event, EventHead, Removed, Stored
-from kvbm_common.wire.local import Attach
+from kvbm_common.wire.events import (
+    TIER_SOURCES,
+    Cleared,
+    Event,
+    EventHead,
+    Removed,
+    Stored,
+)
+from kvbm_common.wire.local import Attach, Refused
 from kvbm_common.wire.tier_stats import WorkerStats
 
 from kvbm_connectors.consolidator.core.batch_merger import (
@@ -70,6 +78,14 @@ class Engine:
         rank = self.ranks.get(attach.rank)
         return self.incarnation != attach.incarnation or (
             rank is not None and not rank.continues(attach)
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has an epoch, and no rank waits for events."""
+        assert not self.epoch or self.state is EngineState.REGISTERED, f"{self.name}: {self.state}"
+        return bool(self.epoch) and all(
+            rank.order.is_live and not rank.orphans for rank in self.ranks.values()
         )
 
     def should_ask(self, now_ms: int) -> bool:
@@ -171,3 +187,19 @@ def event_of(host: str, engine: Engine, rank: Rank | None, draft: Draft, ts_ms: 
             rank_only = rank is not None and len(engine.ranks) > 1
             return Cleared(**head, reason=reason, rank_only=rank_only)
     assert_never(draft)
+
+
+def refusal_of_attach(
+    attach: Attach, engines: Mapping[str, Engine], streams_max: int
+) -> Refused | None:
+    """Return why a stream is not followed, or None."""
+    if attach.engine.startswith(TIER_SOURCES):
+        text = f"{attach.engine!r} is the name of a tier"
+        return Refused(about="attach", code="bad_engine", message=text, field="engine")
+    known = engines.get(attach.engine)
+    assert streams_max > 0, "no engine could be followed"
+    streams = sum(len(engine.ranks) for engine in engines.values())
+    if streams >= streams_max and not (known and attach.rank in known.ranks):
+        text = f"{streams} streams are followed already"
+        return Refused(about="attach", code="too_many_streams", message=text)
+    return None

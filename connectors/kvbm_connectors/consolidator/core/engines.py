@@ -21,13 +21,12 @@ from typing import assert_never
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.engine_events import EngineBatch
-from kvbm_common.wire.events import TIER_SOURCES
 from kvbm_common.wire.local import Attach, Attached, Refused
 from kvbm_common.wire.tier_stats import WorkerStats
 from kvbm_common.wire.verbs import SnapshotReply
 
 from kvbm_connectors.consolidator.core.batch_merger import ClearedDraft, Draft
-from kvbm_connectors.consolidator.core.engine import Engine, event_of
+from kvbm_connectors.consolidator.core.engine import Engine, event_of, refusal_of_attach
 from kvbm_connectors.consolidator.core.events import PublishedEvents
 from kvbm_connectors.consolidator.core.messages import (
     AskEpoch,
@@ -127,6 +126,11 @@ class EnginesCore:
             parts=[part for rank in found.ranks.values() for part in rank.parts()],
         )
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every engine has its epoch, and no rank waits for events."""
+        return all(engine.is_settled for engine in self._engines.values())
+
     def knows(self, engine: str, incarnation: str) -> bool:
         """Return whether this life of an engine is attached."""
         found = self._engines.get(engine)
@@ -170,7 +174,7 @@ class EnginesCore:
     # ---- lives -------------------------------------------------------------------------------
 
     def _on_attached(self, attach: Attach, peer: bytes) -> None:
-        refusal = self._refusal(attach)
+        refusal = refusal_of_attach(attach, self._engines, self._limits.streams_max)
         if refusal is not None:
             self._drops[refusal.code] += 1
             self._effects.append(Reply(peer, refusal))
@@ -198,17 +202,6 @@ class EnginesCore:
         assert rank.key.incarnation == engine.incarnation, f"{rank.key} is of another life"
         if engine.epoch:
             self._answer(engine, rank)
-
-    def _refusal(self, attach: Attach) -> Refused | None:
-        if attach.engine.startswith(TIER_SOURCES):
-            text = f"{attach.engine!r} is the name of a tier"
-            return Refused(about="attach", code="bad_engine", message=text, field="engine")
-        known = self._engines.get(attach.engine)
-        streams = sum(len(engine.ranks) for engine in self._engines.values())
-        if streams >= self._limits.streams_max and not (known and attach.rank in known.ranks):
-            text = f"{streams} streams are followed already"
-            return Refused(about="attach", code="too_many_streams", message=text)
-        return None
 
     def _register(self, engine: Engine) -> None:
         """Ask for an epoch, or say that there is one more rank."""

@@ -77,6 +77,11 @@ class Sequencer:
         """Whether live batches wait for a replay."""
         return self._wanted or self.replay != 0
 
+    @property
+    def is_live(self) -> bool:
+        """Whether no batch waits for another, and no replay is asked for."""
+        return not self._pending and not (self._replayable and self.replaying)
+
     def want_replay(self) -> bool:
         """Ask the engine at the next `poll` what we missed; False if it cannot be asked."""
         self._wanted = self._wanted or self._replayable

@@ -131,6 +131,11 @@ class TierViews:
             source.ask_at_ms = min(source.ask_at_ms, now_ms)
             assert source.state is FollowState.BEHIND, f"{name} is {source.state.name}"
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no source misses events."""
+        return all(s.state is not FollowState.BEHIND for s in self._sources.values())
+
     def ask(self, now_ms: int) -> list[str]:
         """Return the sources that are to be asked for a snapshot now, and note that they are
         asked."""

@@ -131,7 +131,12 @@ class ConsolidatorShell:
         settings = context.settings
         self._enabled = settings.consolidator_enabled
         self.loop: CoreLoop[Input, Effect] = CoreLoop(
-            core, self._carry_out, inbox_size=INBOX_MAX, tick=self._tick, tick_ms=TICK_MS
+            core,
+            self._carry_out,
+            inbox_size=INBOX_MAX,
+            tick=self._tick,
+            tick_ms=TICK_MS,
+            is_quiet=lambda: core.is_quiet,
         )
         self.streams = Streams(tasks, context.counters, self._take)
         self._registrar = Registrar(

@@ -154,10 +154,10 @@ class MoverThread:
         report such a transfer as done."""
         return self._call(lambda pump: pump.deregister(registration))
 
-    def attend(self, *, expected: bool) -> None:
-        """Say whether peers are expected to read from here now. They are by default: an idle mover
-        polls for them. Say no whenever possible where other work shares the core."""
-        self._call(lambda pump: pump.attend(expected=expected))
+    def attend(self, seconds: float) -> None:
+        """Say for how long peers are expected to read from here. By default without end: an idle
+        mover polls for them. What comes at other times is served, more slowly."""
+        self._call(lambda pump: pump.attend(seconds))
 
     def metadata(self) -> Future[bytes]:
         """Return what peers need to read from here, as of now: ask after the last registration."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,19 +41,18 @@ from kvbm_common.nixl.transfers import (
 UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
-# The same while no peer is expected to read from here (`attend`): 0.2 % of a core. Connections come
-# about at this pace too.
-QUIET_POLL_S = 0.02
+# The same while no peer is expected to read from here (`attend`): next to nothing of a core.
+QUIET_POLL_S = 0.25
+# So long after a peer was added connections come about, which takes several polls on both sides.
+CONNECT_S = 1.0
 # Memory is polled tightly until nothing has ended for so long, then with a pause: no silent peer is
-# worth a core. Files always with a pause, where no ring wakes us: tight polling took a whole core
-# from those that lease, sum up and journal.
+# worth a core. Files always with a pause, where no ring wakes us.
 SPIN_S = 0.02
 PAUSE_S = 0.00005
 # Where the kernel wakes us this bounds the lateness of deadlines, and of a kernel that does not.
 RING_PAUSE_S = 0.001
 # Object stores answer in milliseconds at best, and threads of their own move the bytes.
 OBJECT_PAUSE_S = 0.001
-
 
 DONE = "done"
 Outcome = str | Exception
@@ -88,7 +88,7 @@ class Pump:
         """Where the kernel says when an I/O has ended; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
         self._serves = "UCX" in backends
-        self._attentive = True
+        self._attend_until = math.inf
         self._spins = "UCX" in backends
         self._busy_pause_s = OBJECT_PAUSE_S if backends == ("OBJ",) else PAUSE_S
         if self.ring_fd is not None:
@@ -116,7 +116,7 @@ class Pump:
             return IDLE_POLL_S
         if not self._serves:
             return None
-        return IDLE_POLL_S if self._attentive else QUIET_POLL_S
+        return IDLE_POLL_S if time.monotonic() < self._attend_until else QUIET_POLL_S
 
     def accept(self, job: Call | Transfer) -> None:
         if isinstance(job, Transfer):
@@ -185,8 +185,8 @@ class Pump:
     def limit_files(self, *, read_bytes: int | None, written_bytes: int | None) -> None:
         self._queue.limit_files(read_bytes=read_bytes, written_bytes=written_bytes)
 
-    def attend(self, *, expected: bool) -> None:
-        self._attentive = expected
+    def attend(self, seconds: float) -> None:
+        self._attend_until = time.monotonic() + seconds
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
@@ -197,6 +197,7 @@ class Pump:
             name = str(self._agent.add_remote_agent(metadata).decode())
             # The first message opens the connection: it takes 10 to 180 ms off the first read.
             self._agent.send_notif(name, b"hello")
+            self._attend_until = max(self._attend_until, time.monotonic() + CONNECT_S)
         except NIXL_ERRORS as error:
             if name:
                 with contextlib.suppress(*NIXL_ERRORS):

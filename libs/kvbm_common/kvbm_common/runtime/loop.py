@@ -31,6 +31,8 @@ BURST_MS = 2
 TURNS = 2
 """Turns of the event loop that an async effect gets before the next step: in the first it asks, in
 the second the NATS client sends. What waits outside for it, waits for no other steps."""
+QUIET_TICK_MS = 500
+"""The pause between ticks of a quiet core: what is late by it are ends of leases and of silence."""
 
 Input = TypeVar("Input")
 Effect = TypeVar("Effect")
@@ -55,7 +57,8 @@ class CoreLoop(Generic[Input, Effect]):
 
     `carry_out` may answer at once with the next input (or None), or with an awaitable that gives
     it: that one runs as a task. With `tick`, the input that it makes arrives every `tick_ms`;
-    ticks do not pile up behind a slow core, because the ticker takes its turn between bursts.
+    ticks do not pile up behind a slow core, because the ticker takes its turn between bursts. While
+    `is_quiet` says that nothing waits for a tick, they come every QUIET_TICK_MS.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class CoreLoop(Generic[Input, Effect]):
         now_ms: Callable[[], int] = monotonic_ms,
         tick: Callable[[], Input] | None = None,
         tick_ms: int = 100,
+        is_quiet: Callable[[], bool] = lambda: False,
     ) -> None:
         assert inbox_size > 0
         assert tick_ms > 0
@@ -76,6 +80,10 @@ class CoreLoop(Generic[Input, Effect]):
         self._now_ms = now_ms
         self._tick = tick
         self._tick_ms = tick_ms
+        self._is_quiet = is_quiet
+        self._hurry = asyncio.Event()
+        self._hurry.set()
+        """Clear: the ticker waits for longer, until a step has left something to wait for."""
         self._offers: deque[Input] = deque()
         self._completions: deque[Input] = deque()
         self._wake = asyncio.Event()
@@ -165,6 +173,8 @@ class CoreLoop(Generic[Input, Effect]):
                 break
         if self._in_flight == 0 and self.depth == 0:
             self._idle.set()
+        if not self._hurry.is_set() and not self._is_quiet():
+            self._hurry.set()
         return TURNS if self._in_flight > flying else 1
 
     def _start(self, effect: Effect, tasks: asyncio.TaskGroup) -> None:
@@ -189,8 +199,20 @@ class CoreLoop(Generic[Input, Effect]):
     async def _run_ticker(self) -> None:
         assert self._tick is not None
         while True:
-            await asyncio.sleep(self._tick_ms / 1000)
+            if self._is_quiet():
+                await self._pause_quietly()
+            else:
+                await asyncio.sleep(self._tick_ms / 1000)
             self.complete(self._tick())
+
+    async def _pause_quietly(self) -> None:
+        """Wait for the next tick of a quiet core, or until it has something to wait for."""
+        self._hurry.clear()
+        try:
+            async with asyncio.timeout(QUIET_TICK_MS / 1000):
+                await self._hurry.wait()
+        except TimeoutError:
+            self._hurry.set()  # The pause is over.
 
     def _signal(self) -> None:
         self._idle.clear()

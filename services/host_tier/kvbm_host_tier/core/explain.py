@@ -74,6 +74,11 @@ class Explain:
         """Move a lookup by its table; `_keep` ends it."""
         looked.state = EXPLANATION.next(looked.state, event, looked.request)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every lookup that was answered is explained."""
+        return not self.fresh and not self._open and self._question is None
+
     # --- outcomes ---------------------------------------------------------------------------
 
     def told_outcome(self, outcome: ConnectorOutcome, now_ms: int) -> None:

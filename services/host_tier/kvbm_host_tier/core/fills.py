@@ -223,6 +223,10 @@ class Fills:
             if (fill.tier, fill.instance) == (tier, instance):
                 self._take_back(self._move(number, "lower tier restarted"))
 
+    def __len__(self) -> int:
+        assert self._lent <= len(self._fills), f"{self._lent} of {len(self._fills)} are lent"
+        return len(self._fills)
+
     def tick(self, now_ms: int) -> None:
         """Take back the slots whose grace is over."""
         if not self._lent:

@@ -132,6 +132,12 @@ class Peers:
         """Tell whether a pull is in flight."""
         return self._flying > 0
 
+    @property
+    def is_settled(self) -> bool:
+        """Tell whether no question and no pull is under way."""
+        assert self._flying <= len(self._pulls), f"{self._flying} of {len(self._pulls)} fly"
+        return not self._questions and not self._pulls
+
     def _move(self, number: int, event: str) -> PeerPull:
         """Move a pull by its table; a pull whose states are over is forgotten."""
         pull = self._pulls[number]

@@ -88,9 +88,16 @@ class Scrubber:
         self._reading: tuple[Reading, ...] = ()
         self._next_slot = 0
         self._due_ms = 0
+        self._found_none = False
 
     def _move(self, event: str) -> None:
         self._state = SCRUB.next(self._state, event)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next batch has time: the last look found no idle block, or none is read."""
+        assert not self._reading or self._state is ScrubState.READING, f"{self._state.value}"
+        return not self._cpu_percent or self._found_none
 
     def tick(self, now_ms: int) -> None:
         """Begin the next batch if it is due."""
@@ -98,6 +105,7 @@ class Scrubber:
         if not is_waiting or now_ms < self._due_ms or self._is_busy():
             return
         found = self._next_batch()
+        self._found_none = not found
         if not found:
             self._due_ms = now_ms + EMPTY_MS
             return

@@ -59,6 +59,14 @@ class HostTierView:
             sizes=sizes,
         )
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether ticks may come seldom: nothing is on its way. Leases may end a little late."""
+        parts = self._parts
+        work = (len(parts.offload), len(parts.onboard), len(parts.fills))
+        settled = parts.explain.is_settled and parts.peers.is_settled
+        return not any(work) and settled and parts.scrubber.is_resting
+
     # --- the blocks -------------------------------------------------------------------------
 
     def blocks(self) -> dict[int, Block]:

@@ -144,7 +144,12 @@ class HostTierShell:
         self._answers = CoreAnswers(self._dropped)
         self._below = LowerTierClient(context, self._dropped)
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
-            core, self._carry_out, inbox_size=INBOX_MAX, tick=Tick, tick_ms=TICK_MS
+            core,
+            self._carry_out,
+            inbox_size=INBOX_MAX,
+            tick=Tick,
+            tick_ms=TICK_MS,
+            is_quiet=lambda: core.view.is_quiet,
         )
         self._siblings = Siblings(context, engines, core.view, self._loop.complete)
 
@@ -302,6 +307,8 @@ class HostTierShell:
                     text = "%d blocks are leased; %s"
                     ids = {"lookup": message.lookup}
                     log.debug(text, len(message.slots), message.reason or "all", extra=ids)
+                if isinstance(message, Found) and message.slots:
+                    self._puller.expect_reads(2 * self._context.settings.lease_ms / 1000)
                 self._spans.said(connection, message)
                 self._engines.send(connection, message)
             case MakeArena(size_bytes):

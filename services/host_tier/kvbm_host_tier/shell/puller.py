@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -90,8 +91,9 @@ class Puller:
         self.mover = MoverThread(name)
         others = min(MOVERS_MAX, thread_count()) - 1
         self.movers = [self.mover, *(MoverThread(f"{name}-{i + 2}") for i in range(others))]
-        for mover in self.movers[1:]:
-            mover.attend(expected=False)
+        for mover in self.movers:
+            mover.attend(0)
+        self._attends_until = 0.0
         self._unread = [0] * len(self.movers)
         """Bytes that each mover was given and has not brought and summed up yet."""
         self._giving = threading.Lock()
@@ -130,6 +132,14 @@ class Puller:
         arena.populate().add_done_callback(_populated)
         agent = self.mover.metadata().result(CALL_DEADLINE_S)
         return ArenaInfo(str(arena.path), arena.address, arena.bytes, agent)
+
+    def expect_reads(self, seconds: float) -> None:
+        """Have the arena's agent stand ready for engines that cannot map the arena, and read it
+        over TCP."""
+        now = time.monotonic()
+        if now + seconds / 2 > self._attends_until:
+            self._attends_until = now + seconds
+            self.mover.attend(seconds)
 
     def stop_making(self) -> None:
         """Have an allocation end soon, and no other begin."""

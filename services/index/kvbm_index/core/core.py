@@ -64,6 +64,7 @@ class IndexCore(Queries):
         super().__init__(limits)
         self._registry_read = False
         self._asking = False
+        self._is_quiet = False
         """Some source may be due for a snapshot: look at all of them at the end of the step."""
         self._looked_ms = -self._limits.look_after_ms
         self._now_ms = 0
@@ -96,7 +97,14 @@ class IndexCore(Queries):
                 self._on_tick(now_ms)
             case _:
                 assert_never(event)
+        self._is_quiet = self._is_quiet and isinstance(event, Tick)
         return self._ask_snapshots(now_ms) if self._asking else []
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether ticks may come seldom: all is listed, no source is behind, and nothing has come
+        in since that was looked at."""
+        return self._is_quiet
 
     # ---- events ------------------------------------------------------------------------------
 
@@ -309,7 +317,7 @@ class IndexCore(Queries):
             assert source.state is not FollowState.CURRENT, f"{source.key} believes a lost stream"
 
     def _on_tick(self, now_ms: int) -> None:
-        self._holdings.tidy(self._limits.tidied_per_tick)
+        is_tidy = self._holdings.tidy(self._limits.tidied_per_tick)
         assert now_ms >= self._looked_ms, f"sources were looked at {self._looked_ms} ms, in future"
         if now_ms - self._looked_ms < self._limits.look_after_ms:
             return
@@ -325,6 +333,8 @@ class IndexCore(Queries):
             dead = not source.registered and silent_ms > self._limits.unregistered_ms
             if self._registry_read and dead and source.state is not FollowState.GONE:
                 self._leave(source, now_ms)
+        behind = any(source.state is FollowState.BEHIND for source in self._sources.values())
+        self._is_quiet = is_tidy and not behind and not self._snapshots_flying
 
     def _begin(self, source: Source, epoch: int) -> bool:
         """Return whether this is another life: then the old one's blocks are gone."""

@@ -66,8 +66,9 @@ class Holdings:
             self._new(holder, chains)
             self._note_starts(holder, chains)
 
-    def tidy(self, room: int) -> None:
-        """List what has come, and let go of what has gone, by at most about so many blocks.
+    def tidy(self, room: int) -> bool:
+        """List what has come, and let go of what has gone, by at most about so many blocks; return
+        whether all is done.
 
         Python takes 40 ms to free the names of a million.
         """
@@ -79,8 +80,9 @@ class Holdings:
                 self._leavings.popleft()
         for chains in self._chains.values():
             if room <= 0:
-                return
+                return False
             room = chains.index_some(room)
+        return room > 0
 
     def images(self) -> list[HolderImage]:
         """Return an image of what every holder has."""

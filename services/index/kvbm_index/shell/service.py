@@ -98,7 +98,12 @@ class IndexShell:
         self._events = events
         self._core = core
         self._loop: CoreLoop[Input, Effect] = CoreLoop(
-            core, self._fetch_snapshot, inbox_size=INBOX_BATCHES_MAX, tick=Tick, tick_ms=TICK_MS
+            core,
+            self._fetch_snapshot,
+            inbox_size=INBOX_BATCHES_MAX,
+            tick=Tick,
+            tick_ms=TICK_MS,
+            is_quiet=lambda: core.is_quiet,
         )
         self._consolidators: dict[str, set[str]] = {}
         """The instances on each host."""

@@ -203,3 +203,25 @@ def test_waiting_batches_are_bounded() -> None:
     assert harness.core.statistics().drops["pending_full"] == 2
     harness.answer(device)
     assert harness.live[0] == device.truth()
+
+
+def is_settled(harness: Harness) -> bool:
+    """Whether no engine waits for anything."""
+    return harness.core.is_settled
+
+
+def test_an_engine_is_settled_unless_it_waits_for_events(harness: Harness) -> None:
+    """1. The first replay is on its way. 2. It has ended. 3. A batch waits behind a gap."""
+    device = Device()
+    for tokens in (PROMPT[:2], PROMPT[:4], PROMPT):
+        device.publish(device.store(tokens, len(tokens) // 2 - 1))
+    late = Harness()
+    late.attach(epoch=False)
+    assert not is_settled(late), "it has no epoch"
+    late.grant()
+    assert not is_settled(late), "its past is asked for"
+    late.answer(device)
+    assert is_settled(late)
+    assert is_settled(harness)
+    harness.send(batch_received(key(), 1, device.batches[1]))
+    assert not is_settled(harness)

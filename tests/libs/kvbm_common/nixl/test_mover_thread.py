@@ -564,19 +564,22 @@ def test_the_kernel_wakes_who_waits_for_a_file(
 def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Memory) -> None:
     """Its owner computes on the same core, and expects nobody; over TCP it must take part.
 
-    1. It polls as seldom as it says. 2. A peer that comes nevertheless gets its bytes.
+    1. It polls as seldom as it says, and after an add as often as a connection needs. 2. A peer
+    that comes nevertheless gets its bytes.
     """
     memory.array[:BLOCK] = 7
     with MoverThread("quiet") as quiet, MoverThread("peer") as peer:
         quiet.register_memory(memory.address, SIZE).result(LIMIT_S)
         assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
-        quiet.attend(expected=False)
-        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == QUIET_POLL_S
         target = Memory.of(BLOCK)
         peer.register_memory(target.address, BLOCK).result(LIMIT_S)
         name = peer.add_peer(quiet.metadata().result(LIMIT_S)).result(LIMIT_S)
         peer.read(name, target.blocks([0]), memory.blocks([0]), deadline_s=LIMIT_S).result(LIMIT_S)
         assert (target.array == 7).all()
+        quiet.add_peer(peer.metadata().result(LIMIT_S)).result(LIMIT_S)
+        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
+        quiet.attend(0)
+        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == QUIET_POLL_S
 
 
 def test_a_missing_back_end_is_unavailable() -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from kvbm_common.errors import DeadlineExceeded
-from kvbm_common.runtime.loop import BURST_MS, CoreLoop
+from kvbm_common.runtime.loop import BURST_MS, QUIET_TICK_MS, CoreLoop
 
 from tests.waiting import wait_until
 
@@ -112,6 +112,25 @@ async def test_ticks_arrive() -> None:
     )
     async with running(loop):
         await wait_until(lambda: core.seen == ["tick", "tick", "tick"])
+
+
+async def test_a_quiet_core_has_few_ticks_until_something_waits() -> None:
+    """Goal: a core that waits for nothing costs nothing, and one that does is not late."""
+    quiet = True
+    core = Recorder()
+    loop = CoreLoop(
+        core, lambda effect: None, inbox_size=4, tick=lambda: "tick", tick_ms=1,
+        is_quiet=lambda: quiet,
+    )  # fmt: skip
+    async with running(loop):
+        started_s = asyncio.get_running_loop().time()
+        await wait_until(lambda: core.seen == ["tick"])
+        assert asyncio.get_running_loop().time() - started_s >= QUIET_TICK_MS / 1000
+        quiet = False
+        await loop.offer("work", deadline_s=DEADLINE_S)
+        woken_s = asyncio.get_running_loop().time()
+        await wait_until(lambda: core.seen.count("tick") > 4)
+        assert asyncio.get_running_loop().time() - woken_s < QUIET_TICK_MS / 1000
 
 
 async def test_unexpected_failure_ends_the_loop() -> None:

@@ -20,7 +20,9 @@ from kvbm_host_tier.core.messages import (
     LowerTierJoined,
     LowerTierLeft,
     Publish,
+    StartPull,
 )
+from kvbm_host_tier.core.scrub import EMPTY_MS
 
 from tests.services.host_tier.helpers import (
     DIGEST,
@@ -230,3 +232,36 @@ def test_a_blocks_story_names_its_slots() -> None:
         f"staged in slot {host.slot_of(1)} for ada:0000000000000001",
         f"committed in slot {host.slot_of(1)}",
     ]
+
+
+def is_quiet(host: Host) -> bool:
+    """Whether ticks may come seldom."""
+    return host.core.view.is_quiet
+
+
+def test_ticks_may_come_seldom_while_nothing_is_on_its_way() -> None:
+    """An offer that is pulled, a lookup that waits for the disk, and what the scrubber is to read
+    want ticks; a lease does not."""
+    host = Host(scrub_cpu_percent=0.0)
+    assert is_quiet(host)
+    [pull] = of(host.offer(1, 2, offer=7), StartPull)
+    assert not is_quiet(host)
+    host.pulled(pull)
+    host.confirm(7)
+    assert is_quiet(host)
+    host.disk_stored(3)
+    [fill] = of(host.look_up(3), AskFill)
+    assert not is_quiet(host)
+    host.filled(fill)
+    host.wait(1)
+    assert is_quiet(host)
+    assert host.core.view.statistics(host.now_ms).leases == 1
+
+
+def test_a_scrubber_that_has_blocks_to_read_wants_ticks() -> None:
+    host = Host(scrub_cpu_percent=1.0)
+    host.wait(1)
+    assert is_quiet(host), "there is no block to read"
+    host.store(1)
+    host.wait(EMPTY_MS)
+    assert not is_quiet(host)

@@ -117,6 +117,10 @@ class Harness:
         self.now_ms += after_ms
         return self.send(Tick())
 
+    def is_quiet(self) -> bool:
+        """Whether ticks may come seldom."""
+        return self.core.is_quiet
+
     def held(self, source: str = "s") -> set[SequenceHash]:
         """What the index believes that a source holds."""
         dump = self.core.dump(DumpRequest(source=source)).holders
@@ -518,3 +522,24 @@ def test_the_index_equals_the_oracle(seed: int, loss: float, rounds: int) -> Non
         assert harness.held(oracle.name) == set(blocks(*oracle.held)), oracle
         position = harness.core.positions()[SourceKey("h", oracle.name)]
         assert position == (oracle.epoch, oracle.seq)
+
+
+def test_ticks_may_come_seldom_when_all_is_listed_and_nobody_is_behind() -> None:
+    """1. A new event ends the quiet until ticks have listed its blocks. 2. So does a hole in the
+    sequence, until a snapshot has come."""
+    index = Harness(Limits(tidied_per_tick=2))
+    index.tick(1_000)
+    assert index.is_quiet()
+    index.events(stored(1, 0, 1, 2))
+    assert not index.is_quiet()
+    index.tick(1_000)
+    assert not index.is_quiet(), "two of three blocks are listed"
+    index.tick(1_000)
+    assert index.is_quiet()
+    index.events(stored(3, 4))
+    index.tick(1_000)
+    assert not index.is_quiet(), "a snapshot is on its way"
+    index.snapshot(snapshot(3, 0, 1, 2, 3, 4))
+    for _ in range(3):
+        index.tick(1_000)
+    assert index.is_quiet()

@@ -10,7 +10,7 @@ from kvbm_index.core.core import IndexCore
 from tests.doors import ROOT, doors_used, wrong_doors
 
 SHELL = "services/index/kvbm_index/shell"
-QUESTIONS = {"match", "scores", "holders_of", "dump", "holders", "image"}
+QUESTIONS = {"match", "scores", "holders_of", "dump", "holders", "image", "is_quiet"}
 """Methods that change nothing; each answers one verb, or makes an image."""
 DOORS = {"step", "check", "story", "view"} | QUESTIONS
 
