@@ -13,7 +13,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from kvbm_common.access.addresses import is_loopback
-from kvbm_common.access.nats_access import PORT, NatsAccess, nats_access
+from kvbm_common.access.nats_access import PORT, NatsAccess, nats_access, stream_limits
 from kvbm_common.access.roles import ADMIN
 from kvbm_common.access.secret_files import make_private_directory
 from kvbm_common.config.declarations import all_settings
@@ -266,7 +266,12 @@ class Stack:
                 "alone"
             )
             raise ConfigError("KVBM_NATS_URL", self.nats_url, accepted)
-        return NatsServer(self.settings.state_dir / "nats", address=address, port=url.port or PORT)
+        return NatsServer(
+            self.settings.state_dir / "nats",
+            address=address,
+            port=url.port or PORT,
+            stream_bytes=stream_limits(self.settings).store_bytes,
+        )
 
     def _take_lock(self) -> None:
         """Take the lock of the runtime directory: a second stack would take its sockets away."""

@@ -15,12 +15,13 @@ import msgspec
 import typer
 from kvbm_common.access.curve import CLIENT_FILE, SERVER_FILE, write_keys
 from kvbm_common.access.http_access import ADMIN_TOKEN
-from kvbm_common.access.nats_access import SUFFIX, NatsAccess, nats_access
+from kvbm_common.access.nats_access import SUFFIX, NatsAccess, nats_access, stream_limits
 from kvbm_common.access.roles import ADMIN, ROLES
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.stream_setup import set_up_streams
+from kvbm_common.nats.streams import AS_THEY_COME
 
 from kvbm_cli.creds.nats_config import Layout, names_of, read_layout, write_credentials
 from kvbm_cli.creds.tls_files import write_certificates
@@ -111,6 +112,9 @@ def nats_config(
         "store_dir": store_dir, "server_dir": server_dir,
     }  # fmt: skip
     with _errors_told():
+        limits = stream_limits(Settings.load())
+        if limits != AS_THEY_COME:
+            given |= {"stream_bytes": limits.store_bytes, "stream_replicas": limits.replicas or 1}
         layout = layout_of(out, {name: value for name, value in given.items() if value})
         print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
 

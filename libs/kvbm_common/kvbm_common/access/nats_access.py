@@ -19,6 +19,7 @@ from kvbm_common.access.tls import NO_TLS, TlsFiles, tls_files
 from kvbm_common.config.schema import HIDDEN, NATS_URL
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
+from kvbm_common.nats.streams import AS_THEY_COME, StreamLimits
 
 PORT = 4222
 SUFFIX = ".creds"
@@ -36,6 +37,8 @@ class NatsAccess:
     file: SecretFile | None = None
     tls: TlsFiles = NO_TLS
     wants_tls: bool = False
+    streams: StreamLimits = AS_THEY_COME
+    """For those that this connection makes."""
 
     @property
     def guarded(self) -> bool:
@@ -115,10 +118,22 @@ def nats_access(settings: Settings, role: str) -> NatsAccess:
         file=file,
         tls=tls,
         wants_tls=by_url.wants_tls or bool(tls),
+        streams=stream_limits(settings),
     )
     if not (access.is_local or settings.nats_open):
         _check_closed(access)
     return access
+
+
+def stream_limits(settings: Settings) -> StreamLimits:
+    """Return what the settings say of the streams."""
+    return StreamLimits(
+        replicas=settings.stream_replicas,
+        events_gb=settings.events_gb,
+        events_age_s=settings.events_age_s,
+        duplicate_window_s=settings.events_dedup_s,
+        images_gb=settings.index_images_gb,
+    )
 
 
 def _file_of(settings: Settings, role: str) -> SecretFile | None:

@@ -288,6 +288,24 @@ class DeclaredSettings(AccessSettings):
         "KVBM_INDEX_IMAGE_S", 30.0, schema.number(0.05), section="bus", unit="s",
         help="How often the index stores an image of what it knows. A replica that starts takes "
         "the newest, and reads the event stream from there on.")
+    stream_replicas: int = setting(
+        "KVBM_STREAM_REPLICAS", 0, schema.integer(0, 5), section="bus",
+        help="How many servers of a NATS cluster keep each stream: 3 survives the loss of one. "
+        "0: 1 for a new stream, and a stream that is there stays as it is.")
+    events_gb: float = setting(
+        "KVBM_EVENTS_GB", 0.0, schema.number(0), section="bus", unit="GB",
+        help="How much of the events is kept; the consolidated ones have the half. "
+        "0: 0.27 for a new stream, and a stream that is there stays as it is.")
+    events_age_s: float = setting(
+        "KVBM_EVENTS_AGE_S", 0.0, schema.number(0), section="bus", unit="s",
+        help="How long events are kept. 0: 6 hours, as above.")
+    events_dedup_s: float = setting(
+        "KVBM_EVENTS_DEDUP_S", 0.0, schema.number(0), section="bus", unit="s",
+        help="For how long the server knows an event that is sent again. It costs some 220 bytes "
+        "of the server's memory for each event of that time. 0: 120 s, as above.")
+    index_images_gb: float = setting(
+        "KVBM_INDEX_IMAGES_GB", 0.0, schema.number(0), section="bus", unit="GB",
+        help="The bucket for images of the index: room for two images. 0: 1.07, as above.")
     registry_url: str = setting(
         "KVBM_REGISTRY_URL", "nats", schema.REGISTRY_URL, section="bus",
         help="Where services enter themselves: in NATS KV, or in etcd, there or where "

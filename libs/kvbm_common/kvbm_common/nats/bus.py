@@ -37,7 +37,7 @@ from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.jetstream import BACKOFF_S, ensure_stream
 from kvbm_common.nats.raw_messages import RawMessage
-from kvbm_common.nats.streams import EVENTS, StreamSpec
+from kvbm_common.nats.streams import EVENTS, StreamLimits, StreamSpec
 from kvbm_common.nats.verb_server import VerbHandler, VerbServer
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
@@ -141,6 +141,11 @@ class Bus:
     def guarded(self) -> bool:
         """Whether the server knows who connects, and so what each client may do."""
         return self.access.guarded
+
+    @property
+    def limits(self) -> StreamLimits:
+        """What an operator has said of the streams."""
+        return self.access.streams
 
     @property
     def generation(self) -> int:

@@ -26,6 +26,8 @@ STOP_DEADLINE_S = 2.0
 POLL_S = 0.005
 PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 """The most that nats-server accepts without a warning, and our largest message."""
+STORE_ROOM = 1.25
+"""Of what streams may take: what is replaced stays until the file that it is in is rewritten."""
 STORE_BYTES_MAX = 4 * 1024 * 1024 * 1024
 """The event stream, the registry and index snapshots together stay far below."""
 
@@ -52,13 +54,16 @@ class NatsServer:
         address: str = "127.0.0.1",
         port: int = 0,
         more: Mapping[str, Any] | None = None,
+        stream_bytes: int = 0,
     ) -> None:
-        """Prepare a server. `more` goes into its configuration: users, TLS."""
+        """Prepare a server. `more` goes into its configuration: users, TLS. `stream_bytes`: what
+        all streams may take."""
+        self._stream_bytes = stream_bytes
         self.directory = directory
         self.more = dict(more or {})
         self.address = address
         self.port = port or free_port(address)
-        self._name = f"kvbm-{secrets.token_hex(8)}"
+        self.name = f"kvbm-{secrets.token_hex(8)}"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -132,11 +137,12 @@ class NatsServer:
 
     def _configuration(self) -> str:
         """Return the configuration; nats-server reads JSON as well as its own format."""
+        store_bytes = max(STORE_BYTES_MAX, int(self._stream_bytes * STORE_ROOM))
         settings = {
-            "server_name": self._name,
+            "server_name": self.name,
             "listen": f"{self.address}:{self.port}",
             "max_payload": PAYLOAD_BYTES_MAX,
-            "jetstream": {"store_dir": str(self.directory), "max_file_store": STORE_BYTES_MAX},
+            "jetstream": {"store_dir": str(self.directory), "max_file_store": store_bytes},
         }
         return json.dumps(settings | self.more, indent=1)
 
@@ -157,7 +163,7 @@ class NatsServer:
             return False
         try:
             async with asyncio.timeout(1.0):
-                return self._name.encode() in await reader.readline()
+                return self.name.encode() in await reader.readline()
         except (OSError, TimeoutError, ValueError):
             return False
         finally:

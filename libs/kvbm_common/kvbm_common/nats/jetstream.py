@@ -6,6 +6,7 @@ The JetStream API is request/reply in JSON, so this module needs a `Link`, not a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Protocol
@@ -14,7 +15,7 @@ import msgspec
 
 from kvbm_common.errors import KvbmError, NotPermitted
 from kvbm_common.nats.raw_messages import RawMessage
-from kvbm_common.nats.streams import StreamSpec
+from kvbm_common.nats.streams import StreamLimits, StreamSpec
 
 API_DEADLINE_S = 2.0
 """An answer of the JetStream API on a busy single server takes milliseconds; a dead one none."""
@@ -52,6 +53,10 @@ class Link(Protocol):
     @property
     def guarded(self) -> bool:
         """Whether this connection has credentials: then streams hold no message without a mark."""
+
+    @property
+    def limits(self) -> StreamLimits:
+        """What an operator has said of the streams."""
 
     @property
     def generation(self) -> int:
@@ -95,11 +100,27 @@ class Link(Protocol):
         """Call back with what was read together; returns the function that ends it."""
 
 
+NEARLY_FULL = 0.9
+"""Of a stream's bytes: from here on the oldest messages go for the newest."""
+
+
 class StreamState(msgspec.Struct, frozen=True):
     """The part of a stream's state that we read."""
 
     first_seq: int
     last_seq: int
+    bytes: int = 0
+    first_ts: datetime | None = None
+    """When the oldest message came."""
+
+
+class StreamSizes(msgspec.Struct, frozen=True):
+    """The part of a stream's configuration that we read."""
+
+    max_bytes: int = -1
+    """-1: no limit."""
+    max_age: int = 0
+    """In ns; 0: no limit."""
 
 
 class StreamInfo(msgspec.Struct, frozen=True):
@@ -107,6 +128,15 @@ class StreamInfo(msgspec.Struct, frozen=True):
 
     created: datetime
     state: StreamState
+    config: StreamSizes = StreamSizes()
+
+    def horizon_s(self, now: datetime) -> float:
+        """Return how far back a reader can go: the age of the oldest message where size is what
+        ends messages, else the age that the stream keeps."""
+        first, most = self.state.first_ts, self.config.max_bytes
+        if first is not None and 0 < most <= self.state.bytes / NEARLY_FULL:
+            return max(0.0, (now - first).total_seconds())
+        return self.config.max_age / 1e9 or math.inf
 
 
 class PublishAck(msgspec.Struct, frozen=True):
@@ -160,7 +190,7 @@ async def ensure_stream(link: Link, spec: StreamSpec) -> StreamInfo:
 
 async def _create_stream(link: Link, spec: StreamSpec) -> bytes:
     try:
-        return await call_api(link, f"STREAM.CREATE.{spec.name}", spec.as_config())
+        return await call_api(link, f"STREAM.CREATE.{spec.name}", link.limits.fit(spec).as_config())
     except NotPermitted as error:
         text = f"the stream {spec.name} is not there; the role admin makes it: kvbm nats-streams"
         raise StreamMissing(text) from error

@@ -41,6 +41,12 @@ class ObjectBroken(KvbmError):
     code = "object_broken"
 
 
+class ObjectTooLarge(KvbmError):
+    """The bucket has no room for two such objects, and one is only replaced by a whole one."""
+
+    code = "object_too_large"
+
+
 class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The description of an object, in the field names of NATS."""
 
@@ -107,7 +113,12 @@ class ObjectStore:
     async def put(
         self, name: str, content: bytes, *, nuid: str, metadata: dict[str, str]
     ) -> ObjectInfo:
-        """Write an object in the place of the one of this name. Raises KvbmError."""
+        """Write an object in the place of the one of this name. Raises KvbmError: ObjectTooLarge
+        before anything is written, since the bucket would drop the oldest chunks of its own."""
+        most = (await ensure_stream(self._link, self._spec)).config.max_bytes
+        if 0 < most < 2 * len(content):
+            text = f"{name}: {len(content)} bytes, in a bucket of {most} with room for two"
+            raise ObjectTooLarge(text)
         before = await self.info(name)
         digest = await asyncio.to_thread(_digest, content)
         subject = f"$O.{self.bucket}.C.{nuid}"

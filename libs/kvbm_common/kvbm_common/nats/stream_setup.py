@@ -1,6 +1,7 @@
 """What the role `admin` does on the bus: every stream is there, and protects what it must.
 
-A stream that is there keeps its limits; what its messages and readers may do is set again.
+A stream that is there keeps its limits, but for those that a setting names; what its messages and
+readers may do is set again.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ async def _set_up(link: Link, spec: StreamSpec) -> bool:
     await ensure_stream(link, spec)
     described = await call_api(link, f"STREAM.INFO.{spec.name}")
     now = msgspec.json.decode(described, type=_Described).config
-    wanted = spec.as_config()
+    wanted = link.limits.fit(spec).as_config()
     changed = await _set(link, now, wanted, PROTECTIONS)
+    changed |= await _set(link, now, wanted, link.limits.set_for(spec))
     for name in READERS:
         try:
             changed |= await _set(link, now, wanted, (name,))

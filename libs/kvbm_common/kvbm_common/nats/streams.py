@@ -9,7 +9,7 @@ bus is guarded takes it for nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvbm_common.wire.admin import AUDIT_SUBJECT_PREFIX
@@ -43,6 +43,8 @@ class StreamSpec:
     """A message may replace all before it on its subject, as in an object store."""
     permanent: bool = False
     """No message is deleted or purged, by any role: only age and size end one."""
+    replicas: int = 1
+    """The servers of a cluster that each keep the stream."""
     _mark: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class StreamSpec:
             "retention": "limits",
             "discard": "old",
             "storage": "file",
-            "num_replicas": 1,
+            "num_replicas": self.replicas,
             "max_bytes": self.bytes_max,
             "max_age": int(self.age_max_s * 1e9),
             "max_msgs_per_subject": self.per_subject_max,
@@ -149,3 +151,54 @@ it."""
 
 STREAMS = (EVENTS, CONSOLIDATED, AUDIT, REGISTRY, IMAGES)
 """Every stream that KVBM uses: the role `admin` makes them."""
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    """What an operator has said of the streams; 0: nothing, so a stream that is there stays as it
+    is, and a new one has the limits of its `StreamSpec`."""
+
+    replicas: int = 0
+    events_gb: float = 0.0
+    """Of KVBM_EVENTS; KVBM_CONSOLIDATED has the half."""
+    events_age_s: float = 0.0
+    duplicate_window_s: float = 0.0
+    images_gb: float = 0.0
+
+    def fit(self, spec: StreamSpec) -> StreamSpec:
+        """Return the specification with these limits."""
+        own = self._of(spec)
+        return replace(
+            spec,
+            replicas=self.replicas or spec.replicas,
+            bytes_max=int(own.get("max_bytes", 0) * GB) or spec.bytes_max,
+            age_max_s=own.get("max_age", 0) or spec.age_max_s,
+            duplicate_window_s=own.get("duplicate_window", 0) or spec.duplicate_window_s,
+        )
+
+    def set_for(self, spec: StreamSpec) -> tuple[str, ...]:
+        """Return the fields of a stream's configuration that were said, as the API names them."""
+        said = {name for name, value in self._of(spec).items() if value}
+        if "max_age" in said:
+            said.add("duplicate_window")  # It may not be longer than the age.
+        return tuple(sorted(said | ({"num_replicas"} if self.replicas else set())))
+
+    def _of(self, spec: StreamSpec) -> dict[str, float]:
+        """Return what was said of this stream alone, by the field of its configuration."""
+        if spec.name in (EVENTS.name, CONSOLIDATED.name):
+            share = 1.0 if spec.name == EVENTS.name else 0.5
+            return {
+                "max_bytes": share * self.events_gb,
+                "max_age": self.events_age_s,
+                "duplicate_window": self.duplicate_window_s,
+            }
+        return {"max_bytes": self.images_gb} if spec.name == IMAGES.name else {}
+
+    @property
+    def store_bytes(self) -> int:
+        """Return the room that all streams take at most, on each server that keeps them."""
+        return sum(self.fit(spec).bytes_max for spec in STREAMS)
+
+
+AS_THEY_COME = StreamLimits()

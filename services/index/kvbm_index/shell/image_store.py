@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.jetstream import ensure_stream
 from kvbm_common.nats.object_store import ObjectInfo, ObjectStore
-from kvbm_common.nats.streams import IMAGES, IMAGES_BUCKET
+from kvbm_common.nats.streams import EVENTS, IMAGES, IMAGES_BUCKET
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 
@@ -31,7 +32,7 @@ class ImageStore:
     """Loads and writes images. Of several replicas, the one that is due first writes for all."""
 
     def __init__(self, bus: Bus, counters: Metrics, *, interval_s: float) -> None:
-        self._interval_s = interval_s
+        self._bus, self._interval_s = bus, interval_s
         self._store = ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX)
         self._log = OncePerKind(_log)
         self._written = counters.counter(
@@ -41,6 +42,11 @@ class ImageStore:
             "kvbm_index_image_failures_total",
             "Images that could not be read or stored.",
             labels=("stage",),
+        )
+
+        self._horizon = counters.gauge(
+            "kvbm_event_horizon_seconds",
+            "How far back the event stream reaches: an image older than that is of no use.",
         )
 
     async def load(self) -> Image | None:
@@ -66,6 +72,7 @@ class ImageStore:
         kept = 0
         while True:
             await asyncio.sleep(self._interval_s)
+            await self._look_back()
             if position() in (0, kept):
                 continue
             try:
@@ -73,6 +80,15 @@ class ImageStore:
                     kept = await self._write(take())
             except KvbmError as error:
                 self._fail("store", error)
+
+    async def _look_back(self) -> None:
+        """Measure how far back the event stream reaches."""
+        try:
+            stream = await ensure_stream(self._bus, EVENTS)
+        except KvbmError as error:
+            self._fail("horizon", error)
+        else:
+            self._horizon.set(stream.horizon_s(datetime.now(UTC)))
 
     async def _is_due(self) -> bool:
         """Return whether an image is due: no other replica has just stored one."""
