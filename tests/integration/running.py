@@ -67,12 +67,16 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    overrides: Mapping[str, object], *, engines: int = 2, tensor_parallel: int = 1
+    overrides: Mapping[str, object],
+    *,
+    engines: int = 2,
+    tensor_parallel: int = 1,
+    nats_url: str | None = None,
 ) -> AsyncIterator[Running]:
     """Start a stack and engines; ends them in order."""
     options = DemoOptions(engines=engines, block_kib=64, tensor_parallel=tensor_parallel)
     async with AsyncExitStack() as cleanup:
-        stack = await cleanup.enter_async_context(Stack.private(overrides))
+        stack = await cleanup.enter_async_context(Stack.private(overrides, nats_url=nats_url))
         bus = await Bus.connect(stack.admin, "test", counters=Metrics(), deadline_s=5)
         cleanup.push_async_callback(bus.close)
         handles: list[EngineHandle] = []

@@ -118,9 +118,11 @@ class Stack:
         overrides: Mapping[str, object] | None = None,
         *,
         services: Sequence[str] = SERVICES,
+        nats_url: str | None = None,
         restart: bool = False,
     ) -> Stack:
-        """Create a stack with a name, ports and directories of its own, which go with it."""
+        """Create a stack with a name, ports and directories of its own, which go with it; and with
+        a NATS of its own, unless there is an address of another."""
         directory = PrivateDirectory()
         own: dict[str, object] = {
             "host": directory.host,
@@ -137,6 +139,7 @@ class Stack:
                 own | dict(overrides or {}),
                 state_dir=directory.path / "state",
                 services=services,
+                nats_url=nats_url,
                 restart=restart,
                 log_dir=directory.path / "logs",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class ImageStore:
 
         self._horizon = counters.gauge(
             "kvbm_event_horizon_seconds",
-            "How far back the event stream reaches: an image older than that is of no use.",
+            "How far back a stream reaches: an image older than that is of no use.",
+            labels=("stream",),
         )
 
     async def load(self) -> Image | None:
@@ -71,8 +73,8 @@ class ImageStore:
         """Write an image every so often, until cancelled."""
         kept = 0
         while True:
-            await asyncio.sleep(self._interval_s)
             await self._look_back()
+            await asyncio.sleep(self._interval_s)
             if position() in (0, kept):
                 continue
             try:
@@ -88,7 +90,9 @@ class ImageStore:
         except KvbmError as error:
             self._fail("horizon", error)
         else:
-            self._horizon.set(stream.horizon_s(datetime.now(UTC)))
+            horizon_s = stream.horizon_s(datetime.now(UTC))
+            if horizon_s < math.inf:
+                self._horizon.labels(stream=EVENTS.name).set(horizon_s)
 
     async def _is_due(self) -> bool:
         """Return whether an image is due: no other replica has just stored one."""

@@ -9,7 +9,7 @@ import nats
 import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.jetstream import call_api
-from kvbm_common.nats.object_store import CHUNK_BYTES, ObjectBroken, ObjectStore
+from kvbm_common.nats.object_store import CHUNK_BYTES, ObjectBroken, ObjectStore, ObjectTooLarge
 
 LARGE = hashlib.shake_128(b"object").digest(2 * CHUNK_BYTES + 17)
 
@@ -67,3 +67,13 @@ async def test_the_nats_client_reads_it(store: ObjectStore, nats_url: str) -> No
     theirs = await client.jetstream().object_store("things")
     assert (await theirs.get("a")).data == LARGE
     await client.close()
+
+
+async def test_an_object_that_fits_only_once_is_refused_before_a_byte_is_written(bus: Bus) -> None:
+    """The bucket would drop the oldest chunks of the new object, or of the one that is there."""
+    small = ObjectStore(bus, "small", bytes_max=2 * len(LARGE) - 1)
+    before = await small.put("a", b"x", nuid="one", metadata={})
+    with pytest.raises(ObjectTooLarge, match="room for two"):
+        await small.put("a", LARGE, nuid="two", metadata={})
+    assert await small.info("a") == before
+    assert await small.get(before, deadline_s=5) == b"x"

@@ -15,7 +15,7 @@ from kvbm_common.nats.jetstream import JetStreamError, call_api, publish_acknowl
 from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import EVENTS, IMAGES, STREAMS, StreamLimits
 
-from tests.libs.kvbm_common.nats.cluster import Cluster
+from tests.nats_cluster import NatsCluster
 from tests.waiting import ask_until
 
 DEADLINE_S = 20.0
@@ -66,7 +66,7 @@ async def test_one_server_cannot_keep_three_replicas(bus: Bus) -> None:
 async def test_events_outlive_the_server_that_leads_their_stream(tmp_path: Path) -> None:
     """1. Each stream has three replicas. 2. The leader of the events is killed in the midst of
     them. 3. What was acknowledged is there, once, and more is taken."""
-    async with Cluster(tmp_path) as cluster:
+    async with NatsCluster(tmp_path) as cluster:
         bus = await connect(cluster.url, StreamLimits(replicas=3))
         try:
             # A cluster that has just begun elects its leaders first.
@@ -76,7 +76,7 @@ async def test_events_outlive_the_server_that_leads_their_stream(tmp_path: Path)
             for number in range(20):
                 await _publish(bus, number)
             leader = (await described(bus, EVENTS.name))["cluster"]["leader"]
-            next(one for one in cluster.servers if one.name == leader).kill()
+            cluster.led_by(leader).kill()
             for number in range(20, 40):
                 await _publish(bus, number)
             found = await ask_until(

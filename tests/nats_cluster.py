@@ -10,7 +10,7 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.processes import free_port
 
 
-class Cluster:
+class NatsCluster:
     """Each server has a store of its own; a stream with three replicas outlives any of them."""
 
     def __init__(self, directory: Path, *, size: int = 3) -> None:
@@ -40,3 +40,7 @@ class Cluster:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(server.stop(deadline_s=2.0) for server in self.servers))
+
+    def led_by(self, name: str) -> NatsServer:
+        """The server of this name, as NATS calls a leader."""
+        return next(server for server in self.servers if server.name == name)
