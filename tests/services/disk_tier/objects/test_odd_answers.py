@@ -210,6 +210,7 @@ async def test_a_dripping_connection_is_cut_and_its_thread_ends(
         http("<DeleteResult><Error><Code>InternalError</Code></Error></DeleteResult>"),
         http("<DeleteResult><Error/></DeleteResult>"),
     ],
+    ids=["maintenance", "empty", "error", "error without a code"],
 )
 async def test_an_odd_answer_to_a_delete_ends_nothing(
     odd: OddServer, medium: ObjectMedium, answer: bytes
