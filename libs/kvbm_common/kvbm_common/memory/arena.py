@@ -126,6 +126,8 @@ class Arena:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
             raise ArenaUnavailable(f"cannot attach {path}: {error.strerror}") from error
+        except ValueError as error:  # For a path with a NUL.
+            raise ArenaUnavailable(f"cannot attach {str(path)!r}: {error}") from error
         size_bytes = os.fstat(fd).st_size
         if size_bytes == 0:
             os.close(fd)

@@ -2,7 +2,7 @@
 
 A host tier asks for fills as soon as its first engine has attached, and a lower tier learns of the
 arena by asking for it. A fill causes that question and waits for the answer, at most twice: the
-first answer may have left before the arena was cut.
+first answer may have left before the arena was cut. It waits until its deadline at most.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class EarlyFills:
         self._fills.append(fill)
         return True
 
-    def release(self) -> list[FillAsked]:
-        """Return the fills whose arena has become known, or will not; they wait no longer."""
+    def release(self, now_ms: int) -> list[FillAsked]:
+        """Return the fills whose arena has become known, or will not in time; they wait no
+        longer."""
         fills, self._fills = self._fills, []
         released = []
         for fill in fills:
-            if self._waits_on(fill):
+            if now_ms < fill.event.request.until_ms and self._waits_on(fill):
                 self._fills.append(fill)
             else:
                 released.append(fill.event)

@@ -149,7 +149,8 @@ class Reads:
 
     def advance(self, now_ms: int) -> None:
         """Start as many reads as may fly; what was right when it came may be stale by now."""
-        for event in self._early.release_all() if self.stopped else self._early.release():
+        early = self._early
+        for event in early.release_all() if self.stopped else early.release(now_ms):
             self._queue(event, now_ms)
         while self.waiting and self._may_start():
             _, _, event = heapq.heappop(self.waiting)

@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 import msgspec
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
@@ -83,9 +83,6 @@ from kvbm_disk_tier.core.messages import (
 from kvbm_disk_tier.core.pending import UNANSWERED
 from kvbm_disk_tier.core.shards import writers_of
 from kvbm_disk_tier.shell.medium import Medium
-
-if TYPE_CHECKING:
-    pass
 
 INBOX_MAX = 10_000
 """Inputs that wait for the core: a second of a very busy host."""
@@ -320,6 +317,7 @@ class TierShell:
         try:
             asked = msgspec.json.encode(ArenaRequest(any_size=True))
             reply = _arena_reply.decode(await self._ask_host(instance, "arena", asked))
+            _require_usable(reply, instance)
             if reply.slot_bytes:
                 self._medium.use_arena(reply)
         except (KvbmError, OSError) as error:
@@ -366,6 +364,19 @@ class TierShell:
         self._publisher.publish(
             event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
         )
+
+
+def _require_usable(arena: ArenaReply, instance: str) -> None:
+    """Raise WireError for an arena of another host tier, or slots that end behind their arena.
+
+    The core would wait without end for the arena that it has asked for.
+    """
+    if arena.instance != instance:
+        text = f"it is of host tier {arena.instance}"
+        raise WireError(text, kind="malformed", field="instance")
+    if arena.slot_count * arena.slot_bytes > arena.bytes:
+        text = f"{arena.slot_count} slots do not fit into {arena.bytes} bytes"
+        raise WireError(text, kind="malformed", field="slot_count")
 
 
 async def serve_nothing(context: ServiceContext, core: DiskTierCore, why: str) -> None:

@@ -71,6 +71,16 @@ def test_a_fill_whose_arena_comes_after_its_deadline_is_refused() -> None:
     assert refusal(disk.step(CUT)) == "too_late"
 
 
+@pytest.mark.parametrize("answer", [None, UNCUT])
+def test_a_fill_whose_arena_does_not_come_waits_until_its_deadline(answer: Input | None) -> None:
+    """The question is open, and stays so."""
+    disk = restarted(answer)
+    disk.fill(1, epoch=NEW_EPOCH, until_ms=disk.now_ms + 5)
+    assert disk.wait(4) == []
+    assert refusal(disk.wait(1)) == "stale_arena"
+    assert disk.core.view.statistics().figures["reads"] == 0
+
+
 def test_early_fills_have_the_limit_of_all_that_wait() -> None:
     disk = restarted(UNCUT, limits=DiskTierLimits(reads_waiting_max=1))
     fill(disk)

@@ -135,6 +135,8 @@ class Host:
         """What the disk tier has announced."""
         self.part_count = 1
         """Of its blocks: one per rank."""
+        self.lies: dict[str, Any] = {}
+        """What it says of its arena, and is not so."""
 
     @classmethod
     @asynccontextmanager
@@ -165,12 +167,11 @@ class Host:
                 await host._registry.close()
 
     async def _arena(self, _payload: bytes) -> bytes:
-        return msgspec.json.encode(
-            ArenaReply(
-                path=str(self.arena.path), bytes=self.arena.bytes, slot_bytes=SLOT_BYTES,
-                slot_count=ARENA_SLOTS, epoch=self.registration.epoch, instance="0",
-            )
+        reply = ArenaReply(
+            path=str(self.arena.path), bytes=self.arena.bytes, slot_bytes=SLOT_BYTES,
+            slot_count=ARENA_SLOTS, epoch=self.registration.epoch, instance="0",
         )  # fmt: skip
+        return msgspec.json.encode(msgspec.structs.replace(reply, **self.lies))
 
     async def _lease(self, payload: bytes) -> bytes:
         request = msgspec.json.decode(payload, type=LeaseRequest)
@@ -537,6 +538,26 @@ async def test_a_bad_fill_gets_a_typed_error(
         errors = await counted(bus, "kvbm_bus_handler_errors_total")
         # We may have asked for its figures before it had any.
         assert {code: errors[code] for code in errors if code != "not_ready"} == {counter: 1.0}
+
+
+@pytest.mark.parametrize(
+    "lie", [{"instance": "1"}, {"sizes": [0]}, {"slot_count": ARENA_SLOTS + 1}, {"path": "\0"}]
+)
+async def test_an_arena_that_cannot_be_used_ends_the_wait_for_it(
+    nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path, lie: dict[str, Any]
+) -> None:
+    """It is another's, its slots have no length, end behind it, or it is in no file."""
+    host.lies = lie
+    async with living(settings_of(nats_server, tmp_path)):
+        await wait_stats(bus, "ready", True)
+        slots = [FillSlot(hash=name(1).hex(), slot=0)]
+        late_ms = monotonic_ms() + 60_000
+        request = FillRequest(epoch=host.registration.epoch, until_ms=late_ms, slots=slots)
+        with pytest.raises(RequestFailed, match="stale_arena"):
+            await ask(bus, "fill", request)
+        host.lies = {}
+        host.store(1)
+        await host.wait_announced(1)
 
 
 async def test_bad_events_and_hits_are_counted_and_harm_nothing(
