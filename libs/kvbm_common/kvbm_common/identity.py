@@ -41,6 +41,13 @@ TOKEN_BYTES = 4
 BLOCK_TOKENS_MAX = 65_536
 """KVBM's and every engine's largest page is smaller, but beside recurrent layers vLLM makes blocks
 of attention as large as a state."""
+NUMBER_MAX = 2**63 - 1
+"""Of a namespace's numbers: events carry no larger one."""
+_NUMBERS = (
+    ("tensor_parallel", 1), ("pipeline_parallel", 1), ("group", 0), ("layers", 0), ("heads", 0),
+    ("head_dim", 0),
+)  # fmt: skip
+"""A namespace's numbers, and the least that each may be."""
 TEXT_MAX = 4096
 """Characters of a namespace's text: a model may be called by its path."""
 FORMAT = 3
@@ -117,11 +124,9 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise IdentityError(
                 f"namespace.block_tokens is {self.block_tokens}, must be 1..{BLOCK_TOKENS_MAX}"
             )
-        if self.tensor_parallel < 1 or self.pipeline_parallel < 1:
-            raise IdentityError("namespace.tensor_parallel and .pipeline_parallel must be ≥ 1")
-        for field in ("group", "layers", "heads", "head_dim"):
-            if getattr(self, field) < 0:
-                raise IdentityError(f"namespace.{field} is {getattr(self, field)}, must be ≥ 0")
+        for field, least in _NUMBERS:
+            if not least <= (number := getattr(self, field)) <= NUMBER_MAX:
+                raise IdentityError(f"namespace.{field} is {number}, must be ≥ {least} and < 2^63")
         for field in ("model", "revision", "dtype", "quantisation", "layout", "parts"):
             if (length := len(getattr(self, field))) > TEXT_MAX:
                 raise IdentityError(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvbm_common.identity import (
     BLOCK_TOKENS_MAX,
     FORMAT,
+    NUMBER_MAX,
     TEXT_MAX,
     Extras,
     ExtraTag,
@@ -254,6 +255,7 @@ def test_every_field_of_the_namespace_is_tested_above() -> None:
         {"pipeline_parallel": -1},
         {"format": FORMAT - 1},
         {"group": -1},
+        {"group": NUMBER_MAX + 1},
         {"layers": -5},
         {"heads": -1},
         {"head_dim": -1},

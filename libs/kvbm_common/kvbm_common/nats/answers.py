@@ -11,15 +11,18 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
-
 from kvbm_common.errors import KvbmError, RequestFailed
 from kvbm_common.nats.raw_messages import RawMessage
+from kvbm_common.wire.codec import JsonCodec, WireError
 from kvbm_common.wire.verbs import ErrorReply
 
+NO_CODE = "no_code"
+"""The code of a peer's error that has none: each failure has a reason."""
 TOKEN_BYTES = 9
 TOKENS_DRAWN = 256
 """At once: asking the kernel for each would be most of what a question costs."""
+
+_error_reply: JsonCodec[ErrorReply] = JsonCodec(ErrorReply)
 
 
 class Answers:
@@ -64,9 +67,12 @@ def _tokens() -> Iterator[str]:
 
 
 def request_failed(code: str, payload: bytes) -> RequestFailed:
-    """Return the error that a peer has answered with; `code` is that of its header."""
+    """Return the error that a peer has answered with; `code` is that of its header.
+
+    Its code is never empty.
+    """
     try:
-        error = msgspec.json.decode(payload, type=ErrorReply).error
-    except msgspec.MsgspecError:
-        return RequestFailed(code, "no reason was given")
-    return RequestFailed(error.code, error.message, error.field)
+        error = _error_reply.decode(payload).error
+    except WireError:
+        return RequestFailed(code or NO_CODE, "no reason was given")
+    return RequestFailed(error.code or code or NO_CODE, error.message, error.field)

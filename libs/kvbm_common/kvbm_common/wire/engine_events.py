@@ -41,7 +41,7 @@ EVENTS_MAX = 65_536
 """Events in one batch: a step of vLLM has some hundreds."""
 
 _WireHash = int | Annotated[bytes, Meta(min_length=8, max_length=64)]
-_Natural = Annotated[int, Meta(ge=0)]
+_Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # msgspec decodes the one; a reader may as well have the other, a view of packed ones.
 if TYPE_CHECKING:

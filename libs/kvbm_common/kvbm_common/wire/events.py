@@ -24,6 +24,7 @@ HexDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 Token = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
 """One element of a NATS subject: a host, a source, an instance."""
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Tier = Literal["device", "host", "disk", "object"]
 """G1, G2, G3, G4."""
 
@@ -53,7 +54,7 @@ class _Envelope(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     source: Token
     tier: Tier
     epoch: Natural
-    seq: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    seq: Positive
     ts_ms: Natural
     """Wall clock of the source, for people; nothing is decided by it."""
     rank: Natural = 0

@@ -28,10 +28,9 @@ from kvbm_common.tier.kv_groups import GROUPS_MAX, GroupRun
 from kvbm_common.tier.parts import Share, share_of_rank
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
-from kvbm_common.wire.events import Natural, Token
+from kvbm_common.wire.events import Natural, Positive, Token
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
-Positive = Annotated[int, Meta(ge=1)]
 Incarnation = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
 Generation = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?$(?!\n)")]
 """Empty until an engine's caches are reset for the first time."""

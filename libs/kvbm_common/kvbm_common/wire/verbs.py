@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvbm_common.identity import Namespace
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import JsonCodec
-from kvbm_common.wire.events import Hex128, HexDigest, Natural, Run, Tier, Token
+from kvbm_common.wire.events import Hex128, HexDigest, Natural, Positive, Run, Tier, Token
 from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
 from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
 
@@ -28,6 +28,9 @@ DUMP_CURSOR_MAX = 256
 OFFER_BLOCKS_MAX = 4_096
 """One offer pins device blocks until it is answered; more come in several offers."""
 SNAPSHOT_PAGES_MAX = 10_000
+
+Figure = Annotated[float, Meta(ge=-(2.0**63), le=2.0**63)]
+"""Products of two have a JSON number."""
 
 FILL_GRACE_MS = 10_000
 """After a fill's `until_ms` and this, the host tier reuses slots that were never answered for."""
@@ -101,7 +104,7 @@ class ArenaReply(_Message, frozen=True, kw_only=True):
     instance: str
     staging: bool = False
     """Disk-only mode: the arena is a small staging area, every block is for the disk."""
-    sizes: list[Natural] = []
+    sizes: list[Positive] = []
     """Lengths of the slots that there are, the first one first; empty: all have `slot_bytes`."""
 
 
@@ -153,7 +156,7 @@ class DoorReply(_Message, frozen=True, kw_only=True):
     """
 
     epoch: Natural
-    slot_bytes: Annotated[int, Meta(ge=1)]
+    slot_bytes: Positive
     slot_count: Natural
     address: Natural
     agent: bytes
@@ -327,7 +330,7 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     seq: Natural = 0
     """The last event that this source has published."""
     tier: Tier | None = None
-    slots: dict[str, int] = {}
+    slots: dict[str, Natural] = {}
     """Tiers: slots by state (`reset`, `staged`, `inactive`, `active`, `retired`) and `total`:
     those that may be used, which `retired` ones may not."""
     slot_bytes: Natural = 0
@@ -337,16 +340,16 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     capacity_bytes: Natural = 0
     """Tiers: bytes of the medium that may be used; 0: all slots have `slot_bytes`."""
     slab_bytes: Natural = 0
-    slabs: dict[str, int] = {}
+    slabs: dict[str, Natural] = {}
     """Tiers: length of the slabs, and how many have each state (`free`, `cut`, `leaving`)."""
     sizes: list[SizeStats] = []
     """Tiers: what each size of slots has, the first size first."""
     policy: str = ""
     """Tiers: the eviction policy in force."""
     leases: Natural = 0
-    figures: dict[str, float] = {}
+    figures: dict[str, Figure] = {}
     """Everything else that the service counts."""
-    positions: dict[str, list[int]] = {}
+    positions: dict[str, list[Natural]] = {}
     """Index: source → [epoch, seq] applied. Consolidator: source → [epoch, seq] published."""
     workers: list[WorkerStats] = []
     """Host tier: the engine workers that are attached. Consolidator: engines that pass through."""

@@ -114,6 +114,14 @@ def test_multimodal_keys_of_another_shape_leave_the_event_unnamed(keys: object) 
     assert event == OtherEvent(type="BlockStored", reason="mm_keys")
 
 
+@pytest.mark.parametrize("group", [2**63, 2**64 - 1])
+def test_a_group_that_no_event_can_name_is_malformed(group: int) -> None:
+    for event in (STORED_MAP | {"group_idx": group}, ["BlockRemoved", [9], None, group]):
+        with pytest.raises(WireError, match="group_idx") as caught:
+            decode_batch(packed(event))
+        assert caught.value.kind == "malformed"
+
+
 def test_an_unknown_type_leaves_the_rest_of_the_batch_good() -> None:
     pairs = STORED_MAP | {"token_ids": [[5, 6], [6, 7], [7, 8], [8, 9]]}
     batch = decode_batch(packed({"type": "BlockMoved", "x": 1}, STORED_ARRAY, pairs, ["New", 3]))

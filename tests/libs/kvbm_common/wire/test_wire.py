@@ -264,6 +264,35 @@ def test_a_name_with_a_line_break_is_refused() -> None:
         assert (caught.value.kind, caught.value.field) == ("malformed", "source")
 
 
+STATS = {"kind": "host-tier", "host": "h", "instance": "0", "epoch": 1, "ready": True}
+ARENA = {
+    "path": "/a", "bytes": 8192, "slot_bytes": 4096, "slot_count": 2, "epoch": 1, "instance": "0",
+}  # fmt: skip
+DOOR = {"epoch": 1, "slot_bytes": 4096, "slot_count": 2, "address": 0, "agent": ""}
+
+
+@pytest.mark.parametrize(
+    ("message", "example", "change"),
+    [
+        (verbs.ArenaReply, ARENA, {"sizes": [0]}),
+        (verbs.DoorReply, DOOR, {"slot_bytes": 10**21}),
+        (verbs.StatsReply, STATS, {"slots": {"total": 10**400}}),
+        (verbs.StatsReply, STATS, {"slots": {"total": -1}}),
+        (verbs.StatsReply, STATS, {"slabs": {"cut": 2**63}}),
+        (verbs.StatsReply, STATS, {"figures": {"fills": 1e300}}),
+        (verbs.StatsReply, STATS, {"positions": {"h": [1, 2**63]}}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
+)
+def test_a_number_of_a_reply_that_nobody_can_count_with_is_refused(
+    message: type[msgspec.Struct], example: dict[str, object], change: dict[str, object]
+) -> None:
+    """No slot has no length, and no sum, quotient or address of a reply overflows."""
+    codec: JsonCodec[msgspec.Struct] = JsonCodec(message)
+    assert codec.decode(json.dumps(example).encode())
+    assert refusal(codec, json.dumps(example | change).encode()) == "malformed"
+
+
 def test_a_lease_without_an_owner_is_refused_by_field() -> None:
     raw = {"owner": "", "epoch": 1, "hashes": [], "lease_ms": 1}
     with pytest.raises(WireError) as caught:
