@@ -28,6 +28,8 @@ DUMP_CURSOR_MAX = 256
 OFFER_BLOCKS_MAX = 4_096
 """One offer pins device blocks until it is answered; more come in several offers."""
 SNAPSHOT_PAGES_MAX = 10_000
+AGENT_BYTES_MAX = 1024 * 1024
+"""NIXL's metadata has some hundred bytes; the process that reads peers takes four times as much."""
 
 Figure = Annotated[float, Meta(ge=-(2.0**63), le=2.0**63)]
 """Products of two have a JSON number."""
@@ -159,7 +161,7 @@ class DoorReply(_Message, frozen=True, kw_only=True):
     slot_bytes: Positive
     slot_count: Natural
     address: Natural
-    agent: bytes
+    agent: Annotated[bytes, Meta(max_length=AGENT_BYTES_MAX)]
 
 
 # --- disk tier: for the host tier -----------------------------------------------------------

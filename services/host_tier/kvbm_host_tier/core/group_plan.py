@@ -18,7 +18,6 @@ from kvbm_common.tier.kv_groups import (
     GroupRun,
     Reach,
     longest,
-    needed,
     needed_names,
     reach,
     split,
@@ -64,8 +63,11 @@ class GroupPlan:
 
     @property
     def asked(self) -> int:
-        """Return how many blocks a hit of all tokens would need."""
-        return sum(map(len, needed(self.groups, self.longest)))
+        """Return how many blocks were asked for: those of the plan and those that it misses.
+
+        At the end of a chunk a hit of all tokens needs fewer blocks than a shorter one.
+        """
+        return len(self.needed()) + len(self.missed())
 
     def needed(self) -> list[SequenceHash]:
         """Return the blocks that the planned hit needs, group after group."""
@@ -73,10 +75,12 @@ class GroupPlan:
 
     def missed(self) -> list[SequenceHash]:
         """Return the blocks that a hit of all tokens would need beside those of the plan."""
+        if not self.is_short:
+            return []
         planned = set(self.needed())
         wanted = needed_names(self.groups, self.names, self.longest)
         missed = [name for name in wanted if name not in planned]
-        assert missed or not self.is_short, f"{self.reach} is short, and no block is missed"
+        assert missed, f"{self.reach} is short, and no block is missed"
         return missed
 
 

@@ -153,6 +153,8 @@ class Offload:
     def _refusal(self, engine: Engine | None, offer: Offer, count: int) -> str:
         if engine is None:
             return "unknown_engine"
+        if count > OFFER_BLOCKS_MAX or any(len(r.hashes) != len(r.blocks) for r in offer.runs):
+            return "malformed"  # First: the other refusals name the blocks.
         if not engine.complete:
             return "incomplete_engine"
         if bytes.fromhex(offer.namespace) not in engine.namespaces:
@@ -161,8 +163,6 @@ class Offload:
             return "busy"
         if self._held.draining:
             return "draining"
-        if count > OFFER_BLOCKS_MAX or any(len(r.hashes) != len(r.blocks) for r in offer.runs):
-            return "malformed"
         block_count = engine.block_count
         if any(block >= block_count for run in offer.runs for block in run.blocks):
             return "block_id"

@@ -45,6 +45,8 @@ LEASE_MARGIN_MS = 1_000
 RELEASE_DEADLINE_S = 1.0
 """A lease that cannot be given back ends by itself."""
 HOST_TIER = "host-tier-"
+ADDRESS_MAX = 2**64 - 1
+"""The reader process reads at no larger address."""
 
 _door_reply: JsonCodec[DoorReply] = JsonCodec(DoorReply)
 _lease_reply: JsonCodec[LeaseReply] = JsonCodec(LeaseReply)
@@ -229,11 +231,12 @@ def readable(
     the blocks of one chain are.
     """
     slot_of: dict[SequenceHash, int] = dict(zip(pull.names, pull.slots, strict=True))
+    room = min(door.slot_count * door.slot_bytes, ADDRESS_MAX - door.address)
     wanted: list[tuple[int, LeasedSlot]] = []
     for one in leased:
         slot = slot_of.pop(SequenceHash(bytes.fromhex(one.hash)), None)
         end = one.slot * door.slot_bytes + one.bytes
-        fits = 0 < one.bytes <= pull.slot_bytes and end <= door.slot_count * door.slot_bytes
+        fits = 0 < one.bytes <= pull.slot_bytes and end <= room
         if slot is not None and fits and is_divisible(one.bytes, one.parts):
             wanted.append((slot, one))
     return [one for one in wanted if _shape(one[1]) == _shape(wanted[0][1])]

@@ -276,6 +276,7 @@ DOOR = {"epoch": 1, "slot_bytes": 4096, "slot_count": 2, "address": 0, "agent": 
     [
         (verbs.ArenaReply, ARENA, {"sizes": [0]}),
         (verbs.DoorReply, DOOR, {"slot_bytes": 10**21}),
+        (verbs.DoorReply, DOOR, {"agent": "AAAA" * 349_526}),
         (verbs.StatsReply, STATS, {"slots": {"total": 10**400}}),
         (verbs.StatsReply, STATS, {"slots": {"total": -1}}),
         (verbs.StatsReply, STATS, {"slabs": {"cut": 2**63}}),

@@ -6,6 +6,8 @@ two blocks are 11, 12, 13, …: a hit of 12 tokens needs 1, 2, 3 and 12, 13.
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 from kvbm_common.identity import IdentityError
@@ -172,14 +174,50 @@ def test_peers_are_not_asked_for_groups() -> None:
 
 
 def test_the_blocks_that_were_missed_are_counted() -> None:
-    """A hit of 12 tokens needs five blocks; four tokens are found, which are two blocks."""
+    """A hit of 12 tokens needs 1, 2, 3, 12 and 13; one of four tokens is found: 1 and 11."""
     host = Host(slots=8)
     host.store(1)
     host.store(11)
     host.found(look_up(host, 3))
     counts = host.core.view.counts
-    assert (counts["lookup_blocks.host"], counts["lookup_blocks.miss"]) == (2, 3)
+    assert (counts["lookup_blocks.host"], counts["lookup_blocks.miss"]) == (2, 4)
     assert counts["matched_tokens"] == 4
+
+
+def test_a_hit_inside_a_chunk_may_need_more_blocks_than_one_at_its_end() -> None:
+    """Chunks of four tokens, one a block; 101, 102, 103 have three each. A hit of three tokens
+    needs 1, 2, 3 and 101; one of all nine needs 9 and 103."""
+    host = Host(slots=16)
+    host.store(1, 2, 3)
+    host.store(101)
+    groups = [GroupRun(1, 9, 0, 4), GroupRun(3, 3, 1)]
+    found = host.found(host.look_up(*range(1, 10), 101, 102, 103, groups=groups))
+    assert (found.boundary, leased(host, found)) == (3, [1, 2, 3, 101])
+    counts = host.core.view.counts
+    assert (counts["lookup_blocks.host"], counts["lookup_blocks.miss"]) == (4, 2)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_is_here_of_any_groups_is_counted_once(seed: int) -> None:
+    """Groups of every kind, blocks here and there: what was found and missed is what was asked."""
+    draw = random.Random(seed)
+    host, groups, wanted = Host(slots=64), list[GroupRun](), list[int]()
+    for group in range(draw.randint(1, 3)):
+        size, rule = draw.choice([1, 2, 3]), draw.choice(["all", "window", "chunk"])
+        count = 12 // size - draw.choice([0, 0, 1])
+        groups.append(GroupRun(
+            size, count, draw.randint(1, 4) if rule == "window" else 0,
+            draw.choice([2, 4, 8]) if rule == "chunk" else 0, draw.choice([0, 1, 2]),
+        ))  # fmt: skip
+        names = [100 * (group + 1) + place for place in range(count)]
+        for number in draw.sample(names, draw.randint(0, count)):
+            host.store(number)
+        wanted += names
+    before = dict(host.core.view.counts)
+    found = host.found(host.look_up(*wanted, groups=groups))
+    counts = {key: n - before.get(key, 0) for key, n in host.core.view.counts.items()}
+    assert counts["lookup_blocks.host"] == len(found.slots)
+    assert bool(counts["lookup_blocks.miss"]) == bool(found.reason)
 
 
 def test_an_engine_that_leaves_takes_its_lookup_along() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -256,6 +257,37 @@ def test_an_offer_that_cannot_be_served_comes_back(change: dict[str, Any], reaso
     pulled = told_pulled(host, host.step(OfferReceived(offer)))
     assert (pulled.failed, pulled.reason, pulled.confirm) == (2, reason, False)
     assert host.core.view.counts[f"dropped.offer_{reason}"] == 2
+
+
+def draining() -> Host:
+    """A host tier that takes no new blocks."""
+    host = Host()
+    host.drain()
+    return host
+
+
+def without_worker() -> Host:
+    """A host tier whose engine has lost its worker."""
+    host = Host()
+    host.pull_failed(one_pull(host.offer(9)), reason="peer_lost")
+    return host
+
+
+@pytest.mark.parametrize("made", [draining, without_worker, lambda: Host(offers_max=0)])
+@pytest.mark.parametrize(
+    ("hashes", "blocks"), [([1], [1, 2]), ([1, 2], [1]), ([], [1]), ([1, 2], [])]
+)
+def test_an_uneven_offer_is_malformed_before_it_is_anything_else(
+    made: Callable[[], Host], hashes: list[int], blocks: list[int]
+) -> None:
+    """Other refusals remember each of its blocks, and find no pairs."""
+    host = made()
+    run = OfferRun(parent=name(0).hex(), hashes=[name(n).hex() for n in hashes], blocks=blocks)
+    offer = Offer(
+        host="h", engine="ada", incarnation=incarnation(1), offer=99, namespace=DIGEST,
+        deadline_ms=100, runs=[run],
+    )  # fmt: skip
+    assert told_pulled(host, host.step(OfferReceived(offer))).reason == "malformed"
 
 
 def test_an_offer_with_too_many_blocks_is_malformed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvbm_common.nats.answers import request_failed
 from kvbm_common.tier.breaker import FAILURES_MAX, PAUSE_MS
 from kvbm_common.wire.local import Found
 from kvbm_common.wire.verbs import DoorReply
@@ -12,6 +13,7 @@ from kvbm_host_tier.core.peer_messages import (
     OpenDoor,
     PeerJoined,
     PeerLeft,
+    PeerPullFailed,
     PeerPullSettled,
     PullFromPeer,
     ReleaseAtPeer,
@@ -281,6 +283,15 @@ def test_room_is_made_for_what_fits() -> None:
     assert host.found(host.came(pull)).reason == "no_room"
 
 
+def test_a_pull_that_a_peer_refuses_without_a_code_fails_for_a_reason() -> None:
+    """The code travels from the peer's error to the core's input."""
+    host = HostWithPeers()
+    [pull] = host.ask_peers(1)
+    error = request_failed("", b'{"error":{"code":"","message":""}}')
+    found = host.found(host.step(PeerPullFailed(pull.pull, error.code, settled=True)))
+    assert (found.slots, found.reason) == ([], "no_code")
+
+
 def test_questions_have_a_limit() -> None:
     host = HostWithPeers()
     asked = [host.look_up(number) for number in range(1, QUESTIONS_MAX + 2)]
@@ -299,3 +310,12 @@ def test_a_lease_is_read_only_where_it_fits() -> None:
     wanted = readable(pull, door_of(slot_count=10), [good, good, other, huge, behind, short])
     assert wanted == [(pull.slots[0], good)]
     assert pull.names[0] == name(1)
+
+
+def test_a_lease_is_read_only_at_addresses_that_exist() -> None:
+    """A peer may say that its arena reaches beyond all addresses: the reader is not asked."""
+    host = HostWithPeers()
+    [pull] = host.ask_peers(1, 2)
+    largest = replace(door_of(slot_count=2**63 - 1), address=2**63 - 1)
+    good, far = leased(1), replace(leased(2), slot=2**62)
+    assert readable(pull, largest, [good, far]) == [(pull.slots[0], good)]
