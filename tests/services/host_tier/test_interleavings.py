@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from kvbm_common.eviction import POLICIES
-from kvbm_common.wire.admin import PolicyRequest, ResizeReply, ResizeRequest
+from kvbm_common.wire.admin import PolicyRequest, RemoveRequest, ResizeReply, ResizeRequest
 from kvbm_common.wire.local import Found, Pulled
 from kvbm_common.wire.verbs import FILL_GRACE_MS, ErrorBody
 from kvbm_host_tier.core.messages import (
@@ -36,7 +36,7 @@ from kvbm_host_tier.core.messages import (
     ToEngine,
 )
 
-from tests.services.host_tier.helpers import Host, asked, hello, on_disk
+from tests.services.host_tier.helpers import Host, asked, hello, name, on_disk
 
 T = TypeVar("T")
 BLOCKS = st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True)
@@ -95,6 +95,8 @@ class Everything(RuleBasedStateMachine):
                 case ToEngine(connection, Found() as found):
                     assert self.asked.pop(found.lookup) == sender(connection)
                     self.check_safe(found.slots)
+                    gone = set(found.slots) - self.host.core.view.blocks().keys()
+                    assert not gone, f"blocks in {gone} were discarded, and are served"
                     self.leases.append((*sender(connection), found.lease))
                 case ToEngine(connection, Pulled(confirm=True) as pulled):
                     self.unconfirmed.append((*sender(connection), pulled.offer))
@@ -285,6 +287,13 @@ class Everything(RuleBasedStateMachine):
         if not self.host.core.view.is_staging:  # There, only what is on disk may go.
             assert answer.reply.slots == max(slots, busy)
         self.take(effects)
+
+    @rule(blocks=BLOCKS, verb=st.sampled_from(["evict", "reset"]))
+    def remove(self, blocks: list[int], verb: str) -> None:
+        """A block that was reset is found by no lookup, also by none that waits."""
+        request = RemoveRequest(hashes=[name(number).hex() for number in blocks])
+        self.take(self.host.step(AdminAsked(0, verb, request)))
+        assert verb == "evict" or not self.host.announced & set(blocks)
 
     @rule(policy=st.sampled_from(sorted(POLICIES)))
     def use_policy(self, policy: str) -> None:

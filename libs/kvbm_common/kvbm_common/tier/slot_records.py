@@ -97,6 +97,15 @@ class SlotRecords:
         assert len(found) == len(self._slot), f"{len(self._slot)} blocks in {len(found)} places"
         return found
 
+    def first_discarded(self, slots: Iterable[int | None]) -> int | None:
+        """Return the index of the first of these slots whose block was discarded; None: none was.
+
+        None is a slot that is not there yet.
+        """
+        if not self._discarded:
+            return None
+        return next((at for at, slot in enumerate(slots) if slot in self._discarded), None)
+
     def latest(self, count: int) -> list[SequenceHash]:
         """Return the `count` blocks that were committed last, oldest first."""
         return list(islice(reversed(self._slot), count))[::-1]

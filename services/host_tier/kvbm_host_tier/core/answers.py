@@ -15,6 +15,7 @@ from typing import Literal
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block
+from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.leases import LeaseTable
 from kvbm_common.tier.machine import Machine
 from kvbm_common.tier.slots import SlotTable
@@ -24,7 +25,7 @@ from kvbm_common.wire.explain import REQUEST_CHARS_MAX, Place
 from kvbm_common.wire.local import Found, Lookup
 
 from kvbm_host_tier.core.engines import Engine
-from kvbm_host_tier.core.group_plan import GroupPlan
+from kvbm_host_tier.core.group_plan import GroupPlan, Has
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.messages import Answer, EngineId, ToEngine
 from kvbm_host_tier.core.miss_reason import Looked
@@ -169,6 +170,7 @@ class Answers:
         self,
         table: SlotTable,
         leases: LeaseTable,
+        departures: Departures,
         *,
         epoch: int,
         answered: Callable[[Looked], None],
@@ -178,6 +180,7 @@ class Answers:
         assert means.limits.hit_window >= 0, means.limits
         self._table = table
         self._leases = leases
+        self._departures = departures
         self._epoch = epoch
         self._answered = answered
         self._counts, self._emit = means.counts, means.emit
@@ -189,12 +192,15 @@ class Answers:
 
         A lookup over several KV groups falls back on what is here.
         """
+        self._cut_discarded(lookup)
         if lookup.reply_to:
             self._answer_prefetch(lookup)
             return
         self.keep_own(lookup)
-        if lookup.plan is not None and lookup.run < len(lookup.hashes):
-            fall_back(lookup, lookup.plan, self._table)
+        if lookup.plan is not None:
+            if lookup.run < len(lookup.hashes):
+                fall_back(lookup, lookup.plan, self._table)
+            self._note_others(lookup, lookup.plan)
         blocks, slots = lookup.blocks, [slot for slot in lookup.slots if slot is not None]
         assert len(slots) == len(blocks) == lookup.run <= len(lookup.hashes), lookup.owner
         lease_id = 0
@@ -230,6 +236,15 @@ class Answers:
         self._emit(ToEngine(lookup.connection, found))
         self.explain(lookup, now_ms)
 
+    def _cut_discarded(self, lookup: OpenLookup) -> None:
+        """End a run before the first block that was discarded while the lookup waited."""
+        at = self._table.first_discarded(lookup.slots)
+        if at is not None:
+            left = self._departures.get(lookup.hashes[at])
+            reason = "corrupt" if left is not None and left.why == "corrupt" else "removed"
+            lookup.cut(at, reason, self._table, "host")
+        assert self._table.first_discarded(lookup.slots) is None, lookup.owner
+
     def keep_own(self, lookup: OpenLookup) -> None:
         """End an engine's run before the first block of another namespace, among those here."""
         known, own = len(lookup.blocks), lookup.namespaces
@@ -241,6 +256,13 @@ class Answers:
             lookup.cut(known + count, OTHER_NAMESPACE, self._table, "host")
             del blocks[count:]
         lookup.blocks += blocks
+
+    def _note_others(self, lookup: OpenLookup, plan: GroupPlan) -> None:
+        """Note that a plan is short of a block that is here, but is not its engine's."""
+        is_own = own_blocks(self._table, lookup.namespaces)
+        missed = plan.missed() if not lookup.reason else []
+        if any(self._table.holds(name) and not is_own(name) for name in missed):
+            lookup.reason, lookup.failed_at = OTHER_NAMESPACE, "host"
 
     def explain(self, lookup: OpenLookup, now_ms: int) -> None:
         """Keep why the run of an engine's lookup ended where it did."""
@@ -319,17 +341,23 @@ class Answers:
         }
 
 
+def own_blocks(table: SlotTable, own: frozenset[bytes]) -> Has:
+    """Return the function that tells whether a block is here, in one of these namespaces."""
+
+    def is_own(name: SequenceHash) -> bool:
+        slot = table.find(name)
+        return slot is not None and table.block(slot).namespace in own
+
+    return is_own
+
+
 def fall_back(lookup: OpenLookup, plan: GroupPlan, table: SlotTable) -> None:
     """Have a lookup over several groups reach as far as blocks of its engine are here, and pin
     those."""
 
-    def is_own(name: SequenceHash) -> bool:
-        slot = table.find(name)
-        return slot is not None and table.block(slot).namespace in lookup.namespaces
-
     came_from = {lookup.hashes[place]: tier for place, tier in lookup.came_from.items()}
     table.unpin(slot for slot in lookup.slots if slot is not None)
-    plan.fall_back(is_own)
+    plan.fall_back(own_blocks(table, lookup.namespaces))
     lookup.hashes = plan.needed()
     slots = table.pin_prefix(lookup.hashes)
     lookup.slots, lookup.blocks = [*slots], table.blocks_in(slots)

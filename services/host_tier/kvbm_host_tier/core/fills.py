@@ -18,6 +18,7 @@ from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import FILL_GRACE_MS, FillRequest, FillSlot
 
+from kvbm_host_tier.core.answers import OpenLookup
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means, reason_key
 from kvbm_host_tier.core.lower_tiers import AVOID_MS, STARTING_MS, LowerTiers
@@ -121,16 +122,16 @@ class Fills:
 
     # --- asking -----------------------------------------------------------------------------
 
-    def start(
-        self, names: Sequence[SequenceHash], size: int, until_ms: int, trace: str, now_ms: int
-    ) -> None:
-        """Ask for blocks of `size` bytes in batches, the first of the run first, each batch of one
-        lower tier."""
+    def start(self, names: Sequence[SequenceHash], lookup: OpenLookup, now_ms: int) -> None:
+        """Ask for blocks of a lookup in batches, the first of the run first, each batch of one
+        lower tier, which has them in a namespace of the lookup's."""
         by_source: dict[tuple[WireTier, str], list[SequenceHash]] = {}
         for name in names:
-            source = self._below.source(name, now_ms)
+            source = self._below.source(name, now_ms, lookup.namespaces)
             assert source is not None, self._held.story(name)
             by_source.setdefault(source, []).append(name)
+        size, until_ms = lookup.block_bytes, lookup.answer_by_ms
+        assert size or not names, f"{lookup.owner} waits for blocks of no size"
         slot_bytes = self._table.pool.layout.slot_bytes_of(size) if names else 0
         for (tier, instance), wanted in by_source.items():
             batch_max = self._batch_blocks(tier, slot_bytes)
@@ -138,7 +139,7 @@ class Fills:
                 batch = wanted[ahead : ahead + batch_max]
                 slots = self._held.stage(batch, size, "for a fill", now_ms)
                 lent = dict(zip(batch, slots, strict=True))
-                self._ask(Fill(tier, instance, lent, slot_bytes, until_ms, ahead, trace))
+                self._ask(Fill(tier, instance, lent, slot_bytes, until_ms, ahead, lookup.trace))
 
     def _batch_blocks(self, tier: WireTier, slot_bytes: int) -> int:
         """Return how many blocks one fill brings at most."""

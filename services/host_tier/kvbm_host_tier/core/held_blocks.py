@@ -24,7 +24,7 @@ from kvbm_common.wire.verbs import Hits
 
 from kvbm_host_tier.core.guests import Guests
 from kvbm_host_tier.core.limits import Means
-from kvbm_host_tier.core.lower_tiers import LowerTiers
+from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
 from kvbm_host_tier.core.messages import Publish, TellHits
 
 HORIZON_SLOTS = 100
@@ -258,16 +258,16 @@ class HeldBlocks:
 
     # --- questions --------------------------------------------------------------------------
 
-    def size_of(self, slots: Iterable[int | None], name: SequenceHash) -> int:
-        """Return how large the blocks of an operator's run are, by those of it that are here.
+    def size_of(self, slots: Iterable[int | None], name: SequenceHash, own: Namespaces) -> int:
+        """Return how large the blocks of a run are, by those of it that are here.
 
-        `name`: the first that lies below. 0: that is not known.
+        `name`: the first that lies below, in one of the namespaces `own`. 0: that is not known.
         """
         for slot in slots:
             if slot is not None:
                 return self.table.block(slot).bytes
         sizes = list(self.table.pool.sizes)
-        return self._below.block_bytes(name) or (sizes[0] if len(sizes) == 1 else 0)
+        return self._below.block_bytes(name, own) or (sizes[0] if len(sizes) == 1 else 0)
 
     def story(self, name: SequenceHash) -> list[str]:
         """Return what happened to a block lately."""

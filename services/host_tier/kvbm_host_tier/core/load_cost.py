@@ -81,16 +81,16 @@ class LoadCost:
         self, lookup: OpenLookup, fills: Sequence[SequenceHash], now_ms: int
     ) -> Medium | None:
         """Begin to measure a load, or return its medium: what is behind it is computed sooner."""
-        brings = Counter(self._medium_of(name, now_ms) for name in fills)
+        brings = Counter(self._medium_of(name, lookup, now_ms) for name in fills)
         behind = lookup.run - lookup.hashes.index(fills[0])
         assert behind >= len(fills), lookup.owner
         if self._declines(lookup, brings, blocks=behind, now_ms=now_ms):
-            return self._medium_of(fills[0], now_ms)
+            return self._medium_of(fills[0], lookup, now_ms)
         self._began(lookup, brings, now_ms)
         return None
 
-    def _medium_of(self, name: SequenceHash, now_ms: int) -> Medium:
-        source = self._below.source(name, now_ms)
+    def _medium_of(self, name: SequenceHash, lookup: OpenLookup, now_ms: int) -> Medium:
+        source = self._below.source(name, now_ms, lookup.namespaces)
         return "remote" if source is None else source[0]
 
     def _began(self, lookup: OpenLookup, brings: Mapping[Medium, int], now_ms: int) -> None:

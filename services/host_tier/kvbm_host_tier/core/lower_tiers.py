@@ -336,9 +336,11 @@ class LowerTiers:
                 return tier, instance
         return None
 
-    def block_bytes(self, name: SequenceHash) -> int:
-        """Return the size of a block of the nearest tier that has it; 0: it is not known."""
-        return next((v.block_bytes(name) for v in self.views.values() if name in v), 0)
+    def block_bytes(self, name: SequenceHash, own: Namespaces = ANY) -> int:
+        """Return the size of a block of the nearest tier that has it for these namespaces; 0: it
+        is not known."""
+        views = (v for v in self.views.values() if name in v and not v.is_others(name, own))
+        return next((view.block_bytes(name) for view in views), 0)
 
     def check(self) -> None:
         """Assert every invariant, in O(instances)."""

@@ -26,6 +26,7 @@ from kvbm_host_tier.core.answers import (
     LookupState,
     Medium,
     OpenLookup,
+    own_blocks,
 )
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.fills import Filled, Fills
@@ -104,7 +105,8 @@ class Onboard:
         if asked.groups:
             plan = GroupPlan.of(asked.groups, hashes)
             own = engine.namespaces
-            plan.choose(self._table.holds, lambda name: self._may_come(name, own, now_ms))
+            is_own = own_blocks(self._table, own)
+            plan.choose(is_own, lambda name: is_own(name) or self._may_come(name, own, now_ms))
             hashes = plan.needed()
         lookup = OpenLookup.of_engine(connection, asked, hashes, engine, plan, now_ms)
         here = self._begin(lookup, now_ms)
@@ -122,13 +124,9 @@ class Onboard:
             self._emit(Answer(reply_to, error))
             return
         lookup = OpenLookup(
-            engine=OPERATOR,
-            owner=OPERATOR.engine,
-            hashes=hashes,
-            answer_by_ms=now_ms + deadline_ms,
-            lease_until_ms=now_ms,
-            reply_to=reply_to,
-        )
+            engine=OPERATOR, owner=OPERATOR.engine, hashes=hashes,
+            answer_by_ms=now_ms + deadline_ms, lease_until_ms=now_ms, reply_to=reply_to,
+        )  # fmt: skip
         self._begin(lookup, now_ms)
 
     def _begin(self, lookup: OpenLookup, now_ms: int) -> int:
@@ -151,10 +149,10 @@ class Onboard:
         return here
 
     def _may_come(self, name: SequenceHash, own: Namespaces, now_ms: int) -> bool:
-        """Return whether a block is here, below for its engine, or on its way for a lookup."""
-        if self._table.holds(name) or name in self._waiting:
-            return True
-        return not self._table.is_staging(name) and self._below.usable(name, now_ms, own)
+        """Return whether a block is below for its engine, or on its way for a lookup."""
+        if self._table.holds(name) or self._table.is_staging(name):
+            return name in self._waiting  # What is here is not its engine's.
+        return self._below.usable(name, now_ms, own)
 
     def _admit(self, names: Sequence[SequenceHash], slots: Sequence[int | None]) -> None:
         """Turn guests that were just pinned into announced blocks: this is their second use."""
@@ -196,7 +194,9 @@ class Onboard:
         self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
     ) -> list[SequenceHash]:
         """Cut the run at the first fill for which there is no slot; returns the fills before."""
-        size = lookup.block_bytes = lookup.block_bytes or self._held.size_of(lookup.slots, fills[0])
+        size = lookup.block_bytes = lookup.block_bytes or self._held.size_of(
+            lookup.slots, fills[0], lookup.namespaces
+        )
         room = self._held.make_room(len(fills), size, now_ms) if size else 0
         if room == len(fills):
             return fills
@@ -228,7 +228,7 @@ class Onboard:
         self._move(lookup_id, "index asked" if question else "blocks asked for")
         if question:
             self._questions[question] = lookup_id
-        self._fills.start(fills, lookup.block_bytes, lookup.answer_by_ms, lookup.trace, now_ms)
+        self._fills.start(fills, lookup, now_ms)
         self._await_blocks(lookup_id, lookup, 0)
         self._answer_if_complete(lookup_id, now_ms)
 
@@ -262,7 +262,7 @@ class Onboard:
         brought = self._walk_rest(lookup, now_ms, remote)
         self._admit(lookup.hashes[start:], lookup.slots[start:])
         below = [name for name in brought if self._below.usable(name, now_ms, own)]
-        self._fills.start(below, lookup.block_bytes, lookup.answer_by_ms, lookup.trace, now_ms)
+        self._fills.start(below, lookup, now_ms)
         pulls = [name for name in brought if name not in set(below)]
         batch_max = self._limits.batch_blocks_max
         for first in range(0, len(pulls), batch_max):

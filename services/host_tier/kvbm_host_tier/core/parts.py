@@ -58,8 +58,8 @@ class Parts:
         self.reasons = MissReasons(held.table, held.departures, former, below)
         self.explain = Explain(self.reasons, below, means)
         self.answers = Answers(
-            held.table, self.leases.leases, epoch=epoch, answered=self.explain.fresh.append,
-            means=means,
+            held.table, self.leases.leases, held.departures, epoch=epoch,
+            answered=self.explain.fresh.append, means=means,
         )  # fmt: skip
         self.engines = Engines(arena, announcer, means)
         self.offload = Offload(held, self.engines, means)

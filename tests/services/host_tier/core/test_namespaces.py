@@ -6,13 +6,16 @@ whoever asks for it: bob has learned the names of ada's blocks.
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+import msgspec
 import pytest
 from kvbm_common.identity import Namespace
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.admin import PrefetchReply, PrefetchRequest
-from kvbm_common.wire.events import Run
+from kvbm_common.wire.events import Run, Tier
 from kvbm_common.wire.local import Found
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 from kvbm_host_tier.core.messages import (
@@ -20,6 +23,7 @@ from kvbm_host_tier.core.messages import (
     Answer,
     AskDiskSnapshot,
     AskFill,
+    DiskEvent,
     DiskSnapshot,
     Effect,
     LowerTierJoined,
@@ -28,7 +32,7 @@ from kvbm_host_tier.core.messages import (
 )
 from kvbm_host_tier.core.peer_messages import AskHolders, PullFromPeer
 
-from tests.services.host_tier.helpers import DIGEST, NAMESPACE, Host, name, of
+from tests.services.host_tier.helpers import DIGEST, NAMESPACE, Host, asked, name, of, on_disk
 from tests.services.host_tier.peer_helpers import ANN, HostWithPeers
 
 OTHER = Namespace(model="other", block_tokens=4)
@@ -101,6 +105,46 @@ def test_a_block_of_another_namespace_is_not_asked_of_the_disk() -> None:
     assert len(of(host.look_up(1), AskFill)) == 1
 
 
+def below(host: Host, tier: Literal["disk", "object"], numbers: Sequence[int], own: bytes) -> None:
+    """A lower tier has these blocks in a namespace."""
+    announcer = host.disk if tier == "disk" else host.objects
+    blocks = [msgspec.structs.replace(on_disk(number), namespace=own) for number in numbers]
+    for event in announcer.stored(blocks):
+        host.step(DiskEvent("0", event, tier))
+
+
+def test_a_fill_is_asked_of_the_tier_that_has_the_own_block() -> None:
+    """The disk, which is nearer, has bob's block of this name; the bucket has ada's."""
+    host = Host(slots=8)
+    below(host, "disk", [1, 2], OTHER.digest)
+    below(host, "object", [1, 2], NAMESPACE.digest)
+    [fill] = of(host.look_up(1, 2), AskFill)
+    assert fill.tier == "object"
+    assert len(host.found(host.filled(fill)).slots) == 2
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_each_block_is_asked_of_a_tier_that_has_it_in_the_engines_namespace(seed: int) -> None:
+    """Disk and bucket have blocks of ada's and bob's, as drawn; bob's run is all that is bob's."""
+    draw = random.Random(seed)
+    host = Host(slots=16)
+    joined_by_bob(host)
+    tiers: Mapping[Tier, dict[int, bytes]] = {"disk": {}, "object": {}}
+    for tier in ("disk", "object"):
+        for number in range(1, 7):
+            if own := draw.choice([NAMESPACE.digest, OTHER.digest, OTHER.digest, None]):
+                below(host, tier, [number], own)
+                tiers[tier][number] = own
+    wanted = range(1, 7)
+    ours = [any(held.get(n) == OTHER.digest for held in tiers.values()) for n in wanted]
+    run = [*ours, False].index(False)
+    effects = asked_by_bob(host, *wanted, lookup=9)
+    for fill in of(effects, AskFill):
+        assert {tiers[fill.tier].get(n) for n in asked(fill)} == {OTHER.digest}
+        effects = host.filled(fill, namespace=OTHER.digest.hex())
+    assert len(host.found(effects).slots) == run
+
+
 def test_the_disk_says_in_a_snapshot_whose_its_blocks_are() -> None:
     """The namespace is known from a snapshot as from an event."""
     host = Host()
@@ -169,6 +213,18 @@ def test_all_namespaces_of_an_engine_with_several_groups_are_its_own() -> None:
     found = host.found(host.look_up(1, 2, 11, 12, groups=groups))
     assert (len(found.slots), found.boundary, found.reason) == (3, 8, "")
     assert len(host.found(host.look_up(11, namespace=WINDOWED)).slots) == 1
+
+
+def test_groups_are_planned_without_blocks_of_another_namespace_in_host_memory() -> None:
+    """The window's second block is here, and ada's: bob's blocks of 4 tokens come from disk."""
+    host = Host(slots=8)
+    joined_by_bob(host)
+    host.store(2)
+    below(host, "disk", [21, 22, 31], OTHER.digest)
+    groups = [GroupRun(4, 2), GroupRun(4, 2, 1)]
+    [fill] = of(asked_by_bob(host, 21, 22, 31, 2, groups=groups), AskFill)
+    found = host.found(host.filled(fill, namespace=OTHER.digest.hex()))
+    assert (asked(fill), found.boundary) == ([21, 31], 4)
 
 
 def test_a_hit_over_groups_falls_back_before_a_block_of_another_namespace() -> None:
