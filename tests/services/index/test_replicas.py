@@ -20,8 +20,11 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.jetstream import call_api
+from kvbm_common.nats.object_store import ObjectStore
 from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.verbs import DumpReply, StatsReply, verb_subject
+from kvbm_index.core.image import Image, SourceImage, pack
+from kvbm_index.shell.image_store import BUCKET, BUCKET_BYTES_MAX, NAME
 
 from tests.services.index.shell.test_service import CHAIN, Source
 from tests.waiting import ask_until
@@ -131,9 +134,6 @@ async def replicas(server: NatsServer, directory: Path, count: int) -> AsyncIter
 
 async def image_position(bus: Bus) -> int:
     """Where the newest image is; 0 while there is none."""
-    from kvbm_common.nats.object_store import ObjectStore
-    from kvbm_index.shell.image_store import BUCKET, BUCKET_BYTES_MAX, NAME
-
     info = await ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX).info(NAME)
     return int(info.metadata["position"]) if info else 0
 
@@ -166,6 +166,22 @@ async def test_a_replica_starts_from_the_image_without_asking(
         await first.start()
         await first.wait_equal(bus, [source])
         assert source.snapshots == 0
+
+
+SOURCE = SourceImage(host="h", source="s", epoch=1, seq=1, state="CURRENT", hollow=False)
+
+
+@pytest.mark.parametrize(("stream", "sources"), [("", []), ("x", []), ("2026-01-01", [SOURCE] * 2)])
+async def test_an_index_starts_without_a_garbled_image(
+    nats_server: NatsServer, bus: Bus, tmp_path: Path, stream: str, sources: list[SourceImage]
+) -> None:
+    """It reads the stream from its start: the image is of none, of no time, or names one twice."""
+    store = ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX)
+    content = pack(Image(stream=stream, position=0, sources=sources, holders=[]))
+    await store.put(NAME, content, nuid="garbled", metadata={"stream": stream, "position": "0"})
+    async with Source.living(bus) as source, replicas(nats_server, tmp_path, 1) as (first,):
+        source.store(CHAIN)
+        await first.wait_equal(bus, [source])
 
 
 async def test_an_image_of_another_stream_is_checked_with_the_sources(

@@ -10,14 +10,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import HASH_BYTES, unpack_hashes
-from kvbm_common.wire.events import Tier
+from kvbm_common.tier.follow import FollowState
+from kvbm_common.wire.events import Natural, Tier, Token
+from msgspec import Meta
 
 IMAGE_VERSION = 1
+SOURCES_MAX = 4_096
+"""Sources that an index follows; no image has more."""
 
 HolderTuple = tuple[str, str, Tier, int, int]
 """The fields of a `Holder` as a plain tuple: equal to it, and a third of the time to make."""
@@ -32,11 +36,12 @@ class ImageError(KvbmError):
 class SourceImage(msgspec.Struct, frozen=True, kw_only=True):
     """A source's position, and whether what is held is what it says."""
 
-    host: str
-    source: str
-    epoch: int
-    seq: int
+    host: Token
+    source: Token
+    epoch: Natural
+    seq: Natural
     state: str
+    """The name of a `FollowState`."""
     hollow: bool
 
 
@@ -78,11 +83,11 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 class _PackedHolder(msgspec.Struct, frozen=True, kw_only=True):
     """Most blocks' parent is the block before: only those of segments are written down."""
 
-    host: str
-    source: str
+    host: Token
+    source: Token
     tier: Tier
-    rank: int
-    group: int
+    rank: Natural
+    group: Natural
     roots: bytes
     hashes: bytes
     jumps: bytes
@@ -93,8 +98,8 @@ class _PackedHolder(msgspec.Struct, frozen=True, kw_only=True):
 class _PackedImage(msgspec.Struct, frozen=True, kw_only=True):
     v: int
     stream: str
-    position: int
-    sources: list[SourceImage]
+    position: Natural
+    sources: Annotated[list[SourceImage], Meta(max_length=SOURCES_MAX)]
     holders: list[_PackedHolder]
 
 
@@ -107,13 +112,14 @@ def pack(image: Image) -> bytes:
 
 
 def unpack(content: bytes) -> Image:
-    """Unpack an image from bytes; raises ImageError."""
+    """Unpack an image from bytes, whatever they are; raises ImageError."""
     try:
         packed = msgspec.msgpack.decode(content, type=_PackedImage)
         if packed.v != IMAGE_VERSION:
             raise ImageError(f"version {packed.v}, this release reads {IMAGE_VERSION}")
+        _require_consistent(packed)
         holders = [_unpacked(holder) for holder in packed.holders]
-    except (msgspec.MsgspecError, KvbmError, struct.error) as error:
+    except (msgspec.MsgspecError, KvbmError, struct.error, ValueError, RecursionError) as error:
         raise ImageError(str(error)) from error
     return Image(stream=packed.stream, position=packed.position,
                  sources=packed.sources, holders=holders)  # fmt: skip
@@ -132,6 +138,26 @@ def _packed(holder: HolderImage) -> _PackedHolder:
         jumps=struct.pack(f"<{len(jumps)}I", *jumps),
         jump_parents=b"".join(one.parent for one in segments),
     )  # fmt: skip
+
+
+def _require_consistent(packed: _PackedImage) -> None:
+    """Raise ImageError for an image that no index has made."""
+    if packed.position and not packed.stream:
+        raise ImageError(f"position {packed.position} of no stream")
+    states = {(one.host, one.source): one.state for one in packed.sources}
+    if len(states) < len(packed.sources):
+        raise ImageError("a source twice")
+    for source in packed.sources:
+        if source.state not in FollowState.__members__:
+            raise ImageError(f"{source.source} has an unknown state")
+        if source.hollow and source.state == "CURRENT":
+            raise ImageError(f"{source.source} is current, and holds less than it says")
+    names = {(one.host, one.source, one.tier, one.rank, one.group) for one in packed.holders}
+    if len(names) < len(packed.holders):
+        raise ImageError("a holder twice")
+    for holder in packed.holders:
+        if states.get((holder.host, holder.source), "GONE") == "GONE":
+            raise ImageError(f"{holder.source} is not there, and holds blocks")
 
 
 def _unpacked(packed: _PackedHolder) -> HolderImage:

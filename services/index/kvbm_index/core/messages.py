@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvbm_common.wire.events import Event, Tier
 
 from kvbm_index.core.event_decoder import LeanEvent
-from kvbm_index.core.image import Image
+from kvbm_index.core.image import SOURCES_MAX, Image
 from kvbm_index.core.snapshot_loader import SnapshotLoader
 
 
@@ -131,7 +131,7 @@ Effect = RequestSnapshot
 class Limits:
     """What bounds the core."""
 
-    sources_max: int = 4_096
+    sources_max: int = SOURCES_MAX
     """Hosts times services on each."""
     buffer_events_max: int = 10_000
     """Events per source that wait for a snapshot: seconds of a very busy one."""

@@ -18,7 +18,7 @@ from kvbm_common.nats.streams import EVENTS, IMAGES, IMAGES_BUCKET
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 
-from kvbm_index.core.image import Image, pack, unpack
+from kvbm_index.core.image import Image, ImageError, pack, unpack
 
 BUCKET = IMAGES_BUCKET
 NAME = "image"
@@ -61,6 +61,7 @@ class ImageStore:
                     return None
                 content = await self._store.get(info, deadline_s=LOAD_DEADLINE_S)
             image = unpack(content)
+            _require_stream(image)
         except (KvbmError, TimeoutError) as error:
             self._fail("load", error)
             return None
@@ -112,6 +113,14 @@ class ImageStore:
         self._failed.labels(stage=stage).inc()
         reason = error if isinstance(error, KvbmError) else DeadlineExceeded("no answer in time")
         self._log.warning(f"{stage}_{reason.label}", f"{stage}: {reason}")
+
+
+def _require_stream(image: Image) -> None:
+    """Raise ImageError for an image that does not say when its stream was made."""
+    try:
+        datetime.fromisoformat(image.stream)
+    except ValueError as error:
+        raise ImageError(f"its stream is {image.stream!r}") from error
 
 
 def _age_s(info: ObjectInfo) -> float:

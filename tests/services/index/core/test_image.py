@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +33,9 @@ from tests.services.index.core.test_core import (
     stored,
 )
 
+STREAM = "2026-01-01"
+"""When the stream was made."""
+
 
 def restored(core: IndexCore) -> Harness:
     """Another replica, from the image of the first."""
@@ -40,11 +46,11 @@ def restored(core: IndexCore) -> Harness:
 
 def test_a_restored_index_is_equal_and_goes_on() -> None:
     first = Harness()
-    first.send(EventsReceived((cleared(1), stored(2, 0, 1, 2, 7, 8)), 17, "2026-01-01"))
+    first.send(EventsReceived((cleared(1), stored(2, 0, 1, 2, 7, 8)), 17, STREAM))
     second = restored(first.core)
     assert second.core.dump() == first.core.dump()
     assert second.core.positions() == {KEY: (1, 2)}
-    assert (second.core.position, second.core.image().stream) == (17, "2026-01-01")
+    assert (second.core.position, second.core.image().stream) == (17, STREAM)
     second.events(stored(3, 3))
     assert [found.blocks for found in second.core.match(blocks(0, 1, 2, 3, 4))] == [4]
 
@@ -93,6 +99,60 @@ def test_a_torn_image_is_no_image(length: int) -> None:
         unpack(whole[:length])
 
 
+def garbled(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """An image of two sources, one of them gone, with a change."""
+    harness = Harness()
+    harness.send(EventsReceived((cleared(1), stored(2, 1, 2, 3)), 17, STREAM))
+    harness.send(EventsReceived((msgspec.structs.replace(cleared(1), source="s2"),), 18, STREAM))
+    harness.send(SourceLeft(SourceKey("h", "s2"), 1))
+    raw = msgspec.msgpack.decode(pack(harness.core.image()))
+    change(raw)
+    return msgspec.msgpack.encode(raw)
+
+
+GARBLES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a source twice": lambda raw: raw["sources"].append(raw["sources"][0]),
+    "a holder twice": lambda raw: raw["holders"].append(raw["holders"][0]),
+    "unknown state": lambda raw: raw["sources"][0].update(state="zz"),
+    "holds less": lambda raw: raw["sources"][0].update(hollow=True),
+    "not there": lambda raw: raw["holders"][0].update(source="s2"),
+    "and holds blocks": lambda raw: raw["sources"].pop(0),
+    "no stream": lambda raw: raw.update(stream=""),
+    "position": lambda raw: raw.update(position=-1),
+    "epoch": lambda raw: raw["sources"][0].update(epoch=-1),
+    "seq": lambda raw: raw["sources"][0].update(seq=2**63),
+    "source`": lambda raw: raw["sources"][0].update(source="a\n"),
+    "rank": lambda raw: raw["holders"][0].update(rank=2**64 - 1),
+    "length": lambda raw: raw.update(sources=raw["sources"] * 2049),
+    "`str`, got": lambda raw: raw["sources"][0].update(state=7),
+}
+"""What is wrong, as the error says it."""
+
+
+@pytest.mark.parametrize("what", GARBLES)
+def test_a_garbled_image_is_no_image(what: str) -> None:
+    """An index starts without it, as without a damaged one, and asserts nothing of it."""
+    with pytest.raises(ImageError, match=what):
+        unpack(garbled(GARBLES[what]))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_an_image_with_wrong_bytes_is_refused_or_lived_with(seed: int) -> None:
+    """Some byte of it is another one: whatever is believed of it, the index goes on."""
+    draw = random.Random(seed)
+    content = bytearray(garbled(lambda _: None))
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    try:
+        image = unpack(bytes(content))
+    except ImageError:
+        return
+    harness = Harness()
+    harness.send(Restored(image))
+    harness.events(stored(3, 4), stored(4, 5, 6))
+    harness.tick(10_000)
+    harness.core.image()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_killed_anywhere_it_comes_back_equal(seed: int) -> None:
@@ -110,7 +170,7 @@ def test_killed_anywhere_it_comes_back_equal(seed: int) -> None:
         stream += [rng.choice(oracles).change(rng) for _ in range(rng.randint(1, 5))]
         for harness in (immortal, mortal):
             rest = tuple(stream[harness.core.position :])
-            harness.send(EventsReceived(rest, len(stream), "s"))
+            harness.send(EventsReceived(rest, len(stream), STREAM))
         assert mortal.core.dump() == immortal.core.dump()
         assert mortal.core.positions() == immortal.core.positions()
         if rng.random() < 0.3:
@@ -123,5 +183,7 @@ def test_killed_anywhere_it_comes_back_equal(seed: int) -> None:
         for harness in (immortal, mortal):
             harness.send(SourceJoined(key, oracle.epoch))
             harness.send(Tick())
-            harness.send(EventsReceived(tuple(stream[harness.core.position :]), len(stream), "s"))
+            harness.send(
+                EventsReceived(tuple(stream[harness.core.position :]), len(stream), STREAM)
+            )
     assert mortal.core.dump() == immortal.core.dump()
