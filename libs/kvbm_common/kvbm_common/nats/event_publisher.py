@@ -8,13 +8,15 @@
 Order is kept because one connection sends in order and after any failure sending restarts from the
 first message that was not acknowledged; the message id (`<source>:<epoch>:<seq>`) lets the server
 drop what it already has. When the outbox is full the oldest message is dropped and counted:
-consumers see a gap in `seq` and ask for a snapshot.
+consumers see a gap in `seq` and ask for a snapshot. An event on no subject of NATS is dropped and
+counted at once: it would be sent again and again, and hold up all behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -35,6 +37,8 @@ WINDOW = 256
 """Messages in flight: at 1 ms per acknowledgement far more than a source produces."""
 ACK_DEADLINE_S = 3.0
 """An acknowledgement that takes longer is taken for lost."""
+SUBJECT = re.compile(r"[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*")
+"""A subject that every server takes: no empty word, no wildcard, no blank."""
 NEW_CONNECTION = "new connection"
 """A reason to start again without an error."""
 
@@ -107,6 +111,10 @@ class EventPublisher:
         The last event of each source is kept while there is another to drop: if its source fell
         silent, no reader would see the gap.
         """
+        if not SUBJECT.fullmatch(subject):
+            self._dropped.labels(reason="invalid_subject").inc()
+            self._log.warning("invalid_subject", f"{subject!r} is no subject of an event")
+            return
         while self._outbox and (
             len(self._outbox) >= self._outbox_max
             or self._outbox_bytes + len(payload) > OUTBOX_BYTES_MAX

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 
@@ -61,3 +62,15 @@ async def test_oversized_event_is_dropped_alone(bus: Bus) -> None:
         publisher.publish("kvbm.v1.events.h.sim-0.stored", huge, epoch=1, seq=2)
         put(publisher, 3, 3)
         assert await read(subscription, 3) == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["e\n", "e f", "", "*", ">", "\ud800"])
+async def test_an_event_on_no_subject_is_dropped_alone(bus: Bus, name: str) -> None:
+    """Goal: a source with a name that NATS refuses does not hold up the others of its outbox."""
+    async with publishing(bus) as publisher, bus.event_subscription() as subscription:
+        put(publisher, 1, 1)
+        publisher.publish(f"kvbm.v1.events.h.{name}.cleared", b"2", epoch=1, seq=2)
+        put(publisher, 3, 3)
+        assert await read(subscription, 3) == [1, 3]
+        await publisher.flush(deadline_s=DEADLINE_S)
+    assert bus.counters.value("kvbm_events_dropped_total", reason="invalid_subject") == 1
