@@ -20,7 +20,8 @@ from kvbm_metrics.core.models import (
 )
 from kvbm_metrics.core.wire_types import view_of
 
-Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
+"""A `Token` of the wire, in a body: Python's engine reads the pattern."""
 
 
 # --- questions ------------------------------------------------------------------------------

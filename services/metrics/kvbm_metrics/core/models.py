@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from kvbm_common.identity import BLOCK_TOKENS_MAX, TEXT_MAX, Namespace
+from kvbm_common.identity import BLOCK_TOKENS_MAX, NUMBER_MAX, TEXT_MAX, Namespace
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.scores import (
     BATCH_QUESTIONS_MAX,
@@ -21,8 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvbm_metrics.core.wire_types import view_of
 
+# The length: in a body Python's engine reads the pattern, whose `$` lets a line break pass. In an
+# address pydantic's own engine does, which knows no look-ahead.
 Hash = Annotated[
-    str, Field(pattern="^[0-9a-f]{32}$", examples=["ee47acab818fb0f368c71c5e228d1221"])
+    str,
+    Field(pattern="^[0-9a-f]{32}$", max_length=32, examples=["ee47acab818fb0f368c71c5e228d1221"]),
 ]
 TokenId = Annotated[int, Field(ge=0, le=0xFFFF_FFFF)]
 Position = Annotated[list[int], Field(description="[epoch, seq]")]
@@ -49,7 +52,8 @@ class _Query(BaseModel):
 # --- questions ------------------------------------------------------------------------------
 
 
-_Natural = Annotated[int, Field(ge=0)]
+_Natural = Annotated[int, Field(ge=0, le=NUMBER_MAX)]
+_Positive = Annotated[int, Field(ge=1, le=NUMBER_MAX)]
 _Text = Annotated[str, Field(max_length=TEXT_MAX)]
 
 
@@ -66,8 +70,8 @@ class NamespaceQuery(_Query):
     layers: _Natural = 0
     heads: _Natural = 0
     head_dim: _Natural = 0
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel: _Positive = 1
+    pipeline_parallel: _Positive = 1
     parts: _Text = ""
     format: Literal[3] = 3
 

@@ -434,6 +434,7 @@ def test_a_question_takes_every_field_of_a_namespace() -> None:
         ({"tokens": [1], "namespace": NAMESPACE | {"block_tokens": 0}}, "namespace.block_tokens"),
         ({"tokens": [1], "namespace": NAMESPACE | {"colour": 1}}, "namespace.colour"),
         ({"tokens": [1], "namespace": NAMESPACE | {"group": -1}}, "namespace.group"),
+        ({"tokens": [1], "namespace": NAMESPACE | {"layers": 2**63}}, "namespace.layers"),
         ({"tokens": [1], "namespace": NAMESPACE | {"format": 2}}, "namespace.format"),
         ({"tokens": [1], "namespace": NAMESPACE | {"parts": "4" * 4097}}, "namespace.parts"),
         ({"hashes": [], "salt": "s"}, "salt"),
@@ -564,3 +565,46 @@ def test_questions_have_the_fields_of_the_wire() -> None:
         if not one.required:
             assert default == one.default, one.name
     assert set(models.NamespaceQuery.model_fields) == set(Namespace.__struct_fields__)
+
+
+LINE_END = "%0A"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/events?host=a", "/v1/events?source=a", "/v1/events?kind=stored", "/v1/events?host=*",
+        "/v1/explain?reason=a", "/v1/explain?engine=a", "/v1/holders?source=a",
+        f"/v1/blocks/{HASHES[0]}", "/v1/jobs/0123456789abcdef",
+    ],
+)  # fmt: skip
+async def test_a_name_in_an_address_does_not_end_in_a_line_break(world: World, path: str) -> None:
+    """It would become a word of a NATS subject. In Python's patterns `$` lets it pass."""
+    async with world.client() as client:
+        problem = problem_of(await client.get(path + LINE_END), 422)
+        assert problem["code"] == "bad_query"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("match", {"hashes": [HASHES[0] + "\n"]}),
+        ("match_batch", {"questions": [{"hashes": [HASHES[0] + "\n"]}]}),
+        ("score", {"hashes": [HASHES[0] + "\n"]}),
+        ("where", {"hashes": [HASHES[0] + "\n"]}),
+        ("prefetch", {"hashes": [HASHES[0] + "\n"]}),
+        ("prefetch", {"hashes": HASHES, "host": "a\n"}),
+        ("prefetch", {"hashes": HASHES, "instance": "a\n"}),
+        ("evict", {"tier": "all", "hashes": [HASHES[0] + "\n"]}),
+        ("evict", {"tier": "all", "namespace": "0" * 64 + "\n"}),
+        ("drain", {"tier": "all", "host": "a\n"}),
+        ("drain", {"tier": "all", "instance": "a\n"}),
+    ],
+)
+async def test_a_name_in_a_body_does_not_end_in_a_line_break(
+    world: World, path: str, body: dict[str, Any]
+) -> None:
+    """Bodies have patterns of the wire, which Python's engine reads."""
+    async with world.client() as client:
+        response = await client.post(f"http://localhost/v1/{path}", json=body)
+        assert problem_of(response, 422)["code"] == "bad_query"
