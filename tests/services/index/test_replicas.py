@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import random
 import signal
@@ -182,6 +183,21 @@ async def test_an_index_starts_without_a_garbled_image(
     async with Source.living(bus) as source, replicas(nats_server, tmp_path, 1) as (first,):
         source.store(CHAIN)
         await first.wait_equal(bus, [source])
+
+
+@pytest.mark.parametrize("time", ["2026-01-01", "x"])
+async def test_an_index_writes_an_image_in_the_place_of_one_of_another_time(
+    nats_server: NatsServer, bus: Bus, tmp_path: Path, time: str
+) -> None:
+    """What was written without a zone, or at no time, is as old as can be."""
+    store = ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX)
+    info = await store.put(NAME, b"x", nuid="x", metadata={"stream": "x", "position": "0"})
+    description = msgspec.json.encode(msgspec.structs.replace(info, mtime=time))
+    name = base64.urlsafe_b64encode(NAME.encode()).decode()
+    await bus.request_raw(f"$O.{BUCKET}.M.{name}", description, deadline_s=2)
+    async with Source.living(bus) as source, replicas(nats_server, tmp_path, 1):
+        source.store(CHAIN)
+        await wait_image(bus, 1)
 
 
 async def test_an_image_of_another_stream_is_checked_with_the_sources(

@@ -13,6 +13,7 @@ import msgspec
 from kvbm_common.cuda.copies import Lent
 from kvbm_common.cuda.runtime import Allocation, Runtime
 from kvbm_common.nixl.transfers import BadPeerMetadata
+from kvbm_common.wire.codec import UNREADABLE
 
 MAGIC = b"kvbm-cuda-1\0"
 
@@ -53,5 +54,5 @@ def unwrap(agent: bytes) -> tuple[bytes, DeviceMemory | None]:
         return agent, None
     try:
         return _codec.decode(agent[len(MAGIC) :])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadPeerMetadata(f"device memory that cannot be read: {error}") from error

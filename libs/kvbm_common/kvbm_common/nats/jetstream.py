@@ -16,6 +16,7 @@ import msgspec
 from kvbm_common.errors import KvbmError, NotPermitted
 from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.streams import StreamLimits, StreamSpec
+from kvbm_common.wire.codec import UNREADABLE
 
 API_DEADLINE_S = 2.0
 """An answer of the JetStream API on a busy single server takes milliseconds; a dead one none."""
@@ -161,7 +162,7 @@ def raise_for_error(payload: bytes) -> None:
         return
     try:
         error = msgspec.json.decode(payload, type=_ErrorReply).error
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return
     raise JetStreamError(error.description, error.err_code)
 

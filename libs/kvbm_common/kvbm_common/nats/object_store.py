@@ -27,6 +27,7 @@ from kvbm_common.nats.jetstream import (
     publish_acknowledged,
 )
 from kvbm_common.nats.streams import object_bucket
+from kvbm_common.wire.codec import UNREADABLE
 
 CHUNK_BYTES = 512 * 1024
 """Less than what any server takes by default, and few enough round trips for 20 MB."""
@@ -61,7 +62,8 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    data: str
+    data: str = ""
+    """The server leaves out what is empty."""
     hdrs: str = ""
 
 
@@ -78,7 +80,8 @@ class ObjectStore:
         self._spec = object_bucket(bucket, bytes_max=bytes_max)
 
     async def info(self, name: str) -> ObjectInfo | None:
-        """Return the description of an object; None: no such object. Raises KvbmError."""
+        """Return the description of an object; None: no such object. Raises ObjectBroken for one
+        that cannot be believed, and other KvbmErrors."""
         await ensure_stream(self._link, self._spec)
         request = {"last_by_subj": self._subject_of(name)}
         try:
@@ -90,7 +93,10 @@ class ObjectStore:
         stored = msgspec.json.decode(payload, type=_Answer).message
         if self._link.guarded and not self._spec.is_marked(base64.b64decode(stored.hdrs)):
             raise ObjectBroken(f"the description of {name} was not published by a client")
-        return msgspec.json.decode(base64.b64decode(stored.data), type=ObjectInfo)
+        try:
+            return msgspec.json.decode(base64.b64decode(stored.data), type=ObjectInfo)
+        except (*UNREADABLE, ValueError) as error:
+            raise ObjectBroken(f"the description of {name} cannot be read: {error}") from error
 
     async def get(self, info: ObjectInfo, *, deadline_s: float) -> bytes:
         """Return the bytes of an object; raises ObjectBroken."""
@@ -119,7 +125,10 @@ class ObjectStore:
         if 0 < most < 2 * len(content):
             text = f"{name}: {len(content)} bytes, in a bucket of {most} with room for two"
             raise ObjectTooLarge(text)
-        before = await self.info(name)
+        try:
+            before = await self.info(name)
+        except ObjectBroken:  # It is replaced; a full bucket drops its chunks.
+            before = None
         digest = await asyncio.to_thread(_digest, content)
         subject = f"$O.{self.bucket}.C.{nuid}"
         offsets = range(0, len(content), CHUNK_BYTES)

@@ -44,6 +44,7 @@ from kvbm_common.registry.services import (
     WatchedRegistry,
 )
 from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.wire.codec import UNREADABLE
 
 PREFIX = "kvbm/registry/"
 SERVICES = f"{PREFIX}services/"
@@ -297,5 +298,5 @@ def _record_of(entry: Entry | None) -> ServiceRecord | None:
         return None
     try:
         return msgspec.json.decode(entry.value, type=ServiceRecord)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None

@@ -50,6 +50,7 @@ from kvbm_common.registry.services import (
     WatchedRegistry,
 )
 from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.wire.codec import UNREADABLE
 
 __all__ = [
     "ENGINE",
@@ -158,7 +159,7 @@ class NatsRegistry(WatchedRegistry):
             return
         try:
             record = msgspec.json.decode(message.payload, type=ServiceRecord)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             _log.warning("bad_record", f"{key}: {error}")
             return
         if record.key != key:
@@ -283,5 +284,5 @@ class NatsRegistration(HeldEntry):
             return None
         try:
             return msgspec.json.decode(reply.payload, type=ServiceRecord)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return None  # Not there (an empty reply with a status), or without an owner.

@@ -15,6 +15,7 @@ import msgspec
 
 from kvbm_common.registry.records import Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.tier.machine import Machine
+from kvbm_common.wire.codec import UNREADABLE
 
 
 class PresenceState(Enum):
@@ -83,7 +84,7 @@ class Presence:
             return self._leave(key, "deleted")
         try:
             record = msgspec.json.decode(payload, type=ServiceRecord)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             self._warn("bad_record", f"{key}: {error}")
             return []
         if record.key != key:

@@ -17,6 +17,7 @@ from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
 from kvbm_common.nats.streams import AUDIT
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.admin import Audited, audit_codec, audit_subject
+from kvbm_common.wire.codec import UNREADABLE
 
 TEXT_MAX = 4096
 """Characters of a request or reply that are kept: a thousand hashes are not worth more."""
@@ -88,5 +89,5 @@ def _text(payload: bytes) -> str:
 def _actor(payload: bytes) -> str:
     try:
         return msgspec.json.decode(payload, type=_Actor).actor
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return ""

@@ -22,9 +22,10 @@ sends more than this loses the connection, for ZMQ drops it without a word."""
 _FIELD = re.compile(r"missing required field `(\w+)`|`\$\.(\w+)|^(namespace\.\w+)")
 """Where msgspec and Namespace say which field is at fault."""
 
-_REFUSALS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvbmError)
-"""What a decoder raises for bytes of a stranger: the middle two for text that is not UTF-8 and for
-a thousand nested lists."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes of a stranger: the last two for text that is not UTF-8 and for a
+thousand nested lists."""
+_REFUSALS = (*UNREADABLE, KvbmError)
 
 
 class _Version(msgspec.Struct):

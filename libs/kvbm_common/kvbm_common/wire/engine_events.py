@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from kvbm_common.identity import IdentityError, pack_tokens
-from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, WireError
+from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, UNREADABLE, WireError
 
 EngineHash = int | bytes
 """What an engine calls a block: an unsigned 64-bit integer, or 8 to 64 bytes."""
@@ -160,8 +160,6 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
 """Order of the fields in the array layout; what comes behind them is ignored."""
 
 _WITH_HASHES = (BlockStored, BlockRemoved)
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes; the second for invalid text, the last for depth."""
 
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
 _any_decoder = msgspec.msgpack.Decoder()
@@ -232,7 +230,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
         batch = _map_decoder.decode(payload)
     except msgspec.ValidationError:
         return _decode_slowly(payload)
-    except _UNDECODABLE as error:
+    except UNREADABLE as error:
         raise _malformed(str(error)) from error
     return _batch_of(batch.ts, map(_normalised, batch.events), batch.dp_rank)
 
@@ -261,7 +259,7 @@ def _decode_slowly(payload: bytes) -> EngineBatch:
             raw = dict(zip(("ts", "events", "data_parallel_rank"), raw, strict=False))
         batch = msgspec.convert(raw, _RawBatch)
         events = [_normalised(_event_of(event)) for event in batch.events]
-    except _UNDECODABLE as error:
+    except UNREADABLE as error:
         raise _malformed(str(error)) from error
     return _batch_of(batch.ts, events, batch.data_parallel_rank)
 

@@ -14,6 +14,7 @@ from kvbm_common.errors import RegistryUnavailable
 from kvbm_common.registry.records import Info, Joined, Left, RegistryEvent
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.service.process import ServiceContext
+from kvbm_common.wire.codec import UNREADABLE
 
 from kvbm_host_tier.core.shard_map import (
     FrontTaken,
@@ -94,7 +95,7 @@ class Siblings:
         )
         told = record.info.get(SHARDS)
         if isinstance(told, str):
-            with contextlib.suppress(msgspec.MsgspecError):  # Another release's: we go by ours.
+            with contextlib.suppress(*UNREADABLE):  # Another release's: we go by ours.
                 self._complete(MapTold(msgspec.json.decode(told, type=ShardMap)))
 
     async def say(self, place: SayPlace) -> None:

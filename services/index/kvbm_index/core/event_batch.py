@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from kvbm_common.identity import packed_from_json
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.wire.codec import WireError
+from kvbm_common.wire.codec import UNREADABLE, WireError
 
 from kvbm_index.core import event_decoder
 from kvbm_index.core.event_decoder import (
@@ -69,7 +69,7 @@ def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
     assert len(messages) > 1, "one message is read as one"
     try:
         events = _events.decode(b"[" + b",".join(map(_payload, messages)) + b"]")
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
     named = set(map(_names, events))
     if len(events) != len(messages) or named != {event_decoder.names_on(messages[0].subject)}:

@@ -22,7 +22,7 @@ from kvbm_common.identity import (
     packed_from_json,
 )
 from kvbm_common.wire import VERSION
-from kvbm_common.wire.codec import JsonCodec, WireError
+from kvbm_common.wire.codec import UNREADABLE, JsonCodec, WireError
 from kvbm_common.wire.events import SUBJECT_PREFIX, Natural, Removed, Run, Stored, Tier
 from msgspec import Meta
 
@@ -161,7 +161,7 @@ def removed_of(event: DecodedRemoved | Removed) -> bytes:
 def _decoded(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
     try:
         return decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise IdentityError(f"not the hashes of an event: {error}") from error
 
 

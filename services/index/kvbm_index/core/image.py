@@ -16,6 +16,7 @@ import msgspec
 from kvbm_common.errors import KvbmError
 from kvbm_common.identity import HASH_BYTES, unpack_hashes
 from kvbm_common.tier.follow import FollowState
+from kvbm_common.wire.codec import UNREADABLE
 from kvbm_common.wire.events import Natural, Tier, Token
 from msgspec import Meta
 
@@ -119,7 +120,7 @@ def unpack(content: bytes) -> Image:
             raise ImageError(f"version {packed.v}, this release reads {IMAGE_VERSION}")
         _require_consistent(packed)
         holders = [_unpacked(holder) for holder in packed.holders]
-    except (msgspec.MsgspecError, KvbmError, struct.error, ValueError, RecursionError) as error:
+    except (*UNREADABLE, KvbmError, struct.error) as error:
         raise ImageError(str(error)) from error
     return Image(stream=packed.stream, position=packed.position,
                  sources=packed.sources, holders=holders)  # fmt: skip

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.jetstream import ensure_stream
-from kvbm_common.nats.object_store import ObjectInfo, ObjectStore
+from kvbm_common.nats.object_store import ObjectBroken, ObjectInfo, ObjectStore
 from kvbm_common.nats.streams import EVENTS, IMAGES, IMAGES_BUCKET
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
@@ -97,7 +97,10 @@ class ImageStore:
 
     async def _is_due(self) -> bool:
         """Return whether an image is due: no other replica has just stored one."""
-        info = await self._store.info(NAME)
+        try:
+            info = await self._store.info(NAME)
+        except ObjectBroken:
+            return True
         return info is None or _age_s(info) > self._interval_s / 2
 
     async def _write(self, image: Image) -> int:
@@ -130,5 +133,5 @@ def _age_s(info: ObjectInfo) -> float:
     """
     try:
         return abs((datetime.now(UTC) - datetime.fromisoformat(info.mtime)).total_seconds())
-    except ValueError:
+    except (ValueError, TypeError):  # No time, or one without a zone.
         return float("inf")

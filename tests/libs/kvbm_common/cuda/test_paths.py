@@ -94,7 +94,13 @@ def test_device_memory_travels_in_the_agents_metadata(runtime: FakeRuntime) -> N
     assert unwrap(b"nixl alone") == (b"nixl alone", None)
 
 
-@pytest.mark.parametrize("blob", [b"", b"\x92", b"\x92\xc4\x01a\x91\xa1b"])
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"", b"\x92", b"\x92\xc4\x01a\x91\xa1b", b"\x92\xc4\x01a\x93\xa1\xff\x00\x90",
+        b"\x92\xc4\x01a\x94\xa1b\x00\x90" + b"\x91" * 100_000,
+    ],
+)  # fmt: skip
 def test_a_broken_blob_is_bad_metadata(blob: bytes) -> None:
     with pytest.raises(BadPeerMetadata):
         unwrap(MAGIC + blob)

@@ -51,6 +51,22 @@ async def test_another_content_is_broken(store: ObjectStore) -> None:
         await store.get(wrong, deadline_s=5)
 
 
+@pytest.mark.parametrize(
+    "description", [b"", b"garbage", b'{"name":"\xff"}', b'{"x":' + b"[" * 9_999]
+)
+async def test_a_description_that_cannot_be_read_is_replaced(
+    store: ObjectStore, bus: Bus, description: bytes
+) -> None:
+    """Goal: what another client has written under a name ends no reader, and no writer for good."""
+    await store.put("a", b"x", nuid="one", metadata={})
+    await bus.request_raw("$O.things.M.YQ==", description, deadline_s=2)
+    with pytest.raises(ObjectBroken):
+        await store.info("a")
+    info = await store.put("a", b"y", nuid="two", metadata={})
+    assert await store.info("a") == info
+    assert await store.get(info, deadline_s=5) == b"y"
+
+
 async def test_a_writer_that_died_is_not_noticed(store: ObjectStore, bus: Bus) -> None:
     """Chunks without a description are nobody's."""
     await store.put("a", b"x", nuid="one", metadata={})

@@ -92,11 +92,18 @@ async def test_deleted_bucket_is_made_again(make_nats_registry: MakeRegistry, bu
     await wait_until(lambda: events)
 
 
-async def test_bad_record_is_ignored(make_nats_registry: MakeRegistry, bus: Bus) -> None:
+RUBBISH = [b'{"kind": 7}', b"\xff", b'{"kind":"\xff"}', b'{"x":' + b"[" * 100_000]
+"""Another type, no JSON, no text, and deeper than any decoder goes."""
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH, ids=["type", "bytes", "text", "deep"])
+async def test_bad_record_is_ignored(
+    make_nats_registry: MakeRegistry, bus: Bus, rubbish: bytes
+) -> None:
     """Goal: rubbish under a key neither crashes nor hides the others."""
     registry = await make_nats_registry()
     await registry.register("index", "h", "0")
-    await bus.publish("$KV.kvbm-registry.services.index.h.1", b'{"kind": 7}')
+    await bus.publish("$KV.kvbm-registry.services.index.h.1", rubbish)
     await registry.register("index", "h", "2")
     assert {record.instance for record in await registry.list()} == {"0", "2"}
 

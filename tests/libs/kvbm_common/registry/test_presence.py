@@ -86,6 +86,11 @@ def test_an_entry_that_names_another_service_is_no_entry(roster: Presence) -> No
     assert roster.records["index.h.a"] == record("a")
 
 
+@pytest.mark.parametrize("rubbish", [b"\xff", b'{"kind":"\xff"}', b'{"x":' + b"[" * 100_000])
+def test_bytes_that_no_decoder_reads_are_no_entry(roster: Presence, rubbish: bytes) -> None:
+    assert roster.put("index.h.c", rubbish) == []
+
+
 @pytest.mark.parametrize(("instance", "epoch"), [("c", -1), ("c", 2**63), ("", 1), ("c\n", 1)])
 def test_an_entry_out_of_bounds_is_no_entry(roster: Presence, instance: str, epoch: int) -> None:
     """Whoever may write in the registry ends no service with it."""

@@ -157,6 +157,20 @@ def test_blocks_that_are_gone_are_gone_at_once() -> None:
     assert event_batch.removed_by(nothing) is None
 
 
+@pytest.mark.parametrize("odd", [b'{"kind":"stored","x":' + b"[" * 100_000, b'{"host":"\xff"}'])
+def test_bytes_that_no_decoder_reads_hold_up_no_neighbour(odd: bytes) -> None:
+    """Deeper than any decoder goes, or no text: refused alone, beside others of its source."""
+    good = stored(2, 1)
+    refused: list[EventMessage] = []
+    messages = [
+        EventMessage(event_subject(good), payload, number)
+        for number, payload in enumerate([event_codec.encode(good), odd], 1)
+    ]
+    events = event_batch.read(messages, lambda message, _: refused.append(message))
+    assert [event.seq for event in events] == [2]
+    assert refused == messages[1:]
+
+
 def test_a_message_that_has_two_events_in_it_is_none() -> None:
     """1. Two messages, the text of both is two events. 2. Only the first has them. 3. Neither is
     taken for an event."""
