@@ -304,7 +304,6 @@ class DiskTierCore:
         )
 
     def _tick(self, now_ms: int) -> None:
-        self.pending.admission.filter.decay_until(now_ms)
         for lease in self.inventory.leases.expire(now_ms):
             self.inventory.table.unpin(lease.slots)
         if self.store.kind.sized:

@@ -58,23 +58,25 @@ class Admission:
         self._counts = counts
         counts["filtered_blocks"] += 0
 
-    def chosen(self, names: Sequence[SequenceHash], *, staging: bool) -> Sequence[SequenceHash]:
+    def chosen(
+        self, names: Sequence[SequenceHash], now_ms: int, *, staging: bool
+    ) -> Sequence[SequenceHash]:
         """Return the blocks that deserve the disk. `staging`: they are nowhere else."""
         if not self.shards.is_alone:
             names = self.shards.owned(names)
         if staging or not self.filter.enabled:
             return names
-        passing = [name for name in names if self.filter.see(name)]
+        passing = [name for name in names if self.filter.see(name, now_ms)]
         assert len(passing) <= len(names), f"{len(passing)} of {len(names)} blocks pass"
         self._counts["filtered_blocks"] += len(names) - len(passing)
         return passing
 
-    def uncounted(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
+    def uncounted(self, names: Iterable[SequenceHash], now_ms: int) -> list[SequenceHash]:
         """Return those that the filter does not know.
 
         A snapshot repeats what events have told: one sight must not count twice.
         """
-        return [name for name in names if name not in self.filter]
+        return [name for name in names if not self.filter.count(name, now_ms)]
 
 
 class WriteBudget:

@@ -69,15 +69,24 @@ class Writes:
     # --- admission --------------------------------------------------------------------------
 
     def seen(self, names: Sequence[SequenceHash], told: Told, now_ms: int) -> None:
-        """Let the blocks of a host tier that deserve the disk wait for their write."""
+        """Let the blocks of a host tier that deserve the disk wait for their write.
+
+        A block that is here, or on its way, is not counted: its disk already serves it.
+        """
         find, waiting, flying = self._inventory.table.find, self.pending.waiting, self.flying.names
-        for name in self.pending.admission.chosen(names, staging=self._arenas.staging):
-            if find(name) is None and name not in flying and name not in waiting:
+        absent = [
+            name
+            for name in names
+            if find(name) is None and name not in flying and name not in waiting
+        ]
+        staging = self._arenas.staging
+        for name in self.pending.admission.chosen(absent, now_ms, staging=staging):
+            if name not in waiting:  # A message may name a block twice.
                 self.pending.add(name, told, now_ms)
 
     def listed(self, names: Sequence[SequenceHash], told: Told, now_ms: int) -> None:
         """Take the blocks of a snapshot, but for those that an event has told of."""
-        self.seen(self.pending.admission.uncounted(names), told, now_ms)
+        self.seen(self.pending.admission.uncounted(names, now_ms), told, now_ms)
 
     def is_waiting(self, name: SequenceHash) -> bool:
         """Tell whether a block is to be written, or being written."""
