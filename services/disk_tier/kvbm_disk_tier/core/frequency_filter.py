@@ -4,9 +4,9 @@ KVBM's rule (docs: `DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER`): a new block counts 1
 seen again its count doubles; a count loses 1 with every decay step, and at 0 the block is new; a
 block passes at a count of 2 or more. Operators may change the numbers while it runs.
 
-Three things differ, so that no sight costs more than another and no count outlives its use. Counts
-have a bound. The steps of a count begin with its last sight. Of more than `entries_max` blocks
-those are forgotten that were not seen for longest:
+Four things differ. A step is four hours, not ten minutes: agents pause for longer than that. The
+steps of a count begin with its last sight. Counts have a bound. Of more than `entries_max` blocks
+those are forgotten that were not seen for longest, a few with each sight, so that none costs more:
 
     young ── full ──► old ── the next young is full ──► dropped, a few entries with each sight
 """
@@ -16,10 +16,13 @@ from __future__ import annotations
 from kvbm_common.identity import SequenceHash
 
 PASS_COUNT = 2
-DECAY_STEP_MS = 600_000
+DECAY_STEP_MS = 4 * 3600 * 1000
+"""Longer brings nothing more with pauses of two hours: see `benchmarks/admission.py`."""
 ENTRIES_MAX = 1_000_000
-COUNT_MAX = 16
-"""Four sights more than a pass needs: a block whose writes fail is remembered for 16 steps."""
+"""Some 140 bytes each. The last half million blocks are always known."""
+COUNT_MAX = 4
+"""A sight more than a pass needs. A block that is here is not counted: more would only say how
+often its writes have failed."""
 DROPPED_PER_SIGHT = 2
 """Entries that are freed with one sight: `old` is empty long before the next one replaces it."""
 _COUNT_BITS = 20

@@ -30,6 +30,7 @@ from tests.services.disk_tier.helpers import (
     arena,
     asked,
     leased_slot,
+    name,
     numbers,
     of,
     one,
@@ -70,6 +71,19 @@ def test_the_filter_declines_what_is_new_and_admits_what_is_wanted_again() -> No
     assert disk.counts["filtered_blocks"] == 2
     assert asked(one(disk.hit(2), LeaseHost)) == [2]
     assert asked(one(disk.host_stored(1), LeaseHost)) == [1]
+
+
+def test_what_is_here_or_on_its_way_is_not_counted() -> None:
+    """Seen twice, block 1 waits, is written and is on disk: its hits meanwhile add nothing."""
+    disk = Disk(filtered=True)
+    disk.host_stored(1)
+    effects = disk.hit(1)
+    disk.hit(1)
+    disk.finish(effects)
+    disk.hit(1)
+    disk.host_stored(1)
+    assert disk.announced == {1}
+    assert disk.filter.count(name(1), disk.now_ms) == 2
 
 
 def test_the_filter_that_was_given_is_used_even_when_it_is_empty() -> None:
