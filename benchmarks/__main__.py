@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.report import report
 
 NAMES = (
-    *("identity", "kv_groups", "eviction", "admission"),
+    *("identity", "kv_groups", "eviction", "admission", "overload"),
     *("host_path", "disk_path", "latency", "operators"),
 )
 ON_DEMAND = (

@@ -6,7 +6,7 @@ blocks that the host takes in, or hits, are seen by the filter unless the disk h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_cli.replay import ROOT, Chain, requests_of
@@ -86,7 +86,7 @@ def replay(
     frequency_filter.change(enabled=None, pass_count=None, decay_ms=step_ms)
     arena, store, outcome = Tier(host), Tier(disk), Outcome()
     for now_ms, chain in requests:
-        hits = _leading(chain, arena.here, store.here)
+        hits = leading(chain, lambda name: name in arena.here or name in store.here)
         in_host = [name for name in chain[:hits] if name in arena.here]
         filled = [name for name in chain[:hits] if name not in arena.here]
         outcome.asked += len(chain)
@@ -102,11 +102,9 @@ def replay(
     return outcome
 
 
-def _leading(chain: Chain, *tiers: set[SequenceHash]) -> int:
-    for depth, name in enumerate(chain):
-        if not any(name in tier for tier in tiers):
-            return depth
-    return len(chain)
+def leading(chain: Chain, is_here: Callable[[SequenceHash], bool]) -> int:
+    """Return how many leading blocks of a chain are here."""
+    return next((depth for depth, name in enumerate(chain) if not is_here(name)), len(chain))
 
 
 def timed(load: Sequence[tuple[float, Sequence[int]]]) -> list[tuple[int, Chain]]:

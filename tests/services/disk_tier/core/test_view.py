@@ -96,7 +96,7 @@ def test_too_many_that_wait() -> None:
     disk.host_stored(1)
     effects = disk.host_stored(2, 3)
     assert not of(effects, WriteSlots)
-    assert fate(disk, 2) == FateEntry(why="not_written", detail="too many blocks were waiting")
+    assert fate(disk, 3) == FateEntry(why="not_written", detail="too many blocks were waiting")
 
 
 def test_draining_gives_up_what_waits() -> None:
