@@ -12,7 +12,10 @@ from rich.console import Console
 
 from benchmarks.report import report
 
-NAMES = ("identity", "kv_groups", "eviction", "host_path", "disk_path", "latency", "operators")
+NAMES = (
+    *("identity", "kv_groups", "eviction", "admission", "overload"),
+    *("host_path", "disk_path", "latency", "operators"),
+)
 ON_DEMAND = (
     *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste", "idle"),
 )

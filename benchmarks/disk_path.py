@@ -19,7 +19,7 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.events import SUBJECT_PREFIX, Stored, event_codec
 from kvbm_common.wire.verbs import Hits, StatsReply, hits_codec, hits_subject, verb_subject
 from kvbm_disk_tier.core.journal import replay
-from kvbm_disk_tier.shell.store import Header
+from kvbm_disk_tier.shell.store_header import Header
 from numpy.typing import NDArray
 
 from benchmarks.baseline import PlainFile, ReadWrite, fio

@@ -66,6 +66,30 @@ def agents(requests: int, seed: int) -> Load:
     return load
 
 
+def pausing_agents(
+    hours: float, seed: int, *, pause_s: float, burst: float
+) -> list[tuple[float, Ids]]:
+    """Agents that pause (log-normal, this median) after a burst of quick calls, `burst` on average
+    beyond the first; and two requests in five that are never seen again. Each with its time in
+    seconds.
+    """
+    rng, ids = random.Random(seed), _Ids()
+    prompts = [ids.take(rng.randint(8, 20)) for _ in range(8)]
+    load: list[tuple[float, Ids]] = []
+    now = 0.0
+    while (now := now + rng.expovariate(1 / (30 * (1 + burst)))) < hours * 3600:
+        at, history = now, rng.choice(prompts) + ids.take(rng.randint(5, 40))
+        for _ in range(1 + int(rng.expovariate(1 / 6))):
+            for _ in range(1 + int(rng.expovariate(1 / burst) if burst else 0)):
+                history = history + ids.take(rng.randint(1, 6))
+                load.append((at, history))
+                at += rng.uniform(2, 30)
+            at += rng.lognormvariate(0, 0.5) * pause_s
+    strangers = [(rng.uniform(0, hours * 3600), ids.take(rng.randint(10, 60)))
+                 for _ in range(len(load) * 2 // 3)]  # fmt: skip
+    return sorted(one for one in load + strangers if one[0] < hours * 3600)
+
+
 def documents(requests: int, seed: int, *, count: int = 600, skew: float = 0.9) -> Load:
     """Questions about documents of Zipf-like popularity behind one instruction."""
     rng, ids = random.Random(seed), _Ids()

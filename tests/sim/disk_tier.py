@@ -41,7 +41,11 @@ class DiskTier(LowerTier):
             epoch=self.epoch,
             frequency_filter=FrequencyFilter(enabled=self.world.plan.filtered),
             limits=DiskTierLimits(
-                batch_blocks_max=4, writes_max=2, reads_max=3, announced_blocks_max=2
+                batch_blocks_max=4,
+                writes_max=2,
+                reads_max=3,
+                announced_blocks_max=2,
+                pending_max=self.world.plan.pending_max,
             ),
         )
 

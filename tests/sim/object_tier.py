@@ -74,7 +74,11 @@ class ObjectTier(LowerTier):
             epoch=self.epoch,
             frequency_filter=FrequencyFilter(enabled=plan.filtered),
             limits=DiskTierLimits(
-                batch_blocks_max=4, writes_max=2, reads_max=3, lease_ms=plan.lease_ms
+                batch_blocks_max=4,
+                writes_max=2,
+                reads_max=3,
+                lease_ms=plan.lease_ms,
+                pending_max=plan.pending_max,
             ),
             ttl_ms=plan.object_ttl_ms,
         )

@@ -46,6 +46,8 @@ class Plan:
     """The arena's size is a number of blocks: it is made when the first engine says hello."""
     staging: bool
     filtered: bool
+    pending_max: int
+    """Blocks that wait to be written by a tier below the host tiers: few, or as many as come."""
     verified: bool
     """Engines compare checksums after each load."""
     lease_ms: int
@@ -150,6 +152,7 @@ def draw_plan(rng: random.Random, shapes: random.Random) -> Plan:
         counted=counted,
         staging=staging,
         filtered=rng.random() < 0.2,
+        pending_max=shapes.choice((4, 12, 65_536)),
         verified=verified,
         lease_ms=rng.choice((800, 2_000, 5_000)),
         confirm_ms=rng.choice((300, 2_000)),

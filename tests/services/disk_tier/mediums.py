@@ -24,7 +24,8 @@ from kvbm_disk_tier.shell.cipher import Keys
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.medium import Medium
 from kvbm_disk_tier.shell.sealed_mover import SealedMover
-from kvbm_disk_tier.shell.store import CIPHER, EXTRA_BYTES, Store, StoreOptions
+from kvbm_disk_tier.shell.store import Store, StoreOptions
+from kvbm_disk_tier.shell.store_header import CIPHER, EXTRA_BYTES
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 

@@ -225,7 +225,7 @@ class FilterRequest(_Change, frozen=True, kw_only=True):
     pass_count: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     """A block passes from this count on: 1 when it is new, doubled with each sight."""
     decay_ms: Annotated[int, Meta(ge=1_000, le=7 * 24 * 3600 * 1000)] | None = None
-    """All counts lose 1 every so often."""
+    """A count loses 1 with each such time since the last sight."""
 
 
 class FilterReply(_Message, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from kvbm_common.identity import HASH_BYTES, IdentityError, SequenceHash, hashes
 from kvbm_common.tier.admin import TierAdmin
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.admin import FilterReply, FilterRequest
-from kvbm_common.wire.events import Event, Stored
+from kvbm_common.wire.events import Event, Removed, Stored
 from kvbm_common.wire.verbs import ErrorBody
 
 from kvbm_disk_tier.core.effects import Answer, Effect, OpenStore, Publish, SayAccepting
@@ -62,11 +62,12 @@ from kvbm_disk_tier.core.messages import (
     WritersKnown,
     Written,
 )
-from kvbm_disk_tier.core.pending import Admission, PendingBlocks, Told, WriteBudget
+from kvbm_disk_tier.core.pending import Admission, PendingBlocks, Told
 from kvbm_disk_tier.core.reads import Reads
 from kvbm_disk_tier.core.shards import Shards
 from kvbm_disk_tier.core.store import Store
 from kvbm_disk_tier.core.view import View
+from kvbm_disk_tier.core.write_budget import WriteBudget
 from kvbm_disk_tier.core.writes import Writes
 
 
@@ -232,8 +233,15 @@ class DiskTierCore:
         if event.epoch not in self.arenas.usable:
             self.arenas.heard(instance, event.epoch)
         if isinstance(event, Stored):
-            names = [name for run in event.runs for name in hashes_from_hex(run.hashes)]
-            self.writes.seen(names, Told(instance, event.block_bytes), now_ms)
+            names: list[SequenceHash] = []
+            parents: dict[SequenceHash, SequenceHash] = {}
+            for run in event.runs:
+                chain = hashes_from_hex(run.hashes)
+                parents.update(zip(chain, hashes_from_hex([run.parent]) + chain, strict=False))
+                names += chain
+            self.writes.seen(names, Told(instance, event.block_bytes), now_ms, parents)
+        elif isinstance(event, Removed) and self.pending.waiting:
+            self.pending.gone(hashes_from_hex(event.hashes), instance, now_ms)
 
     def _take_of_host(self, event: HostInput, now_ms: int) -> None:
         match event:
@@ -304,7 +312,6 @@ class DiskTierCore:
         )
 
     def _tick(self, now_ms: int) -> None:
-        self.pending.admission.filter.decay_until(now_ms)
         for lease in self.inventory.leases.expire(now_ms):
             self.inventory.table.unpin(lease.slots)
         if self.store.kind.sized:

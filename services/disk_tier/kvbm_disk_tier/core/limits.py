@@ -64,7 +64,7 @@ class DiskTierLimits:
     batch_transfers_max: int = 4
     """Of one batch of writes, on a disk that is fast: see `pending.BatchSize`."""
     pending_max: int = 65_536
-    """Blocks that wait to be written; beyond that the oldest are dropped and counted."""
+    """Blocks that wait to be written; beyond that new ones are refused and counted."""
     lease_ms: int = 5_000
     journal_records_per_slot: int = 4
     """The journal is rewritten when it holds more than this per slot (and 65,536)."""

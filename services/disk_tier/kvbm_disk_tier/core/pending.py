@@ -9,7 +9,7 @@ answered for comes back, behind all others.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,11 +23,13 @@ from kvbm_common.tier.parts import is_divisible
 from kvbm_common.wire.slot_entries import LeasedSlot
 from kvbm_common.wire.verbs import ArenaReply
 
+from kvbm_disk_tier.core.broken_chains import BrokenChains
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.host_arenas import HostArenas
 from kvbm_disk_tier.core.limits import Means
 from kvbm_disk_tier.core.shards import Shards
 from kvbm_disk_tier.core.store import Store
+from kvbm_disk_tier.core.write_budget import WriteBudget
 
 SCAN_MAX = 256
 """Blocks that are looked at for a batch: it is of one host tier and of one size."""
@@ -43,8 +45,10 @@ SLOW_MS = 250
 BATCH_BYTES_MAX = 64 * 1024 * 1024
 ARENA_SHARE = 32
 """No batch pins more than one part of so many of a host tier's memory, if that is a transfer."""
-DAY_MS = 24 * 3600 * 1000
-BURST_SHARE = 1 / 24
+DROPPED_MAX = 65_536
+"""Dropped blocks whose children are not written, 200 bytes each."""
+CUT_OFF = "a block before it was not written"
+GONE = "it had left host memory when its turn came"
 
 
 class Admission:
@@ -58,82 +62,25 @@ class Admission:
         self._counts = counts
         counts["filtered_blocks"] += 0
 
-    def chosen(self, names: Sequence[SequenceHash], *, staging: bool) -> Sequence[SequenceHash]:
+    def chosen(
+        self, names: Sequence[SequenceHash], now_ms: int, *, staging: bool
+    ) -> Sequence[SequenceHash]:
         """Return the blocks that deserve the disk. `staging`: they are nowhere else."""
         if not self.shards.is_alone:
             names = self.shards.owned(names)
         if staging or not self.filter.enabled:
             return names
-        passing = [name for name in names if self.filter.see(name)]
+        passing = [name for name in names if self.filter.see(name, now_ms)]
         assert len(passing) <= len(names), f"{len(passing)} of {len(names)} blocks pass"
         self._counts["filtered_blocks"] += len(names) - len(passing)
         return passing
 
-    def uncounted(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
+    def uncounted(self, names: Iterable[SequenceHash], now_ms: int) -> list[SequenceHash]:
         """Return those that the filter does not know.
 
         A snapshot repeats what events have told: one sight must not count twice.
         """
-        return [name for name in names if name not in self.filter]
-
-
-class WriteBudget:
-    """The bytes that may be written: an SSD is worn out by writing, so a day has only so many.
-
-    A bucket that holds 1/24 of the budget and fills with the other 23/24 over a day, empty at
-    first: in no 24 hours, restarts included, is more written than the budget. A budget of 0 bytes a
-    day has no limit.
-    """
-
-    def __init__(self, bytes_per_day: int) -> None:
-        assert bytes_per_day >= 0, bytes_per_day
-        self.bytes_per_day = bytes_per_day
-        self.level = 0.0
-        """The bytes that may be written at once, as of the last `take`."""
-        self._burst = bytes_per_day * BURST_SHARE
-        self._per_ms = bytes_per_day * (1 - BURST_SHARE) / DAY_MS
-        self._filled_ms: int | None = None
-
-    def take(self, size: int, now_ms: int) -> bool:
-        """Take this many bytes from the budget; return False, and take none, if it lacks them.
-
-        A batch larger than the bucket may go when the bucket is full; what it took too much is
-        waited for afterwards.
-        """
-        assert size >= 0, f"{size} bytes are to be written"
-        if self.bytes_per_day == 0:
-            return True
-        self._fill(now_ms)
-        if self.level < min(size, self._burst):
-            return False
-        self.level -= size
-        return True
-
-    def settle(self, charged: int, size: int) -> None:
-        """Take for what was charged the bytes that it really has: it may be more, or less."""
-        if size < charged:
-            self.give_back(charged - size)
-        else:  # The host tier had not said how large the blocks are.
-            self.spend(size - charged)
-
-    def spend(self, size: int) -> None:
-        """Take bytes that were written without asking; later ones wait for it."""
-        assert size >= 0, f"{size} bytes were written"
-        if self.bytes_per_day:
-            self.level -= size
-
-    def give_back(self, size: int) -> None:
-        """Give back bytes that were not written after all."""
-        assert size >= 0, f"{size} bytes were not written"
-        if self.bytes_per_day:
-            self.level = min(self._burst, self.level + size)
-
-    def _fill(self, now_ms: int) -> None:
-        if self._filled_ms is not None and now_ms > self._filled_ms:
-            self.level = min(self._burst, self.level + (now_ms - self._filled_ms) * self._per_ms)
-        if self._filled_ms is None or now_ms > self._filled_ms:
-            self._filled_ms = now_ms
-        assert self.level <= self._burst, f"{self.level} bytes in a bucket for {self._burst}"
+        return [name for name in names if not self.filter.count(name, now_ms)]
 
 
 class BatchSize:
@@ -225,21 +172,58 @@ class PendingBlocks:
         self.admission = admission
         self.budget = budget
         self.retries = Retries()
+        self.chains = BrokenChains(DROPPED_MAX)
         self.size = BatchSize(means.limits.batch_transfers_max)
         self._store = store
         self._arenas = arenas
         self._departures = departures
         self._limits, self._counts = means.limits, means.counts
 
-    def add(self, name: SequenceHash, told: Told, now_ms: int) -> None:
-        """Let a block wait behind all others; the oldest is dropped when there are too many."""
+    def add(
+        self, name: SequenceHash, told: Told, now_ms: int, parent: SequenceHash | None = None
+    ) -> None:
+        """Let a block wait behind all others, if there is room and it could be reached on disk.
+
+        The newest is refused when there are too many: those before it may be its parents.
+        """
         assert name not in self.waiting, f"{name.hex()} waits already"
-        if len(self.waiting) >= self._limits.pending_max:
-            oldest, _ = self.waiting.popitem(last=False)
-            self.retries.forget([oldest])
+        parent = self.chains.parent_of(name, parent)
+        if not self.is_cut_off(parent) and len(self.waiting) < self._limits.pending_max:
+            self.waiting[name] = told
+            self.chains.wait(name, parent)
+            return
+        self.retries.forget([name])
+        if self.is_cut_off(parent):
+            self.cut_off([name], now_ms)
+        else:
             self._counts["dropped.write_pending_full"] += 1
-            self.not_written([oldest], "too many blocks were waiting", now_ms)
-        self.waiting[name] = told
+            self.not_written([name], "too many blocks were waiting", now_ms)
+        self.chains.drop(name, parent)
+
+    def is_cut_off(self, parent: SequenceHash | None) -> bool:
+        """Tell whether a child of this block is not worth a write: nothing can reach it on disk.
+
+        Only the disk has what is in a staging arena, which cannot evict what was not written.
+        """
+        return self.chains.is_cut_off(parent) and not self._arenas.staging
+
+    def reachable(
+        self, leased: Sequence[tuple[Block, int]], now_ms: int
+    ) -> list[tuple[Block, int]]:
+        """Return the blocks whose parents are not dropped, and drop the others; parents first."""
+        kept: list[tuple[Block, int]] = []
+        for block, slot in leased:
+            if self.is_cut_off(block.parent):
+                self.not_written([block.hash], CUT_OFF, now_ms)
+                self._counts["dropped.write_cut_off"] += 1
+            else:
+                kept.append((block, slot))
+        return kept
+
+    def cut_off(self, names: Sequence[SequenceHash], now_ms: int) -> None:
+        """Count blocks that are not written because a block before them was not."""
+        self._counts["dropped.write_cut_off"] += len(names)
+        self._departures.note(names, "not_written", now_ms, detail=CUT_OFF)
 
     def take_batch(self, now_ms: int) -> tuple[ArenaReply, list[SequenceHash], int, int] | None:
         """Take the oldest blocks of one arena and size, the size, and what the budget is charged.
@@ -272,31 +256,58 @@ class PendingBlocks:
             return None
         for name in names:
             del self.waiting[name]
+            self.chains.left(name)
         self.retries.start()
         return chosen, names, size, charged
+
+    def gone(self, names: Iterable[SequenceHash], instance: str, now_ms: int) -> None:
+        """Drop blocks that have left this host tier: no lease would have them."""
+        left = [name for name in names if self._is_of(name, instance)]
+        for name in left:
+            self.chains.left(name)
+            del self.waiting[name]
+        self.retries.forget(left)
+        self._counts["dropped.write_gone"] += len(left)
+        self.not_written(left, GONE, now_ms)
+
+    def _is_of(self, name: SequenceHash, instance: str) -> bool:
+        told = self.waiting.get(name)
+        return told is not None and told.instance == instance
 
     def found(self, names: Iterable[SequenceHash]) -> None:
         """Drop blocks that are in the store without a write of ours."""
         for name in names:
+            self.chains.found(name)
             if name in self.waiting:
                 del self.waiting[name]
                 self.retries.forget([name])
 
     def forget(self, reason: str, now_ms: int) -> None:
         """Drop all of them: nothing new is begun."""
-        self._counts[f"dropped.write_{reason}"] += len(self.waiting)
-        self.not_written(self.waiting, reason, now_ms)
-        self.retries.forget(self.waiting)
+        names = list(self.waiting)
+        self._counts[f"dropped.write_{reason}"] += len(names)
         self.waiting.clear()
+        self.retries.forget(names)
+        self.not_written(names, reason, now_ms)
 
-    def not_written(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
-        """Remember why blocks are not here, to explain a miss."""
+    def not_written(self, names: Collection[SequenceHash], reason: str, now_ms: int) -> None:
+        """Drop what waits below these blocks, and remember why they are not here."""
         assert reason, "blocks are not written for a reason"
+        assert self.waiting.keys().isdisjoint(names), f"blocks wait: {reason}"
         self._departures.note(names, "not_written", now_ms, detail=reason)
+        below = [] if self._arenas.staging else self.chains.descendants(names)
+        below = [name for name in below if name in self.waiting]
+        for name in (*names, *below):
+            self.chains.drop(name)
+            self.chains.left(name)
+            self.waiting.pop(name, None)
+        self.retries.forget(below)
+        self.cut_off(below, now_ms)
 
     def check(self) -> None:
         """Assert that the queue is bounded."""
         assert len(self.waiting) <= self._limits.pending_max
+        self.chains.check(self.waiting)
 
 
 def _largest(arena: ArenaReply) -> int:

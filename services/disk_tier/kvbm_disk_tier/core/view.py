@@ -112,7 +112,7 @@ class View:
         if left is not None:
             return FateEntry(why=left.why, ago_ms=max(0, now_ms - left.at_ms), detail=left.detail)
         if owned and self._core.pending.admission.filter.enabled and not self._core.arenas.staging:
-            return FateEntry(why="filtered", detail=self._sights(name))
+            return FateEntry(why="filtered", detail=self._sights(name, now_ms))
         return FateEntry(why="")
 
     def _why_it_waits(self) -> str:
@@ -125,9 +125,9 @@ class View:
             return "the write budget is used up"
         return "its write had not begun or ended"
 
-    def _sights(self, name: SequenceHash) -> str:
+    def _sights(self, name: SequenceHash, now_ms: int) -> str:
         frequency = self._core.pending.admission.filter
-        count = frequency.count(name)
+        count = frequency.count(name, now_ms)
         if not count:
             return "was wanted too long ago to count"
         return f"count {count} of {frequency.pass_count}"

@@ -9,7 +9,7 @@ while host tier and journal confirm it. The states are those of `WRITE`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.tier.slots import Block
@@ -30,7 +30,7 @@ from kvbm_disk_tier.core.messages import (
     WriteFailed,
     Written,
 )
-from kvbm_disk_tier.core.pending import UNANSWERED, PendingBlocks, Told, leased_blocks
+from kvbm_disk_tier.core.pending import GONE, UNANSWERED, PendingBlocks, Told, leased_blocks
 from kvbm_disk_tier.core.store import Store
 from kvbm_disk_tier.core.write_batch import Phase, Write, WritesInFlight
 
@@ -68,16 +68,35 @@ class Writes:
 
     # --- admission --------------------------------------------------------------------------
 
-    def seen(self, names: Sequence[SequenceHash], told: Told, now_ms: int) -> None:
-        """Let the blocks of a host tier that deserve the disk wait for their write."""
+    def seen(
+        self,
+        names: Sequence[SequenceHash],
+        told: Told,
+        now_ms: int,
+        parents: Mapping[SequenceHash, SequenceHash] | None = None,
+    ) -> None:
+        """Let the blocks of a host tier that deserve the disk wait for their write.
+
+        `parents`: of each block, where that was told. What is here, or on its way, is not counted:
+        it is served from there.
+        """
         find, waiting, flying = self._inventory.table.find, self.pending.waiting, self.flying.names
-        for name in self.pending.admission.chosen(names, staging=self._arenas.staging):
-            if find(name) is None and name not in flying and name not in waiting:
-                self.pending.add(name, told, now_ms)
+        absent = [
+            name
+            for name in names
+            if find(name) is None and name not in flying and name not in waiting
+        ]
+        staging = self._arenas.staging
+        for name in self.pending.admission.chosen(absent, now_ms, staging=staging):
+            if name not in waiting:  # A message may name a block twice.
+                parent = parents.get(name) if parents else None
+                if parent is not None and find(parent) is not None:
+                    self.pending.chains.found(parent)
+                self.pending.add(name, told, now_ms, parent)
 
     def listed(self, names: Sequence[SequenceHash], told: Told, now_ms: int) -> None:
         """Take the blocks of a snapshot, but for those that an event has told of."""
-        self.seen(self.pending.admission.uncounted(names), told, now_ms)
+        self.seen(self.pending.admission.uncounted(names, now_ms), told, now_ms)
 
     def is_waiting(self, name: SequenceHash) -> bool:
         """Tell whether a block is to be written, or being written."""
@@ -182,7 +201,8 @@ class Writes:
         wanted = [leased[name] for name in names if name in leased and find(name) is None]
         self._counts["dropped.write_gone"] += max(0, len(names) - len(wanted) - bad)
         if left := [name for name in names if name not in leased and find(name) is None]:
-            self.pending.not_written(left, "it had left host memory when its turn came", now_ms)
+            self.pending.not_written(left, GONE, now_ms)
+        wanted = self.pending.reachable(wanted, now_ms)
         sizes = dict.fromkeys([block.bytes for block, _ in wanted])
         return [[one for one in wanted if one[0].bytes == size] for size in sizes]
 

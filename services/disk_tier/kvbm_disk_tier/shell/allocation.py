@@ -1,4 +1,4 @@
-"""Disk space that is taken before it is needed: by fallocate(2), or by writing zeros.
+"""Disk space that is taken before it is needed, by fallocate(2) or zeros; and slots that move.
 
 glibc's posix_fallocate is of no use here. Where a file system cannot preallocate (ext2, ext3, NFS
 before 4.2) it never says so, and writes one byte into each block of the file instead.
@@ -11,8 +11,13 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from kvbm_common.runtime.loop import monotonic_ms
+from kvbm_common.tier.layout import UNIT_BYTES
+
+from kvbm_disk_tier.core.resizing import Move
 
 KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE: the space lies behind the end of the file, which stays where it is."""
@@ -57,6 +62,21 @@ def fill(fd: int, size: int, *, start: int = 0) -> None:
             said_ms = monotonic_ms()
             rate = (at - start) / (time.monotonic() - started_s) / 1e6
             log.info("%d of %d bytes are filled with zeros, %.0f MB/s", at, size, rate)
+
+
+def move_slots(path: Path, moves: Sequence[Move]) -> None:
+    """Copy slots of a file to where others are free, and make them durable; raises OSError."""
+    if not moves:
+        return
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for source, target, units in moves:
+            data = os.pread(fd, units * UNIT_BYTES, source * UNIT_BYTES)
+            write_at(fd, data, target * UNIT_BYTES)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:

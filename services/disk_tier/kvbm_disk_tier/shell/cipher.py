@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from kvbm_common.errors import KvbmError
 from kvbm_common.tier.slots import Block
 
-from kvbm_disk_tier.shell.store import EXTRA_BYTES
+from kvbm_disk_tier.shell.store_header import EXTRA_BYTES
 
 TAG_BYTES = 16
 NONCE_BYTES = 12

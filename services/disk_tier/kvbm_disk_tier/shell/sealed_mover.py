@@ -37,7 +37,7 @@ from kvbm_disk_tier.shell.mover import (
     places,
     wait_settled,
 )
-from kvbm_disk_tier.shell.store import EXTRA_BYTES
+from kvbm_disk_tier.shell.store_header import EXTRA_BYTES
 
 
 class BouncePool:

@@ -20,14 +20,8 @@ from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.mover import TRANSFER_BYTES, DiskMover
 from kvbm_disk_tier.shell.nixl_backend import file_mover
 from kvbm_disk_tier.shell.queue_depth import Tuning
-from kvbm_disk_tier.shell.store import (
-    CIPHER,
-    EXTRA_BYTES,
-    Store,
-    StoreBusy,
-    StoreError,
-    StoreOptions,
-)
+from kvbm_disk_tier.shell.store import Store, StoreBusy, StoreError, StoreOptions
+from kvbm_disk_tier.shell.store_header import CIPHER, EXTRA_BYTES
 from kvbm_disk_tier.shell.tier_shell import TierShell, serve_nothing
 
 if TYPE_CHECKING:

@@ -20,31 +20,27 @@ import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 from kvbm_common.errors import KvbmError
-from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.blocks import BlockColumns
+from kvbm_common.tier.layout import UNIT_BYTES
 
 from kvbm_disk_tier.core.inventory import journal_records_max
-from kvbm_disk_tier.core.journal import RECORD_BYTES, Record, Replay, replay
-from kvbm_disk_tier.shell.allocation import fallocate, fill
+from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay, replay
+from kvbm_disk_tier.core.resizing import resized
+from kvbm_disk_tier.shell.allocation import fallocate, fill, move_slots
 from kvbm_disk_tier.shell.journal_file import JournalFile, close, sync_directory
+from kvbm_disk_tier.shell.store_header import FORMAT, FORMAT_OF_ONE_SIZE, Header, extra_of
 
-FORMAT = 3
-"""3 since slots have several sizes, 2 since a record says how many parts a block has. A store of
-another format is replaced."""
-FORMAT_OF_ONE_SIZE = 2
-"""Its slots are where those of the first size are now, and its records are read: it is kept."""
-CIPHER = "aes-256-gcm"
-EXTRA_BYTES = 4096
-"""The cipher of sealed stores, and how many bytes longer their slots are; see `cipher.py`."""
 PAGE_BYTES = 4096
 JOURNAL_SLACK = 4
 """One part of so many more: a journal goes on growing while its rewrite waits for its turn."""
 PROBE_BYTES = 4096
+MOVED_BYTES_MAX = 16 * 1024**3
+"""Of a store that is made smaller: some ten seconds of a disk, during which it serves nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -59,31 +55,6 @@ class StoreBusy(StoreError):
     """Another process has the store."""
 
     code = "store_busy"
-
-
-class Header(msgspec.Struct, frozen=True):
-    """What is in `header`."""
-
-    format: int
-    slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    slot_count: Annotated[int, msgspec.Meta(ge=1)]
-    cipher: str = ""
-    """How blocks are sealed; empty: they are not."""
-    slab_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Slots of the first size in a slab; 0 in a store of one size."""
-
-    @property
-    def layout(self) -> Layout:
-        """Where slots are in the file."""
-        extra, count = _extra_of(self.cipher), self.slot_count
-        layout = Layout.of(self.slot_bytes + extra, count, extra_bytes=extra)
-        return replace(layout, slab_slots=self.slab_slots or layout.slab_slots)
-
-    @classmethod
-    def of(cls, slot_bytes: int, slot_count: int, cipher: str) -> Header:
-        """Return the header of a new store."""
-        header = cls(FORMAT, slot_bytes, slot_count, cipher)
-        return msgspec.structs.replace(header, slab_slots=header.layout.slab_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +159,84 @@ class Store:
         found = replay(data, header.layout)
         if header.format != FORMAT:
             header = self._renew(header)
+        wanted = self._slot_count(header.slot_bytes)
+        if wanted > header.slot_count:
+            header = self._grow(header, wanted)
+        with contextlib.suppress(OSError):  # What a shrinking that did not end has left.
+            self._cut_off(header)
         self._open_files(header, journal_bytes=len(data))
+        if wanted < header.slot_count:
+            found = self._shrink(header, wanted, found)
         return found
 
     def _renew(self, header: Header) -> Header:
         """Make a store of one size one of several: its blocks stay where they are."""
         new = Header.of(header.slot_bytes, header.slot_count, header.cipher)
-        path = self._path("header.new")
         try:
-            path.write_bytes(msgspec.json.encode(new))
-            os.replace(path, self._path("header"))
-            sync_directory(self.options.directory)
+            self._replace_header(new)
         except OSError as error:  # The next life tries again.
-            log.warning("the store in %s keeps format %d: %s", path.parent, header.format, error)
+            where = self.options.directory
+            log.warning("the store in %s keeps format %d: %s", where, header.format, error)
         return new
+
+    def _replace_header(self, header: Header) -> None:
+        """Put a header in place of the old one, at once or not at all; raises OSError."""
+        path = self._path("header.new")
+        path.write_bytes(msgspec.json.encode(header))
+        os.replace(path, self._path("header"))
+        sync_directory(self.options.directory)
+
+    def _grow(self, header: Header, wanted: int) -> Header:
+        """Add slots behind those that are there, or leave the store as it is: it can be used."""
+        new, size = header.resized(wanted), header.layout.total_bytes
+        beside = 2 * (self._journal_bytes(new) - self._journal_bytes(header))
+        try:
+            self._preallocate(new.layout.total_bytes, beside, kept=size)
+            self._replace_header(new)
+        except (StoreError, OSError) as error:
+            where = self.options.directory
+            log.warning("the store in %s keeps %d slots: %s", where, header.slot_count, error)
+            return header
+        log.info("the store in %s has %d slots, %d before", *self._sizes(new, header))
+        return new
+
+    def _shrink(self, header: Header, wanted: int, found: Replay) -> Replay:
+        """Cut off the last slots, and move their newest blocks as far as others are free.
+
+        The journal says where blocks are, before the header says how many slots there are, before
+        the file is shorter: an end in between is made good by the next life.
+        """
+        new = header.resized(wanted)
+        moved_units_max = MOVED_BYTES_MAX // UNIT_BYTES
+        kept, moves = resized(
+            BlockColumns.of(found.blocks), new.layout, moved_units_max=moved_units_max
+        )
+        records = tuple(
+            Record(Operation.COMMITTED, order, place, block)
+            for order, (place, block) in enumerate(kept.items(), found.next_order)
+        )
+        try:
+            move_slots(self._path("slots"), moves)
+            self._journal.rewrite(records)
+            self._replace_header(new)
+            self._cut_off(new)
+        except OSError as error:
+            self._close_files()
+            raise StoreError(f"no smaller store in {self.options.directory}: {error}") from error
+        self.header = new
+        log.info("the store in %s has %d slots, %d before", *self._sizes(new, header))
+        lost = len(found.blocks) - len(kept)
+        log.info("%d blocks stay, %d of them were moved, and %d left", len(kept), len(moves), lost)
+        return Replay(kept, found.next_order + len(records), len(records), found.damaged)
+
+    def _cut_off(self, header: Header) -> None:
+        """Give back the space behind the last slot; raises OSError."""
+        path, size = self._path("slots"), header.layout.total_bytes
+        if path.stat().st_size > size:
+            os.truncate(path, size)
+
+    def _sizes(self, new: Header, old: Header) -> tuple[Path, int, int]:
+        return self.options.directory, new.slot_count, old.slot_count
 
     def _refusal(self, header: Header) -> str:
         """Return why a store cannot be used as it is; empty: it can."""
@@ -213,11 +248,9 @@ class Store:
         if header.cipher != self.options.cipher:
             return f"its cipher is {header.cipher or 'none'}, not {self.options.cipher or 'none'}"
         try:
-            slot_count = self._slot_count(header.slot_bytes)
+            self._slot_count(header.slot_bytes)
         except StoreError as error:
             return str(error)
-        if header.slot_count != slot_count:
-            return f"it has {header.slot_count} slots, and {slot_count} are wanted"
         if self._path("slots").stat().st_size < header.layout.total_bytes:
             return "its file of slots is too short"
         return ""
@@ -247,7 +280,7 @@ class Store:
     def _slot_count(self, slot_bytes: int) -> int:
         if self.options.slot_count is not None:
             return self.options.slot_count
-        count = self.options.capacity_bytes // (slot_bytes + _extra_of(self.options.cipher))
+        count = self.options.capacity_bytes // (slot_bytes + extra_of(self.options.cipher))
         if count < 1:
             raise StoreError(
                 f"DYN_KVBM_DISK_CACHE_GB is {self.options.capacity_bytes / 1e9:g}: "
@@ -262,8 +295,11 @@ class Store:
         size = (records + records // JOURNAL_SLACK) * RECORD_BYTES
         return -(-size // PAGE_BYTES) * PAGE_BYTES
 
-    def _preallocate(self, size: int, beside: int) -> None:
-        """Take the space of the slots, if there are so many bytes beside them as well."""
+    def _preallocate(self, size: int, beside: int, *, kept: int = 0) -> None:
+        """Take the space of the slots, if there are so many bytes beside them as well.
+
+        The first `kept` bytes stay as they are.
+        """
         path = self._path("slots")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -272,11 +308,11 @@ class Store:
             # Asked first: an allocation that fails has taken the whole disk for a moment.
             if size + beside > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.ftruncate(fd, 0)
-            self._allocate(fd, size)
+            os.ftruncate(fd, kept)
+            self._allocate(fd, size, kept)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, 0)
+                os.ftruncate(fd, kept)
             raise StoreError(
                 f"no room for {size} bytes and {beside} of journal in {self.options.directory} "
                 f"({free} free): lower DYN_KVBM_DISK_CACHE_GB or make room ({error.strerror})"
@@ -284,12 +320,12 @@ class Store:
         finally:
             os.close(fd)
 
-    def _allocate(self, fd: int, size: int) -> None:
+    def _allocate(self, fd: int, size: int, kept: int) -> None:
         """Write zeros, or leave the file sparse, where the file system cannot preallocate."""
         if fallocate(fd, size):
             return
         if self.options.zerofill_fallback:
-            fill(fd, size)
+            fill(fd, size, start=kept)
         else:
             os.ftruncate(fd, size)
 
@@ -355,8 +391,3 @@ class Store:
         page = mmap.mmap(-1, PROBE_BYTES)
         if os.preadv(self.fd, [page], 0) < PROBE_BYTES:
             raise OSError(errno.EIO, "the file of slots is shorter than it was")
-
-
-def _extra_of(cipher: str) -> int:
-    """Return what a slot in the file is longer than its block in whole units."""
-    return EXTRA_BYTES if cipher else 0

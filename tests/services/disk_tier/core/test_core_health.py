@@ -23,8 +23,8 @@ from kvbm_disk_tier.core.messages import (
     Synchronised,
     WritersKnown,
 )
-from kvbm_disk_tier.core.pending import DAY_MS
 from kvbm_disk_tier.core.shards import Shards
+from kvbm_disk_tier.core.write_budget import DAY_MS
 
 from tests.services.disk_tier.helpers import (
     BLOCK_BYTES,
@@ -138,7 +138,7 @@ def test_a_journal_that_fails_stops_the_writes_though_every_block_is_written_wel
     """What is on the disk is read as before; the reason is what the system said."""
     disk = Disk(slots=9)
     disk.store(1)
-    assert SayAccepting(False) in fail_commits(disk, *range(2, 2 + FAILURES_MAX))
+    assert SayAccepting(False) in fail_commits(disk, *range(11, 11 + 2 * FAILURES_MAX, 2))
     assert reasons(disk) == [
         "the disk takes no blocks: the journal cannot be written: No space left on device"
     ]
@@ -169,7 +169,7 @@ def test_a_disk_that_only_reads_is_bypassed_when_reads_fail_as_well() -> None:
     """1. No block can be written. 2. None can be read, either. 3. The probe before says nothing."""
     disk = Disk(slots=9)
     disk.store(1)
-    fail_commits(disk, *range(2, 2 + FAILURES_MAX))
+    fail_commits(disk, *range(11, 11 + 2 * FAILURES_MAX, 2))
     assert disk.wait(PAUSE_MS) == [ProbeStore()]
     fail_reads(disk, FAILURES_MAX)
     assert disk.probed() == []
@@ -245,7 +245,7 @@ def test_a_journal_that_cannot_be_shortened_is_tried_again_and_reported() -> Non
 
 def test_writes_that_fail_count_too() -> None:
     disk = Disk(slots=9)
-    for number in range(1, FAILURES_MAX + 1):
+    for number in range(1, 2 * FAILURES_MAX, 2):
         write = one(disk.leased(one(disk.host_stored(number), LeaseHost)), WriteSlots)
         effects = disk.write_failed(write)
         disk.finish(effects)
@@ -304,10 +304,10 @@ def test_what_was_not_written_does_not_cost() -> None:
     disk.host_stored(1)
     lease = one(disk.wait(2 * HOUR_MS), LeaseHost)
     assert disk.lease_failed(lease, "stale_epoch") == []
-    lease = one(disk.host_stored(2), LeaseHost)
-    disk.finish(disk.leased(lease, 2))
-    disk.finish(disk.host_stored(3))
-    assert disk.announced == {3}
+    lease = one(disk.host_stored(3), LeaseHost)
+    disk.finish(disk.leased(lease, 3))
+    disk.finish(disk.host_stored(5))
+    assert disk.announced == {5}
 
 
 def test_the_amplification_of_writes_is_known() -> None:

@@ -1,22 +1,21 @@
-"""How large batches of writes are, and how many bytes a day may have."""
+"""How large batches of writes are, and what is dropped with a block that is not written."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvbm_disk_tier.core.effects import LeaseHost, WriteSlots
+from kvbm_disk_tier.core.effects import Effect, LeaseHost, WriteSlots
 from kvbm_disk_tier.core.limits import DiskTierLimits
+from kvbm_disk_tier.core.messages import HostEvent
 from kvbm_disk_tier.core.pending import (
     ARENA_SHARE,
-    DAY_MS,
     FAST_MS,
     SLOW_MS,
     BatchSize,
-    WriteBudget,
 )
 
-from tests.services.disk_tier.helpers import ARENA_SLOTS, Disk, asked, of, one
+from tests.services.disk_tier.helpers import ARENA_SLOTS, Disk, asked, block, of, one
 
 
 @pytest.mark.parametrize(
@@ -64,55 +63,81 @@ def test_no_batch_pins_more_than_a_part_of_the_arena() -> None:
     assert asked(of(disk.host_stored(*range(11, 30)), LeaseHost)[0]) == [11, 12, 13]
 
 
-HOUR_MS = DAY_MS // 24
+# --- chains ---------------------------------------------------------------------------------------
 
 
-def test_without_a_budget_everything_may_be_written() -> None:
-    assert WriteBudget(0).take(10**15, 0)
+def narrow(**changes: int) -> DiskTierLimits:
+    """One block is written at a time, and one leased ahead."""
+    return DiskTierLimits(writes_max=1, batch_blocks_max=1, ahead_batches=0, **changes)
 
 
-def test_it_begins_empty_and_fills_over_the_day() -> None:
-    budget = WriteBudget(24_000)
-    assert not budget.take(1, 0)
-    assert budget.take(900, HOUR_MS)
-    assert not budget.take(900, HOUR_MS), "23/24 of 1,000 an hour"
-    assert budget.take(1_000, 3 * HOUR_MS)
-    assert not budget.take(100, 3 * HOUR_MS), "no more than an hour's worth is kept"
+def test_what_hangs_on_a_block_that_is_not_written_is_not_written() -> None:
+    """1. 9 is leased and 1 waits, 2 finds no room. 2. Its child that comes later is refused, though
+    there is room. 3. When 2 is told again, both may."""
+    disk = Disk(limits=narrow(pending_max=1))
+    lease = one(disk.host_stored(9), LeaseHost)
+    disk.host_stored(1, 2)
+    disk.finish([lease])
+    assert disk.announced == {9, 1}
+    assert disk.host_stored(3) == []
+    assert disk.counts["dropped.write_cut_off"] == 1
+    disk.finish(disk.hit(2))
+    disk.finish(disk.host_stored(3))
+    assert disk.announced == {9, 1, 2, 3}
 
 
-def test_a_batch_beyond_the_bucket_waits_for_a_full_one_and_is_paid_for() -> None:
-    budget = WriteBudget(24_000)
-    assert not budget.take(5_000, 0)
-    assert budget.take(5_000, 2 * HOUR_MS)
-    assert not budget.take(1, 6 * HOUR_MS)
-    assert budget.take(1, 7 * HOUR_MS)
+def test_what_waits_is_dropped_with_its_parent() -> None:
+    """2 has left host memory when its turn comes: 3 and 4, which wait, could not be reached."""
+    disk = Disk(slots=8, limits=narrow())
+    lease = one(disk.host_stored(1, 2, 3, 4, 11), LeaseHost)
+    effects = disk.leased(lease)
+    second = one(effects, LeaseHost)
+    rest = [*disk.written(one(effects, WriteSlots)), *disk.leased(second, 2)]
+    disk.finish(rest)
+    assert disk.announced == {1, 11}
+    assert disk.counts["dropped.write_gone"] == 1
+    assert disk.counts["dropped.write_cut_off"] == 2
 
 
-def test_what_was_not_written_is_given_back() -> None:
-    budget = WriteBudget(24_000)
-    assert not budget.take(1_000, 0)
-    assert budget.take(1_000, 2 * HOUR_MS)
-    budget.give_back(1_000)
-    assert budget.take(1_000, 2 * HOUR_MS)
+def test_what_leaves_the_host_makes_room_at_once() -> None:
+    """No lease is asked for 2, and 5 has its place."""
+    disk = Disk(limits=narrow(pending_max=2))
+    lease = one(disk.host_stored(9), LeaseHost)
+    disk.host_stored(1, 2)
+    for event in disk.host.removed([block(2)], "evicted"):
+        assert disk.step(HostEvent("1", event)) == [], "another host tier still has it"
+        assert disk.step(HostEvent("0", event)) == []
+    disk.host_stored(5)
+    disk.finish([lease])
+    assert disk.announced == {9, 1, 5}
+
+
+def test_a_staging_arena_has_all_of_its_blocks_written() -> None:
+    """It can evict only what is on disk: 3 is written although 2 was not."""
+    disk = Disk(slots=8, staging=True)
+    disk.finish(disk.leased(one(disk.host_stored(1, 2, 3), LeaseHost), 2))
+    assert disk.announced == {1, 3}
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 3 * HOUR_MS), st.integers(1, 1_000), st.integers(0, 9)),
-        max_size=60,
-    )
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12), st.booleans()), max_size=20),
+    st.integers(1, 4),
 )
-def test_in_no_day_more_than_the_budget(steps: list[tuple[int, int, int]]) -> None:
-    """Restarts (0) empty the bucket; clocks only go forward."""
-    per_day = 24_000
-    budget, now_ms = WriteBudget(per_day), 0
-    written: list[tuple[int, int]] = []
-    for wait_ms, size, restart in steps:
-        now_ms += wait_ms
-        if restart == 0:
-            budget = WriteBudget(per_day)
-        if budget.take(size, now_ms):
-            written.append((now_ms, size))
-    for start_ms, _ in written:
-        window = [size for at_ms, size in written if start_ms <= at_ms < start_ms + DAY_MS]
-        assert sum(window) <= per_day + 1
+def test_what_is_on_disk_can_be_reached(
+    steps: list[tuple[int, int, bool]], pending_max: int
+) -> None:
+    """The host tells of a chain up to a block, again and again; one block has left its memory at
+    times; the disk falls behind: the blocks on disk are the leading ones."""
+    disk = Disk(slots=20, limits=narrow(pending_max=pending_max))
+    held: list[Effect] = []
+    for upto, missing, is_slow in steps:
+        held += disk.host_stored(*range(1, upto + 1))
+        if is_slow:
+            continue
+        while held:
+            match held.pop(0):
+                case LeaseHost() as lease:
+                    held += disk.leased(lease, missing)
+                case effect:
+                    disk.finish([effect])
+        assert disk.announced == set(range(1, len(disk.announced) + 1))

@@ -30,6 +30,7 @@ from tests.services.disk_tier.helpers import (
     arena,
     asked,
     leased_slot,
+    name,
     numbers,
     of,
     one,
@@ -70,6 +71,19 @@ def test_the_filter_declines_what_is_new_and_admits_what_is_wanted_again() -> No
     assert disk.counts["filtered_blocks"] == 2
     assert asked(one(disk.hit(2), LeaseHost)) == [2]
     assert asked(one(disk.host_stored(1), LeaseHost)) == [1]
+
+
+def test_what_is_here_or_on_its_way_is_not_counted() -> None:
+    """Seen twice, block 1 waits, is written and is on disk: its hits meanwhile add nothing."""
+    disk = Disk(filtered=True)
+    disk.host_stored(1)
+    effects = disk.hit(1)
+    disk.hit(1)
+    disk.finish(effects)
+    disk.hit(1)
+    disk.host_stored(1)
+    assert disk.announced == {1}
+    assert disk.filter.count(name(1), disk.now_ms) == 2
 
 
 def test_the_filter_that_was_given_is_used_even_when_it_is_empty() -> None:
@@ -200,25 +214,25 @@ def test_a_lease_that_waited_while_the_arena_changed_is_not_written() -> None:
     assert disk.announced == set()
 
 
-def test_pending_blocks_are_bounded_and_the_oldest_go() -> None:
-    """No slot is free of pins: nothing starts, three wait, two may."""
+def test_pending_blocks_are_bounded_and_the_newest_are_refused() -> None:
+    """Three are to wait, two may: 3 is not taken."""
     disk = Disk(limits=DiskTierLimits(writes_max=1, batch_blocks_max=1, pending_max=2))
     lease = one(disk.host_stored(9), LeaseHost)
     disk.host_stored(1, 2, 3)
     assert disk.counts["dropped.write_pending_full"] == 1
     disk.finish([lease])
-    assert disk.announced == {9, 2, 3}
+    assert disk.announced == {9, 1, 2}
 
 
-def test_blocks_that_the_host_has_no_more_are_left_out() -> None:
-    """2 was evicted before the lease: 1 and 3 are written."""
+def test_blocks_that_the_host_has_no_more_are_left_out_with_what_hangs_on_them() -> None:
+    """2 was evicted before the lease: 1 is written, and 3 could not be reached."""
     disk = Disk()
     effects = disk.leased(one(disk.host_stored(1, 2, 3), LeaseHost), 2)
-    assert one(effects, WriteSlots).sources == (1, 3)
+    assert one(effects, WriteSlots).sources == (1,)
     disk.finish(effects)
-    assert disk.announced == {1, 3}
-    assert disk.counts["dropped.write_gone"] == 1
-    assert asked(one(disk.host_stored(2), LeaseHost)) == [2], "it may come back"
+    assert disk.announced == {1}
+    assert disk.counts["dropped.write_gone"] == disk.counts["dropped.write_cut_off"] == 1
+    assert asked(one(disk.host_stored(2, 3), LeaseHost)) == [2, 3], "they may come back"
 
 
 def test_an_empty_lease_is_given_back_and_nothing_is_written() -> None:
@@ -313,12 +327,12 @@ def test_a_lease_that_ended_early_makes_the_copy_worthless() -> None:
                {"bytes": 0}, {"checksum": 2**64}, {"checksum": -1}],
 )  # fmt: skip
 def test_a_leased_slot_that_cannot_be_is_not_written(change: dict[str, int]) -> None:
-    """A peer's mistake costs its block: 2 is written."""
+    """A peer's mistake costs its block: 3 is written."""
     disk = Disk()
-    lease = one(disk.host_stored(1, 2), LeaseHost)
-    reply = LeaseReply(lease=5, slots=[leased_slot(1, **change), leased_slot(2)])
+    lease = one(disk.host_stored(1, 3), LeaseHost)
+    reply = LeaseReply(lease=5, slots=[leased_slot(1, **change), leased_slot(3)])
     disk.finish(disk.step(Leased(lease.write, reply)))
-    assert disk.announced == {2}
+    assert disk.announced == {3}
     assert disk.counts["dropped.write_bad_lease"] == 1
     assert "dropped.write_gone" not in disk.counts
 

@@ -103,17 +103,17 @@ def test_a_block_is_waiting_from_its_admission_to_its_end() -> None:
     assert not writes.is_waiting(name(1))
 
 
-def test_the_oldest_that_wait_make_way_and_are_remembered() -> None:
-    """Two may wait while one is written: of four the first two go."""
+def test_the_newest_are_refused_and_remembered() -> None:
+    """Two may wait while one is written: of four the third is refused, and the fourth with it."""
     disk = Disk(limits=single(pending_max=2))
     lease = one(disk.host_stored(9), LeaseHost)
     disk.host_stored(1, 2, 3, 4)
-    assert dropped(disk) == {"pending_full": 2}
-    for number in (1, 2):
-        assert why(disk, number) == unwritten(disk, "too many blocks were waiting")
-    assert why(disk, 3) is None
+    assert dropped(disk) == {"pending_full": 1, "cut_off": 1}
+    assert why(disk, 3) == unwritten(disk, "too many blocks were waiting")
+    assert why(disk, 4) == unwritten(disk, "a block before it was not written")
+    assert why(disk, 2) is None
     disk.finish([lease])
-    assert disk.announced == {9, 3, 4}
+    assert disk.announced == {9, 1, 2}
 
 
 def test_blocks_that_were_found_in_the_store_are_not_written() -> None:
@@ -134,7 +134,7 @@ def test_what_waits_is_forgotten_with_its_reason() -> None:
     assert dropped(disk) == {"stopping": 2}
     assert why(disk, 2) == why(disk, 3) == unwritten(disk, "stopping")
     assert (why(disk, 1), len(disk.core.writes.pending.waiting)) == (None, 0)
-    disk.host_stored(4)
+    disk.host_stored(5)
     disk.core.writes.pending.forget("stopping", disk.now_ms)
     assert dropped(disk) == {"stopping": 3}
 
@@ -184,16 +184,16 @@ def test_without_a_free_slot_nothing_is_leased() -> None:
 
 
 def test_blocks_that_have_left_the_host_are_counted_and_remembered() -> None:
-    """2 of three is gone; 1 came into the store by itself meanwhile is no loss."""
+    """3 of three is gone; 1 came into the store by itself meanwhile is no loss."""
     disk = Disk()
-    write = one(disk.leased(one(disk.host_stored(1, 2, 3), LeaseHost), 2), WriteSlots)
-    assert write.sources == (1, 3)
+    write = one(disk.leased(one(disk.host_stored(1, 3, 5), LeaseHost), 3), WriteSlots)
+    assert write.sources == (1, 5)
     assert dropped(disk) == {"gone": 1}
-    assert why(disk, 2) == unwritten(disk, "it had left host memory when its turn came")
+    assert why(disk, 3) == unwritten(disk, "it had left host memory when its turn came")
     assert why(disk, 1) is None
     disk.finish(disk.written(write))
-    lease = one(disk.host_stored(5, 6, 7, 8), LeaseHost)
-    disk.leased(lease, 6, 8)
+    lease = one(disk.host_stored(11, 13, 15, 17), LeaseHost)
+    disk.leased(lease, 13, 17)
     assert dropped(disk) == {"gone": 3}
 
 
@@ -212,8 +212,8 @@ def test_a_leased_slot_is_sound_up_to_the_very_bound(
     change: dict[str, int], is_sound: bool
 ) -> None:
     disk = Disk()
-    lease = one(disk.host_stored(1, 2), LeaseHost)
-    slots = [leased_slot(1, **change), leased_slot(2)]
+    lease = one(disk.host_stored(1, 3), LeaseHost)
+    slots = [leased_slot(1, **change), leased_slot(3)]
     write = one(disk.step(Leased(lease.write, LeaseReply(lease=5, slots=slots))), WriteSlots)
     assert len(write.blocks) == 1 + is_sound
     assert dropped(disk) == ({} if is_sound else {"bad_lease": 1})
@@ -394,10 +394,10 @@ def test_writes_that_were_never_confirmed_are_given_up_as_lost_leases() -> None:
 def test_a_batch_that_is_aborted_is_counted_by_what_was_written_of_it() -> None:
     """Of three asked for two were there; then the lease was lost."""
     disk = Disk()
-    write = one(disk.leased(one(disk.host_stored(1, 2, 3), LeaseHost), 2), WriteSlots)
+    write = one(disk.leased(one(disk.host_stored(1, 3, 5), LeaseHost), 3), WriteSlots)
     disk.released(one(disk.written(write), ReleaseHost), valid=False)
     assert dropped(disk) == {"gone": 1, "lease_lost": 2}
-    assert why(disk, 1) == why(disk, 3) == unwritten(disk, "lease_lost")
+    assert why(disk, 1) == why(disk, 5) == unwritten(disk, "lease_lost")
 
 
 def test_losses_and_failures_add_up() -> None:
@@ -427,9 +427,9 @@ def test_the_budget_that_was_not_used_is_given_back() -> None:
     full = budget.level
     disk.lease_failed(one(disk.host_stored(1, 2), LeaseHost), "stale_epoch")
     assert budget.level == full
-    lease = one(disk.host_stored(3, 4), LeaseHost)
+    lease = one(disk.host_stored(11, 12), LeaseHost)
     assert budget.level == full - 2 * SLOT_BYTES
-    write = one(disk.leased(lease, 4), WriteSlots)
+    write = one(disk.leased(lease, 12), WriteSlots)
     assert budget.level == full - SLOT_BYTES
     disk.finish(disk.written(write))
     assert budget.level == full - SLOT_BYTES

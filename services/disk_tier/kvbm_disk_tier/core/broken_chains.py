@@ -1,0 +1,91 @@
+"""Broken chains: blocks that were not written, and the waiting blocks that hang on them.
+
+A lookup ends at the first missing block: what is on disk behind one that is not cannot be reached.
+So a block is dropped with its descendants, those that wait and those that come later. It is
+forgotten as soon as it waits again, or was found in the store.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from kvbm_common.identity import SequenceHash
+
+
+class BrokenChains:
+    """The parents of waiting blocks, and the blocks that were dropped lately."""
+
+    def __init__(self, dropped_max: int) -> None:
+        """Start without blocks; of more than `dropped_max` the oldest are forgotten."""
+        assert dropped_max > 0, dropped_max
+        self._parent: dict[SequenceHash, SequenceHash] = {}
+        """Of each waiting block whose parent is known."""
+        self._children: dict[SequenceHash, dict[SequenceHash, None]] = {}
+        """Waiting blocks by parent, which may wait, be in flight or anywhere."""
+        self._dropped: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
+        """Blocks that were dropped, with their parents as far as these are known."""
+        self._dropped_max = dropped_max
+
+    def wait(self, name: SequenceHash, parent: SequenceHash | None) -> None:
+        """Note that a block waits for its write; None: its parent was not told now."""
+        assert name not in self._parent, f"{name.hex()} waits already"
+        parent = self.parent_of(name, parent)
+        self._dropped.pop(name, None)
+        if parent is not None:
+            self._parent[name] = parent
+            self._children.setdefault(parent, {})[name] = None
+
+    def left(self, name: SequenceHash) -> None:
+        """Note that a block waits no more."""
+        parent = self._parent.pop(name, None)
+        if parent is not None:
+            siblings = self._children[parent]
+            assert name in siblings, f"{name.hex()} is no child of {parent.hex()}"
+            del siblings[name]
+            if not siblings:
+                del self._children[parent]
+
+    def found(self, name: SequenceHash) -> None:
+        """Note that a block is in the store without a write of ours."""
+        self.left(name)
+        self._dropped.pop(name, None)
+        assert not self.is_cut_off(name)
+
+    def parent_of(
+        self, name: SequenceHash, told: SequenceHash | None = None
+    ) -> SequenceHash | None:
+        """Return the parent as it was told, or as it is remembered of a dropped block."""
+        return self._dropped.get(name) if told is None else told
+
+    def is_cut_off(self, parent: SequenceHash | None) -> bool:
+        """Tell whether the children of this block cannot be reached."""
+        return parent is not None and parent in self._dropped
+
+    def drop(self, name: SequenceHash, parent: SequenceHash | None = None) -> None:
+        """Note that a block will not be on disk."""
+        parent = self._parent.get(name) or self.parent_of(name, parent)
+        self._dropped[name] = parent
+        self._dropped.move_to_end(name)
+        if len(self._dropped) > self._dropped_max:
+            self._dropped.popitem(last=False)
+
+    def descendants(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
+        """Return the waiting blocks below these, parents first."""
+        found: list[SequenceHash] = []
+        seen = set(names)
+        ahead = list(seen)
+        while ahead:
+            children = [child for child in self._children.get(ahead.pop(), ()) if child not in seen]
+            seen.update(children)
+            found += children
+            ahead += children
+        return found
+
+    def check(self, waiting: Iterable[SequenceHash]) -> None:
+        """Assert that what is linked waits, and that both directions agree."""
+        assert self._parent.keys() <= set(waiting), "a block is linked, and does not wait"
+        assert self._dropped.keys().isdisjoint(waiting), "a block waits, and was dropped"
+        assert len(self._dropped) <= self._dropped_max
+        links = [(child, one) for one, below in self._children.items() for child in below]
+        assert dict(links) == self._parent, "children and parents disagree"

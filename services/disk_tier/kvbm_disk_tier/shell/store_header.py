@@ -1,0 +1,53 @@
+"""The header of a store: what its files are, as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+from kvbm_common.tier.layout import Layout
+
+FORMAT = 3
+"""3 since slots have several sizes, 2 since a record says how many parts a block has. A store of
+another format is replaced."""
+FORMAT_OF_ONE_SIZE = 2
+"""Its slots are where those of the first size are now, and its records are read: it is kept."""
+CIPHER = "aes-256-gcm"
+EXTRA_BYTES = 4096
+"""The cipher of sealed stores, and how many bytes longer their slots are; see `cipher.py`."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What is in `header`."""
+
+    format: int
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    slot_count: Annotated[int, msgspec.Meta(ge=1)]
+    cipher: str = ""
+    """How blocks are sealed; empty: they are not."""
+    slab_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Slots of the first size in a slab; 0 in a store of one size."""
+
+    @property
+    def layout(self) -> Layout:
+        """Where slots are in the file."""
+        extra, count = extra_of(self.cipher), self.slot_count
+        layout = Layout.of(self.slot_bytes + extra, count, extra_bytes=extra)
+        return replace(layout, slab_slots=self.slab_slots or layout.slab_slots)
+
+    def resized(self, slot_count: int) -> Header:
+        """Return the header of the store with another number of slots: its slabs stay."""
+        slab_slots = self.layout.slab_slots
+        return msgspec.structs.replace(self, slot_count=slot_count, slab_slots=slab_slots)
+
+    @classmethod
+    def of(cls, slot_bytes: int, slot_count: int, cipher: str) -> Header:
+        """Return the header of a new store."""
+        header = cls(FORMAT, slot_bytes, slot_count, cipher)
+        return msgspec.structs.replace(header, slab_slots=header.layout.slab_slots)
+
+
+def extra_of(cipher: str) -> int:
+    """Return what a slot in the file is longer than its block in whole units."""
+    return EXTRA_BYTES if cipher else 0

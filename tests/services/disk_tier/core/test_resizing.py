@@ -1,0 +1,91 @@
+"""A store that is made smaller: which blocks stay, and where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvbm_common.tier.blocks import Block, BlockColumns
+from kvbm_common.tier.layout import UNIT_BYTES, Layout
+from kvbm_disk_tier.core.journal import Operation, Record, encode_records, replay
+from kvbm_disk_tier.core.resizing import resized
+
+from tests.services.disk_tier.helpers import NAMESPACE, name
+
+SLAB_SLOTS = 4
+FIRST = 3 * UNIT_BYTES
+"""The length of the slots that the store was cut for; others have one or two units."""
+NO_BOUND = 1_000_000
+
+
+def layout(slot_count: int) -> Layout:
+    """A store of so many slots of the first size."""
+    return Layout(FIRST, slot_count, SLAB_SLOTS)
+
+
+def block(number: int, units: int) -> Block:
+    """A block that fills its slot."""
+    return Block(name(number), name(number - 1), NAMESPACE, number, units * UNIT_BYTES)
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> tuple[int, dict[int, Block]]:
+    """A number of slots, and blocks by place, oldest first: each slab has blocks of one size."""
+    slot_count = draw(st.integers(1, 20))
+    end, step = slot_count * 3, SLAB_SLOTS * 3
+    places: list[tuple[int, int]] = []
+    for begin in range(0, end, step):
+        units = draw(st.integers(1, 3))
+        inside = range(begin, min(begin + step, end) - units + 1, units)
+        places += [(place, units) for place in inside if draw(st.booleans())]
+    shuffled = draw(st.permutations(places))
+    return slot_count, {place: block(n, units) for n, (place, units) in enumerate(shuffled, 1)}
+
+
+@given(stores(), st.integers(1, 20))
+def test_what_fits_is_kept(store: tuple[int, dict[int, Block]], wanted: int) -> None:
+    """Blocks before the end stay; the journal of the rest, replayed, is what was returned."""
+    slot_count, blocks = store
+    wanted = min(wanted, slot_count)
+    kept, moves = resized(BlockColumns.of(blocks), layout(wanted), moved_units_max=NO_BOUND)
+    units_of = {place: one.bytes // UNIT_BYTES for place, one in blocks.items()}
+    stay = {p: one for p, one in blocks.items() if p + units_of[p] <= 3 * wanted}
+    moved = {move.target: blocks[move.source] for move in moves}
+    assert dict(kept) == stay | moved
+    assert not stay.keys() & moved.keys()
+    assert [one.hash for one in kept.values()] == [
+        one.hash for one in blocks.values() if one.hash in kept.slot_of
+    ], "the order of their age stays"
+    records = [
+        Record(Operation.COMMITTED, order, place, one)
+        for order, (place, one) in enumerate(kept.items(), 1)
+    ]
+    again = replay(encode_records(records), layout(wanted))
+    assert (dict(again.blocks), again.damaged) == (dict(kept), 0)
+
+
+@given(st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_of_blocks_of_one_size_as_many_stay_as_there_are_slots(case: tuple[int, set[int]]) -> None:
+    """Half of the slots, wherever the blocks were."""
+    slot_count, taken = case
+    wanted = max(1, slot_count // 2)
+    blocks = {3 * slot: block(slot + 1, 3) for slot in sorted(taken)}
+    kept, _ = resized(BlockColumns.of(blocks), layout(wanted), moved_units_max=NO_BOUND)
+    assert len(kept) == min(len(blocks), wanted)
+
+
+def test_the_newest_move_and_no_more_than_is_allowed() -> None:
+    """Of blocks 1 to 3 behind the end, two may move: 3 and 2, into the lowest slots."""
+    blocks = {3 * slot: block(slot - 3, 3) for slot in (4, 5, 6)}
+    kept, moves = resized(BlockColumns.of(blocks), layout(4), moved_units_max=7)
+    assert [(move.source, move.target) for move in moves] == [(18, 0), (15, 3)]
+    assert dict(kept) == {3: blocks[15], 0: blocks[18]}
+
+
+def test_a_sealed_slot_is_longer_than_its_block() -> None:
+    """A block of two units takes three: one that would end behind the last slot leaves."""
+    sealed = replace(layout(1), extra_bytes=UNIT_BYTES)
+    blocks = {0: block(1, 2), 3: block(2, 2)}
+    kept, moves = resized(BlockColumns.of(blocks), sealed, moved_units_max=NO_BOUND)
+    assert (dict(kept), moves) == ({0: blocks[0]}, [])

@@ -1,0 +1,183 @@
+"""A disk tier started again with another size, on a real NATS, with real files over NIXL."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.tier.layout import UNIT_BYTES
+from kvbm_common.tier.slots import Block
+from kvbm_common.wire.admin import RemoveRequest
+from kvbm_disk_tier.core.journal import Operation, Record
+from kvbm_disk_tier.shell.store import Store, StoreError, StoreOptions
+
+from tests.services.disk_tier.helpers import NAMESPACE, name
+from tests.services.disk_tier.shell.test_service import (
+    DISK_SLOTS,
+    SLOT_BYTES,
+    Host,
+    ask,
+    living,
+    settings_of,
+    wait_stats,
+)
+
+KEYS = ("", "11" * 32)
+EXTRA_BYTES = 4096
+
+
+def size_of(slots: int, keys: str) -> dict[str, Any]:
+    """What gives a disk tier so many slots."""
+    slot_bytes = SLOT_BYTES + (EXTRA_BYTES if keys else 0)
+    return {"disk_cache_gb": slots * slot_bytes / 1e9, "disk_keys": keys}
+
+
+@pytest.fixture
+async def host(bus: Bus) -> AsyncIterator[Host]:
+    """A living host tier."""
+    async with Host.living(bus) as living_host:
+        yield living_host
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("slots", [DISK_SLOTS + 1, DISK_SLOTS - 1, DISK_SLOTS // 2, 2 * DISK_SLOTS])
+async def test_another_size_keeps_what_fits(
+    nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path, slots: int, keys: str
+) -> None:
+    """1. A full store. 2. Another size: as many blocks as fit are read and verified. 3. New ones
+    come. 4. The first size again."""
+    stored = [*range(1, DISK_SLOTS + 1)]
+    async with living(settings_of(nats_server, tmp_path, **size_of(DISK_SLOTS, keys))):
+        host.store(*stored)
+        await host.wait_announced(*stored)
+    host.held.clear()
+    fit = stored[:slots]
+    for count in (slots, DISK_SLOTS):
+        async with living(settings_of(nats_server, tmp_path, **size_of(count, keys))):
+            await host.wait_announced(*fit)
+            assert (await wait_stats(bus, "ready", True)).slots["total"] == count
+            for number in fit:
+                assert (await host.fill(number))[number].ok
+
+
+async def test_blocks_behind_the_new_end_move_into_free_slots(
+    nats_server: NatsServer, bus: Bus, host: Host, tmp_path: Path
+) -> None:
+    """1. Of six blocks the first three are reset. 2. In half the slots the others are all there,
+    and once more. 3. With the slots of before, they are, and new ones come."""
+    async with living(settings_of(nats_server, tmp_path, **size_of(DISK_SLOTS, ""))):
+        host.store(*range(1, 7))
+        await host.wait_announced(*range(1, 7))
+        hashes = [name(number).hex() for number in (1, 2, 3)]
+        await ask(bus, "reset", msgspec.json.encode(RemoveRequest(hashes=hashes)))
+        await host.wait_announced(4, 5, 6)
+    host.held.clear()
+    for count in (DISK_SLOTS // 2, DISK_SLOTS // 2, DISK_SLOTS):
+        async with living(settings_of(nats_server, tmp_path, **size_of(count, ""))):
+            await host.wait_announced(4, 5, 6)
+            assert (await wait_stats(bus, "ready", True)).slots["total"] == count
+            for number in (4, 5, 6):
+                assert (await host.fill(number))[number].ok
+    async with living(settings_of(nats_server, tmp_path, **size_of(DISK_SLOTS, ""))):
+        host.store(7, 8)
+        await host.wait_announced(*range(4, 9))
+
+
+# --- the store alone ------------------------------------------------------------------------------
+
+
+def store_of(directory: Path, slots: int, **changes: Any) -> Store:
+    """A store with so many slots of 4 KiB."""
+    capacity_bytes = slots * UNIT_BYTES
+    return Store(StoreOptions(directory / "store", capacity_bytes, direct=False, **changes))
+
+
+def recovered(directory: Path, slots: int) -> dict[int, int]:
+    """Places and numbers of the blocks that a life with so many slots finds, and their bytes."""
+    store = store_of(directory, slots)
+    try:
+        found = store.recover()
+        assert found is not None
+        assert found.damaged == 0
+        for place, block in found.blocks.items():
+            data = os.pread(store.fd, UNIT_BYTES, place * UNIT_BYTES)
+            assert data == bytes([int(block.hash.hex(), 16)]) * UNIT_BYTES
+        return {place: int(block.hash.hex(), 16) for place, block in found.blocks.items()}
+    finally:
+        store.close()
+
+
+def filled(directory: Path, slots: int, *numbers: int) -> None:
+    """Make a store in which block n is in slot n."""
+    store = store_of(directory, slots)
+    store.create(UNIT_BYTES)
+    for order, number in enumerate(numbers, 1):
+        os.pwrite(store.fd, bytes([number]) * UNIT_BYTES, number * UNIT_BYTES)
+        one = Block(name(number), name(0), NAMESPACE, number, UNIT_BYTES)
+        store.append((Record(Operation.COMMITTED, order, number, one),), commit=True)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "fails", ["kvbm_disk_tier.shell.store.move_slots", "os.replace", "os.truncate"]
+)
+def test_an_end_in_the_middle_of_a_shrinking_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """1. A step fails. 2. With the size of before, or the new one, all blocks are there."""
+    filled(tmp_path, 8, 1, 6, 7)
+
+    def fail(*_arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fails, fail)
+        store = store_of(tmp_path, 4)
+        with pytest.raises(StoreError, match="no smaller store in"):
+            store.recover()
+        store.close()
+    assert set(recovered(tmp_path, 4).values()) == {1, 6, 7}
+    assert (tmp_path / "store/slots").stat().st_size == 4 * UNIT_BYTES
+    assert set(recovered(tmp_path, 8).values()) == {1, 6, 7}
+
+
+def test_what_left_with_the_last_slots_does_not_come_back_with_them(tmp_path: Path) -> None:
+    """Five blocks, four slots: one leaves, and is not found in the eight slots of before."""
+    filled(tmp_path, 8, 0, 1, 2, 3, 7)
+    assert recovered(tmp_path, 4) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert recovered(tmp_path, 8) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_a_store_of_one_size_is_resized_as_well(tmp_path: Path) -> None:
+    """It becomes one of several sizes first."""
+    filled(tmp_path, 8, 3, 7)
+    (tmp_path / "store/header").write_text('{"format":2,"slot_bytes":4096,"slot_count":8}')
+    assert recovered(tmp_path, 7) == {3: 3, 0: 7}
+    assert recovered(tmp_path, 9) == {3: 3, 0: 7}
+
+
+def test_without_room_to_grow_it_stays_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A petabyte: its blocks are served, and the log says why there are no more slots."""
+    filled(tmp_path, 8, 3, 7)
+    assert recovered(tmp_path, 10**15 // UNIT_BYTES) == {3: 3, 7: 7}
+    assert (tmp_path / "store/slots").stat().st_size == 8 * UNIT_BYTES
+    assert "keeps 8 slots: no room for" in caplog.text
+
+
+def test_zeros_go_behind_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that cannot preallocate: the blocks are not overwritten."""
+    filled(tmp_path, 8, 3, 7)
+    monkeypatch.setattr("kvbm_disk_tier.shell.store.fallocate", lambda *_arguments: False)
+    store = store_of(tmp_path, 9, zerofill_fallback=True)
+    assert store.recover() is not None
+    store.close()
+    assert recovered(tmp_path, 9) == {3: 3, 7: 7}
