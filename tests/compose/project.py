@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,8 @@ COMMAND_DEADLINE_S = 120.0
 READY_DEADLINE_S = 90.0
 POLL_S = 0.2
 """How often a condition is looked at that nobody announces."""
+CREDS_DIR = "/etc/kvbm/creds"
+"""Where each container finds the credentials of its role."""
 SERVICES = ("nats", "etcd", "consolidator", "index", "host-tier", "disk-tier", "metrics")
 
 
@@ -43,6 +44,7 @@ class Project:
         self.name = name
         self.api_port = free_port()
         self.files = files
+        self._token = ""
         self.environ = os.environ | {
             "COMPOSE_PROJECT_NAME": name,
             "KVBM_HOST": name,
@@ -78,14 +80,22 @@ class Project:
         return listed.split()
 
     def get(self, path: str) -> Any:
-        """Ask the HTTP API; None where it does not answer."""
-        url = f"http://127.0.0.1:{self.api_port}{path}"
+        """Ask the HTTP API as the operator; None where it does not answer."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.api_port}{path}")
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            request.add_header("authorization", f"Bearer {self.token()}")
+            with urllib.request.urlopen(request, timeout=5) as answer:
                 body = answer.read().decode()
-        except (OSError, urllib.error.URLError):
+        except (OSError, subprocess.CalledProcessError):
             return None
         return body if path == "/metrics" else json.loads(body)
+
+    def token(self) -> str:
+        """Return the operator's token; raises CalledProcessError while nothing has it."""
+        if not self._token:
+            [container] = self.containers("metrics") or [self.name]
+            self._token = docker("exec", container, "cat", f"{CREDS_DIR}/admin.token")
+        return self._token
 
     def is_ready(self) -> bool:
         """Whether everything that is expected serves."""

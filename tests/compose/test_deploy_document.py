@@ -13,8 +13,11 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from kvbm_cli.creds.containers import HOME, SETS, VOLUMES
+from kvbm_common.access.roles import CONSUMER
 from kvbm_common.runtime.processes import free_port
 
 from tests.compose.engine import compose_command
@@ -56,6 +59,9 @@ def test_the_page_has_commands_for_both_hosts() -> None:
         for file in re.findall(r"-f (\S+)", command):
             if file.startswith("compose/"):
                 assert (ROOT / file).exists()
+    copied = [command for _, command in found if command.startswith("docker cp")]
+    assert any(f"{VOLUMES}/{CONSUMER} " in command for command in copied)
+    assert any(f"{HOME}/{SETS}/b " in command for command in copied)
 
 
 def own_address() -> str:
@@ -68,8 +74,9 @@ def own_address() -> str:
 class Page:
     """Runs a line of the page as if it were typed."""
 
-    def __init__(self, images: dict[str, str]) -> None:
+    def __init__(self, images: dict[str, str], home: Path) -> None:
         self._address = own_address()
+        self._home = home
         more = {
             **images,
             "KVBM_DEMO_REQUESTS": "100",
@@ -98,6 +105,9 @@ class Page:
             ),
             (ADDRESS, self._address),
             ("run --rm", "run --rm -T"),
+            ("-T -T", "-T"),
+            (" exec ", " exec -T "),
+            ("~/", f"{self._home}/"),
         ):
             line = line.replace(written, meant)
         if self._is_setting(project, line):
@@ -123,7 +133,15 @@ class Page:
     def check(self, host: str, line: str, output: str) -> None:
         """What the page promises of a line."""
         a, b = self.hosts["a"], self.hosts["b"]
-        if line.endswith("run --rm demo"):
+        if line.endswith("--no-follow"):
+            assert "stored" in output
+        elif line.endswith("kvbm status"):
+            assert "host-tier" in output
+        elif line.endswith("admin.token"):
+            assert output.strip() == a.token()
+        elif "--import" in line:
+            assert "imported" in output
+        elif line.endswith("run --rm demo"):
             assert "passed" in output
             if host == "b":
                 assert a.figure("kvbm_peer_pulled_blocks_total", host="b") > 0
@@ -142,10 +160,10 @@ class Page:
 
 
 @pytest.fixture
-def page(images: dict[str, str]) -> Iterator[Page]:
+def page(images: dict[str, str], tmp_path: Path) -> Iterator[Page]:
     """Two hosts, empty."""
     build_prometheus(images["KVBM_BASE_IMAGE"])
-    page = Page(images)
+    page = Page(images, tmp_path)
     try:
         with contextlib.ExitStack() as relays:
             for relay in page.relays.values():

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from kvbm_cli.stack import SERVICES
-from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX, STORE_BYTES_MAX
+from kvbm_cli.creds.containers import HOME, MOUNTED_AT, VOLUMES
+from kvbm_cli.creds.nats_config import CONFIGURATION
+from kvbm_cli.stack import SECRETS, SERVICES
+from kvbm_common.access.roles import ADMIN
 
 from tests.compose.project import COMPOSE_FILE
 from tests.test_documents import documented_metrics
@@ -18,6 +20,8 @@ from tests.test_documents import documented_metrics
 ROOT = Path(__file__).parent.parent.parent
 DOCKERFILE = (ROOT / "compose/Dockerfile").read_text()
 TARGETS = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
+COMPOSE_FILES = sorted(f"compose/{path.name}" for path in ROOT.glob("compose/docker-*.yml"))
+CLOSING = {"read_only", "cap_drop", "cap_add", "security_opt", "privileged", "user"}
 DASHBOARDS = sorted(ROOT.glob("compose/grafana/dashboards/*.json"))
 ADDED = {"service", "host", "instance", "le"}
 
@@ -52,9 +56,12 @@ def test_a_service_port_needs_an_address_of_its_own() -> None:
 
 
 def test_no_image_runs_as_root() -> None:
-    """Goal: the last word of every stage that becomes an image is a user."""
-    users = DOCKERFILE.count("\nUSER kvbm\n")
-    assert users == len(re.findall(r"^FROM \$\{BASE\} AS (?!build)", DOCKERFILE, re.MULTILINE))
+    """Goal: every stage that begins with the base has a user, and no stage goes back to root."""
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    for stage in stages:
+        if stage.startswith("${BASE} AS ") and not stage.startswith("${BASE} AS build"):
+            assert re.search(r"^USER \w+$", stage, re.MULTILINE), stage.splitlines()[0]
+    assert set(re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)) == {"kvbm", "control"}
 
 
 def test_images_install_what_was_tested() -> None:
@@ -62,11 +69,76 @@ def test_images_install_what_was_tested() -> None:
     assert pins("image.txt") <= pins("lock.txt"), "make lock renews both"
 
 
-def test_nats_has_the_limits_of_the_embedded_one() -> None:
-    """Goal: no message that `kvbm up` takes is too large for the containers."""
-    text = (ROOT / "compose/nats.conf").read_text()
-    assert f"max_payload: {PAYLOAD_BYTES_MAX}" in text
-    assert f"max_file_store: {STORE_BYTES_MAX}" in text
+def test_nats_has_what_was_written_for_it_and_a_closed_monitor() -> None:
+    """Goal: accounts and keys come from the volume; the monitor is for the health check alone."""
+    lines = (ROOT / "compose/nats.conf").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        f'include "{MOUNTED_AT.removeprefix("/etc/")}/{CONFIGURATION}"',
+        'http: "127.0.0.1:8222"',
+    ]
+
+
+def test_etcd_serves_clients_with_a_certificate() -> None:
+    """Goal: only TLS on other addresses than loopback, and no client without a certificate."""
+    said = yaml.safe_load((ROOT / "compose/etcd.yml").read_text())
+    assert said["client-transport-security"]["client-cert-auth"] is True
+    for name, urls in said.items():
+        if name.endswith("-urls"):
+            assert urls.startswith(("https://", "http://127.0.0.1:")), name
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_every_container_is_closed(file: str) -> None:
+    """Goal: a read-only root, limits, no capability but those that docs/deploy.md explains."""
+    explained = (ROOT / "docs/deploy.md").read_text()
+    for name, service in services_of(file).items():
+        if "image" not in service:  # A change of a service of another file.
+            assert not CLOSING & set(service), f"{name} of {file}"
+            continue
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["mem_limit"], name
+        assert service["pids_limit"] > 0, name
+        assert "privileged" not in service
+        for capability in service.get("cap_add", ()):
+            assert f"`cap_add: {capability}`" in explained, capability
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_nothing_is_declared_open(file: str) -> None:
+    """Goal: no variable opens a bus or a port, and none holds a secret."""
+    for name, service in services_of(file).items():
+        for variable, text in service.get("environment", {}).items():
+            if variable.startswith("KVBM_"):
+                assert not variable.endswith("_OPEN"), f"{variable} of {name}"
+                assert variable not in SECRETS, f"{variable} of {name}"
+                if variable.endswith(("_FILE", "_DIR")):
+                    assert MOUNTED_AT in text, f"{variable} of {name}"
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_a_second_file_recreates_nothing(file: str) -> None:
+    """Goal: volumes are in the order of their places, as docker-compose 1.29 joins them."""
+    for name, service in services_of(file).items():
+        places = [volume.split(":")[1] for volume in service.get("volumes", ())]
+        assert places == sorted(places), name
+
+
+def test_each_container_mounts_its_own_credentials() -> None:
+    """Goal: one volume, read-only; all of them, and the authority, only where they are made."""
+    services = services_of(COMPOSE_FILE)
+    makes = [volume.split(":") for volume in services.pop("creds")["volumes"]]
+    assert makes.pop() == ["creds", str(HOME)]
+    assert [target for _, target in makes] == [
+        str(VOLUMES / name.removeprefix("creds-")) for name, _ in makes
+    ]
+    for name, service in services.items():
+        role = {"streams": ADMIN, "demo": ADMIN}.get(name, name)
+        mounted = [volume for volume in service["volumes"] if volume.startswith("creds")]
+        assert mounted == [f"creds-{role}:{MOUNTED_AT}:ro"], name
+        assert role in [name.removeprefix("creds-") for name, _ in makes]
+        assert service["depends_on"]["creds"]["condition"] == "service_completed_successfully"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

@@ -89,7 +89,7 @@ def prometheus(images: dict[str, str]) -> Iterator[tuple[Project, Prometheus]]:
     files = (COMPOSE_FILE, OBSERVABILITY_FILE)
     project = Project("kvbm-observed", variables, files=files)
     try:
-        project.compose("up", "-d", *SERVICES, "prometheus")
+        project.compose("up", "-d", *SERVICES, "streams", "prometheus")
         project.wait_ready()
         Demo(project, requests=200).wait_passed()
         yield project, Prometheus(port)

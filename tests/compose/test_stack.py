@@ -10,6 +10,9 @@ import pytest
 from tests.compose.engine import docker
 from tests.compose.project import SERVICES, Demo, Project, wait_until
 
+USERS = dict.fromkeys(("consolidator", "host-tier", "disk-tier"), "10001")
+CONTROL = "10002"
+"""The user of what shares no memory or socket with engines."""
 REQUESTS = 300
 """Some ten seconds of traffic: enough to be hit in the middle."""
 
@@ -19,7 +22,7 @@ def test_every_container_is_healthy_and_nobody_is_root(stack: Project) -> None:
     for service in SERVICES:
         [container] = stack.containers(service)
         wait_until(lambda name=container: stack.health(name) == "healthy", service)  # type: ignore[misc]
-        assert docker("exec", container, "id", "-u") == "10001", service
+        assert docker("exec", container, "id", "-u") == USERS.get(service, CONTROL), service
 
 
 def test_demo_verifies_every_block(stack: Project) -> None:

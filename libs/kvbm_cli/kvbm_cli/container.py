@@ -2,6 +2,7 @@
 
     python -m kvbm_cli.container serve KIND      (becomes `kvbm serve KIND`)
     python -m kvbm_cli.container health KIND     (exits with 0 or 1, and says why)
+    python -m kvbm_cli.container creds           (fills the volumes of credentials, and ends)
 
 Replicas of one container are started alike, and a service must have a name of its own which
 survives its container: a disk tier finds its file by it. So each takes the first number that no
@@ -15,6 +16,7 @@ takes over when the first has died.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import sys
@@ -25,7 +27,7 @@ from typing import TextIO
 import msgspec
 from kvbm_common.access.nats_access import nats_access
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import LockTaken, take_lock
@@ -37,6 +39,9 @@ INSTANCES_MAX = 64
 """Replicas of one kind on one host; more is a loop that starts containers."""
 HEALTH_DEADLINE_S = 2.0
 """Twice, for connecting and asking; the image's HEALTHCHECK gives 5 s."""
+MEMORY_BESIDE_ARENA_BYTES = 500_000_000
+"""The process itself, NIXL and UCX; an arena that does not fit would end it by a signal."""
+CGROUPS = Path("/sys/fs/cgroup")
 STANDBY = "standby"
 INSTANCE_FILE = Path(tempfile.gettempdir()) / "kvbm-instance"
 """In the container's own file system: tells `health` whom to ask for."""
@@ -79,9 +84,31 @@ def wait_turn(runtime_dir: Path, kind: str) -> TextIO:
     return lock
 
 
+def memory_limit(root: Path = CGROUPS) -> int | None:
+    """Return how many bytes this container may use; None: no limit that can be read."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            return int((root / name).read_text())
+    return None
+
+
+def check_memory(settings: Settings, limit: int | None) -> None:
+    """Raise ConfigError for an arena that the limit of the container would not let be allocated."""
+    arena_bytes = settings.cpu_cache_bytes or settings.staging_bytes
+    wanted = arena_bytes + MEMORY_BESIDE_ARENA_BYTES
+    if limit is not None and wanted > limit:
+        accepted = (
+            f"at least {MEMORY_BESIDE_ARENA_BYTES / 1e9:g} GB less than the memory of this "
+            f"container, {limit / 1e9:.1f} GB: KVBM_HOST_TIER_MEMORY in compose"
+        )
+        raise ConfigError("DYN_KVBM_CPU_CACHE_GB", arena_bytes / 1e9, accepted)
+
+
 def serve(kind: str) -> None:
     """Take a number and become the service."""
     settings = Settings.load()
+    if kind == "host-tier":
+        check_memory(settings, memory_limit())
     make_runtime_dir(settings)
     instance = settings.instance
     if settings.provenance("instance") == "default":
@@ -130,6 +157,17 @@ def print_health(kind: str) -> int:
     return 0 if stats.ready else 1
 
 
+def make_creds(options: list[str]) -> str:
+    """Fill the volumes of credentials; returns what to print, and exits with 2 if it cannot."""
+    from kvbm_cli.creds import containers  # What signs certificates is no part of a service.
+
+    try:
+        return containers.run(options, os.environ, sys.stdin.buffer)
+    except KvbmError as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 def main() -> None:
     """Run the command line."""
     match sys.argv[1:]:
@@ -140,8 +178,10 @@ def main() -> None:
                 sys.exit(f"kvbm: {error}")
         case ["health", kind]:
             sys.exit(print_health(kind))
+        case ["creds", *options]:
+            print(make_creds(options))
         case _:
-            sys.exit("usage: python -m kvbm_cli.container serve|health KIND")
+            sys.exit("usage: python -m kvbm_cli.container serve|health KIND, or creds")
 
 
 if __name__ == "__main__":

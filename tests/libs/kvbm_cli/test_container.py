@@ -13,12 +13,14 @@ from kvbm_cli import container
 from kvbm_cli.container import (
     INSTANCES_MAX,
     TooManyInstances,
+    check_memory,
     health,
     lock_path,
+    memory_limit,
     take_instance,
 )
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.wire.verbs import StatsReply
@@ -123,3 +125,30 @@ async def test_health_is_what_the_instance_says(nats_server: NatsServer, bus: Bu
     assert (stats.ready, stats.reasons) == (False, ["why"])
     with pytest.raises(KvbmError):
         await health("index", "0", settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "limit"),
+    [
+        ("memory.max", "4294967296", 4 * 1024**3),
+        ("memory.max", "max", None),
+        ("memory/memory.limit_in_bytes", "4294967296", 4 * 1024**3),
+    ],
+)
+def test_the_limit_of_the_container(
+    tmp_path: Path, name: str, text: str, limit: int | None
+) -> None:
+    """Goal: both kinds of control groups are read, and no limit is none."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"{text}\n")
+    assert memory_limit(tmp_path) == limit
+    assert memory_limit(tmp_path / "away") is None
+
+
+def test_an_arena_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    """Goal: a text that names both variables, instead of a signal in the middle of the start."""
+    settings = Settings.load({}, {"cpu_cache_gb": 4})
+    check_memory(settings, None)
+    check_memory(settings, 5_000_000_000)
+    with pytest.raises(ConfigError, match=r"DYN_KVBM_CPU_CACHE_GB.*KVBM_HOST_TIER_MEMORY"):
+        check_memory(settings, 4 * 1024**3)

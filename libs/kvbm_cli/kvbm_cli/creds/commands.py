@@ -112,11 +112,17 @@ def nats_config(
         "store_dir": store_dir, "server_dir": server_dir,
     }  # fmt: skip
     with _errors_told():
-        limits = stream_limits(Settings.load())
-        if limits != AS_THEY_COME:
-            given |= {"stream_bytes": limits.store_bytes, "stream_replicas": limits.replicas or 1}
+        given |= stream_room(Settings.load())
         layout = layout_of(out, {name: value for name, value in given.items() if value})
         print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
+
+
+def stream_room(settings: Settings) -> dict[str, int]:
+    """Return what a layout has of the settings of streams; empty: nothing is set."""
+    limits = stream_limits(settings)
+    if limits == AS_THEY_COME:
+        return {}
+    return {"stream_bytes": limits.store_bytes, "stream_replicas": limits.replicas or 1}
 
 
 def layout_of(out: Path, given: dict[str, Any]) -> Layout:

@@ -42,8 +42,13 @@ class SecretFile:
 
     @property
     def is_private(self) -> bool:
-        """Whether no other user may read it; raises SecretUnreadable."""
-        return not self._status().st_mode & 0o077
+        """Whether no other user may read it; raises SecretUnreadable.
+
+        The owner may have given it to this process by its group, as containers get theirs.
+        """
+        status = self._status()
+        given = status.st_uid != os.geteuid() and status.st_gid == os.getegid()
+        return not status.st_mode & (0o037 if given else 0o077)
 
     def text(self) -> str:
         """Return what is in the file now, without white space around it.
@@ -108,8 +113,10 @@ def make_private_directory(path: Path, variable: str) -> None:
         raise ConfigError(variable, path, accepted)
 
 
-def write_secret(path: Path, text: str) -> None:
+def write_secret(path: Path, text: str, *, mode: int = OWNER_ONLY) -> None:
     """Write a file that only its owner may read, at once: a reader sees the old text or the new.
+
+    A `mode` names other readers.
 
     Raises OSError.
     """
@@ -120,4 +127,5 @@ def write_secret(path: Path, text: str) -> None:
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+        os.fchmod(file.fileno(), mode)
     draft.replace(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def test_only_the_owner_reads_what_is_written(tmp_path: Path) -> None:
     write_secret(path, "two")
     assert SecretFile(path, "V").is_private
     assert [one.name for one in path.parent.iterdir()] == ["secret"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives a file to another user")
+def test_an_owner_may_give_a_file_by_its_group(tmp_path: Path) -> None:
+    """Goal: what a container was given by its group is private; a group of others is not."""
+    path = tmp_path / "secret"
+    write_secret(path, "one", mode=0o640)
+    assert not SecretFile(path, "V").is_private
+    os.chown(path, 10002, os.getegid())
+    assert SecretFile(path, "V").is_private
+    path.chmod(0o660)
+    assert not SecretFile(path, "V").is_private
+    path.chmod(0o640)
+    os.chown(path, 10002, 10001)
+    assert not SecretFile(path, "V").is_private
 
 
 def test_a_change_is_seen_and_a_read_is_spared(
