@@ -27,6 +27,11 @@ def commands_of(text: str) -> list[tuple[dict[str, str], list[str]]]:
     ]
 
 
+def named_in(text: str) -> set[str]:
+    """Return the commands that a sentence or a cell of a table names without anything behind."""
+    return set(re.findall(r"`kvbm ([a-z][a-z-]*)`", text))
+
+
 def wrong_with(words: list[str]) -> str:
     """Return what the command line says against the words of a command; nothing: they are right."""
     group = typer.main.get_command(make_app(words))
