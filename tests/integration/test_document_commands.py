@@ -30,7 +30,7 @@ TEXTS = [
     TROUBLESHOOTING,
 ]
 STARTS_A_STACK = {"up", "demo"}
-"""Run by tests of their own: tests/integration/test_modes.py and test_figures.py."""
+"""Run by tests/security/test_closed_by_default.py, and by test_modes.py beside this one."""
 
 
 @pytest.fixture
