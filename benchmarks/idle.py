@@ -76,11 +76,11 @@ async def _run() -> list[Row]:
             probe.close()
     return [
         time_row("no engine: services", _percent(alone), unit="% of a core", target=PROCESSOR_MAX),
-        time_row("no engine: services", _wakeups(alone), unit="wake-ups/s", target=WAKEUPS_MAX),
+        time_row("no engine: services, wake-ups", _wakeups(alone), unit="wake-ups/s", target=WAKEUPS_MAX),
         info_row("no engine: nats-server", _percent(alone, of=NATS), unit="% of a core"),
         time_row("an idle engine: services and its threads", _percent(attached),
                  unit="% of a core", target=WITH_ENGINE_MAX),
-        info_row("an idle engine: services and its threads", _wakeups(attached), unit="wake-ups/s"),
+        info_row("an idle engine: the same, wake-ups", _wakeups(attached), unit="wake-ups/s"),
         info_row("the first lookup after it", hits[0], unit="ms"),
         info_row("the next nine, in the median", statistics.median(hits[1:]), unit="ms"),
         *_rows("no engine", alone),
