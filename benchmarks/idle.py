@@ -76,7 +76,8 @@ async def _run() -> list[Row]:
             probe.close()
     return [
         time_row("no engine: services", _percent(alone), unit="% of a core", target=PROCESSOR_MAX),
-        time_row("no engine: services, wake-ups", _wakeups(alone), unit="wake-ups/s", target=WAKEUPS_MAX),
+        time_row("no engine: services, wake-ups", _wakeups(alone), unit="wake-ups/s",
+                 target=WAKEUPS_MAX),
         info_row("no engine: nats-server", _percent(alone, of=NATS), unit="% of a core"),
         time_row("an idle engine: services and its threads", _percent(attached),
                  unit="% of a core", target=WITH_ENGINE_MAX),
