@@ -30,6 +30,8 @@ class SlotRecords:
         self._abandoned: set[int] = set()
         self._block_bytes = 0
         self._folded = FoldedBlocks(BlockColumns.of({}))
+        self.folded_count = 0
+        """How many `restore`d slots are still to be unfolded; asked for with each lookup."""
         self.pool = SlabPool(layout, make, grow=self._grow, move=self._move_all)
         """Which slots are free, how long each is, and where it begins."""
 
@@ -97,15 +99,6 @@ class SlotRecords:
         assert len(found) == len(self._slot), f"{len(self._slot)} blocks in {len(found)} places"
         return found
 
-    def first_discarded(self, slots: Iterable[int | None]) -> int | None:
-        """Return the index of the first of these slots whose block was discarded; None: none was.
-
-        None is a slot that is not there yet.
-        """
-        if not self._discarded:
-            return None
-        return next((at for at, slot in enumerate(slots) if slot in self._discarded), None)
-
     def latest(self, count: int) -> list[SequenceHash]:
         """Return the `count` blocks that were committed last, oldest first."""
         return list(islice(reversed(self._slot), count))[::-1]
@@ -124,11 +117,6 @@ class SlotRecords:
             return set()
         slots = ((name, self._slot.get(name)) for name in names)
         return {name for name, slot in slots if slot is not None and self._block[slot] is FOLDED}
-
-    @property
-    def folded_count(self) -> int:
-        """How many `restore`d slots are still to be unfolded."""
-        return len(self._folded)
 
     def __len__(self) -> int:
         """Return how many blocks can be found."""
@@ -230,5 +218,6 @@ class SlotRecords:
         assert self._block_bytes == sum(self.block(slot).bytes for slot in held)
         folded = {slot for slot in held if self._block[slot] is FOLDED}
         assert folded <= self._folded.slots()
+        assert self.folded_count == len(self._folded)
         counts = self.counts()
         assert all(counts[one.value] == by_state[one] for one in SlotState if one.value != "reset")

@@ -65,6 +65,15 @@ class SlotTable(SlotRecords):
         assert all(blocks), f"of {len(slots)} slots some hold no block"
         return blocks
 
+    def first_discarded(self, slots: Iterable[int | None]) -> int | None:
+        """Return the index of the first of these slots whose block was discarded; None: none was.
+
+        None is a slot that is not there yet.
+        """
+        if not self._discarded:
+            return None
+        return next((at for at, slot in enumerate(slots) if slot in self._discarded), None)
+
     def slot_bytes(self, slot: int) -> int:
         """Return the length of a slot."""
         size = self.pool.slab_of[slot].size
@@ -226,6 +235,7 @@ class SlotTable(SlotRecords):
         self._slot = former.slot_of
         self._block_bytes = former.total_bytes
         self._folded = FoldedBlocks(former)
+        self.folded_count = len(self._folded)
         self.pool.fill_policies(former)
 
     def unfold(self, count: int) -> list[Block]:
@@ -236,6 +246,7 @@ class SlotTable(SlotRecords):
                 self._block[slot] = block
                 if slot not in self._discarded:
                     found.append(block)
+        self.folded_count = len(self._folded)
         return found
 
     def pin(self, slot: int, *, used: bool = False) -> None:

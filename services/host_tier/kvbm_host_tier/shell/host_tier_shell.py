@@ -100,6 +100,8 @@ INBOX_MAX = 10_000
 """Inputs that wait for the core: a second of a very busy host."""
 TICK_MS = 50
 VERB_DEADLINE_S = 5.0
+READ_MS_MAX = 600_000
+"""The longest lease for which the arena stands ready to be read over TCP."""
 
 log = logging.getLogger(__name__)
 _arena_request: JsonCodec[ArenaRequest] = JsonCodec(ArenaRequest)
@@ -124,6 +126,8 @@ class HostTierShell:
         self._core = core
         self._snapshots = SnapshotPages(lambda _: core.view.snapshot_pages())
         self._puller = puller
+        self._lease_ms = context.settings.lease_ms
+        """The longest lease that an engine has asked for: so long it may read."""
         self._engines = engines
         self._publisher: EventPublisher = context.bus.event_publisher(context.source)
         self._tracer: Tracer = tracer_of(context.settings, context.kind)
@@ -220,6 +224,8 @@ class HostTierShell:
     # --- inputs -----------------------------------------------------------------------------
 
     def _from_engine(self, connection: bytes, message: ToHostTier) -> bool:
+        if isinstance(message, Lookup):
+            self._lease_ms = max(self._lease_ms, min(message.lease_ms, READ_MS_MAX))
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, Lookup):
             ids = {"request": message.request, "engine": message.engine, "lookup": message.lookup}
             log.debug("%d blocks are looked up", len(message.hashes) // HASH_BYTES, extra=ids)
@@ -308,7 +314,7 @@ class HostTierShell:
                     ids = {"lookup": message.lookup}
                     log.debug(text, len(message.slots), message.reason or "all", extra=ids)
                 if isinstance(message, Found) and message.slots:
-                    self._puller.expect_reads(2 * self._context.settings.lease_ms / 1000)
+                    self._puller.expect_reads(2 * self._lease_ms / 1000)
                 self._spans.said(connection, message)
                 self._engines.send(connection, message)
             case MakeArena(size_bytes):
