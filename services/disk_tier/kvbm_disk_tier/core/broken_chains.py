@@ -1,8 +1,12 @@
-"""Broken chains: blocks that were not written, and the waiting blocks that hang on them.
+"""Broken chains: blocks for which an overloaded disk had no time, and what hangs on them.
 
-A lookup ends at the first missing block: what is on disk behind one that is not cannot be reached.
-So a block is dropped with its descendants, those that wait and those that come later. It is
-forgotten as soon as it waits again, or was found in the store.
+A lookup for full attention ends at the first missing block: what is on disk behind one that is
+not cannot be reached. So a disk that is too slow drops whole chains: a block with its descendants,
+those that wait and those that come later. A dropped block is forgotten when it waits again or was
+found in the store, and every one when nothing waits any more: then the overload is over.
+
+A window or a state needs no block before it. Which groups have which rule is not known here, so
+these lose blocks under overload that could have been of use.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvbm_common.identity import SequenceHash
+
+DESCENDANTS_MAX = 4_096
+"""Waiting blocks that one step drops: some 8 ms."""
 
 
 class BrokenChains:
@@ -32,7 +39,7 @@ class BrokenChains:
         assert name not in self._parent, f"{name.hex()} waits already"
         parent = self.parent_of(name, parent)
         self._dropped.pop(name, None)
-        if parent is not None:
+        if parent is not None and parent != name:
             self._parent[name] = parent
             self._children.setdefault(parent, {})[name] = None
 
@@ -65,17 +72,24 @@ class BrokenChains:
     def drop(self, name: SequenceHash, parent: SequenceHash | None = None) -> None:
         """Note that a block will not be on disk."""
         parent = self._parent.get(name) or self.parent_of(name, parent)
-        self._dropped[name] = parent
+        self._dropped[name] = None if parent == name else parent
         self._dropped.move_to_end(name)
         if len(self._dropped) > self._dropped_max:
             self._dropped.popitem(last=False)
 
+    def forget(self) -> None:
+        """Forget what was dropped: nothing waits, or others write those blocks from now on."""
+        self._dropped.clear()
+
     def descendants(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
-        """Return the waiting blocks below these, parents first."""
+        """Return the waiting blocks below these, parents first; about DESCENDANTS_MAX at most.
+
+        Those below them find their parents dropped when their own turn comes.
+        """
         found: list[SequenceHash] = []
         seen = set(names)
         ahead = list(seen)
-        while ahead:
+        while ahead and len(found) < DESCENDANTS_MAX:
             children = [child for child in self._children.get(ahead.pop(), ()) if child not in seen]
             seen.update(children)
             found += children

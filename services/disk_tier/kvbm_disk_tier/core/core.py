@@ -221,6 +221,7 @@ class DiskTierCore:
                 self._take_of_host(event, now_ms)
             case WritersKnown(instances):
                 self.pending.admission.shards.set(instances)
+                self.pending.writers_changed()
             case AdminAsked():
                 self._admin(event, now_ms)
             case Tick():

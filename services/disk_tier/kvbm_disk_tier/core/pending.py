@@ -49,6 +49,9 @@ DROPPED_MAX = 65_536
 """Dropped blocks whose children are not written, 200 bytes each."""
 CUT_OFF = "a block before it was not written"
 GONE = "it had left host memory when its turn came"
+FULL = "too many blocks were waiting"
+OVERLOAD = (CUT_OFF, GONE, FULL)
+"""The disk is too slow. Whatever else keeps a block from the disk says nothing of the next one."""
 
 
 class Admission:
@@ -187,6 +190,8 @@ class PendingBlocks:
         The newest is refused when there are too many: those before it may be its parents.
         """
         assert name not in self.waiting, f"{name.hex()} waits already"
+        if not self.waiting:
+            self.chains.forget()  # The disk keeps up again.
         parent = self.chains.parent_of(name, parent)
         if not self.is_cut_off(parent) and len(self.waiting) < self._limits.pending_max:
             self.waiting[name] = told
@@ -197,7 +202,7 @@ class PendingBlocks:
             self.cut_off([name], now_ms)
         else:
             self._counts["dropped.write_pending_full"] += 1
-            self.not_written([name], "too many blocks were waiting", now_ms)
+            self.not_written([name], FULL, now_ms)
         self.chains.drop(name, parent)
 
     def is_cut_off(self, parent: SequenceHash | None) -> bool:
@@ -291,18 +296,26 @@ class PendingBlocks:
         self.not_written(names, reason, now_ms)
 
     def not_written(self, names: Collection[SequenceHash], reason: str, now_ms: int) -> None:
-        """Drop what waits below these blocks, and remember why they are not here."""
+        """Remember why these blocks are not here, and drop what waits below them if the disk has
+        no time for so many."""
         assert reason, "blocks are not written for a reason"
         assert self.waiting.keys().isdisjoint(names), f"blocks wait: {reason}"
         self._departures.note(names, "not_written", now_ms, detail=reason)
-        below = [] if self._arenas.staging else self.chains.descendants(names)
-        below = [name for name in below if name in self.waiting]
+        if reason not in OVERLOAD or self._arenas.staging:
+            for name in names:
+                self.chains.left(name)
+            return
+        below = [name for name in self.chains.descendants(names) if name in self.waiting]
         for name in (*names, *below):
             self.chains.drop(name)
             self.chains.left(name)
             self.waiting.pop(name, None)
         self.retries.forget(below)
         self.cut_off(below, now_ms)
+
+    def writers_changed(self) -> None:
+        """Forget what was dropped here: another instance may write it from now on."""
+        self.chains.forget()
 
     def check(self) -> None:
         """Assert that the queue is bounded."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_disk_tier.core.effects import Effect, LeaseHost, WriteSlots
 from kvbm_disk_tier.core.limits import DiskTierLimits
-from kvbm_disk_tier.core.messages import HostEvent
+from kvbm_disk_tier.core.messages import HostEvent, LeaseFailed, WritersKnown
 from kvbm_disk_tier.core.pending import (
     ARENA_SHARE,
     FAST_MS,
@@ -72,18 +72,43 @@ def narrow(**changes: int) -> DiskTierLimits:
 
 
 def test_what_hangs_on_a_block_that_is_not_written_is_not_written() -> None:
-    """1. 9 is leased and 1 waits, 2 finds no room. 2. Its child that comes later is refused, though
-    there is room. 3. When 2 is told again, both may."""
-    disk = Disk(limits=narrow(pending_max=1))
+    """1. 9 is leased, 1 and 11 wait, 2 finds no room. 2. Its child that comes later is refused,
+    though there is room, for something waits. 3. When nothing waits any more, it may be written."""
+    disk = Disk(slots=8, limits=narrow(pending_max=2))
     lease = one(disk.host_stored(9), LeaseHost)
-    disk.host_stored(1, 2)
-    disk.finish([lease])
-    assert disk.announced == {9, 1}
+    disk.host_stored(1)
+    disk.host_stored(11)
+    disk.host_stored(2)
+    effects = disk.leased(lease)
+    [second] = of(effects, LeaseHost)
     assert disk.host_stored(3) == []
     assert disk.counts["dropped.write_cut_off"] == 1
-    disk.finish(disk.hit(2))
+    disk.finish([*disk.written(one(effects, WriteSlots)), second])
+    assert disk.announced == {9, 1, 11}
     disk.finish(disk.host_stored(3))
-    assert disk.announced == {9, 1, 2, 3}
+    assert disk.announced == {9, 1, 11, 3}
+
+
+def test_what_failed_for_another_reason_takes_nothing_along() -> None:
+    """The lease of 1 is refused; 2, which waits, is written."""
+    disk = Disk(slots=8, limits=narrow())
+    lease = one(disk.host_stored(1, 2, 11), LeaseHost)
+    disk.finish(disk.step(LeaseFailed(lease.write, "bad_request")))
+    assert disk.announced == {2, 11}
+    assert "dropped.write_cut_off" not in disk.counts
+
+
+def test_writers_that_change_begin_with_whole_chains() -> None:
+    """2 was dropped here; another instance may have written it since, so that its child counts."""
+    disk = Disk(slots=8, limits=narrow(pending_max=2))
+    lease = one(disk.host_stored(9), LeaseHost)
+    for number in (1, 11, 2):
+        disk.host_stored(number)
+    effects = disk.leased(lease)
+    disk.step(WritersKnown(frozenset({"0"})))
+    disk.host_stored(3)
+    disk.finish(effects)
+    assert disk.announced == {9, 1, 11, 3}
 
 
 def test_what_waits_is_dropped_with_its_parent() -> None:
