@@ -21,7 +21,7 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.stream_setup import set_up_streams
-from kvbm_common.nats.streams import AS_THEY_COME
+from kvbm_common.nats.streams import AS_THEY_COME, StreamLimits
 
 from kvbm_cli.creds.nats_config import Layout, names_of, read_layout, write_credentials
 from kvbm_cli.creds.tls_files import write_certificates
@@ -117,17 +117,17 @@ def nats_config(
         print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
 
 
-def stream_room(settings: Settings) -> dict[str, int]:
+def stream_room(settings: Settings) -> dict[str, StreamLimits]:
     """Return what a layout has of the settings of streams; empty: nothing is set."""
     limits = stream_limits(settings)
-    if limits == AS_THEY_COME:
-        return {}
-    return {"stream_bytes": limits.store_bytes, "stream_replicas": limits.replicas or 1}
+    return {} if limits == AS_THEY_COME else {"streams": limits}
 
 
 def layout_of(out: Path, given: dict[str, Any]) -> Layout:
     """Return the layout of the run before with what is given now; raises ConfigError."""
     before = read_layout(out) or Layout(hosts=())
+    if "streams" in given:
+        given = given | {"streams": before.streams.with_more(given["streams"])}
     return msgspec.structs.replace(before, **given).check()
 
 

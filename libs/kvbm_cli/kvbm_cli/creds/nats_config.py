@@ -29,7 +29,7 @@ from kvbm_common.access.secret_files import SecretFile, write_secret
 from kvbm_common.config.schema import TOKEN
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
-from kvbm_common.nats.streams import AS_THEY_COME, CONSUMERS_MAX, STREAMS
+from kvbm_common.nats.streams import AS_THEY_COME, CONSUMERS_MAX, STREAMS, StreamLimits
 
 from kvbm_cli.creds.server_users import user_of
 
@@ -58,9 +58,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     """Names and addresses of NATS in its certificate; empty: no TLS."""
     etcd_names: tuple[str, ...] = ()
-    stream_bytes: int = AS_THEY_COME.store_bytes
-    """What the streams of a tenant may take, on each server that keeps them."""
-    stream_replicas: int = 1
+    streams: StreamLimits = AS_THEY_COME
+    """What the settings have said of the streams of a tenant, for the room that they may take."""
 
     def check(self) -> Layout:
         """Return the layout; raises ConfigError for a name that cannot be one."""
@@ -147,11 +146,11 @@ def configuration_of(
     layout: Layout, seeds: Mapping[Place, str], previous: Mapping[str, str], directory: Path
 ) -> dict[str, Any]:
     """Return the server's configuration, which nats-server reads as JSON."""
-    store_bytes = int(layout.stream_bytes * STORE_ROOM)
+    store_bytes = int(layout.streams.store_bytes * STORE_ROOM)
     accounts: dict[str, Any] = {
         tenant: {
             "jetstream": {
-                "max_file": store_bytes * layout.stream_replicas,
+                "max_file": store_bytes * (layout.streams.replicas or 1),
                 "max_mem": MEMORY_BYTES,
                 "max_streams": len(STREAMS),
                 "max_consumers": CONSUMERS_MAX,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -139,6 +140,8 @@ class ObjectStore:
                     for at in offsets[first : first + CHUNKS_IN_FLIGHT]
                 )
             )
+        with contextlib.suppress(ObjectBroken):  # Another writer may have been faster.
+            before = await self.info(name) or before
         info = ObjectInfo(
             name=name, bucket=self.bucket, nuid=nuid, size=len(content), chunks=len(offsets),
             digest=digest, mtime=datetime.now(UTC).isoformat(), metadata=metadata,

@@ -29,16 +29,28 @@ async def set_up_streams(link: Link) -> list[str]:
 
     Raises JetStreamError, BusUnavailable, DeadlineExceeded, and StreamMissing for another role.
     """
-    return [spec.name for spec in STREAMS if await _set_up(link, spec)]
+    changed: list[str] = []
+    failed: list[JetStreamError] = []
+    for spec in STREAMS:
+        try:
+            changed += [spec.name] if await _set_up(link, spec) else []
+        except JetStreamError as error:  # The others are made and protected all the same.
+            _log.warning("%s: %s", spec.name, error)
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return changed
 
 
 async def _set_up(link: Link, spec: StreamSpec) -> bool:
     await ensure_stream(link, spec)
     described = await call_api(link, f"STREAM.INFO.{spec.name}")
     now = msgspec.json.decode(described, type=_Described).config
-    wanted = link.limits.fit(spec).as_config()
+    wanted, limits = link.limits.fit(spec).as_config(), link.limits.set_for(spec)
+    if "max_age" not in limits and now.get("max_age"):  # Duplicates are known no longer than kept.
+        wanted["duplicate_window"] = min(wanted["duplicate_window"], now["max_age"])
     changed = await _set(link, now, wanted, PROTECTIONS)
-    changed |= await _set(link, now, wanted, link.limits.set_for(spec))
+    changed |= await _set(link, now, wanted, limits)
     for name in READERS:
         try:
             changed |= await _set(link, now, wanted, (name,))

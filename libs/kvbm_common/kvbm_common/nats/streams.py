@@ -9,7 +9,7 @@ bus is guarded takes it for nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kvbm_common.wire.admin import AUDIT_SUBJECT_PREFIX
@@ -176,6 +176,10 @@ class StreamLimits:
             age_max_s=own.get("max_age", 0) or spec.age_max_s,
             duplicate_window_s=own.get("duplicate_window", 0) or spec.duplicate_window_s,
         )
+
+    def with_more(self, said: StreamLimits) -> StreamLimits:
+        """Return these limits with those that were said later over them."""
+        return replace(self, **{name: value for name, value in asdict(said).items() if value})
 
     def set_for(self, spec: StreamSpec) -> tuple[str, ...]:
         """Return the fields of a stream's configuration that were said, as the API names them."""

@@ -195,6 +195,11 @@ class LowerTierView:
             with suppress(KvbmError):  # A malformed one has been refused already.
                 self._hold(instance, event)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no instance misses events."""
+        return all(one.state is not FollowState.BEHIND for one in self._sources.values())
+
     def tick(self, now_ms: int) -> list[AskDiskSnapshot]:
         """Return the questions that are due again: a quiet instance sends no event that asks."""
         return [question for instance in self._sources for question in self._ask(instance, now_ms)]

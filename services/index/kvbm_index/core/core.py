@@ -333,6 +333,7 @@ class IndexCore(Queries):
             dead = not source.registered and silent_ms > self._limits.unregistered_ms
             if self._registry_read and dead and source.state is not FollowState.GONE:
                 self._leave(source, now_ms)
+                is_tidy = False
         behind = any(source.state is FollowState.BEHIND for source in self._sources.values())
         self._is_quiet = is_tidy and not behind and not self._snapshots_flying
 

@@ -24,7 +24,9 @@ BUCKET = IMAGES_BUCKET
 NAME = "image"
 BUCKET_BYTES_MAX = IMAGES.bytes_max
 LOAD_DEADLINE_S = 5.0
-"""A million blocks take a fifth of a second; without an image the stream is read from its start."""
+"""Without an image the stream is read from its start."""
+LOAD_BYTES_PER_S = 20_000_000
+"""On top for each byte: a million blocks are some 20 MB, and take a fifth of a second."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +59,11 @@ class ImageStore:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 info = await self._store.info(NAME)
-                if info is None:
-                    return None
-                content = await self._store.get(info, deadline_s=LOAD_DEADLINE_S)
+            if info is None:
+                return None
+            content = await self._store.get(
+                info, deadline_s=LOAD_DEADLINE_S + info.size / LOAD_BYTES_PER_S
+            )
             image = unpack(content)
             _require_stream(image)
         except (KvbmError, TimeoutError) as error:

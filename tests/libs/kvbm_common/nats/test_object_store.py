@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 
 import msgspec
@@ -93,3 +94,18 @@ async def test_an_object_that_fits_only_once_is_refused_before_a_byte_is_written
         await small.put("a", LARGE, nuid="two", metadata={})
     assert await small.info("a") == before
     assert await small.get(before, deadline_s=5) == b"x"
+
+
+async def test_two_writers_at_once_leave_the_chunks_of_one(bus: Bus) -> None:
+    """The later description names the chunks that stay."""
+    first, second = (ObjectStore(bus, "pair", bytes_max=1 << 26) for _ in range(2))
+    await first.put("a", LARGE, nuid="old", metadata={})
+    await asyncio.gather(
+        first.put("a", LARGE, nuid="one", metadata={}),
+        second.put("a", LARGE, nuid="two", metadata={}),
+    )
+    state = msgspec.json.decode(await call_api(bus, "STREAM.INFO.OBJ_pair"))["state"]
+    info = await first.info("a")
+    assert info is not None
+    assert await first.get(info, deadline_s=5) == LARGE
+    assert state["messages"] <= 2 * info.chunks + 1

@@ -54,6 +54,21 @@ async def test_limits_that_are_named_are_set_on_streams_that_are_there(bus: Bus)
         await operator.close()
 
 
+async def test_duplicates_are_known_no_longer_than_events_are_kept(bus: Bus) -> None:
+    """Someone has made the age 60 s by hand; a setting names a memory of 100 s."""
+    await set_up_streams(bus)
+    config = (await described(bus, EVENTS.name))["config"]
+    short = {"max_age": 60 * 10**9, "duplicate_window": 7 * 10**9}
+    await call_api(bus, f"STREAM.UPDATE.{EVENTS.name}", config | short)
+    operator = await connect(bus.access.servers[0], StreamLimits(duplicate_window_s=100))
+    try:
+        assert EVENTS.name in await set_up_streams(operator)
+        config = (await described(operator, EVENTS.name))["config"]
+        assert (config["max_age"], config["duplicate_window"]) == (60 * 10**9, 60 * 10**9)
+    finally:
+        await operator.close()
+
+
 async def test_one_server_cannot_keep_three_replicas(bus: Bus) -> None:
     operator = await connect(bus.access.servers[0], StreamLimits(replicas=3))
     try:

@@ -38,6 +38,13 @@ def test_each_limit_is_for_the_streams_that_it_names() -> None:
     assert limits.store_bytes > 8_000_000_000
 
 
+def test_what_is_said_later_leaves_the_rest() -> None:
+    before = StreamLimits(events_gb=20, replicas=3)
+    after = before.with_more(StreamLimits(duplicate_window_s=10))
+    assert after == StreamLimits(events_gb=20, replicas=3, duplicate_window_s=10)
+    assert after.with_more(AS_THEY_COME) == after
+
+
 def test_a_short_age_shortens_the_memory_for_duplicates() -> None:
     """The server refuses a stream that knows duplicates for longer than it keeps them."""
     limits = StreamLimits(events_age_s=60)
