@@ -52,9 +52,15 @@ CLOSED_WITHIN_S = 0.5
 class _Transport(TcpTransport):
     """A connection whose end is waited for with a deadline: over TLS it may never be announced."""
 
+    async def drain(self) -> None:
+        """Send what is buffered. That the connection is lost, its reader says: an error here would
+        end the library's `close` in the middle."""
+        with contextlib.suppress(ConnectionError):
+            await super().drain()  # type: ignore[no-untyped-call]
+
     async def wait_closed(self) -> None:
         """Wait until the connection is closed; after the deadline cut it off."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(CLOSED_WITHIN_S):
                 await super().wait_closed()  # type: ignore[no-untyped-call]
                 return

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
+from typing import Any
+from urllib.parse import urlsplit
 
+import nats.aio.client as library
 import nats.errors
 import pytest
 from hypothesis import given, settings
@@ -108,3 +114,25 @@ def test_who_is_forgotten_hears_nothing_more() -> None:
 
     asyncio.run(read())
     assert len(arrived) == 1
+
+
+async def test_a_lost_connection_is_no_error_of_who_drains_it() -> None:
+    """The library's `close` drains: an error there would leave its sockets and tasks behind."""
+
+    async def reset(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        at_once = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(reset, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        transport: Any = library.TcpTransport()  # type: ignore[attr-defined,no-untyped-call]
+        await transport.connect(
+            urlsplit(f"nats://127.0.0.1:{port}"), buffer_size=1024, connect_timeout=2
+        )
+        with contextlib.suppress(ConnectionError):
+            assert await transport.readline() == b""
+        transport.write(b"PING\r\n")
+        await transport.drain()
+        await transport.wait_closed()
