@@ -98,7 +98,7 @@ class MoverThread:
     ) -> None:
         """Start the thread and its agent. `posix_params` default to `posix_defaults()`;
         `object_params` say where the bucket of the back end OBJ is; `quiet_poll_s`: how often an
-        idle mover looks for peers that nobody has said are coming (`attend`).
+        idle mover looks for peers that were not announced (`attend`).
 
         Raises `MoverUnavailable`. The agent's name, by which peers know it, is `name` and a random
         suffix: NIXL would take a restarted process for its former self and read stale memory.

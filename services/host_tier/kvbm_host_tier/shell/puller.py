@@ -50,7 +50,7 @@ BLOCKS_SETTING = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
 MOVERS_MAX = 2
 """Movers that pull side by side, where there are processors for them."""
 QUIET_POLL_S = 0.25
-"""Nobody reads from here without a lease, and each makes the arena's mover stand ready."""
+"""No block is read without a lease, and each makes the arena's mover stand ready."""
 PULL_CHUNK_BYTES = 16 * 1024 * 1024
 """One transfer of one mover, which its last cache holds. Smaller ones cost more than they save: a
 pull of 64 MiB took 44, 37, 35 and 33 ms of processor time with chunks of 2, 4, 8 and 16 MiB."""
