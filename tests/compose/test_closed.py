@@ -19,12 +19,9 @@ from tests.compose.engine import docker
 from tests.compose.project import CREDS_DIR, SERVICES, Demo, Project, wait_until
 
 WITH_VOLUME = (*SERVICES, "streams")
-ROLES = {"streams": "admin"}
-"""Of services that have another name than their role."""
 SHARED = ("ca.pem", "scrape.token")
 """Every service has the authority's certificate, and compares the token of scrapes."""
 SERVER = ("ca.pem", "nats-server.conf", "server.key", "server.pem")
-ADMINS = {"metrics", "admin"}
 
 STRANGER = """
 import json, socket, ssl, sys
@@ -140,13 +137,14 @@ def test_a_container_has_the_secrets_of_its_role_only(stack: Project) -> None:
     """Goal: what each directory has, by name and by content; none of it can be changed."""
     seen: dict[str, str] = {}
     for service in WITH_VOLUME:
-        role = ROLES.get(service, service)
         found = files_of(stack, service)
         if service in ("nats", "etcd"):
             assert set(found) <= set(SERVER)
+        elif service == "streams":
+            assert set(found) == {"admin.creds", "ca.pem"}
         else:
-            own = {f"{role}.creds", "etcd.key", "etcd.pem", *SHARED}
-            assert set(found) == own | ({"admin.token"} if role in ADMINS else set())
+            own = {f"{service}.creds", "etcd.key", "etcd.pem", *SHARED}
+            assert set(found) == own | ({"admin.token"} if service == "metrics" else set())
         for name, text in found.items():
             if name not in (*SHARED, "admin.token"):
                 assert seen.setdefault(text, service) == service, f"{name} of {service}"

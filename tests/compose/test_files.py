@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kvbm_cli.creds.containers import HOME, MOUNTED_AT, VOLUMES
+from kvbm_cli.creds.containers import HOME, MOUNTED_AT, VOLUMES, fill, layout_from
 from kvbm_cli.creds.nats_config import CONFIGURATION
 from kvbm_cli.stack import SECRETS, SERVICES
 from kvbm_common.access.roles import ADMIN
@@ -134,11 +134,24 @@ def test_each_container_mounts_its_own_credentials() -> None:
         str(VOLUMES / name.removeprefix("creds-")) for name, _ in makes
     ]
     for name, service in services.items():
-        role = {"streams": ADMIN, "demo": ADMIN}.get(name, name)
+        role = {"demo": ADMIN}.get(name, name)
         mounted = [volume for volume in service["volumes"] if volume.startswith("creds")]
         assert mounted == [f"creds-{role}:{MOUNTED_AT}:ro"], name
         assert role in [name.removeprefix("creds-") for name, _ in makes]
         assert service["depends_on"]["creds"]["condition"] == "service_completed_successfully"
+
+
+def test_each_container_finds_the_files_that_it_is_told_of(tmp_path: Path) -> None:
+    """Goal: no variable names a file that the volume of the service does not have."""
+    services = services_of(COMPOSE_FILE)
+    for volume in services.pop("creds")["volumes"][:-1]:
+        (tmp_path / volume.split(":")[1].removeprefix(f"{VOLUMES}/")).mkdir()
+    fill(tmp_path / "home", tmp_path, layout_from({"KVBM_HOST": "a"}, tmp_path / "home"))
+    for name, service in services.items():
+        role = ADMIN if name == "demo" else name
+        for variable, text in service.get("environment", {}).items():
+            for file in re.findall(rf"{MOUNTED_AT}/([\w.]+)", text):
+                assert (tmp_path / role / file).is_file(), f"{variable} of {name}"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

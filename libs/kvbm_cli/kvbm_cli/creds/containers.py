@@ -2,7 +2,7 @@
 
     HOME/                        what `kvbm nats-config` writes; no service mounts it
     HOME/sets/HOST/ROLE/         what a container of that role on that host needs
-    HOME/sets/shared/ROLE/       the same for roles of all hosts, and for nats, etcd and scrape
+    HOME/sets/shared/ROLE/       the same for roles of all hosts; nats, etcd, scrape and streams
     VOLUMES/ROLE/                a volume each: the sets of this host, and the shared ones
 
 A container mounts its own volume, read-only, and no other. Its user may not be the one that runs
@@ -42,6 +42,8 @@ SETS = "sets"
 IMPORTED = "imported"
 NATS = "nats"
 SCRAPE = "scrape"
+STREAMS = "streams"
+"""The service that makes the streams: as the role admin on NATS, and nowhere else."""
 SCRAPE_TOKEN = "scrape.token"
 VOLUME_MODE = 0o640
 SCRAPE_MODE = 0o644
@@ -92,6 +94,7 @@ def fill(
     _copy(home / "server", shared / NATS, (CONFIGURATION, *SERVER_FILES))
     _copy(home / ETCD, shared / ETCD, SERVER_FILES)
     _copy(home, shared / SCRAPE, (SCRAPE_TOKEN,))
+    _copy(home / TENANT / SHARED, shared / STREAMS, (f"{ADMIN}{SUFFIX}", "ca.pem"))
     for folder in (home / SETS / layout.hosts[0], shared):
         for found in sorted(folder.iterdir()):
             if (volumes / found.name).is_dir():

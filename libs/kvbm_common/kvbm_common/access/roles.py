@@ -195,7 +195,7 @@ ROLES = (
     ),
     Role(
         name=ADMIN,
-        help="Makes the streams, and may do everything else: for operators, and no service.",
+        help="Makes the streams, and may do everything else: for operators, and for `streams`.",
         is_service=False,
         may_do_everything=True,
     ),

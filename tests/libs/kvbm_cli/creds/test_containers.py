@@ -15,7 +15,8 @@ from kvbm_common.access.roles import ROLES
 from kvbm_common.errors import ConfigError
 
 VARIABLES = {"KVBM_HOST": "a", "KVBM_CREDS_HOSTS": "a,b", "KVBM_BIND": "127.0.0.1"}
-SERVERS = {"nats", "etcd", "scrape"}
+OTHERS = {"nats", "etcd", "scrape", "streams"}
+"""Volumes of what has no role of its own."""
 
 
 class Host:
@@ -25,7 +26,7 @@ class Host:
         self.home = directory / "home"
         self.volumes = directory / "volumes"
         self.home.mkdir(parents=True)
-        for role in roles or {role.name for role in ROLES} | SERVERS:
+        for role in roles or {role.name for role in ROLES} | OTHERS:
             (self.volumes / role).mkdir(parents=True)
 
     def run(self, *arguments: str, archive: bytes = b"", **variables: str) -> str:
@@ -63,8 +64,14 @@ def archive_of(folder: Path) -> bytes:
 
 
 def test_a_volume_has_the_secrets_of_its_role_only(host: Host) -> None:
-    """Goal: no secret but the token of scrapes is in two volumes, and no authority's key in any."""
+    """Goal: no secret but tokens is in two volumes, and no authority's key in any.
+
+    What makes the streams has the credential of the role admin, and nothing else.
+    """
     files = host.files()
+    assert files.pop("streams/admin.creds") == files["admin/admin.creds"]
+    assert files.pop("streams/ca.pem") == files["admin/ca.pem"]
+    assert not [path for path in files if path.startswith("streams/")]
     for role in ROLES:
         mine = {path for path in files if path.startswith(f"{role.name}/")}
         assert f"{role.name}/{role.name}.creds" in mine
