@@ -105,18 +105,22 @@ def fill(
 def import_sets(archive: bytes, home: Path, volumes: Path) -> list[str]:
     """Write the files ROLE/NAME of a tar archive to the volumes; returns the roles.
 
-    Raises ConfigError for an archive without any.
+    Raises ConfigError for an archive without any, and for one with the sets of several hosts.
     """
-    found: dict[str, str] = {}
+    texts: dict[tuple[str, str], str] = {}
     for role, name, text in _members(archive):
-        if (volumes / role).is_dir():
-            write_secret(volumes / role / name, text, mode=VOLUME_MODE)
-            found[role] = name
-    if not found:
+        if texts.setdefault((role, name), text) != text:
+            accepted = f"the sets of one host: {role}/{name} is there twice, and differs"
+            raise ConfigError("--import", "standard input", accepted)
+    mounted = {file: text for file, text in texts.items() if (volumes / file[0]).is_dir()}
+    if not mounted:
         accepted = "a tar archive of a host's sets, as `docker cp` writes it"
         raise ConfigError("--import", "standard input", accepted)
-    write_secret(home / IMPORTED, "\n".join(sorted(found)) + "\n")
-    return sorted(found)
+    for (role, name), text in mounted.items():
+        write_secret(volumes / role / name, text, mode=VOLUME_MODE)
+    roles = sorted({role for role, _ in mounted})
+    write_secret(home / IMPORTED, "\n".join(roles) + "\n")
+    return roles
 
 
 def run(

@@ -164,6 +164,16 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path, name: str) -> N
     assert b.files() == {}
 
 
+def test_an_archive_of_two_hosts_is_refused(host: Host, tmp_path: Path) -> None:
+    """Goal: host b does not take the files of host a by chance; nothing is written."""
+    b = Host(tmp_path / "b")
+    with pytest.raises(ConfigError, match="of one host"):
+        b.run("--import", archive=archive_of(host.home / "sets"))
+    assert b.files() == {}
+    both = archive_of(host.home / "sets/shared")
+    assert "admin" in b.run("--import", archive=both)
+
+
 def test_errors_name_what_to_change(tmp_path: Path) -> None:
     """Goal: an option that is none, and an archive that is none, say so."""
     b = Host(tmp_path / "b")
