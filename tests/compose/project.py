@@ -97,6 +97,10 @@ class Project:
             self._token = docker("exec", container, "cat", f"{CREDS_DIR}/admin.token")
         return self._token
 
+    def forget_token(self) -> None:
+        """Read the operator's token again at the next question: a rotation has replaced it."""
+        self._token = ""
+
     def is_ready(self) -> bool:
         """Whether everything that is expected serves."""
         answer = self.get("/readyz")

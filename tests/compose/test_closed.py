@@ -222,13 +222,20 @@ def test_a_consumer_reads_events_and_changes_nothing(stack: Project) -> None:
 
 
 def test_credentials_are_rotated_without_a_restart(stack: Project) -> None:
-    """Goal: 1. new credentials, and NATS takes both; 2. the old ones end; 3. the demo passes."""
+    """Goal: 1. new credentials, and NATS takes both; 2. the old ones end; 3. the demo passes.
+
+    The API's token changes with the first step.
+    """
     before = files_of(stack, "index")["index.creds"]
+    token = stack.token()
     for option in ("--rotate", "--drop-old"):
         stack.compose("run", "--rm", "-T", "creds", option)
         [nats] = stack.containers("nats")
         docker("kill", "--signal", "HUP", nats)
     assert files_of(stack, "index")["index.creds"] != before
+    assert stack.get("/v1/status") is None, "the old token"
+    stack.forget_token()
+    assert stack.token() != token
     started = {
         service: docker("inspect", "-f", "{{.State.StartedAt}}", *stack.containers(service))
         for service in SERVICES

@@ -139,6 +139,8 @@ class Page:
             assert "host-tier" in output
         elif line.endswith("admin.token"):
             assert output.strip() == a.token()
+        elif line.endswith("--rotate"):
+            a.forget_token()
         elif "--import" in line:
             assert "imported" in output
         elif line.endswith("run --rm demo"):

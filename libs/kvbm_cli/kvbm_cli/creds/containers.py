@@ -79,12 +79,14 @@ def fill(
 ) -> None:
     """Write credentials, the set of each role, and the volumes that are mounted.
 
+    Of a token there is one at a time: a rotation ends the old one at once.
+
     Raises ConfigError, OSError.
     """
     _drop_certificates_of_other_names(home, layout)
     write_all(home, layout, rotate=rotate, drop_old=drop_old)
     for name in (ADMIN_TOKEN, SCRAPE_TOKEN):
-        if not (home / name).exists():
+        if rotate or not (home / name).exists():
             write_secret(home / name, secrets.token_urlsafe(TOKEN_BYTES) + "\n")
     authority = Authority(home / AUTHORITY)
     for role in ROLES:

@@ -174,6 +174,30 @@ def test_an_archive_of_two_hosts_is_refused(host: Host, tmp_path: Path) -> None:
     assert "admin" in b.run("--import", archive=both)
 
 
+def test_a_rotation_renews_the_tokens_at_once(host: Host) -> None:
+    """Goal: a token that leaked is good no more after `--rotate`, and does not come back."""
+    tokens = (
+        "admin/admin.token",
+        "metrics/admin.token",
+        "scrape/scrape.token",
+        "index/scrape.token",
+    )
+
+    def found() -> list[str]:
+        files = host.files()
+        return [files[path] for path in tokens]
+
+    leaked = found()
+    host.run("--rotate")
+    renewed = found()
+    assert not set(leaked) & set(renewed)
+    assert renewed[0] == renewed[1]
+    assert renewed[2] == renewed[3]
+    host.run()
+    host.run("--drop-old")
+    assert found() == renewed
+
+
 def test_errors_name_what_to_change(tmp_path: Path) -> None:
     """Goal: an option that is none, and an archive that is none, say so."""
     b = Host(tmp_path / "b")
