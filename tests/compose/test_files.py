@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import yaml
 from kvbm_cli.creds.containers import HOME, MOUNTED_AT, VOLUMES, fill, layout_from
 from kvbm_cli.creds.nats_config import CONFIGURATION
 from kvbm_cli.stack import SECRETS, SERVICES
+from kvbm_common.access.nats_access import of_url
 from kvbm_common.access.roles import ADMIN
+from kvbm_common.config.settings import Settings
+from kvbm_common.nixl.library import NET_DEVICES, network_devices
+from kvbm_host_tier.shell.peer_reader import peer_devices
 
 from tests.compose.project import COMPOSE_FILE
 from tests.test_documents import documented_metrics
@@ -23,7 +28,13 @@ TARGETS = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
 COMPOSE_FILES = sorted(f"compose/{path.name}" for path in ROOT.glob("compose/docker-*.yml"))
 CLOSING = {"read_only", "cap_drop", "cap_add", "security_opt", "privileged", "user"}
 DASHBOARDS = sorted(ROOT.glob("compose/grafana/dashboards/*.json"))
+DEVICES = (NET_DEVICES, "KVBM_PEER_DEVICES")
 ADDED = {"service", "host", "instance", "le"}
+
+
+def default_of(text: str) -> str:
+    """What compose makes of a value while the shell has no variable."""
+    return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", text)
 
 
 def services_of(name: str) -> dict[str, Any]:
@@ -53,6 +64,27 @@ def test_a_service_port_needs_an_address_of_its_own() -> None:
     for name, service in services_of("compose/docker-host-network.yml").items():
         if name in SERVICES:
             assert service["environment"]["KVBM_SERVICE_PORT"].endswith(":-0}"), name
+
+
+def test_in_the_network_of_the_host_only_the_door_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: the arena's mover listens on loopback there; peers are read over all devices.
+
+    A variable of the shell takes the place of either.
+    """
+    common = services_of(COMPOSE_FILE)
+    elsewhere = of_url("tls://10.0.0.1:4222")
+    in_network = services_of("compose/docker-host-network.yml")
+    assert set(in_network) == {"host-tier", "demo"}
+    for name, service in in_network.items():
+        environ = common[name]["environment"] | service.get("environment", {})
+        given = {variable: default_of(environ.get(variable, "")) for variable in DEVICES}
+        monkeypatch.setenv(NET_DEVICES, given[NET_DEVICES])
+        with network_devices("UCX"):
+            assert os.environ[NET_DEVICES] == "lo", name
+        if name == "host-tier":
+            assert peer_devices(Settings.load(given), elsewhere) == "all"
 
 
 def test_no_image_runs_as_root() -> None:
