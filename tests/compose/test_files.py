@@ -96,6 +96,18 @@ def test_no_image_runs_as_root() -> None:
     assert set(re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)) == {"kvbm", "control"}
 
 
+def test_who_has_the_user_of_engines() -> None:
+    """Goal: those that docs/security.md names, whose credentials an engine could read."""
+    theirs = set()
+    for name, service in services_of(COMPOSE_FILE).items():
+        stage = DOCKERFILE.split(f" AS {service['build']['target']}\n")[1].split("\nFROM ")[0]
+        if "USER control" not in stage and "user" not in service:
+            theirs.add(name)
+    assert theirs == {"host-tier", "disk-tier", "consolidator", "demo"}
+    said = (ROOT / "docs/security.md").read_text()
+    assert "engines, host tier, disk tier, consolidator and demo are one user (10001)" in said
+
+
 def test_images_install_what_was_tested() -> None:
     """Goal: the images' lock is a part of the lock that everything else uses."""
     assert pins("image.txt") <= pins("lock.txt"), "make lock renews both"
