@@ -38,8 +38,9 @@ def resized(blocks: BlockColumns, layout: Layout, *, moved_units_max: int) -> Re
     """
     assert moved_units_max >= 0, moved_units_max
     units = -(-blocks.block_bytes // UNIT_BYTES) + layout.extra_bytes // UNIT_BYTES
-    stays = blocks.slots + units <= layout.total_bytes // UNIT_BYTES
-    places, free = blocks.slots.copy(), _FreePlaces(blocks.only(stays), units[stays], layout)
+    end = layout.total_bytes // UNIT_BYTES
+    stays, begins = blocks.slots + units <= end, blocks.slots < end
+    places, free = blocks.slots.copy(), _FreePlaces(blocks.only(begins), units[begins], layout)
     moves: list[Move] = []
     left = moved_units_max
     for row in np.flatnonzero(~stays)[::-1].tolist():
@@ -55,7 +56,11 @@ def resized(blocks: BlockColumns, layout: Layout, *, moved_units_max: int) -> Re
 
 
 class _FreePlaces:
-    """The places before the end that no block has, by the length of their slots."""
+    """The places before the end that no block has, by the length of their slots.
+
+    `blocks` are all that begin before the end: one that lies over it has its bytes there until
+    they have moved, and keeps the class of its slab.
+    """
 
     def __init__(self, blocks: BlockColumns, units: NDArray[np.intp], layout: Layout) -> None:
         self._taken = set(blocks.slots.tolist())

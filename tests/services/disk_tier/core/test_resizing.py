@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kvbm_common.tier.blocks import Block, BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_disk_tier.core.journal import Operation, Record, encode_records, replay
-from kvbm_disk_tier.core.resizing import resized
+from kvbm_disk_tier.core.resizing import Move, resized
 
 from tests.services.disk_tier.helpers import NAMESPACE, name
 
@@ -29,6 +29,13 @@ def block(number: int, units: int) -> Block:
     return Block(name(number), name(number - 1), NAMESPACE, number, units * UNIT_BYTES)
 
 
+def some_of(places: range) -> st.SearchStrategy[list[int]]:
+    """All places of a slab, one, or some."""
+    assert places, "a slab takes a block of any size"
+    place = st.sampled_from(places)
+    return st.just(list(places)) | place.map(lambda one: [one]) | st.lists(place, unique=True)
+
+
 @st.composite
 def stores(draw: st.DrawFn) -> tuple[int, dict[int, Block]]:
     """A number of slots, and blocks by place, oldest first: each slab has blocks of one size."""
@@ -38,7 +45,7 @@ def stores(draw: st.DrawFn) -> tuple[int, dict[int, Block]]:
     for begin in range(0, end, step):
         units = draw(st.integers(1, 3))
         inside = range(begin, min(begin + step, end) - units + 1, units)
-        places += [(place, units) for place in inside if draw(st.booleans())]
+        places += [(place, units) for place in draw(some_of(inside))]
     shuffled = draw(st.permutations(places))
     return slot_count, {place: block(n, units) for n, (place, units) in enumerate(shuffled, 1)}
 
@@ -63,6 +70,35 @@ def test_what_fits_is_kept(store: tuple[int, dict[int, Block]], wanted: int) -> 
     ]
     again = replay(encode_records(records), layout(wanted))
     assert (dict(again.blocks), again.damaged) == (dict(kept), 0)
+
+
+ONE_OVER_THE_END = (8, {8: block(1, 2)} | {12 + n: block(2 + n, 1) for n in range(9)})
+"""A block lies over an end at 9; nine blocks of one unit behind it are newer."""
+
+
+@example(ONE_OVER_THE_END, 3)
+@given(stores(), st.integers(1, 20))
+def test_what_the_journal_lists_is_not_overwritten(
+    store: tuple[int, dict[int, Block]], wanted: int
+) -> None:
+    """No target overlaps where a block was, be it one that stays, moves or leaves."""
+    slot_count, blocks = store
+    wanted = min(wanted, slot_count)
+    found = resized(BlockColumns.of(blocks), layout(wanted), moved_units_max=NO_BOUND)
+    listed = {
+        unit
+        for place, one in blocks.items()
+        for unit in range(place, place + one.bytes // UNIT_BYTES)
+    }
+    for move in found.moves:
+        assert not listed.intersection(range(move.target, move.target + move.units)), move
+
+
+def test_a_slab_of_a_block_that_lies_over_the_end_keeps_its_class() -> None:
+    """Of 9 units, a block of two has the last and one behind it. It moves; one of one leaves."""
+    blocks = {8: block(1, 2), 12: block(2, 1)}
+    kept, moves = resized(BlockColumns.of(blocks), layout(3), moved_units_max=NO_BOUND)
+    assert (dict(kept), moves) == ({0: blocks[8]}, [Move(8, 0, 2)])
 
 
 @given(st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
