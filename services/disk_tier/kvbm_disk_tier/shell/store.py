@@ -32,8 +32,15 @@ from kvbm_disk_tier.core.inventory import journal_records_max
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay, replay
 from kvbm_disk_tier.core.resizing import resized
 from kvbm_disk_tier.shell.allocation import fallocate, fill, move_slots
-from kvbm_disk_tier.shell.journal_file import JournalFile, close, sync_directory
-from kvbm_disk_tier.shell.store_header import FORMAT, FORMAT_OF_ONE_SIZE, Header, extra_of
+from kvbm_disk_tier.shell.journal_file import JournalFile, close
+from kvbm_disk_tier.shell.store_header import (
+    FORMAT,
+    FORMAT_OF_ONE_SIZE,
+    HEADER,
+    Header,
+    extra_of,
+    write_header,
+)
 
 PAGE_BYTES = 4096
 JOURNAL_SLACK = 4
@@ -141,7 +148,7 @@ class Store:
         self.acquire()
         self._close_files()
         try:
-            header = msgspec.json.decode(self._path("header").read_bytes(), type=Header)
+            header = msgspec.json.decode(self._path(HEADER).read_bytes(), type=Header)
             self.outdated = header.format not in (FORMAT, FORMAT_OF_ONE_SIZE)
             refusal = self._refusal(header)
             if refusal:
@@ -173,18 +180,11 @@ class Store:
         """Make a store of one size one of several: its blocks stay where they are."""
         new = Header.of(header.slot_bytes, header.slot_count, header.cipher)
         try:
-            self._replace_header(new)
+            write_header(self.options.directory, new)
         except OSError as error:  # The next life tries again.
             where = self.options.directory
             log.warning("the store in %s keeps format %d: %s", where, header.format, error)
         return new
-
-    def _replace_header(self, header: Header) -> None:
-        """Put a header in place of the old one, at once or not at all; raises OSError."""
-        path = self._path("header.new")
-        path.write_bytes(msgspec.json.encode(header))
-        os.replace(path, self._path("header"))
-        sync_directory(self.options.directory)
 
     def _grow(self, header: Header, wanted: int) -> Header:
         """Add slots behind those that are there, or leave the store as it is: it can be used."""
@@ -192,7 +192,7 @@ class Store:
         beside = 2 * (self._journal_bytes(new) - self._journal_bytes(header))
         try:
             self._preallocate(new.layout.total_bytes, beside, kept=size)
-            self._replace_header(new)
+            write_header(self.options.directory, new)
         except (StoreError, OSError) as error:
             where = self.options.directory
             log.warning("the store in %s keeps %d slots: %s", where, header.slot_count, error)
@@ -218,7 +218,7 @@ class Store:
         try:
             move_slots(self._path("slots"), moves)
             self._journal.rewrite(records)
-            self._replace_header(new)
+            write_header(self.options.directory, new)
             self._cut_off(new)
         except OSError as error:
             self._close_files()
@@ -265,12 +265,11 @@ class Store:
         slot_count = self._slot_count(slot_bytes)
         header = Header.of(slot_bytes, slot_count, self.options.cipher)
         try:
-            self._path("header").unlink(missing_ok=True)
+            self._path(HEADER).unlink(missing_ok=True)
             self._journal.remove()
             self._preallocate(header.layout.total_bytes, 2 * self._journal_bytes(header))
             self._open_files(header, journal_bytes=0)
-            self._path("header").write_bytes(msgspec.json.encode(header))
-            sync_directory(self.options.directory)
+            write_header(self.options.directory, header)
             self.outdated = False
         except OSError as error:
             self._close_files()

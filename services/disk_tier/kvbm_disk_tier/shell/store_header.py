@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from kvbm_common.tier.layout import Layout
+
+from kvbm_disk_tier.shell.journal_file import sync_directory
+
+HEADER = "header"
 
 FORMAT = 3
 """3 since slots have several sizes, 2 since a record says how many parts a block has. A store of
@@ -51,3 +57,17 @@ class Header(msgspec.Struct, frozen=True):
 def extra_of(cipher: str) -> int:
     """Return what a slot in the file is longer than its block in whole units."""
     return EXTRA_BYTES if cipher else 0
+
+
+def write_header(directory: Path, header: Header) -> None:
+    """Put a header in place of the old one, at once or not at all; raises OSError.
+
+    It is synchronised before it has its name: a power cut leaves no empty header.
+    """
+    path = directory / f"{HEADER}.new"
+    with path.open("wb") as file:
+        file.write(msgspec.json.encode(header))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path, directory / HEADER)
+    sync_directory(directory)

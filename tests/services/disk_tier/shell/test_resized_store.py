@@ -148,6 +148,31 @@ def test_an_end_in_the_middle_of_a_shrinking_loses_nothing(
     assert set(recovered(tmp_path, 8).values()) == {1, 6, 7}
 
 
+@pytest.mark.parametrize("slots", [4, 12])
+def test_a_header_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """And its name is, before anything else: a power cut leaves the old header or the new one."""
+    filled(tmp_path, 8, 1, 7)
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(fd: int) -> None:
+        calls.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+        fsync(fd)
+
+    def noted_replace(old: Path, new: Path) -> None:
+        calls.append(f"{old.name} to {new.name}")
+        replace(old, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", noted_fsync)
+        patched.setattr("os.replace", noted_replace)
+        assert len(recovered(tmp_path, slots)) == 2
+    at = calls.index("header.new to header")
+    assert calls[at - 1 : at + 2] == ["header.new", "header.new to header", "store"]
+
+
 def test_what_left_with_the_last_slots_does_not_come_back_with_them(tmp_path: Path) -> None:
     """Five blocks, four slots: one leaves, and is not found in the eight slots of before."""
     filled(tmp_path, 8, 0, 1, 2, 3, 7)
