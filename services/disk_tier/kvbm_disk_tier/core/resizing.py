@@ -7,7 +7,7 @@ moves loses nothing: each place is written only while the journal says that it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,14 @@ class Resizing(NamedTuple):
 
     blocks: BlockColumns
     moves: list[Move]
+
+    def without(self, failed: Sequence[Move]) -> Resizing:
+        """Return the same without the blocks of some moves: they leave after all."""
+        targets = {move.target for move in failed}
+        left = np.isin(self.blocks.slots, list(targets))
+        assert left.sum() == len(targets), f"{left.sum()} blocks of {len(targets)} moves"
+        moves = [move for move in self.moves if move.target not in targets]
+        return Resizing(self.blocks.only(~left), moves)
 
 
 def resized(blocks: BlockColumns, layout: Layout, *, moved_units_max: int) -> Resizing:

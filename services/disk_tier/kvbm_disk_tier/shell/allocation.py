@@ -64,19 +64,38 @@ def fill(fd: int, size: int, *, start: int = 0) -> None:
             log.info("%d of %d bytes are filled with zeros, %.0f MB/s", at, size, rate)
 
 
-def move_slots(path: Path, moves: Sequence[Move]) -> None:
-    """Copy slots of a file to where others are free, and make them durable; raises OSError."""
+def move_slots(path: Path, moves: Sequence[Move]) -> list[Move]:
+    """Copy slots of a file to where others are free, and make them durable; raises OSError.
+
+    Returns those that cannot be read: a sector may be broken.
+    """
     if not moves:
-        return
+        return []
+    unread: list[Move] = []
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        for source, target, units in moves:
-            data = os.pread(fd, units * UNIT_BYTES, source * UNIT_BYTES)
-            write_at(fd, data, target * UNIT_BYTES)
+        for move in moves:
+            try:
+                data = _read_at(fd, move.units * UNIT_BYTES, move.source * UNIT_BYTES)
+            except OSError as error:
+                if not unread:
+                    log.warning("slots of %s cannot be read: %s", path, error)
+                unread.append(move)
+            else:
+                write_at(fd, data, move.target * UNIT_BYTES)
         os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
+    return unread
+
+
+def _read_at(fd: int, size: int, offset: int) -> bytes:
+    """Read so many bytes; raises OSError, also where fewer come: a broken sector ends a read."""
+    data = os.pread(fd, size, offset)
+    if len(data) < size:
+        raise OSError(errno.EIO, f"{len(data)} of {size} bytes at {offset} were read")
+    return data
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:

@@ -208,15 +208,15 @@ class Store:
         """
         new = header.resized(wanted)
         moved_units_max = MOVED_BYTES_MAX // UNIT_BYTES
-        kept, moves = resized(
-            BlockColumns.of(found.blocks), new.layout, moved_units_max=moved_units_max
-        )
-        records = tuple(
-            Record(Operation.COMMITTED, order, place, block)
-            for order, (place, block) in enumerate(kept.items(), found.next_order)
-        )
+        blocks = BlockColumns.of(found.blocks)
+        plan = resized(blocks, new.layout, moved_units_max=moved_units_max)
         try:
-            move_slots(self._path("slots"), moves)
+            unread = move_slots(self._path("slots"), plan.moves)
+            kept, moves = plan.without(unread)
+            records = tuple(
+                Record(Operation.COMMITTED, order, place, block)
+                for order, (place, block) in enumerate(kept.items(), found.next_order)
+            )
             self._journal.rewrite(records)
             write_header(self.options.directory, new)
             self._cut_off(new)
@@ -225,8 +225,10 @@ class Store:
             raise StoreError(f"no smaller store in {self.options.directory}: {error}") from error
         self.header = new
         log.info("the store in %s has %d slots, %d before", *self._sizes(new, header))
-        lost = len(found.blocks) - len(kept)
-        log.info("%d blocks stay, %d of them were moved, and %d left", len(kept), len(moves), lost)
+        log.info(
+            "%d blocks stay, %d of them were moved, %d could not be read, and %d left",
+            len(kept), len(moves), len(unread), len(blocks) - len(kept) - len(unread),
+        )  # fmt: skip
         return Replay(kept, found.next_order + len(records), len(records), found.damaged)
 
     def _cut_off(self, header: Header) -> None:

@@ -119,6 +119,16 @@ def test_the_newest_move_and_no_more_than_is_allowed() -> None:
     assert dict(kept) == {3: blocks[15], 0: blocks[18]}
 
 
+def test_blocks_whose_move_failed_leave() -> None:
+    """Of two that move, one cannot be read; the other and the one that stays are kept."""
+    blocks = {3 * slot: block(slot, 3) for slot in (1, 5, 6)}
+    found = resized(BlockColumns.of(blocks), layout(4), moved_units_max=NO_BOUND)
+    lost, moved = found.moves
+    kept, moves = found.without([lost])
+    assert moves == [moved]
+    assert dict(kept) == {3: blocks[3], moved.target: blocks[moved.source]}
+
+
 def test_a_sealed_slot_is_longer_than_its_block() -> None:
     """A block of two units takes three: one that would end behind the last slot leaves."""
     sealed = replace(layout(1), extra_bytes=UNIT_BYTES)

@@ -148,6 +148,33 @@ def test_an_end_in_the_middle_of_a_shrinking_loses_nothing(
     assert set(recovered(tmp_path, 8).values()) == {1, 6, 7}
 
 
+@pytest.mark.parametrize("read_bytes", [-1, 0, 100])
+def test_a_slot_that_cannot_be_read_is_left_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    read_bytes: int,
+) -> None:
+    """A sector of slot 6 is broken (-1: the read fails, else it ends there): the others stay."""
+    filled(tmp_path, 8, 1, 5, 6, 7)
+    caplog.set_level("INFO")
+    pread = os.pread
+
+    def broken(fd: int, size: int, offset: int) -> bytes:
+        if offset != 6 * UNIT_BYTES:
+            return pread(fd, size, offset)
+        if read_bytes < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, read_bytes, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.pread", broken)
+        assert set(recovered(tmp_path, 4).values()) == {1, 5, 7}
+    assert caplog.text.count("cannot be read") == 1
+    assert "3 blocks stay, 2 of them were moved, 1 could not be read, and 0 left" in caplog.text
+    assert set(recovered(tmp_path, 4).values()) == {1, 5, 7}
+
+
 @pytest.mark.parametrize("slots", [4, 12])
 def test_a_header_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
