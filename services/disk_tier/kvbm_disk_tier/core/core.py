@@ -275,7 +275,7 @@ class DiskTierCore:
                 self.store.opened(event)
                 self.inventory.opened(event, now_ms)
                 self.arenas.refit()
-                self.pending.budget.spend(event.depth.written_bytes)
+                self.pending.budget.spend(event.depth.written_bytes + event.replay.moved_bytes)
             case StoreFailed(reason):
                 self.store.open_failed(reason, now_ms)
                 self.arenas.refit()

@@ -86,6 +86,8 @@ class Replay:
     records: int
     damaged: int
     """Records that failed their checksum."""
+    moved_bytes: int = 0
+    """Of slots that were copied, because the store has become smaller."""
 
 
 def encode_record(record: Record) -> bytes:

@@ -229,7 +229,9 @@ class Store:
             "%d blocks stay, %d of them were moved, %d could not be read, and %d left",
             len(kept), len(moves), len(unread), len(blocks) - len(kept) - len(unread),
         )  # fmt: skip
-        return Replay(kept, found.next_order + len(records), len(records), found.damaged)
+        moved_bytes = sum(move.units for move in moves) * UNIT_BYTES
+        next_order = found.next_order + len(records)
+        return Replay(kept, next_order, len(records), found.damaged, moved_bytes)
 
     def _cut_off(self, header: Header) -> None:
         """Give back the space behind the last slot; raises OSError."""

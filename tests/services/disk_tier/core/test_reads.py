@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from kvbm_common.wire.events import Removed
 from kvbm_disk_tier.core.effects import Effect, LeaseHost, ReadSlots, WriteSlots
+from kvbm_disk_tier.core.journal import Replay
 from kvbm_disk_tier.core.limits import DiskTierLimits
 from kvbm_disk_tier.core.messages import ArenaKnown, Depth, ReadFailed, ReadLanded
 
@@ -154,6 +155,15 @@ def test_while_blocks_are_summed_up_the_disk_reads_others() -> None:
     disk.read(second)
     disk.read(third)
     assert disk.core.view.idle()
+
+
+def test_what_was_moved_in_a_smaller_store_is_of_the_budget() -> None:
+    """A slot was copied before the store was open."""
+    disk = Disk(write_budget=48 * SLOT_BYTES, ready=False)
+    replay = Replay({}, 1, 0, 0, moved_bytes=SLOT_BYTES)
+    disk.step(replace(opened(9), replay=replay))
+    disk.core.pending.budget.take(0, disk.now_ms)
+    assert disk.core.pending.budget.level == -SLOT_BYTES
 
 
 def test_what_was_written_to_measure_is_of_the_budget() -> None:

@@ -148,6 +148,17 @@ def test_an_end_in_the_middle_of_a_shrinking_loses_nothing(
     assert set(recovered(tmp_path, 8).values()) == {1, 6, 7}
 
 
+def test_the_bytes_that_were_moved_are_told(tmp_path: Path) -> None:
+    """Of three slots two move: they are written to the disk, and wear it."""
+    filled(tmp_path, 8, 1, 6, 7)
+    for moved_bytes in (2 * UNIT_BYTES, 0):
+        store = store_of(tmp_path, 4)
+        found = store.recover()
+        store.close()
+        assert found is not None
+        assert found.moved_bytes == moved_bytes
+
+
 @pytest.mark.parametrize("read_bytes", [-1, 0, 100])
 def test_a_slot_that_cannot_be_read_is_left_out(
     tmp_path: Path,
