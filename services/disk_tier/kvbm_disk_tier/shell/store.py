@@ -252,11 +252,13 @@ class Store:
         if header.cipher != self.options.cipher:
             return f"its cipher is {header.cipher or 'none'}, not {self.options.cipher or 'none'}"
         try:
-            self._slot_count(header.slot_bytes)
+            wanted = self._slot_count(header.slot_bytes)
         except StoreError as error:
             return str(error)
         if self._path("slots").stat().st_size < header.layout.total_bytes:
             return "its file of slots is too short"
+        if wanted > header.slot_count and not header.may_grow(wanted):
+            return f"its slabs are too short for {wanted} slots"
         return ""
 
     def create(self, slot_bytes: int) -> Replay:

@@ -22,6 +22,8 @@ FORMAT_OF_ONE_SIZE = 2
 CIPHER = "aes-256-gcm"
 EXTRA_BYTES = 4096
 """The cipher of sealed stores, and how many bytes longer their slots are; see `cipher.py`."""
+SHORTER_SLABS_MAX = 16
+"""So many times shorter than those of a new store, slabs are replaced: larger blocks do not fit."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -46,6 +48,11 @@ class Header(msgspec.Struct, frozen=True):
         """Return the header of the store with another number of slots: its slabs stay."""
         slab_slots = self.layout.slab_slots
         return msgspec.structs.replace(self, slot_count=slot_count, slab_slots=slab_slots)
+
+    def may_grow(self, slot_count: int) -> bool:
+        """Tell whether so many slots may keep these slabs: a new store's are not much longer."""
+        new = Header.of(self.slot_bytes, slot_count, self.cipher)
+        return new.slab_slots <= SHORTER_SLABS_MAX * self.layout.slab_slots
 
     @classmethod
     def of(cls, slot_bytes: int, slot_count: int, cipher: str) -> Header:

@@ -230,10 +230,26 @@ def test_without_room_to_grow_it_stays_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A petabyte: its blocks are served, and the log says why there are no more slots."""
-    filled(tmp_path, 8, 3, 7)
+    filled(tmp_path, 8192, 3, 7)
     assert recovered(tmp_path, 10**15 // UNIT_BYTES) == {3: 3, 7: 7}
-    assert (tmp_path / "store/slots").stat().st_size == 8 * UNIT_BYTES
-    assert "keeps 8 slots: no room for" in caplog.text
+    assert (tmp_path / "store/slots").stat().st_size == 8192 * UNIT_BYTES
+    assert "keeps 8192 slots: no room for" in caplog.text
+
+
+def test_a_tiny_store_that_becomes_large_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight slabs of a slot: 128 slots may have such, of 256 a new store's has 32 slots."""
+    filled(tmp_path, 8, 3, 7)
+    assert recovered(tmp_path, 128) == {3: 3, 7: 7}
+    filled(tmp_path, 8, 3, 7)
+    store = store_of(tmp_path, 256)
+    assert store.recover() is None
+    assert "its slabs are too short for 256 slots" in caplog.text
+    store.create(UNIT_BYTES)
+    assert store.header is not None
+    assert store.header.layout.slab_slots == 32
+    store.close()
 
 
 def test_zeros_go_behind_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
