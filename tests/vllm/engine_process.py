@@ -108,7 +108,7 @@ class Engine:
             epochs=self._epochs(),
             streams_attached=self._half() is not None and self._half().streams_attached,
             cpus=cpus_of_threads(),
-            expects_reads=bool(lent_half() and lent_half()._expects_reads)
+            expects_reads=bool(lent_half() and lent_half().expects_reads)
             if self._half() is not None
             else False,
         )

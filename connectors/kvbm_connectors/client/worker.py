@@ -153,6 +153,11 @@ class WorkerHalf:
         return self._loading
 
     @property
+    def expects_reads(self) -> bool:
+        """Whether the mover stands ready for the host tier now."""
+        return time.monotonic() < self._attends_until
+
+    @property
     def epoch(self) -> int:
         """The life of the host tier whose arena is read now; 0 for none."""
         attached = self._arena.attached()
