@@ -116,7 +116,7 @@ bench-disk: setup ## the disk tier in several block sizes, beside fio and plain 
 bench-scale: setup ## two host tiers beside one, three index replicas beside one, and a million blocks that move
 	$(PY) -m benchmarks scale
 
-bench-idle: setup ## what a stack costs that nobody uses, by thread
+bench-idle: setup ## what an idle stack costs, by thread
 	$(PY) -m benchmarks idle
 
 bench-objects: setup ## listings of a bucket with a million objects: time, CPU, memory, the longest pause

@@ -1,4 +1,4 @@
-"""What a stack costs that nobody uses: processor time and wake-ups, by thread.
+"""What an idle stack costs: processor time and wake-ups, by thread.
 
 Twice: without an engine, and beside one that is attached and does nothing. A wake-up is a switch of
 a thread that had slept, as the kernel counts them in `/proc/PID/task/TID/status`.
@@ -141,7 +141,7 @@ def _rows(when: str, threads: Threads) -> list[Row]:
 
 
 def _lookup_ms(probe: Probe, number: int) -> float:
-    """Time the lookup of a block that nobody has: a whole round trip."""
+    """Time the lookup of a block that no tier has: a whole round trip."""
     request, names = f"idle-{number}", probe.chain(number, 1)
     started = time.perf_counter()
     assert probe.lookup(request, names).blocks == 0

@@ -273,7 +273,7 @@ class Stack:
             self.settings.state_dir / "nats",
             address=address,
             port=url.port or PORT,
-            stream_bytes=stream_limits(self.settings).store_bytes,
+            store_bytes=stream_limits(self.settings).store_bytes,
         )
 
     def _take_lock(self) -> None:

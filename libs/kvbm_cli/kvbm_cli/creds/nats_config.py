@@ -39,8 +39,6 @@ RESERVED = frozenset({SHARED, "server", "etcd", "authority", SYSTEM, "$G"})
 PREVIOUS = "previous.json"
 LAYOUT = "layout.json"
 CONFIGURATION = "nats-server.conf"
-STORE_ROOM = 1.25
-"""JetStream reserves what streams may grow to; their files take a little more."""
 MEMORY_BYTES = 64 * 1024 * 1024
 
 
@@ -146,7 +144,7 @@ def configuration_of(
     layout: Layout, seeds: Mapping[Place, str], previous: Mapping[str, str], directory: Path
 ) -> dict[str, Any]:
     """Return the server's configuration, which nats-server reads as JSON."""
-    store_bytes = int(layout.streams.store_bytes * STORE_ROOM)
+    store_bytes = layout.streams.store_bytes
     accounts: dict[str, Any] = {
         tenant: {
             "jetstream": {

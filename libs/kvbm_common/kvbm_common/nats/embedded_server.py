@@ -26,8 +26,6 @@ STOP_DEADLINE_S = 2.0
 POLL_S = 0.005
 PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 """The most that nats-server accepts without a warning, and our largest message."""
-STORE_ROOM = 1.25
-"""Of what streams may take: what is replaced stays until the file that it is in is rewritten."""
 STORE_BYTES_MAX = 4 * 1024 * 1024 * 1024
 """The event stream, the registry and index snapshots together stay far below."""
 
@@ -54,11 +52,11 @@ class NatsServer:
         address: str = "127.0.0.1",
         port: int = 0,
         more: Mapping[str, Any] | None = None,
-        stream_bytes: int = 0,
+        store_bytes: int = 0,
     ) -> None:
-        """Prepare a server. `more` goes into its configuration: users, TLS. `stream_bytes`: what
-        all streams may take."""
-        self._stream_bytes = stream_bytes
+        """Prepare a server. `more` goes into its configuration: users, TLS. `store_bytes`: what
+        all streams need."""
+        self._store_bytes = store_bytes
         self.directory = directory
         self.more = dict(more or {})
         self.address = address
@@ -137,7 +135,7 @@ class NatsServer:
 
     def _configuration(self) -> str:
         """Return the configuration; nats-server reads JSON as well as its own format."""
-        store_bytes = max(STORE_BYTES_MAX, int(self._stream_bytes * STORE_ROOM))
+        store_bytes = max(STORE_BYTES_MAX, self._store_bytes)
         settings = {
             "server_name": self.name,
             "listen": f"{self.address}:{self.port}",

@@ -152,6 +152,8 @@ it."""
 STREAMS = (EVENTS, CONSOLIDATED, AUDIT, REGISTRY, IMAGES)
 """Every stream that KVBM uses: the role `admin` makes them."""
 GB = 1_000_000_000
+STORE_ROOM = 1.25
+"""Of what streams may take: what is replaced stays until the file that it is in is rewritten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +203,8 @@ class StreamLimits:
 
     @property
     def store_bytes(self) -> int:
-        """Return the room that all streams take at most, on each server that keeps them."""
-        return sum(self.fit(spec).bytes_max for spec in STREAMS)
+        """Return the room that all streams need on each server that keeps them."""
+        return int(sum(self.fit(spec).bytes_max for spec in STREAMS) * STORE_ROOM)
 
 
 AS_THEY_COME = StreamLimits()
