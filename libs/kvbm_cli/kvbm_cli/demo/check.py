@@ -32,6 +32,8 @@ POLL_S = 0.05
 
 Tiers = list[tuple[str, str]]
 """Kind and instance of each."""
+ListTiers = Callable[[], Awaitable[Tiers]]
+"""Returns the tiers that are there now; raises KvbmError."""
 
 
 @dataclass(slots=True)
@@ -52,19 +54,21 @@ class Verdict:
 class StackView:
     """Asks the services of one stack.
 
-    With `tiers` it is one that others may use, too: these are its tiers, and engines beside ours
-    are no mistake.
+    With `list_tiers` it is one that others may use, too: tiers may join and leave at any time, and
+    engines beside ours are no mistake.
     """
 
-    def __init__(self, bus: Bus, settings: Settings, *, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self, bus: Bus, settings: Settings, *, list_tiers: ListTiers | None = None
+    ) -> None:
         self._bus = bus
         self._settings = settings
-        self._tiers = tiers
+        self._list_tiers = list_tiers
 
     @property
     def is_shared(self) -> bool:
         """Whether there may be engines that are not ours."""
-        return self._tiers is not None
+        return self._list_tiers is not None
 
     async def stats(self, kind: str, instance: str = "") -> StatsReply:
         """Return the stats of an instance of this host, of the first by default."""
@@ -77,10 +81,10 @@ class StackView:
         ask = functools.partial(self._ask, kind, instance, "snapshot")
         return await ask_snapshot(ask, SnapshotRequest(source=source))
 
-    def instances(self, *kinds: str) -> list[tuple[str, str]]:
-        """Return kind and instance of every service of these kinds."""
-        if self._tiers is not None:
-            return [(kind, name) for kind, name in self._tiers if kind in kinds]
+    async def instances(self, *kinds: str) -> Tiers:
+        """Return kind and instance of every service of these kinds that is there now."""
+        if self._list_tiers is not None:
+            return [(kind, name) for kind, name in await self._list_tiers() if kind in kinds]
         return [(kind, name) for kind in kinds for name in instances_of(kind, self._settings)]
 
     async def dump(self) -> list[HolderDump]:
@@ -91,7 +95,7 @@ class StackView:
     async def _ask(self, kind: str, instance: str, verb: str, payload: bytes) -> bytes:
         settings = self._settings
         if not instance:
-            found = self.instances(kind)
+            found = await self.instances(kind)
             instance = found[0][1] if found else settings.instance
         subject = verb_subject(kind, verb, host=settings.host, instance=instance)
         return await self.ask(subject, payload)
@@ -104,42 +108,54 @@ class StackView:
 async def check_stack(
     view: StackView, engines: Sequence[EngineHandle], *, with_disk: bool
 ) -> Verdict:
-    """Wait for a quiet point, then compare every view with the index's."""
+    """Wait for a quiet point, then compare every view with the index's.
+
+    Every look asks the tiers that are there then: one that has left since is no trouble.
+    """
     verdict = Verdict()
     unrest: list[str] = []
     kinds = ["host-tier", *(["disk-tier"] if with_disk else []), "object-tier"]
-    tiers = view.instances(*kinds)
-    try:
-        await wait_until(lambda: _is_quiet(view, engines, tiers), "the stack is not quiet")
-    except DeadlineExceeded as error:
-        unrest.append(str(error))
-    for kind, instance in tiers:
-        stats = await view.stats(kind, instance)
-        verdict.leases_left += _leases_but_pins(stats)
-        verdict.staged_left += stats.slots.get("staged", 0)
-        verdict.troubles += [f"{kind}-{instance}: {reason}" for reason in stats.reasons]
-    try:
-        await wait_until(lambda: _agree(view, engines, tiers, verdict), "the views differ")
-    except DeadlineExceeded as error:
-        if not verdict.differences:  # It has not even got an answer.
-            unrest.append(str(error))
+    steps = (
+        (lambda: _is_quiet(view, engines, kinds), "the stack is not quiet"),
+        (lambda: _has_answered(view, kinds, verdict), "the tiers do not answer"),
+        (lambda: _agree(view, engines, kinds, verdict), "the views differ"),
+    )
+    for look, trouble in steps:
+        try:
+            await wait_until(look, trouble)
+        except DeadlineExceeded as error:
+            if look is not steps[-1][0] or not verdict.differences:
+                unrest.append(str(error))
     verdict.differences[:0] = unrest
     return verdict
 
 
-async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], tiers: Tiers) -> bool:
+async def _is_quiet(view: StackView, engines: Sequence[EngineHandle], kinds: Sequence[str]) -> bool:
     for engine in engines:
         if not (await engine.stats()).idle:
             return False
-    for kind, instance in tiers:
+    for kind, instance in await view.instances(*kinds):
         stats = await view.stats(kind, instance)
         names = ["offers", "lookups_waiting", "writes", "reads"]
         if stats.ready:  # Else blocks wait until it is.
             names.append("writes_pending")
         if any(stats.figures.get(name) for name in names) or stats.slots.get("staged"):
             return False
-    hosts = view.instances("host-tier")
-    return not any([_leases_but_pins(await view.stats(*host)) for host in hosts])
+        if kind == "host-tier" and _leases_but_pins(stats):
+            return False
+    return True
+
+
+async def _has_answered(view: StackView, kinds: Sequence[str], verdict: Verdict) -> bool:
+    """Note in the verdict what each tier has left, and why it does not serve."""
+    verdict.leases_left, verdict.staged_left = 0, 0
+    verdict.troubles.clear()
+    for kind, instance in await view.instances(*kinds):
+        stats = await view.stats(kind, instance)
+        verdict.leases_left += _leases_but_pins(stats)
+        verdict.staged_left += stats.slots.get("staged", 0)
+        verdict.troubles += [f"{kind}-{instance}: {reason}" for reason in stats.reasons]
+    return True
 
 
 def _leases_but_pins(stats: StatsReply) -> int:
@@ -148,13 +164,13 @@ def _leases_but_pins(stats: StatsReply) -> int:
 
 
 async def _agree(
-    view: StackView, engines: Sequence[EngineHandle], tiers: Tiers, verdict: Verdict
+    view: StackView, engines: Sequence[EngineHandle], kinds: Sequence[str], verdict: Verdict
 ) -> bool:
     held: dict[str, set[str]] = {}
     for holder in await view.dump():
         held.setdefault(holder.source, set()).update(holder.hashes)
     verdict.differences.clear()
-    for kind, instance in tiers:
+    for kind, instance in await view.instances(*kinds):
         snapshot = await view.snapshot(kind, instance)
         own = {name for part in snapshot.parts for run in part.runs for name in run.hashes}
         _compare(snapshot.source, own, held.pop(snapshot.source, set()), verdict)

@@ -181,8 +181,8 @@ async def _run_on(
         stack.admin, "kvbm-demo", counters=Metrics(), deadline_s=CONNECT_DEADLINE_S
     )
     cleanup.push_async_callback(bus.close)
-    tiers = await stack.tiers() if isinstance(stack, AttachedStack) else None
-    view = StackView(bus, stack.settings, tiers=tiers)
+    list_tiers = stack.tiers if isinstance(stack, AttachedStack) else None
+    view = StackView(bus, stack.settings, list_tiers=list_tiers)
     before = await figures_of(view, bus, stack.settings)
     engines = await _start_engines(options, stack, cleanup)
     tally = Tally()
@@ -190,7 +190,7 @@ async def _run_on(
     await _run_workload(options, engines, tally, console)
     seconds = time.perf_counter() - started
     await _run_pairs(options, engines, tally)
-    with_disk = options.disk_gb > 0 and bool(view.instances("disk-tier"))
+    with_disk = options.disk_gb > 0 and bool(await view.instances("disk-tier"))
     verdict = await check_stack(view, engines, with_disk=with_disk)
     return make_report(
         tally,

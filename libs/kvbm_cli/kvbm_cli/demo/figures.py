@@ -15,7 +15,7 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import verb_subject
 
-from kvbm_cli.demo.check import StackView
+from kvbm_cli.demo.check import StackView, wait_until
 
 DEADLINE_S = 5.0
 SUMS = ("kvbm_transfer_seconds", "kvbm_transfer_bytes")
@@ -53,10 +53,21 @@ class TierFigures:
 
 
 async def figures_of(view: StackView, bus: Bus, settings: Settings) -> TierFigures:
-    """Ask every tier of the view; raises KvbmError."""
+    """Ask every tier of the view, again where one has left; raises DeadlineExceeded."""
+    found: list[TierFigures] = []
+
+    async def look() -> bool:
+        found.append(await _ask_tiers(view, bus, settings))
+        return True
+
+    await wait_until(look, "the tiers do not answer")
+    return found[0]
+
+
+async def _ask_tiers(view: StackView, bus: Bus, settings: Settings) -> TierFigures:
     counts: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     snapshots: list[MetricsSnapshot] = []
-    for kind, instance in view.instances(*KINDS):
+    for kind, instance in await view.instances(*KINDS):
         for name, count in (await view.stats(kind, instance)).figures.items():
             counts[kind][name] = counts[kind].get(name, 0.0) + count
         subject = verb_subject(kind, "metrics", host=settings.host, instance=instance)

@@ -33,12 +33,28 @@ class View:
         self.index_is_away = False
         self.reasons: list[str] = []
         """Why the second disk tier is not ready."""
+        self.stats_until_it_leaves: int | None = None
+        """How often the second disk tier says its stats before it leaves."""
 
-    def instances(self, *kinds: str) -> list[tuple[str, str]]:
+    async def instances(self, *kinds: str) -> list[tuple[str, str]]:
         every = [("host-tier", "0"), ("disk-tier", "0"), ("disk-tier", "0-1")]
+        if self.stats_until_it_leaves == -1:
+            every.pop()
         return [(kind, instance) for kind, instance in every if kind in kinds]
 
+    def _leave(self) -> None:
+        """Have the second disk tier leave: it is still listed until it was asked once more."""
+        if self.stats_until_it_leaves == 0:
+            self.stats_until_it_leaves = -1
+            self.indexed.pop("disk-tier-0-1", None)
+        if self.stats_until_it_leaves == -1:
+            raise NoResponder("no service answers on kvbm.v1.disk-tier.h.0-1.stats")
+        if self.stats_until_it_leaves is not None:
+            self.stats_until_it_leaves -= 1
+
     async def stats(self, kind: str, instance: str = "0") -> StatsReply:
+        if instance == "0-1":
+            self._leave()
         return StatsReply(
             kind=kind, host="h", instance=instance, epoch=1,
             ready=not (self.reasons and instance == "0-1"),
@@ -48,6 +64,8 @@ class View:
         )  # fmt: skip
 
     async def snapshot(self, kind: str, instance: str) -> SnapshotReply:
+        if instance == "0-1":
+            self._leave()
         source = f"{kind}-{instance}"
         run = Run(parent="0" * 32, hashes=[name(number).hex() for number in HELD[source]])
         tier = cast("Any", kind.split("-")[0])
@@ -99,6 +117,14 @@ async def test_a_stack_at_rest_is_consistent(view: View) -> None:
     verdict = await verdict_of(view)
     assert verdict == Verdict(leases_left=0, staged_left=0, differences=[])
     assert verdict.views_consistent
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2])
+async def test_a_tier_that_leaves_while_it_is_asked_is_no_trouble(view: View, answers: int) -> None:
+    """Goal: scaling down beside a run fails no run, whichever question meets the leaving tier."""
+    view.stats_until_it_leaves = answers
+    assert await verdict_of(view) == Verdict()
+    assert view.stats_until_it_leaves == -1, "it has left"
 
 
 async def test_a_pin_is_no_lease_that_was_left(view: View) -> None:
