@@ -2,9 +2,9 @@
 
 An object is a description (its name, size, SHA-256 and where its chunks are) on `$O.<bucket>.M.…`,
 which replaces the one before it, and chunks on `$O.<bucket>.C.<id>`. The description is written
-last: a writer that dies before leaves chunks without a description, and the bucket's limit drops
-the oldest. A reader checks size and digest, so it gets an object exactly as it was written, or an
-error.
+last: a writer that dies before leaves chunks without a description, and the next writer drops them.
+Else the bucket would fill up with them, and its limit drops the oldest of all. A reader checks size
+and digest, so it gets an object exactly as it was written, or an error.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from kvbm_common.wire.codec import UNREADABLE
 CHUNK_BYTES = 512 * 1024
 """Less than what any server takes by default, and few enough round trips for 20 MB."""
 CHUNKS_IN_FLIGHT = 8
+ABANDONED_S = 60.0
+"""Chunks without a description are dropped so long after the last of them: a writer that lives
+stores the next one, or the description, within some API deadlines."""
 NO_MESSAGE = 10037
 """The server's error code for a subject without messages."""
 
@@ -66,10 +69,22 @@ class _Stored(msgspec.Struct, frozen=True):
     data: str = ""
     """The server leaves out what is empty."""
     hdrs: str = ""
+    time: datetime | None = None
+    """When the server stored it."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
     message: _Stored
+
+
+class _State(msgspec.Struct, frozen=True):
+    subjects: dict[str, int] | None = None
+
+
+class _Subjects(msgspec.Struct, frozen=True):
+    state: _State
+    ts: datetime
+    """What the server's clock says."""
 
 
 class ObjectStore:
@@ -84,14 +99,9 @@ class ObjectStore:
         """Return the description of an object; None: no such object. Raises ObjectBroken for one
         that cannot be believed, and other KvbmErrors."""
         await ensure_stream(self._link, self._spec)
-        request = {"last_by_subj": self._subject_of(name)}
-        try:
-            payload = await call_api(self._link, f"STREAM.MSG.GET.{self._spec.name}", request)
-        except JetStreamError as error:
-            if error.server_code == NO_MESSAGE:
-                return None
-            raise
-        stored = msgspec.json.decode(payload, type=_Answer).message
+        stored = await self._last(self._subject_of(name))
+        if stored is None:
+            return None
         if self._link.guarded and not self._spec.is_marked(base64.b64decode(stored.hdrs)):
             raise ObjectBroken(f"the description of {name} was not published by a client")
         try:
@@ -130,6 +140,7 @@ class ObjectStore:
             before = await self.info(name)
         except ObjectBroken:  # It is replaced; a full bucket drops its chunks.
             before = None
+        await self._drop_abandoned()
         digest = await asyncio.to_thread(_digest, content)
         subject = f"$O.{self.bucket}.C.{nuid}"
         offsets = range(0, len(content), CHUNK_BYTES)
@@ -150,9 +161,42 @@ class ObjectStore:
             self._subject_of(name), msgspec.json.encode(info), headers={"Nats-Rollup": "sub"}
         )
         if before is not None:
-            purge = {"filter": f"$O.{self.bucket}.C.{before.nuid}"}
-            await call_api(self._link, f"STREAM.PURGE.{self._spec.name}", purge)
+            await self._purge(f"$O.{self.bucket}.C.{before.nuid}")
         return info
+
+    async def _drop_abandoned(self) -> None:
+        """Drop the chunks of writers that died before they had written a description."""
+        request = {"subjects_filter": f"$O.{self.bucket}.>"}
+        payload = await call_api(self._link, f"STREAM.INFO.{self._spec.name}", request)
+        found = msgspec.json.decode(payload, type=_Subjects)
+        descriptions, chunks = f"$O.{self.bucket}.M.", f"$O.{self.bucket}.C."
+        names = [one for one in found.state.subjects or () if one.startswith(descriptions)]
+        unnamed = {one for one in found.state.subjects or () if one.startswith(chunks)}
+        for name in names:
+            stored = await self._last(name)
+            with contextlib.suppress(*UNREADABLE, ValueError):  # What has written it is replaced.
+                data = base64.b64decode(stored.data if stored else "")
+                unnamed.discard(chunks + msgspec.json.decode(data, type=ObjectInfo).nuid)
+        for subject in sorted(unnamed):
+            stored = await self._last(subject)
+            time = stored.time if stored else None
+            if time is not None and (found.ts - time).total_seconds() >= ABANDONED_S:
+                await self._purge(subject)
+
+    async def _last(self, subject: str) -> _Stored | None:
+        """Return the last message on a subject, or None; raises KvbmError."""
+        request = {"last_by_subj": subject}
+        try:
+            payload = await call_api(self._link, f"STREAM.MSG.GET.{self._spec.name}", request)
+        except JetStreamError as error:
+            if error.server_code == NO_MESSAGE:
+                return None
+            raise
+        return msgspec.json.decode(payload, type=_Answer).message
+
+    async def _purge(self, subject: str) -> None:
+        """Drop every message on a subject; raises KvbmError."""
+        await call_api(self._link, f"STREAM.PURGE.{self._spec.name}", {"filter": subject})
 
     async def _store(
         self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None

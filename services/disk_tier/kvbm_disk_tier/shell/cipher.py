@@ -10,7 +10,7 @@ A sealed slot is 4 KiB longer than the block's own:
 A sealed object is ciphertext, tag and nonce, without a gap.
 
 The associated data are "kvbm-seal-2", namespace digest, sequence hash, bytes, checksum and number
-of parts of the block: what was moved to another slot or name does not open. The key of a namespace
+of parts of the block: what was moved to another name does not open. The key of a namespace
 is HKDF-SHA256(key, salt = none, info = "kvbm-seal-2" + namespace digest), so that two namespaces
 never share one. What does not open (another key, another block, flipped bits) is a miss.
 

@@ -8,6 +8,7 @@ import hashlib
 import msgspec
 import nats
 import pytest
+from kvbm_common.nats import object_store
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.jetstream import call_api
 from kvbm_common.nats.object_store import CHUNK_BYTES, ObjectBroken, ObjectStore, ObjectTooLarge
@@ -77,6 +78,26 @@ async def test_a_writer_that_died_is_not_noticed(store: ObjectStore, bus: Bus) -
     info = await store.info("a")
     assert info is not None
     assert await store.get(info, deadline_s=5) == b"x"
+
+
+async def test_a_writer_that_died_leaves_nothing_to_the_next(
+    store: ObjectStore, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: dead writers never fill the bucket, whose limit would drop chunks that are named."""
+    await store.put("b", b"z", nuid="kept", metadata={})
+    await store.put("a", b"x", nuid="one", metadata={})
+    await bus.request_raw("$O.things.C.dead", LARGE[:CHUNK_BYTES], deadline_s=2)
+    await store.put("a", b"y", nuid="two", metadata={})
+    assert await chunk_subjects(bus) == {"dead", "kept", "two"}, "its writer may live still"
+    monkeypatch.setattr(object_store, "ABANDONED_S", 0.0)
+    await store.put("a", b"y", nuid="three", metadata={})
+    assert await chunk_subjects(bus) == {"kept", "three"}
+
+
+async def chunk_subjects(bus: Bus) -> set[str]:
+    """Whose chunks the bucket `things` has, by `nuid`."""
+    payload = await call_api(bus, "STREAM.INFO.OBJ_things", {"subjects_filter": "$O.things.C.>"})
+    return {name.split(".")[-1] for name in msgspec.json.decode(payload)["state"]["subjects"]}
 
 
 async def test_the_nats_client_reads_it(store: ObjectStore, nats_url: str) -> None:
