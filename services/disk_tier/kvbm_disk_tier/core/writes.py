@@ -199,8 +199,8 @@ class Writes:
         self._counts["dropped.write_bad_lease"] += bad
         find = self._inventory.table.find  # A listing may have found one of them meanwhile.
         wanted = [leased[name] for name in names if name in leased and find(name) is None]
-        self._counts["dropped.write_gone"] += max(0, len(names) - len(wanted) - bad)
         if left := [name for name in names if name not in leased and find(name) is None]:
+            self._counts["dropped.write_gone"] += max(0, len(left) - bad)
             self.pending.not_written(left, GONE, now_ms)
         wanted = self.pending.reachable(wanted, now_ms)
         sizes = dict.fromkeys([block.bytes for block, _ in wanted])
@@ -252,6 +252,8 @@ class Writes:
         assert all(index in range(len(write.slots)) for index in lost), self.flying.story(write)
         self._counts["dropped.write_lost"] += len(lost)
         if lost:
+            names = [write.slots[index][1].hash for index in lost]
+            self.pending.not_written(names, "lost", now_ms)
             self._inventory.abort(write.slots[index] for index in lost)
             write.slots = [one for index, one in enumerate(write.slots) if index not in lost]
             write.load = sum(self._inventory.table.slot_bytes(slot) for slot, _ in write.slots)

@@ -7,9 +7,9 @@ from kvbm_common.wire.explain import FateEntry
 from kvbm_disk_tier.core.effects import LeaseHost, WriteSlots
 from kvbm_disk_tier.core.frequency_filter import DECAY_STEP_MS
 from kvbm_disk_tier.core.limits import DiskTierLimits
-from kvbm_disk_tier.core.messages import StoreDown, WritersKnown
+from kvbm_disk_tier.core.messages import StoreDown, WritersKnown, Written
 
-from tests.services.disk_tier.helpers import Disk, name, of, one
+from tests.services.disk_tier.helpers import Disk, name, of, one, writing
 
 
 def fate(disk: Disk, number: int) -> FateEntry:
@@ -38,6 +38,15 @@ def test_the_filter_kept_it_out() -> None:
     disk.wait(1)
     disk.wait(DECAY_STEP_MS)
     assert fate(disk, 1).detail == "was wanted too long ago to count"
+
+
+def test_a_block_that_was_lost_on_its_way_says_so() -> None:
+    """Of a batch of two the second did not arrive."""
+    disk = Disk()
+    write = writing(disk, 1, 2)
+    disk.finish(disk.step(Written(write.write, (1,))))
+    assert fate(disk, 1).why == "held"
+    assert fate(disk, 2) == FateEntry(why="not_written", detail="lost")
 
 
 def test_what_another_instance_writes_is_not_ours_to_explain() -> None:

@@ -321,6 +321,19 @@ def seen(bucket: Bucket, *wanted: int) -> list[Effect]:
     return effects
 
 
+def test_a_block_that_a_listing_finds_before_it_is_written_is_not_gone() -> None:
+    """Another host has put 1 while it was leased here: 2 is written, and nothing was dropped."""
+    bucket = Bucket()
+    bucket.step(ArenaKnown(arena()))
+    lease = one(seen(bucket, 1, 2), LeaseHost)
+    bucket.objects[block(1)] = 0
+    bucket.list()
+    assert bucket.here() == [1]
+    reply = LeaseReply(lease=1, slots=[leased_slot(1), leased_slot(2)])
+    assert numbers(one(bucket.step(Leased(lease.write, reply)), WriteSlots).blocks) == [2]
+    assert "dropped.write_gone" not in bucket.core.counts
+
+
 def offload(bucket: Bucket, *wanted: int, valid: bool = True, lost: Iterable[int] = ()) -> None:
     """All the way of a batch."""
     if not bucket.core.arenas.usable:
