@@ -256,7 +256,9 @@ class PendingBlocks:
         assert len(names) <= most, f"{len(names)} blocks in a batch of {most}"
         charged = 0
         if self.budget.bytes_per_day and self._store.layout is not None and names:
-            charged = len(names) * self._store.layout.slot_bytes_of(size)
+            slot_bytes = self._store.layout.slot_bytes_of(size)
+            del names[self.budget.blocks_at_once(slot_bytes) :]
+            charged = len(names) * slot_bytes
         if chosen is None or (charged and not self.budget.take(charged, now_ms)):
             return None
         for name in names:

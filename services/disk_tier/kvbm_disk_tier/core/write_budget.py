@@ -23,10 +23,18 @@ class WriteBudget:
         self._per_ms = bytes_per_day * (1 - BURST_SHARE) / DAY_MS
         self._filled_ms: int | None = None
 
+    def blocks_at_once(self, slot_bytes: int) -> int:
+        """Return how many blocks a batch may have: no more than a full bucket pays for.
+
+        A larger one would leave a debt, which a restart forgets.
+        """
+        assert slot_bytes > 0, slot_bytes
+        return max(1, int(self._burst) // slot_bytes)
+
     def take(self, size: int, now_ms: int) -> bool:
         """Take this many bytes from the budget; return False, and take none, if it lacks them.
 
-        A batch larger than the bucket may go when the bucket is full; what it took too much is
+        A block larger than the bucket may go when the bucket is full; what it took too much is
         waited for afterwards.
         """
         assert size >= 0, f"{size} bytes are to be written"

@@ -22,12 +22,18 @@ def test_it_begins_empty_and_fills_over_the_day() -> None:
     assert not budget.take(100, 3 * HOUR_MS), "no more than an hour's worth is kept"
 
 
-def test_a_batch_beyond_the_bucket_waits_for_a_full_one_and_is_paid_for() -> None:
+def test_a_block_beyond_the_bucket_waits_for_a_full_one_and_is_paid_for() -> None:
     budget = WriteBudget(24_000)
     assert not budget.take(5_000, 0)
     assert budget.take(5_000, 2 * HOUR_MS)
     assert not budget.take(1, 6 * HOUR_MS)
     assert budget.take(1, 7 * HOUR_MS)
+
+
+def test_a_batch_has_no_more_blocks_than_a_full_bucket_pays_for() -> None:
+    """1,000 bytes: 3 blocks of 300; of 5,000 one at a time."""
+    budget = WriteBudget(24_000)
+    assert [budget.blocks_at_once(size) for size in (1, 300, 1_000, 5_000)] == [1_000, 3, 1, 1]
 
 
 def test_what_was_not_written_is_given_back() -> None:

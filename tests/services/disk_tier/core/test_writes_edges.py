@@ -8,8 +8,9 @@ from kvbm_common.wire.verbs import LeaseReply, LeaseRequest
 from kvbm_disk_tier.core.effects import AppendJournal, LeaseHost, ReleaseHost, WriteSlots
 from kvbm_disk_tier.core.health import SLOW_MS, Cause
 from kvbm_disk_tier.core.limits import DiskTierLimits
-from kvbm_disk_tier.core.messages import Journaled, Leased, WriteFailed, Written
+from kvbm_disk_tier.core.messages import Journaled, Leased, Tick, WriteFailed, Written
 from kvbm_disk_tier.core.pending import TRIES_MAX
+from kvbm_disk_tier.core.write_budget import DAY_MS
 
 from tests.services.disk_tier.helpers import (
     ARENA_SLOTS,
@@ -417,12 +418,22 @@ def test_a_listed_block_is_leased_from_the_host_tier_that_listed_it() -> None:
     assert disk.core.writes.pending.waiting == {}
 
 
+def test_no_batch_leaves_a_debt_that_a_restart_would_forget() -> None:
+    """A full bucket pays for 2 blocks of a slot each: 3 waits, though a batch has room for it."""
+    disk = Disk(slots=4, write_budget=2 * 24 * SLOT_BYTES)
+    assert disk.host_stored(1, 2, 3) == []
+    disk.now_ms += DAY_MS
+    [lease] = of(disk.step(Tick()), LeaseHost)
+    assert asked(lease) == [1, 2]
+    assert disk.core.pending.budget.level == 0
+
+
 def test_the_budget_that_was_not_used_is_given_back() -> None:
     """A lease that fails, one of which nothing is left, a batch of two of which one is there."""
     disk = Disk(slots=4, write_budget=48 * 100 * SLOT_BYTES)
     budget = disk.core.pending.budget
     budget.take(0, disk.now_ms)
-    disk.now_ms += 24 * 3_600_000
+    disk.now_ms += DAY_MS
     budget.take(0, disk.now_ms)  # A day later the bucket is full.
     full = budget.level
     disk.lease_failed(one(disk.host_stored(1, 2), LeaseHost), "stale_epoch")
