@@ -34,16 +34,16 @@ class BrokenChains:
         """Blocks that were dropped, with their parents as far as these are known."""
         self._dropped_max = dropped_max
 
-    def wait(self, name: SequenceHash, parent: SequenceHash | None) -> None:
+    def note_waiting(self, name: SequenceHash, parent: SequenceHash | None) -> None:
         """Note that a block waits for its write; None: its parent was not told now."""
         assert name not in self._parent, f"{name.hex()} waits already"
-        parent = self.parent_of(name, parent)
+        parent = self.known_parent(name, parent)
         self._dropped.pop(name, None)
         if parent is not None and parent != name:
             self._parent[name] = parent
             self._children.setdefault(parent, {})[name] = None
 
-    def left(self, name: SequenceHash) -> None:
+    def note_left_queue(self, name: SequenceHash) -> None:
         """Note that a block waits no more."""
         parent = self._parent.pop(name, None)
         if parent is not None:
@@ -53,13 +53,13 @@ class BrokenChains:
             if not siblings:
                 del self._children[parent]
 
-    def found(self, name: SequenceHash) -> None:
+    def note_stored(self, name: SequenceHash) -> None:
         """Note that a block is in the store without a write of ours."""
-        self.left(name)
+        self.note_left_queue(name)
         self._dropped.pop(name, None)
         assert not self.is_cut_off(name)
 
-    def parent_of(
+    def known_parent(
         self, name: SequenceHash, told: SequenceHash | None = None
     ) -> SequenceHash | None:
         """Return the parent as it was told, or as it is remembered of a dropped block."""
@@ -69,9 +69,9 @@ class BrokenChains:
         """Tell whether the children of this block cannot be reached."""
         return parent is not None and parent in self._dropped
 
-    def drop(self, name: SequenceHash, parent: SequenceHash | None = None) -> None:
+    def note_dropped(self, name: SequenceHash, parent: SequenceHash | None = None) -> None:
         """Note that a block will not be on disk."""
-        parent = self._parent.get(name) or self.parent_of(name, parent)
+        parent = self._parent.get(name) or self.known_parent(name, parent)
         self._dropped[name] = None if parent == name else parent
         self._dropped.move_to_end(name)
         if len(self._dropped) > self._dropped_max:

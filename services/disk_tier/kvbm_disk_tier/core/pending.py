@@ -192,10 +192,10 @@ class PendingBlocks:
         assert name not in self.waiting, f"{name.hex()} waits already"
         if not self.waiting:
             self.chains.forget()  # The disk keeps up again.
-        parent = self.chains.parent_of(name, parent)
+        parent = self.chains.known_parent(name, parent)
         if not self.is_cut_off(parent) and len(self.waiting) < self._limits.pending_max:
             self.waiting[name] = told
-            self.chains.wait(name, parent)
+            self.chains.note_waiting(name, parent)
             return
         self.retries.forget([name])
         if self.is_cut_off(parent):
@@ -203,7 +203,7 @@ class PendingBlocks:
         else:
             self._counts["dropped.write_pending_full"] += 1
             self.not_written([name], FULL, now_ms)
-        self.chains.drop(name, parent)
+        self.chains.note_dropped(name, parent)
 
     def is_cut_off(self, parent: SequenceHash | None) -> bool:
         """Tell whether a child of this block is not worth a write: nothing can reach it on disk.
@@ -263,7 +263,7 @@ class PendingBlocks:
             return None
         for name in names:
             del self.waiting[name]
-            self.chains.left(name)
+            self.chains.note_left_queue(name)
         self.retries.start()
         return chosen, names, size, charged
 
@@ -271,7 +271,7 @@ class PendingBlocks:
         """Drop blocks that have left this host tier: no lease would have them."""
         left = [name for name in names if self._is_of(name, instance)]
         for name in left:
-            self.chains.left(name)
+            self.chains.note_left_queue(name)
             del self.waiting[name]
         self.retries.forget(left)
         self._counts["dropped.write_gone"] += len(left)
@@ -284,7 +284,7 @@ class PendingBlocks:
     def found(self, names: Iterable[SequenceHash]) -> None:
         """Drop blocks that are in the store without a write of ours."""
         for name in names:
-            self.chains.found(name)
+            self.chains.note_stored(name)
             if name in self.waiting:
                 del self.waiting[name]
                 self.retries.forget([name])
@@ -305,12 +305,12 @@ class PendingBlocks:
         self._departures.note(names, "not_written", now_ms, detail=reason)
         if reason not in OVERLOAD or self._arenas.staging:
             for name in names:
-                self.chains.left(name)
+                self.chains.note_left_queue(name)
             return
         below = [name for name in self.chains.descendants(names) if name in self.waiting]
         for name in (*names, *below):
-            self.chains.drop(name)
-            self.chains.left(name)
+            self.chains.note_dropped(name)
+            self.chains.note_left_queue(name)
             self.waiting.pop(name, None)
         self.retries.forget(below)
         self.cut_off(below, now_ms)

@@ -91,7 +91,7 @@ class Writes:
             if name not in waiting:  # A message may name a block twice.
                 parent = parents.get(name) if parents else None
                 if parent is not None and find(parent) is not None:
-                    self.pending.chains.found(parent)
+                    self.pending.chains.note_stored(parent)
                 self.pending.add(name, told, now_ms, parent)
 
     def listed(self, names: Sequence[SequenceHash], told: Told, now_ms: int) -> None:
