@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -115,13 +114,6 @@ def fio(directory: Path, block_bytes: int, depth: int, seconds: float) -> dict[s
         write = _fio_run(Path(scratch), "randwrite", block_bytes, depth, seconds)
         read = _fio_run(Path(scratch), "randread", block_bytes, depth, seconds)
     return ReadWrite(read, write)._asdict()
-
-
-def memcpy_gb_per_s(rounds: int = 7) -> float:
-    """Median of copies between two populated shared mappings of the working set, one thread."""
-    source, target = page_aligned(WORKING_SET_BYTES), page_aligned(WORKING_SET_BYTES)
-    source[:], target[:] = 1, 2
-    return statistics.median(_speeds(lambda: np.copyto(target, source), source.nbytes, rounds))
 
 
 @contextmanager

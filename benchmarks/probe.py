@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import zmq
@@ -173,8 +172,3 @@ class Probe:
                 self.scheduler.load_ended(result)
                 results.append(result)
         return results
-
-
-def scratch_directory(settings: Settings) -> Path:
-    """Where the disk path is measured: the disk tier's own directory."""
-    return settings.disk_cache_dir

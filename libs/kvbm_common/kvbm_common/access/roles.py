@@ -203,7 +203,6 @@ ROLES = (
 """Each role once."""
 
 BY_NAME = {role.name: role for role in ROLES}
-HOST_ROLES = tuple(role.name for role in ROLES if role.per_host)
 
 
 def role_of(kind: str) -> Role:
