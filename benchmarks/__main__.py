@@ -18,6 +18,7 @@ NAMES = (
 )
 ON_DEMAND = (
     *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste", "idle"),
+    "secured",
 )
 """Take longer, or need environments of their own: `make bench-vllm`, `make bench-index`, `make
 bench-disk`, `make bench-scale`, `make bench-objects`, `make bench-idle`."""

@@ -126,6 +126,16 @@ async def _measure_singles(bus: Bus, probe: Probe, events: list[Sent], stack: St
     ]
 
 
+async def flood(bus: Bus, probe: Probe, host: str, count: int) -> int:
+    """Have the engine say so many blocks at the usual rate; return how many the index has of them.
+
+    All of them must arrive.
+    """
+    one = await _measure(bus, probe, list(_events(probe, count)), host)
+    assert one.held == one.sent, (one.held, one.sent)
+    return one.held
+
+
 async def _clear(bus: Bus, probe: Probe, host: str) -> None:
     batch = EngineBatch(ts=0.0, events=(AllBlocksCleared(),), dp_rank=0)
     probe.events.publish(encode_batch(batch))
