@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -36,6 +35,10 @@ CHUNKS_IN_FLIGHT = 8
 ABANDONED_S = 60.0
 """Chunks without a description are dropped so long after the last of them: a writer that lives
 stores the next one, or the description, within some API deadlines."""
+WRITERS_MAX = 16
+"""Writers of one name at once; more have something wrong with them."""
+OVERTAKEN = 10071
+"""The server's error code for a message that is to follow another than the last one."""
 NO_MESSAGE = 10037
 """The server's error code for a subject without messages."""
 
@@ -69,6 +72,7 @@ class _Stored(msgspec.Struct, frozen=True):
     data: str = ""
     """The server leaves out what is empty."""
     hdrs: str = ""
+    seq: int = 0
     time: datetime | None = None
     """When the server stored it."""
 
@@ -136,10 +140,6 @@ class ObjectStore:
         if 0 < most < 2 * len(content):
             text = f"{name}: {len(content)} bytes, in a bucket of {most} with room for two"
             raise ObjectTooLarge(text)
-        try:
-            before = await self.info(name)
-        except ObjectBroken:  # It is replaced; a full bucket drops its chunks.
-            before = None
         await self._drop_abandoned()
         digest = await asyncio.to_thread(_digest, content)
         subject = f"$O.{self.bucket}.C.{nuid}"
@@ -151,18 +151,33 @@ class ObjectStore:
                     for at in offsets[first : first + CHUNKS_IN_FLIGHT]
                 )
             )
-        with contextlib.suppress(ObjectBroken):  # Another writer may have been faster.
-            before = await self.info(name) or before
         info = ObjectInfo(
             name=name, bucket=self.bucket, nuid=nuid, size=len(content), chunks=len(offsets),
             digest=digest, mtime=datetime.now(UTC).isoformat(), metadata=metadata,
         )  # fmt: skip
-        await self._store(
-            self._subject_of(name), msgspec.json.encode(info), headers={"Nats-Rollup": "sub"}
-        )
-        if before is not None:
-            await self._purge(f"$O.{self.bucket}.C.{before.nuid}")
+        await self._describe(info)
         return info
+
+    async def _describe(self, info: ObjectInfo) -> None:
+        """Write a description in the place of the one that is there, and drop its chunks.
+
+        Of writers that describe one name at once each replaces another's: no chunks are left.
+        """
+        subject = self._subject_of(info.name)
+        for _ in range(WRITERS_MAX):
+            stored = await self._last(subject)
+            before = stored.seq if stored is not None else 0
+            headers = {"Nats-Rollup": "sub", "Nats-Expected-Last-Subject-Sequence": str(before)}
+            try:
+                await self._store(subject, msgspec.json.encode(info), headers=headers)
+            except JetStreamError as error:
+                if error.server_code != OVERTAKEN:
+                    raise
+                continue
+            if stored is not None and (nuid := _nuid_of(stored)):
+                await self._purge(f"$O.{self.bucket}.C.{nuid}")
+            return
+        raise ObjectBroken(f"{info.name}: {WRITERS_MAX} other writers were faster")
 
     async def _drop_abandoned(self) -> None:
         """Drop the chunks of writers that died before they had written a description."""
@@ -174,9 +189,7 @@ class ObjectStore:
         unnamed = {one for one in found.state.subjects or () if one.startswith(chunks)}
         for name in names:
             stored = await self._last(name)
-            with contextlib.suppress(*UNREADABLE, ValueError):  # What has written it is replaced.
-                data = base64.b64decode(stored.data if stored else "")
-                unnamed.discard(chunks + msgspec.json.decode(data, type=ObjectInfo).nuid)
+            unnamed.discard(chunks + (_nuid_of(stored) if stored is not None else ""))
         for subject in sorted(unnamed):
             stored = await self._last(subject)
             time = stored.time if stored else None
@@ -210,3 +223,11 @@ class ObjectStore:
 def _digest(content: bytes) -> str:
     """Return the SHA-256. It takes a millisecond per megabyte: run it in a thread."""
     return "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
+
+
+def _nuid_of(stored: _Stored) -> str:
+    """Return whose chunks a description names; "" where it cannot be read."""
+    try:
+        return msgspec.json.decode(base64.b64decode(stored.data), type=ObjectInfo).nuid
+    except (*UNREADABLE, ValueError):
+        return ""

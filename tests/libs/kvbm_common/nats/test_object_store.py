@@ -134,6 +134,18 @@ async def test_a_writer_that_was_overtaken_leaves_no_chunks(bus: Bus) -> None:
     assert len(await fast.get(info, deadline_s=5)) == info.size
 
 
+async def test_writers_at_once_leave_one_object(bus: Bus) -> None:
+    """Eight describe one name within a millisecond: of seven no chunk is left."""
+    stores = [ObjectStore(bus, "pair", bytes_max=1 << 27) for _ in range(8)]
+    await asyncio.gather(
+        *(one.put("a", b"x", nuid=str(number), metadata={}) for number, one in enumerate(stores))
+    )
+    info = await stores[0].info("a")
+    assert info is not None
+    assert await stores[0].get(info, deadline_s=5) == b"x"
+    assert await messages(bus) == 2, "a chunk and a description"
+
+
 async def messages(bus: Bus) -> int:
     """How many messages the bucket has."""
     state = msgspec.json.decode(await call_api(bus, "STREAM.INFO.OBJ_pair"))["state"]
