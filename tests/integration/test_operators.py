@@ -89,7 +89,7 @@ async def test_an_operators_day(stack: Running) -> None:
     await operator.reads("prefetch", *names)
     [pinned] = (await operator.reads("pin", names[0], "--tier", "host"))["outcomes"]
     assert pinned["reply"]["pinned"] == 1
-    evicted = await operator.reads("evict", "--tier", "host", "--everything")
+    evicted = await operator.reads("evict", "--tier", "host", "--everything", "--yes")
     assert evicted["state"] == "done"
     assert evicted["progress"]["kept"] >= 1
     back = await operator.reads("prefetch", *names)
@@ -117,7 +117,7 @@ async def test_an_operators_day(stack: Running) -> None:
     assert {one["kind"] for one in levels} == {
         "index", "host-tier", "disk-tier", "metrics", "consolidator",
     }  # fmt: skip
-    await operator.reads("reset", "--tier", "all", "--everything")
+    await operator.reads("reset", "--tier", "all", "--everything", "--yes")
     assert await operator.reads("block", names[-1])
     verbs = [one["verb"] for one in (await operator.reads("audit", "--last", "1000"))["entries"]]
     assert {"pin", "unpin", "evict", "reset", "prefetch", "drain", "log_level", "resize", "policy",
@@ -128,7 +128,7 @@ async def test_an_operators_day(stack: Running) -> None:
 async def test_what_is_typed_wrongly(stack: Running) -> None:
     """1 for a refusal, 2 for what cannot be meant; a sentence on standard error."""
     operator = Operator(stack)
-    assert "bad_query" in await operator.says("evict", "--tier", "host", code=1)
+    assert "bad_query" in await operator.says("evict", "--tier", "host", code=2)
     assert "unknown_block" in await operator.says("block", "f" * 32, code=1)
     assert "unauthorized" in await operator.says("status", code=1, KVBM_ADMIN_TOKEN="not-the-token")
     assert "api_away" in await operator.says("status", "--url", "http://127.0.0.1:9", code=1)

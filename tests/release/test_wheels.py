@@ -147,7 +147,7 @@ async def test_the_stack_starts_and_stops(installed: Path, empty: Path, tmp_path
         cwd=empty,
         env=environ(
             KVBM_RUNTIME_DIR=str(tmp_path / "run"), KVBM_STATE_DIR=str(tmp_path / "state"),
-            KVBM_NATS_URL=f"nats://127.0.0.1:{free_port()}", KVBM_METRICS_PORT=str(port),
+            KVBM_NATS_URL=f"nats://127.0.0.1:{free_port()}", DYN_KVBM_METRICS_PORT=str(port),
             KVBM_HOST="wheels", DYN_KVBM_CPU_CACHE_GB="0.05", KVBM_SERVICE_PORT="0",
             KVBM_ROUTER_ENDPOINT="off", KVBM_ROUTER_REPLAY_ENDPOINT="off",
         ),

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm_common.errors import ConfigError, KvbmError
 
+from kvbm_cli.command_line import code_of, exit_with, run_line
+from kvbm_cli.printing import console
+
 if TYPE_CHECKING:
     import typer
     from kvbm_common.config.schema import Setting
@@ -40,7 +43,7 @@ def main() -> None:
         # A service needs no command line library, and five of them start at once.
         serve_kind(arguments[1])
         return
-    make_app(arguments)()
+    run_line(make_app(arguments), arguments)
 
 
 def serve_kind(kind: str) -> None:
@@ -120,7 +123,6 @@ def print_configuration(*, as_json: bool) -> None:
     """Print every setting with its value and origin; exits with 2 if one is wrong."""
     from kvbm_common.config.declarations import all_settings
     from kvbm_common.config.settings import Settings
-    from rich.console import Console
     from rich.table import Table
 
     settings = _settings_or_exit(Settings.load)
@@ -142,7 +144,7 @@ def print_configuration(*, as_json: bool) -> None:
     for row in rows:
         style = "" if row["from"] == "default" else "bold"
         table.add_row(row["variable"], row["value"], row["from"], style=style)
-    Console().print(table)
+    console().print(table)
     for warning in settings.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
@@ -170,7 +172,6 @@ def print_examination(*, as_json: bool) -> None:
     from dataclasses import asdict
 
     from kvbm_common.config.settings import Settings
-    from rich.console import Console
     from rich.table import Table
 
     from kvbm_cli.doctor.checks import examine
@@ -189,7 +190,7 @@ def print_examination(*, as_json: bool) -> None:
         table.add_row(level, finding.check, finding.found)
         if finding.advice:
             table.add_row("", "", f"→ {finding.advice}", style="dim")
-    Console().print(table)
+    console().print(table)
     sys.exit(code)
 
 
@@ -215,8 +216,7 @@ def _up_command() -> Callable[..., None]:
         try:
             asyncio.run(_stay_up(whole))
         except KvbmError as error:
-            print(f"kvbm: {error}", file=sys.stderr)
-            sys.exit(2 if isinstance(error, ConfigError) else 1)
+            exit_with(f"kvbm: {error}", code_of(error))
 
     return up
 
@@ -248,18 +248,21 @@ async def _stay_up(stack: Stack) -> None:
 
 
 def _print_stack(stack: Stack, seconds: float) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from kvbm_cli.layout import without_size
 
     table = Table("service", "pid", "where", box=None)
     pids = stack.pids
     table.add_row("nats", str(pids.get("nats", "–")), stack.nats_url)
     for kind, service in stack.services.items():
         table.add_row(kind, str(service.pid), service.description)
-    console = Console()
-    console.print(table)
-    console.print(f"credentials are in {stack.settings.creds_dir}; kvbm creds lists them")
-    console.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
+    out = console()
+    out.print(table)
+    for line in without_size(stack.settings):
+        out.print(line)
+    out.print(f"credentials are in {stack.settings.creds_dir}; kvbm creds lists them")
+    out.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
     sys.stdout.flush()
 
 
@@ -297,8 +300,7 @@ def _settings_or_exit(load: Callable[[], Result]) -> Result:
     try:
         return load()
     except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with(f"kvbm: {error}", code_of(error))
 
 
 if __name__ == "__main__":

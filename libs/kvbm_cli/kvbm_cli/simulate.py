@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.eviction import make_policy
 from kvbm_connectors.sim.workload import BlockIds, read_trace
 
+from kvbm_cli.command_line import code_of, exit_with
 from kvbm_cli.replay import Requests, bound_of, hits_of, requests_of
 
 COLUMNS = ("capacity", "of distinct", "policy", "hit rate", "bound", "to bound", "µs/block")
@@ -64,12 +64,8 @@ def simulate(
         lines = read_trace(trace, BlockIds, requests=requests or None)
         load = requests_of(line.hash_ids for line in lines)
         capacities = capacities_of(capacity, load.block_count)
-    except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     except KvbmError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        exit_with(f"kvbm: {error}", code_of(error))
     result = simulation(str(trace), load, capacities, policies, show=_table(load))
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

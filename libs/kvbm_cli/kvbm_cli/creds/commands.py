@@ -23,8 +23,10 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import AS_THEY_COME, StreamLimits
 
+from kvbm_cli.command_line import code_of, exit_with
 from kvbm_cli.creds.nats_config import Layout, names_of, read_layout, write_credentials
 from kvbm_cli.creds.tls_files import write_certificates
+from kvbm_cli.printing import console
 
 TOKEN_NAME = "admin-token"
 CHECK_S = 5.0
@@ -78,7 +80,6 @@ def _print_file(path: Path) -> None:
 
 
 def _print_files(files: dict[str, Path]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     helps = {role.name: role.help for role in ROLES} | {TOKEN_NAME: "Changes over HTTP."}
@@ -86,7 +87,7 @@ def _print_files(files: dict[str, Path]) -> None:
     table.columns[1].overflow = "fold"
     for name, path in files.items():
         table.add_row(name, str(path) if path.exists() else "–", helps[name])
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console().print(table)
 
 
 def nats_config(
@@ -195,9 +196,5 @@ def _errors_told() -> Iterator[None]:
     """Print an error of ours; exits with 2 for wrong options or settings, 1 for the rest."""
     try:
         yield
-    except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     except KvbmError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        exit_with(f"kvbm: {error}", code_of(error))

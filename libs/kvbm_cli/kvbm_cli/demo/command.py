@@ -26,6 +26,7 @@ from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from kvbm_cli import printing
 from kvbm_cli.demo.attached import AttachedStack
 from kvbm_cli.demo.check import StackView, check_stack, wait_until
 from kvbm_cli.demo.figures import figures_of
@@ -42,6 +43,8 @@ CONCURRENCY_PER_ENGINE = 4
 PAIRS_MAX = 24
 """Requests that are recomputed at the end, to compare their time to first token."""
 CONNECT_DEADLINE_S = 5.0
+SAY_S = 5.0
+"""How often a run whose output is no terminal says how far it has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,7 @@ def demo(
         device=device,
         attach=attach,
     )
-    console = Console()
+    console = printing.console()
     try:
         if device == "cuda":
             CupyRuntime()  # Told before anything starts.
@@ -241,6 +244,7 @@ async def _run_workload(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("requests", total=options.requests)
+        said_s = time.monotonic()
 
         def on_finished(_turn: Turn, finished: Finished) -> None:
             tally.add(finished)
@@ -248,6 +252,11 @@ async def _run_workload(
             asked = blocks["asked"] or 1
             rates = " ".join(f"{t} {blocks[t] / asked:.0%}" for t in ("device", "host", "disk"))
             progress.update(task, advance=1, description=f"hits: {rates}")
+            nonlocal said_s
+            if not console.is_terminal and time.monotonic() > said_s + SAY_S:
+                said_s = time.monotonic()
+                done = f"{len(tally.finished)} of {options.requests} requests"
+                console.print(f"{done}, hits: {rates}")
 
         await run_turns(
             engines,

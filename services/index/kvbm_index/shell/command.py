@@ -21,6 +21,8 @@ from kvbm_common.wire.verbs import verb_subject
 QUESTIONS = ("match", "score", "where", "holders")
 CONNECT_DEADLINE_S = 2.0
 ANSWER_DEADLINE_S = 5.0
+PIPED_WIDTH = 10_000
+"""What reads a pipe gets each row as a line."""
 COLUMNS: Mapping[str, str] = {"match": "matches", "score": "scores", "holders": "holders"}
 """Which list of a reply is the table."""
 
@@ -106,10 +108,10 @@ def _print(question: str, reply: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     rows = list(_rows(question, reply))
-    table = Table(*(rows[0] if rows else ["nobody"]), box=None)
+    table = Table(*(rows[0] if rows else ["nothing"]), box=None)
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    Console(width=140).print(table)
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
 
 
 def _rows(question: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
