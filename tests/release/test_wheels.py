@@ -157,7 +157,7 @@ async def test_the_stack_starts_and_stops(installed: Path, empty: Path, tmp_path
     async with asyncio.timeout(60):
         while b"Ctrl-C" not in (line := await process.stdout.readline()):
             assert line, "the stack has ended"
-        for page in ("", "live.js", "live.css", "docs"):
+        for page in ("", "live/live.js", "live/live.css", "docs"):
             read = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/{page}')"
             done = await asyncio.to_thread(call, empty, installed / "python", "-c", read)
             assert done.returncode == 0, f"{page}: {done.stderr}"

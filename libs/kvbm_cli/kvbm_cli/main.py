@@ -123,6 +123,7 @@ def print_configuration(*, as_json: bool) -> None:
     """Print every setting with its value and origin; exits with 2 if one is wrong."""
     from kvbm_common.config.declarations import all_settings
     from kvbm_common.config.settings import Settings
+    from rich.markup import escape
     from rich.table import Table
 
     settings = _settings_or_exit(Settings.load)
@@ -143,7 +144,8 @@ def print_configuration(*, as_json: bool) -> None:
     table.columns[0].no_wrap = True
     for row in rows:
         style = "" if row["from"] == "default" else "bold"
-        table.add_row(row["variable"], row["value"], row["from"], style=style)
+        # `escape`: values and findings are not markup.
+        table.add_row(row["variable"], escape(row["value"]), escape(row["from"]), style=style)
     console().print(table)
     for warning in settings.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -172,6 +174,7 @@ def print_examination(*, as_json: bool) -> None:
     from dataclasses import asdict
 
     from kvbm_common.config.settings import Settings
+    from rich.markup import escape
     from rich.table import Table
 
     from kvbm_cli.doctor.checks import examine
@@ -187,9 +190,9 @@ def print_examination(*, as_json: bool) -> None:
     styles = {"ok": "green", "better": "yellow", "wrong": "bold red"}
     for finding in findings:
         level = f"[{styles[finding.level]}]{finding.level}[/]"
-        table.add_row(level, finding.check, finding.found)
+        table.add_row(level, finding.check, escape(finding.found))
         if finding.advice:
-            table.add_row("", "", f"→ {finding.advice}", style="dim")
+            table.add_row("", "", f"→ {escape(finding.advice)}", style="dim")
     console().print(table)
     sys.exit(code)
 
@@ -248,20 +251,21 @@ async def _stay_up(stack: Stack) -> None:
 
 
 def _print_stack(stack: Stack, seconds: float) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from kvbm_cli.layout import without_size
 
     table = Table("service", "pid", "where", box=None)
     pids = stack.pids
-    table.add_row("nats", str(pids.get("nats", "–")), stack.nats_url)
+    table.add_row("nats", str(pids.get("nats", "–")), escape(stack.nats_url))
     for kind, service in stack.services.items():
-        table.add_row(kind, str(service.pid), service.description)
+        table.add_row(kind, str(service.pid), escape(service.description))
     out = console()
     out.print(table)
     for line in without_size(stack.settings):
         out.print(line)
-    out.print(f"credentials are in {stack.settings.creds_dir}; kvbm creds lists them")
+    out.print(f"credentials are in {escape(str(stack.settings.creds_dir))}; kvbm creds lists them")
     out.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
     sys.stdout.flush()
 

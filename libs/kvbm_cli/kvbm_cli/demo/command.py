@@ -24,6 +24,7 @@ from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvbm_cli import printing
@@ -144,7 +145,7 @@ def demo(
         console.print("ended by SIGTERM")
         sys.exit(128 + signal.SIGTERM)
     except KvbmError as error:
-        console.print(f"[bold red]failed[/]: {error}")
+        console.print(f"[bold red]failed[/]: {escape(str(error))}")
         sys.exit(1)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
