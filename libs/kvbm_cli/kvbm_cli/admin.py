@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import typer
@@ -46,7 +47,7 @@ def workers(as_json: bool = AS_JSON, url: str = URL) -> None:
 
 
 def audit(
-    last: int = typer.Option(20, help="So many of the newest."),
+    last: int = typer.Option(20, min=1, max=1000, help="So many of the newest."),
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
@@ -67,6 +68,8 @@ def jobs(
             if cancel:
                 raise ConfigError("kvbm jobs --cancel", "", "the id of a job")
             return api.get("/v1/jobs")
+        if not re.fullmatch("[0-9a-f]{16}", job):
+            raise ConfigError("kvbm jobs: job", job, "an id as `kvbm jobs` lists them")
         return api.post(f"/v1/jobs/{job}/cancel", {}) if cancel else api.get(f"/v1/jobs/{job}")
 
     run(ask, lambda told: job_tables(told.get("jobs", [told])), url, as_json)

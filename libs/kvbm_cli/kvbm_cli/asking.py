@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ Rows = list[dict[str, Any]]
 AS_JSON = typer.Option(False, "--json", help="Print the answer as JSON.")
 URL = typer.Option("", help="The admin API, instead of the configured one.")
 WAIT = typer.Option(True, help="Wait until the job has ended.")
-DEADLINE = typer.Option(600.0, help="How many seconds to wait for it.")
+DEADLINE = typer.Option(600.0, min=0, help="How many seconds to wait for it.")
 
 
 def run(
@@ -69,6 +70,8 @@ def run_change(path: str, body: Json, url: str, as_json: bool) -> None:
 
 def run_job(path: str, body: Json, url: str, as_json: bool, deadline_s: float) -> None:
     """Start a job, and print it when it has ended; a deadline of 0 does not wait."""
+    if not math.isfinite(deadline_s):
+        exit_with(f"kvbm: --deadline-s is {deadline_s}, but accepts a number of seconds", WRONG)
 
     def ask(api: Client) -> Json:
         job = api.post(path, body)

@@ -18,7 +18,7 @@ def explain(
     reason: str | None = typer.Option(None, help="Without an id: those that missed for this."),
     engine: str | None = typer.Option(None, help="Without an id: those of this engine."),
     missed: bool = typer.Option(False, help="Without an id: those that missed a block."),
-    last: int = typer.Option(20, help="Without an id: so many of the newest."),
+    last: int = typer.Option(20, min=1, max=1000, help="Without an id: so many of the newest."),
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm_common.errors import ConfigError, KvbmError
 
-from kvbm_cli.command_line import code_of, exit_with, run_line
+from kvbm_cli.command_line import WRONG, code_of, exit_with, run_line
 from kvbm_cli.printing import console
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def serve_kind(kind: str) -> None:
     found = {entry.name: entry for entry in entry_points(group=SERVICES)}
     if kind not in found:
         known = ", ".join(sorted(found)) or "none; is kvbm installed?"
-        print(f"kvbm: no service {kind!r}; there are {known}", file=sys.stderr)
-        sys.exit(2)
+        exit_with(f"kvbm: no service {kind!r}; there are {known}", WRONG)
     found[kind].load()()
 
 
@@ -210,7 +209,7 @@ def _up_command() -> Callable[..., None]:
         from kvbm_cli import stack
 
         logs.set_up("kvbm-up", "info")
-        kinds = [kind.strip() for kind in only.split(",") if kind.strip()] or stack.SERVICES
+        kinds = _kinds_of(only) or stack.SERVICES
         whole = _settings_or_exit(
             lambda: stack.Stack(nats_url=nats or None, services=kinds, restart=True)
         )
@@ -222,6 +221,17 @@ def _up_command() -> Callable[..., None]:
             exit_with(f"kvbm: {error}", code_of(error))
 
     return up
+
+
+def _kinds_of(text: str) -> list[str]:
+    """Return the kinds of services in a text; exits with 2 for one that is none."""
+    kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
+    known = entry_points(group=SERVICES).names
+    for kind in kinds:
+        if kind not in known:
+            accepted = f"kinds of services: {', '.join(sorted(known))}"
+            exit_with(f"kvbm: {ConfigError('--only', kind, accepted)}", WRONG)
+    return kinds
 
 
 async def _stay_up(stack: Stack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -145,6 +146,8 @@ def block(
     url: str = URL,
 ) -> None:
     """Show one block: where it is, what holds it there, and what has happened to it."""
+    if not re.fullmatch("[0-9a-f]{32}", name):
+        exit_with(f"kvbm block: hash is {name[:64]!r}, but accepts 32 hex digits", WRONG)
     run(lambda api: api.get(f"/v1/blocks/{name}"), _block_tables, url, as_json)
 
 

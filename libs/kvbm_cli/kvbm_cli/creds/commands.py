@@ -94,7 +94,9 @@ def nats_config(
     out: Path = typer.Option(..., help="Directory of everything that is written, mode 0700."),  # noqa: B008
     hosts: str = typer.Option("", help="Names of hosts (KVBM_HOST), commas between."),
     tenants: str = typer.Option("", help="Accounts that share nothing; kvbm unless given."),
-    instances: int = typer.Option(0, help="Instances of a tier on one host; 8 unless given."),
+    instances: int = typer.Option(
+        0, min=0, max=64, help="Instances of a tier on one host; 8 unless given."
+    ),
     names: str = typer.Option("", help="Names and addresses of NATS in its certificate: TLS."),
     etcd_names: str = typer.Option("", help="Names and addresses of etcd in its certificate."),
     listen: str = typer.Option("", help="Where nats-server listens; 0.0.0.0:4222 unless given."),
@@ -115,7 +117,13 @@ def nats_config(
     with _errors_told():
         given |= stream_room(Settings.load())
         layout = layout_of(out, {name: value for name, value in given.items() if value})
+        _check_directory(out)
         print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
+
+
+def _check_directory(out: Path) -> None:
+    if out == Path():
+        raise ConfigError("--out", "", "a directory: `--out .` would change this one's mode, too")
 
 
 def stream_room(settings: Settings) -> dict[str, StreamLimits]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import sys
@@ -117,7 +118,11 @@ def demo(
 ) -> None:
     """Run the whole stack with sim engines, and verify every block that comes back."""
     if block_kib * KIB % (4096 * tensor_parallel):
-        raise typer.BadParameter("must be a multiple of 4 KiB per rank", param_hint="--block-kib")
+        text = f"must be a multiple of 4 KiB for each rank of --tensor-parallel={tensor_parallel}"
+        raise typer.BadParameter(text, param_hint="--block-kib")
+    for name, size_gb in (("--host-gb", host_gb), ("--disk-gb", disk_gb)):
+        if not math.isfinite(size_gb):
+            raise typer.BadParameter("must be a number of GB", param_hint=name)
     if host_gb == 0 and disk_gb == 0:
         raise typer.BadParameter("one tier must have a size", param_hint="--host-gb")
     if device not in ("cpu", "cuda"):

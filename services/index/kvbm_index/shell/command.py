@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,8 +73,8 @@ def request_of(
         return {}
     if tokens:
         request = {
-            "tokens": _json_of(tokens if tokens.startswith("@") else f"[{tokens}]"),
-            "namespace": _json_of(namespace or "null"),
+            "tokens": _json_of("--tokens", tokens if tokens[0] == "@" else f"[{tokens}]"),
+            "namespace": _json_of("--namespace", namespace or "null"),
             "salt": salt or None,
             "lora": lora or None,
         }
@@ -82,10 +83,7 @@ def request_of(
     else:
         request = {"hashes": hashes}
     if question == "score" and weights:
-        request["weights"] = {
-            tier: float(number)
-            for tier, _, number in (part.partition("=") for part in weights.split(","))
-        }
+        request["weights"] = _weights_of(weights)
     return request
 
 
@@ -125,6 +123,20 @@ def _rows(question: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _json_of(text: str) -> Any:
-    """Parse JSON, or `@` and a file with JSON; raises ValueError, OSError."""
-    return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+def _json_of(option: str, text: str) -> Any:
+    """Parse JSON, or `@` and a file with JSON; raises ValueError, which names the option."""
+    try:
+        return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{option} is not JSON, or @FILE with JSON: {error}") from error
+
+
+def _weights_of(text: str) -> dict[str, float]:
+    """Parse the weights of tiers; raises ValueError."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        tier, _, number = part.partition("=")
+        if not tier or not re.fullmatch(r"\d+(\.\d+)?", number):
+            raise ValueError(f"--weights has {part!r}, but accepts TIER=NUMBER, as host=0.8")
+        found[tier] = float(number)
+    return found
