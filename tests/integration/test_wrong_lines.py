@@ -47,6 +47,7 @@ def test_every_command_is_here() -> None:
     assert group.commands.keys() == RIGHT.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", RIGHT)
 def test_a_wrong_line_is_answered_by_one_line(
     command: str, environ: dict[str, str], tmp_path: Path

@@ -105,7 +105,8 @@ OPTIONS: Mapping[tuple[str, str], Sequence[str]] = {
     ("prefetch", "--tokens"): JSONS, ("prefetch", "--namespace"): JSONS,
     ("simulate", "--trace"): ("", "/", MISSING, "/dev/null/x", LONG),
     ("simulate", "--capacity"): ("", "x", "-1", "1%%", "1,,2", "é", "%", "\n", LONG, "9" * 5000),
-    ("simulate", "--policy"): TEXTS, ("simulate", "--requests"): (*COUNTS, "+", "--", "½", " ", "0b1", "1 2"),
+    ("simulate", "--policy"): TEXTS,
+    ("simulate", "--requests"): (*COUNTS, "+", "--", "½", " ", "0b1", "1 2"),
     ("simulate", "--json"): ("/", MISSING),
 }  # fmt: skip
 ARGUMENTS: Mapping[str, tuple[str, Sequence[str]]] = {

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvbm_common.errors import ConfigError, KvbmError
 
 from kvbm_cli.command_line import WRONG, code_of, exit_with, run_line
+from kvbm_cli.examples import epilog_of
 from kvbm_cli.printing import console
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ Result = TypeVar("Result")
 COMMANDS = "kvbm.commands"
 SERVICES = "kvbm.services"
 OWN_COMMANDS = ("up", "serve", "config", "doctor")
+"""Commands that need no module of another package."""
 
 
 def main() -> None:
@@ -66,14 +68,16 @@ def make_app(arguments: list[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options())
-    app.command("up")(_up_command())
-    app.command("serve", help="Start one service against an existing NATS.")(_serve_command())
-    app.command("config")(_config_command())
-    app.command("doctor")(_doctor_command())
+    own = {
+        "up": _up_command(), "serve": _serve_command(), "config": _config_command(),
+        "doctor": _doctor_command(),
+    }  # fmt: skip
+    for name, command in own.items():
+        app.command(name, epilog=epilog_of(name))(command)
     wanted = arguments[0] if arguments else ""
     if wanted not in OWN_COMMANDS:
         for name, command in sorted(_further_commands(wanted).items()):
-            app.command(name)(command)
+            app.command(name, epilog=epilog_of(name))(command)
     return app
 
 
@@ -224,7 +228,7 @@ def _up_command() -> Callable[..., None]:
 
 
 def _kinds_of(text: str) -> list[str]:
-    """Return the kinds of services in a text; exits with 2 for one that is none."""
+    """Return the kinds of services in a text; exits with 2 for an unknown one."""
     kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
     known = entry_points(group=SERVICES).names
     for kind in kinds:
@@ -288,6 +292,7 @@ def _serve_command() -> Callable[..., None]:
             help="index, host-tier, disk-tier, object-tier, metrics or consolidator"
         ),
     ) -> None:
+        """Start one service against an existing NATS."""
         serve_kind(kind)
 
     return serve

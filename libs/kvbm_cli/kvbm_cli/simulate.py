@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -47,9 +48,9 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(
-    trace: Path = typer.Option(
-        ..., exists=True, dir_okay=False, help="A trace in Mooncake's format: JSON lines, hash_ids."
-    ),  # noqa: B008
+    trace: Path = typer.Option(  # noqa: B008
+        ..., help="A trace in Mooncake's format: JSON lines, hash_ids."
+    ),
     capacity: str = typer.Option(
         "1%,2%,5%,10%,20%",
         help="Slots of the tier: N or N% of the distinct blocks, commas between.",
@@ -59,6 +60,8 @@ def simulate(
     json: Path | None = typer.Option(None, dir_okay=False, help="Write the figures here."),  # noqa: B008
 ) -> None:
     """Replay a trace through the tiers' eviction policies; hit rates beside the best possible."""
+    if not os.path.isfile(trace):  # Unlike Path.is_file it takes any name.
+        raise typer.BadParameter(f"file '{trace}' does not exist", param_hint="--trace")
     if json is not None and not json.parent.is_dir():
         raise typer.BadParameter(f"{json.parent} is no directory", param_hint="--json")
     try:
