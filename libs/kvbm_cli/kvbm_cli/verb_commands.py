@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -31,6 +30,7 @@ from kvbm_cli.asking import (
     run_change,
     run_job,
 )
+from kvbm_cli.block_names import whole, with_whole_names
 from kvbm_cli.command_line import WRONG, exit_with
 from kvbm_cli.removal import DRY_RUN, YES, agreed, is_removal
 
@@ -54,6 +54,7 @@ def _command_of(verb: OperatorVerb) -> Command:
             for one in verb.given
             if (value := given[_placeholder(one)]) not in (None, [], one.default)
         }
+        body = with_whole_names(body, url)
         if is_removal(verb) and not agreed(
             verb, body, url, yes=yes, dry_run=dry_run, as_json=as_json
         ):
@@ -137,18 +138,17 @@ def prefetch(
     except (ValueError, OSError, RecursionError) as error:
         option = "--namespace" if "tokens" in body else "--tokens"
         exit_with(f"kvbm prefetch: {option} is not JSON, or @FILE with JSON: {error}", WRONG)
+    body = with_whole_names(body, url)
     run_job("/v1/prefetch", body, url, as_json, deadline_s if wait else 0.0)
 
 
 def block(
-    name: str = typer.Argument(help="Name of a block, 32 hex digits."),
+    name: str = typer.Argument(help="Name of a block, 32 hex digits, or the first of them."),
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
     """Show one block: where it is, what holds it there, and what has happened to it."""
-    if not re.fullmatch("[0-9a-f]{32}", name):
-        exit_with(f"kvbm block: hash is {name[:64]!r}, but accepts 32 hex digits", WRONG)
-    run(lambda api: api.get(f"/v1/blocks/{name}"), _block_tables, url, as_json)
+    run(lambda api: api.get(f"/v1/blocks/{whole(api, name, 'hash')}"), _block_tables, url, as_json)
 
 
 def _block_tables(told: Json) -> list[Rows]:

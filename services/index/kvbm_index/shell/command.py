@@ -16,6 +16,7 @@ from kvbm_common.access.nats_access import NatsAccess, nats_access
 from kvbm_common.access.roles import ADMIN
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
+from kvbm_common.nats.block_names import is_beginning, names_with, only_one
 from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.verbs import verb_subject
 
@@ -89,11 +90,18 @@ def request_of(
 
 async def _ask(access: NatsAccess, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
     bus = await Bus.connect(access, "kvbm-index-command", deadline_s=CONNECT_DEADLINE_S)
+
+    async def ask(verb: str, payload: bytes) -> bytes:
+        return await bus.request(verb_subject("index", verb), payload, deadline_s=ANSWER_DEADLINE_S)
+
     try:
-        payload = await bus.request(
-            verb_subject("index", question),
-            msgspec.json.encode(request),
-            deadline_s=ANSWER_DEADLINE_S,
+        hashes = [
+            only_one(name, await names_with(ask, name), "hashes") if is_beginning(name) else name
+            for name in request.get("hashes", ())
+        ]
+        payload = await ask(
+            question,
+            msgspec.json.encode(dict(request) | ({"hashes": hashes} if hashes else {})),
         )
     finally:
         await bus.close()
