@@ -32,7 +32,14 @@ class Index:
         if verb == "holders":
             summaries = [
                 HolderSummary(
-                    **one.holder._asdict(), epoch=one.epoch, seq=one.seq, blocks=len(one.chains)
+                    host=one.holder.host,
+                    source=one.holder.source,
+                    tier=one.holder.tier,
+                    rank=one.holder.rank,
+                    group=one.holder.group,
+                    epoch=one.epoch,
+                    seq=one.seq,
+                    blocks=len(one.chains),
                 )
                 for one in self._held
             ]
