@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint lock mutants sbom audit
+.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint wheels test-wheels version lock mutants sbom audit
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -92,6 +92,15 @@ sbom: setup .venv-supply/.setup-stamp ## a CycloneDX bill of what the images ins
 
 audit: setup .venv-supply/.setup-stamp ## known weaknesses of what the images install, or a plain "not audited"
 	$(PY) -m tests.supply.audit .venv-supply/bin/pip-audit requirements/image.txt
+
+wheels: setup ## source distributions and wheels of all packages: dist/wheels
+	$(PY) -m release wheels dist/wheels
+
+test-wheels: setup ## the wheels in an environment of their own, without the repository (minutes)
+	$(PY) -m pytest tests/release $(ARGS)
+
+version: ## print the version of all packages, or write it into each: RELEASE=0.2.0
+	@python3 -m release version $(RELEASE)
 
 lint: setup ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .

@@ -87,9 +87,10 @@ async def test_an_operators_day(stack: Running) -> None:
     assert "committed" in await operator.says("block", names[0])
 
     await operator.reads("prefetch", *names)
-    [pinned] = (await operator.reads("pin", names[0], "--tier", "host"))["outcomes"]
+    assert (await operator.reads("block", names[0][:20]))["hash"] == names[0]
+    [pinned] = (await operator.reads("pin", names[0][:20], "--tier", "host"))["outcomes"]
     assert pinned["reply"]["pinned"] == 1
-    evicted = await operator.reads("evict", "--tier", "host", "--everything")
+    evicted = await operator.reads("evict", "--tier", "host", "--everything", "--yes")
     assert evicted["state"] == "done"
     assert evicted["progress"]["kept"] >= 1
     back = await operator.reads("prefetch", *names)
@@ -110,6 +111,7 @@ async def test_an_operators_day(stack: Running) -> None:
     assert {one["policy"] for one in await operator.reads("tiers")} == {"lfu"}
     smaller = await operator.reads("resize", "10", "--tier", "disk")
     assert (smaller["state"], smaller["progress"]["slots"]) == ("done", 10)
+    assert "slots=10" in await operator.says("audit")
     [disk] = [one for one in await operator.reads("tiers") if one["tier"] == "disk"]
     assert disk["slots"]["total"] == 10
     assert "bad_size" in str(await operator.reads("resize", "99999999", "--tier", "disk", code=1))
@@ -117,7 +119,7 @@ async def test_an_operators_day(stack: Running) -> None:
     assert {one["kind"] for one in levels} == {
         "index", "host-tier", "disk-tier", "metrics", "consolidator",
     }  # fmt: skip
-    await operator.reads("reset", "--tier", "all", "--everything")
+    await operator.reads("reset", "--tier", "all", "--everything", "--yes")
     assert await operator.reads("block", names[-1])
     verbs = [one["verb"] for one in (await operator.reads("audit", "--last", "1000"))["entries"]]
     assert {"pin", "unpin", "evict", "reset", "prefetch", "drain", "log_level", "resize", "policy",
@@ -128,8 +130,9 @@ async def test_an_operators_day(stack: Running) -> None:
 async def test_what_is_typed_wrongly(stack: Running) -> None:
     """1 for a refusal, 2 for what cannot be meant; a sentence on standard error."""
     operator = Operator(stack)
-    assert "bad_query" in await operator.says("evict", "--tier", "host", code=1)
+    assert "bad_query" in await operator.says("evict", "--tier", "host", code=2)
     assert "unknown_block" in await operator.says("block", "f" * 32, code=1)
+    assert "unknown_block" in await operator.says("block", "f" * 31, code=1)
     assert "unauthorized" in await operator.says("status", code=1, KVBM_ADMIN_TOKEN="not-the-token")
     assert "api_away" in await operator.says("status", "--url", "http://127.0.0.1:9", code=1)
     await operator.says("prefetch", "--tokens", "1", "--namespace", "{", code=2)

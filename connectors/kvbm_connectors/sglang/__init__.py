@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvbm_common.extras import engine_needed
+
 if TYPE_CHECKING:
     from kvbm_connectors.sglang.backend import KvbmHiCacheStorage
 
@@ -15,7 +17,8 @@ __all__ = ["KvbmHiCacheStorage"]
 
 def __getattr__(name: str) -> Any:
     if name == "KvbmHiCacheStorage":
-        from kvbm_connectors.sglang.backend import KvbmHiCacheStorage
+        with engine_needed("sglang"):
+            from kvbm_connectors.sglang.backend import KvbmHiCacheStorage
 
         return KvbmHiCacheStorage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvbm_common.extras import engine_needed
+
 if TYPE_CHECKING:
     from kvbm_connectors.vllm.connector import DynamoConnector, KvbmConnector
     from kvbm_connectors.vllm.pd_connector import PdConnector
@@ -25,7 +27,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+        with engine_needed("vllm"):
+            return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import typer
 from kvbm_common.errors import ConfigError
 
 from kvbm_cli.admin_client import Client
 from kvbm_cli.asking import AS_JSON, URL, Json, Rows, job_tables, only, picked, run
+from kvbm_cli.command_line import one_line
+from kvbm_cli.printing import byte_rate, count, date_and_clock, percent, rate
 
 
 def status(as_json: bool = AS_JSON, url: str = URL) -> None:
@@ -27,7 +33,7 @@ def tiers(as_json: bool = AS_JSON, url: str = URL) -> None:
     keys = ("tier", "host", "instance")
 
     def tables(told: Json) -> list[Rows]:
-        rates = [only(one, keys) | one["rates"] for one in told]
+        rates = [only(one, keys) | _rates(one["rates"]) for one in told]
         return [picked(told, columns), _sizes(told, keys), rates]
 
     run(lambda api: api.get("/v1/tiers"), tables, url, as_json)
@@ -41,14 +47,12 @@ def workers(as_json: bool = AS_JSON, url: str = URL) -> None:
 
 
 def audit(
-    last: int = typer.Option(20, help="So many of the newest."),
+    last: int = typer.Option(20, min=1, max=1000, help="So many of the newest."),
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
-    """Show who has changed what."""
-    columns = ("ts_ms", "actor", "verb", "kind", "host", "instance", "outcome")
-    run(lambda api: api.get("/v1/audit", last=last),
-         lambda told: [picked(told["entries"], columns)], url, as_json)  # fmt: skip
+    """Show who has changed what, with the parameters of each change."""
+    run(lambda api: api.get("/v1/audit", last=last), _audit_tables, url, as_json)
 
 
 def jobs(
@@ -64,6 +68,8 @@ def jobs(
             if cancel:
                 raise ConfigError("kvbm jobs --cancel", "", "the id of a job")
             return api.get("/v1/jobs")
+        if not re.fullmatch("[0-9a-f]{16}", job):
+            raise ConfigError("kvbm jobs: job", job, "an id as `kvbm jobs` lists them")
         return api.post(f"/v1/jobs/{job}/cancel", {}) if cancel else api.get(f"/v1/jobs/{job}")
 
     run(ask, lambda told: job_tables(told.get("jobs", [told])), url, as_json)
@@ -77,10 +83,60 @@ def _status_tables(told: Json) -> list[Rows]:
         "workers": told["workers"],
         "reasons": told["reasons"],
     }
-    figures = [{"figure": name, "value": value} for name, value in told["kvbm"].items()]
+    figures = [{"figure": name, "value": _figure(name, value)}
+               for name, value in told["kvbm"].items()]  # fmt: skip
     tiers = [{name: one[name] for name in one if name != "sizes"} for one in told["tiers"]]
     sizes = _sizes(told["tiers"], ("tier",))
-    return [[summary], told["services"], tiers, sizes, told["flows"], figures]
+    return [[summary], told["services"], tiers, sizes, _flows(told["flows"]), figures]
+
+
+def _audit_tables(told: Json) -> list[Rows]:
+    """Return the changes; what was asked for stands behind the verb, without who asked."""
+    return [
+        [
+            {"when": date_and_clock(one["ts_ms"]), "actor": one["actor"], "verb": one["verb"],
+             "parameters": parameters_of(one["request"]), "kind": one["kind"],
+             "host": one["host"], "instance": one["instance"], "outcome": one["outcome"]}
+            for one in told["entries"]
+        ]
+    ]  # fmt: skip
+
+
+def parameters_of(request: str) -> str:
+    """Return the fields of a request as words; one that was cut is given as it is.
+
+    >>> parameters_of('{"actor":"me","slots":3,"prefix":null}')
+    'slots=3'
+    """
+    try:
+        fields = dict(json.loads(request or "{}"))
+    except (ValueError, TypeError):
+        return one_line(request)
+    given = {name: value for name, value in fields.items() if name != "actor" and value is not None}
+    return " ".join(f"{name}={_parameter(value)}" for name, value in given.items())
+
+
+def _parameter(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else json.dumps(value).strip('"')
+
+
+def _figure(name: str, value: float) -> str:
+    return percent(value) if name.endswith("_rate") else count(value)
+
+
+def _flows(flows: Rows) -> Rows:
+    return [
+        {"source": one["source"], "target": one["target"], "blocks": rate(one["blocks"]),
+         "bytes": byte_rate(one["bytes"])}
+        for one in flows
+    ]  # fmt: skip
+
+
+def _rates(rates: dict[str, Any]) -> dict[str, str]:
+    """Return what a tier moves per second, and over which time that was measured."""
+    words = {name: byte_rate(value) if name.startswith("bytes") else rate(value)
+             for name, value in rates.items() if name != "window_s"}  # fmt: skip
+    return words | {"over": f"{rates['window_s']:.0f} s"}
 
 
 def _sizes(tiers: Rows, keys: tuple[str, ...]) -> Rows:

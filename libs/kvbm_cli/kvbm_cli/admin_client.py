@@ -9,14 +9,15 @@ import socket
 from typing import Any
 from urllib import error as url_error
 from urllib import request as url_request
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 from kvbm_common.access.addresses import StrangerAtPort, is_held_by_a_stranger
 from kvbm_common.access.http_access import admin_token_of
 from kvbm_common.access.secret_files import SecretFile
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import KvbmError
+from kvbm_common.errors import ConfigError, KvbmError
 
+WRONG_QUESTION = (400, 413, 422)
 DEADLINE_S = 15.0
 """Longer than the API takes to say that an instance does not answer."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -26,9 +27,11 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class ApiError(KvbmError):
     """The API refused; `code` is its own."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.code = code
+        self.is_callers = status in WRONG_QUESTION
+        """Whether the question itself is wrong, so that another try would end the same."""
 
 
 class ApiAway(KvbmError):
@@ -41,7 +44,7 @@ class Client:
     """The admin API at a URL."""
 
     def __init__(self, url: str, token: str = "", *, deadline_s: float = DEADLINE_S) -> None:
-        self.url = url.rstrip("/")
+        self.url = _checked(url).rstrip("/")
         self._token = token
         self._deadline_s = deadline_s
         # A proxy of the environment has no business between an operator and this machine.
@@ -119,6 +122,18 @@ def _actor() -> str:
 def _api_error(status: int, payload: bytes) -> ApiError:
     try:
         problem = json.loads(payload)
-        return ApiError(str(problem["code"]), str(problem["detail"]))
+        return ApiError(str(problem["code"]), str(problem["detail"]), status)
     except (ValueError, KeyError, TypeError):
-        return ApiError("http", f"HTTP {status}")
+        return ApiError("http", f"HTTP {status}", status)
+
+
+def _checked(url: str) -> str:
+    """Return a URL that can be asked; raises ConfigError for anything else."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or not url.isprintable() or " " in url or not url.isascii():
+        raise ConfigError("--url", url, "http://HOST:PORT")
+    return url

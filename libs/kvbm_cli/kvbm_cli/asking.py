@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +13,13 @@ import typer
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError
 
-from kvbm_cli.admin_client import Client
+from kvbm_cli.admin_client import ApiError, Client
+from kvbm_cli.command_line import REFUSED, WRONG, exit_with
+from kvbm_cli.printing import cell, console
 
 JOB_POLL_S = 0.1
-WIDTH = 140
+SAY_S = 5.0
+"""How often a line says how far a job has come that is waited for."""
 
 Json = Any
 Rows = list[dict[str, Any]]
@@ -23,7 +27,7 @@ Rows = list[dict[str, Any]]
 AS_JSON = typer.Option(False, "--json", help="Print the answer as JSON.")
 URL = typer.Option("", help="The admin API, instead of the configured one.")
 WAIT = typer.Option(True, help="Wait until the job has ended.")
-DEADLINE = typer.Option(600.0, help="How many seconds to wait for it.")
+DEADLINE = typer.Option(600.0, min=0, help="How many seconds to wait for it.")
 
 
 def run(
@@ -33,21 +37,26 @@ def run(
     as_json: bool,
     failed: Callable[[Json], bool] = lambda _: False,
 ) -> None:
-    """Ask and print; exits with 2 for bad settings, 1 for a refusal or a change that failed."""
-    try:
-        told = ask(Client.of(Settings.load(), url))
-    except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    except KvbmError as error:
-        print(f"kvbm: {error.code}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+    """Ask and print; exits with 2 for a wrong line, 1 for a refusal or a change that failed."""
+    told = asked(ask, url)
     if as_json:
         print(json.dumps(told, indent=2))
     else:
         print_tables(tables(told))
     if failed(told):
         raise typer.Exit(1)
+
+
+def asked(ask: Callable[[Client], Json], url: str) -> Json:
+    """Return an answer of the API; exits with 2 for a wrong line or setting, 1 for the rest."""
+    try:
+        return ask(Client.of(Settings.load(), url))
+    except ConfigError as error:
+        exit_with(f"kvbm: {error}", WRONG)
+    except ApiError as error:
+        exit_with(f"kvbm: {error.code}: {error}", WRONG if error.is_callers else REFUSED)
+    except KvbmError as error:
+        exit_with(f"kvbm: {error.code}: {error}", REFUSED)
 
 
 def run_change(path: str, body: Json, url: str, as_json: bool) -> None:
@@ -61,13 +70,19 @@ def run_change(path: str, body: Json, url: str, as_json: bool) -> None:
 
 def run_job(path: str, body: Json, url: str, as_json: bool, deadline_s: float) -> None:
     """Start a job, and print it when it has ended; a deadline of 0 does not wait."""
+    if not math.isfinite(deadline_s):
+        exit_with(f"kvbm: --deadline-s is {deadline_s}, but accepts a number of seconds", WRONG)
 
     def ask(api: Client) -> Json:
         job = api.post(path, body)
-        until_s = time.monotonic() + deadline_s
+        started_s = said_s = time.monotonic()
         while deadline_s and job["state"] == "running":
-            if time.monotonic() > until_s:
-                raise DeadlineExceeded(f"job {job['id']} still runs after {deadline_s} s")
+            now_s = time.monotonic()
+            if now_s > started_s + deadline_s:
+                raise DeadlineExceeded(f"job {job['id']} still runs after {deadline_s:g} s")
+            if now_s > said_s + SAY_S:
+                said_s = now_s
+                print(job_line(job, now_s - started_s), file=sys.stderr, flush=True)
             time.sleep(JOB_POLL_S)
             job = api.get(f"/v1/jobs/{job['id']}")
         return job
@@ -76,6 +91,12 @@ def run_job(path: str, body: Json, url: str, as_json: bool, deadline_s: float) -
         return bool(job["state"] in ("failed", "cancelled"))
 
     run(ask, lambda job: job_tables([job]), url, as_json, failed)
+
+
+def job_line(job: Json, seconds: float) -> str:
+    """Return how far a job has come, while it is waited for."""
+    progress = f": {_inline(job['progress'])}" if job["progress"] else ""
+    return f"{job['verb']} runs for {seconds:.0f} s, job {job['id']}{progress}"
 
 
 def picked(rows: Rows, columns: Sequence[str]) -> Rows:
@@ -112,36 +133,21 @@ def job_tables(found: Rows) -> list[Rows]:
 
 
 def _inline(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_text(value)}" for name, value in values.items())
-
-
-def _text(value: Any) -> str:
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case float():
-            return f"{value:.4g}"
-        case list():
-            return ", ".join(map(str, value))
-        case None:
-            return ""
-        case _:
-            return str(value)
+    return " ".join(f"{name}={cell(name, value)}" for name, value in values.items())
 
 
 def print_tables(tables: Iterable[Rows]) -> None:
     """Print those that have a row."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    out = console()
     shown = [rows for rows in tables if rows]
     if not shown:
-        console.print("nothing")
+        out.print("nothing")
     for rows in shown:
         table = Table(*rows[0], box=None)
         for row in rows:
             # `Text`: what services say is not markup.
-            table.add_row(*(Text(_text(value)) for value in row.values()))
-        console.print(table)
+            table.add_row(*(Text(cell(name, value)) for name, value in row.items()))
+        out.print(table)

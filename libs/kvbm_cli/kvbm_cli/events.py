@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,7 +33,11 @@ from kvbm_common.wire.events import (
     event_codec,
 )
 
+from kvbm_cli.command_line import code_of, exit_with
+
 KINDS = ("stored", "removed", "cleared")
+NAMES_MAX = 3
+"""Names of blocks in a line; `--json` has all."""
 HISTORY_DEADLINE_S = 60.0
 """A full stream of 256 MiB takes some seconds."""
 
@@ -82,12 +85,8 @@ def events(
         )  # fmt: skip
         settings = Settings.load(overrides={"nats_url": nats} if nats else None)
         asyncio.run(_until_signal(nats_access(settings, ADMIN), wanted))
-    except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        sys.exit(2)
     except KvbmError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        sys.exit(1)
+        exit_with(f"kvbm: {error}", code_of(error))
 
 
 def checked(text: str, option: str) -> str:
@@ -129,7 +128,9 @@ def _what(event: Event) -> str:
 
 
 def _some(hashes: list[str]) -> str:
-    return " ".join(name[:8] for name in hashes[:3]) + (" …" if len(hashes) > 3 else "")
+    """Return the names as other commands take them, and how many are left out."""
+    left_out = len(hashes) - NAMES_MAX
+    return " ".join(hashes[:NAMES_MAX]) + (f" … {left_out} more" if left_out > 0 else "")
 
 
 async def tail(bus: Bus, wanted: Wanted, show: Callable[[str], None]) -> None:

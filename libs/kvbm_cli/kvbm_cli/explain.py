@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from urllib.parse import quote
 
@@ -11,6 +10,7 @@ from kvbm_common.errors import ConfigError
 
 from kvbm_cli.admin_client import Client
 from kvbm_cli.asking import AS_JSON, URL, Json, Rows, picked, run
+from kvbm_cli.printing import clock
 
 
 def explain(
@@ -18,7 +18,7 @@ def explain(
     reason: str | None = typer.Option(None, help="Without an id: those that missed for this."),
     engine: str | None = typer.Option(None, help="Without an id: those of this engine."),
     missed: bool = typer.Option(False, help="Without an id: those that missed a block."),
-    last: int = typer.Option(20, help="Without an id: so many of the newest."),
+    last: int = typer.Option(20, min=1, max=1000, help="Without an id: so many of the newest."),
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
@@ -39,7 +39,7 @@ def explain(
 
 def _list_tables(told: Json) -> list[Rows]:
     rows = [
-        {"when": _clock(one["ts_ms"]), "request": one["request_id"], "engine": one["engine"],
+        {"when": clock(one["ts_ms"]), "request": one["request_id"], "engine": one["engine"],
          "blocks": one["blocks"], **{tier: one["by_tier"][tier] for tier in one["by_tier"]},
          "missed": one["missed_blocks"], "reason": one["reason"], "unused": one["outcome"]}
         for one in told["requests"]
@@ -51,7 +51,7 @@ def _explain_tables(told: Json) -> list[Rows]:
     tables: list[Rows] = []
     for lookup in told["lookups"]:
         columns = ("engine", "host", "instance", "blocks", "hit_blocks", "missed_blocks", "reason")
-        head = {"when": _clock(lookup["ts_ms"])} | picked([lookup], columns)[0]
+        head = {"when": clock(lookup["ts_ms"])} | picked([lookup], columns)[0]
         if lookup["trace"]:
             head["trace"] = lookup["trace"]
         tables += [[head], [_segment_row(one) for one in lookup["segments"]]]
@@ -67,7 +67,7 @@ def _segment_row(one: dict[str, Any]) -> dict[str, Any]:
     facts = [
         one["detail"],
         f"policy {one['policy']}" if one["policy"] else "",
-        f"at {_clock(one['at_ms'])}" if one["at_ms"] else "",
+        f"at {clock(one['at_ms'])}" if one["at_ms"] else "",
     ]
     return {
         "blocks": one["blocks"],
@@ -82,8 +82,3 @@ def _segment_row(one: dict[str, Any]) -> dict[str, Any]:
 
 def _silent(told: Json) -> Rows:
     return [{"silent": one} for one in told["silent"]]
-
-
-def _clock(at_ms: int) -> str:
-    text = time.strftime("%H:%M:%S", time.localtime(at_ms / 1000))
-    return f"{text}.{at_ms % 1000:03d}"

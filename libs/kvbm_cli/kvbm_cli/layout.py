@@ -72,3 +72,15 @@ def instances_of(kind: str, settings: Settings) -> list[str]:
     """Return the instances of a kind that a stack of these settings runs."""
     own = processes_of(kind, settings).values()
     return [variables.get("KVBM_INSTANCE", settings.instance) for variables in own]
+
+
+def without_size(settings: Settings) -> list[str]:
+    """Return a line for each tier that keeps no block because of its settings."""
+    found: list[str] = []
+    if not settings.cpu_cache_gb and not settings.cpu_cache_override_num_blocks:
+        found.append("the host tier keeps no blocks: DYN_KVBM_CPU_CACHE_GB is 0")
+    if not settings.disk_cache_gb:
+        found.append("the disk tier keeps no blocks: DYN_KVBM_DISK_CACHE_GB is 0")
+    if len(found) == 2 and not settings.object_enabled:
+        found.append("no tier keeps blocks: give one of them a size, and engines have a cache")
+    return found

@@ -20,6 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm_common.errors import ConfigError, KvbmError
 
+from kvbm_cli.command_line import WRONG, code_of, exit_with, run_line
+from kvbm_cli.examples import epilog_of
+from kvbm_cli.printing import console
+
 if TYPE_CHECKING:
     import typer
     from kvbm_common.config.schema import Setting
@@ -31,6 +35,7 @@ Result = TypeVar("Result")
 COMMANDS = "kvbm.commands"
 SERVICES = "kvbm.services"
 OWN_COMMANDS = ("up", "serve", "config", "doctor")
+"""Commands that need no module of another package."""
 
 
 def main() -> None:
@@ -40,7 +45,7 @@ def main() -> None:
         # A service needs no command line library, and five of them start at once.
         serve_kind(arguments[1])
         return
-    make_app(arguments)()
+    run_line(make_app(arguments), arguments)
 
 
 def serve_kind(kind: str) -> None:
@@ -48,8 +53,7 @@ def serve_kind(kind: str) -> None:
     found = {entry.name: entry for entry in entry_points(group=SERVICES)}
     if kind not in found:
         known = ", ".join(sorted(found)) or "none; is kvbm installed?"
-        print(f"kvbm: no service {kind!r}; there are {known}", file=sys.stderr)
-        sys.exit(2)
+        exit_with(f"kvbm: no service {kind!r}; there are {known}", WRONG)
     found[kind].load()()
 
 
@@ -64,14 +68,16 @@ def make_app(arguments: list[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options())
-    app.command("up")(_up_command())
-    app.command("serve", help="Start one service against an existing NATS.")(_serve_command())
-    app.command("config")(_config_command())
-    app.command("doctor")(_doctor_command())
+    own = {
+        "up": _up_command(), "serve": _serve_command(), "config": _config_command(),
+        "doctor": _doctor_command(),
+    }  # fmt: skip
+    for name, command in own.items():
+        app.command(name, epilog=epilog_of(name))(command)
     wanted = arguments[0] if arguments else ""
     if wanted not in OWN_COMMANDS:
         for name, command in sorted(_further_commands(wanted).items()):
-            app.command(name)(command)
+            app.command(name, epilog=epilog_of(name))(command)
     return app
 
 
@@ -120,7 +126,7 @@ def print_configuration(*, as_json: bool) -> None:
     """Print every setting with its value and origin; exits with 2 if one is wrong."""
     from kvbm_common.config.declarations import all_settings
     from kvbm_common.config.settings import Settings
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     settings = _settings_or_exit(Settings.load)
@@ -141,8 +147,9 @@ def print_configuration(*, as_json: bool) -> None:
     table.columns[0].no_wrap = True
     for row in rows:
         style = "" if row["from"] == "default" else "bold"
-        table.add_row(row["variable"], row["value"], row["from"], style=style)
-    Console().print(table)
+        # `escape`: values and findings are not markup.
+        table.add_row(row["variable"], escape(row["value"]), escape(row["from"]), style=style)
+    console().print(table)
     for warning in settings.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
@@ -170,7 +177,7 @@ def print_examination(*, as_json: bool) -> None:
     from dataclasses import asdict
 
     from kvbm_common.config.settings import Settings
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from kvbm_cli.doctor.checks import examine
@@ -186,10 +193,10 @@ def print_examination(*, as_json: bool) -> None:
     styles = {"ok": "green", "better": "yellow", "wrong": "bold red"}
     for finding in findings:
         level = f"[{styles[finding.level]}]{finding.level}[/]"
-        table.add_row(level, finding.check, finding.found)
+        table.add_row(level, finding.check, escape(finding.found))
         if finding.advice:
-            table.add_row("", "", f"→ {finding.advice}", style="dim")
-    Console().print(table)
+            table.add_row("", "", f"→ {escape(finding.advice)}", style="dim")
+    console().print(table)
     sys.exit(code)
 
 
@@ -206,7 +213,7 @@ def _up_command() -> Callable[..., None]:
         from kvbm_cli import stack
 
         logs.set_up("kvbm-up", "info")
-        kinds = [kind.strip() for kind in only.split(",") if kind.strip()] or stack.SERVICES
+        kinds = _kinds_of(only) or stack.SERVICES
         whole = _settings_or_exit(
             lambda: stack.Stack(nats_url=nats or None, services=kinds, restart=True)
         )
@@ -215,10 +222,20 @@ def _up_command() -> Callable[..., None]:
         try:
             asyncio.run(_stay_up(whole))
         except KvbmError as error:
-            print(f"kvbm: {error}", file=sys.stderr)
-            sys.exit(2 if isinstance(error, ConfigError) else 1)
+            exit_with(f"kvbm: {error}", code_of(error))
 
     return up
+
+
+def _kinds_of(text: str) -> list[str]:
+    """Return the kinds of services in a text; exits with 2 for an unknown one."""
+    kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
+    known = entry_points(group=SERVICES).names
+    for kind in kinds:
+        if kind not in known:
+            accepted = f"kinds of services: {', '.join(sorted(known))}"
+            exit_with(f"kvbm: {ConfigError('--only', kind, accepted)}", WRONG)
+    return kinds
 
 
 async def _stay_up(stack: Stack) -> None:
@@ -248,18 +265,22 @@ async def _stay_up(stack: Stack) -> None:
 
 
 def _print_stack(stack: Stack, seconds: float) -> None:
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+
+    from kvbm_cli.layout import without_size
 
     table = Table("service", "pid", "where", box=None)
     pids = stack.pids
-    table.add_row("nats", str(pids.get("nats", "–")), stack.nats_url)
+    table.add_row("nats", str(pids.get("nats", "–")), escape(stack.nats_url))
     for kind, service in stack.services.items():
-        table.add_row(kind, str(service.pid), service.description)
-    console = Console()
-    console.print(table)
-    console.print(f"credentials are in {stack.settings.creds_dir}; kvbm creds lists them")
-    console.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
+        table.add_row(kind, str(service.pid), escape(service.description))
+    out = console()
+    out.print(table)
+    for line in without_size(stack.settings):
+        out.print(line)
+    out.print(f"credentials are in {escape(str(stack.settings.creds_dir))}; kvbm creds lists them")
+    out.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
     sys.stdout.flush()
 
 
@@ -271,6 +292,7 @@ def _serve_command() -> Callable[..., None]:
             help="index, host-tier, disk-tier, object-tier, metrics or consolidator"
         ),
     ) -> None:
+        """Start one service against an existing NATS."""
         serve_kind(kind)
 
     return serve
@@ -297,8 +319,7 @@ def _settings_or_exit(load: Callable[[], Result]) -> Result:
     try:
         return load()
     except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with(f"kvbm: {error}", code_of(error))
 
 
 if __name__ == "__main__":

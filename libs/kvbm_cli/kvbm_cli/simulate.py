@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import typer
 from kvbm_common.errors import ConfigError, KvbmError
-from kvbm_common.eviction import make_policy
+from kvbm_common.eviction import POLICIES, make_policy
 from kvbm_connectors.sim.workload import BlockIds, read_trace
 
+from kvbm_cli.command_line import code_of, exit_with
 from kvbm_cli.replay import Requests, bound_of, hits_of, requests_of
 
 COLUMNS = ("capacity", "of distinct", "policy", "hit rate", "bound", "to bound", "µs/block")
@@ -47,29 +48,32 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(
-    trace: Path = typer.Option(..., help="A trace in Mooncake's format: JSON lines, hash_ids."),  # noqa: B008
+    trace: Path = typer.Option(  # noqa: B008
+        ..., help="A trace in Mooncake's format: JSON lines, hash_ids."
+    ),
     capacity: str = typer.Option(
         "1%,2%,5%,10%,20%",
         help="Slots of the tier: N or N% of the distinct blocks, commas between.",
     ),
     policy: str = typer.Option("lru,lfu,prefix", help="Eviction policies, commas between."),
     requests: int = typer.Option(0, min=0, help="Only the first requests; 0: all."),
-    json: Path | None = typer.Option(None, help="Write the figures here."),  # noqa: B008
+    json: Path | None = typer.Option(None, dir_okay=False, help="Write the figures here."),  # noqa: B008
 ) -> None:
     """Replay a trace through the tiers' eviction policies; hit rates beside the best possible."""
+    if not os.path.isfile(trace):  # Unlike Path.is_file it takes any name.
+        raise typer.BadParameter(f"file '{trace}' does not exist", param_hint="--trace")
+    if json is not None and not json.parent.is_dir():
+        raise typer.BadParameter(f"{json.parent} is no directory", param_hint="--json")
     try:
         policies = [name.strip() for name in policy.split(",")]
         for name in policies:
-            make_policy(name)
+            if name not in POLICIES:
+                raise ConfigError("--policy", name, f"{', '.join(POLICIES)}, commas between")
         lines = read_trace(trace, BlockIds, requests=requests or None)
         load = requests_of(line.hash_ids for line in lines)
         capacities = capacities_of(capacity, load.block_count)
-    except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     except KvbmError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        exit_with(f"kvbm: {error}", code_of(error))
     result = simulation(str(trace), load, capacities, policies, show=_table(load))
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
@@ -83,7 +87,7 @@ def capacities_of(text: str, block_count: int) -> list[int]:
     """
     found: list[int] = []
     for part in text.split(","):
-        matched = re.fullmatch(r"\s*(\d+|\d+(?:\.\d+)?(%))\s*", part)
+        matched = re.fullmatch(r"\s*(\d{1,15}|\d{1,3}(?:\.\d{1,15})?(%))\s*", part)
         if not matched:
             raise ConfigError("--capacity", part.strip(), "a number of blocks, or a percentage")
         if matched[2]:

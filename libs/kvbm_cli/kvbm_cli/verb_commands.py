@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -31,6 +30,9 @@ from kvbm_cli.asking import (
     run_change,
     run_job,
 )
+from kvbm_cli.block_names import whole, with_whole_names
+from kvbm_cli.command_line import WRONG, exit_with
+from kvbm_cli.removal import DRY_RUN, YES, agreed, is_removal
 
 Command = Callable[..., None]
 
@@ -46,11 +48,17 @@ def _command_of(verb: OperatorVerb) -> Command:
     def command(
         as_json: bool, url: str, wait: bool = False, deadline_s: float = 0.0, **given: Any
     ) -> None:
+        yes, dry_run = given.pop("yes", False), given.pop("dry_run", False)
         body = {
             one.name: value
             for one in verb.given
             if (value := given[_placeholder(one)]) not in (None, [], one.default)
         }
+        body = with_whole_names(body, url)
+        if is_removal(verb) and not agreed(
+            verb, body, url, yes=yes, dry_run=dry_run, as_json=as_json
+        ):
+            return
         if verb.job:
             run_job(verb.route, body, url, as_json, deadline_s if wait else 0.0)
         else:
@@ -59,6 +67,8 @@ def _command_of(verb: OperatorVerb) -> Command:
     parameters = [_parameter(verb, one) for one in verb.given]
     if verb.job:
         parameters += [_keyword("wait", bool, WAIT), _keyword("deadline_s", float, DEADLINE)]
+    if is_removal(verb):
+        parameters += [_keyword("yes", bool, YES), _keyword("dry_run", bool, DRY_RUN)]
     parameters += [_keyword("as_json", bool, AS_JSON), _keyword("url", str, URL)]
     command.__doc__ = verb.help
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -125,19 +135,20 @@ def prefetch(
             body["namespace"] = _json_of(namespace or "null")
         else:
             body["hashes"] = hashes or []
-    except (ValueError, OSError) as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+    except (ValueError, OSError, RecursionError) as error:
+        option = "--namespace" if "tokens" in body else "--tokens"
+        exit_with(f"kvbm prefetch: {option} is not JSON, or @FILE with JSON: {error}", WRONG)
+    body = with_whole_names(body, url)
     run_job("/v1/prefetch", body, url, as_json, deadline_s if wait else 0.0)
 
 
 def block(
-    name: str = typer.Argument(help="Name of a block, 32 hex digits."),
+    name: str = typer.Argument(help="Name of a block, 32 hex digits, or the first of them."),
     as_json: bool = AS_JSON,
     url: str = URL,
 ) -> None:
     """Show one block: where it is, what holds it there, and what has happened to it."""
-    run(lambda api: api.get(f"/v1/blocks/{name}"), _block_tables, url, as_json)
+    run(lambda api: api.get(f"/v1/blocks/{whole(api, name, 'hash')}"), _block_tables, url, as_json)
 
 
 def _block_tables(told: Json) -> list[Rows]:

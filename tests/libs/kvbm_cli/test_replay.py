@@ -111,10 +111,10 @@ def test_simulate_refuses(trace: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"hash_ids": [1]}\n{"hash_ids": 5}\n')
     for arguments, code, said in (
-        (("--trace", str(trace), "--policy", "best"), 1, "there are: lfu, lru, prefix"),
+        (("--trace", str(trace), "--policy", "best"), 2, "--policy is 'best'"),
         (("--trace", str(trace), "--capacity", "some"), 2, "a number of blocks"),
         (("--trace", str(bad)), 1, "bad.jsonl, line 2"),
-        (("--trace", str(tmp_path / "nowhere")), 1, "cannot be read"),
+        (("--trace", str(tmp_path / "nowhere")), 2, "does not exist"),
     ):
         assert simulate(*arguments)[0] == code
         assert said in simulate(*arguments)[1]

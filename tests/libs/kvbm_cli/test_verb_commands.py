@@ -32,7 +32,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, float | None]]
         ("resize 3 --tier disk", "/v1/resize", {"slots": 3, "tier": "disk"}, 600.0),
         ("resize 3 --tier host --no-wait", "/v1/resize", {"slots": 3, "tier": "host"}, 0.0),
         (f"evict {A} {B} --tier all", "/v1/evict", {"hashes": [A, B], "tier": "all"}, 600.0),
-        ("reset --everything --tier host --host h --deadline-s 9", "/v1/reset",
+        ("reset --everything --yes --tier host --host h --deadline-s 9", "/v1/reset",
          {"everything": True, "tier": "host", "host": "h"}, 9.0),
         (f"pin {A} --tier host", "/v1/pin", {"hashes": [A], "ttl_s": 3600.0, "tier": "host"}, None),
         ("unpin 7 --tier host --host h", "/v1/unpin",

@@ -23,8 +23,10 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import AS_THEY_COME, StreamLimits
 
+from kvbm_cli.command_line import code_of, exit_with
 from kvbm_cli.creds.nats_config import Layout, names_of, read_layout, write_credentials
 from kvbm_cli.creds.tls_files import write_certificates
+from kvbm_cli.printing import console
 
 TOKEN_NAME = "admin-token"
 CHECK_S = 5.0
@@ -78,7 +80,6 @@ def _print_file(path: Path) -> None:
 
 
 def _print_files(files: dict[str, Path]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     helps = {role.name: role.help for role in ROLES} | {TOKEN_NAME: "Changes over HTTP."}
@@ -86,14 +87,16 @@ def _print_files(files: dict[str, Path]) -> None:
     table.columns[1].overflow = "fold"
     for name, path in files.items():
         table.add_row(name, str(path) if path.exists() else "–", helps[name])
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console().print(table)
 
 
 def nats_config(
     out: Path = typer.Option(..., help="Directory of everything that is written, mode 0700."),  # noqa: B008
     hosts: str = typer.Option("", help="Names of hosts (KVBM_HOST), commas between."),
     tenants: str = typer.Option("", help="Accounts that share nothing; kvbm unless given."),
-    instances: int = typer.Option(0, help="Instances of a tier on one host; 8 unless given."),
+    instances: int = typer.Option(
+        0, min=0, max=64, help="Instances of a tier on one host; 8 unless given."
+    ),
     names: str = typer.Option("", help="Names and addresses of NATS in its certificate: TLS."),
     etcd_names: str = typer.Option("", help="Names and addresses of etcd in its certificate."),
     listen: str = typer.Option("", help="Where nats-server listens; 0.0.0.0:4222 unless given."),
@@ -114,7 +117,13 @@ def nats_config(
     with _errors_told():
         given |= stream_room(Settings.load())
         layout = layout_of(out, {name: value for name, value in given.items() if value})
+        _check_directory(out)
         print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
+
+
+def _check_directory(out: Path) -> None:
+    if out == Path():
+        raise ConfigError("--out", "", "a directory: `--out .` would change this one's mode, too")
 
 
 def stream_room(settings: Settings) -> dict[str, StreamLimits]:
@@ -195,9 +204,5 @@ def _errors_told() -> Iterator[None]:
     """Print an error of ours; exits with 2 for wrong options or settings, 1 for the rest."""
     try:
         yield
-    except ConfigError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
     except KvbmError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        exit_with(f"kvbm: {error}", code_of(error))

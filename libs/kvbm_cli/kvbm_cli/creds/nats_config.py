@@ -15,6 +15,7 @@ and leaves what is there. The server's configuration has public keys only.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(option, "", "a name, or several with commas between")
             for name in names:
                 _check_name(option, name)
+        if not LISTEN.fullmatch(self.listen):
+            raise ConfigError("--listen", self.listen, "ADDRESS:PORT, as 0.0.0.0:4222")
         return self
 
     @property
@@ -73,6 +76,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Names that instances may have: those of containers, and of `kvbm up` with many disks."""
         several = [f"0-{number}" for number in range(1, self.instances)]
         return [*(str(number) for number in range(self.instances)), *several]
+
+
+LISTEN = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-f:.]+\]):\d{1,5}")
 
 
 @dataclass(frozen=True, slots=True)

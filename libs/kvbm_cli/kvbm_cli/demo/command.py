@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import sys
@@ -24,8 +25,10 @@ from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from kvbm_cli import printing
 from kvbm_cli.demo.attached import AttachedStack
 from kvbm_cli.demo.check import StackView, check_stack, wait_until
 from kvbm_cli.demo.figures import figures_of
@@ -42,6 +45,8 @@ CONCURRENCY_PER_ENGINE = 4
 PAIRS_MAX = 24
 """Requests that are recomputed at the end, to compare their time to first token."""
 CONNECT_DEADLINE_S = 5.0
+SAY_S = 5.0
+"""How often a run whose output is no terminal says how far it has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +118,11 @@ def demo(
 ) -> None:
     """Run the whole stack with sim engines, and verify every block that comes back."""
     if block_kib * KIB % (4096 * tensor_parallel):
-        raise typer.BadParameter("must be a multiple of 4 KiB per rank", param_hint="--block-kib")
+        text = f"must be a multiple of 4 KiB for each rank of --tensor-parallel={tensor_parallel}"
+        raise typer.BadParameter(text, param_hint="--block-kib")
+    for name, size_gb in (("--host-gb", host_gb), ("--disk-gb", disk_gb)):
+        if not math.isfinite(size_gb):
+            raise typer.BadParameter("must be a number of GB", param_hint=name)
     if host_gb == 0 and disk_gb == 0:
         raise typer.BadParameter("one tier must have a size", param_hint="--host-gb")
     if device not in ("cpu", "cuda"):
@@ -132,7 +141,7 @@ def demo(
         device=device,
         attach=attach,
     )
-    console = Console()
+    console = printing.console()
     try:
         if device == "cuda":
             CupyRuntime()  # Told before anything starts.
@@ -141,7 +150,7 @@ def demo(
         console.print("ended by SIGTERM")
         sys.exit(128 + signal.SIGTERM)
     except KvbmError as error:
-        console.print(f"[bold red]failed[/]: {error}")
+        console.print(f"[bold red]failed[/]: {escape(str(error))}")
         sys.exit(1)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
@@ -241,6 +250,7 @@ async def _run_workload(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("requests", total=options.requests)
+        said_s = time.monotonic()
 
         def on_finished(_turn: Turn, finished: Finished) -> None:
             tally.add(finished)
@@ -248,6 +258,11 @@ async def _run_workload(
             asked = blocks["asked"] or 1
             rates = " ".join(f"{t} {blocks[t] / asked:.0%}" for t in ("device", "host", "disk"))
             progress.update(task, advance=1, description=f"hits: {rates}")
+            nonlocal said_s
+            if not console.is_terminal and time.monotonic() > said_s + SAY_S:
+                said_s = time.monotonic()
+                done = f"{len(tally.finished)} of {options.requests} requests"
+                console.print(f"{done}, hits: {rates}")
 
         await run_turns(
             engines,

@@ -248,7 +248,7 @@ def _gpu(facts: Facts, _settings: Settings) -> Iterator[Finding]:
             "GPU copies",
             "better",
             facts.gpu_error,
-            "Blocks of a GPU move over NIXL, if at all: install kvbm-common[cuda12] or [cuda13].",
+            "Blocks of a GPU move over NIXL, if at all: kvbm-stack[cuda12] or [cuda13].",
         )
 
 

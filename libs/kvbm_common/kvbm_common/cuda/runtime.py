@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Copies
 from kvbm_common.errors import KvbmError
+from kvbm_common.extras import install
 
 T = TypeVar("T")
 
@@ -177,7 +178,10 @@ class CupyRuntime:
             self._cuda: Any = cupy.cuda.runtime
             self._cupy: Any = cupy
             count = self._cuda.getDeviceCount()
-        except Exception as error:  # ImportError, a missing library, a missing driver.
+        except ModuleNotFoundError as error:
+            text = f"CUDA cannot be used here without {error.name}: {install('cuda12')}, or cuda13"
+            raise CudaUnavailable(text) from error
+        except Exception as error:  # A missing library, a missing driver.
             raise CudaUnavailable(f"CUDA cannot be used here: {error}") from error
         if not 0 <= device < count:
             raise CudaUnavailable(f"there is no device {device}: there are {count}")

@@ -24,7 +24,8 @@ def start_of(text: str, now: datetime) -> Start:
     if text == "all":
         return "all"
     if found := re.fullmatch(r"(\d+)([smhd])", text):
-        return now - timedelta(seconds=int(found[1]) * UNITS[found[2]])
+        with contextlib.suppress(OverflowError, ValueError):  # Of more than a few thousand years.
+            return now - timedelta(seconds=int(found[1]) * UNITS[found[2]])
     if found := re.fullmatch(r"#(\d+)", text):
         return int(found[1])
     with contextlib.suppress(ValueError):

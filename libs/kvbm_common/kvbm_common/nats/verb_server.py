@@ -6,6 +6,7 @@ import asyncio
 import logging
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import msgspec
@@ -20,7 +21,6 @@ from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.verbs import ErrorBody, ErrorReply, verb_subject
 
-SERVICE_VERSION = "0.1.0"
 CONCURRENT_MAX = 256
 """Requests of one subject that are served at the same time; more are answered `busy`."""
 
@@ -168,7 +168,7 @@ class VerbServer:
     async def _service(self, kind: str, instance: str) -> Service:
         """Return the micro service of this process, one per kind and instance."""
         if (kind, instance) not in self._services:
-            config = ServiceConfig(name=f"kvbm-{kind}", version=SERVICE_VERSION)
+            config = ServiceConfig(name=f"kvbm-{kind}", version=version("kvbm-common"))
             # The library still asks for datetime.utcnow(), which newer Pythons warn about.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)

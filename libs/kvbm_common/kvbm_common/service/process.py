@@ -24,6 +24,7 @@ from kvbm_common.access.nats_access import NatsAccess, nats_access
 from kvbm_common.access.secret_files import make_private_directory
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import BusUnavailable, ConfigError, KvbmError, RegistryUnavailable
+from kvbm_common.extras import needed_for
 from kvbm_common.nats.bus import Bus, VerbHandler
 from kvbm_common.registry.nats_kv import NatsRegistry, Registry, ServiceRegistration
 from kvbm_common.runtime import logs
@@ -293,11 +294,12 @@ async def _connect(
 def make_registry(settings: Settings, bus: Bus) -> Registry:
     """Make the registry that the settings name. It connects when it is used.
 
-    Raises ConfigError for an etcd that would be talked to in the open.
+    Raises ConfigError for an etcd that would be talked to in the open, or whose extra is missing.
     """
     if not settings.etcd_servers:
         return NatsRegistry(bus, ttl_s=settings.registry_ttl_s)
-    from kvbm_common.registry.etcd import EtcdRegistry  # Brings grpc: only for who wants it.
+    with needed_for("KVBM_REGISTRY_URL", "etcd"):
+        from kvbm_common.registry.etcd import EtcdRegistry  # Brings grpc: only where it is wanted.
 
     return EtcdRegistry(
         settings.etcd_servers, ttl_s=settings.registry_ttl_s, access=etcd_access(settings)

@@ -2,7 +2,7 @@
 
 A span is exported after its work: name, context, and when it began and ended. Contexts
 travel in messages as text (`trace_context`), so no core and no engine knows of OpenTelemetry. It
-is an extra, `kvbm-common[otel]`, and imported here alone, when an endpoint is configured. Spans
+is the extra `otel`, and imported here alone, when an endpoint is configured. Spans
 wait in a bounded queue and are sent in the background; what a dead collector does not take is
 dropped.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import KvbmError
+from kvbm_common.extras import needed_for
 from kvbm_common.runtime import trace_context
 from kvbm_common.runtime.trace_context import TraceContext
 
@@ -30,12 +30,6 @@ CLOSE_MS = 1_000
 STANDARD = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 Attributes = Mapping[str, str | int]
-
-
-class TracingUnavailable(KvbmError):
-    """Traces are wanted, and OpenTelemetry is not installed."""
-
-    code = "tracing_unavailable"
 
 
 class Tracer:
@@ -98,13 +92,11 @@ class Tracer:
 
 
 def tracer_of(settings: Settings, service: str) -> Tracer:
-    """Return a tracer that does what the settings say; raises TracingUnavailable."""
+    """Return a tracer that does what the settings say; raises ExtraMissing."""
     if not wanted(settings, os.environ):
         return Tracer(service)
-    try:
+    with needed_for("KVBM_OTLP_ENDPOINT", "otel"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError as error:
-        raise TracingUnavailable("traces need kvbm-common[otel]") from error
     endpoint = settings.otlp_endpoint.rstrip("/")
     # Without an endpoint of ours the exporter reads the standard's own variables.
     return Tracer(service, OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces" if endpoint else None))

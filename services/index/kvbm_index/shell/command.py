@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +16,15 @@ from kvbm_common.access.nats_access import NatsAccess, nats_access
 from kvbm_common.access.roles import ADMIN
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
+from kvbm_common.nats.block_names import is_beginning, names_with, only_one
 from kvbm_common.nats.bus import Bus
 from kvbm_common.wire.verbs import verb_subject
 
 QUESTIONS = ("match", "score", "where", "holders")
 CONNECT_DEADLINE_S = 2.0
 ANSWER_DEADLINE_S = 5.0
+PIPED_WIDTH = 10_000
+"""What reads a pipe gets each row as a line."""
 COLUMNS: Mapping[str, str] = {"match": "matches", "score": "scores", "holders": "holders"}
 """Which list of a reply is the table."""
 
@@ -70,8 +74,8 @@ def request_of(
         return {}
     if tokens:
         request = {
-            "tokens": _json_of(tokens if tokens.startswith("@") else f"[{tokens}]"),
-            "namespace": _json_of(namespace or "null"),
+            "tokens": _json_of("--tokens", tokens if tokens[0] == "@" else f"[{tokens}]"),
+            "namespace": _json_of("--namespace", namespace or "null"),
             "salt": salt or None,
             "lora": lora or None,
         }
@@ -80,20 +84,24 @@ def request_of(
     else:
         request = {"hashes": hashes}
     if question == "score" and weights:
-        request["weights"] = {
-            tier: float(number)
-            for tier, _, number in (part.partition("=") for part in weights.split(","))
-        }
+        request["weights"] = _weights_of(weights)
     return request
 
 
 async def _ask(access: NatsAccess, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
     bus = await Bus.connect(access, "kvbm-index-command", deadline_s=CONNECT_DEADLINE_S)
+
+    async def ask(verb: str, payload: bytes) -> bytes:
+        return await bus.request(verb_subject("index", verb), payload, deadline_s=ANSWER_DEADLINE_S)
+
     try:
-        payload = await bus.request(
-            verb_subject("index", question),
-            msgspec.json.encode(request),
-            deadline_s=ANSWER_DEADLINE_S,
+        hashes = [
+            only_one(name, await names_with(ask, name), "hashes") if is_beginning(name) else name
+            for name in request.get("hashes", ())
+        ]
+        payload = await ask(
+            question,
+            msgspec.json.encode(dict(request) | ({"hashes": hashes} if hashes else {})),
         )
     finally:
         await bus.close()
@@ -106,10 +114,10 @@ def _print(question: str, reply: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     rows = list(_rows(question, reply))
-    table = Table(*(rows[0] if rows else ["nobody"]), box=None)
+    table = Table(*(rows[0] if rows else ["nothing"]), box=None)
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    Console(width=140).print(table)
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
 
 
 def _rows(question: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -123,6 +131,20 @@ def _rows(question: str, reply: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _json_of(text: str) -> Any:
-    """Parse JSON, or `@` and a file with JSON; raises ValueError, OSError."""
-    return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+def _json_of(option: str, text: str) -> Any:
+    """Parse JSON, or `@` and a file with JSON; raises ValueError, which names the option."""
+    try:
+        return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{option} is not JSON, or @FILE with JSON: {error}") from error
+
+
+def _weights_of(text: str) -> dict[str, float]:
+    """Parse the weights of tiers; raises ValueError."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        tier, _, number = part.partition("=")
+        if not tier or not re.fullmatch(r"\d+(\.\d+)?", number):
+            raise ValueError(f"--weights has {part!r}, but accepts TIER=NUMBER, as host=0.8")
+        found[tier] = float(number)
+    return found

@@ -124,6 +124,12 @@ class BlockStoryView(_View):
     silent: list[str] = Field(default_factory=list, description="Who could not be asked, and why.")
 
 
+class NamesView(_View):
+    """Names of blocks, in ascending order."""
+
+    hashes: list[str]
+
+
 class PinView(InstanceView, view_of(PinEntry)):  # type: ignore[misc]
     """One pin of an operator."""
 

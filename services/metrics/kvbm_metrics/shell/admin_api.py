@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query
 from kvbm_common.errors import KvbmError
+from kvbm_common.nats.block_names import names_with
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.operator_verbs import OPERATOR_VERBS, OperatorVerb
 from kvbm_common.wire.scores import WhereReply, WhereRequest
@@ -21,6 +22,7 @@ from kvbm_metrics.core.admin_models import (
     ChangeView,
     JobsView,
     JobView,
+    NamesView,
     PinsView,
     PrefetchQuery,
 )
@@ -52,6 +54,7 @@ questions = APIRouter(prefix="/v1", dependencies=[Depends(may_read)], responses=
 changes = APIRouter(prefix="/v1", responses=ASKS | CHANGES)
 Actor = Annotated[str, Depends(may_change)]
 Endpoint = Callable[..., Awaitable[Any]]
+HashPrefix = Annotated[str, Query(pattern="^[0-9a-f]{4,32}$", max_length=32)]
 JobId = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
 
 _where: JsonCodec[WhereReply] = JsonCodec(WhereReply)
@@ -98,6 +101,12 @@ async def job(api: ApiOf, job: JobId) -> JobView:
 async def audit(api: ApiOf, last: Annotated[int, Query(ge=1, le=1000)] = 100) -> AuditView:
     """Return the newest changes that operators have asked for, over HTTP or NATS."""
     return AuditView(entries=[AuditEntryView(**asdict(one)) for one in api.audit.newest(last)])
+
+
+@questions.get("/blocks", tags=["blocks"])
+async def blocks(api: ApiOf, prefix: HashPrefix) -> NamesView:
+    """Return the names of blocks that begin with these digits, the first 16 of them."""
+    return NamesView(hashes=await names_with(api.fleet.ask_index_raw, prefix))
 
 
 # --- changes --------------------------------------------------------------------------------

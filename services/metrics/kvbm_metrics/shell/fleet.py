@@ -120,12 +120,13 @@ class Fleet:
 
         Raises RequestFailed (the index's refusal), BusUnavailable, DeadlineExceeded, WireError.
         """
-        payload = await self._bus.request(
-            verb_subject("index", verb),
-            msgspec.json.encode(request),
-            deadline_s=MATCH_DEADLINE_S,
+        return codec.decode(await self.ask_index_raw(verb, msgspec.json.encode(request)))
+
+    async def ask_index_raw(self, verb: str, payload: bytes) -> bytes:
+        """Ask any index for what is not decoded here; raises as `ask_index`, but no WireError."""
+        return await self._bus.request(
+            verb_subject("index", verb), payload, deadline_s=MATCH_DEADLINE_S
         )
-        return codec.decode(payload)
 
     async def records(self) -> Sequence[ServiceRecord]:
         """Return all registered instances; raises RegistryUnavailable when nothing is known."""

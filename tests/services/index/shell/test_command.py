@@ -52,6 +52,10 @@ async def kvbm(url: str, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.usefixtures("holding")
 async def test_questions_are_answered(nats_url: str, tmp_path: Path) -> None:
     names = [block.hex() for block in CHAIN]
+    code, text, _ = await kvbm(nats_url, "where", names[1][:12])
+    assert (code, text.split()[-6]) == (0, names[1])
+    code, _, errors = await kvbm(nats_url, "where", "0" * 31)
+    assert (code, errors) == (1, f"kvbm: no holder has a block whose name begins with {'0' * 31}\n")
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps(TOKENS))
     space = json.dumps(msgspec.to_builtins(NAMESPACE))

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvbm_common.config.settings import Settings
-from kvbm_common.errors import ConfigError, ServiceFailed
+from kvbm_common.errors import ConfigError
+from kvbm_common.extras import ExtraMissing
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.service.process import ServiceContext, run
 
@@ -128,7 +129,7 @@ def check(settings: Settings) -> None:
         )
         raise ConfigError("DYN_KVBM_OBJECT_BUCKET", "", accepted)
     if find_spec("boto3") is None:
-        raise ServiceFailed("the object tier needs boto3: pip install kvbm-disk-tier[object]")
+        raise ExtraMissing("DYN_KVBM_OBJECT_BUCKET", "boto3", "s3")
 
 
 def main() -> None:

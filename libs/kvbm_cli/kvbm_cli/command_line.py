@@ -1,0 +1,68 @@
+"""How a line of the command `kvbm` ends: an exit code, and one line where something is wrong.
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | refused, away or failed, though the line was right |
+| 2 | the line or a setting is wrong; the text names the argument, option or variable |
+| 130 | ended by Ctrl-C |
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from kvbm_common.errors import ConfigError, KvbmError
+
+if TYPE_CHECKING:
+    import typer
+
+REFUSED, WRONG = 1, 2
+
+
+def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
+    """Run a command, and exit with its code."""
+    import typer
+
+    name = "kvbm" if not arguments or arguments[0].startswith("-") else f"kvbm {arguments[0]}"
+    try:
+        code = app(args=arguments or ["--help"], prog_name="kvbm", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except typer.Abort:
+        exit_with(f"{name}: not done", REFUSED)
+    except typer.TyperException as error:
+        text = getattr(error, "format_message", error.__str__)()
+        exit_with(f"{name}: {text}; see `{name} --help`", getattr(error, "exit_code", WRONG))
+    except KvbmError as error:
+        exit_with(f"kvbm: {error}", code_of(error))
+    except BrokenPipeError:
+        # Python flushes standard output at its end, and would report the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(REFUSED)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        text = os.strerror(error.errno) if error.errno else str(error)
+        exit_with(f"{name}: {where}{text}", WRONG if error.filename is not None else REFUSED)
+
+
+def code_of(error: KvbmError) -> int:
+    """Return the exit code of an error."""
+    return WRONG if isinstance(error, ConfigError) else REFUSED
+
+
+def exit_with(text: str, code: int) -> NoReturn:
+    """Print one line to standard error, whatever the text has in it, and exit."""
+    print(one_line(text), file=sys.stderr)
+    sys.exit(code)
+
+
+def one_line(text: str) -> str:
+    r"""Return a text as one line that no terminal interprets.
+
+    >>> one_line("a\n  b\x1b[2J")
+    'a b\\x1b[2J'
+    """
+    joined = " ".join(text.split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)

@@ -1,0 +1,64 @@
+"""What a removal would remove: `--dry-run` shows it, and `--everything` asks before it is gone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from kvbm_common.wire.operator_verbs import OperatorVerb
+
+from kvbm_cli.admin_client import Client
+from kvbm_cli.asking import Json, Rows, asked, only, print_tables, run
+from kvbm_cli.command_line import REFUSED, WRONG, exit_with
+
+YES = typer.Option(False, "--yes", help="With --everything: do not ask.")
+DRY_RUN = typer.Option(False, "--dry-run", help="Show where it would remove; remove nothing.")
+COMMITTED = ("active", "inactive")
+"""States of slots that hold a block (`kvbm_common.tier.slot_states`)."""
+
+
+def is_removal(verb: OperatorVerb) -> bool:
+    """Return whether a verb can empty tiers."""
+    return any(one.name == "everything" for one in verb.given)
+
+
+def agreed(
+    verb: OperatorVerb, body: Json, url: str, *, yes: bool, dry_run: bool, as_json: bool
+) -> bool:
+    """Return whether to go on: not after `--dry-run`, and for everything only if that is agreed."""
+    if dry_run:
+        run(lambda api: touched(api, body), lambda rows: [rows], url, as_json)
+        return False
+    if yes or not body.get("everything"):
+        return True
+    if not sys.stdin.isatty():
+        text = "--everything asks, and standard input is no terminal: add --yes, or --dry-run"
+        exit_with(f"kvbm {verb.command}: {text}", WRONG)
+    print_tables([asked(lambda api: touched(api, body), url)])
+    if not typer.confirm(f"{verb.command} all of these blocks?", err=True):
+        exit_with(f"kvbm {verb.command}: nothing was removed", REFUSED)
+    return True
+
+
+def touched(api: Client, body: Json) -> Rows:
+    """Return the instances that a removal is for, and how much each of them holds."""
+    wanted = {name: body.get(name) for name in ("tier", "host", "instance")}
+    if wanted["tier"] == "all":
+        wanted["tier"] = None
+    return [
+        only(one, ("tier", "host", "instance", "bytes_used")) | _blocks(one, body)
+        for one in api.get("/v1/tiers")
+        if all(value in (None, one[name]) for name, value in wanted.items())
+    ]
+
+
+def _blocks(tier: dict[str, Any], body: Json) -> dict[str, Any]:
+    """Return the blocks of an instance, and which of them are meant."""
+    held = sum(number for state, number in tier["slots"].items() if state in COMMITTED)
+    if body.get("everything"):
+        return {"blocks": held, "of these": "all"}
+    if names := body.get("hashes"):
+        return {"blocks": held, "of these": f"{len(names)} by name, where held"}
+    kind = "prefix" if body.get("prefix") else "namespace"
+    return {"blocks": held, "of these": f"those of {kind} {body.get(kind)}"}
