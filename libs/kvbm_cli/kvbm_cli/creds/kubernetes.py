@@ -26,7 +26,7 @@ from kvbm_common.errors import ConfigError
 
 from kvbm_cli.creds.commands import errors_told, layout_of, stream_room
 from kvbm_cli.creds.containers import MOUNTED_AT, NATS, SCRAPE, SETS, STREAMS, fill
-from kvbm_cli.creds.nats_config import SHARED, Layout, names_of, read_layout
+from kvbm_cli.creds.nats_config import CONFIGURATION, SHARED, Layout, names_of, read_layout
 from kvbm_cli.creds.tls_files import ETCD
 
 FILE = "kube-secrets.json"
@@ -35,6 +35,8 @@ SERVERS = 3
 """Servers of the chart's NATS, unless a value says otherwise, and how many keep each stream."""
 INSTANCES = 2
 """Of each tier on a node there is one; another name while the one before has not ended yet."""
+SECRET_BYTES_MAX = 1024 * 1024
+"""What Kubernetes lets be in one Secret."""
 SERVERS_MAX = 5
 """Servers with a name in the certificate: as many as may keep a stream."""
 
@@ -120,10 +122,13 @@ def server_names(prefix: str, namespace: str) -> tuple[str, ...]:
 def secrets_of(
     out: Path, hosts: Mapping[str, str], *, prefix: str, namespace: str
 ) -> dict[str, Any]:
-    """Return a list of Secrets with the files of the sets; raises OSError."""
+    """Return a list of Secrets with the files of the sets; raises OSError and ConfigError."""
     folders = {role.name: _files_of_role(out, role, hosts) for role in ROLES if _is_used(role)}
     for name in (NATS, SCRAPE, STREAMS):
         folders[name] = _files(out / SETS / SHARED / name)
+    folders[NATS][CONFIGURATION] = _without_blanks(folders[NATS][CONFIGURATION])
+    for name, files in folders.items():
+        _check_room(name, sum(map(len, files.values())), len(hosts))
     secrets = [
         {
             "apiVersion": "v1",
@@ -137,6 +142,16 @@ def secrets_of(
         for name, files in sorted(folders.items())
     ]
     return {"apiVersion": "v1", "kind": "List", "items": secrets}
+
+
+def _without_blanks(text: str) -> str:
+    return msgspec.json.format(text, indent=-1)
+
+
+def _check_room(name: str, used_bytes: int, node_count: int) -> None:
+    if used_bytes > SECRET_BYTES_MAX:
+        accepted = f"fewer: of {node_count} the Secret for {name} is larger than Kubernetes takes"
+        raise ConfigError("--nodes", node_count, accepted)
 
 
 def _is_used(role: Role) -> bool:
