@@ -9,7 +9,7 @@ survives its container: a disk tier finds its file by it. So each takes the firs
 other on this host holds. The lock is a file in the runtime directory, which the containers of a
 host share; the kernel drops it with the process.
 
-A pod of a DaemonSet knows its node's name (NODE_NAME): that is KVBM_HOST then, with dashes for dots.
+A pod of a DaemonSet knows its node's name, NODE_NAME: with dashes for dots that is KVBM_HOST.
 
 Of a consolidator there is one per host, because engines know one endpoint. A second one waits, and
 takes over when the first has died.

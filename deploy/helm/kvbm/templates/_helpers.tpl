@@ -54,3 +54,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- ternary 3 1 (ge (int .Values.nats.replicas) 3) -}}
 {{- end -}}
 {{- end -}}
+
+{{/* A value as a setting takes it: a million is 1000000, not 1e+06. */}}
+{{- define "kvbm.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) -}}
+{{- int64 . | toString | quote -}}
+{{- else -}}
+{{- toString . | quote -}}
+{{- end -}}
+{{- end -}}

@@ -94,7 +94,7 @@ readinessProbe:
 {{- end }}
 {{- range $name, $value := $values.settings }}
 - name: {{ $name }}
-  value: {{ $value | toString | quote }}
+  value: {{ include "kvbm.text" $value }}
 {{- end }}
 {{- end -}}
 
