@@ -1,7 +1,7 @@
 {{/* What every name begins with; short enough for a pod's name to be a host's name: 64 characters. */}}
 {{- define "kvbm.fullname" -}}
 {{- $name := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-kvbm" .Release.Name) (contains "kvbm" .Release.Name)) -}}
-{{- $name | replace "." "-" | trunc 40 | trimSuffix "-" -}}
+{{- $name | replace "." "-" | trunc 39 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "kvbm.selector" -}}
