@@ -18,6 +18,7 @@ VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 RELEASE = "kvbm"
 NAMESPACE = "cache"
 DEADLINE_S = 60.0
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Document = dict[str, Any]
 
@@ -48,7 +49,7 @@ def render(*arguments: str, chart: Path = CHART, kubernetes: str = "1.37.0") -> 
     )  # fmt: skip
     if done.returncode:
         raise Refused(done.stderr)
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return [document for document in yaml.load_all(done.stdout, LOADER) if document]
 
 
 @dataclass(frozen=True, slots=True)

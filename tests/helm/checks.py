@@ -35,6 +35,7 @@ from tests.helm.chart import (
 from tests.helm.mounts import ETCD_CLIENT, MOUNTS, NODE, mounted_files, role_of, write_mounted
 
 DOCKERFILE = (ROOT / "compose/Dockerfile").read_text()
+COMPOSE = yaml.safe_load((ROOT / "compose/docker-compose.yml").read_text())["services"]
 USERS = {"kvbm": 10001, "control": 10002}
 OTHER_VARIABLES = {NET_DEVICES, NODE_NAME, "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
 """What services read besides settings, and what the runtime of GPUs does."""
@@ -143,9 +144,8 @@ def wrong_commands(documents: list[Document]) -> Iterator[str]:
 
 def user_of(name: str, stage: str) -> int:
     """Return the user of a container of this name in compose: its own one, or the image's."""
-    compose = yaml.safe_load((ROOT / "compose/docker-compose.yml").read_text())["services"]
-    if "user" in compose.get(name, {}):
-        return int(compose[name]["user"].split(":")[0])
+    if "user" in COMPOSE.get(name, {}):
+        return int(COMPOSE[name]["user"].split(":")[0])
     named = re.findall(r"^USER (\w+)$", stage, re.MULTILINE)
     return USERS[named[-1] if named else "kvbm"]
 
