@@ -1,6 +1,7 @@
 """The command `kvbm kube-secrets`: credentials of the Helm chart, a Secret for each role.
 
     OUT/                      what `kvbm nats-config` writes, and sets/ROLE as in compose
+    OUT/kube-release.json     nodes, prefix and namespace, for the next run
     OUT/kube-secrets.json     the Secrets, for `kubectl apply --server-side -f`
 
 A role of a host has a key for each node in its Secret, NODE.creds; a pod mounts the one of its
@@ -30,6 +31,7 @@ from kvbm_cli.creds.nats_config import CONFIGURATION, SHARED, Layout, names_of, 
 from kvbm_cli.creds.tls_files import ETCD
 
 FILE = "kube-secrets.json"
+RELEASE = "kube-release.json"
 REPLICAS = "KVBM_STREAM_REPLICAS"
 SERVERS = 3
 """Servers of the chart's NATS, unless a value says otherwise, and how many keep each stream."""
@@ -41,11 +43,19 @@ SERVERS_MAX = 5
 """Servers with a name in the certificate: as many as may keep a stream."""
 
 
+class Release(msgspec.Struct, frozen=True, kw_only=True):
+    """What the Secrets are for: what the next run takes where nothing is given."""
+
+    nodes: tuple[str, ...] = ()
+    prefix: str = "kvbm"
+    namespace: str = "default"
+
+
 def kube_secrets(
     out: Path = typer.Option(..., help="Directory of everything that is written, mode 0700."),  # noqa: B008
     nodes: str = typer.Option("", help="Names of nodes, blanks or commas between."),
-    prefix: str = typer.Option("kvbm", help="What the names of the chart's objects begin with."),
-    namespace: str = typer.Option("default", help="Namespace of the release."),
+    prefix: str = typer.Option("", help="What names of the chart begin with; kvbm unless given."),
+    namespace: str = typer.Option("", help="Namespace of the release; default unless given."),
     names: str = typer.Option("", help="More names and addresses of NATS in its certificate."),
     etcd_names: str = typer.Option("", help="Names and addresses of etcd in its certificate."),
     rotate: bool = typer.Option(False, help="Replace every credential; old ones are good, too."),
@@ -53,7 +63,7 @@ def kube_secrets(
 ) -> None:
     """Write the Secrets of the Helm chart, and print the file for kubectl apply.
 
-    Nodes are those of the run before where none are given.
+    What is not given is as in the run before; what is there stays.
     """
     with errors_told():
         print(
@@ -66,14 +76,20 @@ def kube_secrets(
 
 
 def write_secrets(
-    out: Path, *, nodes: Sequence[str], prefix: str, namespace: str,
+    out: Path, *, nodes: Sequence[str] = (), prefix: str = "", namespace: str = "",
     names: Sequence[str] = (), etcd_names: Sequence[str] = (),
     rotate: bool = False, drop_old: bool = False,
 ) -> Path:  # fmt: skip
     """Write credentials and the file of Secrets, which is returned; raises ConfigError."""
-    hosts = hosts_of(nodes or _nodes_before(out))
+    earlier = _read_release(out)
+    release = Release(
+        nodes=tuple(nodes) or earlier.nodes,
+        prefix=prefix or earlier.prefix,
+        namespace=namespace or earlier.namespace,
+    )
+    hosts = hosts_of(release.nodes)
     before = read_layout(out) or Layout(hosts=())
-    own_names = (*server_names(prefix, namespace), *(names or before.names))
+    own_names = (*server_names(release.prefix, release.namespace), *(names or before.names))
     given: dict[str, Any] = {
         "hosts": tuple(hosts), "server_dir": MOUNTED_AT, "instances": INSTANCES,
         "names": tuple(dict.fromkeys(own_names)),
@@ -83,10 +99,10 @@ def write_secrets(
     layout = layout_of(out, given | stream_room(settings))
     try:
         fill(out, out / "no-volumes", layout, rotate=rotate, drop_old=drop_old)
-        manifests = secrets_of(out, hosts, prefix=prefix, namespace=namespace)
+        manifests = secrets_of(out, hosts, prefix=release.prefix, namespace=release.namespace)
         path = out / FILE
         write_secret(path, msgspec.json.format(msgspec.json.encode(manifests)).decode() + "\n")
-        write_secret(out / "nodes", "\n".join(hosts.values()) + "\n")
+        write_secret(out / RELEASE, msgspec.json.encode(release).decode() + "\n")
     except OSError as error:
         raise ConfigError("--out", out, f"a directory of yours ({error})") from error
     return path
@@ -164,7 +180,7 @@ def _files_of_role(out: Path, role: Role, hosts: Mapping[str, str]) -> dict[str,
     if not role.per_host:
         return _files(out / SETS / SHARED / role.name)
     found: dict[str, str] = {}
-    for host, node in reversed(hosts.items()):
+    for host, node in reversed(list(hosts.items())):
         files = _files(out / SETS / host / role.name)
         found[f"{node}{SUFFIX}"] = files.pop(f"{role.name}{SUFFIX}")
         found |= files
@@ -175,6 +191,6 @@ def _files(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def _nodes_before(out: Path) -> tuple[str, ...]:
-    path = out / "nodes"
-    return tuple(path.read_text().split()) if path.exists() else ()
+def _read_release(out: Path) -> Release:
+    path = out / RELEASE
+    return msgspec.json.decode(path.read_bytes(), type=Release) if path.exists() else Release()
