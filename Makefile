@@ -64,7 +64,7 @@ fuzz-vllm: setup ## drawn programs on a real vLLM (CPU) with the connector and o
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
 	$(PY) -m tests.vllm.fuzz $(ARGS)
 
-test-compose: setup ## the images and docker-compose.yml under a real engine: demo, kills, scaling
+test-compose: setup .venv-helm/.setup-stamp ## the images and docker-compose.yml under a real engine: demo, kills, scaling
 	COMPOSE_TESTS=1 $(PY) -m pytest tests/compose $(ARGS)
 
 .venv-helm/.setup-stamp: tests/helm/requirements.txt tests/helm/tools.py $(STAMP)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from kvbm_cli.container import NODE_NAME
 from kvbm_cli.creds.kubernetes import write_secrets
+from kvbm_common.access.roles import ADMIN
 from kvbm_common.access.secret_files import write_secret
 
 from tests.helm.chart import NAMESPACE, RELEASE, Document, Pod
@@ -24,12 +25,13 @@ ETCD_CLIENT = "etcd-client"
 
 @functools.cache
 def secrets() -> dict[str, dict[str, str]]:
-    """Return every Secret that the command makes: its name, keys and texts."""
+    """Return keys and texts of every Secret that the command makes, and of the operator's set."""
     with tempfile.TemporaryDirectory() as directory:
         path = write_secrets(
             Path(directory), nodes=(NODE, "b"), prefix=RELEASE, namespace=NAMESPACE
         )
         items = msgspec.json.decode(path.read_bytes())["items"]
+        admin = {one.name: one.read_text() for one in Path(directory).glob("sets/shared/admin/*")}
     found = {
         item["metadata"]["name"]: {
             key: base64.b64decode(text).decode() for key, text in item["data"].items()
@@ -37,7 +39,8 @@ def secrets() -> dict[str, dict[str, str]]:
         for item in items
     }
     index = found[f"{RELEASE}-index-creds"]
-    return found | {ETCD_CLIENT: {key: index[key] for key in ("ca.pem", "etcd.pem", "etcd.key")}}
+    etcd = {key: index[key] for key in ("ca.pem", "etcd.pem", "etcd.key")}
+    return found | {ETCD_CLIENT: etcd, ADMIN: admin}
 
 
 def role_of(secret: str) -> str:
