@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -60,6 +61,11 @@ class Server:
         if self._process is not None:
             self._process.kill()
             self._process.wait(DEADLINE_S)
+
+    def reload(self) -> None:
+        """Have it read its configuration again, as `nats-server --signal reload=1` does."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGHUP)
 
     def ask(self, path: str) -> Any:
         """Ask the monitor as a probe does; None where it does not answer, or not with 200."""
@@ -220,6 +226,21 @@ async def replicas_of(bus: Bus) -> set[int]:
     found = msgspec.json.decode(await call_api(bus, "STREAM.LIST"))["streams"]
     assert len(found) >= 4
     return {stream["config"]["num_replicas"] for stream in found}
+
+
+def test_servers_take_new_keys_without_a_restart(cluster: Cluster) -> None:
+    """Goal: a reload of a server of the cluster succeeds after a rotation has changed its users."""
+    for server in cluster.servers:
+        file = server.directory / "kvbm/creds/nats-server.conf"
+        written = json.loads(file.read_text())
+        written["accounts"]["kvbm"]["users"].pop()
+        file.write_text(json.dumps(written))
+        server.reload()
+        wait_for(
+            lambda log=server.log: "Reloaded server configuration" in log.read_text(),  # type: ignore[misc]
+            f"reload of {server.name}", deadline_s=DEADLINE_S,
+        )  # fmt: skip
+        assert "Reloaded: accounts" in server.log.read_text()
 
 
 def test_a_certificate_of_a_client_makes_no_route(cluster: Cluster, tmp_path: Path) -> None:
