@@ -142,11 +142,10 @@ class RunningPod:
         docker("start", self.id_of(container))
 
     def remove(self) -> None:
-        """Remove what was started."""
+        """Stop and remove what was started: a host tier that is stopped leaves no arena."""
         names = [self.id_of(container["name"]) for container in self.containers]
-        subprocess.run(
-            ["docker", "rm", "--force", *names, self.sandbox], capture_output=True, check=False
-        )
+        for words in (("stop", "-t", "5", *names), ("rm", "--force", *names, self.sandbox)):
+            subprocess.run(["docker", *words], capture_output=True, check=False)
 
 
 def _write(place: Path, path: str, files: dict[str, str]) -> None:
