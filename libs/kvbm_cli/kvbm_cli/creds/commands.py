@@ -43,7 +43,7 @@ def creds(
 
     `curve` makes keys for tcp:// sockets of engines and routers.
     """
-    with _errors_told():
+    with errors_told():
         settings = Settings.load()
         if what == "curve":
             print(*_made_keys(settings.creds_dir), sep="\n")
@@ -114,7 +114,7 @@ def nats_config(
         "names": names_of(names), "etcd_names": names_of(etcd_names), "listen": listen,
         "store_dir": store_dir, "server_dir": server_dir,
     }  # fmt: skip
-    with _errors_told():
+    with errors_told():
         given |= stream_room(Settings.load())
         layout = layout_of(out, {name: value for name, value in given.items() if value})
         _check_directory(out)
@@ -159,7 +159,7 @@ def nats_streams(
     nats: str = typer.Option("", help="Use this NATS instead of the configured one."),
 ) -> None:
     """Make the streams of KVBM, as the role admin: services may not."""
-    with _errors_told():
+    with errors_told():
         settings = Settings.load(overrides={"nats_url": nats} if nats else None)
         access = nats_access(settings, ADMIN)
         asyncio.run(_follow(access) if follow else _set_up_once(access))
@@ -200,7 +200,7 @@ async def _follow(access: NatsAccess) -> None:
 
 
 @contextlib.contextmanager
-def _errors_told() -> Iterator[None]:
+def errors_told() -> Iterator[None]:
     """Print an error of ours; exits with 2 for wrong options or settings, 1 for the rest."""
     try:
         yield

@@ -259,9 +259,18 @@ UNSET_DIR = Path()
 """Stands for a directory whose default follows from another setting."""
 
 
+def host_of(name: str) -> str:
+    """Return the name of a machine as one token of a NATS subject.
+
+    >>> host_of("ip-10-0-0-1.internal")
+    'ip-10-0-0-1-internal'
+    """
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:64]
+
+
 def default_host() -> str:
     """Return this machine's name as one token of a NATS subject."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "localhost"
+    return host_of(socket.gethostname()) or "localhost"
 
 
 def default_runtime_dir() -> Path:
