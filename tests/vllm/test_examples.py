@@ -15,7 +15,7 @@ from tests.vllm.harness import EngineProcess, prompt
 from tests.vllm.launched import Launched, cached_of, tokens_of
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPTS = [prompt(seed, 500) for seed in (81, 82)]
 BLOCKS, CACHED = 15, 480
