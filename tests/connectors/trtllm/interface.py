@@ -9,7 +9,9 @@ from __future__ import annotations
 SCHEDULER = "KvCacheConnectorScheduler"
 WORKER = "KvCacheConnectorWorker"
 
-ABSTRACT = {
+Methods = dict[str, dict[str, tuple[str, ...]]]
+
+ABSTRACT: Methods = {
     SCHEDULER: {
         "build_connector_meta": ("scheduler_output",),
         "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
@@ -27,7 +29,7 @@ ABSTRACT = {
 }
 """In 1.2 and in every stage of 1.3."""
 
-OPTIONAL = {
+OPTIONAL: Methods = {
     SCHEDULER: {
         "wait_for_initialization": (),
         "request_finished_by_layer_group": ("request", "cache_block_ids_by_layer_group"),
