@@ -118,12 +118,17 @@ class Launched:
         return self
 
     def wait_attached(self, *names: str) -> None:
-        """Wait until the engines' logs say that they have met the host tier."""
-        for name in names:
-            wait_for(
-                lambda name=name: ": host tier: attached" in self.log(name),  # type: ignore[misc]
-                f"{name} does not attach", deadline_s=60, details=self.tail,
-            )  # fmt: skip
+        """Wait until the engines' logs say that they have met the host tier, and not lost it."""
+
+        def attached() -> bool:
+            logs = [self.log(name) for name in names]
+            return all(
+                log.count(f"{link}: attached") > log.count(f"{link}: lost")
+                for log in logs
+                for link in (": host tier", ": worker 0")
+            )
+
+        wait_for(attached, f"{names} do not attach", deadline_s=60, details=self.tail)
 
     def curl(self, prompt: Sequence[int], **more: object) -> dict[str, Any]:
         """Send the README's request, with a prompt of tokens, and return the reply."""
