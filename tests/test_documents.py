@@ -17,7 +17,7 @@ from benchmarks.report import DOCUMENT, RESULTS, markdown
 from tests.test_words import BANNED_PATTERN
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
 OPERATING = (ROOT / "docs/operating.md").read_text()
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 DECISIONS = ROOT / "docs/decisions.md"
@@ -288,7 +288,8 @@ def test_files_that_are_named_exist(path: Path) -> None:
     """Goal: a module that has moved takes its mentions along."""
     named = re.findall(r"`((?!/)[\w./]+\.(?:py|yml|conf))`", path.read_text())
     named += [name + "/" for name in re.findall(r"`(kvbm_\w+(?:/\w+)+)`", path.read_text())]
-    product = [ROOT / name for name in ("libs", "services", "connectors", "tests", "compose")]
+    folders = ("libs", "services", "connectors", "tests", "compose", "examples")
+    product = [ROOT / name for name in folders]
     for name in named:
         found = (ROOT / name).exists() or any(any(top.rglob(name)) for top in product)
         assert found, name

@@ -163,9 +163,9 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
         return self._side is not None and self._side.finished(request, cache_block_ids)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """Give up what was promised from token `start` on, which will not be used (release 1.3)."""
+        """Give up what was promised of these tokens, which will not be used (release 1.3)."""
         if self._side is not None:
-            self._side.cut(request, start)
+            self._side.cut(request, start, end)
 
     def request_reset(self, request: Any) -> None:
         """Reset a request that begins again, with other blocks (release 1.3)."""

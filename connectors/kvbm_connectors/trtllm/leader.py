@@ -186,13 +186,25 @@ class LeaderSide:
             self._arena_epoch = welcome.epoch
         return self._arena, welcome
 
-    def cut(self, request: Request, start: int) -> None:
-        """Give up what was promised from token `start` on: it will not be used."""
+    def cut(self, request: Request, start: int, end: int) -> None:
+        """Give up what was promised of the tokens from `start` to `end`, which will not be used.
+
+        The engine takes back the end of an offer, all of it, or its beginning, which is on the
+        device by then: the rest of such an offer is still counted on.
+        """
         tracked = self._requests.get(request.request_id)
-        if tracked is not None:
-            used = max(0, -(-start // self._block_tokens) - tracked.local)
-            self._keeper.give_up(tracked.promised[used:])
-            tracked.promised = tracked.promised[:used]
+        if tracked is None or not tracked.promised:
+            return
+        size, first = self._block_tokens, tracked.local
+        kept_before = max(0, -(-start // size) - first)
+        dropped_before = max(0, end // size - first)
+        if dropped_before >= len(tracked.promised) or kept_before:
+            self._keeper.give_up(tracked.promised[kept_before:])
+            tracked.promised = tracked.promised[:kept_before]
+        else:
+            self._keeper.give_up(tracked.promised[:dropped_before])
+            tracked.promised = tracked.promised[dropped_before:]
+            tracked.local += dropped_before
 
     def reset(self, request: Request) -> None:
         """Forget a request that begins again, with other blocks, and give up its promises; one with

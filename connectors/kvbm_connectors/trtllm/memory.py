@@ -40,14 +40,13 @@ class PoolRegion(Protocol):
 
 
 class LayerGroup(Protocol):
-    """`KvCacheLayerGroupLayout` (1.3, the same file)."""
+    """`KvCacheLayerGroupLayout` (1.3, the same file). Read if they are there: `replicated_regions`,
+    whose bytes are the same on all ranks."""
 
     @property
     def window_size(self) -> int | None: ...
     @property
     def regions(self) -> Sequence[PoolRegion]: ...
-    @property
-    def replicated_regions(self) -> Sequence[PoolRegion]: ...
 
 
 class Layout(Protocol):
@@ -70,7 +69,7 @@ def regions_of_layout(layout: Layout) -> list[Region]:
     [group] = layout.groups
     if group.window_size is not None:
         raise CannotLend("sliding windows are not supported")
-    regions = [*group.regions, *group.replicated_regions]
+    regions = [*group.regions, *getattr(group, "replicated_regions", ())]
     for region in regions:
         _check_device(region.as_tensor())
     return [

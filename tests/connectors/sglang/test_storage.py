@@ -210,6 +210,21 @@ def test_errors_are_misses_that_are_counted(
         storage.register(Pool(), "kv")
 
 
+def test_a_pool_with_another_policy_passes_through(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of such a model is found, and the log says which pool and which policy."""
+    pool = Pool()
+    storage = attach(pool)
+    keys = keys_of("policy", COUNT)
+    put(storage, pool, keys)
+    groups = Transfer("compressed", keys, hit_policy="block_groups")
+    assert storage.exists_in_all(keys, [groups]).pages == 0
+    assert storage.all_counts()["failed.exists.UnknownPool"] == 1
+    assert "pool 'compressed' has the hit policy 'block_groups'" in caplog.text
+    assert storage.exists(keys) == COUNT
+
+
 def test_threads_query_read_and_write_at_once(attach: Attach) -> None:
     """Eight threads, each with keys and pages of its own, in one storage."""
     pool = Pool(pages=64)

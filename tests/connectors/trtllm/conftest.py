@@ -17,6 +17,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LiveStack]:
-    """NATS, a consolidator, an index and a host tier, in processes of their own."""
-    with live_stack({"cpu_cache_gb": 0.05}) as stack:
+    """NATS, a consolidator, an index and a host tier, in processes of their own.
+
+    Without the scrubber: where the tests' process waits for a core, it finds wrong bytes first.
+    """
+    with live_stack({"cpu_cache_gb": 0.05, "scrub_cpu_percent": 0}) as stack:
         yield stack

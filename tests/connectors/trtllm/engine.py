@@ -137,15 +137,18 @@ class Executor:
         blocks: int = 64,
         chunk_tokens: int = 1 << 20,
         overtake: bool = False,
+        rematch: bool = False,
     ) -> None:
         """`chunk_tokens` is the length of a prefill's chunks. `overtake`: the ranks' answers of
-        every other step come too late for that step."""
+        every other step come too late for that step. `rematch`: a request that has waited looks
+        for its beginning on the device again, as under `aggressive_prefix_budgeting`."""
         self.leader, self.workers = leader, list(workers)
         self.pool = BlockPool(blocks)
         self.tensors = [Tensor(blocks) for _ in workers]
         self._content = [Content(PART_BYTES, rank=rank) for rank in range(len(self.workers))]
         self._chunk_tokens = chunk_tokens
         self._overtake = overtake
+        self._rematch = rematch
         self.waiting: list[LlmRequest] = []
         self.active: list[LlmRequest] = []
         self.saving: dict[int, list[int]] = {}
@@ -228,6 +231,8 @@ class Executor:
     def _allocate(self, request: LlmRequest) -> None:
         """It allocates what is missing; then the Python side tells the connector."""
         assert request.local is not None
+        if self._rematch:
+            self._match_again(request, request.local)
         local, start, promised = request.local, request.device_hit, request.external
         if request.honoured is not None and request.honoured < promised:
             request.external = matched = request.honoured
@@ -239,6 +244,21 @@ class Executor:
         request.blocks = [*local, *allocated[0]]
         request.position = request.device_hit + request.external
         self.leader.update_state_after_alloc(request, list(request.blocks))
+
+    def _match_again(self, request: LlmRequest, local: list[int]) -> None:
+        """Give back the beginning of an offer that is on the device by now; the rest stays."""
+        start, usable = request.device_hit, (request.prompt_len - 1) // BLOCK_TOKENS
+        while len(local) < usable:
+            block = self.pool.find(self._truth(request, len(local)))
+            if block is None:
+                break
+            self.pool.hold([block])
+            local.append(block)
+        request.device_hit = len(local) * BLOCK_TOKENS
+        overlap = min(request.device_hit - start, request.external)
+        if overlap:
+            request.external -= overlap
+            self.leader.cancel_load(request, start, start + overlap)
 
     def _data(self, request: LlmRequest, count: int) -> RequestData:
         new = request.blocks[request.reported :]

@@ -229,6 +229,30 @@ def test_a_promise_waits_for_its_request(stack: LiveStack, monkeypatch: Monkey) 
         engine.settle()
 
 
+def test_the_device_overtakes_the_beginning_of_a_promise(
+    stack: LiveStack, monkeypatch: Monkey
+) -> None:
+    """With `aggressive_prefix_budgeting` the engine gives back the beginning of an offer, and still
+    counts on the rest.
+
+    1. A prompt is promised five blocks and waits; another one computes the first three of them.
+    2. The engine takes those, gives them back, and loads the other two: their bytes are right.
+    """
+    with engine_on(stack, monkeypatch, rematch=True) as engine:
+        prompt = range(9300, 9321)
+        engine.ask(prompt)
+        engine.forget()
+        waits = engine.request(prompt, deferred=3)
+        engine.step()
+        assert (waits.external, engine.keeper.promised) == (20, 5)
+        engine.run(engine.request(range(9300, 9313)))
+        engine.run(waits)
+        engine.settle()
+        assert (waits.device_hit, waits.external) == (12, 8)
+        engine.ask(range(9400, 9405))
+        assert engine.keeper.promised == 0
+
+
 @pytest.mark.slow
 def test_a_promise_outlives_the_host_tier(stack: LiveStack, monkeypatch: Monkey) -> None:
     """1. The host tier is killed when the engine has been told of a hit, and before it loads.

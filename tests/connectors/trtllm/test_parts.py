@@ -368,6 +368,14 @@ def test_a_layout_s_regions_are_ours() -> None:
     assert {region.stride for region in regions} == {PART_BYTES}
 
 
+def test_a_layout_without_shared_regions_is_whole() -> None:
+    """Not every candidate of 1.3 has `replicated_regions`."""
+    tensor = Tensor(5)
+    bare = SimpleNamespace(regions=(PoolRegion(tensor, 0, 64),), window_size=None)
+    [region] = regions_of_layout(SimpleNamespace(groups=[bare]))
+    assert region.piece_bytes == 64
+
+
 def test_memory_that_cannot_be_lent_is_said() -> None:
     tensor, meta = Tensor(2), Tensor(2, device="meta")
     region = PoolRegion(tensor, 0, 64)

@@ -40,6 +40,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunk_tokens=st.sampled_from([3, 8, 1000]),
         blocks=st.sampled_from([16, 40]),
         overtake=st.booleans(),
+        rematch=st.booleans(),
         min_priority=st.sampled_from([0, 0, 40]),
         promise_gb=st.sampled_from(["2e-6", "2e-3"]),
     )
