@@ -146,7 +146,7 @@ class HostTierView:
         figures["pins"] = float(len(pins_of(self._parts.leases.leases)))
         figures["slots_unsettled"] = float(self._parts.offload.unsettled_count)
         figures["draining"] = float(self._parts.held.draining)
-        figures |= self._parts.peers.figures()
+        figures |= self._parts.peers.figures() | self._parts.findable.figures()
         figures["shards"] = float(len(self._parts.sharding.map.endpoints))
         figures["front"] = float(self._parts.sharding.is_front)
         figures["waste_percent"] = waste_percent(self._parts.held.table)
