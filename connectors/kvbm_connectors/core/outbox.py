@@ -7,12 +7,25 @@ from itertools import count
 
 from kvbm_common.identity import SequenceHash, pack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
-from kvbm_common.wire.local import Confirm, Lookup, Offered, OfferedRun, Outcome, Release
+from kvbm_common.wire.local import (
+    Confirm,
+    Lookup,
+    MissedLookup,
+    Misses,
+    Offered,
+    OfferedRun,
+    Outcome,
+    Release,
+)
 
 from kvbm_connectors.core.messages import Effect, OfferEnded, OfferRun, Origin, ToEvents, ToHost
 
 REQUEST_CHARS_MAX = 256
 """Of an engine's request id, as far as people need it."""
+TOLD_LOOKUPS = 64
+"""Misses that are told at once; fewer wait for the next tick, or the next offer."""
+TOLD_BLOCKS = 8_192
+"""… or blocks of them: 128 KiB, which the host tier explains in some ms."""
 
 
 class Outbox:
@@ -23,6 +36,11 @@ class Outbox:
         self._engine, self._incarnation, self._namespace = engine, incarnation, namespace
         self._ids = count(1)
         self._effects: list[Effect] = []
+        self._misses: list[MissedLookup] = []
+        """Those that are not told yet."""
+        self._missed_blocks = 0
+        self.in_vain = 0
+        """Lookups that the filter could not answer and that found nothing, not told yet."""
 
     def drain(self) -> list[Effect]:
         """Return the effects since the last call, oldest first."""
@@ -66,6 +84,54 @@ class Outbox:
             groups=list(groups),
         )
         self._effects.append(ToHost(message))
+
+    def miss(
+        self,
+        lookup: int,
+        wanted: Sequence[SequenceHash],
+        *,
+        avoided: int,
+        request: str,
+        origin: Origin,
+        groups: Sequence[GroupRun] = (),
+    ) -> None:
+        """Keep a lookup that was answered without the host tier, to tell it soon."""
+        assert wanted, f"lookup {lookup} misses nothing"
+        missed = MissedLookup(
+            lookup=lookup,
+            hashes=pack_hashes(wanted),
+            request=request[:REQUEST_CHARS_MAX],
+            content=origin.content if request else b"",
+            avoided=avoided,
+            trace=origin.trace,
+            sent_us=origin.sent_us,
+            parent=origin.parent,
+            groups=list(groups),
+        )
+        self._misses.append(missed)
+        self._missed_blocks += len(wanted)
+        if len(self._misses) >= TOLD_LOOKUPS or self._missed_blocks >= TOLD_BLOCKS:
+            self.tell_misses()
+
+    def tell_misses(self) -> None:
+        """Tell the host tier what has missed since the last time, in one message."""
+        if not (self._misses or self.in_vain):
+            return
+        message = Misses(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            namespace=self._namespace,
+            lookups=self._misses,
+            in_vain=self.in_vain,
+        )
+        self._effects.append(ToHost(message))
+        self._misses, self._missed_blocks, self.in_vain = [], 0, 0
+
+    def drop_misses(self) -> int:
+        """Forget what is not told: the host tier that wanted it is gone. Returns how many."""
+        count = len(self._misses)
+        self._misses, self._missed_blocks, self.in_vain = [], 0, 0
+        return count
 
     def tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
         """Tell the host tier what became of a lookup, so that it can explain it."""

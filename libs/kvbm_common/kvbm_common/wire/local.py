@@ -238,8 +238,6 @@ class Misses(_Message, frozen=True, kw_only=True):
     in_vain: Natural = 0
     """Lookups since the last time that were sent and found nothing: the filter was in error, or a
     block is there that the engine cannot have."""
-    dropped: Natural = 0
-    """Lookups since the last time that are told nowhere: too many were waiting."""
 
 
 class Found(_Message, frozen=True, kw_only=True):

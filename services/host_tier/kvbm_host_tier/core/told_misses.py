@@ -46,7 +46,6 @@ class ToldMisses:
             )  # fmt: skip
         self._counts["lookups_at_once"] += len(found)
         self._counts["lookups_in_vain"] += misses.in_vain
-        self._counts["dropped.miss_not_told"] += misses.dropped
 
 
 def _missed(one: MissedLookup) -> list[SequenceHash]:
