@@ -118,7 +118,8 @@ class ConnectorCore:
         self._takes_offers = taken
 
     def _drop_everything(self, reason: str) -> None:
-        self._counts["misses_not_told"] += self._outbox.drop_misses()
+        if dropped := self._outbox.drop_misses():
+            self._counts["misses_not_told"] += dropped
         self._lookups.host_tier_gone(reason)
         self._offers.end_all(reason)
         assert not self._offers, f"offers outlive their host tier ({reason})"

@@ -1,4 +1,4 @@
-"""Names offered lately: they may be in the host tier sooner than this engine reads it in the filter.
+"""Names offered lately: the filter may not have them yet when a lookup would find them.
 
 The engine confirms an offer and asks on one socket, in order; the filter it reads beside that. So
 of what it has offered itself within some seconds, it asks.

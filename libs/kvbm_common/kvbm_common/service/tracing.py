@@ -60,8 +60,8 @@ class Tracer:
         service: str = "",
         end_ns: int = 0,
     ) -> None:
-        """End a span, now unless `end_ns` says when; `service` names the process that did the work, where it is another
-        one."""
+        """End a span, now unless `end_ns` says when; `service` names the process that did the
+        work, where it is another one."""
         if not self.on:
             return  # It was closed meanwhile.
         from opentelemetry.sdk.trace import ReadableSpan

@@ -71,7 +71,7 @@ class Parts:
         self.offload = Offload(held, self.engines, means)
         self.fills = Fills(held, below, means, epoch=epoch)
         self.peers = Peers(held.table, arena, means)
-        waiting = Waiting(findable)
+        self.waiting = waiting = Waiting(findable)
         self.onboard = Onboard(held, below, self.fills, self.peers, self.answers, waiting, means)
         views = below.views.values()
         findable.sources = lambda: [held.table.names, waiting.names, *(v.names for v in views)]

@@ -16,7 +16,15 @@ from typing import TypeVar
 import msgspec
 from kvbm_common.runtime.trace_context import TraceContext
 from kvbm_common.service.tracing import Attributes, Tracer
-from kvbm_common.wire.local import Found, FromHostTier, Lookup, MissedLookup, Misses, Release, ToHostTier
+from kvbm_common.wire.local import (
+    Found,
+    FromHostTier,
+    Lookup,
+    MissedLookup,
+    Misses,
+    Release,
+    ToHostTier,
+)
 from kvbm_common.wire.verbs import LeaseRequest
 
 from kvbm_host_tier.core.messages import AskFill, Input
