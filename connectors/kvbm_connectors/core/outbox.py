@@ -130,6 +130,7 @@ class Outbox:
     def drop_misses(self) -> int:
         """Forget what is not told: the host tier that wanted it is gone. Returns how many."""
         count = len(self._misses)
+        assert count < TOLD_LOOKUPS, f"{count} misses have waited"
         self._misses, self._missed_blocks, self.in_vain = [], 0, 0
         return count
 

@@ -4,8 +4,8 @@
     byte 64 …   counters of one byte: how many names have this place
 
 A counting Bloom filter (Fan et al. 2000). A name has PLACES places: its four 32-bit words, each
-scaled to the number of counters; a name is a hash, so that no other is computed. A name of which
-a place has the counter 0 is not there. A counter that reaches 255 stays there. With as many names
+scaled to the number of counters; a name is a hash, so that no other is computed. A name with
+a counter of 0 at a place is not there. A counter that reaches 255 stays there. With as many names
 as it was made for, one of 150 other names seems to be there: (1 - e^(-4/12))^4 = 0.65 %.
 
 The host tier alone writes, in turns in which names come first and leave then; a counter is one

@@ -90,7 +90,7 @@ def split(groups: Iterable[GroupRun], names: Sequence[SequenceHash]) -> Names:
 def indispensable(
     groups: Iterable[GroupRun], names: Sequence[SequenceHash]
 ) -> Sequence[SequenceHash]:
-    """Return the names without each of which nothing is found: the first of each prefix."""
+    """Return the names that every hit has: the first of each prefix."""
     if not groups:
         return names[:1]
     firsts: list[SequenceHash] = []

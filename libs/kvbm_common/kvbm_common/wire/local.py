@@ -113,7 +113,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     """It passes spans on: give lookups a `trace`."""
     filter: Natural = 0
     """The generation of the miss filter beside its arena (`memory/miss_filter.py`), by which an
-    engine may answer a lookup itself, and tell it by `Misses`; 0: there is none."""
+    engine may answer a lookup itself, and tell it by `Misses`; 0: no filter."""
 
 
 class Refused(_Message, frozen=True, kw_only=True):

@@ -58,7 +58,7 @@ class Findable:
         self.count = 0
         """The names that were findable after the last step."""
         self.generation = 0
-        """The present filter's; 0: there is none."""
+        """The present filter's; 0: no filter was made."""
         self._capacity = 0
         self._came: list[SequenceHash] = []
         self._left: list[SequenceHash] = []
@@ -88,6 +88,7 @@ class Findable:
             self._make(GROWTH * self.count)
 
     def _make(self, capacity: int) -> None:
+        assert capacity > self._capacity, f"{capacity} names after {self._capacity}"
         if self._wanted:
             self.generation, self._capacity, self._is_due = self.generation + 1, capacity, True
 
@@ -105,6 +106,7 @@ class Findable:
         if self._is_due:
             self._is_due, self._is_complete = False, False
             names = tuple(name for source in self.sources() for name in source)
+            assert len(names) == self.count, f"{self.count} names are known, {len(names)} kept"
             effects.append(MakeFilter(self.generation, self._capacity, names))
         elif came or left:
             effects.append(NamesChanged(tuple(came), tuple(left)))

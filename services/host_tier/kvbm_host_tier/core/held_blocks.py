@@ -114,6 +114,7 @@ class HeldBlocks:
     def register(self, slot: int, block: Block) -> None:
         """Make a block findable that was brought for lookups."""
         self.table.register(slot, block)
+        assert self.table.find(block.hash) == slot, self.story(block.hash)
         self._findable.come((block.hash,))
 
     def landed(self, arrived: Sequence[tuple[int, Block]], source: str, now_ms: int) -> None:

@@ -60,7 +60,7 @@ class LowerTierView:
         findable: Findable | None = None,
     ) -> None:
         """Start without instances; `former` keeps the names of what left long ago, and `findable`
-        is told of all that come and go."""
+        hears of all that come and go."""
         self._tier: Tier = tier
         self._findable = findable or Findable(wanted=False)
         self._holding: dict[SequenceHash, Holding] = {}

@@ -51,4 +51,8 @@ class ToldMisses:
 def _missed(one: MissedLookup) -> list[SequenceHash]:
     """Return the blocks that a lookup misses. Raises IdentityError."""
     names = unpack_hashes(one.hashes)
-    return GroupPlan.of(one.groups, names).missed() if one.groups else names
+    if not one.groups:
+        return names
+    plan = GroupPlan.of(one.groups, names)
+    assert not plan.reach.tokens, f"a plan that reaches {plan.reach} without blocks"
+    return plan.missed()

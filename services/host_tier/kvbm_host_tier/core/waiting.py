@@ -29,6 +29,7 @@ class Waiting:
 
     def add(self, name: SequenceHash, place: Place) -> None:
         """Have a lookup wait for a block."""
+        assert min(place) >= 0, f"{place} waits for {name.hex()}"
         places = self._places.get(name)
         if places is None:
             self._places[name] = [place]
