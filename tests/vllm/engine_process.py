@@ -173,7 +173,7 @@ class Engine:
                 waited.setdefault(output.request_id, steps)
                 first.setdefault(output.request_id, time.perf_counter())
             for request in self.scheduler.running:
-                waited.setdefault(request.request_id, steps)
+                waited.setdefault(_asked_as(request.request_id, asks), steps)
             for request in list(self.scheduler.requests.values()):
                 self._requests[request.request_id] = request
                 if request.num_preemptions > seen.get(request.request_id, 0):
@@ -306,6 +306,12 @@ def hold_loads(path: Path) -> None:
 def _finite(logprob: float) -> float:
     """Return a logprob, or a number that no answer has: JSON has no NaN."""
     return logprob if math.isfinite(logprob) else -1e30
+
+
+def _asked_as(request_id: str, asks: list[Ask]) -> str:
+    """Return the name of a request; newer versions of vLLM add a random end to it."""
+    names = {request_id, request_id.rpartition("-")[0]}
+    return next((ask.name for ask in asks if ask.name in names), request_id)
 
 
 def _answer(ask: Ask, output: Any, seconds: float, waited: int) -> Answer:

@@ -1,4 +1,4 @@
-"""A connector that does nothing: the control of measurements, since a connector alone costs time."""
+"""A connector that does nothing: a control, since a connector alone changes what vLLM does."""
 
 from __future__ import annotations
 
