@@ -17,6 +17,8 @@ LOOKUP_BLOCKS = 512
 LOOKUPS = 5_000
 BLOCK_BYTES = 4096
 CAPACITY = 1_000_000
+STEP_LOOKUPS, STEP_S = 8, 0.005
+"""Requests that a step of an engine admits, and how long it computes then."""
 BATCH = 16
 """Blocks that one step of a host tier commits or evicts."""
 PROBES = 200_000
@@ -45,6 +47,8 @@ def _misses(probe: Probe) -> list[Row]:
     seconds: list[float] = []
     for number in range(1, LOOKUPS + 1):
         names, request = probe.chain(number, LOOKUP_BLOCKS), f"cmpl-{number}"
+        if number % STEP_LOOKUPS == 0:
+            time.sleep(STEP_S)
         started = time.perf_counter()
         hit = probe.scheduler.lookup(request, names, first_tokens=tokens)
         probe.scheduler.forget(request)

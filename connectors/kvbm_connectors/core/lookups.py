@@ -150,9 +150,10 @@ class Lookups:
             self._counts["lookups_at_once"] += 1
             lookup.found = nothing(number, self._attachment.epoch, "not_stored")
             self._begin(request, lookup, "filter says no")
-            self._outbox.miss(
-                number, wanted, avoided=avoided, request=name, origin=origin, groups=groups
+            is_kept = self._outbox.miss(
+                number, lookup.asked, avoided=avoided, request=name, origin=origin, groups=groups
             )
+            self._counts["misses_not_told"] += not is_kept
             return hit_of(lookup.found)
         self._begin(request, lookup, "asked")
         self._outbox.ask(
