@@ -123,6 +123,7 @@ class Lookups:
         if refusal := self._attachment.refusal:
             self._counts["lookups_passed_through"] += 1
             return Hit(0, reason=refusal)
+        hashes = tuple(hashes)  # A slice of all of it is the same object.
         wanted, groups = self._without_avoided(hashes, groups, now_ms)
         avoided = len(hashes) - len(wanted)
         assert avoided >= 0, f"{request} asks for {len(wanted)} of {len(hashes)} blocks"
@@ -136,7 +137,7 @@ class Lookups:
             is_absent = None
         lookup = OpenLookup(
             number,
-            tuple(hashes),
+            hashes,
             tuple(wanted),
             answer_by_ms=now_ms + onboard_deadline_ms + self._limits.answer_margin_ms,
             lease_until_ms=now_ms + lease_ms,
