@@ -50,9 +50,9 @@ def _misses(probe: Probe) -> list[Row]:
     seconds: list[float] = []
     processor_s: list[float] = []
     for number in range(1, LOOKUPS + 1):
-        names, request = probe.chain(number, LOOKUP_BLOCKS), f"cmpl-{number}"
         if number % STEP_LOOKUPS == 0:
             time.sleep(STEP_S)
+        names, request = probe.chain(number, LOOKUP_BLOCKS), f"cmpl-{number}"
         started, started_cpu = time.perf_counter(), time.thread_time()
         hit = probe.scheduler.lookup(request, names, first_tokens=tokens)
         probe.scheduler.forget(request)
