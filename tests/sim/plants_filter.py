@@ -17,13 +17,19 @@ FOUND = "a lookup finds it|were not there|was not there|names can be found"
 
 def forget_commits(patch: pytest.MonkeyPatch) -> None:
     """What is offloaded is not told to the filter."""
-    commit = HeldBlocks.commit
+    commit, come = HeldBlocks.commit, Findable.come
+    forgotten: set[SequenceHash] = set()
 
     def planted(held: HeldBlocks, arrived: Sequence[tuple[int, Block]], now_ms: int) -> None:
-        patch.setattr(held, "_findable", Findable(wanted=False))
+        forgotten.update(block.hash for _, block in arrived)
         commit(held, arrived, now_ms)
+        forgotten.clear()
+
+    def told(findable: Findable, names: Iterable[SequenceHash]) -> None:
+        come(findable, [name for name in names if name not in forgotten])
 
     patch.setattr(HeldBlocks, "commit", planted)
+    patch.setattr(Findable, "come", told)
     count_nothing(patch)
 
 

@@ -219,7 +219,7 @@ def _missed(
     origin: Origin,
     groups: Sequence[GroupRun],
 ) -> MissedLookup:
-    """Return what the host tier is told of a miss."""
+    """Return the message's part about a miss."""
     return MissedLookup(
         lookup=lookup,
         hashes=pack_hashes(wanted),
