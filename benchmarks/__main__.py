@@ -14,7 +14,7 @@ from benchmarks.report import report
 
 NAMES = (
     *("identity", "kv_groups", "eviction", "admission", "overload"),
-    *("host_path", "disk_path", "latency", "operators"),
+    *("host_path", "disk_path", "latency", "misses", "operators"),
 )
 ON_DEMAND = (
     *("vllm", "sglang", "index", "disk", "restart", "scale", "anatomy", "objects", "waste", "idle"),

@@ -304,6 +304,13 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
         groups=[GroupRun(16, 4, offset=64), GroupRun(32, 2, 0, 8_192, 64)],
     ),
     "outcome": local.Outcome(**_engine(request="cmpl-7", lookup=5, reason="corrupt", blocks=2)),
+    "misses": local.Misses(
+        **_engine(namespace=DIGEST, in_vain=1),
+        lookups=[
+            local.MissedLookup(lookup=6, hashes=PACKED, request="cmpl-8", avoided=1),
+            local.MissedLookup(lookup=7, hashes=PACKED, groups=[GroupRun(16, len(PACKED) // 16)]),
+        ],
+    ),
     "release": local.Release(**_engine(lease=12, corrupt=[1])),
     "confirm": local.Confirm(**_engine(offer=3, held=True)),
 }
@@ -318,6 +325,19 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         slot_bytes=2_097_152,
         slot_count=512,
         beat_ms=1_000,
+    ),
+    "welcome_filter": local.Welcome(
+        host="gpu-a",
+        instance="0",
+        epoch=EPOCH,
+        agent=b"nixl-metadata",
+        arena_address=2**46,
+        arena_path="/dev/shm/kvbm-gpu-a-1760000000000017-arena",
+        slot_bytes=2_097_152,
+        slot_count=512,
+        beat_ms=1_000,
+        explains=True,
+        filter=1,
     ),
     "alive": local.Alive(epoch=EPOCH),
     "moved": local.Moved(

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbm_common.memory.miss_filter import MissFilterReader
+
 from tests.sim.conversations import Conversations
 from tests.sim.memory import Memory
 from tests.sim.world import Call, World
@@ -91,6 +93,8 @@ class Cluster:
     hosts: dict[str, Host] = field(default_factory=dict)
     arenas: dict[int, Memory] = field(default_factory=dict)
     """By epoch: a mapping outlives the process that made it."""
+    filters: dict[int, MissFilterReader] = field(default_factory=dict)
+    """By epoch: the newest of each life of a host tier."""
     conversations: dict[int, Conversations] = field(default_factory=dict)
     """Those that all hosts' users share, by the size of an engine's blocks."""
     endpoints: dict[str, Endpoint] = field(default_factory=dict)

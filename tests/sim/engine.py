@@ -20,6 +20,7 @@ from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun,
 
 from tests.sim import invariants
 from tests.sim.engine_node import REQUEST_MS_MAX, EngineNode
+from tests.sim.miss_filter import denies
 
 RUNNING_MAX = 3
 PREFILL_MS = 3.0
@@ -100,7 +101,8 @@ class PlainEngine(EngineNode):
             return
         self.world.marks["names of another model asked for"] += 1
         names = self.world.rng.choice(neighbours).computed_last
-        _, effects = self.core.lookup(PRYING_NAME, names, self.world.now_ms)
+        is_absent = denies(self, names)
+        _, effects = self.core.lookup(PRYING_NAME, names, self.world.now_ms, is_absent=is_absent)
         self.carry_out([*effects, *self.core.forget(PRYING_NAME)])
 
     def requests(self) -> list[Request]:
@@ -150,7 +152,10 @@ class PlainEngine(EngineNode):
         missing = request.names[local:-1]
         if not missing:
             return Hit(0)
-        hit, effects = self.core.lookup(request.name, missing, self.world.now_ms)
+        is_absent = denies(self, missing)
+        hit, effects = self.core.lookup(
+            request.name, missing, self.world.now_ms, is_absent=is_absent
+        )
         self.carry_out(effects)
         if effects:
             request.asked_ms = self.world.now

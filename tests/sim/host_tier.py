@@ -16,6 +16,7 @@ from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply, St
 from kvbm_disk_tier.core import messages as disk
 from kvbm_host_tier.core import messages as host
 from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
@@ -35,6 +36,7 @@ from tests.sim.host_peers import HostPeers
 from tests.sim.host_siblings import HostSiblings
 from tests.sim.lower_tier import LowerTier
 from tests.sim.memory import Memory, copy, right_cells, sums_of, units_of
+from tests.sim.miss_filter import HostFilter
 from tests.sim.registry import Change, News
 from tests.sim.service import SNAPSHOT_MS, Service
 from tests.sim.world import World
@@ -80,6 +82,7 @@ class HostTier(Service):
                 peer_pulls_max=2,
                 scrub_cpu_percent=1.0,
                 confirm_ms=plan.confirm_ms,
+                miss_filter=plan.filters,
             ),
             staging=plan.staging,
         )
@@ -88,6 +91,7 @@ class HostTier(Service):
         self._scrubbing: dict[SequenceHash, tuple[bytes, ...]] = {}
         """What the scrubber has read last."""
         self.peers, self.siblings = HostPeers(self), HostSiblings(self)
+        self._filter = HostFilter(self)
         self._carry_out(self.core.start())
         self.siblings.start()
         self.bus.registry.watch(self, self._registry)
@@ -203,6 +207,8 @@ class HostTier(Service):
                     self.later(SCRUB_MS, partial(self._scrubbed, effect))
                 case ScrubFound(names):
                     self._found_rot(names)
+                case MakeFilter() | NamesChanged() | SwitchFilter():
+                    self._filter.carry_out(effect)
                 case _:
                     self._carry_to_others(effect)
 

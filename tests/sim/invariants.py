@@ -97,6 +97,14 @@ def check_found(blocks: Iterable[Block], namespace: Namespace, where: str) -> No
         require(own, f"{where} is given {block.hash.hex()} of another namespace")
 
 
+def check_denied(
+    denied: Sequence[SequenceHash], absent: Sequence[SequenceHash], where: str
+) -> None:
+    """Require of names of which a miss filter denies one that a lookup would not find one."""
+    text = ", ".join(name.hex() for name in denied)
+    require(bool(absent), f"the filter of {where} denies {text}: a lookup finds it")
+
+
 def check_pulled(pulled: Sequence[PullPart], where: str) -> None:
     """Require that each part of a block is pulled once: of ranks that hold the same, from one."""
     held = [part for one in pulled for part in one.share.parts]

@@ -73,6 +73,8 @@ class Plan:
     fault_every_ms: float
     sizes: tuple[int, ...] = (1,)
     """How many units of 4 KiB the blocks of a host's engines have, in turn."""
+    filters: bool = True
+    """Host tiers keep a miss filter, and engines read it."""
     slab_blocks: int = 2
     """How many of the largest blocks a slab surely has room for, where there are several sizes."""
 
@@ -171,6 +173,7 @@ def draw_plan(rng: random.Random, shapes: random.Random) -> Plan:
         fault_every_ms=rng.choice((700.0, 2_500.0)),
         sizes=sizes,
         slab_blocks=rng.choice((1, 2, 3)),
+        filters=shapes.random() < 0.8,
     )
 
 

@@ -27,7 +27,7 @@ from kvbm_index.core.chains import Chains
 from kvbm_index.core.holdings import Holdings
 from kvbm_index.core.image import SegmentImage
 
-from tests.sim import plants_engines, plants_tiers
+from tests.sim import plants_engines, plants_filter, plants_tiers
 from tests.sim.disk_tier import DiskTier
 from tests.sim.plant import ONE_HOST, WRONG_BYTES, Plant
 
@@ -240,4 +240,5 @@ PLANTS = (
     *(replace(plant, plan={**ONE_HOST, **plant.plan}) for plant in SERVICES),
     *plants_engines.PLANTS,
     *plants_tiers.PLANTS,
+    *plants_filter.PLANTS,
 )

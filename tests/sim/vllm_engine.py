@@ -21,6 +21,7 @@ from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 from tests.sim import invariants
 from tests.sim.conversations import say
 from tests.sim.engine_node import REQUEST_MS_MAX, EngineNode
+from tests.sim.miss_filter import denies
 from tests.sim.vllm_requests import Request, Scheduled, Status, Step
 from tests.sim.vllm_scheduler import Scheduler
 
@@ -54,7 +55,10 @@ class Half:
     ) -> Hit | None:
         """See ConnectorCore.lookup."""
         engine = self._engine
-        hit, effects = engine.core.lookup(request, hashes, engine.world.now_ms, groups=groups)
+        hit, effects = engine.core.lookup(
+            request, hashes, engine.world.now_ms, groups=groups,
+            is_absent=denies(engine, hashes, groups),
+        )  # fmt: skip
         engine.carry_out(effects)
         return hit
 

@@ -46,6 +46,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """To the first token."""
     finish: str
+    waited: int = 0
+    """Steps of the scheduler from its arrival to the one that has it run, which counts."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

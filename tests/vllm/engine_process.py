@@ -162,6 +162,7 @@ class Engine:
             self._engine.add_request(ask.name, prompt, parameters, lora_request=lora)
         steps = 0
         seen: dict[str, int] = {}
+        waited: dict[str, int] = {}
         while self._engine.has_unfinished_requests():
             steps += 1
             for ask in asks:
@@ -169,7 +170,10 @@ class Engine:
                     self._engine.abort_request([ask.name])
             for output in self._engine.step():
                 outputs[output.request_id] = output
+                waited.setdefault(output.request_id, steps)
                 first.setdefault(output.request_id, time.perf_counter())
+            for request in self.scheduler.running:
+                waited.setdefault(_asked_as(request.request_id, asks), steps)
             for request in list(self.scheduler.requests.values()):
                 self._requests[request.request_id] = request
                 if request.num_preemptions > seen.get(request.request_id, 0):
@@ -177,7 +181,12 @@ class Engine:
                     self._preemptions += 1
         self._learn_names()
         return [
-            _answer(ask, outputs.get(ask.name), first.get(ask.name, 0) - started[ask.name])
+            _answer(
+                ask,
+                outputs.get(ask.name),
+                first.get(ask.name, 0) - started[ask.name],
+                waited.get(ask.name, 0),
+            )
             for ask in asks
         ]
 
@@ -299,7 +308,13 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -1e30
 
 
-def _answer(ask: Ask, output: Any, seconds: float) -> Answer:
+def _asked_as(request_id: str, asks: list[Ask]) -> str:
+    """Return the name of a request; newer versions of vLLM add a random end to it."""
+    names = {request_id, request_id.rpartition("-")[0]}
+    return next((ask.name for ask in asks if ask.name in names), request_id)
+
+
+def _answer(ask: Ask, output: Any, seconds: float, waited: int) -> Answer:
     if output is None:
         return Answer(name=ask.name, tokens=[], logprobs=[], cached=0, seconds=0, finish="abort")
     text = output.outputs[0]
@@ -314,6 +329,7 @@ def _answer(ask: Ask, output: Any, seconds: float) -> Answer:
         cached=int(output.num_cached_tokens or 0),
         seconds=seconds,
         finish=str(text.finish_reason or "abort"),
+        waited=waited,
     )
 
 

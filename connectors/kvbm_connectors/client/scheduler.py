@@ -17,9 +17,8 @@ from contextlib import contextmanager
 
 import msgspec
 import numpy as np
-from kvbm_common.identity import Namespace, SequenceHash, content_digest
-from kvbm_common.runtime import trace_context
-from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.identity import Namespace, SequenceHash
+from kvbm_common.tier.kv_groups import GroupRun, indispensable
 from kvbm_common.wire.local import (
     Adapter,
     Attach,
@@ -43,9 +42,10 @@ from kvbm_common.wire.local import (
 
 from kvbm_connectors.client.link import Link, LinkState
 from kvbm_connectors.client.link_thread import LinkThread
+from kvbm_connectors.client.miss_filter_access import MissFilterAccess
+from kvbm_connectors.client.origin import origin_of
 from kvbm_connectors.core.core import ConnectorCore, ConnectorView
 from kvbm_connectors.core.messages import (
-    UNSAID,
     ConnectorLimits,
     ConnectorMisuse,
     Effect,
@@ -54,7 +54,6 @@ from kvbm_connectors.core.messages import (
     LoadResult,
     OfferEnded,
     OfferRun,
-    Origin,
     ToEvents,
     ToHost,
 )
@@ -101,6 +100,7 @@ class SchedulerHalf:
         self._generations = {stream.rank: "" for stream in streams if stream.endpoint}
         """What the consolidator has said last that it names each stream's blocks by."""
         self._on_news = on_news
+        self._filter = MissFilterAccess()
         self.welcome: Welcome | None = None
         """The last one: where the arena is, whether the host tier answers now or not."""
         self._bye = Bye(engine=engine, incarnation=incarnation)
@@ -159,7 +159,8 @@ class SchedulerHalf:
         self._thread.start()
 
     def close(self) -> None:
-        """Say good-bye and end the thread."""
+        """Say good-bye, and what has missed, and end the thread."""
+        self._tick(_now_ms())
         self._thread.say(self._host, self._bye)
         for link in self._events:
             self._thread.say(link, self._detach)
@@ -228,13 +229,14 @@ class SchedulerHalf:
         the `traceparent` of the engine's own span. Both only serve to explain and to trace. Without
         `hurry` it may wait for `nudge`, or 100 ms.
         """
-        origin = self._origin(first_tokens, trace)
+        origin = origin_of(self.welcome, first_tokens, trace)
         hit: Hit | None = Hit(0, reason="core_fault")
         effects: list[Effect] = []
         with self._guarded("lookup"):
+            is_absent = self._filter.denies_any(indispensable(groups, hashes))
             hit, effects = self._core.lookup(
                 request, hashes, _now_ms(), onboard_deadline_ms=onboard_deadline_ms, origin=origin,
-                groups=groups,
+                groups=groups, is_absent=is_absent,
             )  # fmt: skip
         self._carry_out(effects, hurry=hurry)
         return hit
@@ -242,17 +244,6 @@ class SchedulerHalf:
     def nudge(self) -> None:
         """Have sent what could wait."""
         self._thread.ring()
-
-    def _origin(self, first_tokens: Sequence[int] | np.ndarray | None, trace: str) -> Origin:
-        welcome = self.welcome
-        if welcome is None or not (welcome.explains or welcome.traces):
-            return UNSAID
-        content = b"" if first_tokens is None else content_digest(first_tokens)
-        if not welcome.traces:
-            return Origin(content)
-        outer = trace_context.parse(trace)
-        span = outer.child() if outer is not None else trace_context.new_trace()
-        return Origin(content, str(span), time.time_ns() // 1_000, trace if outer else "")
 
     def take(self, request: str, blocks: Sequence[int]) -> Load:
         """Take a hit: see ConnectorCore.take. Raises ConnectorMisuse."""
@@ -332,6 +323,7 @@ class SchedulerHalf:
             match message:
                 case Welcome():
                     self.welcome = message
+                    self._filter.welcomed(message)
                     effects = self._core.attached(message.epoch, explains=message.explains)
                 case Found():
                     effects = self._core.found(message)
@@ -344,6 +336,7 @@ class SchedulerHalf:
 
     def _host_down(self) -> None:
         with self._lock:
+            self._filter.lost()
             effects = self._core.detached()
         self._carry_out(effects)
         self._on_news()

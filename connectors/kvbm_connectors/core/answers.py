@@ -45,11 +45,11 @@ def checksums_of(found: Found) -> tuple[bytes, ...]:
     return tuple(sums[start : start + step] for start in range(0, len(sums), step or 1))
 
 
-def nothing(found: Found, reason: str) -> Found:
-    """Return what is left of an answer that is not believed."""
-    assert reason, f"lookup {found.lookup} is not believed without a reason"
+def nothing(lookup: int, epoch: int, reason: str) -> Found:
+    """Return the answer that nothing was found: none came, or one that is not believed."""
+    assert reason, f"lookup {lookup} finds nothing without a reason"
     return Found(
-        lookup=found.lookup, epoch=found.epoch, lease=0, slots=[], checksums=[], block_bytes=0,
+        lookup=lookup, epoch=epoch, lease=0, slots=[], checksums=[], block_bytes=0,
         reason=reason,
     )  # fmt: skip
 

@@ -68,8 +68,10 @@ class ConnectorCore:
         self._takes_offers = True
         self._attachment = Attachment()
         self._outbox = Outbox(engine=engine, incarnation=incarnation, namespace=namespace)
-        self._lookups = Lookups(self._outbox, self._attachment, self._limits, self._counts)
         self._offers = Offers(self._outbox, self._limits, self._counts)
+        self._lookups = Lookups(
+            self._outbox, self._attachment, self._offers.lately, self._limits, self._counts
+        )
 
     @property
     def view(self) -> ConnectorView:
@@ -116,6 +118,8 @@ class ConnectorCore:
         self._takes_offers = taken
 
     def _drop_everything(self, reason: str) -> None:
+        if dropped := self._outbox.drop_misses():
+            self._counts["misses_not_told"] += dropped
         self._lookups.host_tier_gone(reason)
         self._offers.end_all(reason)
         assert not self._offers, f"offers outlive their host tier ({reason})"
@@ -131,13 +135,15 @@ class ConnectorCore:
         onboard_deadline_ms: int | None = None,
         origin: Origin = UNSAID,
         groups: Sequence[GroupRun] = (),
+        is_absent: bool | None = None,
     ) -> tuple[Hit | None, list[Effect]]:
         """Return which run of these blocks can be onboarded; None: ask again.
 
         Idempotent: asking again with the same hashes changes nothing. Other hashes begin another
         lookup. `onboard_deadline_ms` goes before the limit of that name, for an engine that waits
         for the answer. `origin` is what only serves to explain and to trace. Of a model with
-        several KV groups, `groups` says how `hashes` is cut into them.
+        several KV groups, `groups` says how `hashes` is cut into them. `is_absent`: the filter of
+        this life says that nothing can be found, so that nothing is asked; None: it says nothing.
         """
         hit = self._lookups.lookup(
             request,
@@ -146,6 +152,7 @@ class ConnectorCore:
             onboard_deadline_ms=onboard_deadline_ms or self._limits.onboard_deadline_ms,
             origin=origin,
             groups=groups,
+            is_absent=is_absent,
         )
         assert hit is None or hit.blocks <= len(hashes), self.story(request)
         return hit, self._outbox.drain()
@@ -191,6 +198,7 @@ class ConnectorCore:
         if self._attachment.refusal or not self._takes_offers:
             self._counts["offers_passed_through"] += sum(len(run.hashes) for run in runs)
             return None, []
+        self._outbox.tell_misses()  # Before the blocks come that were missed.
         offer = self._offers.offer(runs, now_ms, priority=priority, namespace=namespace)
         return offer, self._outbox.drain()
 
@@ -212,6 +220,7 @@ class ConnectorCore:
         if self._attachment.is_out_of_time(now_ms):
             self._drop_everything("moved")
         self._lookups.tick(now_ms)
+        self._outbox.tell_misses()
         return self._outbox.drain()
 
     def story(self, request: str) -> list[str]:

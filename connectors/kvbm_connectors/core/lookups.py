@@ -1,6 +1,6 @@
 """Lookups: what the engine's requests asked of the host tier, what they were leased, and loads.
 
-The table is drawn in `docs/state_machines.md`. The engine asks and is never made to wait: `lookup`
+The states are those of `open_lookup.py`. The engine asks and is never made to wait: `lookup`
 answers with what is known now, or with None for "ask again".
 
 An engine that has learned of a hit takes it a moment later. If the host tier went away in between,
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.failed_blocks import FailedBlocks
-from kvbm_common.tier.kv_groups import GroupRun, longest, needed_names, split, step_tokens
-from kvbm_common.tier.machine import InvalidTransition, Machine
+from kvbm_common.tier.kv_groups import GroupRun, indispensable, longest, split, step_tokens
+from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.wire.local import Found
 from msgspec.structs import replace
 
@@ -34,69 +32,12 @@ from kvbm_connectors.core.messages import (
     LoadResult,
     Origin,
 )
+from kvbm_connectors.core.offered_lately import OfferedLately
+from kvbm_connectors.core.open_lookup import LOOKUP, LookupState, OpenLookup
 from kvbm_connectors.core.outbox import Outbox
 
 STORY_MOVES_MAX = 256
 """Moves of lookups that are remembered for stories."""
-
-
-class LookupState(Enum):
-    """The states of a lookup."""
-
-    ASKED = "asked"
-    FOUND = "found"
-    LOADING = "loading"
-    LOST = "lost"
-
-
-LOOKUP = Machine(
-    "connector's lookup",
-    {
-        (None, "asked"): LookupState.ASKED,
-        (LookupState.ASKED, "found"): LookupState.FOUND,
-        (LookupState.ASKED, "no answer"): None,
-        (LookupState.ASKED, "forgotten"): None,
-        (LookupState.ASKED, "host tier gone"): None,
-        (LookupState.FOUND, "taken"): LookupState.LOADING,
-        (LookupState.FOUND, "lease ended"): None,
-        (LookupState.FOUND, "load ended"): None,
-        (LookupState.FOUND, "forgotten"): None,
-        (LookupState.FOUND, "host tier gone"): LookupState.LOST,
-        (LookupState.LOADING, "load ended"): None,
-        (LookupState.LOADING, "asked again"): None,
-        (LookupState.LOADING, "host tier gone"): None,
-        (LookupState.LOST, "taken"): None,
-        (LookupState.LOST, "load ended"): None,
-        (LookupState.LOST, "forgotten"): None,
-        (LookupState.LOST, "host tier gone"): LookupState.LOST,
-    },
-)
-
-
-@dataclass(slots=True)
-class OpenLookup:
-    """One engine request's lookup, until it is over."""
-
-    number: int
-    """The id by which the host tier knows it."""
-    hashes: tuple[SequenceHash, ...]
-    asked: tuple[SequenceHash, ...]
-    """Those of them that were asked for: they come before the first that is avoided."""
-    answer_by_ms: int
-    """When to stop waiting for the answer."""
-    lease_until_ms: int
-    """When the lease ends, on our clock."""
-    state: LookupState
-    found: Found | None = None
-    groups: tuple[GroupRun, ...] = ()
-    """How `asked` is cut into KV groups, where there are several."""
-
-    def names(self) -> tuple[SequenceHash, ...]:
-        """Return the names of the blocks that were found, in the order of their slots."""
-        assert self.found is not None, f"lookup {self.number} has no answer"
-        if not self.groups:
-            return self.asked[: len(self.found.slots)]
-        return tuple(needed_names(self.groups, split(self.groups, self.asked), self.found.boundary))
 
 
 class Lookups:
@@ -106,10 +47,11 @@ class Lookups:
         self,
         outbox: Outbox,
         attachment: Attachment,
+        lately: OfferedLately,
         limits: ConnectorLimits,
         counts: Counter[str],
     ) -> None:
-        self._outbox, self._attachment = outbox, attachment
+        self._outbox, self._attachment, self._lately = outbox, attachment, lately
         self._limits, self._counts = limits, counts
         self._requests: dict[str, OpenLookup] = {}
         self._asked: dict[int, str] = {}
@@ -139,6 +81,7 @@ class Lookups:
         onboard_deadline_ms: int,
         origin: Origin,
         groups: Sequence[GroupRun] = (),
+        is_absent: bool | None = None,
     ) -> Hit | None:
         """Return the hit of a request that has its answer; None: ask again."""
         assert request, "a lookup without a request"
@@ -149,7 +92,9 @@ class Lookups:
             self.forget(request)  # A load in flight goes on; this is another lookup.
             lookup = None
         if lookup is None:
-            return self._ask(request, hashes, now_ms, onboard_deadline_ms, origin, groups)
+            return self._ask(
+                request, hashes, now_ms, onboard_deadline_ms, origin, groups, is_absent
+            )
         if lookup.state is LookupState.ASKED:
             if now_ms < lookup.answer_by_ms:
                 return None
@@ -173,10 +118,12 @@ class Lookups:
         onboard_deadline_ms: int,
         origin: Origin,
         groups: Sequence[GroupRun],
+        is_absent: bool | None,
     ) -> Hit | None:
         if refusal := self._attachment.refusal:
             self._counts["lookups_passed_through"] += 1
             return Hit(0, reason=refusal)
+        hashes = tuple(hashes)  # A slice of all of it is the same object.
         wanted, groups = self._without_avoided(hashes, groups, now_ms)
         avoided = len(hashes) - len(wanted)
         assert avoided >= 0, f"{request} asks for {len(wanted)} of {len(hashes)} blocks"
@@ -186,29 +133,40 @@ class Lookups:
                 self._tell(request, 0, "avoided", len(hashes))
             return Hit(0, reason="avoided" if hashes else "")
         number, lease_ms = self._outbox.new_id(), onboard_deadline_ms + self._limits.lease_ms
-        self._begin(
-            request,
-            OpenLookup(
-                number,
-                tuple(hashes),
-                tuple(wanted),
-                answer_by_ms=now_ms + onboard_deadline_ms + self._limits.answer_margin_ms,
-                lease_until_ms=now_ms + lease_ms,
-                state=LOOKUP.next(None, "asked"),
-                groups=tuple(groups),
-            ),
+        if is_absent and self._lately.has_any(indispensable(groups, wanted)):
+            is_absent = None
+        lookup = OpenLookup(
+            number,
+            hashes,
+            tuple(wanted),
+            answer_by_ms=now_ms + onboard_deadline_ms + self._limits.answer_margin_ms,
+            lease_until_ms=now_ms + lease_ms,
+            state=LOOKUP.next(None, "filter says no" if is_absent else "asked"),
+            groups=tuple(groups),
+            is_hoped_for=is_absent is False,
         )
+        self._counts["lookups"] += 1
+        name = request if self._attachment.explains else ""
+        if is_absent:
+            self._counts["lookups_at_once"] += 1
+            lookup.found = nothing(number, self._attachment.epoch, "not_stored")
+            self._begin(request, lookup, "filter says no")
+            is_kept = self._outbox.miss(
+                number, lookup.asked, avoided=avoided, request=name, origin=origin, groups=groups
+            )
+            self._counts["misses_not_told"] += not is_kept
+            return hit_of(lookup.found)
+        self._begin(request, lookup, "asked")
         self._outbox.ask(
             number,
             wanted,
             lease_ms=lease_ms,
             onboard_deadline_ms=onboard_deadline_ms,
             avoided=avoided,
-            request=request if self._attachment.explains else "",
+            request=name,
             origin=origin,
             groups=groups,
         )
-        self._counts["lookups"] += 1
         return None
 
     def _without_avoided(
@@ -227,14 +185,15 @@ class Lookups:
         kept = [found[: one.blocks] for one, found in zip(shorter, names, strict=True)]
         return [name for found in kept for name in found], shorter
 
-    def _begin(self, request: str, lookup: OpenLookup) -> None:
+    def _begin(self, request: str, lookup: OpenLookup, event: str) -> None:
         assert lookup.number not in self._asked, f"lookup {lookup.number} was asked before"
         assert len(lookup.asked) <= len(lookup.hashes), f"{request} asks for more than it has"
         if request in self._requests:
             self._move(request, "asked again")
         self._requests[request] = lookup
-        self._asked[lookup.number] = request
-        self._moves.append((request, lookup.number, "asked"))
+        if lookup.state is LookupState.ASKED:
+            self._asked[lookup.number] = request
+        self._moves.append((request, lookup.number, event))
 
     def found(self, found: Found) -> None:
         """Take an answer; the lease of one that comes too late or unasked goes back at once."""
@@ -251,11 +210,14 @@ class Lookups:
         elif is_sound(found, len(lookup.asked), lookup.groups):
             lookup.found = found
             self._move(request, "found")
+            if lookup.is_hoped_for and not found.slots:
+                self._counts["lookups_in_vain"] += 1
+                self._outbox.in_vain += 1
         else:
             self._counts["answers_malformed"] += 1
             self._tell(request, found.lookup, "malformed", len(found.slots))
             self._give_back(found.lease)
-            lookup.found = nothing(found, "malformed")
+            lookup.found = nothing(found.lookup, found.epoch, "malformed")
             self._move(request, "found")
 
     def _give_back(self, lease: int) -> None:

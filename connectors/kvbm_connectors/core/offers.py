@@ -11,6 +11,7 @@ from kvbm_common.tier.machine import Machine
 from kvbm_common.wire.local import Pulled
 
 from kvbm_connectors.core.messages import ConnectorLimits, OfferEnded, OfferRun
+from kvbm_connectors.core.offered_lately import OfferedLately
 from kvbm_connectors.core.outbox import Outbox
 
 
@@ -46,6 +47,7 @@ class Offers:
     def __init__(self, outbox: Outbox, limits: ConnectorLimits, counts: Counter[str]) -> None:
         self._outbox, self._limits, self._counts = outbox, limits, counts
         self._offers: dict[int, OfferOut] = {}
+        self.lately = OfferedLately(limits.offer_deadline_ms + limits.answer_margin_ms)
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -64,6 +66,8 @@ class Offers:
         self._outbox.offer(
             offer, runs, deadline_ms=within_ms, priority=priority, namespace=namespace
         )
+        for run in runs:
+            self.lately.add(run.hashes)
         self._offers[offer] = OfferOut(OFFER.next(None, "offered"), now_ms + within_ms)
         self._counts["offered_blocks"] += block_count
         assert len(self._offers) <= self._limits.offers_max, len(self._offers)
@@ -92,6 +96,7 @@ class Offers:
 
     def tick(self, now_ms: int) -> None:
         """End the offers whose deadline has passed."""
+        self.lately.tick(now_ms)
         for offer in [o for o, out in self._offers.items() if now_ms >= out.deadline_ms]:
             self._end(offer, "deadline", "deadline")
 

@@ -7,12 +7,32 @@ from itertools import count
 
 from kvbm_common.identity import SequenceHash, pack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
-from kvbm_common.wire.local import Confirm, Lookup, Offered, OfferedRun, Outcome, Release
+from kvbm_common.wire.local import (
+    MISSES_MAX,
+    Confirm,
+    Lookup,
+    MissedLookup,
+    Misses,
+    Offered,
+    OfferedRun,
+    Outcome,
+    Release,
+)
 
 from kvbm_connectors.core.messages import Effect, OfferEnded, OfferRun, Origin, ToEvents, ToHost
 
 REQUEST_CHARS_MAX = 256
 """Of an engine's request id, as far as people need it."""
+TOLD_LOOKUPS = 64
+"""Misses in one message."""
+TOLD_BLOCKS = 8_192
+"""… and their blocks, unless one alone has more: the host tier explains so many in some ms."""
+WAITING_LOOKUPS = 1_024
+WAITING_BLOCKS = 1_048_576
+"""Misses that wait for the next tick or offer; more are dropped, and counted."""
+
+Miss = tuple[int, tuple[SequenceHash, ...], int, str, Origin, tuple[GroupRun, ...]]
+"""The arguments of `Outbox.miss`."""
 
 
 class Outbox:
@@ -23,6 +43,11 @@ class Outbox:
         self._engine, self._incarnation, self._namespace = engine, incarnation, namespace
         self._ids = count(1)
         self._effects: list[Effect] = []
+        self._misses: list[Miss] = []
+        """Those that are not told yet."""
+        self._missed_blocks = 0
+        self.in_vain = 0
+        """Lookups that the filter could not answer and that found nothing, not told yet."""
 
     def drain(self) -> list[Effect]:
         """Return the effects since the last call, oldest first."""
@@ -66,6 +91,59 @@ class Outbox:
             groups=list(groups),
         )
         self._effects.append(ToHost(message))
+
+    def miss(
+        self,
+        lookup: int,
+        wanted: Sequence[SequenceHash],
+        *,
+        avoided: int,
+        request: str,
+        origin: Origin,
+        groups: Sequence[GroupRun] = (),
+    ) -> bool:
+        """Keep a lookup that was answered without the host tier, to tell it soon; False: too many
+        wait. What can be done later is: the engine waits for this call."""
+        assert wanted, f"lookup {lookup} misses nothing"
+        if len(self._misses) >= WAITING_LOOKUPS or self._missed_blocks >= WAITING_BLOCKS:
+            return False
+        self._misses.append((lookup, tuple(wanted), avoided, request, origin, tuple(groups)))
+        self._missed_blocks += len(wanted)
+        return True
+
+    def tell_misses(self) -> None:
+        """Tell the host tier what has missed since the last time, in as few messages as can be."""
+        if not (self._misses or self.in_vain):
+            return
+        lookups: list[MissedLookup] = []
+        blocks = 0
+        for miss in self._misses:
+            if lookups and (len(lookups) == TOLD_LOOKUPS or blocks + len(miss[1]) > TOLD_BLOCKS):
+                self._tell_misses(lookups)
+                lookups, blocks = [], 0
+            lookups.append(_missed(*miss))
+            blocks += len(miss[1])
+        self._tell_misses(lookups)
+        self._misses, self._missed_blocks = [], 0
+
+    def _tell_misses(self, lookups: list[MissedLookup]) -> None:
+        assert len(lookups) <= MISSES_MAX, f"{len(lookups)} misses in a message"
+        message = Misses(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            namespace=self._namespace,
+            lookups=lookups,
+            in_vain=self.in_vain,
+        )
+        self._effects.append(ToHost(message))
+        self.in_vain = 0
+
+    def drop_misses(self) -> int:
+        """Forget what is not told: the host tier that wanted it is gone. Returns how many."""
+        count = len(self._misses)
+        assert count <= WAITING_LOOKUPS, f"{count} misses have waited"
+        self._misses, self._missed_blocks, self.in_vain = [], 0, 0
+        return count
 
     def tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
         """Tell the host tier what became of a lookup, so that it can explain it."""
@@ -131,3 +209,25 @@ class Outbox:
     def offer_ended(self, ended: OfferEnded) -> None:
         """Let the engine free what it offered."""
         self._effects.append(ended)
+
+
+def _missed(
+    lookup: int,
+    wanted: Sequence[SequenceHash],
+    avoided: int,
+    request: str,
+    origin: Origin,
+    groups: Sequence[GroupRun],
+) -> MissedLookup:
+    """Return the message's part about a miss."""
+    return MissedLookup(
+        lookup=lookup,
+        hashes=pack_hashes(wanted),
+        request=request[:REQUEST_CHARS_MAX],
+        content=origin.content if request else b"",
+        avoided=avoided,
+        trace=origin.trace,
+        sent_us=origin.sent_us,
+        parent=origin.parent,
+        groups=list(groups),
+    )

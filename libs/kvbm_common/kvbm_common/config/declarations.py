@@ -200,6 +200,10 @@ class DeclaredSettings(AccessSettings):
     peer_pulls_max: int = setting(
         "KVBM_PEER_PULLS_MAX", 4, schema.integer(1, 64), section="transfers",
         help="How many batches come from other hosts at the same time.")
+    miss_filter: bool = setting(
+        "KVBM_MISS_FILTER", True, schema.BOOLEAN, section="transfers",
+        help="List in shared memory which blocks a lookup may find, so that an engine answers a "
+        "lookup that finds nothing at once. When false, it asks.")
     leader_worker_init_timeout_s: int = setting(
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", 1800, schema.integer(1), section="transfers",
         unit="s", help="How long the ranks of one engine wait for each other.")

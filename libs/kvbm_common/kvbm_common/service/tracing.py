@@ -58,9 +58,10 @@ class Tracer:
         start_ns: int,
         attributes: Attributes,
         service: str = "",
+        end_ns: int = 0,
     ) -> None:
-        """End a span now; `service` names the process that did the work, where it is another
-        one."""
+        """End a span, now unless `end_ns` says when; `service` names the process that did the
+        work, where it is another one."""
         if not self.on:
             return  # It was closed meanwhile.
         from opentelemetry.sdk.trace import ReadableSpan
@@ -72,7 +73,7 @@ class Tracer:
             resource=self._resource(service or self._service),
             attributes=attributes,
             start_time=start_ns,
-            end_time=max(start_ns, time.time_ns()),
+            end_time=max(start_ns, end_ns or time.time_ns()),
         )
         self._processor.on_end(span)
 

@@ -87,6 +87,21 @@ def split(groups: Iterable[GroupRun], names: Sequence[SequenceHash]) -> Names:
     return found
 
 
+def indispensable(
+    groups: Iterable[GroupRun], names: Sequence[SequenceHash]
+) -> Sequence[SequenceHash]:
+    """Return the names that every hit has: the first of each prefix."""
+    if not groups:
+        return names[:1]
+    firsts: list[SequenceHash] = []
+    start = 0
+    for group in groups:
+        if group.is_prefix and group.blocks:
+            firsts.append(names[start])
+        start += group.blocks
+    return firsts
+
+
 def step_tokens(groups: Iterable[GroupRun]) -> int:
     """Return the tokens between two boundaries: at each of them, blocks of all groups end."""
     step = lcm(*(group.block_tokens for group in groups))

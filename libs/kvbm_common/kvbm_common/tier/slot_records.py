@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvbm_common.identity import SequenceHash
@@ -60,6 +60,11 @@ class SlotRecords:
     def holds(self, block: SequenceHash) -> bool:
         """Return whether a committed block is there."""
         return block in self._slot
+
+    @property
+    def names(self) -> Collection[SequenceHash]:
+        """Return the committed blocks."""
+        return self._slot.keys()
 
     def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
         """Tell whether all of these are absent, and not on their way in."""

@@ -10,6 +10,7 @@ Both services bind a ROUTER; the connector connects a DEALER. One message is one
           ◄───────────────────────── Found      (once, when all of it is leased, or the deadline)
     Release ───────────────────────►
     Outcome ───────────────────────►            (what was found was not used, and why)
+    Misses ────────────────────────►            (lookups that its filter has answered)
           ◄───────────────────────── Pulled     (an offer's blocks are in staged slots)
     Confirm ───────────────────────►            (they were still held: commit)
     Beat ──────────────────────────►
@@ -35,6 +36,8 @@ Incarnation = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
 Generation = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?$(?!\n)")]
 """Empty until an engine's caches are reset for the first time."""
 GroupNamespaces = Annotated[list[Namespace], Meta(max_length=GROUPS_MAX - 1)]
+MISSES_MAX = 1_024
+"""Lookups of one message; a step of a busy engine admits some tens."""
 REGIONS_MAX = 16_384
 """Of one worker: 128 layers with as many tensors. More would hold up the host tier's step."""
 
@@ -108,6 +111,9 @@ class Welcome(_Message, frozen=True, kw_only=True):
     """It keeps why lookups miss: tell it the `Outcome` of those that were not used."""
     traces: bool = False
     """It passes spans on: give lookups a `trace`."""
+    filter: Natural = 0
+    """The generation of the miss filter beside its arena (`memory/miss_filter.py`), by which an
+    engine may answer a lookup itself, and tell it by `Misses`; 0: no filter."""
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -201,6 +207,37 @@ class Outcome(_Message, frozen=True, kw_only=True):
     """0: none was sent."""
     reason: str
     blocks: Natural
+
+
+class MissedLookup(msgspec.Struct, frozen=True, kw_only=True):
+    """A lookup that was not sent, since it would have found nothing: fields as in `Lookup`."""
+
+    lookup: Natural
+    hashes: Annotated[bytes, Meta(max_length=HASH_BYTES * MATCH_BLOCKS_MAX)]
+    request: str = ""
+    content: bytes = b""
+    avoided: Natural = 0
+    trace: str = ""
+    sent_us: Natural = 0
+    parent: str = ""
+    groups: Annotated[list[GroupRun], Meta(max_length=GROUPS_MAX)] = []
+
+
+class Misses(_Message, frozen=True, kw_only=True):
+    """Lookups that the miss filter has answered, so that they are counted and explained.
+
+    Said only to a host tier whose `Welcome` names a filter. Nothing is decided by it, and there is
+    no answer.
+    """
+
+    engine: Token
+    incarnation: Incarnation
+    namespace: bytes
+    """The 32-byte digest, as in `Lookup`."""
+    lookups: Annotated[list[MissedLookup], Meta(max_length=MISSES_MAX)]
+    in_vain: Natural = 0
+    """Lookups since the last time that were sent and found nothing: the filter was in error, or a
+    block is there that the engine cannot have."""
 
 
 class Found(_Message, frozen=True, kw_only=True):
@@ -348,7 +385,7 @@ class Offered(_Message, frozen=True, kw_only=True):
     runs: list[OfferedRun]
 
 
-ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm | Outcome
+ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm | Outcome | Misses
 FromHostTier = Welcome | Alive | Refused | Found | Pulled | Moved
 ToConsolidator = Attach | Detach | Offered | Beat
 FromConsolidator = Attached | Refused

@@ -214,7 +214,7 @@ class Answers:
         assert here >= 0, f"{lookup.owner}: {lookup.run} blocks came from {lookup.came_from}"
         plan = lookup.plan
         asked = len(lookup.hashes) if plan is None else plan.asked
-        self._count(asked, here, len(disk), len(objects), len(remote))
+        self.count(asked, here, len(disk), len(objects), len(remote))
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
         self._counts["matched_tokens"] += boundary or lookup.run * lookup.block_tokens
         self._counts["bytes.h2d"] += sum([block.bytes for block in blocks])
@@ -314,7 +314,8 @@ class Answers:
         )  # fmt: skip
         self._emit(ToEngine(connection, found))
 
-    def _count(self, asked: int, host: int, disk: int, objects: int, remote: int) -> None:
+    def count(self, asked: int, host: int, disk: int, objects: int, remote: int) -> None:
+        """Count a lookup by where the blocks that it asked for came from."""
         missing = asked - host - disk - objects - remote
         assert missing >= 0, f"{asked} asked for, {host} + {disk} + {objects} + {remote} found"
         counts = self._counts

@@ -29,6 +29,7 @@ from kvbm_common.wire.local import (
     Confirm,
     Hello,
     Lookup,
+    Misses,
     Outcome,
     Refused,
     Release,
@@ -117,6 +118,7 @@ class HostTierCore:
         self._held, self._arena, self._leases = parts.held, parts.arena, parts.leases
         self._fills, self._peers, self._below = parts.fills, parts.peers, parts.below
         self._explain, self._reasons = parts.explain, parts.reasons
+        self._findable, self._told_misses = parts.findable, parts.told_misses
         self._admin = TierAdmin(parts.held, parts.leases.leases)
         self._sharding, self._scrubber = parts.sharding, parts.scrubber
         self.view = HostTierView(
@@ -147,7 +149,7 @@ class HostTierCore:
             self._handle(event, now_ms)
         except IdentityError as error:
             self._reject(event, error)
-        effects = self._outbox[:]
+        effects = [*self._findable.settle(is_complete=not self._peers.may_bring), *self._outbox]
         self._outbox.clear()
         return effects
 
@@ -265,6 +267,8 @@ class HostTierCore:
                 hashes = unpack_hashes(message.hashes)
                 _require_lookup(message, hashes)
                 self._onboard.looked_up(connection, message, hashes, engine, now_ms)
+            case Misses():
+                self._told_misses.told(message, engine, now_ms)
             case Release():
                 corrupt = self._leases.release(message.lease, engine.label, message.corrupt)
                 self._held.remove(corrupt, "corrupt", now_ms)
@@ -353,6 +357,7 @@ class HostTierCore:
         self._onboard.tick(now_ms)
         self._fills.tick(now_ms)
         self._explain.tick(now_ms)
+        self._findable.tick()
         self._peers.open_door()
         self._scrubber.tick(now_ms)
         if lost:
@@ -368,7 +373,7 @@ class HostTierCore:
         """Assert every invariant; O(slots)."""
         parts = (
             self._held, self._leases, self._below, self._offload, self._onboard, self._fills,
-            self._peers, self._explain, self._sharding, self._scrubber,
+            self._peers, self._explain, self._sharding, self._scrubber, self._findable,
         )  # fmt: skip
         for part in parts:
             part.check()

@@ -19,6 +19,7 @@ from kvbm_common.wire.local import Hello, Refused, Welcome
 from kvbm_common.wire.tier_stats import WorkerStats
 
 from kvbm_host_tier.core.arena import Arena
+from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.former_lives import FormerLives
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.messages import (
@@ -115,8 +116,11 @@ class Engine:
 class Engines:
     """All attached engines, by name: at most one life each."""
 
-    def __init__(self, arena: Arena, announcer: Announcer, means: Means) -> None:
+    def __init__(
+        self, arena: Arena, announcer: Announcer, findable: Findable, means: Means
+    ) -> None:
         assert means.limits.engine_lost_ms > 0
+        self._findable = findable
         self._arena = arena
         self._announcer = announcer
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
@@ -319,6 +323,7 @@ class Engines:
             beat_ms=limits.beat_ms,
             explains=limits.explain_requests > 0,
             traces=limits.traces,
+            filter=self._findable.generation,
         )
         self._emit(ToEngine(connection, welcome))
 

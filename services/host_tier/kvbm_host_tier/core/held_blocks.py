@@ -22,6 +22,7 @@ from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
 from kvbm_common.wire.verbs import Hits
 
+from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.guests import Guests
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
@@ -43,6 +44,7 @@ class HeldBlocks:
         announcer: Announcer,
         below: LowerTiers,
         former: FormerBlocks,
+        findable: Findable,
         means: Means,
         *,
         policy: str,
@@ -60,6 +62,7 @@ class HeldBlocks:
         """An operator wants no new blocks here."""
         self._announcer = announcer
         self._below = below
+        self._findable = findable
         self._counts, self._emit = means.counts, means.emit
         self.guests = Guests()
         self._counts["evictions.evicted"] = 0
@@ -71,6 +74,7 @@ class HeldBlocks:
         assert layout.slot_count > 0, f"an arena without slots: {layout}"
         self.former.set_horizon(max(HORIZON_LEAST, HORIZON_SLOTS * layout.slot_count))
         self.table.lay_out(layout, partial(make_policy, self.policy_name))
+        self._findable.lay_out(layout.slot_count)
 
     @property
     def policy_name(self) -> str:
@@ -103,8 +107,15 @@ class HeldBlocks:
         self.table.register_all(arrived)
         blocks = [block for _, block in arrived]
         names, slots = [block.hash for block in blocks], [slot for slot, _ in arrived]
+        self._findable.come(names)
         self._note(now_ms, "committed in slot {slot}", names, slots)
         self.announce(blocks)
+
+    def register(self, slot: int, block: Block) -> None:
+        """Make a block findable that was brought for lookups."""
+        self.table.register(slot, block)
+        assert self.table.find(block.hash) == slot, self.story(block.hash)
+        self._findable.come((block.hash,))
 
     def landed(self, arrived: Sequence[tuple[int, Block]], source: str, now_ms: int) -> None:
         """Note where blocks came from that are committed, and perhaps leased already."""
@@ -247,6 +258,7 @@ class HeldBlocks:
         if not blocks:
             return
         names = [block.hash for block in blocks]
+        self._findable.go(names)
         self.diary.note_all(now_ms, f"removed: {reason}", names)
         self.departures.note(names, reason, now_ms, detail=detail)
         if self.guests.names:

@@ -41,6 +41,8 @@ class HostTierLimits:
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
     recompute_tokens_per_s: float = 0.0
     """The speed of computing, to weigh loads (KVBM_RECOMPUTE_TOKENS_PER_S); 0: they are not."""
+    miss_filter: bool = False
+    """Engines read which names a lookup may find (KVBM_MISS_FILTER)."""
     traces: bool = False
     """Onboards are traced (KVBM_OTLP_ENDPOINT)."""
     scrub_cpu_percent: float = 0.0

@@ -21,6 +21,7 @@ from kvbm_common.tier.former_blocks import FormerBlocks
 from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 
+from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.messages import AskDiskSnapshot
 
 LOWER: tuple[Tier, ...] = ("disk", "object")
@@ -52,9 +53,16 @@ class Holding(NamedTuple):
 class LowerTierView:
     """Block → the instance of the disk tier that has it. One view for each medium."""
 
-    def __init__(self, tier: Tier = "disk", former: FormerBlocks | None = None) -> None:
-        """Start without instances; `former` keeps the names of what left long ago."""
+    def __init__(
+        self,
+        tier: Tier = "disk",
+        former: FormerBlocks | None = None,
+        findable: Findable | None = None,
+    ) -> None:
+        """Start without instances; `former` keeps the names of what left long ago, and `findable`
+        hears of all that come and go."""
         self._tier: Tier = tier
+        self._findable = findable or Findable(wanted=False)
         self._holding: dict[SequenceHash, Holding] = {}
         self._last = Holding("", 0, b"")
         """The last one that was made: the next event is mostly of blocks that are alike."""
@@ -76,6 +84,11 @@ class LowerTierView:
 
     def __len__(self) -> int:
         return len(self._holding)
+
+    @property
+    def names(self) -> Collection[SequenceHash]:
+        """Return the blocks that are known to be there."""
+        return self._holding.keys()
 
     @property
     def is_followed(self) -> bool:
@@ -123,7 +136,8 @@ class LowerTierView:
 
     def forget(self, name: SequenceHash) -> None:
         """Forget a block that the disk tier does not have, until it is announced again."""
-        self._holding.pop(name, None)
+        if self._holding.pop(name, None) is not None:
+            self._findable.go((name,))
 
     def avoid(self, name: SequenceHash, now_ms: int, *, for_ms: int = AVOID_MS) -> None:
         """Leave a block alone for a while: a fill of it has failed, but it may be there."""
@@ -251,7 +265,7 @@ class LowerTierView:
                 for name in names:
                     holding = self._holding.get(name)
                     if holding is not None and holding.instance == instance:
-                        del self._holding[name]
+                        self.forget(name)
             case Cleared():
                 names = []
                 self._clear(instance)
@@ -276,7 +290,9 @@ class LowerTierView:
         if holding == self._last:
             holding = self._last
         self._last = holding
-        self._holding.update(dict.fromkeys(names, holding))
+        stored = dict.fromkeys(names, holding)
+        self._findable.come(stored.keys() - self._holding.keys())
+        self._holding.update(stored)
         self._away.difference_update(names)
 
     def _remember_away(self, instance: str) -> None:
@@ -287,7 +303,9 @@ class LowerTierView:
 
     def _clear(self, instance: str) -> None:
         held = self._holding.items()
-        self._holding = {name: holding for name, holding in held if holding.instance != instance}
+        kept = {name: holding for name, holding in held if holding.instance != instance}
+        self._findable.go(self._holding.keys() - kept.keys())
+        self._holding = kept
 
 
 def _names_of(runs: Iterable[Run]) -> list[SequenceHash]:
@@ -298,10 +316,12 @@ def _names_of(runs: Iterable[Run]) -> list[SequenceHash]:
 class LowerTiers:
     """One view per medium."""
 
-    def __init__(self, former: FormerBlocks | None = None) -> None:
-        """Start without instances; `former` keeps the names of what left long ago."""
+    def __init__(
+        self, former: FormerBlocks | None = None, findable: Findable | None = None
+    ) -> None:
+        """Start without instances; see LowerTierView."""
         self.views: Mapping[Tier, LowerTierView] = {
-            tier: LowerTierView(tier, former) for tier in LOWER
+            tier: LowerTierView(tier, former, findable) for tier in LOWER
         }
         self._nearest_first = list(self.views.items())
 

@@ -38,6 +38,7 @@ from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
 from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed, ToEngine
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
+from kvbm_host_tier.core.waiting import Waiting
 
 
 class Onboard:
@@ -50,6 +51,7 @@ class Onboard:
         fills: Fills,
         peers: Peers,
         answers: Answers,
+        waiting: Waiting,
         means: Means,
     ) -> None:
         assert means.limits.lookups_max >= 0
@@ -61,8 +63,7 @@ class Onboard:
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._cost = LoadCost(means.limits.recompute_tokens_per_s, below)
         self._lookups: dict[int, OpenLookup] = {}
-        self._waiting: dict[SequenceHash, list[tuple[int, int]]] = {}
-        """Block on its way in → (lookup, index in its run) of each that waits for it."""
+        self._waiting = waiting
         self._questions: dict[int, int] = {}
         """Question to the index → the lookup that waits for it."""
         self._next_id = 1
@@ -236,7 +237,7 @@ class Onboard:
         assert 0 <= start <= lookup.run, lookup.owner
         for index in range(start, lookup.run):
             if lookup.slots[index] is None:
-                self._waiting.setdefault(lookup.hashes[index], []).append((lookup_id, index))
+                self._waiting.add(lookup.hashes[index], (lookup_id, index))
 
     # --- peers ------------------------------------------------------------------------------
 
@@ -315,9 +316,9 @@ class Onboard:
         table = self._table
         served: dict[int, None] = {}
         for slot, block in arrived:
-            table.register(slot, block)
+            self._held.register(slot, block)
             uses = 0
-            for lookup_id, index in self._waiting.pop(block.hash, ()):
+            for lookup_id, index in self._waiting.take(block.hash):
                 served[lookup_id] = None
                 lookup = self._lookups.get(lookup_id)
                 if lookup is not None and index < lookup.run:
@@ -335,7 +336,7 @@ class Onboard:
     def _not_coming(self, name: SequenceHash, reason: str, place: Place, now_ms: int) -> None:
         """Cut the lookups that wait for a block before that block."""
         assert not self._table.is_staging(name), self._held.story(name)
-        for lookup_id, index in self._waiting.pop(name, []):
+        for lookup_id, index in self._waiting.take(name):
             lookup = self._lookups.get(lookup_id)
             if lookup is not None and index < lookup.run:
                 lookup.cut(index, reason, self._table, place)
@@ -386,9 +387,8 @@ class Onboard:
 
     def check(self) -> None:
         """Assert every invariant of the lookups."""
-        for name, waiting in self._waiting.items():
+        for name in self._waiting.names:
             assert self._table.is_staging(name), self._held.story(name)
-            assert waiting
         asking = set(self._questions.values())
         for lookup_id, lookup in self._lookups.items():
             assert lookup.state is not None, lookup.owner

@@ -6,6 +6,7 @@ engines ── hello, beat ──► engines      who may offer and look up, and
 held                                    the blocks, and the announcements of all that change
 arena, leases                           the memory, and the leases over its slots
 explain, placement, scrubber            why lookups missed, sibling instances, idle checks
+findable                                what lookups may find, for the filter that engines read
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvbm_host_tier.core.arena import Arena, ArenaLeases
 from kvbm_host_tier.core.engines import Engines
 from kvbm_host_tier.core.explain import Explain
 from kvbm_host_tier.core.fills import Fills
+from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers
@@ -29,6 +31,8 @@ from kvbm_host_tier.core.peers import Peers
 from kvbm_host_tier.core.placement import Placement
 from kvbm_host_tier.core.scrub import Scrubber
 from kvbm_host_tier.core.shard_map import Sharding
+from kvbm_host_tier.core.told_misses import ToldMisses
+from kvbm_host_tier.core.waiting import Waiting
 
 
 class Parts:
@@ -49,9 +53,10 @@ class Parts:
         epoch = announcer.epoch
         self.announcer = announcer
         former = FormerBlocks()
-        self.below = below = LowerTiers(former)
+        self.findable = findable = Findable(wanted=means.limits.miss_filter)
+        self.below = below = LowerTiers(former, findable)
         self.held = held = HeldBlocks(
-            announcer, below, former, means, policy=policy, staging=staging
+            announcer, below, former, findable, means, policy=policy, staging=staging
         )
         self.arena = arena = Arena(info, held.table, lay_out=held.lay_out, means=means)
         self.leases = ArenaLeases(held.table, means.counts, epoch=epoch)
@@ -61,11 +66,15 @@ class Parts:
             held.table, self.leases.leases, held.departures, epoch=epoch,
             answered=self.explain.fresh.append, means=means,
         )  # fmt: skip
-        self.engines = Engines(arena, announcer, means)
+        self.told_misses = ToldMisses(self.answers, keep=self.explain.fresh.append, means=means)
+        self.engines = Engines(arena, announcer, findable, means)
         self.offload = Offload(held, self.engines, means)
         self.fills = Fills(held, below, means, epoch=epoch)
         self.peers = Peers(held.table, arena, means)
-        self.onboard = Onboard(held, below, self.fills, self.peers, self.answers, means)
+        self.waiting = waiting = Waiting(findable)
+        self.onboard = Onboard(held, below, self.fills, self.peers, self.answers, waiting, means)
+        views = below.views.values()
+        findable.sources = lambda: [held.table.names, waiting.names, *(v.names for v in views)]
         self.sharding = Sharding(instance)
         self.placement = Placement(
             self.engines, self.sharding, means, is_draining=lambda: held.draining

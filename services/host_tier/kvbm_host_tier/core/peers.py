@@ -138,6 +138,11 @@ class Peers:
         assert self._flying <= len(self._pulls), f"{self._flying} of {len(self._pulls)} fly"
         return not self._questions and not self._pulls
 
+    @property
+    def may_bring(self) -> bool:
+        """Tell whether a lookup may find blocks of peers, now or by what is under way."""
+        return bool(self._breakers and self._limits.peer_pulls_max) or not self.is_settled
+
     def _move(self, number: int, event: str) -> PeerPull:
         """Move a pull by its table; a pull whose states are over is forgotten."""
         pull = self._pulls[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.admin import pins_of
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.size_figures import size_figures, waste_percent
@@ -73,6 +74,12 @@ class HostTierView:
     def blocks(self) -> dict[int, Block]:
         """Return every committed block by its place, guests included; O(slots)."""
         return self._parts.held.table.by_place()
+
+    def may_find(self, name: SequenceHash) -> bool:
+        """Tell whether a lookup may find a block now: then the miss filter must not deny it."""
+        parts = self._parts
+        is_near = parts.held.table.holds(name) or name in parts.below or name in parts.waiting
+        return is_near or parts.peers.may_bring
 
     def snapshot(self) -> SnapshotReply:
         """Return every announced block, as of the last event."""
@@ -146,7 +153,7 @@ class HostTierView:
         figures["pins"] = float(len(pins_of(self._parts.leases.leases)))
         figures["slots_unsettled"] = float(self._parts.offload.unsettled_count)
         figures["draining"] = float(self._parts.held.draining)
-        figures |= self._parts.peers.figures()
+        figures |= self._parts.peers.figures() | self._parts.findable.figures()
         figures["shards"] = float(len(self._parts.sharding.map.endpoints))
         figures["front"] = float(self._parts.sharding.is_front)
         figures["waste_percent"] = waste_percent(self._parts.held.table)

@@ -10,10 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import assert_never
 
 import msgspec
-from kvbm_common.errors import (
-    DeadlineExceeded,
-    KvbmError,
-)
+from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.identity import HASH_BYTES
 from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.snapshots import SnapshotPages
@@ -26,12 +23,7 @@ from kvbm_common.service.process import ServiceContext
 from kvbm_common.service.tracing import Tracer, tracer_of
 from kvbm_common.wire.admin import PrefetchRequest, TierRequest
 from kvbm_common.wire.codec import JsonCodec
-from kvbm_common.wire.events import (
-    Event,
-    Removed,
-    event_codec,
-    event_subject,
-)
+from kvbm_common.wire.events import Event, Removed, event_codec, event_subject
 from kvbm_common.wire.local import Found, Lookup, ToHostTier
 from kvbm_common.wire.verbs import (
     ArenaRequest,
@@ -46,6 +38,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
 from kvbm_host_tier.core.lower_tiers import tier_of
 from kvbm_host_tier.core.messages import (
     AdminAsked,
@@ -89,6 +82,7 @@ from kvbm_host_tier.shell.committed_table_writer import CommittedTableWriter
 from kvbm_host_tier.shell.engine_socket import EngineSocket
 from kvbm_host_tier.shell.explain_verbs import explain_verbs
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
+from kvbm_host_tier.shell.miss_filter_writer import MissFilterWriter
 from kvbm_host_tier.shell.peer_client import PeerClient
 from kvbm_host_tier.shell.peer_reader import PeerReader, PeerReaderClosed, peer_devices
 from kvbm_host_tier.shell.puller import BLOCKS_SETTING, Puller
@@ -134,6 +128,7 @@ class HostTierShell:
         self._spans = OnboardSpans(self._tracer)
         self._scrubber = ScrubReader()
         self._roster = CommittedTableWriter(core.view, context.counters)
+        self._filter = MissFilterWriter(core.view, context.host, context.source)
         devices = peer_devices(context.settings, context.bus.access)
         self._door = PeerReader(f"{context.source}-door", devices=devices)
         self._peers = PeerClient(
@@ -163,6 +158,7 @@ class HostTierShell:
             await self._run()
         finally:
             self._roster.close()
+            self._filter.close()
             await asyncio.to_thread(self._scrubber.close)
             await asyncio.to_thread(self._tracer.close)
 
@@ -341,6 +337,8 @@ class HostTierShell:
                 return self._tell(subject, hits_codec.encode(ours))
             case ScrubSlots() | ScrubFound():
                 return self._scrubber.carry_out(effect)
+            case MakeFilter() | NamesChanged() | SwitchFilter():
+                self._filter.carry_out(effect)
             case _:
                 return self._carry_to_peers(effect)
         return None

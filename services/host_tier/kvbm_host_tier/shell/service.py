@@ -64,6 +64,7 @@ def _limits(context: ServiceContext) -> HostTierLimits:
         peer_deadline_ms=settings.peer_deadline_ms,
         hit_window=settings.cache_stats_max_requests,
         explain_requests=settings.explain_requests,
+        miss_filter=settings.miss_filter,
         recompute_tokens_per_s=settings.recompute_tokens_per_s,
         traces=wanted(settings, os.environ),
         scrub_cpu_percent=settings.scrub_cpu_percent,

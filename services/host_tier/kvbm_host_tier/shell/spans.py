@@ -16,7 +16,15 @@ from typing import TypeVar
 import msgspec
 from kvbm_common.runtime.trace_context import TraceContext
 from kvbm_common.service.tracing import Attributes, Tracer
-from kvbm_common.wire.local import Found, FromHostTier, Lookup, Release, ToHostTier
+from kvbm_common.wire.local import (
+    Found,
+    FromHostTier,
+    Lookup,
+    MissedLookup,
+    Misses,
+    Release,
+    ToHostTier,
+)
 from kvbm_common.wire.verbs import LeaseRequest
 
 from kvbm_host_tier.core.messages import AskFill, Input
@@ -64,9 +72,34 @@ class OnboardSpans:
                 begun_or_none = self._leased.pop(lease, None)
                 if begun_or_none is not None:
                     self._end(begun_or_none, {"kvbm.corrupt_blocks": len(corrupt)})
+            case Misses(engine=engine, lookups=lookups):
+                for missed in lookups:
+                    self._missed(engine, missed)
             case _:
                 pass
         return message
+
+    def _missed(self, engine: str, missed: MissedLookup) -> None:
+        """Trace a lookup that was answered in the engine, without time of its own."""
+        onboard = self._tracer.parse(missed.trace)
+        if onboard is None:
+            return
+        at_ns = missed.sent_us * 1_000
+        told: Attributes = {
+            "kvbm.request": missed.request,
+            "kvbm.engine": engine,
+            "kvbm.blocks_asked": len(missed.hashes) // 16,
+            "kvbm.blocks_found": 0,
+            "kvbm.reason": "not_stored",
+        }
+        self._tracer.ended(
+            "lookup", onboard.child(), parent=onboard, start_ns=at_ns, attributes=told,
+            end_ns=at_ns,
+        )  # fmt: skip
+        self._tracer.ended(
+            "onboard", onboard, parent=self._tracer.parse(missed.parent), start_ns=at_ns,
+            attributes={"kvbm.request": missed.request}, service=engine, end_ns=at_ns,
+        )  # fmt: skip
 
     def said(self, connection: bytes, message: FromHostTier) -> None:
         """Trace a message to an engine: the answer to a traced lookup ends its span."""

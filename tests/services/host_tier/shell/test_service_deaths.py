@@ -104,7 +104,8 @@ async def test_kill_9_and_another_life(settings: Settings, bus: Bus, tmp_path: P
     result = await engine.load(await engine.found(3), 13)
     assert result.intact == (True,)
     files = sorted(str(path) for path in settings.shm_dir.iterdir())
-    assert files == [after.arena_path, f"{after.arena_path}-roster"]
+    beside = [f"{after.arena_path}-names-1", f"{after.arena_path}-roster"]
+    assert files == [after.arena_path, *beside]
     engine.close()
     await process.end(signal.SIGTERM, deadline_s=4.0)
     assert list(settings.shm_dir.iterdir()) == []

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from kvbm_common.runtime.trace_context import new_trace, parse
 from kvbm_common.service.tracing import Tracer
-from kvbm_common.wire.local import Found, Lookup, Release
+from kvbm_common.wire.local import Found, Lookup, MissedLookup, Misses, Release
 from kvbm_common.wire.verbs import LeaseRequest
 from kvbm_host_tier.core.messages import Input, Tick
 from kvbm_host_tier.core.peer_messages import PeerId, PullFromPeer
@@ -145,3 +145,25 @@ def test_off_is_off() -> None:
     asked = lookup()
     assert spans.heard(CONNECTION, asked) is asked
     spans.said(CONNECTION, found(0))
+
+
+def test_a_miss_that_the_engine_has_answered_has_spans_without_length(traced: Traced) -> None:
+    outer = new_trace()
+    missed = MissedLookup(
+        lookup=1, hashes=name(1), request="r-1", trace=str(new_trace()), sent_us=1_000_000,
+        parent=str(outer),
+    )  # fmt: skip
+    untraced = MissedLookup(lookup=2, hashes=name(2))
+    misses = Misses(
+        engine="ada", incarnation=incarnation(1), namespace=NAMESPACE.digest,
+        lookups=[missed, untraced],
+    )  # fmt: skip
+    assert traced.spans.heard(CONNECTION, misses) is misses
+    ended = traced.ended()
+    assert set(ended) == {"onboard", "lookup"}
+    assert parents(ended, "lookup", "onboard")
+    for span in ended.values():
+        assert span.start_time == span.end_time == 1_000_000_000
+    attributes = ended["lookup"].attributes
+    assert attributes is not None
+    assert (attributes["kvbm.blocks_asked"], attributes["kvbm.reason"]) == (1, "not_stored")

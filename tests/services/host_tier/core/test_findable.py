@@ -1,0 +1,191 @@
+"""The names that a lookup may find: the filter has each before anything else is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvbm_common.memory.miss_filter import FilterState, MissFilter, MissFilterReader, size_of
+from kvbm_common.wire.local import Found, Welcome
+from kvbm_host_tier.core import findable
+from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.messages import (
+    AskFill,
+    DiskSnapshot,
+    Effect,
+    FromEngine,
+    Input,
+    LowerTierJoined,
+    LowerTierLeft,
+    Publish,
+)
+from kvbm_host_tier.core.peer_messages import AskHolders, HoldersTold, PeerJoined, PeerLeft
+
+from tests.services.host_tier.helpers import (
+    EPOCH,
+    LOOKUP_MS,
+    Host,
+    connection,
+    hello,
+    name,
+    of,
+    on_disk,
+)
+from tests.services.host_tier.peer_helpers import ANN
+
+NUMBERS = range(1, 60)
+
+
+class FilteredHost(Host):
+    """A host tier whose filter is written as its effects say, and read after each step."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.reader: MissFilterReader | None = None
+        self.made: list[MakeFilter] = []
+        super().__init__(**({"miss_filter": True} | limits))
+
+    def step(self, event: Input) -> list[Effect]:
+        effects = super().step(event)
+        kinds = [isinstance(one, MakeFilter | NamesChanged | SwitchFilter) for one in effects]
+        assert kinds == sorted(kinds, reverse=True), "something is done before the filter is right"
+        for effect in effects:
+            self._write(effect)
+        self.compare()
+        return effects
+
+    def _write(self, effect: Effect) -> None:
+        match effect:
+            case MakeFilter():
+                self.made.append(effect)
+                memory = bytearray(size_of(effect.capacity))
+                self.filter = MissFilter(memoryview(memory), owner=1, epoch=EPOCH)
+                self.filter.change(effect.names, ())
+                self.reader = MissFilterReader(memory, owner=1, epoch=EPOCH)
+            case NamesChanged(came, left):
+                self.filter.change(came, left)
+            case SwitchFilter(is_complete):
+                self.filter.switch(FilterState.OPEN if is_complete else FilterState.CLOSED)
+            case _:
+                pass
+
+    def compare(self) -> None:
+        """Require of the filter what the core would find, block by block."""
+        may_find = {n for n in NUMBERS if self.core.view.may_find(name(n))}
+        denied = {n for n in NUMBERS if self.denies(n)}
+        assert not denied & may_find
+        if self.reader is not None and self.made[-1].capacity >= findable.CAPACITY_LEAST > 1:
+            assert denied | may_find == set(NUMBERS)
+
+    def denies(self, number: int) -> bool:
+        """Return whether the filter says that a block cannot be found."""
+        return self.reader is not None and self.reader.lacks_any([name(number)])
+
+
+def test_offloaded_blocks_come_and_evicted_ones_leave() -> None:
+    host = FilteredHost(slots=2)
+    assert host.denies(1)
+    host.store(1, 2)
+    assert [host.denies(n) for n in (1, 2, 3)] == [False, False, True]
+    host.store(3)
+    assert [host.denies(n) for n in (1, 2, 3)].count(False) == 2
+
+
+def test_a_block_below_is_there_as_long_as_some_tier_has_it() -> None:
+    host = FilteredHost(slots=1)
+    host.disk_stored(1, 2)
+    host.object_stored(2)
+    host.store(1)
+    host.store(5)  # Evicts block 1, which the disk has.
+    assert [host.denies(n) for n in (1, 2, 5)] == [False] * 3
+    host.disk_removed(1, 2)
+    assert [host.denies(n) for n in (1, 2, 5)] == [True, False, False]
+
+
+def test_a_snapshot_and_the_end_of_a_tier_are_followed() -> None:
+    host = FilteredHost()
+    host.step(LowerTierJoined("0"))
+    host.step(DiskSnapshot("0", host.disk.snapshot([on_disk(1), on_disk(2)])))
+    assert [host.denies(n) for n in (1, 2)] == [False, False]
+    host.disk_removed(1)
+    assert [host.denies(n) for n in (1, 2)] == [True, False]
+    host.disk_restarts()
+    host.disk_stored(3)
+    assert [host.denies(n) for n in (2, 3)] == [True, False]
+    host.step(LowerTierLeft("0"))
+    assert host.denies(3)
+
+
+def test_a_block_on_its_way_is_there_though_its_tier_has_lost_it() -> None:
+    """A second lookup joins the first, and gets the block."""
+    host = FilteredHost()
+    host.disk_stored(1)
+    [fill] = of(host.look_up(1), AskFill)
+    host.disk_removed(1)
+    assert not host.denies(1)
+    host.look_up(1)
+    answers = of(host.told(host.filled(fill)), Found)
+    assert [len(one.slots) for one in answers] == [1, 1]
+
+
+def test_a_fill_that_fails_leaves_no_name() -> None:
+    host = FilteredHost()
+    host.disk_stored(1)
+    [fill] = of(host.look_up(1), AskFill)
+    host.filled(fill, 1)
+    assert host.denies(1)
+
+
+def test_with_peers_the_filter_says_nothing_until_all_of_it_is_over() -> None:
+    host = FilteredHost(peer_pulls_max=1)
+    assert host.denies(1)
+    host.step(PeerJoined(ANN))
+    assert not host.denies(1)
+    [ask] = of(host.look_up(1), AskHolders)
+    host.step(PeerLeft(ANN))
+    assert not host.denies(1)
+    host.step(HoldersTold(ask.question, ()))
+    assert host.denies(1)
+
+
+def test_peers_that_no_block_is_read_from_do_not_matter() -> None:
+    host = FilteredHost(peer_pulls_max=0)
+    host.step(PeerJoined(ANN))
+    assert host.denies(1)
+
+
+def test_a_filter_that_is_too_small_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next tick, with all names; engines that come later are welcomed with it."""
+    monkeypatch.setattr(findable, "CAPACITY_LEAST", 1)
+    host = FilteredHost(slots=2)
+    host.disk_stored(*range(10, 20))
+    assert [(one.generation, one.capacity) for one in host.made] == [(1, 2)]
+    host.wait(50)
+    assert [(one.generation, one.capacity) for one in host.made] == [(1, 2), (2, 20)]
+    assert [host.denies(n) for n in (10, 50)] == [False, True]
+    host.wait(50)
+    assert len(host.made) == 2
+    greeting = hello(role="scheduler")
+    effects = host.step(FromEngine(connection(greeting), greeting))
+    assert [one.filter for one in of(host.told(effects), Welcome)] == [2]
+
+
+def test_without_the_setting_there_is_no_filter() -> None:
+    host = FilteredHost(miss_filter=False)
+    host.store(1)
+    host.wait(LOOKUP_MS)
+    assert host.made == []
+    assert not host.denies(1)
+    greeting = hello(role="scheduler")
+    effects = host.step(FromEngine(connection(greeting), greeting))
+    assert [one.filter for one in of(host.told(effects), Welcome)] == [0]
+
+
+def test_the_filter_is_written_before_a_block_is_announced() -> None:
+    host = FilteredHost()
+    host.store(1)
+    effects = host.core.step(
+        FromEngine(b"nobody", hello(role="scheduler", engine="eve")), host.now_ms
+    )
+    assert not of(effects, Publish)
+    assert host.figure("filter_names") == 1
+    assert host.figure("filter_complete") == 1

@@ -1,0 +1,81 @@
+"""The writer of the miss filter: a reader sees each change, and the next filter when one ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvbm_common.identity import SequenceHash
+from kvbm_common.memory.arena import ArenaUnavailable
+from kvbm_common.memory.miss_filter import FilterState, MissFilterReader, map_file, owner_of
+from kvbm_host_tier.core.core import HostTierCore
+from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.messages import ArenaInfo
+from kvbm_host_tier.shell.miss_filter_writer import MissFilterWriter
+
+from tests.services.host_tier.helpers import name
+
+EPOCH = 9
+OWNER = owner_of("h", "host-tier-0")
+
+
+def writer_beside(arena: Path) -> MissFilterWriter:
+    """Return the writer of a core with this arena."""
+    info = ArenaInfo(str(arena), 4096, 4096, b"")
+    core = HostTierCore(host="h", instance="0", epoch=EPOCH, arena=info)
+    return MissFilterWriter(core.view, "h", "host-tier-0")
+
+
+def read(arena: Path, generation: int) -> MissFilterReader:
+    """Return a reader of one generation. Raises ArenaUnavailable."""
+    return MissFilterReader(map_file(str(arena), generation), owner=OWNER, epoch=EPOCH)
+
+
+def found(reader: MissFilterReader, *wanted: SequenceHash) -> list[bool]:
+    """Return what the filter does not deny."""
+    return [not reader.lacks_any([one]) for one in wanted]
+
+
+def test_a_reader_sees_each_change(tmp_path: Path) -> None:
+    """1. Before the first filter there is no file. 2. Names come and leave. 3. The end."""
+    arena = tmp_path / "arena"
+    writer = writer_beside(arena)
+    writer.carry_out(NamesChanged((name(1),), ()))
+    with pytest.raises(ArenaUnavailable):
+        read(arena, 1)
+    writer.carry_out(MakeFilter(1, 64, (name(1),)))
+    reader = read(arena, 1)
+    assert found(reader, name(1), name(2)) == [True, True]
+    writer.carry_out(SwitchFilter(is_complete=True))
+    assert found(reader, name(1), name(2)) == [True, False]
+    writer.carry_out(NamesChanged((name(2),), (name(1),)))
+    assert found(reader, name(1), name(2)) == [False, True]
+    writer.carry_out(SwitchFilter(is_complete=False))
+    assert reader.state is FilterState.CLOSED
+    writer.close()
+    assert (reader.state, reader.next_generation) == (FilterState.ENDED, 0)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_larger_filter_ends_the_one_before(tmp_path: Path) -> None:
+    arena = tmp_path / "arena"
+    writer = writer_beside(arena)
+    writer.carry_out(MakeFilter(1, 1, (name(1),)))
+    writer.carry_out(SwitchFilter(is_complete=True))
+    first = read(arena, 1)
+    writer.carry_out(MakeFilter(2, 64, (name(1), name(2))))
+    writer.carry_out(SwitchFilter(is_complete=True))
+    assert (first.state, first.next_generation) == (FilterState.ENDED, 2)
+    assert found(read(arena, 2), name(1), name(2), name(3)) == [True, True, False]
+    assert [one.name for one in tmp_path.iterdir()] == ["arena-names-2"]
+    writer.close()
+
+
+def test_without_room_for_it_engines_ask(caplog: pytest.LogCaptureFixture) -> None:
+    writer = writer_beside(Path("/nowhere/arena"))
+    writer.carry_out(MakeFilter(1, 64, ()))
+    writer.carry_out(NamesChanged((name(1),), ()))
+    writer.carry_out(SwitchFilter(is_complete=True))
+    writer.close()
+    [text] = caplog.messages
+    assert "no miss filter: engines ask about every block" in text

@@ -1,0 +1,64 @@
+"""The miss filter of the simulation: the real one, in memory that outlives its host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.memory.miss_filter import FilterState, MissFilter, MissFilterReader, size_of
+from kvbm_common.tier.kv_groups import GroupRun, indispensable
+from kvbm_host_tier.core.findable import FilterEffect, MakeFilter, NamesChanged, SwitchFilter
+
+from tests.sim import invariants
+
+if TYPE_CHECKING:
+    from tests.sim.engine_node import EngineNode
+    from tests.sim.host_tier import HostTier
+
+OWNER = 1
+
+
+class HostFilter:
+    """The filter of one life of a host tier."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier = tier
+        self._filter: MissFilter | None = None
+
+    def carry_out(self, effect: FilterEffect) -> None:
+        """Write as the shell does."""
+        match effect:
+            case MakeFilter():
+                if self._filter is not None:
+                    self._filter.end(effect.generation)
+                memory, epoch = bytearray(size_of(effect.capacity)), self._tier.epoch
+                self._filter = MissFilter(memoryview(memory), owner=OWNER, epoch=epoch)
+                self._filter.change(effect.names, ())
+                reader = MissFilterReader(memory, owner=OWNER, epoch=epoch)
+                self._tier.cluster.filters[epoch] = reader
+            case NamesChanged(came, left):
+                assert self._filter is not None
+                self._filter.change(came, left)
+            case SwitchFilter(is_complete):
+                assert self._filter is not None
+                self._filter.switch(FilterState.OPEN if is_complete else FilterState.CLOSED)
+
+
+def denies(
+    engine: EngineNode, hashes: Sequence[SequenceHash], groups: Sequence[GroupRun] = ()
+) -> bool | None:
+    """Return what the filter of an engine's host tier says of a lookup, and check it."""
+    epoch = engine.core.view.epoch
+    reader = engine.cluster.filters.get(epoch)
+    names = indispensable(groups, hashes)
+    if reader is None or not names:
+        return None
+    if not reader.lacks_any(names):
+        return False if reader.state is FilterState.OPEN else None
+    engine.world.marks["lookup denied by the filter"] += 1
+    tier = next((t for t in engine.cluster.host_tiers if t.up and t.epoch == epoch), None)
+    if tier is not None:
+        absent = [name for name in names if not tier.core.view.may_find(name)]
+        invariants.check_denied(names, absent, tier.name)
+    return True
