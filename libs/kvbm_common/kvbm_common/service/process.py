@@ -31,6 +31,7 @@ from kvbm_common.runtime import logs
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service import admin_verbs
 from kvbm_common.service.audit import Audit
+from kvbm_common.service.footprint import MemoryBound, collect
 from kvbm_common.service.http_port import http_port
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply
@@ -73,6 +74,8 @@ class ServiceContext:
     counters: Metrics
     stopping: asyncio.Event
     """Set on SIGTERM and SIGINT, and when another process took this service's place."""
+    memory_bound: MemoryBound = field(default_factory=MemoryBound)
+    """What each part of this service may take; shown beside the process's own memory."""
     _stats: Callable[[], msgspec.Struct] | None = field(default=None, repr=False)
     _announced: bool = field(default=False, repr=False)
 
@@ -269,6 +272,7 @@ async def _live_on_bus(
             counters=counters,
             stopping=stopping,
         )
+        counters.include(lambda: collect(context.memory_bound))
         standing.context = context
         try:
             return await _run_main(main, context)
