@@ -76,10 +76,8 @@ class Meter:
 
         for name, pid in self._stack.pids.items():
             with contextlib.suppress(OSError, ValueError):
-                status = Path(f"/proc/{pid}/status").read_text()
-                note("memory", name, status_bytes(status, "RssAnon"), pid)
-                note("descriptors", name, len(os.listdir(f"/proc/{pid}/fd")), pid)
-                note("threads", name, len(os.listdir(f"/proc/{pid}/task")), pid)
+                for quantity, value in _process(pid).items():
+                    note(quantity, name, value, pid)
                 if name != NATS:
                     self._cpu_of[pid] = _cpu_s(pid)
         self.cpu_s.append((at_s, sum(self._cpu_of.values())))
@@ -148,6 +146,15 @@ def _name_of(labels: str) -> str:
         if label.startswith("service="):
             return label.split('"')[1]
     return ""
+
+
+def _process(pid: int) -> dict[str, int]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return {
+        "memory": status_bytes(status, "RssAnon"),
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+    }
 
 
 def _cpu_s(pid: int) -> float:

@@ -99,8 +99,6 @@ def _stack(directory: Path, token: str) -> Stack:
         "nats_url": f"nats://127.0.0.1:{free_port()}",
         "metrics_port": free_port(),
         "admin_token": token,
-        "router_endpoint": "off",
-        "router_replay_endpoint": "off",
     }
     return Stack(overrides, state_dir=directory / "state", log_dir=directory / "logs")
 
