@@ -28,6 +28,7 @@ from kvbm_common.wire.verbs import StatsReply, verb_subject
 
 from tests.small_tmpfs import fill
 from tests.soak.traffic import Traffic
+from tests.waiting import ask_until
 
 KILLS_END = 0.5
 """Services are killed in the first part of the faults: the lives that follow are judged."""
@@ -99,10 +100,15 @@ class Faults:
 
     async def undo(self) -> None:
         """Have policy and size as they were at the beginning."""
-        for tier in TIERS:
-            await self._ask(tier, "policy", PolicyRequest(policy="lru", actor="soak"))
-            if tier in self._capacity:
-                await self._resize_to(tier, self._capacity[tier])
+
+        async def undone() -> bool:
+            for tier in TIERS:
+                await self._ask(tier, "policy", PolicyRequest(policy="lru", actor="soak"))
+                if tier in self._capacity:
+                    await self._resize_to(tier, self._capacity[tier])
+            return True
+
+        await ask_until(undone, deadline_s=60.0, poll_s=1.0, despite=KvbmError)
 
     async def _kill(self, name: str) -> None:
         """End a service, half of the times in order, and start it again."""
@@ -116,6 +122,8 @@ class Faults:
     async def _kill_nats(self) -> None:
         await self._stack.kill(NATS)
         await self._stack.start(NATS)
+        async with asyncio.timeout(30.0):
+            await self._bus.wait_connected()
 
     async def _change_policy(self) -> None:
         policy = self._rng.choice(("lru", "lfu", "prefix"))

@@ -11,9 +11,11 @@ from kvbm_common.errors import ConfigError
 from kvbm_common.extras import ExtraMissing
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.service.process import ServiceContext, run
+from kvbm_common.tier.layout import SLAB_BYTES_MAX
 
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.limits import limits_of
+from kvbm_disk_tier.core.memory import parts_of
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
 from kvbm_disk_tier.objects.core.packing import Packing, Plain
 from kvbm_disk_tier.objects.shell.bucket import Bucket
@@ -40,12 +42,13 @@ log = logging.getLogger(__name__)
 async def serve(context: ServiceContext) -> None:
     """Run an object tier."""
     settings = context.settings
+    limits = limits_of(settings)
     core = ObjectTierCore(
         host=context.host,
         instance=context.instance,
         epoch=context.epoch,
         frequency_filter=FrequencyFilter(enabled=not settings.disable_object_offload_filter),
-        limits=limits_of(settings),
+        limits=limits,
         policy=settings.disk_eviction_policy,
         ttl_ms=round(1000 * settings.object_ttl_s),
     )
@@ -54,6 +57,13 @@ async def serve(context: ServiceContext) -> None:
         await serve_nothing(context, core, why)
         return
     medium = make_medium(context)
+    context.footprint.declare(
+        lambda: parts_of(
+            limits,
+            slot_count=core.view.slot_count,
+            buffer_bytes=2 * settings.object_concurrency * SLAB_BYTES_MAX,
+        )
+    )
     try:
         await TierShell(context, core, medium).run()
     finally:
