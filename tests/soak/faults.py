@@ -36,7 +36,7 @@ SPACING_S = 6.0
 FREEZE_S = 7.0
 """Longer than the registry's time to live, and than an engine may be silent."""
 FULL_S = 4.0
-OFTEN = ("nats", "policy", "resize", "reset", "nats", "freeze", "full disk")
+OFTEN = ("nats", "policy", "nats", "resize", "reset", "nats", "freeze", "full disk")
 """What happens beside the kills, in an order of its own each round."""
 TIERS = ("host-tier", "disk-tier")
 Reply = TypeVar("Reply", RemoveReply, ResizeReply, StatsReply)

@@ -51,9 +51,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 BOUNDS = {
-    "memory": Bound(3.0 * MIB),
-    "python blocks": Bound(6_000, 1.0),
-    "descriptors": Bound(3.0),
+    "memory": Bound(5.0 * MIB),
+    "python blocks": Bound(20_000, 2.0),
+    "descriptors": Bound(2.5),
     "threads": Bound(2.0),
     "shm bytes": Bound(0.5 * MIB),
     "runtime files": Bound(6.0),
@@ -66,8 +66,13 @@ BOUNDS = {
 A counter of troubles is a new series when its trouble is met first: there are so many. The registry
 keeps two messages of each engine for an hour, which a soak may not reach.
 """
-NATS_MEMORY = Bound(24.0 * MIB)
-"""A Go process: its collector lets the heap double, and it knows the events of two minutes."""
+OF_ONE = {
+    ("nats", "memory"): Bound(40.0 * MIB),
+    ("host-tier", "descriptors"): Bound(16.0),
+    ("consolidator", "descriptors"): Bound(16.0),
+}
+"""The server's collector lets its heap double, and it knows the events of two minutes. Host tier
+and consolidator have connections to the engines of now, which are not always as many."""
 
 
 def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float | None:

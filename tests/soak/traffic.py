@@ -23,12 +23,13 @@ from kvbm_connectors.sim.workload import Turn, conversations
 from benchmarks.probe import Probe
 
 RESIDENTS = 2
-ROUND_REQUESTS, ROUNDS = 60, 4
-"""A round of conversations has a seed; the first comes back after so many."""
+ROUND_REQUESTS, ROUNDS = 40, 3
+"""A round of conversations has a seed; the first comes back after so many. There are few different
+blocks, so that what is remembered of blocks is full soon."""
 REQUESTS_PER_S = 6.0
 IN_FLIGHT_MAX = 12
 VISITS_PER_S = 4.0
-VISIT_BLOCKS = 4
+VISIT_BLOCKS, VISIT_CHAINS = 4, 16
 MOVE_S = (12.0, 25.0)
 """A resident is replaced after a time between these."""
 
@@ -97,6 +98,12 @@ class Traffic:
             if self._rng.random() < 0.5:
                 await gone.kill()
             await gone.stop()
+            self._tidy(gone.config.name)
+
+    def _tidy(self, name: str) -> None:
+        """Remove the sockets of an engine that is gone: a killed one cannot."""
+        for path in self._stack.settings.runtime_dir.glob(f"{name}[.-]*"):
+            path.unlink(missing_ok=True)
 
     async def _work(self) -> None:
         """Send requests at their pace, each conversation to one engine."""
@@ -146,7 +153,7 @@ class Traffic:
                       deadline_ms=2_000)  # fmt: skip
         with contextlib.closing(probe):
             probe.start()
-            names = probe.chain(self.engines, VISIT_BLOCKS)
+            names = probe.chain(self.engines % VISIT_CHAINS, VISIT_BLOCKS)
             probe.offload(names)
             probe.lookup(name, names)
             probe.scheduler.forget(name)
