@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "KVBM_SOAK_PLANT"
+ENTRY_BLOCKS = 64
 kept: list[Any] = []
 """What leaks."""
 
@@ -30,9 +31,15 @@ class Plant:
     """What a soak must call red."""
 
 
-def attached(_core: object, event: Any, *_: object) -> Any:
-    """Keep the input that says that an engine has come."""
-    return event if type(event).__name__ in ("StreamAttached", "SourceJoined") else None
+def view(_core: object, event: object, *_: object) -> list[bytes] | None:
+    """Keep the names of the few blocks that an engine might have held."""
+    is_new = type(event).__name__ in ("StreamAttached", "SourceJoined")
+    return [os.urandom(16) for _ in range(ENTRY_BLOCKS)] if is_new else None
+
+
+def greeted(*_: object) -> list[bytes]:
+    """Keep as much of each hello."""
+    return [os.urandom(16) for _ in range(ENTRY_BLOCKS)]
 
 
 def descriptor(*_: object) -> int:
@@ -43,14 +50,14 @@ def descriptor(*_: object) -> int:
 PLANTS = {
     "consolidator-entry": Plant(
         "consolidator", "kvbm_connectors.consolidator.core.core", "ConsolidatorCore", "step",
-        attached, "consolidator: python blocks",
+        view, "consolidator: python blocks",
     ),
     "index-entry": Plant(
-        "index", "kvbm_index.core.core", "IndexCore", "step", attached, "index: python blocks"
+        "index", "kvbm_index.core.core", "IndexCore", "step", view, "index: python blocks"
     ),
     "host-tier-entry": Plant(
         "host-tier", "kvbm_host_tier.core.engines", "Engines", "hello",
-        lambda _self, _connection, hello, *_: hello, "host-tier: python blocks",
+        greeted, "host-tier: python blocks",
     ),
     "disk-tier-descriptor": Plant(
         "disk-tier", "kvbm_common.nats.bus_counters", "BusCounters", "reconnected", descriptor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ENDED_MAX = 256
+ENDED_MAX = 64
 ENDED_MS = 600_000
 """A router that was away may still have to learn that nothing is held. A stream takes half a KiB
 then."""

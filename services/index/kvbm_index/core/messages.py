@@ -151,7 +151,7 @@ class Limits:
     unregistered_ms: int = 5_000
     """A source that publishes but has no entry in the registry for so long is dead."""
 
-    gone_ms: int = 600_000
+    gone_ms: int = 60_000
     """How long a source that has left is remembered, so that its late events are known as such."""
 
     def __post_init__(self) -> None:

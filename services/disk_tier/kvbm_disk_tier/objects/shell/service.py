@@ -11,7 +11,6 @@ from kvbm_common.errors import ConfigError
 from kvbm_common.extras import ExtraMissing
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.service.process import ServiceContext, run
-from kvbm_common.tier.layout import SLAB_BYTES_MAX
 
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.limits import limits_of
@@ -61,7 +60,7 @@ async def serve(context: ServiceContext) -> None:
         lambda: parts_of(
             limits,
             slot_count=core.view.slot_count,
-            buffer_bytes=2 * settings.object_concurrency * SLAB_BYTES_MAX,
+            buffer_bytes=medium.buffer_bytes,
         )
     )
     try:
