@@ -26,7 +26,11 @@ def main() -> int:
     if arguments.plant:
         os.environ["KVBM_SOAK_PLANT"] = arguments.plant
         os.environ["PYTHONPATH"] = os.pathsep.join(
-            (str(Path(__file__).parent / "site"), str(Path(__file__).parents[2]))
+            (
+                str(Path(__file__).parent / "site"),
+                str(Path(__file__).parents[2]),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            )
         )
     report = asyncio.run(soak(seconds=60 * arguments.minutes, seed=seed))
     if arguments.json:
