@@ -386,7 +386,7 @@ async def serve_index(context: ServiceContext) -> None:
     name = f"{context.bus.name}-events"
     events = await Bus.connect(context.bus.access, name, counters=context.counters)
     core = IndexCore(limits)
-    context.footprint.declare(lambda: parts_of(limits, block_count=core.statistics().blocks))
+    context.footprint.declare(lambda: parts_of(limits, block_count=core.view.statistics.blocks))
     try:
         await IndexShell(context, core, events).run()
     finally:
