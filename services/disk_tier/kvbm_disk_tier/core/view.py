@@ -25,7 +25,6 @@ class View:
     extra: Callable[[], Mapping[str, float]] = dict
     """Figures of a core that is built on this one."""
 
-    @property
     def slot_count(self) -> int:
         """Return how many slots the store has; 0: it is not open yet."""
         layout = self._core.store.layout

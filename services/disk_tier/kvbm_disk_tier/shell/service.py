@@ -71,7 +71,7 @@ async def serve(context: ServiceContext) -> None:
     medium = FileMedium(store, _mover(context, keys, options), tuning)
     sealed = SEALED_BATCHES * SEALED_TRANSFER_BYTES if keys is not None else 0
     context.footprint.declare(
-        lambda: parts_of(limits, slot_count=core.view.slot_count, buffer_bytes=sealed)
+        lambda: parts_of(limits, slot_count=core.view.slot_count(), buffer_bytes=sealed)
     )
     try:
         await TierShell(context, core, medium).run()

@@ -59,7 +59,7 @@ async def serve(context: ServiceContext) -> None:
     context.footprint.declare(
         lambda: parts_of(
             limits,
-            slot_count=core.view.slot_count,
+            slot_count=core.view.slot_count(),
             buffer_bytes=medium.buffer_bytes,
         )
     )
