@@ -14,6 +14,9 @@ from statistics import median, quantiles
 import msgspec
 
 MIB = 1 << 20
+PAIRS_MIN = 10
+ENGINES_MIN = 150
+"""Where fewer have come, the machine was too busy for a verdict."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -78,7 +81,8 @@ and consolidator have connections to the engines of now, which are not always as
 def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float | None:
     """Return by how much a series has grown after `after_s`; None: too little was seen.
 
-    The first `settle_s` of each life are left out.
+    The first `settle_s` of each life are left out. What fills grows ever slower, and what leaks
+    does not: of the paces of all samples and of their later half, the smaller counts.
     """
     births: dict[int, float] = {}
     for point in points:
@@ -88,14 +92,21 @@ def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float
         for point in points
         if point.at_s >= after_s and point.at_s >= births[point.life] + settle_s * bool(point.life)
     ]
+    whole, late = slope(judged), slope(judged[len(judged) // 2 :])
+    if whole is None:
+        return None
+    pace = whole if late is None else min(whole, late)
+    return pace * (max(p.engines for p in judged) - min(p.engines for p in judged))
+
+
+def slope(points: Sequence[Point]) -> float | None:
+    """Return the median slope over engines of all pairs of one life; None: there are too few."""
     slopes = [
         (b.value - a.value) / (b.engines - a.engines)
-        for a, b in combinations(judged, 2)
+        for a, b in combinations(points, 2)
         if a.life == b.life and a.engines < b.engines
     ]
-    if len(slopes) < 10:
-        return None
-    return median(slopes) * (max(p.engines for p in judged) - min(p.engines for p in judged))
+    return median(slopes) if len(slopes) >= PAIRS_MIN else None
 
 
 def judge(

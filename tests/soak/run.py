@@ -173,6 +173,8 @@ class _Run:
         ]
         if bad := sum(one.finished.mismatches for one in self._traffic.requests):
             wrong.append(f"{bad} blocks did not hold what they must")
+        if self._traffic.engines < judge.ENGINES_MIN:
+            wrong.append(f"only {self._traffic.engines} engines came: the machine is too busy")
         for name in set(self._stack.services) | {NATS}:
             if name not in self._stack.pids:
                 wrong.append(f"{name} does not run")

@@ -39,6 +39,11 @@ def test_what_grows_before_the_judged_time_is_no_growth() -> None:
     assert not judged(points([min(10.0, at) * 100 for at in range(200)])).is_red
 
 
+def test_what_fills_is_no_growth() -> None:
+    """A history that is full in the middle of the judged time grows no more."""
+    assert not judged(points([min(at, 90) * 10.0 for at in range(200)])).is_red
+
+
 def test_one_sample_decides_nothing() -> None:
     values = [1000.0] * 200
     values[-1] = 100_000.0
