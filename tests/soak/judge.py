@@ -131,6 +131,9 @@ class Tenth(msgspec.Struct, frozen=True):
     hit_rate: float
     lookup_p50_ms: float
     lookup_p99_ms: float
+    ping_p50_ms: float
+    """What the machine took for the least that a lookup needs: a byte to a process and back."""
+    ping_p99_ms: float
     cpu_ms_per_request: float
     log_lines_per_hour: float
 
@@ -151,6 +154,8 @@ ALIKE = {
 }
 """The scheduler of two busy cores moves medians by a fifth, and the hundredth lookup by more."""
 LOWER_IS_WORSE = ("hit_rate",)
+PING_OF = {"lookup_p50_ms": "ping_p50_ms", "lookup_p99_ms": "ping_p99_ms"}
+"""A machine that others use more is slower: a lookup may take longer by the same factor."""
 
 
 def compare(second: Tenth, last: Tenth) -> list[Finding]:
@@ -159,7 +164,11 @@ def compare(second: Tenth, last: Tenth) -> list[Finding]:
     for name, alike in ALIKE.items():
         before, after = getattr(second, name), getattr(last, name)
         worse = before - after if name in LOWER_IS_WORSE else after - before
-        allowed = max(before * (alike.factor - 1), alike.floor)
+        slower = 1.0
+        if name in PING_OF:
+            pings = [getattr(tenth, PING_OF[name]) for tenth in (second, last)]
+            slower = max(1.0, pings[1] / max(pings[0], 0.001))
+        allowed = max(before * (alike.factor * slower - 1), alike.floor)
         found.append(Finding(name, before, after, worse, allowed, 0, worse > allowed))
     return found
 

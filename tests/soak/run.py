@@ -221,7 +221,8 @@ class _Run:
     def _tenth(self, begin: float, end: float) -> Tenth:
         from_s, to_s = (self._began_s + part * self._seconds for part in (begin, end))
         requests = [r.finished for r in self._traffic.requests if from_s <= r.at_s < to_s]
-        looks = [look.took_ms for look in self._traffic.looks if from_s <= look.at_s < to_s]
+        looks = [look for look in self._traffic.looks if from_s <= look.at_s < to_s]
+        took, pings = [look.took_ms for look in looks], [look.ping_ms for look in looks]
         asked = sum(one.blocks - one.device_blocks for one in requests)
         found = sum(one.host_blocks + one.disk_blocks for one in requests)
         cpu_s = _gain(self._meter.cpu_s, from_s, to_s)
@@ -229,8 +230,10 @@ class _Run:
         return Tenth(
             requests=len(requests),
             hit_rate=found / max(1, asked),
-            lookup_p50_ms=judge.percentile(looks, 50),
-            lookup_p99_ms=judge.percentile(looks, 99),
+            lookup_p50_ms=judge.percentile(took, 50),
+            lookup_p99_ms=judge.percentile(took, 99),
+            ping_p50_ms=judge.percentile(pings, 50),
+            ping_p99_ms=judge.percentile(pings, 99),
             cpu_ms_per_request=1000 * cpu_s / max(1, len(requests)),
             log_lines_per_hour=3600 * lines / (to_s - from_s),
         )

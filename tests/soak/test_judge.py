@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from msgspec.structs import replace
+
 from tests.soak.faults import KILLS_END, plan
 from tests.soak.judge import Bound, Finding, Point, Tenth, compare, judge
 
@@ -74,13 +76,24 @@ def test_too_little_is_not_judged() -> None:
     assert judge("memory", BOUND, points([1.0, 2.0]), after_s=0.0, settle_s=0.0) is None
 
 
+SECOND = Tenth(requests=100, hit_rate=0.5, lookup_p50_ms=2.0, lookup_p99_ms=20.0, ping_p50_ms=0.1,
+               ping_p99_ms=1.0, cpu_ms_per_request=40.0, log_lines_per_hour=0.0)  # fmt: skip
+
+
+def red(last: Tenth) -> list[str]:
+    """What is red of a last tenth."""
+    return [one.what for one in compare(SECOND, last) if one.is_red]
+
+
 def test_tenths_that_differ_are_red() -> None:
-    second = Tenth(requests=100, hit_rate=0.5, lookup_p50_ms=2.0, lookup_p99_ms=20.0,
-                   cpu_ms_per_request=40.0, log_lines_per_hour=0.0)  # fmt: skip
-    last = Tenth(requests=100, hit_rate=0.4, lookup_p50_ms=2.4, lookup_p99_ms=19.0,
-                 cpu_ms_per_request=60.0, log_lines_per_hour=0.0)  # fmt: skip
-    red = [one.what for one in compare(second, last) if one.is_red]
-    assert red == ["hit_rate", "cpu_ms_per_request"]
+    last = replace(SECOND, hit_rate=0.4, lookup_p50_ms=2.4, cpu_ms_per_request=60.0)
+    assert red(last) == ["hit_rate", "cpu_ms_per_request"]
+
+
+def test_a_slower_machine_is_taken_off_lookups() -> None:
+    last = replace(SECOND, lookup_p50_ms=4.0, lookup_p99_ms=70.0)
+    assert red(last) == ["lookup_p50_ms", "lookup_p99_ms"]
+    assert red(replace(last, ping_p50_ms=0.2, ping_p99_ms=2.0)) == []
 
 
 def test_a_plan_is_drawn_from_its_seed() -> None:

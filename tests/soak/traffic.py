@@ -46,6 +46,7 @@ class Look(NamedTuple):
 
     at_s: float
     took_ms: float
+    ping_ms: float
     blocks: int
 
 
@@ -169,8 +170,8 @@ class Traffic:
         assert process.stdout is not None
         try:
             async for line in process.stdout:
-                at_s, took_ms, blocks = line.split()
-                self.looks.append(Look(float(at_s), float(took_ms), int(blocks)))
+                at_s, took_ms, ping_ms, blocks = line.split()
+                self.looks.append(Look(float(at_s), float(took_ms), float(ping_ms), int(blocks)))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
