@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "KVBM_SOAK_PLANT"
-ENTRY_BLOCKS = 64
+ENTRY_BLOCKS = 512
+"""What the device of a sim engine holds: a view of an engine that is not dropped has as many."""
 kept: list[Any] = []
 """What leaks."""
 
@@ -32,7 +33,7 @@ class Plant:
 
 
 def view(_core: object, event: object, *_: object) -> list[bytes] | None:
-    """Keep the names of the few blocks that an engine might have held."""
+    """Keep the names of as many blocks as an engine may have held."""
     is_new = type(event).__name__ in ("StreamAttached", "SourceJoined")
     return [os.urandom(16) for _ in range(ENTRY_BLOCKS)] if is_new else None
 
