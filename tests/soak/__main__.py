@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from tests.soak.plants import PLANTS
 from tests.soak.plot import plot
 from tests.soak.run import Report, soak
 
@@ -18,7 +19,7 @@ MIB = 1 << 20
 
 
 def main() -> int:
-    """Run one soak; the exit code is 1 where something is red."""
+    """Run one soak; the exit code is 1 where something is red, or a plant is not found."""
     arguments = _arguments()
     seed = arguments.seed if arguments.seed is not None else random.randrange(1 << 31)
     print(f"seed {seed}: python -m tests.soak --minutes {arguments.minutes:g} --seed {seed}",
@@ -39,6 +40,10 @@ def main() -> int:
     if arguments.plot:
         arguments.plot.write_text(plot(report))
     print(table(report))
+    if arguments.plant:
+        found = f"{PLANTS[arguments.plant].red} grew" in report.red
+        print(f"the plant {arguments.plant} was {'found' if found else 'not found'}")
+        return 0 if found else 1
     return 1 if report.red else 0
 
 
@@ -48,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--plant", default="", help="a leak of plants.py")
+    parser.add_argument("--plant", choices=sorted(PLANTS), help="a leak that must be found")
     return parser.parse_args()
 
 

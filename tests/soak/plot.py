@@ -46,7 +46,8 @@ def _axes(report: Report, top: float) -> list[str]:
         x, y = _place(quarter / 4 * report.seconds, quarter / 4 * top, report.seconds, top)
         parts.append(f'<text x="{x:.0f}" y="{bottom + 16}">{quarter / 4 * report.seconds / 60:g}'
                      "</text>")  # fmt: skip
-        parts.append(f'<text x="8" y="{y:.0f}">{quarter / 4 * top / MIB:.0f}</text>')
+        unit = " MiB" if quarter == 4 else ""
+        parts.append(f'<text x="4" y="{y + 4:.0f}">{quarter / 4 * top / MIB:.0f}{unit}</text>')
     for at_s, what in report.marks:
         x, _ = _place(at_s, 0, report.seconds, top)
         parts.append(f'<path d="M{x:.1f} {bottom}v6" stroke="red"><title>{what}</title></path>')
