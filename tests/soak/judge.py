@@ -55,7 +55,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 BOUNDS = {
     "memory": Bound(5.0 * MIB),
-    "python blocks": Bound(20_000, 2.0),
+    "python blocks": Bound(60_000, 2.0),
     "descriptors": Bound(2.5),
     "threads": Bound(2.0),
     "shm bytes": Bound(0.5 * MIB),
@@ -70,7 +70,7 @@ A counter of troubles is a new series when its trouble is met first: there are s
 keeps two messages of each engine for an hour, which a soak may not reach.
 """
 OF_ONE = {
-    ("nats", "memory"): Bound(40.0 * MIB),
+    ("nats", "memory"): Bound(128.0 * MIB),
     ("host-tier", "descriptors"): Bound(16.0),
     ("consolidator", "descriptors"): Bound(16.0),
 }
