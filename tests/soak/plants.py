@@ -60,6 +60,10 @@ PLANTS = {
         "host-tier", "kvbm_host_tier.core.engines", "Engines", "hello",
         greeted, "host-tier: python blocks",
     ),
+    "host-tier-descriptor": Plant(
+        "host-tier", "kvbm_host_tier.core.engines", "Engines", "hello", descriptor,
+        "host-tier: descriptors",
+    ),
     "disk-tier-descriptor": Plant(
         "disk-tier", "kvbm_common.nats.bus_counters", "BusCounters", "reconnected", descriptor,
         "disk-tier: descriptors",
