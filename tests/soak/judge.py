@@ -54,7 +54,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 BOUNDS = {
-    "memory": Bound(5.0 * MIB),
+    "memory": Bound(16.0 * MIB),
     "python blocks": Bound(60_000, 2.0),
     "descriptors": Bound(2.5),
     "threads": Bound(2.0),
