@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint wheels test-wheels version lock mutants sbom audit
+.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint wheels test-wheels version lock mutants soak sbom audit
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -59,6 +59,10 @@ test-vllm-versions: setup ## a smoke test of the connector on the other supporte
 	  nice -n 5 python3 tests/vllm/make_env.py .venv-vllm .venv-vllm-$$version $$version || exit 1; \
 	  KVBM_TEST_VLLM=.venv-vllm-$$version $(PY) -m pytest tests/vllm/test_smoke.py $(ARGS) || exit 1; \
 	done
+
+MINUTES ?= 30
+soak: setup ## a stack under engines that come and go, kills, operators; nothing may grow: MINUTES=30 ARGS="--seed 7"
+	nice -n 19 $(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 fuzz-vllm: setup ## drawn programs on a real vLLM (CPU) with the connector and on vLLM alone; they must agree
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm

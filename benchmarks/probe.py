@@ -33,7 +33,9 @@ class Probe:
         block_tokens: int = 16,
         verify: bool = True,
         model: str = "probe",
+        deadline_ms: int = DEADLINE_MS,
     ) -> None:
+        self._deadline_ms = deadline_ms
         self.block_bytes, self.block_count = block_bytes, block_count
         self.namespace = Namespace(
             model=model, block_tokens=block_tokens, layout=f"flat/{block_bytes}"
@@ -78,9 +80,9 @@ class Probe:
                 )
             ],
             limits=ConnectorLimits(
-                lease_ms=DEADLINE_MS,
-                onboard_deadline_ms=DEADLINE_MS,
-                offer_deadline_ms=DEADLINE_MS,
+                lease_ms=deadline_ms,
+                onboard_deadline_ms=deadline_ms,
+                offer_deadline_ms=deadline_ms,
                 offers_max=100_000,
             ),
             on_news=self._news.set,
@@ -129,7 +131,7 @@ class Probe:
         """Wait until so many offers have ended; returns the blocks stored."""
         stored = 0
         while count:
-            self._news.wait(DEADLINE_MS / 1000)
+            self._news.wait(self._deadline_ms / 1000)
             self._news.clear()
             for ended in self.scheduler.drain_ended():
                 count -= 1
@@ -139,7 +141,7 @@ class Probe:
     def lookup(self, request: str, names: list[SequenceHash]) -> Hit:
         """Ask and wait for the answer."""
         while (hit := self.scheduler.lookup(request, names)) is None:
-            self._news.wait(DEADLINE_MS / 1000)
+            self._news.wait(self._deadline_ms / 1000)
             self._news.clear()
         return hit
 
@@ -149,7 +151,7 @@ class Probe:
             request: self.scheduler.lookup(request, names) for request, names in requests.items()
         }
         while None in hits.values():
-            self._news.wait(DEADLINE_MS / 1000)
+            self._news.wait(self._deadline_ms / 1000)
             self._news.clear()
             hits |= {
                 request: self.scheduler.lookup(request, requests[request])
@@ -166,7 +168,7 @@ class Probe:
         """Wait until so many loads have ended."""
         results: list[LoadResult] = []
         while len(results) < count:
-            self._news.wait(DEADLINE_MS / 1000)
+            self._news.wait(self._deadline_ms / 1000)
             self._news.clear()
             for result in self.worker.drain_ended():
                 self.scheduler.load_ended(result)

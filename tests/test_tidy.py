@@ -304,6 +304,10 @@ PACED = {
     "tests/connectors/consolidator/shell/test_service.py": "an engine's beat",
     "tests/integration/test_live_page.py": "the pace of events",
     "tests/integration/test_prometheus.py": "the pace of requests",
+    "tests/soak/faults.py": "the times of the plan, and how long a fault lasts",
+    "tests/soak/onlooker.py": "the pace of lookups",
+    "tests/soak/run.py": "the pace of samples",
+    "tests/soak/traffic.py": "the pace of requests and of engines",
     "tests/vllm/engine_process.py": "holds a load back, and steps the engine until it is idle",
     "tests/vllm/fuzz/engine.py": "steps the engine until it is idle",
 }

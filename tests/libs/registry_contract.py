@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -48,6 +50,16 @@ class RegistryContract:
             epochs.append(registration.epoch)
             await registration.revoke()
         assert epochs == sorted(set(epochs))
+
+    async def test_registry_forgets_an_entry_that_has_left(self, make: MakeRegistry) -> None:
+        """Goal: a process that enters engines for weeks keeps nothing of those that have left."""
+        registry = await make()
+        registration = await registry.register(ENGINE, "h", "e-1")
+        kept = weakref.ref(registration)
+        await registration.revoke()
+        del registration
+        gc.collect()
+        assert kept() is None
 
     async def test_watch_tells_joined_changed_left(self, make: MakeRegistry) -> None:
         """Goal: one callback sees a whole life in order."""

@@ -68,6 +68,12 @@ class EngineHandle:
         self._watcher: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
 
+    @property
+    def pid(self) -> int:
+        """The process id; 0 when it does not run."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else 0
+
     async def start(self) -> bool:
         """Start the process; returns whether its connector has attached."""
         with contextlib.ExitStack() as stack:

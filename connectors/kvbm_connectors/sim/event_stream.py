@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import zmq
@@ -72,6 +73,12 @@ class EventStream(EventPublisher):
     def cleared(self) -> None:
         """Add the event that the prefix cache was reset."""
         self._events.append(AllBlocksCleared())
+
+    def close(self) -> None:
+        """Close both of the sockets and remove their files, which ZMQ leaves."""
+        super().close()
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def flush(self) -> None:
         """Publish what has been collected, as one batch."""

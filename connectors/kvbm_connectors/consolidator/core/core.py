@@ -116,13 +116,14 @@ class ConsolidatorCore:
                 self.router.greet(rank, topic)
             case _:
                 for effect in self.engines.step(event, now_ms):
-                    self._overhear(effect)
+                    self._overhear(effect, now_ms)
                     effects += [] if isinstance(effect, Learn) else [effect]
+        self.router.forget_ended(now_ms)
         if isinstance(event, Tick | TierJoined):
             effects += [AskSnapshot(source) for source in tiers.ask(now_ms)]
         return effects + self._say()
 
-    def _overhear(self, effect: EngineEffect) -> None:
+    def _overhear(self, effect: EngineEffect, now_ms: int) -> None:
         """Apply what the engines' side does to the consolidated stream and to the router stream."""
         match effect:
             case Publish(event, draft):
@@ -134,6 +135,7 @@ class ConsolidatorCore:
                 self.router.engine_known(effect.engine, effect.ranks)
             case RevokeEpoch(engine):
                 self.consolidated.engine_left(engine)
+                self.router.engine_left(engine, now_ms)
             case _:
                 pass
 

@@ -37,6 +37,7 @@ from kvbm_common.wire.engine_events import (
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 
+from kvbm_connectors.consolidator.core.ended_engines import EndedEngines
 from kvbm_connectors.consolidator.core.events import parents_first
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, TokenNames
 
@@ -114,6 +115,7 @@ class RouterStreams:
         self._media = ONE_MEDIUM if dedup else MEDIA
         self._batches_max = batches_max
         self._streams: dict[StreamId, RouterStream] = {}
+        self._ended = EndedEngines()
         self._out: list[Frame] = []
         self.batch_count = 0
 
@@ -122,8 +124,26 @@ class RouterStreams:
     def engine_known(self, engine: str, ranks: Iterable[int]) -> None:
         """Ensure that each of these ranks of an engine has a stream."""
         assert engine, "an engine has a name"
+        self._ended.returned(engine)
         for rank in ranks:
             self._stream(StreamId(rank, engine))
+
+    def engine_left(self, engine: str, now_ms: int) -> None:
+        """Keep of an engine's streams what says that they are empty, and that for a while."""
+        self._ended.left(engine, now_ms)
+        for stream_id, stream in self._streams.items():
+            if stream_id.engine == engine:
+                stream.buffer.clear()
+                stream.buffer_bytes = 0
+
+    def forget_ended(self, now_ms: int) -> None:
+        """Forget the streams of engines that left long ago. One that comes back begins above them
+        all: a number is never used twice."""
+        if gone := self._ended.due(now_ms):
+            for stream_id in [one for one in self._streams if one.engine in gone]:
+                stream = self._streams.pop(stream_id)
+                assert not stream.said, f"{stream_id} has ended, and holds blocks"
+                self._first_seq = max(self._first_seq, stream.next_seq)
 
     def take_event(self, event: Event) -> None:
         """Take one consolidated event."""

@@ -34,6 +34,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
+from kvbm_connectors.consolidator.core.memory import parts_of
 from kvbm_connectors.consolidator.core.messages import (
     AnswerRouter,
     AskEpoch,
@@ -361,6 +362,7 @@ async def serve_consolidator(context: ServiceContext) -> None:
         # Epochs of two lives may be a few apart: a reader would see no gap between them.
         first_router_seq=time.time_ns() // 1_000,
     )
+    context.footprint.declare(lambda: parts_of(core.statistics(), routers=routers))
     connectors = ConnectorSocket(
         settings.consolidator_endpoint, context.counters, curve_file=settings.curve_server_file
     )

@@ -98,8 +98,7 @@ class EtcdRegistry(WatchedRegistry):
         )
         registration = EtcdRegistration(self._client, record, await self._client.grant(self._ttl_s))
         await registration.enter()
-        registration.start()
-        self._registrations.append(registration)
+        self._keep(registration)
         return registration
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:

@@ -109,8 +109,7 @@ class NatsRegistry(WatchedRegistry):
             await registration.put(take_over=True)
         except KvbmError as error:
             raise RegistryUnavailable(f"cannot register: {error}") from error
-        registration.start()
-        self._registrations.append(registration)
+        self._keep(registration)
         return registration
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:

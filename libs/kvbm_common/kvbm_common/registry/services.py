@@ -63,6 +63,7 @@ class HeldEntry:
         self._record = record
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._forget: Callable[[HeldEntry], None] | None = None
 
     @property
     def record(self) -> ServiceRecord:
@@ -79,8 +80,9 @@ class HeldEntry:
         """Set when another life of the same service has taken the entry over."""
         return self._lost
 
-    def start(self) -> None:
-        """Begin to send the heartbeats."""
+    def start(self, forget: Callable[[HeldEntry], None]) -> None:
+        """Begin to send the heartbeats; `forget` is called when they end."""
+        self._forget = forget
         self._task = asyncio.create_task(self._beat(), name=f"heartbeat {self._record.key}")
 
     async def stop(self) -> None:
@@ -88,6 +90,8 @@ class HeldEntry:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._forget is not None:
+            self._forget(self)
 
     async def _beat(self) -> None:
         """Renew the entry until it is lost."""
@@ -100,7 +104,8 @@ class WatchedRegistry:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[RegistryEvent], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._registrations: list[HeldEntry] = []
+        self._registrations: set[HeldEntry] = set()
+        """Those whose heartbeats have not ended."""
 
     def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
         """Call back for each service that is there (Joined), then for every change."""
@@ -115,9 +120,14 @@ class WatchedRegistry:
 
         return forget
 
+    def _keep(self, registration: HeldEntry) -> None:
+        """Start the heartbeats of an entry, and know it until they end."""
+        self._registrations.add(registration)
+        registration.start(self._registrations.discard)
+
     async def close(self) -> None:
         """End the watch and all heartbeats, without leaving."""
-        for registration in self._registrations:
+        for registration in list(self._registrations):
             await registration.stop()
         for task in self._tasks:
             task.cancel()

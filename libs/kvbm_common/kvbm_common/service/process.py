@@ -31,6 +31,7 @@ from kvbm_common.runtime import logs
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service import admin_verbs
 from kvbm_common.service.audit import Audit
+from kvbm_common.service.footprint import Footprint
 from kvbm_common.service.http_port import http_port
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply
@@ -73,6 +74,8 @@ class ServiceContext:
     counters: Metrics
     stopping: asyncio.Event
     """Set on SIGTERM and SIGINT, and when another process took this service's place."""
+    footprint: Footprint = field(default_factory=Footprint)
+    """The memory of this process, and what its settings allow it."""
     _stats: Callable[[], msgspec.Struct] | None = field(default=None, repr=False)
     _announced: bool = field(default=False, repr=False)
 
@@ -114,6 +117,7 @@ class ServiceContext:
     def ready(self, description: str) -> None:
         """Tell the starter of the process that it serves now, and where."""
         self._announced = True
+        self.footprint.log()
         line = f"ready {self.kind} {description}"
         _log.info("%s", line)
         try:
@@ -136,7 +140,11 @@ class ServiceContext:
         """Answer the verb `stats`."""
         if self._stats is None:
             raise NotReady(f"{self.source} is starting")
-        return msgspec.json.encode(self._stats())
+        said = self._stats()
+        if isinstance(said, StatsReply):
+            figures = said.figures | self.footprint.figures()
+            said = msgspec.structs.replace(said, figures=figures)
+        return msgspec.json.encode(said)
 
     async def answer_metrics(self, _payload: bytes) -> bytes:
         """Answer the verb `metrics` with a MetricsSnapshot."""
@@ -269,6 +277,7 @@ async def _live_on_bus(
             counters=counters,
             stopping=stopping,
         )
+        counters.include(context.footprint.collect)
         standing.context = context
         try:
             return await _run_main(main, context)

@@ -15,6 +15,17 @@ from kvbm_common.tier.former_blocks import FormerBlocks
 
 DEPARTURES_MAX = 262_144
 """40 MB when it is full: at 2 MiB a block, half a TiB that has come and gone."""
+DEPARTURES_MIN = 4_096
+SLOTS_TIMES = 8
+"""The departures of so many times the tier's blocks are kept, between these two numbers."""
+ENTRY_BYTES = 160
+"""What an entry takes, measured; blocks that left together share the rest."""
+
+
+def entries_for(slot_count: int) -> int:
+    """Return how many departures a tier with so many slots keeps."""
+    assert slot_count > 0, f"a tier with {slot_count} slots"
+    return min(DEPARTURES_MAX, max(DEPARTURES_MIN, SLOTS_TIMES * slot_count))
 
 
 class Departure(NamedTuple):
@@ -43,6 +54,10 @@ class Departures:
 
     def __len__(self) -> int:
         return len(self._by_block)
+
+    def size_for(self, slot_count: int) -> None:
+        """Keep as many departures as a tier with so many slots needs."""
+        self._entries_max = entries_for(slot_count)
 
     def note(
         self, names: Iterable[SequenceHash], why: str, now_ms: int, *, detail: str = ""

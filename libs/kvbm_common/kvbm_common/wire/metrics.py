@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["counter", "gauge", "histogram"]
+MEMORY, MEMORY_BOUND = "memory_bytes", "memory_bound_bytes"
+"""Figures of the verb `stats` that every service has."""
 
 
 class Sample(msgspec.Struct, frozen=True):

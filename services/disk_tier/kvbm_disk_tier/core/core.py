@@ -274,6 +274,7 @@ class DiskTierCore:
             case StoreOpened():
                 self.store.opened(event)
                 self.inventory.opened(event, now_ms)
+                self.pending.admission.filter.size_for(event.layout.slot_count)
                 self.arenas.refit()
                 self.pending.budget.spend(event.depth.written_bytes + event.replay.moved_bytes)
             case StoreFailed(reason):

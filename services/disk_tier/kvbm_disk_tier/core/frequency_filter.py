@@ -19,7 +19,11 @@ PASS_COUNT = 2
 DECAY_STEP_MS = 4 * 3600 * 1000
 """Longer brings nothing more with pauses of two hours: see `benchmarks/admission.py`."""
 ENTRIES_MAX = 1_000_000
-"""Some 140 bytes each. The last half million blocks are always known."""
+ENTRY_BYTES = 140
+"""Measured. Of the blocks that fit, the last half is always known."""
+ENTRIES_MIN = 16_384
+SLOTS_TIMES = 8
+"""Sights of so many times the store's blocks are kept, between these two numbers."""
 COUNT_MAX = 4
 """A sight more than a pass needs. A block that is here is not counted: more would only say how
 often its writes have failed."""
@@ -29,12 +33,18 @@ _COUNT_BITS = 20
 """Of an entry; above them is the time of the last sight. A pass count has at most a million."""
 
 
+def entries_for(slot_count: int) -> int:
+    """Return how many blocks are noted for a store with so many slots."""
+    return min(ENTRIES_MAX, max(ENTRIES_MIN, SLOTS_TIMES * slot_count))
+
+
 class FrequencyFilter:
     """Counts how often blocks were seen lately. Pure: every question comes with the time."""
 
     def __init__(self, *, enabled: bool = True, entries_max: int = ENTRIES_MAX) -> None:
         assert entries_max >= 2, entries_max
         self.enabled = enabled
+        self._limit = entries_max
         self.entries_max = entries_max
         self.pass_count = PASS_COUNT
         self.decay_ms = DECAY_STEP_MS
@@ -45,6 +55,14 @@ class FrequencyFilter:
     def __len__(self) -> int:
         """Return how many blocks are noted, with those whose count has decayed to 0."""
         return len(self._young) + len(self._old)
+
+    def size_for(self, slot_count: int) -> None:
+        """Note as many blocks as a store with so many slots needs; if these are fewer than it has
+        noted, begin again."""
+        assert slot_count > 0, f"a store with {slot_count} slots"
+        self.entries_max = min(self._limit, entries_for(slot_count))
+        if len(self) + len(self._dropped) > self.entries_max:
+            self._young, self._old, self._dropped = {}, {}, {}
 
     def change(self, *, enabled: bool | None, pass_count: int | None, decay_ms: int | None) -> None:
         """Change the numbers; None leaves one as it is. Sights stay, also while it is off."""

@@ -186,6 +186,7 @@ class Inventory:
         """Take over what the journal says is there, and begin to announce it."""
         assert len(self.table) == 0, f"{len(self.table)} blocks of another store are here"
         self.table = SlotTable(event.layout, partial(make_policy, self.policy_name))
+        self.departures.size_for(event.layout.slot_count)
         self.journal.opened(event.replay, event.layout)
         self.table.restore(event.replay.blocks)
         self._counts["recovered_blocks"] += len(self.table)

@@ -25,6 +25,11 @@ class View:
     extra: Callable[[], Mapping[str, float]] = dict
     """Figures of a core that is built on this one."""
 
+    def slot_count(self) -> int:
+        """Return how many slots the store has; 0: it is not open yet."""
+        layout = self._core.store.layout
+        return layout.slot_count if layout is not None else 0
+
     def counts(self) -> Mapping[str, int]:
         """Return a copy of all counters."""
         return dict(self._core.counts)

@@ -16,6 +16,7 @@ from kvbm_common.tier.layout import Layout
 from kvbm_disk_tier.core.core import DiskTierCore
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.limits import limits_of
+from kvbm_disk_tier.core.memory import parts_of
 from kvbm_disk_tier.shell.file_medium import FileMedium
 from kvbm_disk_tier.shell.mover import TRANSFER_BYTES, DiskMover
 from kvbm_disk_tier.shell.nixl_backend import file_mover
@@ -68,6 +69,10 @@ async def serve(context: ServiceContext) -> None:
         return
     tuning = Tuning(settings.disk_queue_depth, limits.batch_blocks_max, limits.batch_bytes)
     medium = FileMedium(store, _mover(context, keys, options), tuning)
+    sealed = SEALED_BATCHES * SEALED_TRANSFER_BYTES if keys is not None else 0
+    context.footprint.declare(
+        lambda: parts_of(limits, slot_count=core.view.slot_count(), buffer_bytes=sealed)
+    )
     try:
         await TierShell(context, core, medium).run()
     finally:

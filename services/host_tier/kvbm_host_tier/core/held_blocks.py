@@ -73,6 +73,8 @@ class HeldBlocks:
         """Give the empty table its slots, once."""
         assert layout.slot_count > 0, f"an arena without slots: {layout}"
         self.former.set_horizon(max(HORIZON_LEAST, HORIZON_SLOTS * layout.slot_count))
+        self.departures.size_for(layout.slot_count)
+        self._below.size_for(layout.slot_count)
         self.table.lay_out(layout, partial(make_policy, self.policy_name))
         self._findable.lay_out(layout.slot_count)
 

@@ -15,7 +15,9 @@ from kvbm_common.tier.blocks import BATCH_UNIT_BYTES
 
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.limits import HostTierLimits
+from kvbm_host_tier.core.memory import parts_of
 from kvbm_host_tier.core.messages import NO_ARENA, ArenaInfo
+from kvbm_host_tier.core.view import HostTierView
 from kvbm_host_tier.shell.engine_socket import EngineSocket
 from kvbm_host_tier.shell.host_tier_shell import HostTierShell
 from kvbm_host_tier.shell.puller import Puller
@@ -29,16 +31,18 @@ async def serve(context: ServiceContext) -> None:
     prefix = f"kvbm-{context.host}-{context.instance}-"
     remove_stale(settings.shm_dir, prefix)
     puller = Puller(settings.shm_dir, name=f"{prefix}{context.epoch}", counters=context.counters)
+    limits = _limits(context)
     try:
         core = HostTierCore(
             host=context.host,
             instance=context.instance,
             epoch=context.epoch,
             arena=await first_arena(context, puller),
-            limits=_limits(context),
+            limits=limits,
             policy=settings.eviction_policy,
             staging=is_disk_only(settings),
         )
+        context.footprint.declare(lambda: _memory_of(core.view, limits, settings))
         engines = EngineSocket(
             settings.host_tier_endpoint,
             context.counters,
@@ -51,6 +55,18 @@ async def serve(context: ServiceContext) -> None:
         log.info("%s", error)
     finally:
         puller.close()
+
+
+def _memory_of(view: HostTierView, limits: HostTierLimits, settings: Settings) -> dict[str, int]:
+    """Return the parts of the memory; a tier below has as many blocks as fit into its size."""
+    layout = view.layout
+    if layout is None:
+        return parts_of(limits, slot_count=limits.slot_count or 0, below_count=0)
+    below = settings.disk_cache_override_num_blocks or (
+        settings.disk_cache_bytes // layout.slot_bytes
+    )
+    below += settings.object_num_blocks if settings.object_enabled else 0
+    return parts_of(limits, slot_count=layout.slot_count, below_count=below)
 
 
 def _limits(context: ServiceContext) -> HostTierLimits:

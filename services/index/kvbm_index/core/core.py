@@ -323,6 +323,7 @@ class IndexCore(Queries):
             return
         self._looked_ms = now_ms
         self._asking = True
+        self._forget_old(now_ms)
         for source in self._sources.values():
             asked_at_ms = source.asked_at_ms
             if asked_at_ms is not None and (
@@ -371,6 +372,19 @@ class IndexCore(Queries):
             )
         assert len(self._sources) <= self._limits.sources_max, f"{len(self._sources)} sources"
         return source
+
+    def _forget_old(self, now_ms: int) -> None:
+        """Forget the sources that left long ago: engines come under new names."""
+        old = [
+            key
+            for key, source in self._sources.items()
+            if source.state is FollowState.GONE
+            and source.asked_at_ms is None
+            and now_ms - source.unregistered_since_ms > self._limits.gone_ms
+        ]
+        for key in old:
+            assert not self._holdings.of(key), f"{key} is gone, and holds something"
+            del self._sources[key]
 
     def _forget_gone(self) -> bool:
         """Make room: forget the source that was made first among those that are gone."""

@@ -33,8 +33,9 @@ T = TypeVar("T")
 
 SUBJECT_NAMES = 3
 """Behind the prefix. A name with a dot in it would make another subject."""
-SUBJECTS_MAX = 16_384
-"""Subjects that are remembered: four thousand sources with three kinds each."""
+SUBJECTS_MAX = 4_096
+"""Subjects that are remembered: a thousand sources with some kinds each. Of more, the subject is
+taken apart again, in a microsecond."""
 
 
 class _LeanEnvelope(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind"):

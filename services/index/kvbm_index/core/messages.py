@@ -151,8 +151,12 @@ class Limits:
     unregistered_ms: int = 5_000
     """A source that publishes but has no entry in the registry for so long is dead."""
 
+    gone_ms: int = 60_000
+    """How long a source that has left is remembered, so that its late events are known as such."""
+
     def __post_init__(self) -> None:
         """Assert that nothing waits without end for a bound of zero."""
+        assert self.gone_ms > 0, self
         assert min(self.sources_max, self.buffer_events_max, self.snapshots_max) > 0, self
         assert self.snapshot_deadline_ms > 0, self
         assert 0 < self.retry_ms <= self.retry_max_ms, self

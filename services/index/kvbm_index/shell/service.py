@@ -46,6 +46,7 @@ from kvbm_common.wire.verbs import (
 from kvbm_index.core import event_batch
 from kvbm_index.core.core import IndexCore
 from kvbm_index.core.event_decoder import LeanEvent
+from kvbm_index.core.memory import parts_of
 from kvbm_index.core.messages import (
     Effect,
     EventsReceived,
@@ -359,26 +360,21 @@ def _source_of(record: ServiceRecord) -> SourceKey | None:
     return None
 
 
+FIGURES = ("sources", "sources_behind", "holders", "blocks", "buffered_events")
+COUNTED = ("events", "snapshots")
+
+
 def _figures(statistics: Statistics) -> dict[str, int]:
-    return {
-        "sources": statistics.sources,
-        "sources_behind": statistics.sources_behind,
-        "holders": statistics.holders,
-        "blocks": statistics.blocks,
-        "buffered_events": statistics.buffered_events,
-        "events": statistics.events,
-        "snapshots": statistics.snapshots,
-    }
+    return {name: getattr(statistics, name) for name in FIGURES + COUNTED}
 
 
 def _metrics(statistics: Statistics) -> list[Metric]:
     counts = {f"index_dropped_total.{name}": value for name, value in statistics.drops.items()}
     counts["index_events_total"] = statistics.events
     counts["index_snapshots_total"] = statistics.snapshots
-    gauges = ("sources", "sources_behind", "holders", "blocks", "buffered_events")
     figures = _figures(statistics)
     return metrics_of_counts(counts) + [
-        gauge_of(f"kvbm_index_{name}", f"Now: {name}.", figures[name]) for name in gauges
+        gauge_of(f"kvbm_index_{name}", f"Now: {name}.", figures[name]) for name in FIGURES
     ]
 
 
@@ -389,8 +385,10 @@ async def serve_index(context: ServiceContext) -> None:
     )
     name = f"{context.bus.name}-events"
     events = await Bus.connect(context.bus.access, name, counters=context.counters)
+    core = IndexCore(limits)
+    context.footprint.declare(lambda: parts_of(limits, block_count=core.view.statistics.blocks))
     try:
-        await IndexShell(context, IndexCore(limits), events).run()
+        await IndexShell(context, core, events).run()
     finally:
         await events.close()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.events import Tier
-from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_common.wire.metrics import MEMORY, MEMORY_BOUND, MetricsSnapshot
 from kvbm_common.wire.tier_stats import WorkerStats
 from kvbm_common.wire.verbs import StatsReply
 
@@ -193,7 +193,13 @@ def _service_view(one: Instance) -> ServiceView:
         reasons=[] if one.ready else one.reasons,
         seq=one.stats.seq if one.stats else 0,
         positions=one.stats.positions if one.stats else {},
+        memory_bytes=_figure(one, MEMORY),
+        memory_bound_bytes=_figure(one, MEMORY_BOUND),
     )
+
+
+def _figure(one: Instance, name: str) -> int:
+    return int(one.stats.figures.get(name, 0.0)) if one.stats else 0
 
 
 def tier_views(view: FleetView, rates: Rates) -> list[TierView]:
@@ -326,7 +332,15 @@ def _kind_view(view: FleetView, kind: str, *, expected: bool) -> KindView:
     group = [one for one in view.instances if one.record.kind == kind]
     up, ready = sum(one.up for one in group), sum(one.ready for one in group)
     assert ready <= up, f"{ready} instances of {kind} are ready, {up} are up"
-    return KindView(kind=kind, expected=expected, instances=len(group), up=up, ready=ready)
+    return KindView(
+        kind=kind,
+        expected=expected,
+        instances=len(group),
+        up=up,
+        ready=ready,
+        memory_bytes=sum(_figure(one, MEMORY) for one in group),
+        memory_bound_bytes=sum(_figure(one, MEMORY_BOUND) for one in group),
+    )
 
 
 def _medium_view(tier: Tier, group: Sequence[TierView]) -> MediumView:

@@ -161,6 +161,8 @@ class ServiceView(_View):
     reasons: list[str]
     seq: Annotated[int, Field(description="The last event that it has published.")] = 0
     positions: dict[str, Position] = {}
+    memory_bytes: int = 0
+    memory_bound_bytes: Annotated[int, Field(description="0: none is declared.")] = 0
 
 
 class RatesView(_View):
@@ -250,6 +252,8 @@ class KindView(_View):
     instances: int
     up: int
     ready: int
+    memory_bytes: Annotated[int, Field(description="Anonymous memory of the processes.")] = 0
+    memory_bound_bytes: Annotated[int, Field(description="What they may take.")] = 0
 
 
 class MediumView(_View):

@@ -23,6 +23,8 @@ from kvbm_metrics.shell.jobs import Jobs
 from kvbm_metrics.shell.state import Api
 
 KIND = "metrics"
+ANSWERS_BYTES = 160 << 20
+"""Jobs, audit, rates, and pages while they are put together for the connections that there are."""
 CONNECTIONS_MAX = 256
 """Connections served at the same time; uvicorn answers 503 to more."""
 BACKLOG = 128
@@ -84,6 +86,7 @@ async def serve(context: ServiceContext) -> None:
         )
         server = HttpServer(_http_config(create_app(api, context.counters)))
         context.set_stats(lambda: _stats(context, server))
+        context.footprint.declare(lambda: {"answers": ANSWERS_BYTES})
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
             following = [

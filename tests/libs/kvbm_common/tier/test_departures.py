@@ -52,3 +52,13 @@ def test_a_full_memory_takes_a_fate_as_quickly_as_an_empty_one() -> None:
     filling = sorted(note(batch) for batch in range(50))[25]
     full = sorted(note(batch) for batch in range(50, 80))[15]
     assert full < 10 * filling
+
+
+def test_departures_follow_the_size_of_the_tier() -> None:
+    fates = Departures()
+    for slot_count, kept in ((1, 4_096), (1_000, 8_000), (100_000, 262_144)):
+        fates.size_for(slot_count)
+        fates.note(map(name, range(300_000)), "evicted", 10)
+        assert len(fates) == kept
+        assert fates.get(name(299_999)) is not None
+        fates = Departures()

@@ -7,7 +7,16 @@ from kvbm_disk_tier.core.view import View
 from tests.doors import VIEW, wrong_doors
 from tests.test_doors import SHELLS
 
-QUESTIONS = {"counts", "gauges", "statistics", "snapshot", "snapshot_pages", "fates", "idle"}
+QUESTIONS = {
+    "counts",
+    "gauges",
+    "statistics",
+    "snapshot",
+    "snapshot_pages",
+    "fates",
+    "idle",
+    "slot_count",
+}
 
 
 def test_shells_ask_a_view_its_questions_only() -> None:

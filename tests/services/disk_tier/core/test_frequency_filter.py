@@ -221,3 +221,27 @@ def _hash(number: int) -> SequenceHash:
 def test_a_sight_costs_the_same_whatever_the_map_holds() -> None:
     """A map of 2,048 blocks of the highest counts: a loop over them would be 2,048 instructions."""
     assert max(_worst_sight(2_048), _worst_sight(16)) < 300
+
+
+def test_a_filter_follows_the_size_of_its_store() -> None:
+    """Of a small store it notes few blocks: it had a million of them whatever the store's size."""
+    frequency_filter = FrequencyFilter()
+    for slot_count, noted in ((1, 16_384), (10_000, 80_000), (1_000_000, ENTRIES_MAX)):
+        frequency_filter.size_for(slot_count)
+        assert frequency_filter.entries_max == noted
+    frequency_filter = FrequencyFilter(entries_max=10)
+    frequency_filter.size_for(100)
+    assert frequency_filter.entries_max == 10
+
+
+def test_a_filter_that_noted_too_much_begins_again() -> None:
+    frequency_filter = FrequencyFilter()
+    for number in range(20_000):
+        frequency_filter.see(name(number), 0)
+    frequency_filter.size_for(10_000)
+    assert frequency_filter.count(name(1), 0) == 1
+    frequency_filter.size_for(1)
+    assert len(frequency_filter) == 0
+    for number in range(40_000):
+        frequency_filter.see(name(number), 0)
+    assert len(frequency_filter) <= 16_384

@@ -122,7 +122,7 @@ def test_what_left_long_ago_is_told_from_what_never_was_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks 1 and 2 have left, and memory has room for one story: 1 was here, 9 never was."""
-    monkeypatch.setattr(departures.Departures.__init__, "__defaults__", (1, None))
+    monkeypatch.setattr(departures, "entries_for", lambda _slot_count: 1)
     host = evicted()
     host.store(5, 6)
     host.now_ms += 500

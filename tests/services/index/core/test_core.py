@@ -394,6 +394,19 @@ def test_sources_are_bounded_and_the_gone_make_room() -> None:
     assert harness.held("c") == set(blocks(1))
 
 
+def test_sources_that_left_long_ago_are_forgotten(harness: Harness) -> None:
+    """Engines come under new names: each would be kept until there are thousands."""
+    for number in range(3):
+        key = SourceKey("h", f"engine-{number}")
+        harness.send(SourceJoined(key, 1))
+        harness.events(cleared(1, source=key.source), stored(2, number, source=key.source))
+        harness.send(SourceLeft(key, 1))
+    harness.tick(60_000)
+    assert len(harness.core.image().sources) == 3
+    harness.tick(1)
+    assert harness.core.image().sources == []
+
+
 # ---- questions -------------------------------------------------------------------------------
 
 

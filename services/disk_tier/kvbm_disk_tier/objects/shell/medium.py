@@ -131,6 +131,11 @@ class ObjectMedium:
 
     # --- the store --------------------------------------------------------------------------
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory through which blocks pass."""
+        return self._mover.buffer_bytes
+
     async def recover(self) -> StoreOpened | StoreFailed | None:
         """Return None: nothing is known before the first listing."""
         return None

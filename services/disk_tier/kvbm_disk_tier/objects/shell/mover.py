@@ -113,6 +113,11 @@ class ObjectMover:
         self.drop_arena(reply.instance)
         self._arenas[reply.epoch], self._epochs[reply.instance] = arena, reply.epoch
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The memory of all lanes, those that have become too short included."""
+        return self.lanes.count * sum(memory.lane_bytes for memory in self._memory)
+
     def _lanes_for(self, block_bytes: int) -> LaneMemory:
         """Return lanes for blocks of this size; larger ones are made when these are too short."""
         lane_bytes = block_bytes + self.packing.extra_bytes

@@ -85,6 +85,10 @@ class Carrier(Protocol):
 
     packing: Packing
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory through which blocks pass."""
+
     def close(self) -> None:
         """End the threads; memory that late bytes may come into stays."""
 

@@ -14,6 +14,7 @@ from kvbm_common.service.process import ServiceContext, run
 
 from kvbm_disk_tier.core.frequency_filter import FrequencyFilter
 from kvbm_disk_tier.core.limits import limits_of
+from kvbm_disk_tier.core.memory import parts_of
 from kvbm_disk_tier.objects.core.core import ObjectTierCore
 from kvbm_disk_tier.objects.core.packing import Packing, Plain
 from kvbm_disk_tier.objects.shell.bucket import Bucket
@@ -40,12 +41,13 @@ log = logging.getLogger(__name__)
 async def serve(context: ServiceContext) -> None:
     """Run an object tier."""
     settings = context.settings
+    limits = limits_of(settings)
     core = ObjectTierCore(
         host=context.host,
         instance=context.instance,
         epoch=context.epoch,
         frequency_filter=FrequencyFilter(enabled=not settings.disable_object_offload_filter),
-        limits=limits_of(settings),
+        limits=limits,
         policy=settings.disk_eviction_policy,
         ttl_ms=round(1000 * settings.object_ttl_s),
     )
@@ -54,6 +56,13 @@ async def serve(context: ServiceContext) -> None:
         await serve_nothing(context, core, why)
         return
     medium = make_medium(context)
+    context.footprint.declare(
+        lambda: parts_of(
+            limits,
+            slot_count=core.view.slot_count(),
+            buffer_bytes=medium.buffer_bytes,
+        )
+    )
     try:
         await TierShell(context, core, medium).run()
     finally:

@@ -1,0 +1,24 @@
+"""The memory that an index may take, from its limits and from the blocks that sources hold."""
+
+from __future__ import annotations
+
+from kvbm_index.core.event_decoder import SUBJECTS_MAX
+from kvbm_index.core.messages import Limits
+
+SOURCE_BYTES = 2_048
+SUBJECT_BYTES = 600
+BLOCK_BYTES = 200
+"""Of a block of one holder, with what an image and a snapshot take while they are made."""
+QUEUE_BYTES = 64 << 20
+"""Batches of events that wait, and the last events for stories."""
+
+
+def parts_of(limits: Limits, *, block_count: int) -> dict[str, int]:
+    """Return the bytes that each part may take while sources hold so many blocks."""
+    assert block_count >= 0, f"{block_count} blocks"
+    return {
+        "sources": limits.sources_max * SOURCE_BYTES,
+        "subjects": SUBJECTS_MAX * SUBJECT_BYTES,
+        "blocks": block_count * BLOCK_BYTES,
+        "queues": QUEUE_BYTES,
+    }

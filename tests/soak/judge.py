@@ -1,0 +1,179 @@
+"""The verdict of a soak: what may not grow, by how much it may seem to, and what must stay alike.
+
+Growth is a slope over the engines that have come: the median of the slopes of all pairs of samples
+(Theil-Sen). A pair is of one life of a process, so a restart hides nothing, and a single sample
+decides nothing. The slope times all engines of the judged time is the growth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from statistics import median, quantiles
+
+import msgspec
+
+MIB = 1 << 20
+PAIRS_MIN = 10
+ENGINES_MIN = 150
+"""Where fewer have come, the machine was too busy for a verdict."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One sample of one series."""
+
+    at_s: float
+    engines: int
+    """Engines that have come until then."""
+    life: int
+    """The process, or 0 for what outlives processes."""
+    value: float
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """How much a series may grow: a fixed noise, and a part for each engine."""
+
+    noise: float
+    per_engine: float = 0.0
+
+    def allows(self, engines: int) -> float:
+        """Return the growth that may be seen while so many engines come."""
+        return self.noise + self.per_engine * engines
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the table."""
+
+    what: str
+    first: float
+    last: float
+    growth: float
+    allowed: float
+    engines: int
+    is_red: bool
+
+
+BOUNDS = {
+    "memory": Bound(16.0 * MIB),
+    "python blocks": Bound(60_000, 2.0),
+    "descriptors": Bound(2.5),
+    "threads": Bound(2.0),
+    "shm bytes": Bound(0.5 * MIB),
+    "runtime files": Bound(6.0),
+    "series": Bound(120.0),
+    "registry messages": Bound(8.0, 2.2),
+    "state beside streams": Bound(24.0 * MIB),
+}
+"""By quantity. A leak of one entry for an engine is some blocks of Python for each engine.
+
+A counter of troubles is a new series when its trouble is met first: there are so many. The registry
+keeps two messages of each engine for an hour, which a soak may not reach.
+"""
+OF_ONE = {
+    ("nats", "memory"): Bound(128.0 * MIB),
+    ("host-tier", "descriptors"): Bound(16.0),
+    ("consolidator", "descriptors"): Bound(16.0),
+}
+"""The server's collector lets its heap double, and it knows the events of two minutes. Host tier
+and consolidator have connections to the engines of now, which are not always as many."""
+
+
+def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float | None:
+    """Return by how much a series has grown after `after_s`; None: too little was seen.
+
+    The first `settle_s` of each life are left out. What fills grows ever slower, and what leaks
+    does not: of the paces of all samples and of their later half, the smaller counts.
+    """
+    births: dict[int, float] = {}
+    for point in points:
+        births.setdefault(point.life, point.at_s)
+    judged = [
+        point
+        for point in points
+        if point.at_s >= after_s and point.at_s >= births[point.life] + settle_s * bool(point.life)
+    ]
+    whole, late = slope(judged), slope(judged[len(judged) // 2 :])
+    if whole is None:
+        return None
+    pace = whole if late is None else min(whole, late)
+    return pace * (max(p.engines for p in judged) - min(p.engines for p in judged))
+
+
+def slope(points: Sequence[Point]) -> float | None:
+    """Return the median slope over engines of all pairs of one life; None: there are too few."""
+    slopes = [
+        (b.value - a.value) / (b.engines - a.engines)
+        for a, b in combinations(points, 2)
+        if a.life == b.life and a.engines < b.engines
+    ]
+    return median(slopes) if len(slopes) >= PAIRS_MIN else None
+
+
+def judge(
+    what: str, bound: Bound, points: Sequence[Point], *, after_s: float, settle_s: float
+) -> Finding | None:
+    """Compare the growth of one series with its bound; None: too little was seen of it."""
+    grown = growth(points, after_s=after_s, settle_s=settle_s)
+    if grown is None:
+        return None
+    later = [point for point in points if point.at_s >= after_s]
+    engines = later[-1].engines - later[0].engines
+    allowed = bound.allows(engines)
+    edge = max(1, len(later) // 10)
+    first, last = (median(p.value for p in part) for part in (later[:edge], later[-edge:]))
+    return Finding(what, first, last, grown, allowed, engines, grown > allowed)
+
+
+class Tenth(msgspec.Struct, frozen=True):
+    """What a quiet tenth of the run was like."""
+
+    requests: int
+    hit_rate: float
+    lookup_p50_ms: float
+    lookup_p99_ms: float
+    ping_p50_ms: float
+    """What the machine took for the least that a lookup needs: a byte to a process and back."""
+    ping_p99_ms: float
+    cpu_ms_per_request: float
+    log_lines_per_hour: float
+
+
+class Alike(msgspec.Struct, frozen=True):
+    """How far the last tenth may be from the second: a factor and a floor below the noise."""
+
+    factor: float
+    floor: float
+
+
+ALIKE = {
+    "hit_rate": Alike(1.10, 0.02),
+    "lookup_p50_ms": Alike(1.25, 0.3),
+    "lookup_p99_ms": Alike(2.0, 10.0),
+    "cpu_ms_per_request": Alike(1.25, 2.0),
+    "log_lines_per_hour": Alike(1.5, 600.0),
+}
+"""The scheduler of two busy cores moves medians by a fifth, and the hundredth lookup by more."""
+LOWER_IS_WORSE = ("hit_rate",)
+PING_OF = {"lookup_p50_ms": "ping_p50_ms", "lookup_p99_ms": "ping_p99_ms"}
+"""A machine that others use more is slower: a lookup may take longer by the same factor."""
+
+
+def compare(second: Tenth, last: Tenth) -> list[Finding]:
+    """Return a line for each figure that must be the same in both tenths."""
+    found: list[Finding] = []
+    for name, alike in ALIKE.items():
+        before, after = getattr(second, name), getattr(last, name)
+        worse = before - after if name in LOWER_IS_WORSE else after - before
+        slower = 1.0
+        if name in PING_OF:
+            pings = [getattr(tenth, PING_OF[name]) for tenth in (second, last)]
+            slower = max(1.0, pings[1] / max(pings[0], 0.001))
+        allowed = max(before * (alike.factor * slower - 1), alike.floor)
+        found.append(Finding(name, before, after, worse, allowed, 0, worse > allowed))
+    return found
+
+
+def percentile(values: Iterable[float], percent: int) -> float:
+    """Return a percentile, 0 for nothing."""
+    known = list(values)
+    return quantiles(known, n=100, method="inclusive")[percent - 1] if len(known) > 1 else 0.0

@@ -1,0 +1,108 @@
+"""What a soak calls growth, and what it does not."""
+
+from __future__ import annotations
+
+import random
+
+from msgspec.structs import replace
+
+from tests.soak.faults import KILLS_END, plan
+from tests.soak.judge import Bound, Finding, Point, Tenth, compare, judge
+
+BOUND = Bound(noise=50.0)
+SERVICES = ("consolidator", "index", "host-tier")
+
+
+def points(values: list[float], *, life: int = 1, first: int = 0) -> list[Point]:
+    """Samples a second apart, with ten engines between two."""
+    return [Point(first + at, 10 * (first + at), life, value) for at, value in enumerate(values)]
+
+
+def judged(found: list[Point], bound: Bound = BOUND) -> Finding:
+    """The verdict on all but the first ten seconds."""
+    finding = judge("memory", bound, found, after_s=10.0, settle_s=5.0)
+    assert finding is not None
+    return finding
+
+
+def test_noise_is_no_growth() -> None:
+    rng = random.Random(1)
+    assert not judged(points([1000 + rng.gauss(0, 100) for _ in range(200)])).is_red
+
+
+def test_an_entry_for_each_engine_is_growth() -> None:
+    rng = random.Random(1)
+    finding = judged(points([1000 + at + rng.gauss(0, 100) for at in range(200)]))
+    assert finding.is_red
+    assert 150 < finding.growth < 230
+
+
+def test_what_grows_before_the_judged_time_is_no_growth() -> None:
+    assert not judged(points([min(10.0, at) * 100 for at in range(200)])).is_red
+
+
+def test_what_fills_is_no_growth() -> None:
+    """A history that is full in the middle of the judged time grows no more."""
+    assert not judged(points([min(at, 90) * 10.0 for at in range(200)])).is_red
+
+
+def test_one_sample_decides_nothing() -> None:
+    values = [1000.0] * 200
+    values[-1] = 100_000.0
+    assert not judged(points(values)).is_red
+
+
+def test_a_restart_hides_no_growth() -> None:
+    """Each life begins low and grows, and the last one ends where the first one began."""
+    lives = [points([500.0 + 2 * at for at in range(50)], life=life, first=50 * life)
+             for life in range(4)]  # fmt: skip
+    assert judged([point for life in lives for point in life]).is_red
+
+
+def test_what_a_start_takes_is_no_growth() -> None:
+    """The first seconds of a life are left out."""
+    lives = [points([min(at, 5) * 100.0 for at in range(50)], life=life, first=50 * life)
+             for life in range(1, 5)]  # fmt: skip
+    assert not judged([point for life in lives for point in life]).is_red
+
+
+def test_a_bound_may_allow_something_for_each_engine() -> None:
+    found = points([float(20 * at) for at in range(200)])
+    assert judged(found, Bound(50.0, 1.9)).is_red
+    assert not judged(found, Bound(50.0, 2.2)).is_red
+
+
+def test_too_little_is_not_judged() -> None:
+    assert judge("memory", BOUND, points([1.0, 2.0]), after_s=0.0, settle_s=0.0) is None
+
+
+SECOND = Tenth(requests=100, hit_rate=0.5, lookup_p50_ms=2.0, lookup_p99_ms=20.0, ping_p50_ms=0.1,
+               ping_p99_ms=1.0, cpu_ms_per_request=40.0, log_lines_per_hour=0.0)  # fmt: skip
+
+
+def red(last: Tenth) -> list[str]:
+    """What is red of a last tenth."""
+    return [one.what for one in compare(SECOND, last) if one.is_red]
+
+
+def test_tenths_that_differ_are_red() -> None:
+    last = replace(SECOND, hit_rate=0.4, lookup_p50_ms=2.4, cpu_ms_per_request=60.0)
+    assert red(last) == ["hit_rate", "cpu_ms_per_request"]
+
+
+def test_a_slower_machine_is_taken_off_lookups() -> None:
+    last = replace(SECOND, lookup_p50_ms=4.0, lookup_p99_ms=70.0)
+    assert red(last) == ["lookup_p50_ms", "lookup_p99_ms"]
+    assert red(replace(last, ping_p50_ms=0.2, ping_p99_ms=2.0)) == []
+
+
+def test_a_plan_is_drawn_from_its_seed() -> None:
+    assert plan(1, SERVICES, seconds=300) == plan(1, SERVICES, seconds=300)
+    assert plan(1, SERVICES, seconds=300) != plan(2, SERVICES, seconds=300)
+
+
+def test_every_service_is_killed_early_and_lives_on_after_that() -> None:
+    for seed in range(20):
+        kills = [one for one in plan(seed, SERVICES, seconds=150) if one[1].startswith("kill")]
+        assert {what for _, what in kills} == {f"kill {name}" for name in SERVICES}
+        assert max(at_s for at_s, _ in kills) < KILLS_END * 150
