@@ -16,7 +16,7 @@ from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply, St
 from kvbm_disk_tier.core import messages as disk
 from kvbm_host_tier.core import messages as host
 from kvbm_host_tier.core.core import HostTierCore
-from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.filter_messages import MakeFilter, NamesChanged, SwitchFilter, UseFilter
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
@@ -83,6 +83,8 @@ class HostTier(Service):
                 scrub_cpu_percent=1.0,
                 confirm_ms=plan.confirm_ms,
                 miss_filter=plan.filters,
+                filter_names_least=2,
+                filter_slice=3,
             ),
             staging=plan.staging,
         )
@@ -207,7 +209,7 @@ class HostTier(Service):
                     self.later(SCRUB_MS, partial(self._scrubbed, effect))
                 case ScrubFound(names):
                     self._found_rot(names)
-                case MakeFilter() | NamesChanged() | SwitchFilter():
+                case MakeFilter() | NamesChanged() | UseFilter() | SwitchFilter():
                     self._filter.carry_out(effect)
                 case _:
                     self._carry_to_others(effect)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from kvbm_common.identity import SequenceHash
 from kvbm_common.memory.miss_filter import FilterState, MissFilter, MissFilterReader, size_of
 from kvbm_common.tier.kv_groups import GroupRun, indispensable
-from kvbm_host_tier.core.findable import FilterEffect, MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.filter_messages import (
+    FilterEffect,
+    MakeFilter,
+    NamesChanged,
+    SwitchFilter,
+    UseFilter,
+)
 
 from tests.sim import invariants
 
@@ -25,21 +31,25 @@ class HostFilter:
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
         self._filter: MissFilter | None = None
+        self._new: MissFilter | None = None
+        self._memory = bytearray()
 
     def carry_out(self, effect: FilterEffect) -> None:
         """Write as the shell does."""
         match effect:
-            case MakeFilter():
+            case MakeFilter(_, capacity):
+                self._memory, epoch = bytearray(size_of(capacity)), self._tier.epoch
+                self._new = MissFilter(memoryview(self._memory), owner=OWNER, epoch=epoch)
+            case NamesChanged(came, left, is_new):
+                one = self._new if is_new else self._filter
+                assert one is not None
+                one.change(came, left)
+            case UseFilter():
                 if self._filter is not None:
-                    self._filter.end(effect.generation)
-                memory, epoch = bytearray(size_of(effect.capacity)), self._tier.epoch
-                self._filter = MissFilter(memoryview(memory), owner=OWNER, epoch=epoch)
-                self._filter.change(effect.names, ())
-                reader = MissFilterReader(memory, owner=OWNER, epoch=epoch)
+                    self._filter.end()
+                self._filter, epoch = self._new, self._tier.epoch
+                reader = MissFilterReader(self._memory, owner=OWNER, epoch=epoch)
                 self._tier.cluster.filters[epoch] = reader
-            case NamesChanged(came, left):
-                assert self._filter is not None
-                self._filter.change(came, left)
             case SwitchFilter(is_complete):
                 assert self._filter is not None
                 self._filter.switch(FilterState.OPEN if is_complete else FilterState.CLOSED)

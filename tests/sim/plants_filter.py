@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import pytest
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block
-from kvbm_host_tier.core.findable import FilterEffect, Findable
+from kvbm_host_tier.core.filter_messages import FilterEffect
+from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 
 from tests.sim.plant import ONE_HOST, TWO_HOSTS, Plant

@@ -5,54 +5,39 @@ Those who keep such names tell of each that comes and goes. At the end of a step
 as one effect, in front of the others: an engine that hears of a block finds its name in the filter.
 
 The filter is complete unless blocks of peers can be had, which are listed nowhere here.
+
+One that has become too small is followed by a larger one. That is written a slice at a tick, first
+the names of its beginning and then what has changed since, while the one before stays in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from kvbm_common.identity import SequenceHash
 
-CAPACITY_LEAST = 4_096
-"""Names that a filter has room for at least: 48 KiB."""
+from kvbm_host_tier.core.filter_messages import (
+    FilterEffect,
+    MakeFilter,
+    NamesChanged,
+    SwitchFilter,
+    UseFilter,
+)
+from kvbm_host_tier.core.limits import HostTierLimits
+
 GROWTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class MakeFilter:
-    """Make a filter with these names, and end the one before it."""
-
-    generation: int
-    """Counts the filters of this life."""
-    capacity: int
-    names: tuple[SequenceHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NamesChanged:
-    """Write into the filter what came, and then what left."""
-
-    came: tuple[SequenceHash, ...]
-    left: tuple[SequenceHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchFilter:
-    """Say whether a name that is not in the filter cannot be found."""
-
-    is_complete: bool
-
-
-FilterEffect = MakeFilter | NamesChanged | SwitchFilter
 
 
 class Findable:
     """The changes of the present step, and what the filter is made for."""
 
-    def __init__(self, *, wanted: bool) -> None:
-        """Follow names if a filter is `wanted`; `sources` must be set before the first step."""
-        self._wanted = wanted
+    def __init__(self, limits: HostTierLimits) -> None:
+        """Follow names if a filter is wanted; `sources` must be set before the first step."""
+        assert limits.filter_slice > 0, limits
+        self._wanted, self._slice = limits.miss_filter, limits.filter_slice
+        self._names_least = limits.filter_names_least
         self.sources: Callable[[], Iterable[Collection[SequenceHash]]] = tuple
         """Returns the names that each keeper has now."""
         self.count = 0
@@ -64,7 +49,18 @@ class Findable:
         self._left: list[SequenceHash] = []
         self._is_due = False
         """A filter is to be made at the end of this step."""
+        self._unwritten: deque[NamesChanged] | None = None
+        """What the filter that is being made lacks, oldest first; None: none is being made."""
+        self._may_write = False
+        """This step is a tick: the next slice is written."""
+        self._is_used = False
+        """Some filter is in use."""
         self._is_complete = False
+
+    @property
+    def is_making(self) -> bool:
+        """Tell whether a filter is being made, a slice at each tick."""
+        return self._unwritten is not None
 
     def come(self, names: Iterable[SequenceHash]) -> None:
         """Note names that can be found from this step on."""
@@ -80,11 +76,12 @@ class Findable:
         """Have the first filter made: the arena has slots now."""
         assert slot_count > 0, "an arena without slots"
         assert not self.generation, "the arena is cut once"
-        self._make(max(CAPACITY_LEAST, slot_count + GROWTH * self.count))
+        self._make(max(self._names_least, slot_count + GROWTH * self.count))
 
     def tick(self) -> None:
         """Have a larger filter made where names have outgrown it: until then it errs more often."""
-        if self.generation and self.count > self._capacity:
+        self._may_write = True
+        if self.generation and not self.is_making and self.count > self._capacity:
             self._make(GROWTH * self.count)
 
     def _make(self, capacity: int) -> None:
@@ -94,8 +91,10 @@ class Findable:
 
     def settle(self, *, is_complete: bool) -> list[FilterEffect]:
         """Return what has to be written before anything else of this step is done."""
-        came, left = self._came, self._left
-        if not (came or left or self._is_due or is_complete is not self._is_complete):
+        came, left, may_write = self._came, self._left, self._may_write
+        self._may_write = False
+        changed = came or left or self._is_due or is_complete is not self._is_complete
+        if not changed and not (may_write and self.is_making):
             return []
         self.count += len(came) - len(left)
         assert self.count >= 0, f"{self.count} names can be found"
@@ -103,17 +102,52 @@ class Findable:
         if not self.generation:
             return []
         effects: list[FilterEffect] = []
-        if self._is_due:
-            self._is_due, self._is_complete = False, False
-            names = tuple(name for source in self.sources() for name in source)
-            assert len(names) == self.count, f"{self.count} names are known, {len(names)} kept"
-            effects.append(MakeFilter(self.generation, self._capacity, names))
-        elif came or left:
+        if self._is_used and (came or left):
             effects.append(NamesChanged(tuple(came), tuple(left)))
-        if is_complete is not self._is_complete:
+        if self._is_due:
+            effects += self._begin()
+        elif self._unwritten is not None and (came or left):
+            self._unwritten += self._slices(came, left)
+        if may_write or not self._unwritten:
+            effects += self._go_on()
+        if self._is_used and is_complete is not self._is_complete:
             self._is_complete = is_complete
             effects.append(SwitchFilter(is_complete))
         return effects
+
+    def _begin(self) -> list[FilterEffect]:
+        """Begin a filter with all names that there are at the end of this step."""
+        assert not self.is_making, f"filter {self.generation} is being made"
+        self._is_due = False
+        names = list(chain.from_iterable(self.sources()))
+        assert len(names) == self.count, f"{self.count} names are known, {len(names)} kept"
+        self._unwritten = deque(self._slices(names, ()))
+        return [MakeFilter(self.generation, self._capacity)]
+
+    def _go_on(self) -> list[FilterEffect]:
+        """Write the next slice into the filter that is being made; after the last one, use it."""
+        if self._unwritten is None:
+            return []
+        effects: list[FilterEffect] = []
+        room = self._slice
+        while self._unwritten and room > 0:
+            part = self._unwritten.popleft()
+            room -= len(part.came) + len(part.left)
+            effects.append(part)
+        if not self._unwritten:
+            self._unwritten, self._is_used, self._is_complete = None, True, False
+            effects.append(UseFilter())
+        return effects
+
+    def _slices(
+        self, came: Sequence[SequenceHash], left: Sequence[SequenceHash]
+    ) -> Iterator[NamesChanged]:
+        """Cut a change into what one step can write: first what came, then what left."""
+        size = self._slice
+        for start in range(0, len(came), size):
+            yield NamesChanged(tuple(came[start : start + size]), (), is_new=True)
+        for start in range(0, len(left), size):
+            yield NamesChanged((), tuple(left[start : start + size]), is_new=True)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics."""

@@ -43,6 +43,10 @@ class HostTierLimits:
     """The speed of computing, to weigh loads (KVBM_RECOMPUTE_TOKENS_PER_S); 0: they are not."""
     miss_filter: bool = False
     """Engines read which names a lookup may find (KVBM_MISS_FILTER)."""
+    filter_names_least: int = 4_096
+    """Names that a filter has room for at least: 48 KiB."""
+    filter_slice: int = 32_768
+    """Names that one step writes into a filter that is being made: some 10 ms."""
     traces: bool = False
     """Onboards are traced (KVBM_OTLP_ENDPOINT)."""
     scrub_cpu_percent: float = 0.0

@@ -22,6 +22,7 @@ from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored, Tier
 from kvbm_common.wire.verbs import SnapshotPart, SnapshotReply
 
 from kvbm_host_tier.core.findable import Findable
+from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.messages import AskDiskSnapshot
 
 LOWER: tuple[Tier, ...] = ("disk", "object")
@@ -62,7 +63,7 @@ class LowerTierView:
         """Start without instances; `former` keeps the names of what left long ago, and `findable`
         hears of all that come and go."""
         self._tier: Tier = tier
-        self._findable = findable or Findable(wanted=False)
+        self._findable = findable or Findable(HostTierLimits())
         self._holding: dict[SequenceHash, Holding] = {}
         self._last = Holding("", 0, b"")
         """The last one that was made: the next event is mostly of blocks that are alike."""

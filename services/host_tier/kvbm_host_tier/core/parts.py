@@ -53,7 +53,7 @@ class Parts:
         epoch = announcer.epoch
         self.announcer = announcer
         former = FormerBlocks()
-        self.findable = findable = Findable(wanted=means.limits.miss_filter)
+        self.findable = findable = Findable(means.limits)
         self.below = below = LowerTiers(former, findable)
         self.held = held = HeldBlocks(
             announcer, below, former, findable, means, policy=policy, staging=staging

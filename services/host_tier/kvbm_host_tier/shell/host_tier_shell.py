@@ -38,7 +38,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_host_tier.core.core import HostTierCore
-from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.filter_messages import MakeFilter, NamesChanged, SwitchFilter, UseFilter
 from kvbm_host_tier.core.lower_tiers import tier_of
 from kvbm_host_tier.core.messages import (
     AdminAsked,
@@ -337,7 +337,7 @@ class HostTierShell:
                 return self._tell(subject, hits_codec.encode(ours))
             case ScrubSlots() | ScrubFound():
                 return self._scrubber.carry_out(effect)
-            case MakeFilter() | NamesChanged() | SwitchFilter():
+            case MakeFilter() | NamesChanged() | UseFilter() | SwitchFilter():
                 self._filter.carry_out(effect)
             case _:
                 return self._carry_to_peers(effect)

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from kvbm_common.memory.arena import Arena, ArenaNoSpace, ArenaUnavailable
 from kvbm_common.memory.miss_filter import FilterState, MissFilter, make_file, owner_of
 
-from kvbm_host_tier.core.findable import FilterEffect, MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.filter_messages import (
+    FilterEffect,
+    MakeFilter,
+    NamesChanged,
+    SwitchFilter,
+    UseFilter,
+)
 from kvbm_host_tier.core.view import HostTierView
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filter:
+    filter: MissFilter
+    file: Arena
+    generation: int
 
 
 class MissFilterWriter:
@@ -19,40 +33,48 @@ class MissFilterWriter:
     def __init__(self, view: HostTierView, host: str, source: str) -> None:
         self._view = view
         self._owner = owner_of(host, source)
-        self._file: Arena | None = None
-        self._filter: MissFilter | None = None
+        self._used: _Filter | None = None
+        self._new: _Filter | None = None
+        """The one that is being made."""
 
     def carry_out(self, effect: FilterEffect) -> None:
         """Write a change; readers see it before this returns."""
         match effect:
-            case MakeFilter():
-                self._make(effect)
-            case NamesChanged(came, left):
-                if self._filter is not None:
-                    self._filter.change(came, left)
+            case MakeFilter(generation, capacity):
+                self._new = self._make(generation, capacity)
+            case NamesChanged(came, left, is_new):
+                if (one := self._new if is_new else self._used) is not None:
+                    one.filter.change(came, left)
+            case UseFilter():
+                self._use()
             case SwitchFilter(is_complete):
-                if self._filter is not None:
-                    self._filter.switch(FilterState.OPEN if is_complete else FilterState.CLOSED)
+                if self._used is not None:
+                    state = FilterState.OPEN if is_complete else FilterState.CLOSED
+                    self._used.filter.switch(state)
 
-    def _make(self, effect: MakeFilter) -> None:
-        former, former_file = self._filter, self._file
-        self._filter = self._file = None
+    def _make(self, generation: int, capacity: int) -> _Filter | None:
         try:
-            file = make_file(self._view.arena.path, effect.generation, effect.capacity)
+            file = make_file(self._view.arena.path, generation, capacity)
         except (ArenaNoSpace, ArenaUnavailable) as error:
             log.warning("no miss filter: engines ask about every block: %s", error)
-        else:
-            memory = file.view(0, file.bytes)
-            made = MissFilter(memory, owner=self._owner, epoch=self._view.epoch)
-            made.change(effect.names, ())
-            self._filter, self._file = made, file
-        if former is not None and former_file is not None:
-            former.end(effect.generation if self._filter is not None else 0)
-            former_file.close()
+            return None
+        memory = file.view(0, file.bytes)
+        made = MissFilter(memory, owner=self._owner, epoch=self._view.epoch)
+        return _Filter(made, file, generation)
+
+    def _use(self) -> None:
+        """Have the filter that was made follow the one in use, which stays where none was made."""
+        if self._new is None:
+            return
+        if self._used is not None:
+            self._used.filter.end(self._new.generation)
+            self._used.file.close()
+        self._used, self._new = self._new, None
 
     def close(self) -> None:
-        """End the filter and unlink its file; readers keep what they have mapped."""
-        if self._filter is not None and self._file is not None:
-            self._filter.end()
-            self._file.close()
-        self._filter = self._file = None
+        """End the filters and unlink their files; readers keep what they have mapped."""
+        for one in (self._used, self._new):
+            if one is not None:
+                one.filter.end()
+                one.file.close()
+        self._used = self._new = None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from kvbm_common.memory.miss_filter import FilterState, MissFilter, MissFilterReader, size_of
 from kvbm_common.wire.local import Found, Welcome
-from kvbm_host_tier.core import findable
-from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.filter_messages import (
+    FilterEffect,
+    MakeFilter,
+    NamesChanged,
+    SwitchFilter,
+    UseFilter,
+)
 from kvbm_host_tier.core.messages import (
     AskFill,
     DiskSnapshot,
@@ -34,6 +38,8 @@ from tests.services.host_tier.helpers import (
 from tests.services.host_tier.peer_helpers import ANN
 
 NUMBERS = range(1, 60)
+ROOMY = 1_000
+"""A filter for so many names denies every other of so few."""
 
 
 class FilteredHost(Host):
@@ -42,11 +48,14 @@ class FilteredHost(Host):
     def __init__(self, **limits: Any) -> None:
         self.reader: MissFilterReader | None = None
         self.made: list[MakeFilter] = []
+        self.used = 0
+        self.filter: MissFilter | None = None
+        self.new: MissFilter | None = None
         super().__init__(**({"miss_filter": True} | limits))
 
     def step(self, event: Input) -> list[Effect]:
         effects = super().step(event)
-        kinds = [isinstance(one, MakeFilter | NamesChanged | SwitchFilter) for one in effects]
+        kinds = [isinstance(one, FilterEffect) for one in effects]
         assert kinds == sorted(kinds, reverse=True), "something is done before the filter is right"
         for effect in effects:
             self._write(effect)
@@ -57,13 +66,18 @@ class FilteredHost(Host):
         match effect:
             case MakeFilter():
                 self.made.append(effect)
-                memory = bytearray(size_of(effect.capacity))
-                self.filter = MissFilter(memoryview(memory), owner=1, epoch=EPOCH)
-                self.filter.change(effect.names, ())
-                self.reader = MissFilterReader(memory, owner=1, epoch=EPOCH)
-            case NamesChanged(came, left):
-                self.filter.change(came, left)
+                self.memory = bytearray(size_of(effect.capacity))
+                self.new = MissFilter(memoryview(self.memory), owner=1, epoch=EPOCH)
+            case NamesChanged(came, left, is_new):
+                one = self.new if is_new else self.filter
+                assert one is not None
+                one.change(came, left)
+            case UseFilter():
+                self.used += 1
+                self.filter = self.new
+                self.reader = MissFilterReader(self.memory, owner=1, epoch=EPOCH)
             case SwitchFilter(is_complete):
+                assert self.filter is not None
                 self.filter.switch(FilterState.OPEN if is_complete else FilterState.CLOSED)
             case _:
                 pass
@@ -73,7 +87,7 @@ class FilteredHost(Host):
         may_find = {n for n in NUMBERS if self.core.view.may_find(name(n))}
         denied = {n for n in NUMBERS if self.denies(n)}
         assert not denied & may_find
-        if self.reader is not None and self.made[-1].capacity >= findable.CAPACITY_LEAST > 1:
+        if self.reader is not None and self.made[-1].capacity >= ROOMY:
             assert denied | may_find == set(NUMBERS)
 
     def denies(self, number: int) -> bool:
@@ -153,10 +167,9 @@ def test_peers_that_no_block_is_read_from_do_not_matter() -> None:
     assert host.denies(1)
 
 
-def test_a_filter_that_is_too_small_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_that_is_too_small_is_made_again() -> None:
     """By the next tick, with all names; engines that come later are welcomed with it."""
-    monkeypatch.setattr(findable, "CAPACITY_LEAST", 1)
-    host = FilteredHost(slots=2)
+    host = FilteredHost(slots=2, filter_names_least=1)
     host.disk_stored(*range(10, 20))
     assert [(one.generation, one.capacity) for one in host.made] == [(1, 2)]
     host.wait(50)
@@ -167,6 +180,30 @@ def test_a_filter_that_is_too_small_is_made_again(monkeypatch: pytest.MonkeyPatc
     greeting = hello(role="scheduler")
     effects = host.step(FromEngine(connection(greeting), greeting))
     assert [one.filter for one in of(host.told(effects), Welcome)] == [2]
+
+
+def test_a_large_filter_is_made_a_slice_at_a_tick() -> None:
+    """Goal: no step grows with the number of names, and nothing is forgotten meanwhile.
+
+    1. Ten names, four a tick: the filter before stays in use. 2. What comes and leaves meanwhile is
+    written last.
+    """
+    host = FilteredHost(slots=2, filter_names_least=1, filter_slice=4)
+    host.disk_stored(*range(10, 20))
+    assert host.used == 1, "the first one, without names"
+    host.wait(50)
+    assert (len(host.made), host.used) == (2, 1)
+    assert not host.core.view.is_quiet, "ticks come often"
+    host.disk_removed(10, 11)
+    host.disk_stored(30)
+    ticks = 0
+    while host.used == 1:
+        assert [host.denies(n) for n in (12, 30)] == [False, False]
+        host.wait(50)
+        ticks += 1
+    assert ticks == 3, "4, 2 and 3 names"
+    assert [host.denies(n) for n in (10, 11, 12, 19, 30)] == [True, True, False, False, False]
+    assert host.core.view.is_quiet
 
 
 def test_without_the_setting_there_is_no_filter() -> None:

@@ -9,7 +9,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.memory.arena import ArenaUnavailable
 from kvbm_common.memory.miss_filter import FilterState, MissFilterReader, map_file, owner_of
 from kvbm_host_tier.core.core import HostTierCore
-from kvbm_host_tier.core.findable import MakeFilter, NamesChanged, SwitchFilter
+from kvbm_host_tier.core.filter_messages import MakeFilter, NamesChanged, SwitchFilter, UseFilter
 from kvbm_host_tier.core.messages import ArenaInfo
 from kvbm_host_tier.shell.miss_filter_writer import MissFilterWriter
 
@@ -24,6 +24,13 @@ def writer_beside(arena: Path) -> MissFilterWriter:
     info = ArenaInfo(str(arena), 4096, 4096, b"")
     core = HostTierCore(host="h", instance="0", epoch=EPOCH, arena=info)
     return MissFilterWriter(core.view, "h", "host-tier-0")
+
+
+def make(writer: MissFilterWriter, generation: int, capacity: int, *names: SequenceHash) -> None:
+    """Make a filter with these names, and use it."""
+    writer.carry_out(MakeFilter(generation, capacity))
+    writer.carry_out(NamesChanged(names, (), is_new=True))
+    writer.carry_out(UseFilter())
 
 
 def read(arena: Path, generation: int) -> MissFilterReader:
@@ -43,7 +50,7 @@ def test_a_reader_sees_each_change(tmp_path: Path) -> None:
     writer.carry_out(NamesChanged((name(1),), ()))
     with pytest.raises(ArenaUnavailable):
         read(arena, 1)
-    writer.carry_out(MakeFilter(1, 64, (name(1),)))
+    make(writer, 1, 64, name(1))
     reader = read(arena, 1)
     assert found(reader, name(1), name(2)) == [True, True]
     writer.carry_out(SwitchFilter(is_complete=True))
@@ -60,10 +67,14 @@ def test_a_reader_sees_each_change(tmp_path: Path) -> None:
 def test_a_larger_filter_ends_the_one_before(tmp_path: Path) -> None:
     arena = tmp_path / "arena"
     writer = writer_beside(arena)
-    writer.carry_out(MakeFilter(1, 1, (name(1),)))
+    make(writer, 1, 1, name(1))
     writer.carry_out(SwitchFilter(is_complete=True))
     first = read(arena, 1)
-    writer.carry_out(MakeFilter(2, 64, (name(1), name(2))))
+    writer.carry_out(MakeFilter(2, 64))
+    writer.carry_out(NamesChanged((name(1), name(2)), (), is_new=True))
+    assert (first.state, first.next_generation) == (FilterState.OPEN, 0), "it is still in use"
+    assert read(arena, 2).state is FilterState.CLOSED
+    writer.carry_out(UseFilter())
     writer.carry_out(SwitchFilter(is_complete=True))
     assert (first.state, first.next_generation) == (FilterState.ENDED, 2)
     assert found(read(arena, 2), name(1), name(2), name(3)) == [True, True, False]
@@ -73,7 +84,7 @@ def test_a_larger_filter_ends_the_one_before(tmp_path: Path) -> None:
 
 def test_without_room_for_it_engines_ask(caplog: pytest.LogCaptureFixture) -> None:
     writer = writer_beside(Path("/nowhere/arena"))
-    writer.carry_out(MakeFilter(1, 64, ()))
+    make(writer, 1, 64)
     writer.carry_out(NamesChanged((name(1),), ()))
     writer.carry_out(SwitchFilter(is_complete=True))
     writer.close()
