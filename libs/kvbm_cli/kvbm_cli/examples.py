@@ -28,6 +28,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "filter": ("kvbm filter --tier disk --off", "kvbm filter --tier disk --pass-count 3"),
     "index": ("kvbm index holders", f"kvbm index where {_BLOCK}"),
     "jobs": ("kvbm jobs", "kvbm jobs 0f3a9c5d12e4b678 --cancel"),
+    "kube-secrets": ("kvbm kube-secrets --out kvbm-creds --nodes gpu-a,gpu-b --namespace kvbm",),
     "loglevel": ("kvbm loglevel debug --kind host-tier",),
     "nats-config": ("kvbm nats-config --out nats --hosts gpu-a,gpu-b --names nats.example",),
     "nats-streams": ("kvbm nats-streams --follow",),

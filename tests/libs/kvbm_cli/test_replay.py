@@ -74,8 +74,9 @@ def test_capacities_in_blocks_and_percent() -> None:
 
 
 def simulate(*arguments: str) -> tuple[int, str]:
-    """The command as a user runs it: exit code and output."""
-    result = CliRunner().invoke(make_app(["simulate"]), ["simulate", *arguments])
+    """The command as a user runs it: exit code and output, on a wide terminal."""
+    wide = CliRunner(env={"COLUMNS": "1000", "TERMINAL_WIDTH": "1000"})
+    result = wide.invoke(make_app(["simulate"]), ["simulate", *arguments])
     return result.exit_code, result.output
 
 

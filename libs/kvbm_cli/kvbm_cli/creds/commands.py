@@ -117,11 +117,12 @@ def nats_config(
     with errors_told():
         given |= stream_room(Settings.load())
         layout = layout_of(out, {name: value for name, value in given.items() if value})
-        _check_directory(out)
+        require_directory(out)
         print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
 
 
-def _check_directory(out: Path) -> None:
+def require_directory(out: Path) -> None:
+    """Raise ConfigError unless a directory is named."""
     if out == Path():
         raise ConfigError("--out", "", "a directory: `--out .` would change this one's mode, too")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from kvbm_common.config.schema import host_of
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 
-from kvbm_cli.creds.commands import errors_told, layout_of, stream_room
+from kvbm_cli.creds.commands import errors_told, layout_of, require_directory, stream_room
 from kvbm_cli.creds.containers import MOUNTED_AT, NATS, SCRAPE, SETS, STREAMS, fill
 from kvbm_cli.creds.nats_config import CONFIGURATION, SHARED, Layout, names_of, read_layout
 from kvbm_cli.creds.tls_files import ETCD
@@ -43,12 +44,33 @@ SERVERS_MAX = 5
 """Servers with a name in the certificate: as many as may keep a stream."""
 
 
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+"""A name in Kubernetes (RFC 1123); a node's may be several with dots between."""
+NAMESPACE_CHARS, NODE_CHARS = 63, 253
+PREFIX_CHARS = 39
+"""As the chart cuts it: the longest name behind it must still be one."""
+
+
 class Release(msgspec.Struct, frozen=True, kw_only=True):
     """What the Secrets are for: what the next run takes where nothing is given."""
 
     nodes: tuple[str, ...] = ()
     prefix: str = "kvbm"
     namespace: str = "default"
+
+    def check(self) -> Release:
+        """Return the release; raises ConfigError for what Kubernetes would not take."""
+        accepted = "a name of small letters, digits and dashes, of at most {} characters"
+        for option, name, most in (
+            ("--prefix", self.prefix, PREFIX_CHARS),
+            ("--namespace", self.namespace, NAMESPACE_CHARS),
+        ):
+            if len(name) > most or not NAME.fullmatch(name):
+                raise ConfigError(option, name, accepted.format(most))
+        for node in self.nodes:
+            if len(node) > NODE_CHARS or not all(map(NAME.fullmatch, node.split("."))):
+                raise ConfigError("--nodes", node, f"{accepted.format(NODE_CHARS)}, or dots")
+        return self
 
 
 def kube_secrets(
@@ -81,12 +103,13 @@ def write_secrets(
     rotate: bool = False, drop_old: bool = False,
 ) -> Path:  # fmt: skip
     """Write credentials and the file of Secrets, which is returned; raises ConfigError."""
+    require_directory(out)
     earlier = _read_release(out)
     release = Release(
         nodes=tuple(nodes) or earlier.nodes,
         prefix=prefix or earlier.prefix,
         namespace=namespace or earlier.namespace,
-    )
+    ).check()
     hosts = hosts_of(release.nodes)
     before = read_layout(out) or Layout(hosts=())
     own_names = (*server_names(release.prefix, release.namespace), *(names or before.names))
@@ -192,5 +215,9 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _read_release(out: Path) -> Release:
-    path = out / RELEASE
-    return msgspec.json.decode(path.read_bytes(), type=Release) if path.exists() else Release()
+    try:
+        return msgspec.json.decode((out / RELEASE).read_bytes(), type=Release)
+    except FileNotFoundError:
+        return Release()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("--out", out, f"a directory of yours ({error})") from error

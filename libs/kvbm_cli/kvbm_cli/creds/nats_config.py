@@ -14,6 +14,7 @@ and leaves what is there. The server's configuration has public keys only.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,6 +70,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 _check_name(option, name)
         if not LISTEN.fullmatch(self.listen):
             raise ConfigError("--listen", self.listen, "ADDRESS:PORT, as 0.0.0.0:4222")
+        for option, names in (("--names", self.names), ("--etcd-names", self.etcd_names)):
+            for name in names:
+                _check_server_name(option, name)
         return self
 
     @property
@@ -78,6 +82,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return [*(str(number) for number in range(self.instances)), *several]
 
 
+SERVER_NAME = re.compile(r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.?)+")
+"""A name of DNS as a certificate has it, perhaps of all in a domain."""
+SERVER_NAME_CHARS = 253
 LISTEN = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-f:.]+\]):\d{1,5}")
 
 
@@ -231,3 +238,11 @@ def names_of(text: str) -> tuple[str, ...]:
     """
     parts: Iterable[str] = (part.strip() for part in text.split(","))
     return tuple(dict.fromkeys(part for part in parts if part))
+
+
+def _check_server_name(option: str, name: str) -> None:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if len(name) > SERVER_NAME_CHARS or not SERVER_NAME.fullmatch(name):
+            raise ConfigError(option, name, "names of DNS, or addresses") from None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
 from kvbm_cli.creds import kubernetes
-from kvbm_cli.creds.kubernetes import FILE, SECRET_BYTES_MAX, hosts_of, write_secrets
+from kvbm_cli.creds.kubernetes import FILE, SECRET_BYTES_MAX, Release, hosts_of, write_secrets
 from kvbm_common.access import nkeys
 from kvbm_common.access.roles import ADMIN, ROLES
 from kvbm_common.errors import ConfigError
@@ -142,3 +143,14 @@ def test_a_secret_that_is_too_large_is_refused(
     written(tmp_path / "out", "a")
     with pytest.raises(ConfigError, match="fewer"):
         written(tmp_path / "out", *NODES)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [("prefix", "A"), ("prefix", "-n"), ("prefix", "x" * 40), ("namespace", "a b"),
+     ("namespace", "a.b"), ("nodes", ("gpu-a", "a_b")), ("nodes", (".a",)), ("nodes", ("é",))],
+)  # fmt: skip
+def test_a_name_that_kubernetes_would_refuse_is_refused_before(field: str, wrong: object) -> None:
+    given: dict[str, Any] = {"nodes": ("ip-10-0-0-1.internal",), field: wrong}
+    with pytest.raises(ConfigError, match=f"--{field}"):
+        Release(**given).check()

@@ -10,9 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from kvbm_cli.creds.commands import layout_of, write_all
-from kvbm_cli.creds.nats_config import places_of
+from kvbm_cli.creds.nats_config import Layout, places_of
 from kvbm_common.access.nats_access import NatsAccess, nats_access
 from kvbm_common.access.roles import CONSUMER
 from kvbm_common.errors import BusUnavailable, ConfigError
@@ -153,3 +154,12 @@ async def connects(access: NatsAccess) -> bool:
         return False
     await bus.close()
     return True
+
+
+@pytest.mark.parametrize("wrong", ["a b", "é", "*", "a..b", ".", "-a", "\x1b[2J", "x" * 300])
+@pytest.mark.parametrize("field", ["names", "etcd_names"])
+def test_what_is_no_name_of_a_server_is_refused_by_its_option(field: str, wrong: str) -> None:
+    layout = Layout(hosts=("a",), names=("nats.example", "*.example", "10.0.0.5", "fd00::5"))
+    assert layout.check() == layout
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
+        msgspec.structs.replace(layout, **{field: (wrong,)}).check()
