@@ -11,6 +11,9 @@ from kvbm_common.memory.arena import ArenaUnavailable
 from kvbm_common.memory.miss_filter import FilterState, MissFilterReader, map_file, owner_of
 from kvbm_common.wire.local import Welcome
 
+UNSEEN_MAX = 32
+"""Filters of one life that an engine may have missed: each has room for twice as many names."""
+
 log = logging.getLogger(__name__)
 
 
@@ -56,8 +59,15 @@ class MissFilterAccess:
         return None
 
     def _follow(self, mapped: Mapped) -> None:
-        """Map the filter that has followed this one; the next question is put to it."""
-        self._map(mapped.arena_path, mapped.owner, mapped.epoch, mapped.reader.next_generation)
+        """Map the filter that has followed this one; the next question is put to it.
+
+        Of an engine that has asked nothing for long that one has ended, too, and is unlinked.
+        """
+        first = mapped.reader.next_generation
+        for generation in range(first, first + UNSEEN_MAX):
+            self._map(mapped.arena_path, mapped.owner, mapped.epoch, generation)
+            if self._mapped is not None:
+                return
 
     def _map(self, arena_path: str, owner: int, epoch: int, generation: int) -> None:
         try:

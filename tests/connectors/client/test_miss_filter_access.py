@@ -22,6 +22,7 @@ class Filters:
 
     def __init__(self, directory: Path) -> None:
         self.arena = str(directory / "arena")
+        Path(self.arena).touch()
         self._files: list[Arena] = []
 
     def make(self, generation: int = 1, *, epoch: int = EPOCH) -> MissFilter:
@@ -104,3 +105,22 @@ def test_a_filter_that_has_ended_is_followed_by_the_next(filters: Filters) -> No
     assert access.denies_any(GONE) is True
     second.end(3)
     assert [access.denies_any(GONE) for _ in range(3)] == [None, None, None]
+
+
+def test_an_engine_that_has_missed_several_filters_finds_the_last(filters: Filters) -> None:
+    """The second one has ended and is unlinked by the time that the engine looks."""
+    first = filters.make()
+    access = MissFilterAccess()
+    access.welcomed(filters.welcome())
+    first.end(2)
+    filters.make(3)
+    assert access.denies_any(GONE) is None
+    assert (access.denies_any(HERE), access.denies_any(GONE)) == (False, True)
+
+
+def test_a_next_generation_that_cannot_be_ends_the_questions(filters: Filters) -> None:
+    first = filters.make()
+    access = MissFilterAccess()
+    access.welcomed(filters.welcome())
+    first.end(2**63)
+    assert [access.denies_any(GONE) for _ in range(2)] == [None, None]

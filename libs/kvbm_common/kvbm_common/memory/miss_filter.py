@@ -16,6 +16,8 @@ read was in force then. A filter that is too small ends, and names the generatio
 from __future__ import annotations
 
 import mmap
+import os
+import stat
 import struct
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
@@ -40,6 +42,7 @@ FEW = 24
 """Names that are written one by one: numpy costs as much for one as for so many."""
 SLICE = 65_536
 """Names that are written together; a million then take a second's third, and little memory."""
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _EPOCH, _OWNER, _STATE, _NEXT = 1, 2, 3, 4
 _words = struct.Struct("<4I").unpack
 _state = struct.Struct("<Q").unpack_from
@@ -161,8 +164,9 @@ class MissFilterReader:
 
     @property
     def state(self) -> FilterState:
-        """Return what the filter is good for now."""
-        return FilterState(_state(self._memory, 8 * _STATE)[0])
+        """Return what the filter is good for now; what is unknown is good for nothing."""
+        word: int = _state(self._memory, 8 * _STATE)[0]
+        return FilterState(word) if word <= FilterState.ENDED else FilterState.ENDED
 
     @property
     def next_generation(self) -> int:
@@ -178,10 +182,26 @@ def make_file(arena_path: str, generation: int, capacity: int) -> Arena:
 
 
 def map_file(arena_path: str, generation: int) -> mmap.mmap:
-    """Map the memory of a filter to read it. Raises ArenaUnavailable."""
+    """Map the memory of a filter to read it. Raises ArenaUnavailable.
+
+    In a directory that all may write to, the name may have been taken by another user, whose filter
+    would deny everything, or be cut off under its reader.
+    """
     path = path_of(arena_path, generation)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        fd = os.open(path, flags)
+        try:
+            _require_owner(os.fstat(fd), os.stat(arena_path))
+            return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
     except (OSError, ValueError) as error:  # ValueError: it is empty, or has a NUL.
         raise ArenaUnavailable(f"cannot map {path}: {error}") from error
+
+
+def _require_owner(found: os.stat_result, arena: os.stat_result) -> None:
+    """Raise ValueError for anything but a file of the arena's owner that no other may write."""
+    is_file = stat.S_ISREG(found.st_mode)
+    if not is_file or found.st_uid != arena.st_uid or found.st_mode & WRITABLE_BY_OTHERS:
+        raise ValueError("it is not a file that the arena's owner alone can write")

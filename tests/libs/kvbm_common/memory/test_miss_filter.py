@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +134,7 @@ def test_files_lie_beside_the_arena(tmp_path: Path) -> None:
     arena = str(tmp_path / "arena")
     file = miss_filter.make_file(arena, 2, 8)
     assert [one.name for one in tmp_path.iterdir()] == ["arena-names-2"]
+    Path(arena).touch()
     writer = MissFilter(file.view(0, file.bytes), owner=OWNER, epoch=EPOCH)
     writer.switch(FilterState.OPEN)
     reader = MissFilterReader(miss_filter.map_file(arena, 2), owner=OWNER, epoch=EPOCH)
@@ -140,4 +142,38 @@ def test_files_lie_beside_the_arena(tmp_path: Path) -> None:
     with pytest.raises(ArenaUnavailable):
         miss_filter.map_file(arena, 1)
     file.close()
-    assert not [*tmp_path.iterdir()]
+    assert [one.name for one in tmp_path.iterdir()] == ["arena"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "writable by others", "another's"])
+def test_what_another_user_may_have_put_there_is_not_mapped(tmp_path: Path, kind: str) -> None:
+    """Goal: who takes the name of a filter makes no engine miss, hang or die."""
+    arena = tmp_path / "arena"
+    arena.touch()
+    file = miss_filter.make_file(str(tmp_path / "made"), 1, 8)
+    found, path = tmp_path / "made-names-1", tmp_path / "arena-names-1"
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(found)
+        case "directory":
+            path.mkdir()
+        case "writable by others":
+            found.rename(path)
+            path.chmod(0o620)
+        case _:
+            if os.geteuid():
+                pytest.skip("only root can give a file away")
+            found.rename(path)
+            os.chown(path, 65534, 65534)
+    with pytest.raises(ArenaUnavailable):
+        miss_filter.map_file(str(arena), 1)
+    file.close()
+
+
+def test_a_state_that_there_is_not_is_the_end() -> None:
+    _, reader, memory = pair()
+    memory[24] = 7
+    assert reader.state is FilterState.ENDED
+    assert not reader.lacks_any(names_of([1]))
