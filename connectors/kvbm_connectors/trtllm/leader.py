@@ -195,16 +195,18 @@ class LeaderSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None or not tracked.promised:
             return
-        size, first = self._block_tokens, tracked.local
-        kept_before = max(0, -(-start // size) - first)
-        dropped_before = max(0, end // size - first)
-        if dropped_before >= len(tracked.promised) or kept_before:
-            self._keeper.give_up(tracked.promised[kept_before:])
-            tracked.promised = tracked.promised[:kept_before]
+        size, first, count = self._block_tokens, tracked.local, len(tracked.promised)
+        # Blocks of which some tokens are still counted on are kept.
+        begin, after = max(0, -(-start // size) - first), min(count, end // size - first)
+        if begin >= after:
+            return
+        if begin or after == count:
+            self._keeper.give_up(tracked.promised[begin:])
+            tracked.promised = tracked.promised[:begin]
         else:
-            self._keeper.give_up(tracked.promised[:dropped_before])
-            tracked.promised = tracked.promised[dropped_before:]
-            tracked.local += dropped_before
+            self._keeper.give_up(tracked.promised[:after])
+            tracked.promised = tracked.promised[after:]
+            tracked.local += after
 
     def reset(self, request: Request) -> None:
         """Forget a request that begins again, with other blocks, and give up its promises; one with

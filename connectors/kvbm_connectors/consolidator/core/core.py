@@ -118,10 +118,11 @@ class ConsolidatorCore:
                 for effect in self.engines.step(event, now_ms):
                     self._overhear(effect, now_ms)
                     effects += [] if isinstance(effect, Learn) else [effect]
-        self.router.forget_ended(now_ms)
         if isinstance(event, Tick | TierJoined):
             effects += [AskSnapshot(source) for source in tiers.ask(now_ms)]
-        return effects + self._say()
+        effects += self._say()
+        self.router.forget_ended(now_ms)  # Now: what has just ended holds no blocks any more.
+        return effects
 
     def _overhear(self, effect: EngineEffect, now_ms: int) -> None:
         """Apply what the engines' side does to the consolidated stream and to the router stream."""

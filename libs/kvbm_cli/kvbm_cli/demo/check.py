@@ -13,7 +13,10 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.dumps import ask_dump
+from kvbm_common.nats.jetstream import last_stored
 from kvbm_common.nats.snapshots import ask_snapshot
+from kvbm_common.nats.streams import EVENTS
+from kvbm_common.wire.events import SUBJECT_PREFIX, Cleared, event_codec
 from kvbm_common.wire.verbs import (
     HolderDump,
     SnapshotReply,
@@ -64,6 +67,8 @@ class StackView:
         self._bus = bus
         self._settings = settings
         self._list_tiers = list_tiers
+        self._seen: set[tuple[str, str]] = set()
+        """The tiers that were there once."""
 
     @property
     def is_shared(self) -> bool:
@@ -84,8 +89,25 @@ class StackView:
     async def instances(self, *kinds: str) -> Tiers:
         """Return kind and instance of every service of these kinds that is there now."""
         if self._list_tiers is not None:
-            return [(kind, name) for kind, name in await self._list_tiers() if kind in kinds]
+            there = await self._list_tiers()
+            self._seen.update(there)
+            return [(kind, name) for kind, name in there if kind in kinds]
         return [(kind, name) for kind in kinds for name in instances_of(kind, self._settings)]
+
+    async def lost(self) -> list[str]:
+        """Return the tiers that are gone and have not said that they stop; raises KvbmError."""
+        if self._list_tiers is None:
+            return []
+        there = await self._list_tiers()
+        gone = [f"{kind}-{name}" for kind, name in sorted(self._seen.difference(there))]
+        return [source for source in gone if await self._last_word(source) != "stop"]
+
+    async def _last_word(self, source: str) -> str:
+        """Return why a source has last said that it holds nothing; "": it has not."""
+        subject = f"{SUBJECT_PREFIX}.{self._settings.host}.{source}.{Cleared.__struct_config__.tag}"
+        last = await last_stored(self._bus, EVENTS, subject)
+        event = event_codec.decode(last.payload) if last is not None else None
+        return event.reason if isinstance(event, Cleared) else ""
 
     async def dump(self) -> list[HolderDump]:
         """Return what the index holds, by holder of this host."""
@@ -110,7 +132,7 @@ async def check_stack(
 ) -> Verdict:
     """Wait for a quiet point, then compare every view with the index's.
 
-    Every look asks the tiers that are there then: one that has left since is no trouble.
+    Every look asks the tiers that are there then: one that has left in order is no trouble.
     """
     verdict = Verdict()
     unrest: list[str] = []
@@ -155,6 +177,7 @@ async def _has_answered(view: StackView, kinds: Sequence[str], verdict: Verdict)
         verdict.leases_left += _leases_but_pins(stats)
         verdict.staged_left += stats.slots.get("staged", 0)
         verdict.troubles += [f"{kind}-{instance}: {reason}" for reason in stats.reasons]
+    verdict.troubles += [f"{source} is gone, and has not said why" for source in await view.lost()]
     return True
 
 

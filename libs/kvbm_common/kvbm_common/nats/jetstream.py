@@ -6,6 +6,7 @@ The JetStream API is request/reply in JSON, so this module needs a `Link`, not a
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
@@ -24,6 +25,8 @@ BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Pauses between tries; the last one repeats without end."""
 NO_STREAM = 10059
 """The server's error code for a stream that is not there."""
+NO_MESSAGE = 10037
+"""The server's error code for a subject without messages."""
 NAME_IN_USE = 10058
 """The server's error code for a stream that is there with other limits."""
 
@@ -219,6 +222,42 @@ async def publish_acknowledged(
     reply = await link.request_raw(subject, payload, deadline_s=API_DEADLINE_S, headers=marked)
     raise_for_error(reply.payload)
     return msgspec.json.decode(reply.payload, type=PublishAck)
+
+
+class StoredMessage(msgspec.Struct, frozen=True):
+    """One message of a stream, as the API gives it."""
+
+    seq: int
+    time: datetime
+    """When the server stored it."""
+    data: str = ""
+    """In base64; the server leaves out what is empty."""
+    hdrs: str = ""
+
+    @property
+    def payload(self) -> bytes:
+        """Return the bytes of the message; raises ValueError."""
+        return base64.b64decode(self.data)
+
+    @property
+    def headers(self) -> bytes:
+        """Return the block of headers; raises ValueError."""
+        return base64.b64decode(self.hdrs)
+
+
+class _MessageReply(msgspec.Struct, frozen=True):
+    message: StoredMessage
+
+
+async def last_stored(link: Link, spec: StreamSpec, subject: str) -> StoredMessage | None:
+    """Return the last message on a subject of a stream; None: there is none. Raises KvbmError."""
+    try:
+        reply = await call_api(link, f"STREAM.MSG.GET.{spec.name}", {"last_by_subj": subject})
+    except JetStreamError as error:
+        if error.server_code == NO_MESSAGE:
+            return None
+        raise
+    return msgspec.json.decode(reply, type=_MessageReply).message
 
 
 class Backoff:

@@ -22,8 +22,10 @@ from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.jetstream import (
     JetStreamError,
     Link,
+    StoredMessage,
     call_api,
     ensure_stream,
+    last_stored,
     publish_acknowledged,
 )
 from kvbm_common.nats.streams import object_bucket
@@ -39,8 +41,6 @@ WRITERS_MAX = 16
 """Writers of one name at once; more have something wrong with them."""
 OVERTAKEN = 10071
 """The server's error code for a message that is to follow another than the last one."""
-NO_MESSAGE = 10037
-"""The server's error code for a subject without messages."""
 
 
 class ObjectBroken(KvbmError):
@@ -68,19 +68,6 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    data: str = ""
-    """The server leaves out what is empty."""
-    hdrs: str = ""
-    seq: int = 0
-    time: datetime | None = None
-    """When the server stored it."""
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    message: _Stored
-
-
 class _State(msgspec.Struct, frozen=True):
     subjects: dict[str, int] | None = None
 
@@ -103,13 +90,13 @@ class ObjectStore:
         """Return the description of an object; None: no such object. Raises ObjectBroken for one
         that cannot be believed, and other KvbmErrors."""
         await ensure_stream(self._link, self._spec)
-        stored = await self._last(self._subject_of(name))
+        stored = await last_stored(self._link, self._spec, self._subject_of(name))
         if stored is None:
             return None
-        if self._link.guarded and not self._spec.is_marked(base64.b64decode(stored.hdrs)):
+        if self._link.guarded and not self._spec.is_marked(stored.headers):
             raise ObjectBroken(f"the description of {name} was not published by a client")
         try:
-            return msgspec.json.decode(base64.b64decode(stored.data), type=ObjectInfo)
+            return msgspec.json.decode(stored.payload, type=ObjectInfo)
         except (*UNREADABLE, ValueError) as error:
             raise ObjectBroken(f"the description of {name} cannot be read: {error}") from error
 
@@ -165,7 +152,7 @@ class ObjectStore:
         """
         subject = self._subject_of(info.name)
         for _ in range(WRITERS_MAX):
-            stored = await self._last(subject)
+            stored = await last_stored(self._link, self._spec, subject)
             before = stored.seq if stored is not None else 0
             headers = {"Nats-Rollup": "sub", "Nats-Expected-Last-Subject-Sequence": str(before)}
             try:
@@ -188,24 +175,13 @@ class ObjectStore:
         names = [one for one in found.state.subjects or () if one.startswith(descriptions)]
         unnamed = {one for one in found.state.subjects or () if one.startswith(chunks)}
         for name in names:
-            stored = await self._last(name)
+            stored = await last_stored(self._link, self._spec, name)
             unnamed.discard(chunks + (_nuid_of(stored) if stored is not None else ""))
         for subject in sorted(unnamed):
-            stored = await self._last(subject)
+            stored = await last_stored(self._link, self._spec, subject)
             time = stored.time if stored else None
             if time is not None and (found.ts - time).total_seconds() >= ABANDONED_S:
                 await self._purge(subject)
-
-    async def _last(self, subject: str) -> _Stored | None:
-        """Return the last message on a subject, or None; raises KvbmError."""
-        request = {"last_by_subj": subject}
-        try:
-            payload = await call_api(self._link, f"STREAM.MSG.GET.{self._spec.name}", request)
-        except JetStreamError as error:
-            if error.server_code == NO_MESSAGE:
-                return None
-            raise
-        return msgspec.json.decode(payload, type=_Answer).message
 
     async def _purge(self, subject: str) -> None:
         """Drop every message on a subject; raises KvbmError."""
@@ -225,9 +201,9 @@ def _digest(content: bytes) -> str:
     return "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
 
 
-def _nuid_of(stored: _Stored) -> str:
+def _nuid_of(stored: StoredMessage) -> str:
     """Return whose chunks a description names; "" where it cannot be read."""
     try:
-        return msgspec.json.decode(base64.b64decode(stored.data), type=ObjectInfo).nuid
+        return msgspec.json.decode(stored.payload, type=ObjectInfo).nuid
     except (*UNREADABLE, ValueError):
         return ""

@@ -8,9 +8,13 @@ from typing import Any, cast
 import pytest
 from kvbm_cli.demo import check
 from kvbm_cli.demo.check import StackView, Verdict, check_stack
+from kvbm_common.config.settings import Settings
 from kvbm_common.errors import NoResponder
 from kvbm_common.identity import SequenceHash
-from kvbm_common.wire.events import Run
+from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.jetstream import ensure_stream, publish_acknowledged
+from kvbm_common.nats.streams import EVENTS
+from kvbm_common.wire.events import Cleared, Run, event_codec, event_subject
 from kvbm_common.wire.verbs import HolderDump, SnapshotPart, SnapshotReply, StatsReply
 from kvbm_connectors.sim.control import EngineConfig, Stats
 from kvbm_connectors.sim.driver import EngineHandle
@@ -33,8 +37,12 @@ class View:
         self.index_is_away = False
         self.reasons: list[str] = []
         """Why the second disk tier is not ready."""
+        self.lost_tiers: list[str] = []
         self.stats_until_it_leaves: int | None = None
         """How often the second disk tier says its stats before it leaves."""
+
+    async def lost(self) -> list[str]:
+        return self.lost_tiers
 
     async def instances(self, *kinds: str) -> list[tuple[str, str]]:
         every = [("host-tier", "0"), ("disk-tier", "0"), ("disk-tier", "0-1")]
@@ -125,6 +133,36 @@ async def test_a_tier_that_leaves_while_it_is_asked_is_no_trouble(view: View, an
     view.stats_until_it_leaves = answers
     assert await verdict_of(view) == Verdict()
     assert view.stats_until_it_leaves == -1, "it has left"
+
+
+async def test_a_tier_that_is_gone_without_a_word_is_a_trouble(view: View) -> None:
+    view.lost_tiers = ["disk-tier-0"]
+    assert (await verdict_of(view)).troubles == ["disk-tier-0 is gone, and has not said why"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "lost"),
+    [(["start", "stop"], []), (["start"], ["disk-tier-0"]), ([], ["disk-tier-0"])],
+)
+async def test_a_tier_that_stops_says_so_in_its_last_event(
+    bus: Bus, reasons: list[str], lost: list[str]
+) -> None:
+    """Goal: a crash in the run is told from scaling down, on the stream that all tiers write to."""
+    await ensure_stream(bus, EVENTS)
+    for seq, reason in enumerate(reasons, 1):
+        event = Cleared(host="h", source="disk-tier-0", tier="disk", epoch=1, seq=seq, ts_ms=0,
+                        reason=reason)  # fmt: skip
+        await publish_acknowledged(bus, EVENTS, event_subject(event), event_codec.encode(event))
+    there = [("host-tier", "0"), ("disk-tier", "0")]
+
+    async def list_tiers() -> list[tuple[str, str]]:
+        return list(there)
+
+    stack = StackView(bus, Settings.load({}, {"host": "h"}), list_tiers=list_tiers)
+    assert await stack.lost() == []
+    await stack.instances("host-tier")
+    there.pop()
+    assert await stack.lost() == lost
 
 
 async def test_a_pin_is_no_lease_that_was_left(view: View) -> None:
