@@ -77,6 +77,11 @@ class _Subjects(msgspec.Struct, frozen=True):
     ts: datetime
     """What the server's clock says."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many messages each subject has."""
+        return self.state.subjects or {}
+
 
 class ObjectStore:
     """One bucket, made when it is first used."""
@@ -104,7 +109,7 @@ class ObjectStore:
         """Return the bytes of an object; raises ObjectBroken."""
         chunks: list[bytes] = []
         subscription = EventSubscription(
-            self._link, self._spec, subject=f"$O.{self.bucket}.C.{info.nuid}", start="all"
+            self._link, self._spec, subject=self._chunks_of(info.nuid), start="all"
         )
         try:
             async with asyncio.timeout(deadline_s), subscription:
@@ -122,26 +127,43 @@ class ObjectStore:
         self, name: str, content: bytes, *, nuid: str, metadata: dict[str, str]
     ) -> ObjectInfo:
         """Write an object in the place of the one of this name. Raises KvbmError: ObjectTooLarge
-        before anything is written, since the bucket would drop the oldest chunks of its own."""
+        before anything is written, where the bucket has no room; a failure leaves the object that
+        is there, and no chunks of this one unless NATS does not answer."""
         most = (await ensure_stream(self._link, self._spec)).config.max_bytes
-        if 0 < most < 2 * len(content):
-            text = f"{name}: {len(content)} bytes, in a bucket of {most} with room for two"
-            raise ObjectTooLarge(text)
         await self._drop_abandoned()
+        used = (await ensure_stream(self._link, self._spec)).state.bytes
+        if 0 < most < max(2 * len(content), used + len(content)):
+            text = f"{name}: {len(content)} bytes, in a bucket of {most} with {used} used"
+            raise ObjectTooLarge(f"{text}; it takes room for two such objects")
+        try:
+            return await self._put(name, content, nuid=nuid, metadata=metadata)
+        except (JetStreamError, ObjectBroken):
+            await self._purge(self._chunks_of(nuid))
+            raise
+
+    async def _put(
+        self, name: str, content: bytes, *, nuid: str, metadata: dict[str, str]
+    ) -> ObjectInfo:
         digest = await asyncio.to_thread(_digest, content)
-        subject = f"$O.{self.bucket}.C.{nuid}"
+        subject = self._chunks_of(nuid)
         offsets = range(0, len(content), CHUNK_BYTES)
         for first in range(0, len(offsets), CHUNKS_IN_FLIGHT):
-            await asyncio.gather(
+            ends = await asyncio.gather(
                 *(
                     self._store(subject, content[at : at + CHUNK_BYTES])
                     for at in offsets[first : first + CHUNKS_IN_FLIGHT]
-                )
+                ),
+                return_exceptions=True,  # None is under way any more when those before are dropped.
             )
+            if failures := [end for end in ends if isinstance(end, BaseException)]:
+                raise failures[0]
         info = ObjectInfo(
             name=name, bucket=self.bucket, nuid=nuid, size=len(content), chunks=len(offsets),
             digest=digest, mtime=datetime.now(UTC).isoformat(), metadata=metadata,
         )  # fmt: skip
+        kept = (await self._subjects(subject)).counts.get(subject, 0)
+        if kept != len(offsets):  # This writer stood still, and another took it for dead.
+            raise ObjectBroken(f"{name}: {kept} of {len(offsets)} chunks are left")
         await self._describe(info)
         return info
 
@@ -161,27 +183,31 @@ class ObjectStore:
                 if error.server_code != OVERTAKEN:
                     raise
                 continue
-            if stored is not None and (nuid := _nuid_of(stored)):
-                await self._purge(f"$O.{self.bucket}.C.{nuid}")
+            nuid = _nuid_of(stored) if stored is not None else ""
+            if nuid not in ("", info.nuid):
+                await self._purge(self._chunks_of(nuid))
             return
         raise ObjectBroken(f"{info.name}: {WRITERS_MAX} other writers were faster")
 
     async def _drop_abandoned(self) -> None:
         """Drop the chunks of writers that died before they had written a description."""
-        request = {"subjects_filter": f"$O.{self.bucket}.>"}
-        payload = await call_api(self._link, f"STREAM.INFO.{self._spec.name}", request)
-        found = msgspec.json.decode(payload, type=_Subjects)
-        descriptions, chunks = f"$O.{self.bucket}.M.", f"$O.{self.bucket}.C."
-        names = [one for one in found.state.subjects or () if one.startswith(descriptions)]
-        unnamed = {one for one in found.state.subjects or () if one.startswith(chunks)}
-        for name in names:
-            stored = await last_stored(self._link, self._spec, name)
-            unnamed.discard(chunks + (_nuid_of(stored) if stored is not None else ""))
+        found = await self._subjects(f"$O.{self.bucket}.>")
+        descriptions = [one for one in found.counts if one.startswith(f"$O.{self.bucket}.M.")]
+        unnamed = set(found.counts).difference(descriptions)
+        for subject in descriptions:
+            stored = await last_stored(self._link, self._spec, subject)
+            unnamed.discard(self._chunks_of(_nuid_of(stored) if stored is not None else ""))
         for subject in sorted(unnamed):
             stored = await last_stored(self._link, self._spec, subject)
             time = stored.time if stored else None
             if time is not None and (found.ts - time).total_seconds() >= ABANDONED_S:
                 await self._purge(subject)
+
+    async def _subjects(self, pattern: str) -> _Subjects:
+        """Return how many messages each subject has; raises KvbmError."""
+        request = {"subjects_filter": pattern}
+        payload = await call_api(self._link, f"STREAM.INFO.{self._spec.name}", request)
+        return msgspec.json.decode(payload, type=_Subjects)
 
     async def _purge(self, subject: str) -> None:
         """Drop every message on a subject; raises KvbmError."""
@@ -191,6 +217,9 @@ class ObjectStore:
         self, subject: str, payload: bytes, *, headers: Mapping[str, str] | None = None
     ) -> None:
         await publish_acknowledged(self._link, self._spec, subject, payload, headers=headers)
+
+    def _chunks_of(self, nuid: str) -> str:
+        return f"$O.{self.bucket}.C.{nuid}"
 
     def _subject_of(self, name: str) -> str:
         return f"$O.{self.bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"

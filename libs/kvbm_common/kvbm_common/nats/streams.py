@@ -90,7 +90,8 @@ class StreamSpec:
             # replace the keys of all.
             config |= {"deny_delete": True, "allow_direct": True}
         if self.rolls_up:
-            config |= {"allow_rollup_hdrs": True, "allow_direct": True}
+            # Refusing what does not fit leaves what is there whole, as `nats object` does.
+            config |= {"allow_rollup_hdrs": True, "allow_direct": True, "discard": "new"}
         if self.permanent:
             config |= {"deny_delete": True, "deny_purge": True}
         return config

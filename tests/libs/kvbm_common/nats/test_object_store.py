@@ -134,11 +134,55 @@ async def test_a_writer_that_was_overtaken_leaves_no_chunks(bus: Bus) -> None:
     assert len(await fast.get(info, deadline_s=5)) == info.size
 
 
-async def test_writers_at_once_leave_one_object(bus: Bus) -> None:
-    """Eight describe one name within a millisecond: of seven no chunk is left."""
-    stores = [ObjectStore(bus, "pair", bytes_max=1 << 27) for _ in range(8)]
+async def test_a_bucket_that_others_fill_refuses_and_keeps_what_it_has(bus: Bus) -> None:
+    """Three objects fit; the fourth writer is refused, alone or beside another."""
+    size = len(LARGE)
+    stores = [ObjectStore(bus, "pair", bytes_max=4 * size) for _ in range(2)]
+    kept = [await stores[0].put(name, LARGE, nuid=name, metadata={}) for name in "abc"]
+    with pytest.raises(ObjectTooLarge):
+        await stores[0].put("c", LARGE, nuid="c2", metadata={})
+    for info in kept:
+        assert await stores[0].get(info, deadline_s=5) == LARGE
+
+
+async def test_writers_at_once_without_room_for_all_leave_what_was_there(bus: Bus) -> None:
+    """Each finds room for its own; together they have none. What fails leaves no chunk."""
+    stores = [ObjectStore(bus, "pair", bytes_max=3 * len(LARGE)) for _ in range(4)]
+    await stores[0].put("a", LARGE, nuid="old", metadata={})
     await asyncio.gather(
-        *(one.put("a", b"x", nuid=str(number), metadata={}) for number, one in enumerate(stores))
+        *(one.put("a", LARGE, nuid=str(number), metadata={}) for number, one in enumerate(stores)),
+        return_exceptions=True,
+    )
+    info = await stores[0].info("a")
+    assert info is not None
+    assert await stores[0].get(info, deadline_s=5) == LARGE
+    assert await messages(bus) == info.chunks + 1
+
+
+async def test_a_writer_that_stood_still_describes_nothing(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another has taken it for dead: the object that was there stays."""
+    slow, other = (ObjectStore(bus, "pair", bytes_max=1 << 27) for _ in range(2))
+    before = await slow.put("a", LARGE, nuid="old", metadata={})
+    count = await messages(bus)
+    monkeypatch.setattr(object_store, "ABANDONED_S", -60.0)
+    writing = asyncio.create_task(slow.put("a", 20 * LARGE, nuid="slow", metadata={}))
+    await ask_until(lambda: more_than(bus, count))
+    await other.put("b", b"x", nuid="other", metadata={})
+    with pytest.raises(ObjectBroken, match="chunks are left"):
+        await writing
+    assert await slow.info("a") == before
+    assert await slow.get(before, deadline_s=5) == LARGE
+    assert await messages(bus) == before.chunks + 3
+
+
+async def test_writers_at_once_leave_one_object(bus: Bus) -> None:
+    """Forty describe one name within some milliseconds; those that give up leave no chunk."""
+    stores = [ObjectStore(bus, "pair", bytes_max=1 << 27) for _ in range(40)]
+    await asyncio.gather(
+        *(one.put("a", b"x", nuid=str(number), metadata={}) for number, one in enumerate(stores)),
+        return_exceptions=True,
     )
     info = await stores[0].info("a")
     assert info is not None
