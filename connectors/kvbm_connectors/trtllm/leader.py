@@ -195,18 +195,7 @@ class LeaderSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None or not tracked.promised:
             return
-        size, first, count = self._block_tokens, tracked.local, len(tracked.promised)
-        # Blocks of which some tokens are still counted on are kept.
-        begin, after = max(0, -(-start // size) - first), min(count, end // size - first)
-        if begin >= after:
-            return
-        if begin or after == count:
-            self._keeper.give_up(tracked.promised[begin:])
-            tracked.promised = tracked.promised[:begin]
-        else:
-            self._keeper.give_up(tracked.promised[:after])
-            tracked.promised = tracked.promised[after:]
-            tracked.local += after
+        self._keeper.give_up(tracked.cut(start, end, self._block_tokens))
 
     def reset(self, request: Request) -> None:
         """Forget a request that begins again, with other blocks, and give up its promises; one with

@@ -57,6 +57,23 @@ class PromisedRequest:
     offers: set[int] = field(default_factory=set)
     finished: bool = False
 
+    def cut(self, start: int, end: int, block_tokens: int) -> tuple[int, ...]:
+        """Return the promised slots of the tokens from `start` to `end`; they are promised no more.
+
+        The tokens are a beginning of what is promised, its end or all of it. A block of which some
+        tokens are still counted on is kept.
+        """
+        first = max(0, -(-start // block_tokens) - self.local)
+        behind = min(len(self.promised), end // block_tokens - self.local)
+        if first >= behind:
+            return ()
+        if first or behind == len(self.promised):
+            self.promised, cut = self.promised[:first], self.promised[first:]
+        else:
+            self.promised, cut = self.promised[behind:], self.promised[:behind]
+            self.local += behind
+        return cut
+
     def first_names(
         self, hasher: Hasher, request: Request, tokens: Sequence[int], count: int
     ) -> list[SequenceHash]:

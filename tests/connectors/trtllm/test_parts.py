@@ -459,3 +459,20 @@ def test_a_plan_is_carried_out_once(tmp_path: Path, ranks: int, on_gpu: bool) ->
             side.close()
         memory.close()
         keeper.close()
+
+
+@pytest.mark.parametrize(
+    ("local", "tokens", "kept", "cut"),
+    [(0, (0, 16), (), (1, 2, 3, 4)), (0, (8, 16), (1, 2), (3, 4)), (0, (0, 4), (2, 3, 4), (1,)),
+     (2, (8, 16), (3, 4), (1, 2)), (2, (12, 24), (1,), (2, 3, 4)),
+     (0, (8, 8), (1, 2, 3, 4), ()), (0, (1, 4), (1, 2, 3, 4), ()),
+     (0, (0, 5), (2, 3, 4), (1,)), (2, (0, 8), (1, 2, 3, 4), ())],
+)  # fmt: skip
+def test_what_is_taken_back_of_an_offer(
+    local: int, tokens: tuple[int, int], kept: tuple[int, ...], cut: tuple[int, ...]
+) -> None:
+    """Of four promised blocks of four tokens: whole ones only, and the rest stays where it is."""
+    request = PromisedRequest(local=local, promised=(1, 2, 3, 4))
+    assert request.cut(*tokens, 4) == cut
+    assert request.promised == kept
+    assert request.local == local + (len(cut) if kept and kept[-1] == 4 else 0)
