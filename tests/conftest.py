@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +17,14 @@ from tests.etcd_server import EtcdServer
 # A busy machine makes an example late, which is nobody's mistake.
 hypothesis.settings.register_profile("kvbm", deadline=None)
 hypothesis.settings.load_profile("kvbm")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The credentials and stores of a developer's own `kvbm up` do not reach a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(autouse=True)
