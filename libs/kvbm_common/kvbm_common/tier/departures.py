@@ -18,8 +18,8 @@ DEPARTURES_MAX = 262_144
 DEPARTURES_MIN = 4_096
 SLOTS_TIMES = 8
 """The departures of so many times the tier's blocks are kept, between these two numbers."""
-ENTRY_BYTES = 160
-"""What an entry takes, measured; blocks that left together share the rest."""
+ENTRY_BYTES = 350
+"""What an entry takes that left by itself; blocks that left together share half of it."""
 
 
 def entries_for(slot_count: int) -> int:

@@ -7,8 +7,8 @@ from kvbm_index.core.messages import Limits
 
 SOURCE_BYTES = 2_048
 SUBJECT_BYTES = 600
-BLOCK_BYTES = 200
-"""Of a block of one holder, with what an image and a snapshot take while they are made."""
+BLOCK_BYTES = 1_000
+"""Of a block of one holder: in runs of one block each, which cost most. Long runs take a fifth."""
 QUEUE_BYTES = 64 << 20
 """Batches of events that wait, and the last events for stories."""
 
