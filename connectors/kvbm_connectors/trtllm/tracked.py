@@ -60,8 +60,8 @@ class PromisedRequest:
     def cut(self, start: int, end: int, block_tokens: int) -> tuple[int, ...]:
         """Return the promised slots of the tokens from `start` to `end`; they are promised no more.
 
-        The tokens are a beginning of what is promised, its end or all of it. A block of which some
-        tokens are still counted on is kept.
+        The tokens are a beginning of what is promised, its end or all of it. A block is kept while
+        some of its tokens are still counted on.
         """
         first = max(0, -(-start // block_tokens) - self.local)
         behind = min(len(self.promised), end // block_tokens - self.local)

@@ -250,7 +250,7 @@ class _MessageReply(msgspec.Struct, frozen=True):
 
 
 async def last_stored(link: Link, spec: StreamSpec, subject: str) -> StoredMessage | None:
-    """Return the last message on a subject of a stream; None: there is none. Raises KvbmError."""
+    """Return the last message on a subject of a stream, if it has one; raises KvbmError."""
     try:
         reply = await call_api(link, f"STREAM.MSG.GET.{spec.name}", {"last_by_subj": subject})
     except JetStreamError as error:
