@@ -41,10 +41,12 @@ def run_tool(name: str, *arguments: str, stdin: str = "") -> subprocess.Complete
     )  # fmt: skip
 
 
-def render(*arguments: str, chart: Path = CHART, kubernetes: str = "1.37.0") -> list[Document]:
+def render(
+    *arguments: str, chart: Path = CHART, kubernetes: str = "1.37.0", release: str = RELEASE
+) -> list[Document]:
     """Return the documents that helm makes of the chart; raises Refused."""
     done = run_tool(
-        "helm", "template", RELEASE, str(chart), "--namespace", NAMESPACE,
+        "helm", "template", release, str(chart), "--namespace", NAMESPACE,
         "--kube-version", kubernetes, *arguments,
     )  # fmt: skip
     if done.returncode:

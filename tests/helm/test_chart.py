@@ -90,6 +90,24 @@ def test_every_object_is_of_the_release(path: Path) -> None:
         assert "namespace" not in document["metadata"]
 
 
+@pytest.mark.parametrize("release", ["123", "1e3", "true"])
+def test_a_name_of_the_release_stays_a_string(release: str) -> None:
+    """Goal: a release may be called what YAML reads as a number."""
+    documents = render(release=release)
+    assert wrong_fields(documents, MINORS[-1]) == []
+    labels = [document["metadata"]["labels"] for document in documents]
+    assert {label["app.kubernetes.io/instance"] for label in labels} == {release}
+    renamed = render("--set-string", "fullnameOverride=true")
+    assert wrong_fields(renamed, MINORS[-1]) == []
+
+
+def test_another_nats_may_keep_streams_on_more_servers() -> None:
+    """Goal: `nats.replicas` counts the chart's own servers only."""
+    given = "nats.enabled=false,nats.url=tls://a:4222,nats.replicas=1,nats.streamReplicas=3"
+    [streams] = pod(render("--set", given), "streams").containers
+    assert {"name": "KVBM_STREAM_REPLICAS", "value": "3"} in streams["env"]
+
+
 def test_a_second_index_and_servers_of_nats_survive_the_loss_of_a_node() -> None:
     """Goal: replicas are apart, one at a time may be away, and three servers keep a stream."""
     documents = render()

@@ -70,8 +70,9 @@ PLANTS = {
         "no command nats-streams --stay",
     ),
     "an image that serves something else": Plant(
-        "templates/control.yaml", '(dict "root" $root "name" $kind) }}\n          imagePullPolicy',
-        '(dict "root" $root "name" "metrics") }}\n          imagePullPolicy',
+        "templates/control.yaml",
+        '(dict "root" $root "name" $kind) | quote }}\n          imagePullPolicy',
+        '(dict "root" $root "name" "metrics") | quote }}\n          imagePullPolicy',
         "index: the image does not serve index",
     ),
     "the user of engines": Plant(

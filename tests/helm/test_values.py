@@ -50,6 +50,13 @@ def left_out(names: set[str]) -> set[str]:
         ("image.digests.nats=latest", ("/image/digests/nats", "sha256")),
         ("etcd.url=http://etcd:2379", ("/etcd/url", "etcd://")),
         ("fullnameOverride=Cache", ("/fullnameOverride",)),
+        ("fullnameOverride=1cache", ("/fullnameOverride",)),
+        ("node.runtimeDir=/run/../etc", ("/node/runtimeDir",)),
+        ("nats.replicas=1,nats.streamReplicas=3", ("nats.streamReplicas is 3, and nats.replicas",)),
+        ("nats.streamReplicas=5", ("nats.streamReplicas is 5, and nats.replicas only 3",)),
+        ("node.affinity.nodeAfinity.x=1", ("/node/affinity", "'nodeAfinity' not allowed")),
+        ("node.affinity.podAffinity.required=1", ("/node/affinity/podAffinity", "'required'")),
+        ("networkPolicy.operators[0].podSelector.labels.a=b", ("podSelector", "'labels' not")),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_name(assignment: str, told: tuple[str, ...]) -> None:

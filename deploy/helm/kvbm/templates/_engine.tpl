@@ -4,11 +4,11 @@ by its name, so `engine` must be that of the engine's container. */}}
 spec:
   template:
     metadata:
-      labels: {{- toYaml .Values.networkPolicy.engines | nindent 8 }}
+      labels: {{ include "kvbm.json" .Values.networkPolicy.engines }}
     spec:
       # One /dev/shm, and one process namespace, with the tiers of the node.
       hostIPC: true
-      hostPID: {{ .Values.node.hostPID }}
+      hostPID: {{ toJson .Values.node.hostPID }}
       {{- if .Values.node.hostNetwork }}
       hostNetwork: true
       dnsPolicy: ClusterFirstWithHostNet
@@ -28,7 +28,7 @@ spec:
             - {name: kvbm-run, mountPath: /run/kvbm}
       volumes:
         - name: kvbm-run
-          hostPath: {path: {{ .Values.node.runtimeDir }}, type: Directory}
+          hostPath: {path: {{ .Values.node.runtimeDir | quote }}, type: Directory}
 {{- end -}}
 
 {{- define "kvbm.engineArgs" -}}

@@ -1,19 +1,33 @@
 {{/* What every name begins with; short enough for a pod's name to be a host's name: 64 characters. */}}
 {{- define "kvbm.fullname" -}}
 {{- $name := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-kvbm" .Release.Name) (contains "kvbm" .Release.Name)) -}}
+{{- if not (regexMatch "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "fullnameOverride: %q is no name of an object" $name) -}}
+{{- end -}}
 {{- $name | replace "." "-" | trunc 39 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "kvbm.selector" -}}
 app.kubernetes.io/name: kvbm
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "kvbm.labels" -}}
 {{ include "kvbm.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end -}}
+
+{{/* Lists and maps of the values, on one line. JSON is YAML. toYaml writes U+0085 and U+2028 as they
+are, and both end a line of YAML. */}}
+{{- define "kvbm.json" -}}
+{{- toJson . | replace "\u0085" "\\u0085" -}}
+{{- end -}}
+
+{{/* Labels beside those of the chart, which stay as they are. */}}
+{{- define "kvbm.labelsWith" -}}
+{{- merge (include "kvbm.labels" .root | fromYaml) (.more | default dict) | include "kvbm.json" -}}
 {{- end -}}
 
 {{/* Arguments of those below: root, and name of an image or a kind of service. */}}
@@ -49,6 +63,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "kvbm.streamReplicas" -}}
 {{- $given := .Values.nats.streamReplicas | toString -}}
 {{- if $given -}}
+{{- if and .Values.nats.enabled (gt (int $given) (int .Values.nats.replicas)) -}}
+{{- fail (printf "nats.streamReplicas is %s, and nats.replicas only %d: a server keeps a stream once" $given (int .Values.nats.replicas)) -}}
+{{- end -}}
 {{- $given -}}
 {{- else if .Values.nats.enabled -}}
 {{- ternary 3 1 (ge (int .Values.nats.replicas) 3) -}}

@@ -1,16 +1,16 @@
 {{/* What all pods have. Service links would make variables such as KVBM_SERVICE_PORT. */}}
 {{- define "kvbm.pod" -}}
-serviceAccountName: {{ include "kvbm.fullname" .root }}
+serviceAccountName: {{ include "kvbm.fullname" .root | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 securityContext:
   runAsNonRoot: true
-  runAsUser: {{ .user }}
+  runAsUser: {{ int .user }}
   runAsGroup: 10001
   fsGroup: 10001
   fsGroupChangePolicy: OnRootMismatch
@@ -19,10 +19,10 @@ securityContext:
 
 {{- define "kvbm.placement" -}}
 {{- with .nodeSelector }}
-nodeSelector: {{- toYaml . | nindent 2 }}
+nodeSelector: {{ include "kvbm.json" . }}
 {{- end }}
 {{- with .tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
+tolerations: {{ include "kvbm.json" . }}
 {{- end }}
 {{- end -}}
 
@@ -93,7 +93,7 @@ readinessProbe:
   value: {{ $at }}/etcd.key
 {{- end }}
 {{- range $name, $value := $values.settings }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   value: {{ include "kvbm.text" $value }}
 {{- end }}
 {{- end -}}
@@ -107,7 +107,7 @@ readinessProbe:
 {{- define "kvbm.etcdVolume" -}}
 {{- if and .Values.etcd.url .Values.etcd.secretName }}
 - name: etcd-creds
-  secret: {secretName: {{ .Values.etcd.secretName }}, defaultMode: 0440}
+  secret: {secretName: {{ .Values.etcd.secretName | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end -}}
 
