@@ -64,5 +64,13 @@ def one_line(text: str) -> str:
     >>> one_line("a\n  b\x1b[2J")
     'a b\\x1b[2J'
     """
-    joined = " ".join(text.split())
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    r"""Return a text whose control characters are escaped: no terminal obeys it.
+
+    >>> printable("a\n  b\x1b[2J")
+    'a\\n  b\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

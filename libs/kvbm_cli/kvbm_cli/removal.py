@@ -9,11 +9,12 @@ import typer
 from kvbm_common.wire.operator_verbs import OperatorVerb
 
 from kvbm_cli.admin_client import Client
-from kvbm_cli.asking import Json, Rows, asked, only, print_tables, run
+from kvbm_cli.asking import Json, Rows, asked, cells_of, only, picked, print_cells, run
 from kvbm_cli.command_line import REFUSED, WRONG, exit_with
 
 YES = typer.Option(False, "--yes", help="With --everything: do not ask.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Show where it would remove; remove nothing.")
+FIELDS = ("tier", "host", "instance", "bytes_used", "slots")
 COMMITTED = ("active", "inactive")
 """States of slots that hold a block (`kvbm_common.tier.slot_states`)."""
 
@@ -35,7 +36,7 @@ def agreed(
     if not sys.stdin.isatty():
         text = "--everything asks, and standard input is no terminal: add --yes, or --dry-run"
         exit_with(f"kvbm {verb.command}: {text}", WRONG)
-    print_tables([asked(lambda api: touched(api, body), url)])
+    print_cells(asked(lambda api: cells_of([touched(api, body)]), url))
     if not typer.confirm(f"{verb.command} all of these blocks?", err=True):
         exit_with(f"kvbm {verb.command}: nothing was removed", REFUSED)
     return True
@@ -48,7 +49,7 @@ def touched(api: Client, body: Json) -> Rows:
         wanted["tier"] = None
     return [
         only(one, ("tier", "host", "instance", "bytes_used")) | _blocks(one, body)
-        for one in api.get("/v1/tiers")
+        for one in picked(api.get("/v1/tiers"), FIELDS)
         if all(value in (None, one[name]) for name, value in wanted.items())
     ]
 
