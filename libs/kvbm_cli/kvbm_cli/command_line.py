@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -45,6 +46,28 @@ def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
         where = f"{error.filename}: " if error.filename is not None else ""
         text = os.strerror(error.errno) if error.errno else str(error)
         exit_with(f"{name}: {where}{text}", WRONG if error.filename is not None else REFUSED)
+
+
+def prepare_streams() -> None:
+    """Have all three streams, where some are closed, and none that refuses a character."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - for the life of the process.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def require_text(arguments: list[str]) -> None:
+    """Exit with 2 for an argument that was not decoded."""
+    before = "kvbm"
+    for number, argument in enumerate(arguments):
+        option, _, value = argument.partition("=")
+        is_option = option.startswith("--") and option.isprintable()
+        if not argument.isascii() and any("\ud800" <= c <= "\udfff" for c in argument):
+            name, text = (option, value) if is_option else (before, argument)
+            exit_with(f"kvbm: {ConfigError(name, text, 'text, as UTF-8')}", WRONG)
+        before = option if is_option else before if number else f"kvbm {argument}"
 
 
 def code_of(error: KvbmError) -> int:

@@ -26,7 +26,9 @@ from kvbm_cli.command_line import (
     code_of,
     exit_with,
     one_line,
+    prepare_streams,
     printable,
+    require_text,
     run_line,
 )
 from kvbm_cli.examples import epilog_of
@@ -49,6 +51,8 @@ OWN_COMMANDS = ("up", "serve", "config", "doctor")
 def main() -> None:
     """Run the command `kvbm`: serve one kind at once, or parse the command line."""
     arguments = sys.argv[1:]
+    prepare_streams()
+    require_text(arguments)
     if len(arguments) == 2 and arguments[0] == "serve" and not arguments[1].startswith("-"):
         # A service needs no command line library, and five of them start at once.
         serve_kind(arguments[1])
