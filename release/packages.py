@@ -27,7 +27,7 @@ PACKAGES = (
 CHART = ROOT / "deploy/helm/kvbm/Chart.yaml"
 VERSION = re.compile(r"(?:(?:0|[1-9][0-9]*)\.){2}(?:0|[1-9][0-9]*)")
 """Services tell NATS their version, which takes no other form."""
-CHART_LINE = re.compile(r"(?m)^version: .*$")
+CHART_LINE = re.compile(r"(?m)^(version|appVersion): .*$")
 OWN_LINE = re.compile(r'(?m)^version = "[^"]*"$')
 PIN = re.compile(r'"(kvbm-[a-z-]+(?:\[[a-z0-9]+\])?)==[^"]*"')
 
@@ -49,8 +49,8 @@ def with_version(text: str, wanted: str) -> str:
 
 
 def chart_with_version(text: str, wanted: str) -> str:
-    """Return the chart's Chart.yaml with this version."""
-    return CHART_LINE.sub(f"version: {wanted}", text)
+    """Return the chart's Chart.yaml with this version, as its own and of the images."""
+    return CHART_LINE.sub(rf"\1: {wanted}", text)
 
 
 def set_version(wanted: str) -> None:

@@ -54,11 +54,13 @@ def test_a_version_is_written_everywhere() -> None:
 
 
 def test_the_chart_has_the_version_of_the_stack() -> None:
-    """`release version` writes it, too; the images that it names are those that were built here."""
+    """Its own, and that of the images without a tag: `release version` writes both."""
     text = CHART.read_text()
     assert chart_with_version(text, version()) == text
-    assert f"\nversion: {version()}\n" in text
-    assert "\nversion: 12.0.3\n" in chart_with_version(text, "12.0.3")
+    changed = chart_with_version(text, "12.0.3")
+    for name in ("version", "appVersion"):
+        assert f"\n{name}: {version()}\n" in text
+        assert f"\n{name}: 12.0.3\n" in changed
 
 
 @pytest.mark.parametrize("wrong", ["", "1", "1.2", "1.2.3rc1", "v1.2.3", "1.2.3\n", "٠.٢.١"])

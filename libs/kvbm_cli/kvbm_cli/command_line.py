@@ -59,7 +59,7 @@ def prepare_streams() -> None:
 
 
 def require_text(arguments: list[str]) -> None:
-    """Exit with 2 for an argument that was not decoded."""
+    """Refuse an argument that is no UTF-8: the command exits with 2."""
     before = "kvbm"
     for number, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
