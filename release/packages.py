@@ -1,7 +1,8 @@
 """The packages that are released together, and their one version.
 
 The version stands in `libs/kvbm_stack/pyproject.toml`. The other packages have copies of it, as
-their own version and in what they need of each other; `set_version` writes them all.
+their own version and in what they need of each other. The chart has one, too; `set_version` writes
+them all.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ PACKAGES = (
     ROOT / "connectors",
     STACK,
 )
-VERSION = re.compile(r"\d+\.\d+\.\d+")
+CHART = ROOT / "deploy/helm/kvbm/Chart.yaml"
+VERSION = re.compile(r"(?:(?:0|[1-9][0-9]*)\.){2}(?:0|[1-9][0-9]*)")
 """Services tell NATS their version, which takes no other form."""
+CHART_LINE = re.compile(r"(?m)^(version|appVersion): .*$")
 OWN_LINE = re.compile(r'(?m)^version = "[^"]*"$')
 PIN = re.compile(r'"(kvbm-[a-z-]+(?:\[[a-z0-9]+\])?)==[^"]*"')
 
@@ -45,10 +48,16 @@ def with_version(text: str, wanted: str) -> str:
     return PIN.sub(rf'"\1=={wanted}"', OWN_LINE.sub(f'version = "{wanted}"', text))
 
 
+def chart_with_version(text: str, wanted: str) -> str:
+    """Return the chart's Chart.yaml with this version, as its own and of the images."""
+    return CHART_LINE.sub(rf"\1: {wanted}", text)
+
+
 def set_version(wanted: str) -> None:
-    """Write a version into every package; raises ValueError for what is none."""
+    """Write a version into every package and the chart; raises ValueError for what is none."""
     if not VERSION.fullmatch(wanted):
         raise ValueError(f"version is {wanted!r}, but accepts three numbers, as 0.2.0")
     for package in PACKAGES:
         path = package / "pyproject.toml"
         path.write_text(with_version(path.read_text(), wanted))
+    CHART.write_text(chart_with_version(CHART.read_text(), wanted))

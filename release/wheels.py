@@ -12,7 +12,16 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from release.packages import PACKAGES
+from release.packages import PACKAGES, project_of
+
+
+def require_ours(target: Path) -> None:
+    """Raise ValueError unless a directory has only what `build` makes, or is missing."""
+    names = {project_of(package)["name"].replace("-", "_") for package in PACKAGES}
+    for path in sorted(target.iterdir()) if target.exists() else ():
+        is_built = path.name.endswith((".whl", ".tar.gz")) and path.name.split("-")[0] in names
+        if not is_built or not path.is_file():
+            raise ValueError(f"{path} is no wheel of KVBM: nothing is removed")
 
 
 def build(target: Path) -> list[Path]:

@@ -6,10 +6,21 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
-from release.packages import PACKAGES, PIN, ROOT, project_of, version, with_version
+from release.packages import (
+    CHART,
+    PACKAGES,
+    PIN,
+    ROOT,
+    chart_with_version,
+    project_of,
+    version,
+    with_version,
+)
+from release.wheels import require_ours
 
 EXTRAS = {"vllm", "sglang", "s3", "cuda12", "cuda13", "otel", "etcd"}
 by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
@@ -42,7 +53,17 @@ def test_a_version_is_written_everywhere() -> None:
     assert project["optional-dependencies"]["s3"] == ["kvbm-disk-tier[s3]==12.0.3"]
 
 
-@pytest.mark.parametrize("wrong", ["", "1", "1.2", "1.2.3rc1", "v1.2.3", "1.2.3\n"])
+def test_the_chart_has_the_version_of_the_stack() -> None:
+    """Its own, and that of the images without a tag: `release version` writes both."""
+    text = CHART.read_text()
+    assert chart_with_version(text, version()) == text
+    changed = chart_with_version(text, "12.0.3")
+    for name in ("version", "appVersion"):
+        assert f"\n{name}: {version()}\n" in text
+        assert f"\n{name}: 12.0.3\n" in changed
+
+
+@pytest.mark.parametrize("wrong", ["", "1", "1.2", "1.2.3rc1", "v1.2.3", "1.2.3\n", "٠.٢.١"])
 def test_a_version_of_another_form_is_refused(wrong: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "release", "version", wrong],
@@ -50,6 +71,23 @@ def test_a_version_of_another_form_is_refused(wrong: str) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "accepts three numbers" in done.stderr
+
+
+@pytest.mark.parametrize("foreign", ["notes.txt", "numpy-2.0-py3-none-any.whl", "kvbm_cli"])
+def test_a_directory_with_foreign_files_is_kept(tmp_path: Path, foreign: str) -> None:
+    """Goal: `release wheels DIR` replaces wheels of a run before, and removes nothing else."""
+    (tmp_path / "kvbm_cli-0.0.1-py3-none-any.whl").touch()
+    (tmp_path / "kvbm_stack-0.0.1.tar.gz").touch()
+    require_ours(tmp_path)
+    require_ours(tmp_path / "missing")
+    (tmp_path / foreign).touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "release", "wheels", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert foreign in done.stderr
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @by_name

@@ -20,6 +20,8 @@ from kvbm_common.errors import ConfigError, KvbmError
 WRONG_QUESTION = (400, 413, 422)
 DEADLINE_S = 15.0
 """Longer than the API takes to say that an instance does not answer."""
+SHOWN = 200
+"""Characters of a redirect's target that an error repeats."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Who listens everywhere is asked here."""
 
@@ -40,6 +42,22 @@ class ApiAway(KvbmError):
     code = "api_away"
 
 
+class NotKvbm(KvbmError):
+    """What answers there is no metrics service."""
+
+    code = "not_kvbm"
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"{url} did not answer as KVBM does")
+
+
+class _NoRedirect(url_request.HTTPRedirectHandler):
+    """Follows no redirect: the token is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Leave the answer to urllib, which raises HTTPError for it."""
+
+
 class Client:
     """The admin API at a URL."""
 
@@ -48,7 +66,7 @@ class Client:
         self._token = token
         self._deadline_s = deadline_s
         # A proxy of the environment has no business between an operator and this machine.
-        self._opener = url_request.build_opener(url_request.ProxyHandler({}))
+        self._opener = url_request.build_opener(url_request.ProxyHandler({}), _NoRedirect())
 
     @classmethod
     def of(cls, settings: Settings, url: str = "", *, deadline_s: float = DEADLINE_S) -> Client:
@@ -62,12 +80,12 @@ class Client:
         )
 
     def get(self, path: str, **query: object) -> Any:
-        """Ask; raises ApiError, ApiAway."""
+        """Ask; raises ApiError, ApiAway, NotKvbm, and ConfigError for a redirect."""
         given = {name: value for name, value in query.items() if value is not None}
         return self._send("GET", path + ("?" + urlencode(given) if given else ""), None)
 
     def post(self, path: str, body: object) -> Any:
-        """Change, or ask with a body; raises ApiError, ApiAway."""
+        """Change, or ask with a body; raises what `get` raises."""
         return self._send("POST", path, json.dumps(body).encode())
 
     def _send(self, method: str, path: str, body: bytes | None) -> Any:
@@ -75,14 +93,28 @@ class Client:
             self.url + quote(path, safe="/?&=%"), data=body, method=method, headers=self._headers()
         )
         try:
-            with self._opener.open(request, timeout=self._deadline_s) as response:
-                return json.loads(response.read())
-        except url_error.HTTPError as refused:
-            with refused:
-                raise _api_error(refused.code, refused.read()) from None
+            status, location, payload = self._exchange(request)
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise ApiAway(f"no answer from {self.url}: {reason}") from error
+        if 300 <= status < 400:
+            accepted = f"the URL of the API itself: this one redirects to {location[:SHOWN]}"
+            raise ConfigError("--url", self.url, accepted)
+        if status >= 400:
+            raise _api_error(status, payload)
+        try:
+            return json.loads(payload)
+        except (ValueError, RecursionError):
+            raise NotKvbm(self.url) from None
+
+    def _exchange(self, request: url_request.Request) -> tuple[int, str, bytes]:
+        """Return status, `Location` and body of an answer."""
+        try:
+            with self._opener.open(request, timeout=self._deadline_s) as response:
+                return response.status, "", response.read()
+        except url_error.HTTPError as refused:
+            with refused:
+                return refused.code, refused.headers.get("location", ""), refused.read()
 
     def _headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json", "kvbm-actor": _actor()}
@@ -123,7 +155,7 @@ def _api_error(status: int, payload: bytes) -> ApiError:
     try:
         problem = json.loads(payload)
         return ApiError(str(problem["code"]), str(problem["detail"]), status)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ApiError("http", f"HTTP {status}", status)
 
 

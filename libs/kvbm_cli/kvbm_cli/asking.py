@@ -7,15 +7,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, DeadlineExceeded, KvbmError
 
-from kvbm_cli.admin_client import ApiError, Client
-from kvbm_cli.command_line import REFUSED, WRONG, exit_with
-from kvbm_cli.printing import cell, console
+from kvbm_cli.admin_client import ApiError, Client, NotKvbm
+from kvbm_cli.command_line import REFUSED, WRONG, exit_with, printable
+from kvbm_cli.printing import cell, print_table
 
 JOB_POLL_S = 0.1
 SAY_S = 5.0
@@ -23,6 +23,10 @@ SAY_S = 5.0
 
 Json = Any
 Rows = list[dict[str, Any]]
+Cells = list[list[str]]
+Result = TypeVar("Result")
+UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What comes of an answer that has another form than the metrics service gives."""
 
 AS_JSON = typer.Option(False, "--json", help="Print the answer as JSON.")
 URL = typer.Option("", help="The admin API, instead of the configured one.")
@@ -38,19 +42,28 @@ def run(
     failed: Callable[[Json], bool] = lambda _: False,
 ) -> None:
     """Ask and print; exits with 2 for a wrong line, 1 for a refusal or a change that failed."""
-    told = asked(ask, url)
+
+    def answer(api: Client) -> tuple[Json, list[Cells], bool]:
+        told = ask(api)
+        return told, cells_of(tables(told)), failed(told)
+
+    told, cells, has_failed = asked(answer, url)
     if as_json:
         print(json.dumps(told, indent=2))
     else:
-        print_tables(tables(told))
-    if failed(told):
+        print_cells(cells)
+    if has_failed:
         raise typer.Exit(1)
 
 
-def asked(ask: Callable[[Client], Json], url: str) -> Json:
-    """Return an answer of the API; exits with 2 for a wrong line or setting, 1 for the rest."""
+def asked(ask: Callable[[Client], Result], url: str) -> Result:
+    """Return what was asked for; exits with 2 for a wrong line or setting, 1 for the rest."""
     try:
-        return ask(Client.of(Settings.load(), url))
+        api = Client.of(Settings.load(), url)
+        try:
+            return ask(api)
+        except UNEXPECTED as error:
+            raise NotKvbm(api.url) from error
     except ConfigError as error:
         exit_with(f"kvbm: {error}", WRONG)
     except ApiError as error:
@@ -96,11 +109,13 @@ def run_job(path: str, body: Json, url: str, as_json: bool, deadline_s: float) -
 def job_line(job: Json, seconds: float) -> str:
     """Return how far a job has come, while it is waited for."""
     progress = f": {_inline(job['progress'])}" if job["progress"] else ""
-    return f"{job['verb']} runs for {seconds:.0f} s, job {job['id']}{progress}"
+    return printable(f"{job['verb']} runs for {seconds:.0f} s, job {job['id']}{progress}")
 
 
 def picked(rows: Rows, columns: Sequence[str]) -> Rows:
-    """Return these columns of some rows."""
+    """Return these columns of some rows; raises TypeError for what is no list."""
+    if not isinstance(rows, list):
+        raise TypeError(f"a list is expected, not {type(rows).__name__}")
     return [only(row, columns) for row in rows]
 
 
@@ -136,18 +151,19 @@ def _inline(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={cell(name, value)}" for name, value in values.items())
 
 
-def print_tables(tables: Iterable[Rows]) -> None:
-    """Print those that have a row."""
-    from rich.table import Table
-    from rich.text import Text
+def cells_of(tables: Iterable[Rows]) -> list[Cells]:
+    """Return the headings and the texts of those tables that have a row."""
+    return [
+        [list(rows[0]), *([cell(name, value) for name, value in row.items()] for row in rows)]
+        for rows in tables
+        if rows
+    ]
 
-    out = console()
-    shown = [rows for rows in tables if rows]
+
+def print_cells(tables: Iterable[Cells]) -> None:
+    """Print tables, each with its headings first; without any it says so."""
+    shown = list(tables)
     if not shown:
-        out.print("nothing")
-    for rows in shown:
-        table = Table(*rows[0], box=None)
-        for row in rows:
-            # `Text`: what services say is not markup.
-            table.add_row(*(Text(cell(name, value)) for name, value in row.items()))
-        out.print(table)
+        print("nothing")
+    for headings, *rows in shown:
+        print_table(headings, rows)

@@ -14,6 +14,7 @@ SHOWN = 64
 
 def whole(api: Client, name: str, field: str) -> str:
     """Return the whole name of the block that is meant; raises ConfigError, NoSuchBlock."""
+    name = name.lower()
     if is_whole(name):
         return name
     if not is_beginning(name):

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -47,6 +48,28 @@ def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
         exit_with(f"{name}: {where}{text}", WRONG if error.filename is not None else REFUSED)
 
 
+def prepare_streams() -> None:
+    """Have all three streams, where some are closed, and none that refuses a character."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - for the life of the process.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def require_text(arguments: list[str]) -> None:
+    """Refuse an argument that is no UTF-8: the command exits with 2."""
+    before = "kvbm"
+    for number, argument in enumerate(arguments):
+        option, _, value = argument.partition("=")
+        is_option = option.startswith("--") and option.isprintable()
+        if not argument.isascii() and any("\ud800" <= c <= "\udfff" for c in argument):
+            name, text = (option, value) if is_option else (before, argument)
+            exit_with(f"kvbm: {ConfigError(name, text, 'text, as UTF-8')}", WRONG)
+        before = option if is_option else before if number else f"kvbm {argument}"
+
+
 def code_of(error: KvbmError) -> int:
     """Return the exit code of an error."""
     return WRONG if isinstance(error, ConfigError) else REFUSED
@@ -64,5 +87,13 @@ def one_line(text: str) -> str:
     >>> one_line("a\n  b\x1b[2J")
     'a b\\x1b[2J'
     """
-    joined = " ".join(text.split())
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    r"""Return a text whose control characters are escaped: no terminal obeys it.
+
+    >>> printable("a\n  b\x1b[2J")
+    'a\\n  b\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from kvbm_common.wire.events import (
     event_codec,
 )
 
-from kvbm_cli.command_line import code_of, exit_with
+from kvbm_cli.command_line import code_of, exit_with, one_line, printable
 
 KINDS = ("stored", "removed", "cleared")
 NAMES_MAX = 3
@@ -108,12 +109,23 @@ def line_of(message: EventMessage) -> str:
     try:
         event = event_codec.decode(message.payload)
     except WireError as error:
-        return f"#{message.sequence} {message.subject}: {error.kind}: {error}"
+        return one_line(f"#{message.sequence} {message.subject}: {error.kind}: {error}")
     when = datetime.fromtimestamp(event.ts_ms / 1000, UTC).strftime("%H:%M:%S.%f")[:-3]
     where = f"{event.host} {event.source} {event.tier}"
     rank = f" rank {event.rank}" if event.rank else ""
     position = f"epoch {event.epoch} seq {event.seq}"
-    return f"#{message.sequence} {when} {where}{rank} {position} {_what(event)}"
+    return one_line(f"#{message.sequence} {when} {where}{rank} {position} {_what(event)}")
+
+
+def json_line_of(payload: bytes) -> str:
+    """Return an event as it came, in one line that no terminal interprets."""
+    text = payload.decode(errors="backslashreplace")
+    if text.isprintable():
+        return text
+    try:
+        return json.dumps(json.loads(payload))
+    except (ValueError, RecursionError):
+        return printable(text)
 
 
 def _what(event: Event) -> str:
@@ -146,7 +158,7 @@ async def tail(bus: Bus, wanted: Wanted, show: Callable[[str], None]) -> None:
             for message in batch:
                 if message.payload == UNMARKED:
                     continue
-                show(message.payload.decode() if wanted.as_json else line_of(message))
+                show(json_line_of(message.payload) if wanted.as_json else line_of(message))
 
 
 async def _close_after_history(messages: EventSubscription) -> None:

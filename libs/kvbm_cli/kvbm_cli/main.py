@@ -20,9 +20,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm_common.errors import ConfigError, KvbmError
 
-from kvbm_cli.command_line import WRONG, code_of, exit_with, run_line
+from kvbm_cli.command_line import (
+    REFUSED,
+    WRONG,
+    code_of,
+    exit_with,
+    one_line,
+    prepare_streams,
+    printable,
+    require_text,
+    run_line,
+)
 from kvbm_cli.examples import epilog_of
-from kvbm_cli.printing import console
+from kvbm_cli.printing import Cell, print_table
 
 if TYPE_CHECKING:
     import typer
@@ -41,6 +51,8 @@ OWN_COMMANDS = ("up", "serve", "config", "doctor")
 def main() -> None:
     """Run the command `kvbm`: serve one kind at once, or parse the command line."""
     arguments = sys.argv[1:]
+    prepare_streams()
+    require_text(arguments)
     if len(arguments) == 2 and arguments[0] == "serve" and not arguments[1].startswith("-"):
         # A service needs no command line library, and five of them start at once.
         serve_kind(arguments[1])
@@ -126,8 +138,6 @@ def print_configuration(*, as_json: bool) -> None:
     """Print every setting with its value and origin; exits with 2 if one is wrong."""
     from kvbm_common.config.declarations import all_settings
     from kvbm_common.config.settings import Settings
-    from rich.markup import escape
-    from rich.table import Table
 
     settings = _settings_or_exit(Settings.load)
     rows = [
@@ -143,15 +153,14 @@ def print_configuration(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"settings": rows, "warnings": list(settings.warnings)}, indent=2))
         return
-    table = Table("variable", "value", "from", box=None)
-    table.columns[0].no_wrap = True
-    for row in rows:
-        style = "" if row["from"] == "default" else "bold"
-        # `escape`: values and findings are not markup.
-        table.add_row(row["variable"], escape(row["value"]), escape(row["from"]), style=style)
-    console().print(table)
+    columns = ("variable", "value", "from")
+    styles = ["" if row["from"] == "default" else "bold" for row in rows]
+    cells = [
+        [(row[name], style) for name in columns] for row, style in zip(rows, styles, strict=True)
+    ]
+    print_table(columns, cells, whole_first=True)
     for warning in settings.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(one_line(f"warning: {warning}"), file=sys.stderr)
 
 
 def _shown(declared: Setting, value: object) -> str:
@@ -177,8 +186,6 @@ def print_examination(*, as_json: bool) -> None:
     from dataclasses import asdict
 
     from kvbm_common.config.settings import Settings
-    from rich.markup import escape
-    from rich.table import Table
 
     from kvbm_cli.doctor.checks import examine
     from kvbm_cli.doctor.facts import gather
@@ -189,14 +196,13 @@ def print_examination(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         sys.exit(code)
-    table = Table("", "check", "found, and what to change", box=None)
+    rows: list[list[Cell]] = []
     styles = {"ok": "green", "better": "yellow", "wrong": "bold red"}
     for finding in findings:
-        level = f"[{styles[finding.level]}]{finding.level}[/]"
-        table.add_row(level, finding.check, escape(finding.found))
+        rows.append([(finding.level, styles[finding.level]), finding.check, finding.found])
         if finding.advice:
-            table.add_row("", "", f"→ {escape(finding.advice)}", style="dim")
-    console().print(table)
+            rows.append(["", "", (f"→ {finding.advice}", "dim")])
+    print_table(("", "check", "found, and what to change"), rows)
     sys.exit(code)
 
 
@@ -265,22 +271,17 @@ async def _stay_up(stack: Stack) -> None:
 
 
 def _print_stack(stack: Stack, seconds: float) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     from kvbm_cli.layout import without_size
 
-    table = Table("service", "pid", "where", box=None)
-    pids = stack.pids
-    table.add_row("nats", str(pids.get("nats", "–")), escape(stack.nats_url))
-    for kind, service in stack.services.items():
-        table.add_row(kind, str(service.pid), escape(service.description))
-    out = console()
-    out.print(table)
-    for line in without_size(stack.settings):
-        out.print(line)
-    out.print(f"credentials are in {escape(str(stack.settings.creds_dir))}; kvbm creds lists them")
-    out.print(f"ready in {seconds:.1f} s; Ctrl-C stops")
+    rows = [["nats", str(stack.pids.get("nats", "–")), stack.nats_url]]
+    rows += [[kind, str(one.pid), one.description] for kind, one in stack.services.items()]
+    print_table(("service", "pid", "where"), rows)
+    for line in (
+        *without_size(stack.settings),
+        f"credentials are in {stack.settings.creds_dir}; kvbm creds lists them",
+        f"ready in {seconds:.1f} s; Ctrl-C stops",
+    ):
+        print(printable(line))
     sys.stdout.flush()
 
 
@@ -305,8 +306,7 @@ def _load(entry: EntryPoint, *, wanted: bool) -> Callable[..., Any]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         if wanted:
-            print(f"kvbm: {entry.name} cannot be loaded ({reason})", file=sys.stderr)
-            sys.exit(1)
+            exit_with(f"kvbm: {entry.name} cannot be loaded ({reason})", REFUSED)
 
         def unavailable() -> None: ...
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from kvbm_cli.command_line import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,14 +16,67 @@ SHORT_FROM = 10_000
 """A count below is printed in full."""
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 PIPED_WIDTH = 10_000
-"""No row of a table is longer, so what reads a pipe gets each row as a line."""
+ALIGNED_CHARS = 60
+"""In a pipe, a longer cell does not widen the others of its column."""
+Cell = str | tuple[str, str]
+"""A text, or a text and its style on a terminal."""
 
 
 def console() -> Console:
-    """Return a console on standard output, as wide as the terminal or, in a pipe, as the text."""
+    """Return a console for texts of the command itself; in a pipe no line of it is wrapped."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[Cell]], *, whole_first: bool = False
+) -> None:
+    """Print rows below their headings; in a pipe each is a line, whatever is in its cells.
+
+    On a terminal, `whole_first` keeps the first column from being wrapped.
+    """
+    shown = [[(one, "") if isinstance(one, str) else one for one in row] for row in rows]
+    styled = [[(printable(text), style) for text, style in row] for row in shown]
+    named = [printable(heading) for heading in headings]
+    if sys.stdout.isatty():
+        _print_on_terminal(named, styled, whole_first=whole_first)
+    else:
+        for line in lines_of([named, *([text for text, _ in row] for row in styled)]):
+            print(line)
+
+
+def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with the cells of a column below each other.
+
+    >>> lines_of([["tier", "blocks"], ["host", "3"], ["disk-tier", ""]])
+    ['tier       blocks', 'host       3', 'disk-tier']
+    """
+    cells = [cell for row in rows for cell in enumerate(row)]
+    widths = {
+        column: max(min(len(text), ALIGNED_CHARS) for number, text in cells if number == column)
+        for column, _ in cells
+    }
+    return [
+        "  ".join(text.ljust(widths[column]) for column, text in enumerate(row)).rstrip()
+        for row in rows
+    ]
+
+
+def _print_on_terminal(
+    headings: Sequence[str], rows: Sequence[Sequence[tuple[str, str]]], *, whole_first: bool
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # `Text`: what services say is not markup.
+    table = Table(box=None)
+    for number, heading in enumerate(headings):
+        table.add_column(Text(heading), overflow="fold", no_wrap=whole_first and not number)
+    for row in rows:
+        table.add_row(*(Text(text, style=style) for text, style in row))
+    Console().print(table)
 
 
 def count(value: float) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kvbm_cli.creds.embedded import authorization_of
-from kvbm_cli.events import Wanted, checked, kind_of, line_of, tail
+from kvbm_cli.events import Wanted, checked, json_line_of, kind_of, line_of, tail
 from kvbm_common.access.nats_access import nats_access
 from kvbm_common.access.roles import ADMIN, CONSUMER
 from kvbm_common.config.settings import Settings
@@ -400,3 +400,22 @@ def test_removed_without_a_reason_has_no_trailing_blank() -> None:
     event = Removed(host="h", source="s", tier="disk", epoch=1, seq=2, ts_ms=0,
                     namespace="0" * 64, hashes=["0" * 32])  # fmt: skip
     assert line_of(EventMessage("", event_codec.encode(event), 1)).endswith("00000000")
+
+
+@pytest.mark.parametrize(
+    ("payload", "shown"),
+    [
+        (b'{"a": "\xc3\xa9"}', '{"a": "é"}'),
+        ('{"a":\n"\x9b2J"}'.encode(), '{"a": "\\u009b2J"}'),
+        (b"\x1b[2J\xff", "\\x1b[2J\\xff"),
+        (b"[" * 100_000 + b"\n", "[" * 100_000 + "\\n"),
+    ],
+)
+def test_a_payload_is_one_line_that_no_terminal_obeys(payload: bytes, shown: str) -> None:
+    """Goal: JSON stays JSON, and what is none is escaped."""
+    assert json_line_of(payload) == shown
+
+
+def test_the_line_of_an_unreadable_event_is_printable() -> None:
+    message = EventMessage("kvbm.\x1b[2J", b'{"\x1b', 1)
+    assert line_of(message).isprintable()

@@ -129,3 +129,34 @@ def test_a_removal_of_named_blocks_does_not_ask(monkeypatch: pytest.MonkeyPatch,
     answer(monkeypatch, "n")
     assert typed(monkeypatch, api, "reset", A, "--tier", "host") == 0
     assert api.asked == [("/v1/reset", {"tier": "host", "hashes": [A]})]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("evict --tier host", "--everything"),
+        ("reset --tier host", "--everything"),
+        (f"evict {A} --everything --tier host", "--everything"),
+        (f"evict {A} --prefix {A} --tier host", "--prefix"),
+        ("evict --everything --tier nosuch", "--tier"),
+        ("reset --everything --tier nosuch --yes", "--tier"),
+        ("evict --namespace xyz --tier host", "--namespace"),
+        (f"evict --prefix {A} --tier host --host a.b", "--host"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_removal_would(
+    monkeypatch: pytest.MonkeyPatch, api: Api, capsys: pytest.CaptureFixture[str],
+    line: str, named: str,
+) -> None:  # fmt: skip
+    """Goal: a line that shows something is a line that removes."""
+    assert typed(monkeypatch, api, *line.split(), "--dry-run") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert named in said.err
+    assert api.asked == []
+
+
+def test_names_of_blocks_are_taken_in_capitals(monkeypatch: pytest.MonkeyPatch, api: Api) -> None:
+    """Another tool may print them so; the API has them in small letters."""
+    assert typed(monkeypatch, api, "reset", A.upper(), "--tier", "host") == 0
+    assert api.asked == [("/v1/reset", {"tier": "host", "hashes": [A]})]

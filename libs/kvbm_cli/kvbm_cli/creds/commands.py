@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import AS_THEY_COME, StreamLimits
 
-from kvbm_cli.command_line import code_of, exit_with
+from kvbm_cli.command_line import REFUSED, code_of, exit_with
 from kvbm_cli.creds.nats_config import Layout, names_of, read_layout, write_credentials
 from kvbm_cli.creds.tls_files import write_certificates
-from kvbm_cli.printing import console
+from kvbm_cli.printing import print_table
 
 TOKEN_NAME = "admin-token"
 CHECK_S = 5.0
@@ -74,20 +73,16 @@ def _made_keys(directory: Path) -> tuple[Path, ...]:
 
 def _print_file(path: Path) -> None:
     if not path.exists():
-        print(f"kvbm: {path} is not there: kvbm up makes it", file=sys.stderr)
-        raise typer.Exit(1)
+        exit_with(f"kvbm: {path} is not there: kvbm up makes it", REFUSED)
     print(path)
 
 
 def _print_files(files: dict[str, Path]) -> None:
-    from rich.table import Table
-
     helps = {role.name: role.help for role in ROLES} | {TOKEN_NAME: "Changes over HTTP."}
-    table = Table("name", "file", "for", box=None)
-    table.columns[1].overflow = "fold"
-    for name, path in files.items():
-        table.add_row(name, str(path) if path.exists() else "–", helps[name])
-    console().print(table)
+    rows = [
+        [name, str(path) if path.exists() else "–", helps[name]] for name, path in files.items()
+    ]
+    print_table(("name", "file", "for"), rows)
 
 
 def nats_config(

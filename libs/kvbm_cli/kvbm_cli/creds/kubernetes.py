@@ -211,7 +211,15 @@ def _files_of_role(out: Path, role: Role, hosts: Mapping[str, str]) -> dict[str,
 
 
 def _files(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir()}
+    """Return the texts of a set; raises OSError, and ConfigError for a file that is no text."""
+    found: dict[str, str] = {}
+    for path in folder.iterdir():
+        try:
+            found[path.name] = path.read_text()
+        except UnicodeDecodeError as error:
+            text = f"a directory without foreign files: {path} is no text"
+            raise ConfigError("--out", path, text) from error
+    return found
 
 
 def _read_release(out: Path) -> Release:

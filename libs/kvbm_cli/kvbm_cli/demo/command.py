@@ -29,6 +29,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvbm_cli import printing
+from kvbm_cli.command_line import one_line
 from kvbm_cli.demo.attached import AttachedStack
 from kvbm_cli.demo.check import StackView, check_stack, wait_until
 from kvbm_cli.demo.figures import figures_of
@@ -150,7 +151,7 @@ def demo(
         console.print("ended by SIGTERM")
         sys.exit(128 + signal.SIGTERM)
     except KvbmError as error:
-        console.print(f"[bold red]failed[/]: {escape(str(error))}")
+        console.print(f"[bold red]failed[/]: {escape(one_line(str(error)))}")
         sys.exit(1)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -82,7 +82,7 @@ def request_of(
         if hashes:
             raise ValueError("give names of blocks or --tokens, not both")
     else:
-        request = {"hashes": hashes}
+        request = {"hashes": [name.lower() for name in hashes]}
     if question == "score" and weights:
         request["weights"] = _weights_of(weights)
     return request

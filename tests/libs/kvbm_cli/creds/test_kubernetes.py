@@ -154,3 +154,33 @@ def test_a_name_that_kubernetes_would_refuse_is_refused_before(field: str, wrong
     given: dict[str, Any] = {"nodes": ("ip-10-0-0-1.internal",), field: wrong}
     with pytest.raises(ConfigError, match=f"--{field}"):
         Release(**given).check()
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"{", b"[]", b'{"nodes": "a"}', b'{"prefix": "\xff"}'])
+def test_a_garbled_file_of_an_earlier_run_is_named(tmp_path: Path, text: bytes) -> None:
+    written(tmp_path / "out", "a")
+    (tmp_path / "out" / "kube-release.json").write_bytes(text)
+    with pytest.raises(ConfigError, match="--out"):
+        written(tmp_path / "out", "a")
+
+
+@pytest.mark.parametrize("name", ["shared/nats/foreign", "a/host-tier/foreign"])
+def test_a_foreign_file_among_the_sets_is_named(tmp_path: Path, name: str) -> None:
+    """Goal: the error says which file is in the way."""
+    written(tmp_path / "out", "a")
+    (tmp_path / "out/sets" / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=f"{name} is no text"):
+        written(tmp_path / "out", "a")
+
+
+@pytest.mark.parametrize("here", [".", "./", "", "./."])
+def test_the_current_directory_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str
+) -> None:
+    """Neither its mode nor what is in it changes."""
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="--out"):
+        write_secrets(Path(here), nodes=("a",))
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert list(tmp_path.iterdir()) == []
