@@ -17,10 +17,10 @@ SCRIPTS = Path(__file__).parents[2] / "examples" / "vllm"
 ENDLESS = 'sleep 600 & wait "$!"; wait "$!"'
 COMMANDS = {
     "kvbm": f"trap '' TERM; {ENDLESS}",
-    "vllm": f"trap 'echo asked to end' TERM; {ENDLESS}",
-    "curl": "exit 0",
+    "vllm": f"trap 'echo asked to end' TERM; echo ready; {ENDLESS}",
+    "curl": "until grep -qs ready $LOGS/vllm.log; do sleep 0.05; done",
 }
-"""Both servers outlive SIGTERM, and have a child; each server answers at once."""
+"""Both servers outlive SIGTERM, and have a child; vLLM answers when its trap is set."""
 NTH_COMMAND = """
 set -euo pipefail
 source "$SCRIPTS/common.sh"
