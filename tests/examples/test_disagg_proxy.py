@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,28 +23,45 @@ PROXY = Path(__file__).parents[2] / "examples" / "vllm" / "disagg_proxy.py"
 START_DEADLINE_S = 30.0
 PLACE = {"remote_engine_id": "e", "remote_block_ids": [[1]]}
 """Where a prefill worker says that its blocks are."""
+ODD_REPLIES: dict[str, object] = {
+    "no blocks": {"kv_transfer_params": None},
+    "a list": (1,),
+    "a string": {"kv_transfer_params": "abc"},
+    "not a number": {"kv_transfer_params": {"remote_block_ids": float("nan")}},
+}
+"""What a prefill worker answers to these prompts."""
 PIECES = ["data: one\n\n", "data: two\n\n"]
 
 
 class Worker:
     """A worker: an HTTP server that notes what it is asked, and answers with `answer`."""
 
-    def __init__(self, answer: Callable[[Worker, dict[str, Any]], tuple[int, object]]) -> None:
+    def __init__(
+        self, answer: Callable[[Worker, dict[str, Any]], tuple[int, object]], port: int = 0
+    ) -> None:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.go_on = threading.Event()
         """Set: an answer in pieces goes on behind the first one."""
         self.breaks = False
+        self.connections: list[socket.socket] = []
         self.answer = answer
         handler = type("Handler", (Handler,), {"worker": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
 
     def close(self) -> None:
         self.go_on.set()
         self._server.shutdown()
         self._server.server_close()
+        for connection in self.connections:
+            with suppress(OSError):  # The proxy has closed it.
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -51,6 +69,10 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     worker: Worker
+
+    def setup(self) -> None:
+        super().setup()
+        self.worker.connections.append(self.connection)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -85,18 +107,24 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def prefilled(_: Worker, body: dict[str, Any]) -> tuple[int, object]:
-    if body["prompt"] == "too long":
+    prompt = body.get("prompt", "a")
+    if prompt == "too long":
         return 400, {"error": {"message": "this prompt is too long"}}
-    return 200, {"kv_transfer_params": None if body["prompt"] == "no blocks" else PLACE}
+    odd = ODD_REPLIES.get(prompt) if isinstance(prompt, str) else None
+    return 200, {"kv_transfer_params": PLACE} if odd is None else odd
+
+
+def hung_up(_: Worker, body: dict[str, Any]) -> tuple[int, object]:
+    raise ConnectionAbortedError
 
 
 def decoded(_: Worker, body: dict[str, Any]) -> tuple[int, object]:
     return (200, PIECES) if body.get("stream") else (200, {"choices": [{"text": "four"}]})
 
 
-@pytest.fixture
-def workers() -> Iterator[list[Worker]]:
-    """Two for prefill, two for decode."""
+@contextmanager
+def four_workers() -> Iterator[list[Worker]]:
+    """Run two workers for prefill, and two for decode."""
     with ExitStack() as stack:
         made = [Worker(answer) for answer in (prefilled, prefilled, decoded, decoded)]
         for worker in made:
@@ -104,13 +132,13 @@ def workers() -> Iterator[list[Worker]]:
         yield made
 
 
-@pytest.fixture
-def proxy(workers: list[Worker]) -> Iterator[str]:
-    """The address of the proxy before them."""
+@contextmanager
+def proxy_before(workers: list[Worker], *options: str) -> Iterator[str]:
+    """Run the proxy before two workers for prefill and two for decode; give its address."""
     port = free_port()
     urls = [worker.url for worker in workers]
     command = [sys.executable, str(PROXY), "--port", str(port), "--prefill", *urls[:2],
-               "--decode", *urls[2:]]  # fmt: skip
+               "--decode", *urls[2:], *options]  # fmt: skip
     process = subprocess.Popen(command, preexec_fn=dying_with_parent())
     url = f"http://127.0.0.1:{port}"
 
@@ -126,6 +154,35 @@ def proxy(workers: list[Worker]) -> Iterator[str]:
     finally:
         process.terminate()
         assert process.wait(10) in (0, -15)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    """Two for prefill, two for decode."""
+    with four_workers() as made:
+        yield made
+
+
+@pytest.fixture
+def proxy(workers: list[Worker]) -> Iterator[str]:
+    """The address of the proxy before them."""
+    with proxy_before(workers) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[tuple[str, list[Worker]]]:
+    """A proxy and its workers for all tests that only look at replies: a start takes seconds."""
+    with four_workers() as made, proxy_before(made) as url:
+        yield url, made
+
+
+@pytest.fixture
+def standing_proxy(standing: tuple[str, list[Worker]]) -> str:
+    """The address of that proxy; its workers have forgotten what they were asked."""
+    for worker in standing[1]:
+        worker.asked.clear()
+    return standing[0]
 
 
 def ask(url: str, prompt: str = "a", **more: object) -> httpx.Response:
@@ -187,13 +244,111 @@ def test_what_vllm_refuses_the_client_hears(workers: list[Worker], proxy: str) -
     assert httpx.post(f"{proxy}/v1/completions", json=[1]).status_code == 422
 
 
-def test_a_worker_that_is_gone_is_named(workers: list[Worker], proxy: str) -> None:
-    """Goal: an HTTP error that says which worker gave no answer; the others go on."""
-    workers[2].close()
-    failed, good = ask(proxy), ask(proxy)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": ["first", "second"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt": "a", "prompt_embeds": "b"},
+        {"prompt": None, "prompt_embeds": ["b", "c"]},
+        {"n": 2},
+        {"n": "2"},
+        {"best_of": 2},
+    ],
+)
+def test_what_needs_several_transfers_is_refused(
+    standing: tuple[str, list[Worker]], standing_proxy: str, more: dict[str, object]
+) -> None:
+    """Goal: no worker decodes with the blocks of another prompt, and none reads blocks twice."""
+    reply = httpx.post(f"{standing_proxy}/v1/completions", json={"prompt": "a"} | more)
+    assert reply.status_code == 400
+    assert "one prompt" in reply.json()["error"]["message"]
+    assert not any(worker.asked for worker in standing[1])
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2, 3], [[1, 2, 3]], [1]])
+def test_one_prompt_passes_in_each_of_its_shapes(standing_proxy: str, prompt: object) -> None:
+    """Goal: a text, a list of tokens, and a list with one of either; one answer, said or not."""
+    body = {"prompt": prompt, "n": 1, "best_of": None}
+    assert httpx.post(f"{standing_proxy}/v1/completions", json=body).is_success
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
+    assert httpx.post(f"{standing_proxy}/v1/chat/completions", json=chat).is_success
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "word"),
+    [
+        (b'{"prompt":"a","temperature":NaN}', {}, "body"),
+        (b'{"prompt":"a","temperature":1e999}', {}, "body"),
+        (b'{"prompt":"a","stream_options":{"a":NaN}}', {}, "body"),
+        (b'{"prompt":"\\ud800"}', {}, "body"),
+        (b'{"prompt":"a"}', {b"x-request-id": "é".encode("latin-1")}, "x-request-id"),
+        (b'{"prompt":"a"}', {b"authorization": "é".encode()}, "authorization"),
+    ],
+)
+def test_what_cannot_be_passed_on_is_refused(
+    standing_proxy: str, content: bytes, headers: dict[bytes, bytes], word: str
+) -> None:
+    """Goal: a sentence for the client instead of a traceback in the proxy's log."""
+    headers |= {b"content-type": b"application/json"}
+    reply = httpx.post(f"{standing_proxy}/v1/completions", content=content, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert word in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", ODD_REPLIES)
+def test_a_prefill_worker_that_hands_no_blocks_over_is_named(
+    standing_proxy: str, prompt: str
+) -> None:
+    """Goal: an error 502 with the worker's address, whatever it answered instead."""
+    reply = ask(standing_proxy, prompt)
+    assert reply.status_code == 502
+    assert "hands no blocks over" in reply.json()["error"]["message"]
+
+
+def test_a_worker_that_is_gone_is_passed_over(workers: list[Worker]) -> None:
+    """Goal: one dead worker of each kind fails no request, and is left alone as long as another
+    one answers; with none left the error names each."""
+    with proxy_before(workers, "--retry-s", "600") as proxy:
+        for worker in workers[::2]:
+            worker.close()
+        assert all(ask(proxy).is_success for _ in range(4))
+        back = Worker(decoded, workers[2].port)
+        try:
+            assert all(ask(proxy).is_success for _ in range(4))
+            assert back.asked == []
+            workers[3].close()
+            assert ask(proxy).is_success
+            assert len(back.asked) == 1
+        finally:
+            back.close()
+        failed = ask(proxy)
     assert failed.status_code == 502
-    assert f"decode worker {workers[2].url} gave no answer" in failed.json()["error"]["message"]
-    assert good.is_success
+    for worker in workers[2:]:
+        message = failed.json()["error"]["message"]
+        assert f"decode worker {worker.url} gave no answer" in message
+
+
+def test_a_worker_that_is_back_is_asked_after_some_time(workers: list[Worker]) -> None:
+    """Goal: a worker that was restarted has its share of the requests."""
+    with proxy_before(workers, "--retry-s", "0.1") as proxy:
+        workers[2].close()
+        assert all(ask(proxy).is_success for _ in range(2))
+        back = Worker(decoded, workers[2].port)
+        try:
+            wait_for(lambda: ask(proxy).is_success and back.asked, "it is not asked")
+        finally:
+            back.close()
+
+
+def test_a_worker_that_breaks_off_is_not_replaced(workers: list[Worker], proxy: str) -> None:
+    """Goal: what a worker has begun is not sent to another one: the blocks may be gone."""
+    for worker in workers[2:]:
+        worker.answer = hung_up
+    failed = ask(proxy)
+    assert failed.status_code == 502
+    assert "gave no answer" in failed.json()["error"]["message"]
+    assert sorted(len(worker.asked) for worker in workers[2:]) == [0, 1]
 
 
 def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(
