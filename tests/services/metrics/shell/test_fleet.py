@@ -94,7 +94,7 @@ async def test_a_service_that_leaves_is_not_lost(bus: Bus, client: AsyncClient) 
 
 
 async def test_the_last_hour_is_there_for_who_asks_first(bus: Bus, client: AsyncClient) -> None:
-    """1. A host tier counts. 2. The history has points of its host, and of all. 3. None of another."""
+    """1. A host tier counts. 2. The history has points of its host and of all, none of another."""
     asked = 0
 
     async def answer(_payload: bytes) -> bytes:
