@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 from kvbm_common.access.http_access import Access
+from kvbm_common.identity import Namespace
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import NatsRegistration, NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
@@ -41,6 +42,7 @@ from tests.services.metrics.samples import WORKER, stats, tier_stats
 pytestmark = [pytest.mark.slow, needs_chromium, pytest.mark.timeout(180)]
 
 HASH = "ab" * 16
+NAMESPACE = Namespace(model="meta-llama/Llama-3.1-70B-Instruct", block_tokens=16)
 KINDS = ("index", "host-tier", "disk-tier")
 MISS = Explanation(
     request="", engine="engine-a", ts_ms=0, blocks=5, hit_blocks=2, reason="evicted",
@@ -69,10 +71,14 @@ class Services:
             return stats(kind, host=host)
         times = 20 * (time.monotonic() - self.begun_s)
         found = 4 if host == "a" else 1
-        worker = msgspec.structs.replace(WORKER, engine=f"engine-{host}")
+        worker = msgspec.structs.replace(
+            WORKER, engine=f"engine-{host}", block_bytes=2_097_152, namespace=NAMESPACE
+        )
         figures = {
             "lookups": times, "matched_tokens": 16 * found * times,
             "lookup_blocks.host": found * times, "lookup_blocks.miss": (4 - found) * times,
+            "offload_blocks_d2h": 61 * times, "bytes.d2h": 1e8 * times, "bytes.h2d": 3e9 * times,
+            "onboard_blocks_h2d": 777 * times,
         }  # fmt: skip
         return tier_stats(
             kind, used=3, total=4, host=host, figures=figures, policy="lru",
