@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+import uvicorn
 from kvbm_common.access.http_access import Access
 from kvbm_common.identity import Namespace
-from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.bus import Bus, VerbHandler
 from kvbm_common.registry.nats_kv import NatsRegistration, NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.explain import (
@@ -32,7 +33,7 @@ from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import StatsReply
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.fleet import Fleet
-from kvbm_metrics.shell.service import HttpServer, _http_config
+from kvbm_metrics.shell.service import HttpServer
 from kvbm_metrics.shell.state import Api
 from playwright.async_api import Browser
 
@@ -109,7 +110,7 @@ class Services:
             mine = said if asked.endswith(host) else []
             return msgspec.json.encode(ExplainReply(requests=mine, kept=1))
 
-        verbs = {"stats": answer_stats, "metrics": answer_metrics}
+        verbs: dict[str, VerbHandler] = {"stats": answer_stats, "metrics": answer_metrics}
         if kind == "host-tier":
             verbs |= {"explain_list": explain_list, "explain": explain}
         await self.bus.add_verbs(kind, "0", host, verbs)
@@ -134,7 +135,9 @@ async def url(bus: Bus, services: Services) -> AsyncIterator[str]:
     fleet = Fleet(bus, registry, counters, cache_s=2.0, clock_s=lambda: 10 * time.monotonic())
     api = Api(fleet=fleet, expected=KINDS, version="1", access=Access(without_token="admin"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = HttpServer(_http_config(create_app(api, counters)))
+        server = HttpServer(
+            uvicorn.Config(create_app(api, counters), lifespan="off", log_config=None)
+        )
         tasks = [
             asyncio.create_task(server.serve(sockets=[listener])),
             asyncio.create_task(fleet.follow()),

@@ -324,7 +324,7 @@ class StatusView(_View):
         list[str], Field(description="Engines that compute without a cache, each with its reason.")
     ]
     kvbm: KvbmView
-    host: Annotated[str, Field(description="Of which tiers, flows, lookups and workers are.")] = ""
+    host: Annotated[str, Field(description="The host of tiers, flows and lookups; or all.")] = ""
     hosts: Annotated[list[str], Field(description="Every host that has or had a service.")] = []
     gone: Annotated[
         list[GoneView], Field(description="Lost ones for a day, those that left for 10 minutes.")
