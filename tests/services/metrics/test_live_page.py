@@ -46,6 +46,8 @@ pytestmark = [pytest.mark.slow, needs_chromium, pytest.mark.timeout(180)]
 HASH = "ab" * 16
 NAMESPACE = Namespace(model="meta-llama/Llama-3.1-70B-Instruct", block_tokens=16)
 KINDS = ("index", "host-tier", "disk-tier")
+OF_BOTH = "Math.abs(parseFloat(document.querySelector('#hits').textContent) - 62.5) < 5"
+"""The hit rate of both hosts: found are 4 and 1 of 4 each, counted at moments that differ a bit."""
 MISS = Explanation(
     request="", engine="engine-a", ts_ms=0, blocks=5, hit_blocks=2, reason="evicted",
     segments=[
@@ -212,7 +214,7 @@ async def test_a_new_tab_has_the_last_hour(url: str, browser: Browser) -> None:
     enough = "Number(document.querySelector('#hits-spark').dataset.points) >= 4"
     async with tab(browser, url) as shown:
         await shown.until(enough)
-        assert await shown.text("#hits") == "63 %"
+        assert await shown.evaluate(OF_BOTH)
         note = await shown.text("#hits-note")
         assert re.fullmatch(r"of the blocks asked for over the last \d\d s", note), note
     async with tab(browser, url) as other:
@@ -256,7 +258,7 @@ async def test_a_host_is_chosen(url: str, browser: Browser) -> None:
     async with tab(browser, url) as shown:
         await until_figures(shown)
         assert await shown.evaluate("[...host.options].map(one => one.value)") == ["", "a", "b"]
-        await shown.until("document.querySelector('#hits').textContent === '63 %'")
+        await shown.until(OF_BOTH)
         await choose(shown, "b")
         await shown.until("document.querySelector('#hits').textContent === '25 %'")
         assert [one[:2] for one in await cards(shown)] == [["host-tier 0", "b"]]
