@@ -90,6 +90,8 @@ async def _view(api: ApiOf) -> FleetView:
 View = Annotated[FleetView, Depends(_view)]
 
 Host = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{0,64}$")]
+OF_A_HOST = problems.described(HTTPStatus.UNPROCESSABLE_ENTITY)
+"""What can be wrong with a host."""
 
 health = APIRouter()
 """What probes ask, without a token also from afar, and Prometheus, with one."""
@@ -146,7 +148,7 @@ async def metrics(api: ApiOf, view: View) -> Response:
     return Response(text, headers={"content-type": exposition.CONTENT_TYPE})
 
 
-@router.get("/v1/status", tags=["status"])
+@router.get("/v1/status", tags=["status"], responses=OF_A_HOST)
 async def status(api: ApiOf, view: View, host: Host = "") -> StatusView:
     """Return the state of the whole system at a glance, or of the tiers and engines of a host."""
     return collector.status_view(
@@ -160,7 +162,7 @@ async def status(api: ApiOf, view: View, host: Host = "") -> StatusView:
     )
 
 
-@router.get("/v1/history", tags=["status"])
+@router.get("/v1/history", tags=["status"], responses=OF_A_HOST)
 async def history(api: ApiOf, host: Host = "") -> HistoryView:
     """Return what engines asked for and found in the last hour, over all hosts or on one."""
     return HistoryView(
