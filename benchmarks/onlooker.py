@@ -15,9 +15,10 @@ import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-PAGE = ("/v1/status", "/v1/tiers", "/v1/workers")
+PAGE = ("/v1/status", "/v1/services", "/v1/tiers", "/v1/workers")
 SCRAPE = "/metrics"
 EXPLAIN = "/v1/explain?missed=true&limit=50"
+HISTORY = "/v1/history"
 EVENTS = "/v1/events?per_second=10"
 DEADLINE_S = 30
 PERIOD_S = 1.0
@@ -48,7 +49,8 @@ class Look:
     def _ask(self) -> None:
         connection = http.client.HTTPConnection(self._address, timeout=DEADLINE_S)
         for turn in self._turns:
-            for path in (*PAGE, SCRAPE, *([EXPLAIN] if turn % 3 == 0 else [])):
+            rare = [EXPLAIN] * (turn % 3 == 0) + [HISTORY] * (turn % 10 == 0)
+            for path in (*PAGE, SCRAPE, *rare):
                 connection.request("GET", path)
                 connection.getresponse().read()
             if self._ended.wait(PERIOD_S):

@@ -200,6 +200,24 @@ def test_each_container_finds_the_files_that_it_is_told_of(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboards_show_the_hosts_that_are_chosen(path: Path) -> None:
+    """Goal: a selector of hosts, all of them at first, which each series of each panel follows."""
+    dashboard = json.loads(path.read_text())
+    [host] = [one for one in dashboard["templating"]["list"] if one["name"] == "host"]
+    assert host["query"]["query"] == "label_values(kvbm_up, host)"
+    assert (host["includeAll"], host["allValue"], host["current"]["value"]) == (
+        True,
+        ".*",
+        "$__all",
+    )
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            series = re.findall(r"\bkvbm_\w+({[^}]*})?", target["expr"])
+            assert series, panel["title"]
+            assert all('host=~"$host"' in one for one in series), target["expr"]
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_dashboards_ask_for_figures_that_exist(path: Path) -> None:
     """Goal: no empty panel because of a name: each is in docs/operating.md."""
     names = documented_metrics()
@@ -209,4 +227,8 @@ def test_dashboards_ask_for_figures_that_exist(path: Path) -> None:
         for target in panel.get("targets", []):
             for name in re.findall(r"\bkvbm_\w+", target["expr"]):
                 family = re.sub(r"_(bucket|sum|count)$", "", name)
-                assert {family, name, f"{family}_total"} & names, f"{name} of {panel['title']}"
+                # KVBM's own counters have no `_total`; the same of an instance have.
+                ours = family.removesuffix("_total")
+                assert {family, ours, name, f"{family}_total"} & names, (
+                    f"{name} of {panel['title']}"
+                )

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from kvbm_metrics import pages
 
-PARTS = ("live.css", "live.js", "draw.js", "panels.js", "story.js")
+PARTS = ("live.css", "live.js", "draw.js", "lookups.js", "panels.js", "services.js", "story.js")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ Pure: a `FleetView` goes in, views come out. Nothing here waits, reads a clock o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.events import Tier
@@ -26,6 +26,7 @@ from kvbm_metrics.core.models import (
     WorkerView,
 )
 from kvbm_metrics.core.rates import Rate, Rates
+from kvbm_metrics.core.recent_models import GoneView
 from kvbm_metrics.core.sizes import (
     USED_STATES,
     bytes_of,
@@ -104,6 +105,11 @@ class FleetView:
     """Whether this service reaches NATS."""
     registry_error: str = ""
     """Why `instances` may be out of date."""
+
+    def on_host(self, host: str) -> FleetView:
+        """Return the part that is on one host; all of it without a name."""
+        here = [one for one in self.instances if host in ("", one.record.host)]
+        return replace(self, instances=here)
 
 
 class Totals:
@@ -220,7 +226,8 @@ def _rate_of(one: Instance, rates: Rates) -> Rate:
     return rates.of(one.record.kind, one.record.host, one.record.instance)
 
 
-def _counted(view: FleetView, rates: Rates) -> list[flows.Counted]:
+def counted(view: FleetView, rates: Rates) -> list[flows.Counted]:
+    """Return what the tiers of a view have reported, each with its rate."""
     return [
         (tier, one.stats, _rate_of(one, rates))
         for one in view.instances
@@ -301,13 +308,24 @@ def _passing_line(one: WorkerView) -> str:
 
 
 def status_view(
-    view: FleetView, totals: Totals, rates: Rates, *, expected: Sequence[str], version: str
+    view: FleetView,
+    totals: Totals,
+    rates: Rates,
+    *,
+    expected: Sequence[str],
+    version: str,
+    gone: Sequence[GoneView] = (),
+    host: str = "",
 ) -> StatusView:
-    """Return the status page: every tier, worker and service, and what is wrong."""
+    """Return the status page: every tier, worker and service, and what is wrong.
+
+    With `host`, tiers, flows, lookups and workers are those of that host.
+    """
     reasons = unready_reasons(view, expected)
-    workers = worker_views(view)
-    tiers = tier_views(view, rates)
-    counted = _counted(view, rates)
+    here = view.on_host(host)
+    workers = worker_views(here)
+    tiers = tier_views(here, rates)
+    rated = counted(here, rates)
     kinds = [*expected, *sorted({one.record.kind for one in view.instances} - set(expected))]
     return StatusView(
         version=version,
@@ -319,12 +337,15 @@ def status_view(
             for tier in TIERS
             if (group := [one for one in tiers if one.tier == tier])
         ],
-        flows=flows.flows_of(counted),
-        lookups=flows.lookups_of(counted),
+        flows=flows.flows_of(rated),
+        lookups=flows.lookups_of(rated),
         engines=len({(one.host, one.engine, one.incarnation) for one in workers}),
         workers=sum(not one.passes_through for one in workers),
         passing_through=[_passing_line(one) for one in workers if one.passes_through],
         kvbm=kvbm_view(view, totals),
+        host=host,
+        hosts=sorted({one.record.host for one in view.instances} | {one.host for one in gone}),
+        gone=list(gone),
     )
 
 

@@ -86,12 +86,14 @@ def flows_of(counted: Iterable[Counted]) -> list[FlowView]:
 def lookups_of(counted: Iterable[Counted]) -> LookupsView:
     """Return the rates of what engines ask for and find, over all host tiers."""
     rates = [rate for tier, _, rate in counted if tier == "host"]
+    blocks = {
+        outcome: sum(one.sum(f"lookup_blocks.{outcome}") for one in rates) for outcome in OUTCOMES
+    }
+    asked = sum(blocks.values())
     return LookupsView(
         window_s=max((one.window_s for one in rates), default=0.0),
         lookups=sum(one.sum("lookups") for one in rates),
         matched_tokens=sum(one.sum("matched_tokens") for one in rates),
-        blocks={
-            outcome: sum(one.sum(f"lookup_blocks.{outcome}") for one in rates)
-            for outcome in OUTCOMES
-        },
+        blocks=blocks,
+        hit_rate=1 - blocks["miss"] / asked if asked else None,
     )

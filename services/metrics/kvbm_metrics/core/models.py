@@ -19,6 +19,7 @@ from kvbm_common.wire.scores import (
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, HolderMatch, MatchRequest
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvbm_metrics.core.recent_models import GoneView
 from kvbm_metrics.core.wire_types import view_of
 
 # The length: in a body Python's engine reads the pattern, whose `$` lets a line break pass. In an
@@ -304,6 +305,7 @@ class LookupsView(_View):
     lookups: float
     matched_tokens: float
     blocks: Annotated[dict[str, float], Field(description="By where they were, or `miss`.")]
+    hit_rate: Annotated[float | None, Field(description="Of blocks; null: none asked.")] = None
 
 
 class StatusView(_View):
@@ -322,6 +324,11 @@ class StatusView(_View):
         list[str], Field(description="Engines that compute without a cache, each with its reason.")
     ]
     kvbm: KvbmView
+    host: Annotated[str, Field(description="The host of tiers, flows and lookups; or all.")] = ""
+    hosts: Annotated[list[str], Field(description="Every host that has or had a service.")] = []
+    gone: Annotated[
+        list[GoneView], Field(description="Lost ones for a day, those that left for 10 minutes.")
+    ] = []
 
 
 class HolderView(view_of(HolderMatch)):  # type: ignore[misc]

@@ -14,7 +14,9 @@ from fastapi.responses import HTMLResponse, Response
 
 router = APIRouter(include_in_schema=False)
 
-Part = Literal["live.css", "live.js", "draw.js", "panels.js", "story.js"]
+Part = Literal[
+    "live.css", "live.js", "draw.js", "lookups.js", "panels.js", "services.js", "story.js"
+]
 TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 CLOSED = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "

@@ -1,7 +1,7 @@
 // Small hands for the page: text that changes only when it differs, rows, meters, curves, numbers.
 
 const SVG = "http://www.w3.org/2000/svg";
-export const POINTS = 60; // A minute of a curve.
+const SPAN_S = 600; // Of a curve, at least: ten minutes.
 
 export const byId = id => document.getElementById(id);
 
@@ -35,16 +35,20 @@ export const fit = (parent, items, grow, fill) => {
   items.forEach((item, place) => fill(parent.children[place], item));
 };
 
-// Cells are texts, or {text, name} for one with a class, or {text, meter, tier} with a meter.
+// Cells are texts, or {text, name} for one with a class, or {text, meter, tier} with a meter, or
+// {text, go} with a link within the page.
 export const rows = (body, list) => fit(body, list,
   () => document.createElement("tr"),
   (row, cells) => fit(row, cells, () => document.createElement("td"), (cell, told) => {
     const one = typeof told === "object" ? told : { text: told };
     set(cell, "class", one.name || "");
-    if (one.meter === undefined) return say(cell, one.text);
-    if (!cell.firstElementChild) {
-      cell.append(meter(), make("span"));
+    if (one.go !== undefined) {
+      if (!cell.querySelector("button")) cell.replaceChildren(make("button", null, "go"));
+      cell.firstElementChild.dataset.go = one.go;
+      return say(cell.firstElementChild, one.text);
     }
+    if (one.meter === undefined) return say(cell, one.text);
+    if (!cell.firstElementChild) cell.replaceChildren(meter(), make("span"));
     fillMeter(cell.firstElementChild, one.meter, one.tier, one.text);
     return say(cell.lastElementChild, one.text);
   }));
@@ -62,13 +66,12 @@ export const fillMeter = (svg, part, tier, label) => {
   set(svg.firstElementChild, "width", (100 * Math.min(1, part)).toFixed(1));
 };
 
-// The last points of a figure. What is not known is a gap at the left, never a zero.
+// The last hour of a figure, as far as it is known. What is not known is a gap, never a zero.
 export class Curve {
   constructor(svg, label) {
-    this.values = [];
     this.label = label;
     this.svg = svg;
-    set(svg, "viewBox", `0 0 ${POINTS - 1} 30`);
+    set(svg, "viewBox", "0 0 100 30");
     set(svg, "preserveAspectRatio", "none");
     set(svg, "role", "img");
     set(svg, "aria-label", `${label}, no figure yet`);
@@ -76,15 +79,29 @@ export class Curve {
     this.line = draw("path", svg);
   }
 
-  add(value, shown) {
-    this.values.push(value);
-    if (this.values.length > POINTS) this.values.shift();
-    const top = Math.max(...this.values, 1e-9);
-    const first = POINTS - this.values.length;
-    const dots = this.values.map((one, at) => `${first + at},${(29 - 27 * one / top).toFixed(1)}`);
-    set(this.line, "d", `M${dots.join("L")}`);
-    set(this.under, "d", `M${first},30L${dots.join("L")}L${POINTS - 1},30Z`);
-    set(this.svg, "aria-label", `${this.label}, last minute; now ${shown}`);
+  // Points are {ago_s, value}, oldest first; a value may be null.
+  show(points, spacing_s) {
+    const known = points.filter(one => one.value !== null);
+    const span_s = Math.max(SPAN_S, ...points.map(one => one.ago_s));
+    const top = Math.max(...known.map(one => one.value), 1e-9);
+    const x = one => 100 * (1 - one.ago_s / span_s);
+    const dot = one => `${x(one).toFixed(2)},${(29 - 27 * one.value / top).toFixed(1)}`;
+    const parts = [];
+    known.forEach((one, at) => {
+      const joined = at && known[at - 1].ago_s - one.ago_s < 1.5 * spacing_s;
+      if (joined) parts[parts.length - 1].push(one);
+      else parts.push([one]);
+    });
+    // A point alone is a dash.
+    const lines = parts.map(part => `M${part.map(dot).join("L")}${part.length > 1 ? "" : "h.5"}`);
+    set(this.line, "d", lines.join(""));
+    set(this.under, "d", parts.filter(part => part.length > 1).map(part =>
+      `M${x(part[0]).toFixed(2)},30L${part.map(dot).join("L")}L${x(part.at(-1)).toFixed(2)},30Z`
+    ).join(""));
+    const minutes = Math.ceil(Math.max(0, ...points.map(one => one.ago_s)) / 60);
+    set(this.svg, "aria-label",
+      known.length ? `${this.label}, last ${minutes} min` : `${this.label}, no figure yet`);
+    this.svg.dataset.points = known.length;
   }
 }
 

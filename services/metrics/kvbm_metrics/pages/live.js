@@ -4,12 +4,15 @@
 // asks nothing.
 
 import { byId, count, fit, make, say } from "./draw.js";
-import { showMisses, showStatus, showTiers, showWorkers } from "./panels.js";
+import { openEngine, openRequest } from "./lookups.js";
+import { showHistory, showMisses, showStatus, showTiers, showWorkers } from "./panels.js";
+import { showHosts, showServices, withGone } from "./services.js";
 import { NAME, openStory } from "./story.js";
 
 const POLL_MS = 1000;
 const ASK_DEADLINE_MS = 5000;
 const EXPLAIN_EVERY = 3; // Polls.
+const HISTORY_EVERY = 10;
 const EVENTS_SHOWN = 60;
 const EVENTS_PER_S = 10; // What an eye can follow; the API says how many it has left out.
 const RETRY_MS = 3000;
@@ -55,7 +58,12 @@ const inFrame = (name, work) => {
 // --- the figures ------------------------------------------------------------------------------
 
 let polls = 0;
+let asked = 0; // Polls since the host was chosen.
 let polling = null;
+let host = new URLSearchParams(location.search).get("host") || "";
+
+const here = one => !host || one.host === host;
+const ofHost = () => host ? `host=${encodeURIComponent(host)}` : "";
 
 const explain = async () => {
   try {
@@ -67,17 +75,26 @@ const explain = async () => {
 };
 
 const poll = async () => {
-  const wanted = [ask("v1/status"), ask("v1/tiers"), ask("v1/workers")];
-  if (polls % EXPLAIN_EVERY === 0) wanted.push(explain());
+  const chosen = host;
+  const [status, services, tiers, workers, misses, past] = await Promise.all([
+    ask(`v1/status?${ofHost()}`), ask("v1/services"), ask("v1/tiers"), ask("v1/workers"),
+    asked % EXPLAIN_EVERY === 0 ? explain() : undefined,
+    asked % HISTORY_EVERY === 0 ? ask(`v1/history?${ofHost()}`) : undefined,
+  ]);
+  if (chosen !== host) return; // The next poll asks for the host that is chosen now.
   polls += 1;
-  const [status, tiers, workers, misses] = await Promise.all(wanted);
+  asked += 1;
   inFrame("figures", () => {
     showStatus(status);
-    showTiers(tiers);
-    showWorkers(workers);
-    if (misses !== undefined) showMisses(misses);
+    showHosts(status.hosts, host);
+    showServices(status.services, services, status.gone, here);
+    showTiers(withGone(tiers, status.gone).filter(here));
+    showWorkers(workers.filter(here));
     document.body.dataset.polls = polls;
+    document.body.dataset.host = host;
   });
+  if (misses !== undefined) inFrame("misses", () => showMisses(misses, here));
+  if (past !== undefined) inFrame("history", () => showHistory(past));
 };
 
 const failed = error => inFrame("figures", () => {
@@ -92,13 +109,19 @@ const failed = error => inFrame("figures", () => {
   }
 });
 
+let loop = 0;
+
 const pollOn = async () => {
-  let begun = performance.now();
+  const begun = performance.now();
+  loop += 1;
+  const mine = loop; // Another one may begin while this one waits for an answer.
   try {
     await poll();
+    if (mine !== loop) return;
     byId("ask").hidden = true;
     follow();
   } catch (error) {
+    if (mine !== loop) return;
     failed(error);
     if (error.status === 401 || error.status === 403) {
       polling = null; // Until there is a token.
@@ -172,7 +195,7 @@ const follow = async () => {
   feed = new AbortController();
   const mine = feed;
   try {
-    const response = await fetch(`v1/events?per_second=${EVENTS_PER_S}`,
+    const response = await fetch(`v1/events?per_second=${EVENTS_PER_S}&${ofHost()}`,
       { headers: headers(), signal: mine.signal, cache: "no-store" });
     if (!response.ok) throw await refusal(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -194,6 +217,7 @@ const wake = () => {
   if (document.hidden) {
     clearTimeout(polling);
     polling = null;
+    loop += 1;
     if (feed) feed.abort();
     feed = null;
   } else if (polling === null) {
@@ -202,23 +226,42 @@ const wake = () => {
   }
 };
 
-const goTo = hash => { location.hash = `block=${hash}`; };
+const goTo = place => { location.hash = place; };
 
 const arrive = () => {
-  const hash = location.hash.replace("#block=", "");
-  if (NAME.test(hash)) openStory(ask, hash);
+  const [kind, ...rest] = location.hash.slice(1).split("=");
+  const name = decodeURIComponent(rest.join("="));
+  if (kind === "block" && NAME.test(name)) openStory(ask, name);
+  if (kind === "request" && name) openRequest(ask, name);
+  if (kind === "engine" && name) openEngine(ask, name);
+};
+
+const choose = name => {
+  host = name;
+  asked = 0;
+  const search = host ? `?${ofHost()}` : "";
+  history.replaceState(null, "", location.pathname + search + location.hash);
+  shown = [];
+  inFrame("events", showEvents);
+  if (feed) feed.abort();
+  feed = null;
+  clearTimeout(polling);
+  polling = null;
+  wake();
 };
 
 document.addEventListener("visibilitychange", wake);
 document.addEventListener("click", event => {
-  const link = event.target.closest("button.block");
-  if (link) goTo(link.dataset.block);
+  const link = event.target.closest("button.block, button.go");
+  if (link) goTo(link.dataset.go || `block=${link.dataset.block}`);
 });
-byId("story").addEventListener("close", () => history.replaceState(null, "", location.pathname));
+byId("story").addEventListener("close", () =>
+  history.replaceState(null, "", location.pathname + location.search));
+byId("host").addEventListener("change", event => choose(event.target.value));
 window.addEventListener("hashchange", arrive);
 byId("find").addEventListener("submit", event => {
   event.preventDefault();
-  goTo(byId("hash").value);
+  goTo(`block=${byId("hash").value}`);
 });
 byId("ask").addEventListener("submit", event => {
   event.preventDefault();

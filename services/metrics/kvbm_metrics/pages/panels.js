@@ -3,6 +3,8 @@
 import {
   Curve, ago, byId, bytes, count, draw, fillMeter, fit, make, many, meter, part, rows, say, set,
 } from "./draw.js";
+import { engineLink, requestLink } from "./lookups.js";
+import { stateOf, toneOf } from "./services.js";
 
 const NAMES = { device: "G1", host: "G2", disk: "G3", object: "G4" };
 const TITLES = { device: "GPU", host: "Host memory", disk: "Disk", object: "Bucket",
@@ -20,7 +22,10 @@ const curves = {
 };
 const speed = byId("speed");
 speed.value = localStorage.getItem("kvbm-prefill") || SPEED;
-speed.addEventListener("change", () => localStorage.setItem("kvbm-prefill", speed.value));
+speed.addEventListener("change", () => {
+  localStorage.setItem("kvbm-prefill", speed.value);
+  if (past) showHistory(past);
+});
 
 const sum = values => Object.values(values).reduce((all, one) => all + one, 0);
 
@@ -36,33 +41,42 @@ export const showStatus = status => {
   glance(status);
   where(status.lookups.blocks);
   flow(status);
-  const kinds = status.services.filter(one => one.expected || one.instances);
-  fit(byId("services"), kinds, () => make("li"), (item, one) => {
-    say(item, `${one.kind} ${one.ready}/${one.instances}`);
-    set(item, "class", one.ready && one.ready === one.instances ? "" : "bad");
-  });
 };
 
+const saved = (tokens, lookups) => lookups && speed.value > 0
+  ? 1000 * tokens / lookups / speed.value : 0;
+
 const glance = status => {
-  const { lookups, matched_tokens: tokens, blocks, window_s: window } = status.lookups;
-  const asked = sum(blocks);
-  const hits = asked ? 1 - blocks.miss / asked : null;
-  if (hits !== null) {
-    say(byId("hits"), part(hits));
-    curves.hits.add(hits, part(hits));
-  }
-  const { kvbm_host_cache_hit_rate: host, kvbm_disk_cache_hit_rate: disk } = status.kvbm;
-  say(byId("hits-note"), `recent lookups: host ${part(host)}, disk ${part(disk)}`);
+  const { lookups, matched_tokens: tokens, blocks, window_s: window, hit_rate: hits } =
+    status.lookups;
+  const over = `over the last ${Math.round(window)} s`;
+  say(byId("hits"), hits === null ? "–" : part(hits));
+  say(byId("hits-note"), !window ? "" : hits === null
+    ? `no blocks asked for ${over}` : `of the blocks asked for ${over}`);
   say(byId("tokens"), `${count(tokens)}/s`);
-  curves.tokens.add(tokens, count(tokens));
-  say(byId("tokens-note"), `tokens; ${count(status.kvbm.kvbm_matched_tokens)} in all`);
-  const saved = lookups && speed.value > 0 ? 1000 * tokens / lookups / speed.value : 0;
-  say(byId("ttft"), lookups ? `≤ ${count(saved)} ms` : "–");
-  curves.ttft.add(saved, `${count(saved)} ms`);
+  say(byId("tokens-note"), status.host
+    ? "tokens" : `tokens; ${count(status.kvbm.kvbm_matched_tokens)} in all`);
+  say(byId("ttft"), lookups ? `≤ ${count(saved(tokens, lookups))} ms` : "–");
   say(byId("lookups"), `${count(lookups)}/s`);
-  curves.lookups.add(lookups, count(lookups));
-  say(byId("lookups-note"), `${count(asked)} blocks/s from ${many(status.workers, "worker")}`);
-  say(byId("window"), window ? `per second, over the last ${Math.round(window)} s` : "");
+  say(byId("lookups-note"),
+    `${count(sum(blocks))} blocks/s from ${many(status.workers, "worker")}`);
+  say(byId("window"), window ? `per second, ${over}` : "");
+};
+
+let past = null;
+
+export const showHistory = history => {
+  past = history;
+  const points = history.points;
+  const curve = (name, value) => curves[name].show(
+    points.map(one => ({ ago_s: one.ago_s, value: value(one) })), history.spacing_s);
+  curve("hits", one => one.hit_rate);
+  curve("tokens", one => one.matched_tokens);
+  curve("ttft", one => saved(one.matched_tokens, one.lookups));
+  curve("lookups", one => one.lookups);
+  const minutes = Math.ceil(Math.max(0, ...points.map(one => one.ago_s)) / 60);
+  say(byId("curves-note"), points.length ? `Curves: the last ${many(minutes, "minute")}, at most an `
+    + `hour; each point is over ${Math.round(history.window_s)} s.` : "");
 };
 
 const where = blocks => {
@@ -165,7 +179,15 @@ const fillWay = (way, flow, tier) => {
 
 // --- tables -----------------------------------------------------------------------------------
 
-export const showTiers = tiers => rows(byId("tiers").tBodies[0], tiers.map(one => [
+const GONE = ["number", "number", "number wide", "number", "wide"];
+
+export const showTiers = tiers => rows(byId("tiers").tBodies[0], tiers.map(one => one.manner ? [
+  `${one.tier} ${one.instance}`,
+  { text: one.host, name: "wide" },
+  { text: "–", meter: 0, tier: one.tier },
+  ...GONE.map(name => ({ text: "–", name })),
+  { text: stateOf(one), name: toneOf(one) },
+] : [
   `${one.tier} ${one.instance}`,
   { text: one.host, name: "wide" },
   { text: part(one.occupancy), meter: one.occupancy, tier: one.tier },
@@ -174,14 +196,13 @@ export const showTiers = tiers => rows(byId("tiers").tBodies[0], tiers.map(one =
   { text: count(one.rates.blocks_evicted), name: "number wide" },
   { text: String(one.leases), name: "number" },
   { text: one.policy, name: "wide" },
-  { text: !one.up ? "silent" : !one.ready ? "not ready" : one.draining ? "draining" : "ready",
-    name: one.ready ? "" : "bad" },
+  { text: stateOf(one), name: toneOf(one) },
 ]));
 
 const attached = workers => workers.filter(one => !one.passes_through);
 
 export const showWorkers = workers => rows(byId("workers").tBodies[0], attached(workers).map(one => [
-  one.engine,
+  { text: one.engine, go: engineLink(one.engine) },
   `${one.rank} of ${one.world_size}`,
   one.model,
   { text: one.host, name: "wide" },
@@ -189,13 +210,13 @@ export const showWorkers = workers => rows(byId("workers").tBodies[0], attached(
   { text: ago(one.seen_ms_ago), name: "number" },
 ]));
 
-export const showMisses = told => {
+export const showMisses = (told, here) => {
   const note = byId("misses-note");
   if (told === null) {
     say(note, "This metrics service does not explain lookups (GET /v1/explain is not there).");
     return;
   }
-  const missed = told.requests.filter(one => one.missed_blocks > 0);
+  const missed = told.requests.filter(one => one.missed_blocks > 0 && here(one));
   say(note, missed.length
     ? `The last ${missed.length} lookups that missed blocks, by the reason of the first miss.`
     : "No lookup has missed a block lately.");
@@ -218,6 +239,6 @@ export const showMisses = told => {
     { text: one.engine, name: "wide" },
     { text: String(one.blocks), name: "number" },
     { text: String(one.missed_blocks), name: "number" },
-    one.reason.replaceAll("_", " "),
+    { text: one.reason.replaceAll("_", " "), go: requestLink(one.request_id) },
   ]));
 };

@@ -1,6 +1,6 @@
 // A block's story: who has it, who holds it there, and what has happened to it.
 
-import { ago, byId, bytes, fit, make } from "./draw.js";
+import { ago, byId, bytes, fit, make, say } from "./draw.js";
 
 export const NAME = /^[0-9a-f]{32}$/;
 
@@ -19,7 +19,6 @@ const entry = (tier, told) => {
 };
 
 const show = (body, block) => {
-  body.replaceChildren();
   list(body, "Holders", block.holders.map(
     one => `${one.tier} · ${one.source} on ${one.host}, rank ${one.rank}`));
   if (!block.holders.length) make("p", body, "", "Nobody has it now.");
@@ -42,16 +41,31 @@ const show = (body, block) => {
   list(body, "Not asked", block.silent);
 };
 
-// `ask(path)` answers what the API says; it throws what the API refuses.
-export const openStory = async (ask, hash) => {
+let opened = 0;
+
+// `load` answers with what fills the body; what was opened since then is not overwritten.
+export const openDialog = async (title, name, load) => {
+  opened += 1;
+  const mine = opened;
   const dialog = byId("story");
   const body = byId("story-body");
-  byId("story-hash").textContent = hash;
+  say(byId("story-title"), title);
+  say(byId("story-name"), name);
   body.replaceChildren(make("p", null, "", "…"));
   if (!dialog.open) dialog.showModal();
+  let fill;
   try {
-    show(body, await ask(`v1/blocks/${hash}`));
+    fill = await load();
   } catch (error) {
-    body.replaceChildren(make("p", null, "", String(error.message || error)));
+    fill = () => make("p", body, "", String(error.message || error));
   }
+  if (mine !== opened) return;
+  body.replaceChildren();
+  fill(body);
 };
+
+// `ask(path)` answers what the API says; it throws what the API refuses.
+export const openStory = (ask, hash) => openDialog("Block", hash, async () => {
+  const block = await ask(`v1/blocks/${hash}`);
+  return body => show(body, block);
+});

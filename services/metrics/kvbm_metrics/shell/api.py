@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse
 from kvbm_metrics import pages
 from kvbm_metrics.core import collector
 from kvbm_metrics.core.collector import FleetView
+from kvbm_metrics.core.history import POINTS, SPACING_S
 from kvbm_metrics.core.models import (
     HealthView,
     HoldersView,
@@ -43,6 +44,8 @@ from kvbm_metrics.core.models import (
     WhereView,
     WorkerView,
 )
+from kvbm_metrics.core.rates import WINDOW_S
+from kvbm_metrics.core.recent_models import HistoryView
 from kvbm_metrics.shell import admin_api, event_feed, explain_api, exposition, problems
 from kvbm_metrics.shell.access import may_know_why, may_read, may_scrape
 from kvbm_metrics.shell.admission import Door
@@ -85,6 +88,10 @@ async def _view(api: ApiOf) -> FleetView:
 
 
 View = Annotated[FleetView, Depends(_view)]
+
+Host = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{0,64}$")]
+OF_A_HOST = problems.described(HTTPStatus.UNPROCESSABLE_ENTITY)
+"""What can be wrong with a host."""
 
 health = APIRouter()
 """What probes ask, without a token also from afar, and Prometheus, with one."""
@@ -141,11 +148,29 @@ async def metrics(api: ApiOf, view: View) -> Response:
     return Response(text, headers={"content-type": exposition.CONTENT_TYPE})
 
 
-@router.get("/v1/status", tags=["status"])
-async def status(api: ApiOf, view: View) -> StatusView:
-    """Return the state of the whole system at a glance."""
+@router.get("/v1/status", tags=["status"], responses=OF_A_HOST)
+async def status(api: ApiOf, view: View, host: Host = "") -> StatusView:
+    """Return the state of the whole system at a glance, or of the tiers and engines of a host."""
     return collector.status_view(
-        view, api.fleet.totals, api.fleet.rates, expected=api.expected, version=api.version
+        view,
+        api.fleet.totals,
+        api.fleet.rates,
+        expected=api.expected,
+        version=api.version,
+        gone=api.fleet.gone(),
+        host=host,
+    )
+
+
+@router.get("/v1/history", tags=["status"], responses=OF_A_HOST)
+async def history(api: ApiOf, host: Host = "") -> HistoryView:
+    """Return what engines asked for and found in the last hour, over all hosts or on one."""
+    return HistoryView(
+        host=host,
+        spacing_s=SPACING_S,
+        window_s=WINDOW_S,
+        points_max=POINTS,
+        points=api.fleet.history(host),
     )
 
 

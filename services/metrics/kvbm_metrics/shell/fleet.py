@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 from kvbm_common.errors import KvbmError, RegistryUnavailable, RequestFailed
 from kvbm_common.nats.bus import Bus
-from kvbm_common.registry.records import ENGINE, ServiceRecord
+from kvbm_common.registry.records import ENGINE, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.metrics import MetricsSnapshot
@@ -21,7 +21,10 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_metrics.core.collector import FleetView, Instance, Totals
+from kvbm_metrics.core.gone import GoneServices, gone_views
+from kvbm_metrics.core.history import History, lookups_by_host
 from kvbm_metrics.core.rates import Rates
+from kvbm_metrics.core.recent_models import GoneView, HistoryPoint
 
 ASK_DEADLINE_S = 0.5
 """An instance that takes longer to say how it is counts as down. Usually it takes 1 ms."""
@@ -53,6 +56,9 @@ class LiveServices(Protocol):
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
         """Return the live services; raises RegistryUnavailable."""
 
+    def watch(self, callback: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        """Call back for each service that is there, then for every change, until ended."""
+
 
 class Fleet:
     """All services that are registered. One per process, in one event loop."""
@@ -69,6 +75,8 @@ class Fleet:
     ) -> None:
         self.totals = Totals()
         self.rates = Rates()
+        self._history = History()
+        self._gone = GoneServices()
         self._bus = bus
         self._registry = registry
         self._cache_s = cache_s
@@ -107,13 +115,32 @@ class Fleet:
                 )
                 said = (one.stats for one in self._cached.instances if one.stats is not None)
                 self.rates.take(said, self._taken_s)
+                if self._history.is_due(self._taken_s):
+                    lookups = lookups_by_host(self._cached, self.rates)
+                    self._history.take(lookups, self._taken_s)
             return self._cached
 
     async def follow(self) -> None:
-        """Look every now and then, so that rates are known to the first who asks."""
-        while True:
-            await self.view()
-            await asyncio.sleep(FOLLOW_S)
+        """Look every now and then, so that rates are known to the first who asks.
+
+        Meanwhile it also remembers who has gone.
+        """
+        forget = self._registry.watch(lambda event: self._gone.take(event, self._clock_s()))
+        try:
+            while True:
+                await self.view()
+                await asyncio.sleep(FOLLOW_S)
+        finally:
+            forget()
+
+    def gone(self) -> list[GoneView]:
+        """Return the services that have gone while this one looked."""
+        now_s = self._clock_s()
+        return gone_views(self._gone.of(now_s), now_s)
+
+    def history(self, host: str) -> list[HistoryPoint]:
+        """Return the points of the last hour of a host, or of all; oldest first."""
+        return self._history.of(host, self._clock_s())
 
     async def ask_index(self, verb: str, request: msgspec.Struct, codec: JsonCodec[Reply]) -> Reply:
         """Ask any index.

@@ -16,6 +16,7 @@ from kvbm_common.service.http_port import open_listener
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.wire.verbs import StatsReply
 
+from kvbm_metrics.core import history
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.audit_log import AuditLog
 from kvbm_metrics.shell.fleet import Fleet
@@ -86,7 +87,7 @@ async def serve(context: ServiceContext) -> None:
         )
         server = HttpServer(_http_config(create_app(api, context.counters)))
         context.set_stats(lambda: _stats(context, server))
-        context.footprint.declare(lambda: {"answers": ANSWERS_BYTES})
+        context.footprint.declare(lambda: {"answers": ANSWERS_BYTES, "history": history.BYTES_MAX})
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
             following = [

@@ -538,7 +538,7 @@ async def test_openapi_is_complete(world: World) -> None:
         document = (await client.get("/openapi.json")).json()
     assert set(document["paths"]) == {
         "/healthz", "/readyz", "/metrics",
-        "/v1/status", "/v1/services", "/v1/tiers", "/v1/workers", "/v1/match",
+        "/v1/status", "/v1/history", "/v1/services", "/v1/tiers", "/v1/workers", "/v1/match",
         "/v1/match_batch", "/v1/score", "/v1/where", "/v1/holders", "/v1/blocks",
         "/v1/blocks/{hash}", "/v1/pins", "/v1/pin", "/v1/unpin", "/v1/evict", "/v1/reset",
         "/v1/prefetch", "/v1/resize", "/v1/policy", "/v1/filter", "/v1/drain", "/v1/undrain",

@@ -1,0 +1,82 @@
+"""Services that were registered and are not any more, so that a page shows them where they stood.
+
+Pure: what the registry says goes in with the time. A service that went silent is lost, and stays
+until one of its name is back. One that has left by itself goes soon: it was scaled away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbm_common.registry.records import ENGINE, Left, RegistryEvent, ServiceRecord
+
+from kvbm_metrics.core.recent_models import GoneView
+
+GONE_MAX = 1024
+"""Services that are remembered; the one that is gone for the longest is forgotten first."""
+LOST_AGE_S = 24 * 3600.0
+LEFT_AGE_S = 600.0
+
+Manner = Literal["lost", "left"]
+AGES_S: dict[Manner, float] = {"lost": LOST_AGE_S, "left": LEFT_AGE_S}
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A service, how it went, and when."""
+
+    record: ServiceRecord
+    manner: Manner
+    at_s: float
+
+
+def gone_views(gone: Iterable[Gone], now_s: float) -> list[GoneView]:
+    """Return the services that are gone, and for how long."""
+    return [
+        GoneView(
+            kind=one.record.kind,
+            host=one.record.host,
+            instance=one.record.instance,
+            manner=one.manner,
+            gone_ms_ago=round(1000 * (now_s - one.at_s)),
+        )
+        for one in gone
+    ]
+
+
+class GoneServices:
+    """The services that are gone, in the order in which they went."""
+
+    def __init__(self) -> None:
+        self._gone: dict[str, Gone] = {}
+
+    def take(self, event: RegistryEvent, now_s: float) -> None:
+        """Take what the registry says: one is back, or one has gone."""
+        record = event.record
+        if record.kind == ENGINE:
+            return
+        self._gone.pop(record.key, None)
+        if isinstance(event, Left):
+            manner: Manner = "left" if event.reason == "deleted" else "lost"
+            self._gone[record.key] = Gone(record, manner, now_s)
+        else:
+            assert record.key not in self._gone, f"{record.key} is there, and remembered as gone"
+        while len(self._gone) > GONE_MAX:
+            del self._gone[next(iter(self._gone))]
+        self._expire(now_s)
+
+    def of(self, now_s: float) -> list[Gone]:
+        """Return who is gone, sorted as the services that are there."""
+        self._expire(now_s)
+        return sorted(
+            self._gone.values(),
+            key=lambda one: (one.record.kind, one.record.host, one.record.instance),
+        )
+
+    def _expire(self, now_s: float) -> None:
+        for key, one in list(self._gone.items()):
+            assert one.at_s <= now_s, f"{key} went at {one.at_s} s, after {now_s} s"
+            if now_s - one.at_s >= AGES_S[one.manner]:
+                del self._gone[key]

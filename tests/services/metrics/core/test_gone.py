@@ -1,0 +1,67 @@
+"""Services that have gone: what is remembered of them, and for how long."""
+
+from __future__ import annotations
+
+from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
+from kvbm_metrics.core.collector import FleetView, Totals, status_view
+from kvbm_metrics.core.gone import GONE_MAX, LEFT_AGE_S, LOST_AGE_S, GoneServices, gone_views
+from kvbm_metrics.core.rates import Rates
+
+from tests.services.metrics.samples import alive, record, stats
+
+DISK = record("disk-tier")
+HOST = record("host-tier")
+
+
+def gone_after(*events: RegistryEvent, now_s: float = 0.0) -> list[tuple[str, str]]:
+    """Return who is remembered, and how it went, when all of this was said at 0 s."""
+    services = GoneServices()
+    for event in events:
+        services.take(event, 0.0)
+    return [(one.record.key, one.manner) for one in services.of(now_s)]
+
+
+def test_a_silent_service_is_lost_and_one_that_says_so_has_left() -> None:
+    """The two differ in how long they are remembered."""
+    events = (Joined(HOST), Joined(DISK), Left(HOST, "expired"), Left(DISK, "deleted"))
+    both = [("disk-tier.a.0", "left"), ("host-tier.a.0", "lost")]
+    assert gone_after(*events) == both
+    assert gone_after(*events, now_s=LEFT_AGE_S - 1) == both
+    assert gone_after(*events, now_s=LEFT_AGE_S) == both[1:]
+    assert gone_after(*events, now_s=LOST_AGE_S) == []
+
+
+def test_a_service_that_is_back_is_not_gone() -> None:
+    """Also in another life; what it says later changes nothing."""
+    back = record("host-tier", epoch=2)
+    assert gone_after(Left(HOST, "expired"), Joined(back)) == []
+    assert gone_after(Left(HOST, "expired"), Joined(back), Changed(back, back)) == []
+    assert gone_after(Left(HOST, "expired"), Joined(back), Left(back, "expired")) != []
+
+
+def test_engines_are_not_services() -> None:
+    """They come and go with the requests of others."""
+    assert gone_after(Left(record(ENGINE), "expired")) == []
+
+
+def test_no_more_are_remembered_than_a_limit() -> None:
+    """The first that went are forgotten."""
+    events = [Left(record("host-tier", host=f"h{n:05}"), "expired") for n in range(GONE_MAX + 2)]
+    found = gone_after(*events)
+    assert len(found) == GONE_MAX
+    assert found[0][0] == "host-tier.h00002.0"
+
+
+def test_the_status_says_who_is_gone_and_since_when() -> None:
+    """Its host can still be chosen."""
+    services = GoneServices()
+    services.take(Left(record("host-tier", host="b"), "expired"), 1.0)
+    view = FleetView(instances=[alive(stats("index"))])
+    said = status_view(
+        view, Totals(), Rates(), expected=(), version="1",
+        gone=gone_views(services.of(3.5), 3.5),
+    )  # fmt: skip
+    assert [one.model_dump() for one in said.gone] == [
+        {"kind": "host-tier", "host": "b", "instance": "0", "manner": "lost", "gone_ms_ago": 2500}
+    ]
+    assert said.hosts == ["a", "b"]

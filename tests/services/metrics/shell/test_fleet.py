@@ -1,0 +1,123 @@
+"""What the fleet remembers while it looks: services that have gone, and the last hour."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+from httpx import ASGITransport, AsyncClient
+from kvbm_common.access.http_access import Access
+from kvbm_common.nats.bus import Bus
+from kvbm_common.registry.nats_kv import NatsRegistry
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_metrics.shell.api import create_app
+from kvbm_metrics.shell.fleet import Fleet
+from kvbm_metrics.shell.state import Api
+
+from tests.services.metrics.samples import tier_stats
+from tests.waiting import ask_until
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+async def app(bus: Bus) -> AsyncIterator[FastAPI]:
+    """The API over a fleet that follows the registry, with a clock of seconds that count tenfold.
+
+    A point of the history is then due each second.
+    """
+    registry, counters = NatsRegistry(bus, ttl_s=5.0), Metrics()
+    loop = asyncio.get_running_loop()
+    fleet = Fleet(bus, registry, counters, clock_s=lambda: 10 * loop.time())
+    following = asyncio.create_task(fleet.follow())
+    access = Access(without_token="admin")
+    yield create_app(Api(fleet=fleet, expected=(), version="1", access=access), counters)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await registry.close()
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[AsyncClient]:
+    """A client of it."""
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://kvbm") as asked:
+        yield asked
+
+
+@asynccontextmanager
+async def short_lived(bus: Bus) -> AsyncIterator[NatsRegistry]:
+    """A registry whose services are lost half a second after they fall silent."""
+    registry = NatsRegistry(bus, ttl_s=0.5)
+    yield registry
+    await registry.close()
+
+
+async def status_when(client: AsyncClient, holds: Callable[[Any], object]) -> Any:
+    """Return the status when it is as it should be."""
+
+    async def ask() -> Any:
+        said = (await client.get("/v1/status")).json()
+        return said if holds(said) else None
+
+    return await ask_until(ask, deadline_s=DEADLINE_S, poll_s=0.1)
+
+
+async def test_a_lost_service_stays_until_it_is_back(bus: Bus, client: AsyncClient) -> None:
+    """1. It is there. 2. It falls silent: lost, since when. 3. Another life: not gone any more."""
+    async with short_lived(bus) as registry:
+        await registry.register("host-tier", "b", "0")
+        before = await status_when(client, lambda said: said["hosts"] == ["b"])
+        assert before["gone"] == []
+    lost = await status_when(client, lambda said: said["gone"])
+    [gone] = lost["gone"]
+    assert (gone["kind"], gone["host"], gone["manner"]) == ("host-tier", "b", "lost")
+    assert gone["gone_ms_ago"] >= 0
+    assert lost["hosts"] == ["b"]
+    async with short_lived(bus) as registry:
+        await registry.register("host-tier", "b", "0")
+        await status_when(client, lambda said: not said["gone"])
+
+
+async def test_a_service_that_leaves_is_not_lost(bus: Bus, client: AsyncClient) -> None:
+    """Somebody has stopped it."""
+    async with short_lived(bus) as registry:
+        entry = await registry.register("disk-tier", "b", "0")
+        await status_when(client, lambda said: said["hosts"] == ["b"])
+        await entry.revoke()
+        [gone] = (await status_when(client, lambda said: said["gone"]))["gone"]
+        assert (gone["kind"], gone["manner"]) == ("disk-tier", "left")
+
+
+async def test_the_last_hour_is_there_for_who_asks_first(bus: Bus, client: AsyncClient) -> None:
+    """1. A host tier counts. 2. The history has points of its host and of all, none of another."""
+    asked = 0
+
+    async def answer(_payload: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        figures = {"lookups": asked, "lookup_blocks.host": 3 * asked, "lookup_blocks.miss": asked}
+        reply = tier_stats("host-tier", used=1, total=4, figures=figures)
+        return msgspec.json.encode(reply)
+
+    async with short_lived(bus) as registry:
+        await registry.register("host-tier", "a", "0")
+        await bus.add_verbs("host-tier", "0", "a", {"stats": answer})
+
+        async def points() -> Any:
+            await client.get("/v1/status")
+            said = (await client.get("/v1/history", params={"host": "a"})).json()
+            return said if len(said["points"]) > 1 else None
+
+        said = await ask_until(points, deadline_s=DEADLINE_S, poll_s=0.1)
+        assert (said["host"], said["window_s"], said["points_max"]) == ("a", 10.0, 360)
+        assert {one["hit_rate"] for one in said["points"]} == {0.75}
+        assert len((await client.get("/v1/history")).json()["points"]) > 1
+        nowhere = (await client.get("/v1/history", params={"host": "c"})).json()
+        assert nowhere["points"] == []
+        refused = await client.get("/v1/history", params={"host": "no host"})
+        assert refused.status_code == 422
