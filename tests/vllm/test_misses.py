@@ -41,8 +41,10 @@ def test_a_cold_prompt_waits_no_step_more_than_without_a_cache(
     4. Every lookup is counted, and every miss explained: the host tier was told afterwards.
     """
     model = make_model(tmp_path / "model", kind)
-    asks = [Ask(name=f"prompt {n}", tokens=prompt(n, n), new_tokens=4) for n in LENGTHS]
-    last = Ask(name="alone", tokens=prompt(1, 200), new_tokens=4)
+    # Else the second engine's misses would be blocks that are here under the first one's names.
+    seed = 1_000 * len(kind)
+    asks = [Ask(name=f"prompt {n}", tokens=prompt(seed + n, n), new_tokens=4) for n in LENGTHS]
+    last = Ask(name="alone", tokens=prompt(seed + 1, 200), new_tokens=4)
     nothing = EngineProcess(
         model, None, log=log_dir / f"{kind}-nothing.log", blocks=256, arguments=NOTHING
     ).wait_started()
@@ -71,6 +73,8 @@ def test_a_cold_prompt_waits_no_step_more_than_without_a_cache(
         assert figures["lookups"] == 2 * len(found)
         reasons = {name: n for name, n in figures.items() if name.startswith("missed_blocks.")}
         assert sum(reasons.values()) == figures["lookup_blocks.miss"] > 0
-        assert {name for name, n in reasons.items() if n} == {"missed_blocks.never_stored"}
+        # On a busy machine some are told when their own request's blocks are on their way.
+        explained = {name.removeprefix("missed_blocks.") for name, n in reasons.items() if n}
+        assert "never_stored" in explained <= {"never_stored", "arriving"}
     finally:
         engine.stop()
