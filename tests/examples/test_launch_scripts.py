@@ -35,6 +35,14 @@ exit 0
 COMMANDS_MAX = 60
 
 
+def _as_from_a_terminal() -> None:
+    """Have no signal ignored, as a shell does for what runs in its background: bash keeps that."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    if (die := dying_with_parent()) is not None:
+        die()
+
+
 class Shell:
     """A script, its output, and the processes that have its variables."""
 
@@ -56,7 +64,7 @@ class Shell:
         return subprocess.Popen(
             ["bash", *command], env=os.environ | own | variables, stdin=subprocess.DEVNULL,
             stdout=self._output, stderr=self._output, process_group=0,
-            preexec_fn=dying_with_parent(),
+            preexec_fn=_as_from_a_terminal,
         )  # fmt: skip
 
     def output(self) -> str:
