@@ -123,7 +123,7 @@ def test_disaggregated(model: str, alone: list[list[int]], directory: Path) -> N
 
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 4,
-    reason="four engines: fewer than four cores hold up their links",
+    reason="four engines want four cores",
 )
 def test_workers_share_what_one_has_computed(
     model: str, alone: list[list[int]], directory: Path
