@@ -344,9 +344,7 @@ def test_a_service_that_dies_and_comes_back_is_found_again(
     """Nothing but its silence says that it is gone."""
     monkeypatch.setattr(links, "BEAT_MS", 50)
     with host_tier(endpoint) as host:
-        host.hear(Hello)
-        host.say(welcome(epoch=7))
-        wait_for(lambda: linked.heard)
+        host.welcome(Hello, welcome(epoch=7), lambda: welcome(epoch=7) in linked.heard)
     assert linked.downs.acquire(timeout=10)
     with host_tier(endpoint) as host:
         host.welcome(Hello, welcome(epoch=8), lambda: welcome(epoch=8) in linked.heard)
