@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,8 +19,9 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.processes import free_port
 
-from benchmarks.harness import Row, info_row, percentile, processor_s, rate_row
+from benchmarks.harness import Row, info_row, processor_s, rate_row
 from benchmarks.index_path import flood
+from benchmarks.latency import BLOCK_BYTES, LOOKUP_BLOCKS, lookup_seconds
 from benchmarks.probe import Probe
 from tests.security.guarded_nats import guarded_nats
 
@@ -29,8 +29,7 @@ ARMS = ("open", "passwords", "NKeys and TLS")
 SERVICES = ("consolidator", "index", "host-tier")
 ROUNDS = 5
 BLOCKS = 400_000
-LOOKUP_BLOCKS, LOOKUPS = 512, 400
-BLOCK_BYTES = 4096
+LOOKUPS = 400
 SETTINGS: dict[str, object] = {"cpu_cache_gb": 0.1, "host": "a"}
 
 Figures = dict[str, list[float]]
@@ -75,11 +74,11 @@ async def _measure(arm: str) -> tuple[float, float]:
             before_s = sum(map(processor_s, pids))
             sent = await flood(bus, probe, stack.settings.host, BLOCKS)
             spent_s = sum(map(processor_s, pids)) - before_s
-            seconds = await asyncio.to_thread(_lookup_s, probe)
+            seconds = await asyncio.to_thread(lookup_seconds, probe, LOOKUPS)
         finally:
             probe.close()
             await bus.close()
-    return sent / spent_s / 1e6, seconds
+    return sent / spent_s / 1e6, median(seconds)
 
 
 @asynccontextmanager
@@ -104,16 +103,3 @@ async def _stack(arm: str) -> AsyncIterator[tuple[Stack, int]]:
                 }
                 async with Stack.private(own, services=SERVICES, nats_url=nats.url) as stack:
                     yield stack, nats.server.pid
-
-
-def _lookup_s(probe: Probe) -> float:
-    names = probe.chain(0, LOOKUP_BLOCKS)
-    assert probe.offload(names) == LOOKUP_BLOCKS
-    seconds: list[float] = []
-    for number in range(LOOKUPS):
-        started = time.perf_counter()
-        hit = probe.lookup(str(number), names)
-        seconds.append(time.perf_counter() - started)
-        assert hit.blocks == LOOKUP_BLOCKS
-        probe.scheduler.forget(str(number))
-    return percentile(seconds, 0.5)

@@ -54,7 +54,7 @@ def chart_with_version(text: str, wanted: str) -> str:
 
 
 def set_version(wanted: str) -> None:
-    """Write a version into every package and the chart; raises ValueError for what is none."""
+    """Write a version into every package and the chart; raises ValueError for another text."""
     if not VERSION.fullmatch(wanted):
         raise ValueError(f"version is {wanted!r}, but accepts three numbers, as 0.2.0")
     for package in PACKAGES:
