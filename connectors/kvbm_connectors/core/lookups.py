@@ -212,7 +212,7 @@ class Lookups:
             self._move(request, "found")
             if lookup.is_hoped_for and not found.slots:
                 self._counts["lookups_in_vain"] += 1
-                self._outbox.in_vain += 1
+                self._outbox.asked_in_vain()
         else:
             self._counts["answers_malformed"] += 1
             self._tell(request, found.lookup, "malformed", len(found.slots))

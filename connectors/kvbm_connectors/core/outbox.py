@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from kvbm_common.identity import SequenceHash, pack_hashes
@@ -23,16 +24,39 @@ from kvbm_connectors.core.messages import Effect, OfferEnded, OfferRun, Origin, 
 
 REQUEST_CHARS_MAX = 256
 """Of an engine's request id, as far as people need it."""
-TOLD_LOOKUPS = 64
+LOOKUPS_PER_MESSAGE = 64
 """Misses in one message."""
-TOLD_BLOCKS = 8_192
+BLOCKS_PER_MESSAGE = 8_192
 """… and their blocks, unless one alone has more: the host tier explains so many in some ms."""
-WAITING_LOOKUPS = 1_024
-WAITING_BLOCKS = 1_048_576
+UNTOLD_LOOKUPS_MAX = 1_024
+UNTOLD_BLOCKS_MAX = 1_048_576
 """Misses that wait for the next tick or offer; more are dropped, and counted."""
 
-Miss = tuple[int, tuple[SequenceHash, ...], int, str, Origin, tuple[GroupRun, ...]]
-"""The arguments of `Outbox.miss`."""
+
+@dataclass(slots=True)
+class _Miss:
+    """A lookup that was answered without the host tier, which hears of it later."""
+
+    lookup: int
+    wanted: tuple[SequenceHash, ...]
+    avoided: int
+    request: str
+    origin: Origin
+    groups: tuple[GroupRun, ...]
+
+    def message(self) -> MissedLookup:
+        """Return the part of a message about this lookup."""
+        return MissedLookup(
+            lookup=self.lookup,
+            hashes=pack_hashes(self.wanted),
+            request=self.request[:REQUEST_CHARS_MAX],
+            content=self.origin.content if self.request else b"",
+            avoided=self.avoided,
+            trace=self.origin.trace,
+            sent_us=self.origin.sent_us,
+            parent=self.origin.parent,
+            groups=list(self.groups),
+        )
 
 
 class Outbox:
@@ -43,10 +67,10 @@ class Outbox:
         self._engine, self._incarnation, self._namespace = engine, incarnation, namespace
         self._ids = count(1)
         self._effects: list[Effect] = []
-        self._misses: list[Miss] = []
+        self._misses: list[_Miss] = []
         """Those that are not told yet."""
         self._missed_blocks = 0
-        self.in_vain = 0
+        self._in_vain = 0
         """Lookups that the filter could not answer and that found nothing, not told yet."""
 
     def drain(self) -> list[Effect]:
@@ -105,44 +129,49 @@ class Outbox:
         """Keep a lookup that was answered without the host tier, to tell it soon; False: too many
         wait. What can be done later is: the engine waits for this call."""
         assert wanted, f"lookup {lookup} misses nothing"
-        if len(self._misses) >= WAITING_LOOKUPS or self._missed_blocks >= WAITING_BLOCKS:
+        if len(self._misses) >= UNTOLD_LOOKUPS_MAX or self._missed_blocks >= UNTOLD_BLOCKS_MAX:
             return False
-        self._misses.append((lookup, tuple(wanted), avoided, request, origin, tuple(groups)))
+        self._misses.append(_Miss(lookup, tuple(wanted), avoided, request, origin, tuple(groups)))
         self._missed_blocks += len(wanted)
         return True
 
     def tell_misses(self) -> None:
         """Tell the host tier what has missed since the last time, in as few messages as can be."""
-        if not (self._misses or self.in_vain):
+        if not (self._misses or self._in_vain):
             return
         lookups: list[MissedLookup] = []
         blocks = 0
         for miss in self._misses:
-            if lookups and (len(lookups) == TOLD_LOOKUPS or blocks + len(miss[1]) > TOLD_BLOCKS):
-                self._tell_misses(lookups)
+            is_full = len(lookups) == LOOKUPS_PER_MESSAGE
+            if lookups and (is_full or blocks + len(miss.wanted) > BLOCKS_PER_MESSAGE):
+                self._emit_misses(lookups)
                 lookups, blocks = [], 0
-            lookups.append(_missed(*miss))
-            blocks += len(miss[1])
-        self._tell_misses(lookups)
+            lookups.append(miss.message())
+            blocks += len(miss.wanted)
+        self._emit_misses(lookups)
         self._misses, self._missed_blocks = [], 0
 
-    def _tell_misses(self, lookups: list[MissedLookup]) -> None:
+    def _emit_misses(self, lookups: list[MissedLookup]) -> None:
         assert len(lookups) <= MISSES_MAX, f"{len(lookups)} misses in a message"
         message = Misses(
             engine=self._engine,
             incarnation=self._incarnation,
             namespace=self._namespace,
             lookups=lookups,
-            in_vain=self.in_vain,
+            in_vain=self._in_vain,
         )
         self._effects.append(ToHost(message))
-        self.in_vain = 0
+        self._in_vain = 0
+
+    def asked_in_vain(self) -> None:
+        """Count a lookup that the filter could not answer and that found nothing."""
+        self._in_vain += 1
 
     def drop_misses(self) -> int:
         """Forget what is not told: the host tier that wanted it is gone. Returns how many."""
         count = len(self._misses)
-        assert count <= WAITING_LOOKUPS, f"{count} misses have waited"
-        self._misses, self._missed_blocks, self.in_vain = [], 0, 0
+        assert count <= UNTOLD_LOOKUPS_MAX, f"{count} misses have waited"
+        self._misses, self._missed_blocks, self._in_vain = [], 0, 0
         return count
 
     def tell(self, request: str, lookup: int, reason: str, blocks: int) -> None:
@@ -209,25 +238,3 @@ class Outbox:
     def offer_ended(self, ended: OfferEnded) -> None:
         """Let the engine free what it offered."""
         self._effects.append(ended)
-
-
-def _missed(
-    lookup: int,
-    wanted: Sequence[SequenceHash],
-    avoided: int,
-    request: str,
-    origin: Origin,
-    groups: Sequence[GroupRun],
-) -> MissedLookup:
-    """Return the message's part about a miss."""
-    return MissedLookup(
-        lookup=lookup,
-        hashes=pack_hashes(wanted),
-        request=request[:REQUEST_CHARS_MAX],
-        content=origin.content if request else b"",
-        avoided=avoided,
-        trace=origin.trace,
-        sent_us=origin.sent_us,
-        parent=origin.parent,
-        groups=list(groups),
-    )

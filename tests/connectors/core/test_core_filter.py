@@ -9,7 +9,7 @@ from kvbm_common.identity import unpack_hashes
 from kvbm_common.tier.kv_groups import GroupRun, indispensable
 from kvbm_common.wire.local import Lookup, Misses, Outcome
 from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Origin
-from kvbm_connectors.core.outbox import TOLD_BLOCKS, TOLD_LOOKUPS, WAITING_LOOKUPS
+from kvbm_connectors.core.outbox import BLOCKS_PER_MESSAGE, LOOKUPS_PER_MESSAGE, UNTOLD_LOOKUPS_MAX
 
 from tests.connectors.helpers import LEASE_MS, LIMITS, Engine, answer, name, numbers, of
 
@@ -118,22 +118,22 @@ def test_misses_are_told_before_their_blocks_are_offered() -> None:
 def test_many_misses_are_told_in_several_messages() -> None:
     """Bounded by their number, and by their blocks: one that is longer goes alone."""
     engine = Engine()
-    for number in range(TOLD_LOOKUPS + 1):
+    for number in range(LOOKUPS_PER_MESSAGE + 1):
         ask(engine, 1, request=f"r{number}")
     for request in ("long", "longer"):
-        ask(engine, *range(1, TOLD_BLOCKS + 1), request=request)
+        ask(engine, *range(1, BLOCKS_PER_MESSAGE + 1), request=request)
     engine.wait(1)
     messages = [[len(one.hashes) // 16 for one in message.lookups]
                 for message in of(engine.to_host, Misses)]  # fmt: skip
-    assert messages == [[1] * TOLD_LOOKUPS, [1], [TOLD_BLOCKS], [TOLD_BLOCKS]]
+    assert messages == [[1] * LOOKUPS_PER_MESSAGE, [1], [BLOCKS_PER_MESSAGE], [BLOCKS_PER_MESSAGE]]
 
 
 def test_too_many_misses_are_dropped_and_counted() -> None:
     engine = Engine()
-    for number in range(WAITING_LOOKUPS + 2):
+    for number in range(UNTOLD_LOOKUPS_MAX + 2):
         assert ask(engine, 1, request=f"r{number}") == NOTHING
     engine.wait(1)
-    assert len(told(engine)) == WAITING_LOOKUPS
+    assert len(told(engine)) == UNTOLD_LOOKUPS_MAX
     assert count(engine, "misses_not_told") == 2
 
 
