@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvbm_common.eviction import EvictionPolicy, Lru
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.layout import Layout
@@ -48,6 +50,14 @@ class StrictLru(Lru):
     def free(self, block: SequenceHash) -> None:
         self.held.remove(block)
         super().free(block)
+
+    def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
+        for block in blocks:
+            self.hold(block)
+
+    def free_all(self, blocks: Sequence[SequenceHash]) -> None:
+        for block in blocks:
+            self.free(block)
 
     def forget(self, block: SequenceHash) -> None:
         assert block not in self.held, "forgotten while held"

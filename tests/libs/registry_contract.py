@@ -132,6 +132,39 @@ class RegistryContract:
         assert events[3] == Left(entries[1].record, "deleted")
         assert await theirs.list(ENGINE) == [entries[2].record]
 
+    async def test_a_silent_process_leaves_with_all_that_it_has_entered(
+        self, make: MakeRegistry
+    ) -> None:
+        """Goal: engines live as long as their consolidator's process, and not much longer."""
+        ours, theirs = await make(), await make()
+        events: list[RegistryEvent] = []
+        theirs.watch(events.append)
+        await ours.register("consolidator", "h", "0")
+        await ours.register(ENGINE, "h", "a")
+        with pytest.raises(TimeoutError):
+            await wait_until(lambda: len(events) > 2, deadline_s=3 * TTL_S)
+        await ours.close()
+        await wait_until(lambda: len(events) == 4, deadline_s=self.expires_within_s)
+        left = [event.reason for event in events[2:] if isinstance(event, Left)]
+        assert left == ["expired", "expired"]
+
+    async def test_what_was_entered_beside_an_entry_stays_without_it(
+        self, make: MakeRegistry
+    ) -> None:
+        """Goal: no entry depends on another one of its process."""
+        ours, theirs = await make(), await make()
+        events: list[RegistryEvent] = []
+        theirs.watch(events.append)
+        first = await ours.register("consolidator", "h", "0")
+        await ours.register(ENGINE, "h", "a")
+        await first.revoke()
+        with pytest.raises(TimeoutError):
+            await wait_until(
+                lambda: any(isinstance(e, Left) and e.record.kind == ENGINE for e in events),
+                deadline_s=3 * TTL_S,
+            )
+        assert [record.kind for record in await theirs.list()] == [ENGINE]
+
     async def test_second_life_takes_over(self, make: MakeRegistry) -> None:
         """Goal: two processes of one name do not both believe in themselves."""
         ours, theirs = await make(), await make()

@@ -16,9 +16,20 @@ from kvbm_common.checksum import pack_sums
 from kvbm_common.identity import Hasher, Namespace, pack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.tier.parts import Grid, Share
-from kvbm_common.wire import admin, events, local, scores, slot_entries, verbs
+from kvbm_common.tier.prefill_cost import PrefillCost
+from kvbm_common.wire import (
+    admin,
+    events,
+    local,
+    packed_events,
+    routes,
+    scores,
+    slot_entries,
+    verbs,
+)
 from kvbm_common.wire.codec import JsonCodec, MsgpackCodec
-from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
+from kvbm_common.wire.session_hint import SessionHint
+from kvbm_common.wire.tier_stats import SizeStats, TenantStats, WorkerStats
 from msgspec.structs import replace
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wire"
@@ -58,6 +69,25 @@ EVENTS: Mapping[str, events.Event] = {
     "stored_sized": replace(STORED, block_bytes=2_097_152),
     "removed": REMOVED,
     "cleared": CLEARED,
+}
+
+_PART: dict[str, Any] = {"tier": "device", "ts_ms": 1_760_000_000_123, "namespace": DIGEST}
+PACKED_EVENTS = {
+    "packed_events": packed_events.PackedEvents(
+        epoch=EPOCH,
+        seq=2,
+        parts=[
+            packed_events.StoredPart(
+                **_PART,
+                rank=1,
+                sizes=[1, 2],
+                runs=[packed_events.PackedRun(parent=PARENT, hashes=PACKED)],
+            ),
+            packed_events.RemovedPart(
+                **_PART, rank=1, sizes=[1], hashes=HASHES[2], reason="evicted"
+            ),
+        ],
+    ),
 }
 
 WORKER = WorkerStats(
@@ -122,6 +152,7 @@ VERBS: dict[str, msgspec.Struct] = {
     ),
     "lease_reply": verbs.LeaseReply(lease=12, slots=[LEASED]),
     "lease_reply_parts": verbs.LeaseReply(lease=12, slots=[replace(LEASED, **PARTS)]),
+    "lease_reply_over_share": verbs.LeaseReply(lease=12, slots=[], over_share=HEX),
     "release_request": verbs.ReleaseRequest(lease=12),
     "release_reply": verbs.ReleaseReply(valid=True),
     "fill_request": verbs.FillRequest(
@@ -146,6 +177,25 @@ VERBS: dict[str, msgspec.Struct] = {
     "score_reply": scores.ScoreReply(
         asked=3,
         scores=[scores.PlaceScore(host="gpu-a", source="vllm-0", rank=1, blocks=3, score=2.25)],
+    ),
+    "route_request": routes.RouteRequest(
+        hashes=HEX,
+        engines=[routes.EngineLoad(source="vllm-0", host="gpu-a", running=2, waiting_blocks=4.5)],
+    ),
+    "route_reply": routes.RouteReply(
+        asked=3,
+        engines=[
+            routes.RankedEngine(
+                host="gpu-a",
+                source="vllm-0",
+                cost=5.7,
+                compute=0,
+                load=0.2,
+                queue=5.5,
+                found={"device": 2, "host": 1},
+            )
+        ],
+        left_out=[routes.LeftOut(host="gpu-a", source="vllm-1", reason="behind")],
     ),
     "where_request": scores.WhereRequest(hashes=HEX[:1]),
     "where_reply": scores.WhereReply(
@@ -204,6 +254,23 @@ SIZED: dict[str, msgspec.Struct] = {
     "snapshot_reply_sized": verbs.SnapshotReply(
         **_source(seq=3),
         parts=[verbs.SnapshotPart(namespace=DIGEST.hex(), runs=[RUN], block_bytes=2_097_152)],
+    ),
+    "stats_reply_tenants": verbs.StatsReply(
+        kind="disk-tier",
+        host="gpu-a",
+        instance="0",
+        epoch=EPOCH,
+        ready=True,
+        tier="disk",
+        slots={"reset": 0, "inactive": 62, "total": 62},
+        slot_bytes=2_097_152,
+        capacity_bytes=130_023_424,
+        tenants=[
+            TenantStats(name="", blocks=12, bytes=25_165_824, share_bytes=32_505_856),
+            TenantStats(
+                name="gold", blocks=50, bytes=104_857_600, share_bytes=97_517_568, waiting=7
+            ),
+        ],
     ),
     "stats_reply_sizes": verbs.StatsReply(
         kind="host-tier",
@@ -291,6 +358,12 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
     "lookup": local.Lookup(
         **_engine(lookup=5, namespace=DIGEST, hashes=PACKED), lease_ms=10_000, deadline_ms=2_000
     ),
+    "lookup_prefill": local.Lookup(
+        **_engine(lookup=5, namespace=DIGEST, hashes=PACKED),
+        lease_ms=10_000,
+        deadline_ms=2_000,
+        prefill=PrefillCost(250_000, 1_500, 48, 300, 120, 8_000, 2_048),
+    ),
     "lookup_groups": local.Lookup(
         **_engine(lookup=5, namespace=DIGEST, hashes=PACKED + PACKED[::-1]),
         lease_ms=10_000,
@@ -310,6 +383,10 @@ TO_HOST_TIER: Mapping[str, local.ToHostTier] = {
             local.MissedLookup(lookup=6, hashes=PACKED, request="cmpl-8", avoided=1),
             local.MissedLookup(lookup=7, hashes=PACKED, groups=[GroupRun(16, len(PACKED) // 16)]),
         ],
+    ),
+    "session_hint": SessionHint(
+        **_engine(namespace=DIGEST, session="agent-42", action="pin", ttl_ms=300_000),
+        hashes=PACKED,
     ),
     "release": local.Release(**_engine(lease=12, corrupt=[1])),
     "confirm": local.Confirm(**_engine(offer=3, held=True)),
@@ -338,6 +415,18 @@ FROM_HOST_TIER: Mapping[str, local.FromHostTier] = {
         beat_ms=1_000,
         explains=True,
         filter=1,
+    ),
+    "welcome_hints": local.Welcome(
+        host="gpu-a",
+        instance="0",
+        epoch=EPOCH,
+        agent=b"nixl-metadata",
+        arena_address=2**46,
+        arena_path="/dev/shm/kvbm-gpu-a-1760000000000017-arena",
+        slot_bytes=2_097_152,
+        slot_count=512,
+        beat_ms=1_000,
+        hints=True,
     ),
     "alive": local.Alive(epoch=EPOCH),
     "moved": local.Moved(
@@ -432,6 +521,7 @@ class Example:
 def _examples() -> list[Example]:
     by_codec: list[tuple[JsonCodec[Any] | MsgpackCodec[Any], Mapping[str, msgspec.Struct]]] = [
         (events.event_codec, EVENTS),
+        (packed_events.packed_codec, PACKED_EVENTS),
         (local.to_host_tier, TO_HOST_TIER),
         (local.from_host_tier, FROM_HOST_TIER),
         (local.to_consolidator, TO_CONSOLIDATOR),

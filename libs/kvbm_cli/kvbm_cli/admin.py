@@ -14,6 +14,8 @@ from kvbm_cli.asking import AS_JSON, URL, Json, Rows, job_tables, only, picked, 
 from kvbm_cli.command_line import one_line
 from kvbm_cli.printing import byte_rate, count, date_and_clock, percent, rate
 
+TENANT_COLUMNS = ("blocks", "bytes", "share_bytes", "waiting")
+
 
 def status(as_json: bool = AS_JSON, url: str = URL) -> None:
     """Show the whole system at a glance."""
@@ -27,14 +29,15 @@ def services(as_json: bool = AS_JSON, url: str = URL) -> None:
 
 
 def tiers(as_json: bool = AS_JSON, url: str = URL) -> None:
-    """Show bytes, policy, leases, hit rate, sizes of blocks and rates of every tier."""
+    """Show bytes, policy, leases, hit rate, sizes of blocks, rates, tenants of every tier."""
     columns = ("tier", "host", "instance", "ready", "occupancy", "bytes_used", "bytes_total",
                "fragmentation", "waste_percent", "policy", "leases", "hit_rate")  # fmt: skip
     keys = ("tier", "host", "instance")
 
     def tables(told: Json) -> list[Rows]:
         rates = [only(one, keys) | _rates(one["rates"]) for one in told]
-        return [picked(told, columns), _sizes(told, keys), rates]
+        return [picked(told, columns), _sizes(told, keys), rates, _loads(told, keys),
+                _tenants(told, keys)]  # fmt: skip
 
     run(lambda api: api.get("/v1/tiers"), tables, url, as_json)
 
@@ -42,7 +45,7 @@ def tiers(as_json: bool = AS_JSON, url: str = URL) -> None:
 def workers(as_json: bool = AS_JSON, url: str = URL) -> None:
     """List every engine worker that is attached, and engines without a cache with the reason."""
     columns = ("host", "engine", "rank", "world_size", "model", "block_tokens", "block_bytes",
-               "verify", "seen_ms_ago", "passes_through")  # fmt: skip
+               "verify", "prefill_tokens_per_s", "seen_ms_ago", "passes_through")  # fmt: skip
     run(lambda api: api.get("/v1/workers"), lambda told: [picked(told, columns)], url, as_json)
 
 
@@ -75,6 +78,23 @@ def jobs(
     run(ask, lambda told: job_tables(told.get("jobs", [told])), url, as_json)
 
 
+def _loads(told: Any, keys: tuple[str, ...]) -> Rows:
+    """Return what each host tier expects of a load, by medium."""
+    rows: Rows = []
+    for one in told:
+        figures = one.get("figures", {})
+        names = sorted(name for name in figures if name.startswith("load_estimate_ms_per_mib."))
+        for medium in (name.partition(".")[2] for name in names):
+            row = only(one, keys) | {
+                "load_from": medium,
+                "start_ms": round(figures[f"load_estimate_start_ms.{medium}"], 2),
+                "ms_per_mib": round(figures[f"load_estimate_ms_per_mib.{medium}"], 3),
+                "queued_bytes": int(figures.get(f"load_queued_bytes.{medium}", 0)),
+            }
+            rows.append(row)
+    return rows
+
+
 def _status_tables(told: Json) -> list[Rows]:
     summary = {
         "version": told["version"],
@@ -85,9 +105,10 @@ def _status_tables(told: Json) -> list[Rows]:
     }
     figures = [{"figure": name, "value": _figure(name, value)}
                for name, value in told["kvbm"].items()]  # fmt: skip
-    tiers = [{name: one[name] for name in one if name != "sizes"} for one in told["tiers"]]
-    sizes = _sizes(told["tiers"], ("tier",))
-    return [[summary], told["services"], tiers, sizes, _flows(told["flows"]), figures]
+    nested = ("sizes", "tenants")
+    tiers = [{name: one[name] for name in one if name not in nested} for one in told["tiers"]]
+    own = [rows(told["tiers"], ("tier",)) for rows in (_sizes, _tenants, _loads)]
+    return [[summary], told["services"], tiers, *own, _flows(told["flows"]), figures]
 
 
 def _audit_tables(told: Json) -> list[Rows]:
@@ -142,3 +163,12 @@ def _rates(rates: dict[str, Any]) -> dict[str, str]:
 def _sizes(tiers: Rows, keys: tuple[str, ...]) -> Rows:
     """Return a row for each size of slots that tiers have."""
     return [only(one, keys) | size for one in tiers for size in one["sizes"]]
+
+
+def _tenants(tiers: Rows, keys: tuple[str, ...]) -> Rows:
+    """Return a row for each tenant that tiers have blocks of."""
+    return [
+        only(one, keys) | {"tenant": tenant["name"] or "–"} | only(tenant, TENANT_COLUMNS)
+        for one in tiers
+        for tenant in one.get("tenants", ())
+    ]

@@ -22,7 +22,8 @@ from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.marked_messages import UNMARKED
 from kvbm_common.nats.since import start_of
-from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
+from kvbm_common.nats.streams import CONSOLIDATED
+from kvbm_common.wire import packed_events
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.events import (
     CONSOLIDATED_PREFIX,
@@ -33,10 +34,12 @@ from kvbm_common.wire.events import (
     Stored,
     event_codec,
 )
+from kvbm_common.wire.packed_events import PACKED, events_on
 
 from kvbm_cli.command_line import code_of, exit_with, one_line, printable
 
-KINDS = ("stored", "removed", "cleared")
+CLEARED = "cleared"
+KINDS = ("stored", "removed", CLEARED)
 NAMES_MAX = 3
 """Names of blocks in a line; `--json` has all."""
 HISTORY_DEADLINE_S = 60.0
@@ -56,10 +59,15 @@ class Wanted:
     follow: bool = True
 
     @property
+    def prefix(self) -> str:
+        """How the subjects of its stream begin."""
+        return CONSOLIDATED_PREFIX if self.consolidated else SUBJECT_PREFIX
+
+    @property
     def subject(self) -> str:
-        """The NATS subject of it."""
-        prefix = CONSOLIDATED_PREFIX if self.consolidated else SUBJECT_PREFIX
-        return f"{prefix}.{self.host}.{self.source}.{self.kind}"
+        """The NATS subject of it. What a source stores and removes may be in one message."""
+        kind = self.kind if self.kind == CLEARED else "*"
+        return f"{self.prefix}.{self.host}.{self.source}.{kind}"
 
 
 def events(
@@ -71,11 +79,11 @@ def events(
         "now", help="Where to begin: now, all, 90s, 10m, 6h, an ISO time, or #SEQUENCE."
     ),
     consolidated: bool = typer.Option(False, help="The consolidated streams of engines instead."),
-    as_json: bool = typer.Option(False, "--json", help="Print the messages as they are."),
+    as_json: bool = typer.Option(False, "--json", help="Print each event as JSON."),
     follow: bool = typer.Option(True, help="Stay for what is still to come."),
     nats: str = typer.Option("", help="Use this NATS instead of the configured one."),
 ) -> None:
-    """Print the events of all tiers and engines, history included (`kvbm events tail`)."""
+    """Print the events of all tiers and engines, from now on or with history (`--since`)."""
     try:
         if action != "tail":
             raise ConfigError("kvbm events", action, "tail")
@@ -104,17 +112,38 @@ def kind_of(text: str) -> str:
     return text
 
 
-def line_of(message: EventMessage) -> str:
-    """Format an event as a line for people; the line of an unreadable one gives the error."""
+def lines_of(message: EventMessage, wanted: Wanted) -> list[str]:
+    """Format the wanted events of a message as lines; that of an unreadable one gives the error."""
+    if message.payload == UNMARKED:
+        return []
+    is_packed = message.subject.endswith(f".{PACKED}")
+    if wanted.as_json and not is_packed:
+        kind = message.subject.rpartition(".")[2]
+        return [json_line_of(message.payload)] if wanted.kind in ("*", kind) else []
     try:
-        event = event_codec.decode(message.payload)
+        events = events_on(message.subject, message.payload, prefix=wanted.prefix)
     except WireError as error:
-        return one_line(f"#{message.sequence} {message.subject}: {error.kind}: {error}")
-    when = datetime.fromtimestamp(event.ts_ms / 1000, UTC).strftime("%H:%M:%S.%f")[:-3]
+        return [one_line(f"#{message.sequence} {message.subject}: {error.kind}: {error}")]
+    events = [one for one in events if wanted.kind in ("*", packed_events.kind_of(one))]
+    if wanted.as_json:
+        return [json_line_of(event_codec.encode(one)) for one in events]
+    return [line_of(message.sequence, one) for one in events]
+
+
+def line_of(sequence: int, event: Event) -> str:
+    """Format an event as a line for people; `sequence` is its message's position."""
     where = f"{event.host} {event.source} {event.tier}"
     rank = f" rank {event.rank}" if event.rank else ""
     position = f"epoch {event.epoch} seq {event.seq}"
-    return one_line(f"#{message.sequence} {when} {where}{rank} {position} {_what(event)}")
+    return one_line(f"#{sequence} {_time_of(event.ts_ms)} {where}{rank} {position} {_what(event)}")
+
+
+def _time_of(ts_ms: int) -> str:
+    """Return the time of day, or the number itself where it is no date."""
+    try:
+        return datetime.fromtimestamp(ts_ms / 1000, UTC).strftime("%H:%M:%S.%f")[:-3]
+    except (ValueError, OverflowError, OSError):
+        return f"{ts_ms} ms"
 
 
 def json_line_of(payload: bytes) -> str:
@@ -147,7 +176,7 @@ def _some(hashes: list[str]) -> str:
 
 async def tail(bus: Bus, wanted: Wanted, show: Callable[[str], None]) -> None:
     """Show messages until cancelled, or until the history is over."""
-    spec = CONSOLIDATED if wanted.consolidated else EVENTS
+    spec = CONSOLIDATED if wanted.consolidated else bus.limits.events_of(wanted.host)
     async with (
         bus.event_subscription(start=wanted.since, subject=wanted.subject, spec=spec) as messages,
         asyncio.TaskGroup() as tasks,
@@ -156,9 +185,8 @@ async def tail(bus: Bus, wanted: Wanted, show: Callable[[str], None]) -> None:
             tasks.create_task(_close_after_history(messages), name="history")
         async for batch in messages:
             for message in batch:
-                if message.payload == UNMARKED:
-                    continue
-                show(json_line_of(message.payload) if wanted.as_json else line_of(message))
+                for line in lines_of(message, wanted):
+                    show(line)
 
 
 async def _close_after_history(messages: EventSubscription) -> None:

@@ -9,7 +9,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "up": ("kvbm up", "kvbm up --only host-tier,disk-tier --nats nats://10.0.0.5:4222"),
     "serve": ("kvbm serve index",),
     "config": ("kvbm config", "kvbm config --json"),
-    "doctor": ("kvbm doctor",),
+    "doctor": ("kvbm doctor", "kvbm doctor --live --json"),
     "audit": ("kvbm audit --last 50",),
     "block": (f"kvbm block {_BLOCK}",),
     "creds": ("kvbm creds", "kvbm creds admin-token"),

@@ -12,7 +12,7 @@ def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
     """Return the processes of a kind, by name, each with the variables that differ from the others.
 
     One of each kind, and a disk tier per directory: a disk that hangs delays no other. As many
-    host tiers as are wanted; an object tier only where it is enabled.
+    host tiers as are wanted; an object tier only where it is enabled; an index for each partition.
     """
     if kind == "object-tier" and not settings.object_enabled:
         return {}
@@ -28,6 +28,14 @@ def processes_of(kind: str, settings: Settings) -> dict[str, dict[str, str]]:
             first = int(settings.instance)
             own = [{"KVBM_INSTANCE": str(first + number)} for number in range(len(own))]
         return _shared_out(kind, settings, own, "DYN_KVBM_CPU_CACHE", size, slots)
+    if kind == "index" and settings.index_partitions > 1:
+        return {
+            f"{kind}-{number}" if number else kind: {
+                "KVBM_INDEX_PARTITION": str(number),
+                "KVBM_INSTANCE": f"{settings.instance}-{number}" if number else settings.instance,
+            }
+            for number in range(settings.index_partitions)
+        }
     return {kind: {}}
 
 

@@ -14,7 +14,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,7 @@ from kvbm_cli.command_line import (
     require_text,
     run_line,
 )
+from kvbm_cli.doctor.finding import Finding
 from kvbm_cli.examples import epilog_of
 from kvbm_cli.printing import Cell, print_table
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import typer
     from kvbm_common.config.schema import Setting
 
+    from kvbm_cli.admin_client import Client
     from kvbm_cli.stack import Stack
 
 Result = TypeVar("Result")
@@ -57,7 +59,11 @@ def main() -> None:
         # A service needs no command line library, and five of them start at once.
         serve_kind(arguments[1])
         return
-    run_line(make_app(arguments), arguments)
+    try:
+        app = make_app(arguments)
+    except KeyboardInterrupt:  # The modules are being imported: nothing runs yet.
+        sys.exit(128 + signal.SIGINT)
+    run_line(app, arguments)
 
 
 def serve_kind(kind: str) -> None:
@@ -174,24 +180,44 @@ def _doctor_command() -> Callable[..., None]:
 
     def doctor(
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        live: bool = typer.Option(False, help="Look at the running services instead."),
+        url: str = typer.Option("", help="With --live: the admin API, if not the configured one."),
     ) -> None:
-        """Check this host, and say what to change; exits with 1 if something is wrong."""
-        print_examination(as_json=as_json)
+        """Check this host, or what runs, and say what to change; exits with 1 if it is wrong."""
+        if url and not live:
+            exit_with(f"kvbm: {ConfigError('--url', url, '--live beside it')}", WRONG)
+        print_findings(_live_findings(url) if live else _host_findings(), as_json=as_json)
 
     return doctor
 
 
-def print_examination(*, as_json: bool) -> None:
-    """Print every finding; exits with 1 if one is wrong, with 2 for bad settings."""
-    from dataclasses import asdict
-
+def _host_findings() -> list[Finding]:
+    """Return what this host lacks; exits with 2 for bad settings."""
     from kvbm_common.config.settings import Settings
 
     from kvbm_cli.doctor.checks import examine
     from kvbm_cli.doctor.facts import gather
 
     settings = _settings_or_exit(Settings.load)
-    findings = examine(gather(settings), settings)
+    return examine(gather(settings), settings)
+
+
+def _live_findings(url: str) -> list[Finding]:
+    """Return what the running services lack; exits with 2 for a wrong line, 1 for a refusal."""
+    from kvbm_cli.asking import asked
+    from kvbm_cli.doctor.live_checks import examine_live, reasons_of, services_of
+
+    def examined(api: Client) -> list[Finding]:
+        reasons = reasons_of(api.get("/v1/status"))
+        return examine_live(services_of(api.get("/v1/bounds")), reasons)
+
+    return asked(examined, url)
+
+
+def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Print every finding; exits with 1 if one is wrong."""
+    from dataclasses import asdict
+
     code = 1 if any(finding.level == "wrong" for finding in findings) else 0
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

@@ -5,28 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbm_cli.command_line import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SHORT_FROM = 10_000
 """A count below is printed in full."""
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-PIPED_WIDTH = 10_000
 ALIGNED_CHARS = 60
 """In a pipe, a longer cell does not widen the others of its column."""
 Cell = str | tuple[str, str]
 """A text, or a text and its style on a terminal."""
-
-
-def console() -> Console:
-    """Return a console for texts of the command itself; in a pipe no line of it is wrapped."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
 def print_table(
@@ -169,7 +158,8 @@ def cell(name: str, value: Any) -> str:
 
 UNITS: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(
-        ("bytes", "bytes_used", "bytes_total", "block_bytes", "slot_bytes", "slab_bytes"), size
+        ("bytes", "bytes_used", "bytes_total", "block_bytes", "slot_bytes", "slab_bytes",
+         "share_bytes"), size
     ),
     **dict.fromkeys(("occupancy", "fragmentation", "hit_rate"), percent),
     **dict.fromkeys(

@@ -55,7 +55,7 @@ def simulate(
         "1%,2%,5%,10%,20%",
         help="Slots of the tier: N or N% of the distinct blocks, commas between.",
     ),
-    policy: str = typer.Option("lru,lfu,prefix", help="Eviction policies, commas between."),
+    policy: str = typer.Option(",".join(POLICIES), help="Eviction policies, commas between."),
     requests: int = typer.Option(0, min=0, help="Only the first requests; 0: all."),
     json: Path | None = typer.Option(None, dir_okay=False, help="Write the figures here."),  # noqa: B008
 ) -> None:

@@ -247,6 +247,7 @@ class Stack:
                 host=self.settings.host,
                 instances=all_instances(self.settings),
                 kinds=[service.kind for service in self.services.values()],
+                partitions=self.settings.index_partitions,
             )
             self._nats.more = {"authorization": users}
             await self._nats.start()

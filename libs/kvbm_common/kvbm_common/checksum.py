@@ -13,13 +13,14 @@ Blocks of 64 KiB gained nothing from a second thread.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvbm_common.tier.parts import Grid
+if TYPE_CHECKING:  # It imports msgspec, which a machine that only tries its GPU may lack.
+    from kvbm_common.tier.parts import Grid
 
 PIECE_RECORDS = 8_192
 """So many are summed up at a time: their copies stay in the processor's cache."""

@@ -30,11 +30,14 @@ import msgspec
 import numpy as np
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.tenant_tag import TENANT, TENANT_MAX, digest_end
 
 SequenceHash = NewType("SequenceHash", bytes)
 """16 raw bytes in Python; 32 lower-case hex digits in JSON, HTTP and logs."""
 
 HASH_BYTES = 16
+DIGEST_BYTES = 32
+"""Of a namespace's digest."""
 JSON_HASH_BYTES = 2 * HASH_BYTES + len('"",')
 """Of one hash in a JSON array."""
 TOKEN_BYTES = 4
@@ -58,6 +61,9 @@ FORMAT = 3
 A tier or bucket may still hold blocks of those times: their bytes may not be what a name of today
 stands for.
 """
+TENANT_FORMAT = 4
+"""The version of a namespace that names its tenant: that of FORMAT, with `tenant`, and with a
+digest that tells the tenant. Namespaces without a tenant keep their digests."""
 
 
 class IdentityError(KvbmError):
@@ -113,11 +119,24 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """How a block is cut (`tier/parts.py`): ranges, layers of each, head groups, as `4x8x8`. Empty:
     a part for each rank."""
     format: int = FORMAT
-    """The naming rules; constant in one release, so that names of another one are never found."""
+    """The naming rules, so that names of another release are never found: TENANT_FORMAT with a
+    tenant, else FORMAT."""
+    tenant: str | msgspec.UnsetType = msgspec.UNSET
+    """Whose blocks these are (KVBM_TENANT): see `of_tenant`. Unset: of no tenant by name."""
 
     def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise IdentityError(f"namespace.format is {self.format}, this release names {FORMAT}")
+        tenant = self.tenant
+        wanted = FORMAT if tenant is msgspec.UNSET else TENANT_FORMAT
+        if self.format != wanted:
+            having = "" if tenant is msgspec.UNSET else " with a tenant"
+            raise IdentityError(
+                f"namespace.format is {self.format}, this release names {wanted}{having}"
+            )
+        if tenant is not msgspec.UNSET and not TENANT.fullmatch(tenant):
+            raise IdentityError(
+                f"namespace.tenant is {tenant[:80]!r}, must be 1 to {TENANT_MAX} letters, digits, "
+                "'-' or '_'"
+            )
         if not self.model:
             raise IdentityError("namespace.model must not be empty")
         if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
@@ -135,7 +154,10 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def digest(self) -> bytes:
-        """32 bytes: BLAKE2b-256 of the fields as JSON (sorted keys, no spaces, UTF-8)."""
+        """32 bytes: BLAKE2b-256 of the fields as JSON (sorted keys, no spaces, UTF-8).
+
+        With a tenant 20 bytes are the fields', and the end tells the tenant (`tenant_tag`).
+        """
         return namespace_digest(self)
 
     @property
@@ -146,9 +168,25 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 def namespace_digest(namespace: Namespace) -> bytes:
     """Return the 32-byte digest of a namespace; see `Namespace.digest`."""
-    fields: Mapping[str, object] = msgspec.structs.asdict(namespace)
+    fields: dict[str, object] = msgspec.structs.asdict(namespace)
+    end = b""
+    if namespace.tenant is msgspec.UNSET:
+        del fields["tenant"]
+    else:
+        end = digest_end(namespace.tenant)
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=32, person=b"kvbm-namespace").digest()
+    size = DIGEST_BYTES - len(end)
+    return hashlib.blake2b(text.encode(), digest_size=size, person=b"kvbm-namespace").digest() + end
+
+
+def of_tenant(namespace: Namespace, tenant: str) -> Namespace:
+    """Return the namespace of this tenant's blocks, which no other tenant shares; `""`: as it is.
+
+    Raises IdentityError for a tenant with other letters than a name has.
+    """
+    if not tenant:
+        return namespace
+    return msgspec.structs.replace(namespace, tenant=tenant, format=TENANT_FORMAT)
 
 
 class Hasher:

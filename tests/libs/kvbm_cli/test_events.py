@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kvbm_cli.creds.embedded import authorization_of
-from kvbm_cli.events import Wanted, checked, json_line_of, kind_of, line_of, tail
+from kvbm_cli.events import Wanted, checked, json_line_of, kind_of, line_of, lines_of, tail
 from kvbm_common.access.nats_access import nats_access
 from kvbm_common.access.roles import ADMIN, CONSUMER
 from kvbm_common.config.settings import Settings
@@ -31,6 +31,7 @@ from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import CONSOLIDATED, EVENTS
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.events import (
+    Cleared,
     Event,
     Removed,
     Run,
@@ -70,7 +71,7 @@ class Source:
         self.events.append(self.announcer.cleared("admin"))
 
 
-async def publish(bus: Bus, *events: Event) -> None:
+async def publish(bus: Bus, *events: Event, packed: bool = False) -> None:
     """Put events on both streams, and wait until they are kept."""
     publishers = [
         (bus.event_publisher("test"), event_subject),
@@ -80,8 +81,11 @@ async def publish(bus: Bus, *events: Event) -> None:
         running = asyncio.create_task(publisher.run())
         for event in events:
             event = msgspec.structs.replace(event, ts_ms=1_900_000_000_000)
-            payload = event_codec.encode(event)
-            publisher.publish(subject(event), payload, epoch=event.epoch, seq=event.seq)
+            if not packed:
+                payload = event_codec.encode(event)
+                publisher.publish(subject(event), payload, epoch=event.epoch, seq=event.seq)
+            else:
+                publisher.publish_event(event)
         await publisher.flush(deadline_s=5.0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -157,19 +161,52 @@ async def test_history_and_filters(bus: Bus, history: list[Event]) -> None:
     assert await shown(bus, since=datetime.now(UTC) + timedelta(hours=1)) == []
 
 
+async def test_packed_events_are_shown_one_by_one(bus: Bus) -> None:
+    """Goal: a tail says the same of both forms, with the position of the message.
+
+    1. Lines, of both streams. 2. By kind. 3. As JSON.
+    """
+    source = Source()
+    for number in range(1, 4):
+        source.store(number)
+    source.remove(2, 3)
+    await publish(bus, *source.events, packed=True)
+    lines = await shown(bus, since="all")
+    assert [line.partition(" epoch ")[2] for line in lines] == [
+        "5 seq 1 cleared start",
+        *(f"5 seq {seq} stored 1 {seq - 1:032x}" for seq in (2, 3, 4)),
+        f"5 seq 5 removed 2 {2:032x} {3:032x} evicted",
+    ]
+    assert {line.partition(" ")[0] for line in lines[1:]} == {"#2"}
+    assert await shown(bus, since="all", consolidated=True) == lines
+    assert await shown(bus, since="all", kind="removed") == lines[4:]
+    raw = await shown(bus, since="all", kind="stored", as_json=True)
+    assert [json.loads(line) for line in raw] == [
+        json.loads(event_codec.encode(msgspec.structs.replace(one, ts_ms=1_900_000_000_000)))
+        for one in source.events[1:4]
+    ]
+
+
 def test_what_cannot_be_read_says_so() -> None:
-    assert line_of(EventMessage("kvbm.v1.events.h.s.stored", b"{", 9)).startswith(
-        "#9 kvbm.v1.events.h.s.stored: malformed:"
-    )
+    for kind in ("stored", "packed"):
+        subject = f"kvbm.v1.events.h.s.{kind}"
+        (line,) = lines_of(EventMessage(subject, b"{", 9), Wanted())
+        assert line.startswith(f"#9 {subject}: malformed:")
 
 
 def test_long_events_are_shortened_and_ranks_shown() -> None:
     run = Run(parent="0" * 32, hashes=[name.hex() for name in names(1, 2, 3, 4)])
     event = Stored(host="h", source="e", tier="device", epoch=1, seq=2, ts_ms=0, rank=3,
                    namespace="0" * 64, runs=[run])  # fmt: skip
-    line = line_of(EventMessage("", event_codec.encode(event), 1))
+    line = line_of(1, event)
     assert " rank 3 " in line
     assert line.endswith(f"{3:032x} … 1 more")
+
+
+@pytest.mark.parametrize("ts_ms", [2**63 - 1, 10**15])
+def test_a_time_that_is_no_date_is_shown_as_it_is(ts_ms: int) -> None:
+    event = Cleared(host="h", source="e", tier="device", epoch=1, seq=2, ts_ms=ts_ms)
+    assert line_of(1, event).startswith(f"#1 {ts_ms} ms h e device ")
 
 
 # ---- the document ----------------------------------------------------------------------------
@@ -256,7 +293,10 @@ async def admin(guarded: Settings) -> AsyncIterator[Bus]:
     await bus.close()
 
 
-async def test_the_consumer_in_python(guarded: Settings, admin: Bus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+async def test_the_consumer_in_python(
+    guarded: Settings, admin: Bus, tmp_path: Path, packed: bool
+) -> None:
     """Goal: the example is right, gaps and added fields included, with a consumer's credentials.
 
     1. It reads the history. 2. An event is lost: it asks for the snapshot. 3. A field of next year
@@ -269,7 +309,7 @@ async def test_the_consumer_in_python(guarded: Settings, admin: Bus, tmp_path: P
     example = tmp_path / "example.py"
     example.write_text(code)
     source.store(1, 2)
-    await publish(admin, *source.events)
+    await publish(admin, *source.events, packed=packed)
     shown = str(guarded.creds_dir / f"{CONSUMER}.creds")
     running = await Running.start(
         sys.executable, example, url=guarded.nats_url, KVBM_NATS_CREDS_FILE=shown
@@ -277,14 +317,19 @@ async def test_the_consumer_in_python(guarded: Settings, admin: Bus, tmp_path: P
     await running.wait_line("{'gpu-a/host-tier-0': 2}")
     source.store(3)  # Lost.
     source.store(4)
-    await publish(admin, source.events[-1])
+    await publish(admin, source.events[-1], packed=packed)
     await running.wait_line("{'gpu-a/host-tier-0': 4}")
+    source.store(5)
+    source.store(6)
+    source.remove(6)
+    await publish(admin, *source.events[-3:], packed=packed)
+    await running.wait_line("{'gpu-a/host-tier-0': 5}")
     source.remove(1)
     later = json.loads(event_codec.encode(source.events[-1])) | {"novelty": {"a": [1]}}
     await admin.publish(event_subject(source.events[-1]), json.dumps(later).encode())
-    await running.wait_line("{'gpu-a/host-tier-0': 3}")
+    await running.wait_line("{'gpu-a/host-tier-0': 4}")
     source.clear()
-    await publish(admin, source.events[-1])
+    await publish(admin, source.events[-1], packed=packed)
     await running.wait_line("{'gpu-a/host-tier-0': 0}")
     await running.end()
 
@@ -399,7 +444,7 @@ async def test_a_wrong_option_ends_with_2_and_an_absent_nats_with_1() -> None:
 def test_removed_without_a_reason_has_no_trailing_blank() -> None:
     event = Removed(host="h", source="s", tier="disk", epoch=1, seq=2, ts_ms=0,
                     namespace="0" * 64, hashes=["0" * 32])  # fmt: skip
-    assert line_of(EventMessage("", event_codec.encode(event), 1)).endswith("00000000")
+    assert line_of(1, event).endswith("00000000")
 
 
 @pytest.mark.parametrize(
@@ -418,4 +463,5 @@ def test_a_payload_is_one_line_that_no_terminal_obeys(payload: bytes, shown: str
 
 def test_the_line_of_an_unreadable_event_is_printable() -> None:
     message = EventMessage("kvbm.\x1b[2J", b'{"\x1b', 1)
-    assert line_of(message).isprintable()
+    (line,) = lines_of(message, Wanted())
+    assert line.isprintable()

@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from kvbm_cli import private_directory
-from kvbm_cli.private_directory import FRESH_S, LOCK, PrivateDirectory, sweep
+from kvbm_cli.private_directory import FRESH_S, UNNAMED, PrivateDirectory, sweep
 
 MAKE = """
 import os, signal
@@ -32,7 +31,7 @@ def shm_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def left_by_a_killed_process(shm_dir: Path) -> tuple[Path, Path]:
-    """Return the directory and the arena that a process has left; they are old enough."""
+    """Return the directory and the arena that a process has left, just now."""
     killed = subprocess.run(
         [sys.executable, "-c", MAKE], capture_output=True, text=True, timeout=30, check=False
     )
@@ -40,13 +39,7 @@ def left_by_a_killed_process(shm_dir: Path) -> tuple[Path, Path]:
     arena = shm_dir / f"kvbm-{path.name.removeprefix('kvbm-')}-0-7-arena"
     arena.write_bytes(b"x")
     (path / "disk" / "blocks").write_bytes(b"x" * 4096)
-    age(path)
     return path, arena
-
-
-def age(path: Path) -> None:
-    status = (path / LOCK).stat()
-    os.utime(path / LOCK, (status.st_atime, status.st_mtime - 2 * FRESH_S))
 
 
 def test_what_a_killed_process_left_is_removed(shm_dir: Path) -> None:
@@ -58,7 +51,6 @@ def test_what_a_killed_process_left_is_removed(shm_dir: Path) -> None:
 
 def test_what_a_process_holds_stays(shm_dir: Path) -> None:
     directory = PrivateDirectory()
-    age(directory.path)
     arena = shm_dir / f"kvbm-{directory.host}-0-7-arena"
     arena.write_bytes(b"x")
     assert sweep(shm_dir) == []
@@ -68,18 +60,25 @@ def test_what_a_process_holds_stays(shm_dir: Path) -> None:
     assert not directory.path.exists()
 
 
-def test_a_fresh_one_of_another_user_or_without_a_lock_stays(
+def test_one_of_another_user_and_kept_logs_stay(
     shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = left_by_a_killed_process(shm_dir)
-    os.utime(path / LOCK)
-    (path.parent / f"{private_directory.PREFIX}aa").mkdir()
     (path.parent / "kvbm-logs-aa").mkdir()
-    assert sweep(shm_dir) == [], "it is fresh"
-    age(path)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert sweep(shm_dir) == [], "it is another user's"
-    assert len(list(path.parent.iterdir())) == 3
+    assert sweep(shm_dir) == []
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_one_that_is_being_made_stays_until_it_is_old(shm_dir: Path) -> None:
+    """It has no lock for a moment: a process may be between the two calls."""
+    unnamed = shm_dir.parent / "tmp" / f"{UNNAMED}aa"
+    unnamed.mkdir()
+    assert sweep(shm_dir) == []
+    status = unnamed.stat()
+    os.utime(unnamed, (status.st_atime, status.st_mtime - 2 * FRESH_S))
+    assert sweep(shm_dir) == [unnamed]
+    assert not unnamed.exists()
 
 
 def test_logs_that_are_kept_outlive_the_directory(shm_dir: Path) -> None:

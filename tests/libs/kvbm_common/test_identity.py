@@ -182,7 +182,7 @@ def test_names_of_formats_before_are_never_found(changes: dict[str, Any]) -> Non
     The digest is taken by the rules of those times, over the fields that there were.
     """
     fields = msgspec.structs.asdict(SMALL) | changes
-    del fields["parts"]
+    del fields["parts"], fields["tenant"]
     fields = {name: value for name, value in fields.items() if value is not None}
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     before = hashlib.blake2b(text.encode(), digest_size=32, person=b"kvbm-namespace").digest()
@@ -223,6 +223,7 @@ def test_extras_rename_their_block_and_all_after_it() -> None:
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
         {"parts": "4x8x8"},
+        {"tenant": "gold", "format": 4},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -235,8 +236,8 @@ def test_every_field_of_the_namespace_separates(change: dict[str, Any]) -> None:
 
 def test_every_field_of_the_namespace_is_tested_above() -> None:
     """A new field must join the test; block_tokens changes the number of blocks as well, and
-    the format has one value."""
-    assert len(Namespace.__struct_fields__) == 12 + 2
+    the format follows from the tenant."""
+    assert len(Namespace.__struct_fields__) == 13 + 2
     assert Hasher(Namespace(model="test", block_tokens=8)).chain(range(8)) != Hasher(SMALL).chain(
         range(8)
     )

@@ -21,10 +21,12 @@ from kvbm_common.errors import ConfigError, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.nats.streams import AS_THEY_COME, StreamLimits
+from kvbm_common.nats.zone_sources import HangingSources
 
 from kvbm_cli.command_line import REFUSED, code_of, exit_with
 from kvbm_cli.creds.nats_config import Layout, names_of, read_layout, write_credentials
 from kvbm_cli.creds.tls_files import write_certificates
+from kvbm_cli.creds.zone_config import take_leaf
 from kvbm_cli.printing import print_table
 
 TOKEN_NAME = "admin-token"
@@ -97,6 +99,10 @@ def nats_config(
     listen: str = typer.Option("", help="Where nats-server listens; 0.0.0.0:4222 unless given."),
     store_dir: str = typer.Option("", help="Its data; /data unless given."),
     server_dir: str = typer.Option("", help="Where it finds its certificate, if not in OUT."),
+    leaf_listen: str = typer.Option("", help="Where zones come (KVBM_ZONES); 0.0.0.0:7422."),
+    zone: str = typer.Option("", help="Which zone of a fleet this NATS is."),
+    fleet: str = typer.Option("", help="Where the fleet waits for it, as tls://HOST:7422."),
+    leaf: Path = typer.Option(Path(), help="The directory zones/ZONE that the fleet has written."),  # noqa: B008
     rotate: bool = typer.Option(False, help="Replace every credential; old ones are good, too."),
     drop_old: bool = typer.Option(False, help="End what a rotation has left good."),
 ) -> None:
@@ -107,12 +113,15 @@ def nats_config(
     given = {
         "hosts": names_of(hosts), "tenants": names_of(tenants), "instances": instances,
         "names": names_of(names), "etcd_names": names_of(etcd_names), "listen": listen,
-        "store_dir": store_dir, "server_dir": server_dir,
+        "store_dir": store_dir, "server_dir": server_dir, "leaf_listen": leaf_listen,
+        "zone": zone, "fleet": names_of(fleet),
     }  # fmt: skip
     with errors_told():
         given |= stream_room(Settings.load())
         layout = layout_of(out, {name: value for name, value in given.items() if value})
         require_directory(out)
+        if leaf != Path():
+            take_leaf(out, leaf)
         print(write_all(out, layout, rotate=rotate, drop_old=drop_old))
 
 
@@ -179,6 +188,7 @@ async def _follow(access: NatsAccess) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signal_number, stopping.set)
     bus: Bus | None = None
+    sources: HangingSources | None = None
     while not stopping.is_set():
         try:
             bus = bus or await Bus.connect(
@@ -186,6 +196,8 @@ async def _follow(access: NatsAccess) -> None:
             )
             if changed := await set_up_streams(bus):
                 _log.info("made or changed: %s", ", ".join(changed))
+            sources = sources or HangingSources(bus)
+            await sources.wake()
         except KvbmError as error:
             _log.warning("%s; again in %s s", error, CHECK_S)
         with contextlib.suppress(TimeoutError):

@@ -31,7 +31,12 @@ DIRECTORY_MODE = 0o700
 
 
 def authorization_of(
-    directory: Path, *, host: str, instances: Sequence[str], kinds: Sequence[str] = ()
+    directory: Path,
+    *,
+    host: str,
+    instances: Sequence[str],
+    kinds: Sequence[str] = (),
+    partitions: int = 1,
 ) -> dict[str, Any]:
     """Return the users of a server, after making what is missing of their files.
 
@@ -43,7 +48,13 @@ def authorization_of(
     try:
         directory.chmod(DIRECTORY_MODE)
         users = [
-            user_of(role, _shown_by(role, directory), host=host, instances=instances)
+            user_of(
+                role,
+                _shown_by(role, directory),
+                host=host,
+                instances=instances,
+                partitions=partitions,
+            )
             for role in (*ROLES, *(role_of(kind) for kind in kinds if kind not in BY_NAME))
         ]
     except OSError as error:

@@ -6,10 +6,11 @@
     OUT/TENANT/HOST/         for one host: a file for each of its roles, ca.pem
     OUT/TENANT/shared/       the same for index, metrics, admin and consumer
     OUT/authority/           the key that signs certificates: keep it away from servers
+    OUT/zones/ZONE/          the keys with which zones of a fleet come: see `zone_config.py`
 
 A tenant is an account of NATS: its own streams, registry and subjects, and no way to another's. A
 directory of a host, or `shared`, is what `KVBM_CREDS_DIR` names there. A run makes what is missing
-and leaves what is there. The server's configuration has public keys only.
+and leaves what is there. The server's configuration has public keys only, but for a zone's link.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from kvbm_common.access.secret_files import SecretFile, write_secret
 from kvbm_common.config.schema import TOKEN
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.embedded_server import PAYLOAD_BYTES_MAX
-from kvbm_common.nats.streams import AS_THEY_COME, CONSUMERS_MAX, STREAMS, StreamLimits
+from kvbm_common.nats.streams import AS_THEY_COME, CONSUMERS_MAX, StreamLimits
 
+from kvbm_cli.creds import zone_config
 from kvbm_cli.creds.server_users import user_of
 
 SHARED = "shared"
 SYSTEM = "SYS"
-RESERVED = frozenset({SHARED, "server", "etcd", "authority", SYSTEM, "$G"})
+RESERVED = frozenset({SHARED, "server", "etcd", "authority", "zones", SYSTEM, "$G"})
 PREVIOUS = "previous.json"
 LAYOUT = "layout.json"
 CONFIGURATION = "nats-server.conf"
@@ -59,7 +61,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Names and addresses of NATS in its certificate; empty: no TLS."""
     etcd_names: tuple[str, ...] = ()
     streams: StreamLimits = AS_THEY_COME
-    """What the settings have said of the streams of a tenant, for the room that they may take."""
+    """What the settings have said of the streams of a tenant, for the room that they may take. Its
+    zones are those that may come."""
+    leaf_listen: str = zone_config.LEAF_LISTEN
+    """Where a fleet's server waits for its zones."""
+    zone: str = ""
+    """Which zone of a fleet this is; empty: none."""
+    fleet: tuple[str, ...] = ()
+    """Where the fleet's server waits for this zone."""
 
     def check(self) -> Layout:
         """Return the layout; raises ConfigError for a name that cannot be one."""
@@ -68,12 +77,24 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(option, "", "a name, or several with commas between")
             for name in names:
                 _check_name(option, name)
-        if not LISTEN.fullmatch(self.listen):
-            raise ConfigError("--listen", self.listen, "ADDRESS:PORT, as 0.0.0.0:4222")
+        for option, listen in (("--listen", self.listen), ("--leaf-listen", self.leaf_listen)):
+            if not LISTEN.fullmatch(listen):
+                raise ConfigError(option, listen, "ADDRESS:PORT, as 0.0.0.0:4222")
+        self._check_zone()
         for option, names in (("--names", self.names), ("--etcd-names", self.etcd_names)):
             for name in names:
                 _check_server_name(option, name)
         return self
+
+    def _check_zone(self) -> None:
+        if not (self.zone or self.fleet):
+            return
+        _check_name("--zone", self.zone)
+        if self.streams.zones:
+            raise ConfigError("KVBM_ZONES", ",".join(self.streams.zones), "none: a zone has none")
+        if not self.fleet or not all(map(LEAF_URL.fullmatch, self.fleet)):
+            accepted = "nats://HOST:PORT or tls://HOST:PORT, several with commas between"
+            raise ConfigError("--fleet", ",".join(self.fleet), accepted)
 
     @property
     def instance_names(self) -> list[str]:
@@ -86,6 +107,7 @@ SERVER_NAME = re.compile(r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])
 """A name of DNS as a certificate has it, perhaps of all in a domain."""
 SERVER_NAME_CHARS = 253
 LISTEN = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-f:.]+\]):\d{1,5}")
+LEAF_URL = re.compile(rf"(nats|tls)://{LISTEN.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +168,7 @@ def write_credentials(
     write_secret(directory / "server" / PREVIOUS, json.dumps(previous, indent=1))
     for place, seed in seeds.items():
         write_secret(directory / place.path, f"{seed}\n")
+    zone_config.write_zone_keys(directory, layout.streams.zones, layout.tenants)
     configuration = directory / "server" / CONFIGURATION
     text = json.dumps(configuration_of(layout, seeds, previous, directory), indent=1)
     write_secret(configuration, f"{text}\n")
@@ -163,10 +186,13 @@ def configuration_of(
             "jetstream": {
                 "max_file": store_bytes * (layout.streams.replicas or 1),
                 "max_mem": MEMORY_BYTES,
-                "max_streams": len(STREAMS),
+                "max_streams": len(layout.streams.partitioned.streams),
                 "max_consumers": CONSUMERS_MAX,
             },
-            "users": list(_users(layout, seeds, previous, tenant)),
+            "users": [
+                *_users(layout, seeds, previous, tenant),
+                *zone_config.leaf_users(directory, layout.streams.zones, tenant),
+            ],
         }
         for tenant in layout.tenants
     }
@@ -187,6 +213,15 @@ def configuration_of(
             "key_file": f"{place}/server.key",
             "ca_file": f"{place}/ca.pem",
         }
+    if layout.streams.zones:
+        configuration["leafnodes"] = {"listen": layout.leaf_listen}
+        if "tls" in configuration:
+            configuration["leafnodes"]["tls"] = configuration["tls"]
+    if layout.zone:
+        links = zone_config.remotes(directory, layout.fleet, layout.tenants, layout.server_dir)
+        configuration["jetstream"]["domain"] = layout.zone
+        configuration["leafnodes"] = {"remotes": links}
+        configuration["ping_interval"] = zone_config.PING_INTERVAL
     return configuration
 
 
@@ -201,6 +236,7 @@ def _users(
             Credentials(seed=seed),
             host=place.host or "*",
             instances=layout.instance_names,
+            partitions=layout.streams.partitioned.count,
         )
         yield user
         if (old := previous.get(place.path)) not in (None, user["nkey"]):

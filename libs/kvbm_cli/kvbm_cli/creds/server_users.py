@@ -15,13 +15,14 @@ ANSWER_WITHIN = "11m"
 
 
 def user_of(
-    role: Role, shown: Credentials, *, host: str, instances: Sequence[str]
+    role: Role, shown: Credentials, *, host: str, instances: Sequence[str], partitions: int = 1
 ) -> dict[str, Any]:
     """Return the entry of one credential in a server's configuration.
 
     Raises ConfigError for a creds file, whose user is in its JWT and no server's configuration.
     """
-    return _identity(shown) | _permissions(role, grants_of(role, host=host, instances=instances))
+    grants = grants_of(role, host=host, instances=instances, partitions=partitions)
+    return _identity(shown) | _permissions(role, grants)
 
 
 def _identity(shown: Credentials) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,8 +16,14 @@ from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.dumps import ask_dump
 from kvbm_common.nats.jetstream import last_stored
 from kvbm_common.nats.snapshots import ask_snapshot
-from kvbm_common.nats.streams import EVENTS
 from kvbm_common.wire.events import SUBJECT_PREFIX, Cleared, event_codec
+from kvbm_common.wire.explain import (
+    LIST_MAX,
+    ExplainListRequest,
+    Explanation,
+    explain_list_reply,
+    explain_list_request,
+)
 from kvbm_common.wire.verbs import (
     HolderDump,
     SnapshotReply,
@@ -30,6 +37,8 @@ from kvbm_cli.layout import instances_of
 
 VERB_DEADLINE_S = 5.0
 QUIET_DEADLINE_S = 30.0
+OPENED_DEADLINE_S = 5.0
+"""Where a file system takes space at once it is milliseconds; where zeros are written, minutes."""
 POLL_S = 0.05
 """How often a condition is looked at that no event announces."""
 
@@ -80,6 +89,20 @@ class StackView:
         reply = await self._ask(kind, instance, "stats", b"{}")
         return msgspec.json.decode(reply, type=StatsReply)
 
+    async def explanations(self, kind: str, instance: str, engine: str) -> list[Explanation]:
+        """Return the lookups of one engine that a host tier has kept, the newest first."""
+        found: list[Explanation] = []
+        before = 0
+        while True:
+            request = ExplainListRequest(limit=LIST_MAX, engine=engine, before=before)
+            payload = explain_list_request.encode(request)
+            reply = await self._ask(kind, instance, "explain_list", payload)
+            page = explain_list_reply.decode(reply)
+            found += page.requests
+            if not page.next:
+                return found
+            before = page.next
+
     async def snapshot(self, kind: str, instance: str = "") -> SnapshotReply:
         """Return what a tier holds by its own account."""
         source = f"{kind}-{instance or self._settings.instance}"
@@ -105,7 +128,9 @@ class StackView:
     async def _last_word(self, source: str) -> str:
         """Return why a source has last said that it holds nothing; "": it has not."""
         subject = f"{SUBJECT_PREFIX}.{self._settings.host}.{source}.{Cleared.__struct_config__.tag}"
-        last = await last_stored(self._bus, EVENTS, subject)
+        last = await last_stored(
+            self._bus, self._bus.limits.events_of(self._settings.host), subject
+        )
         event = event_codec.decode(last.payload) if last is not None else None
         return event.reason if isinstance(event, Cleared) else ""
 
@@ -127,6 +152,52 @@ class StackView:
         return await self._bus.request(subject, payload, deadline_s=VERB_DEADLINE_S)
 
 
+def tier_kinds(*, with_disk: bool) -> list[str]:
+    """Return the kinds of tiers that a run uses."""
+    return ["host-tier", *(["disk-tier"] if with_disk else []), "object-tier"]
+
+
+async def wait_opened(view: StackView, kinds: Sequence[str]) -> list[str]:
+    """Wait until every tier has slots, or says why not; returns what they say.
+
+    A disk tier makes its file when the first engine has said how large blocks are. What takes
+    longer than a few seconds is the check's to say.
+    """
+    with contextlib.suppress(DeadlineExceeded):
+        opened = functools.partial(_have_opened, view, kinds)
+        await wait_until(opened, "the tiers have no slots", deadline_s=OPENED_DEADLINE_S)
+    return await troubles_of(view, kinds)
+
+
+async def _have_opened(view: StackView, kinds: Sequence[str]) -> bool:
+    for kind, instance in await view.instances(*kinds):
+        stats = await view.stats(kind, instance)
+        if not stats.reasons and not stats.slots.get("total"):
+            return False
+    return True
+
+
+async def troubles_of(view: StackView, kinds: Sequence[str]) -> list[str]:
+    """Return why tiers of these kinds do not serve, or take no blocks; raises KvbmError."""
+    return [
+        f"{kind}-{instance}: {reason}"
+        for kind, instance in await view.instances(*kinds)
+        for reason in (await view.stats(kind, instance)).reasons
+    ]
+
+
+async def wait_moved(
+    view: StackView, engines: Sequence[EngineHandle], kinds: Sequence[str]
+) -> None:
+    """Wait until all that the engines computed has moved; what does not end is the check's to say.
+
+    The tiers of a shared stack may never be at rest: there only the engines are looked at.
+    """
+    asked = () if view.is_shared else kinds
+    with contextlib.suppress(DeadlineExceeded):
+        await wait_until(lambda: _is_quiet(view, engines, asked), "the stack is not quiet")
+
+
 async def check_stack(
     view: StackView, engines: Sequence[EngineHandle], *, with_disk: bool
 ) -> Verdict:
@@ -136,7 +207,7 @@ async def check_stack(
     """
     verdict = Verdict()
     unrest: list[str] = []
-    kinds = ["host-tier", *(["disk-tier"] if with_disk else []), "object-tier"]
+    kinds = tier_kinds(with_disk=with_disk)
     steps = (
         (lambda: _is_quiet(view, engines, kinds), "the stack is not quiet"),
         (lambda: _has_answered(view, kinds, verdict), "the tiers do not answer"),
@@ -176,7 +247,7 @@ async def _has_answered(view: StackView, kinds: Sequence[str], verdict: Verdict)
         stats = await view.stats(kind, instance)
         verdict.leases_left += _leases_but_pins(stats)
         verdict.staged_left += stats.slots.get("staged", 0)
-        verdict.troubles += [f"{kind}-{instance}: {reason}" for reason in stats.reasons]
+    verdict.troubles += await troubles_of(view, kinds)
     verdict.troubles += [f"{source} is gone, and has not said why" for source in await view.lost()]
     return True
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import os
 import random
 import signal
 import sys
@@ -24,16 +26,22 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_connectors.sim.control import EngineConfig, Finished, Submit
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.workload import TRACE_BLOCK_TOKENS, Turn, conversations, trace
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from kvbm_cli import printing
 from kvbm_cli.command_line import one_line
 from kvbm_cli.demo.attached import AttachedStack
-from kvbm_cli.demo.check import StackView, check_stack, wait_until
-from kvbm_cli.demo.figures import figures_of
-from kvbm_cli.demo.report import Report, Tally, make_report, print_report
+from kvbm_cli.demo.check import (
+    StackView,
+    check_stack,
+    tier_kinds,
+    wait_moved,
+    wait_opened,
+    wait_until,
+)
+from kvbm_cli.demo.figures import figures_of, misses_of_engines, misses_of_tiers
+from kvbm_cli.demo.pairs import PAIRS_MAX, compare
+from kvbm_cli.demo.printed import print_report
+from kvbm_cli.demo.progress import Progress
+from kvbm_cli.demo.report import Counted, Report, Tally, make_report
 from kvbm_cli.stack import Stack
 
 KIB = 1024
@@ -43,11 +51,7 @@ TRACE_DEVICE_BLOCKS = 1024
 TRACE_PREFILL_US_PER_TOKEN = 4.0
 """Prompts of traces are tens of thousands of tokens long: a large machine, so that it ends."""
 CONCURRENCY_PER_ENGINE = 4
-PAIRS_MAX = 24
-"""Requests that are recomputed at the end, to compare their time to first token."""
 CONNECT_DEADLINE_S = 5.0
-SAY_S = 5.0
-"""How often a run whose output is no terminal says how far it has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +111,7 @@ def demo(
     ] = 0.3,
     disk_gb: Annotated[float, typer.Option(min=0, help="Disk tier; 0: none.")] = 2.0,
     block_kib: Annotated[int, typer.Option(min=4, max=16_384, help="Size of a block.")] = 128,
-    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workload.")] = 0,
     tensor_parallel: Annotated[int, typer.Option(min=1, max=8, help="Ranks per engine.")] = 1,
     attach: Annotated[
         bool, typer.Option("--attach", help="Use the services that run here (KVBM_* says where).")
@@ -124,12 +128,15 @@ def demo(
     for name, size_gb in (("--host-gb", host_gb), ("--disk-gb", disk_gb)):
         if not math.isfinite(size_gb):
             raise typer.BadParameter("must be a number of GB", param_hint=name)
+        if 0 < size_gb * 1e9 < block_kib * KIB:
+            text = f"blocks of {block_kib * KIB} bytes do not fit into {size_gb * 1e9:.0f} bytes"
+            raise typer.BadParameter(text, param_hint=name)
     if host_gb == 0 and disk_gb == 0:
         raise typer.BadParameter("one tier must have a size", param_hint="--host-gb")
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter("must be cpu or cuda", param_hint="--device")
-    if json is not None and not json.parent.is_dir():
-        raise typer.BadParameter(f"{json.parent} is no directory", param_hint="--json")
+    if json is not None:
+        _require_place(json)
     options = DemoOptions(
         requests=requests,
         engines=engines,
@@ -142,50 +149,71 @@ def demo(
         device=device,
         attach=attach,
     )
-    console = printing.console()
     try:
         if device == "cuda":
             CupyRuntime()  # Told before anything starts.
-        report = asyncio.run(_run_until_ended(options, console))
-    except asyncio.CancelledError:
-        console.print("ended by SIGTERM")
-        sys.exit(128 + signal.SIGTERM)
+        report = asyncio.run(_run_until_ended(options))
+    except asyncio.CancelledError as ended:
+        number = signal.Signals(int(str(ended)))
+        print(f"ended by {number.name}")
+        sys.exit(128 + number)
     except KvbmError as error:
-        console.print(f"[bold red]failed[/]: {escape(one_line(str(error)))}")
+        print(one_line(f"failed: {error}"))
         sys.exit(1)
+    print_report(report)
     if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    print_report(report, console)
+        _write(json, report)
     sys.exit(0 if report.passed else 1)
 
 
-async def _run_until_ended(options: DemoOptions, console: Console) -> Report:
-    """Run the demo; SIGTERM cancels it, and it leaves nothing behind."""
+def _require_place(json: Path) -> None:
+    """Refuse a file that could not be written at the end; raises BadParameter."""
+    if not json.parent.is_dir():
+        raise typer.BadParameter(f"{json.parent} is no directory", param_hint="--json")
+    if json.is_dir():
+        raise typer.BadParameter(f"{json} is a directory", param_hint="--json")
+    if not os.access(json if json.exists() else json.parent, os.W_OK):
+        raise typer.BadParameter(f"{json} cannot be written", param_hint="--json")
+
+
+def _write(json: Path, report: Report) -> None:
+    """Write the figures, or end with the reason why not."""
+    try:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as error:
+        print(one_line(f"failed: the figures cannot be written: {error}"))
+        sys.exit(1)
+
+
+async def _run_until_ended(options: DemoOptions) -> Report:
+    """Run the demo; a signal cancels it, says which it was, and leaves nothing behind."""
     here = asyncio.current_task()
     assert here is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, here.cancel)
-    return await run_demo(options, console)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, here.cancel, str(int(number)))
+    return await run_demo(options)
 
 
-async def run_demo(options: DemoOptions, console: Console) -> Report:
+async def run_demo(options: DemoOptions) -> Report:
     """Start everything, run the workload, check, stop."""
-    options.turns()  # A trace that cannot be read is an error before anything starts.
+    # A trace that cannot be read, or has nothing, is an error before anything starts.
+    if next(iter(options.turns()), None) is None:
+        raise KvbmError(f"{options.trace} has no request")
     async with AsyncExitStack() as cleanup:
         stack = await _enter_stack(options, cleanup)
-        console.print(f"the stack is up: NATS {stack.nats_url}, API on port "
-                      f"{stack.settings.metrics_port}")  # fmt: skip
+        _say(f"the stack is up: NATS {stack.nats_url}, API on port {stack.settings.metrics_port}")
         try:
-            report = await _run_on(stack, options, console, cleanup)
+            report = await _run_on(stack, options, cleanup)
         except KvbmError:
-            _keep_logs(stack, console)
+            _keep_logs(stack)
             raise
         if not report.passed:
-            _keep_logs(stack, console)
+            _keep_logs(stack)
         return report
 
 
 async def _run_on(
-    stack: Stack | AttachedStack, options: DemoOptions, console: Console, cleanup: AsyncExitStack
+    stack: Stack | AttachedStack, options: DemoOptions, cleanup: AsyncExitStack
 ) -> Report:
     bus = await Bus.connect(
         stack.admin, "kvbm-demo", counters=Metrics(), deadline_s=CONNECT_DEADLINE_S
@@ -193,29 +221,44 @@ async def _run_on(
     cleanup.push_async_callback(bus.close)
     list_tiers = stack.tiers if isinstance(stack, AttachedStack) else None
     view = StackView(bus, stack.settings, list_tiers=list_tiers)
-    before = await figures_of(view, bus, stack.settings)
-    engines = await _start_engines(options, stack, cleanup)
-    tally = Tally()
-    started = time.perf_counter()
-    await _run_workload(options, engines, tally, console)
-    seconds = time.perf_counter() - started
-    await _run_pairs(options, engines, tally)
     with_disk = options.disk_gb > 0 and bool(await view.instances("disk-tier"))
-    verdict = await check_stack(view, engines, with_disk=with_disk)
-    return make_report(
-        tally,
-        verdict,
+    kinds = tier_kinds(with_disk=with_disk)
+    before = await figures_of(view)
+    engines = await _start_engines(options, stack, cleanup)
+    for trouble in await wait_opened(view, kinds):
+        _say(f"not ready: {trouble}")
+    tally = Tally()
+    started_s = time.perf_counter()
+    await _run_workload(options, engines, tally)
+    seconds = time.perf_counter() - started_s
+    await wait_moved(view, engines, kinds)
+    counted = Counted(
         seconds=seconds,
-        block_bytes=options.block_kib * KIB,
+        moved_seconds=time.perf_counter() - started_s,
         engines=[await engine.stats() for engine in engines],
-        tiers=(await figures_of(view, bus, stack.settings)).since(before),
+        tiers=(await figures_of(view)).since(before),
+        is_shared=view.is_shared,
+    )
+    await _run_pairs(options, engines, tally)
+    verdict = await check_stack(view, engines, with_disk=with_disk)
+    if view.is_shared:
+        misses = await misses_of_engines(view, [engine.config.name for engine in engines])
+    else:
+        misses = misses_of_tiers((await figures_of(view)).since(before))
+    return make_report(
+        tally, verdict, counted=counted, misses=misses, block_bytes=options.block_kib * KIB
     )
 
 
-def _keep_logs(stack: Stack | AttachedStack, console: Console) -> None:
+def _say(text: str) -> None:
+    """Print a line at once, whatever is in it."""
+    print(one_line(text), flush=True)
+
+
+def _keep_logs(stack: Stack | AttachedStack) -> None:
     """Have the logs of a failed run outlive it, where they are the run's own."""
     if isinstance(stack, Stack) and (kept := stack.keep_logs()) is not None:
-        console.print(f"the logs of the services and engines are in {kept}")
+        _say(f"the logs of the services and engines are in {kept}")
 
 
 async def _enter_stack(options: DemoOptions, cleanup: AsyncExitStack) -> Stack | AttachedStack:
@@ -245,25 +288,15 @@ async def _start_engines(
     return engines
 
 
-async def _run_workload(
-    options: DemoOptions, engines: list[EngineHandle], tally: Tally, console: Console
-) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("requests", total=options.requests)
-        said_s = time.monotonic()
+async def _run_workload(options: DemoOptions, engines: list[EngineHandle], tally: Tally) -> None:
+    with Progress("requests", options.requests) as progress:
 
         def on_finished(_turn: Turn, finished: Finished) -> None:
             tally.add(finished)
             blocks = tally.blocks
             asked = blocks["asked"] or 1
             rates = " ".join(f"{t} {blocks[t] / asked:.0%}" for t in ("device", "host", "disk"))
-            progress.update(task, advance=1, description=f"hits: {rates}")
-            nonlocal said_s
-            if not console.is_terminal and time.monotonic() > said_s + SAY_S:
-                said_s = time.monotonic()
-                done = f"{len(tally.finished)} of {options.requests} requests"
-                console.print(f"{done}, hits: {rates}")
+            progress.advance(f"hits: {rates}")
 
         await run_turns(
             engines,
@@ -274,19 +307,29 @@ async def _run_workload(
 
 
 async def _run_pairs(options: DemoOptions, engines: list[EngineHandle], tally: Tally) -> None:
-    """Repeat some requests that were onboarded, alone: once from the cache, once recomputed."""
+    """Repeat requests that were onboarded, alone, in pairs, until their comparison is clear."""
     loaded = {f.request for f in tally.finished if f.host_blocks + f.disk_blocks > 0}
-    turns = [t for number, t in enumerate(options.turns()) if f"r{number}" in loaded]
-    chosen = random.Random(options.seed).sample(turns, min(PAIRS_MAX, len(turns)))
-    for number, turn in enumerate(chosen):
-        engine = engines[turn.conversation % len(engines)]
-        prompt = turn.prompt.tobytes()
-        await _wait_reset(engine)
-        cached = await engine.request(Submit(request=f"cached-{number}", prompt=prompt))
-        recomputed = await engine.request(
-            Submit(request=f"recomputed-{number}", prompt=prompt, bypass=True)
-        )
-        tally.add_pair(cached, recomputed)
+    turns = [turn for number, turn in enumerate(options.turns()) if f"r{number}" in loaded]
+    random.Random(options.seed).shuffle(turns)
+    with Progress("pairs", PAIRS_MAX) as progress:
+        for number, turn in zip(range(PAIRS_MAX), itertools.cycle(turns), strict=False):
+            if (found := compare(tally.pairs)) is not None and found.is_narrow:
+                return
+            engine = engines[turn.conversation % len(engines)]
+            tally.add_pair(*await _pair(engine, turn, number))
+            progress.advance("once with the cache, once recomputed")
+
+
+async def _pair(engine: EngineHandle, turn: Turn, number: int) -> tuple[Finished, Finished]:
+    """Run a request with the cache and recomputed; which one is first alternates."""
+    await _wait_reset(engine)
+    prompt = turn.prompt.tobytes()
+    cached = Submit(request=f"cached-{number}", prompt=prompt)
+    recomputed = Submit(request=f"recomputed-{number}", prompt=prompt, bypass=True)
+    if number % 2:
+        second = await engine.request(recomputed)
+        return await engine.request(cached), second
+    return await engine.request(cached), await engine.request(recomputed)
 
 
 async def _wait_reset(engine: EngineHandle) -> None:

@@ -1,97 +1,116 @@
 """What the tiers count during a run: at its end, less what they had counted before it began.
 
 The tiers of an attached stack may have lived for weeks, and a verdict is of one run. What engines
-of others do meanwhile counts, too: a tier does not know them apart.
+of others do meanwhile counts, too, in most figures: a tier knows only lookups apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-import msgspec
-from kvbm_common.config.settings import Settings
-from kvbm_common.nats.bus import Bus
-from kvbm_common.wire.metrics import MetricsSnapshot
-from kvbm_common.wire.verbs import verb_subject
+from kvbm_common.wire.explain import Explanation
 
 from kvbm_cli.demo.check import StackView, wait_until
 
-DEADLINE_S = 5.0
-SUMS = ("kvbm_transfer_seconds", "kvbm_transfer_bytes")
 KINDS = ("host-tier", "disk-tier")
+MISSED = "missed_blocks."
 
-
-Sums = Mapping[str, Mapping[str, float]]
+Answer = TypeVar("Answer")
+Counts = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
     """The sums over all tiers of each kind."""
 
-    counts: Sums
+    counts: Counts
     """By kind, what its tiers count."""
-    transfers: Sums = field(default_factory=dict)
-    """By metric (`SUMS`), seconds and bytes of the transfers over each path."""
 
     def since(self, before: TierFigures) -> TierFigures:
         """Return what was counted after `before`; a tier that began a new life counts from 0."""
         return TierFigures(
-            _less(self.counts, before.counts), _less(self.transfers, before.transfers)
+            {
+                kind: {
+                    name: max(count - before.of(kind).get(name, 0.0), 0.0)
+                    for name, count in counts.items()
+                }
+                for kind, counts in self.counts.items()
+            }
         )
 
     def of(self, kind: str) -> Mapping[str, float]:
         """Return what the tiers of this kind count, nothing where the kind has no tier."""
         return self.counts.get(kind, {})
 
-    def gb_per_s(self) -> dict[str, float]:
-        """Return bytes over the sum of the transfers' own times, by path."""
-        seconds, sizes = (self.transfers.get(name, {}) for name in SUMS)
-        return {
-            path: total / seconds[path] / 1e9 for path, total in sizes.items() if seconds.get(path)
-        }
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Blocks that lookups missed: all of them, and those that have a reason."""
+
+    blocks: int
+    by_reason: Mapping[str, int]
 
 
-async def figures_of(view: StackView, bus: Bus, settings: Settings) -> TierFigures:
+def misses_of_tiers(figures: TierFigures) -> Misses:
+    """Return what the lookups of all engines missed."""
+    host = figures.of("host-tier")
+    found = {
+        name.removeprefix(MISSED): int(count)
+        for name, count in host.items()
+        if name.startswith(MISSED)
+    }
+    return Misses(int(host.get("lookup_blocks.miss", 0)), found)
+
+
+def misses_of(explanations: Iterable[Explanation]) -> Misses:
+    """Return what these lookups missed."""
+    found: Counter[str] = Counter()
+    blocks = 0
+    for one in explanations:
+        blocks += one.blocks - one.hit_blocks
+        for part in one.segments:
+            if part.reason:
+                found[part.reason] += part.blocks
+    return Misses(blocks, dict(found))
+
+
+async def figures_of(view: StackView) -> TierFigures:
     """Ask every tier of the view, again where one has left; raises DeadlineExceeded."""
-    found: list[TierFigures] = []
+    return await _answered(lambda: _ask_tiers(view))
+
+
+async def misses_of_engines(view: StackView, engines: Iterable[str]) -> Misses:
+    """Ask the host tiers for the lookups of these engines alone; raises DeadlineExceeded."""
+    names = tuple(engines)
+    return misses_of(await _answered(lambda: _ask_explanations(view, names)))
+
+
+async def _answered(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    found: list[Answer] = []
 
     async def look() -> bool:
-        found.append(await _ask_tiers(view, bus, settings))
+        found.append(await ask())
         return True
 
     await wait_until(look, "the tiers do not answer")
     return found[0]
 
 
-async def _ask_tiers(view: StackView, bus: Bus, settings: Settings) -> TierFigures:
+async def _ask_tiers(view: StackView) -> TierFigures:
     counts: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
-    snapshots: list[MetricsSnapshot] = []
     for kind, instance in await view.instances(*KINDS):
         for name, count in (await view.stats(kind, instance)).figures.items():
             counts[kind][name] = counts[kind].get(name, 0.0) + count
-        subject = verb_subject(kind, "metrics", host=settings.host, instance=instance)
-        payload = await bus.request(subject, b"{}", deadline_s=DEADLINE_S)
-        snapshots.append(msgspec.json.decode(payload, type=MetricsSnapshot))
-    return TierFigures(counts, transfers_of(snapshots))
+    return TierFigures(counts)
 
 
-def transfers_of(snapshots: Iterable[MetricsSnapshot]) -> Sums:
-    """Return the sums of the tiers' transfer histograms, by metric and path."""
-    sums: dict[str, dict[str, float]] = {name: {} for name in SUMS}
-    for snapshot in snapshots:
-        for family in snapshot.families:
-            for sample in family.samples if family.name in sums else []:
-                totals, path = sums[family.name], sample.labels["path"]
-                totals[path] = totals.get(path, 0.0) + sample.value
-    return sums
-
-
-def _less(now: Sums, before: Sums) -> Sums:
-    return {
-        name: {
-            key: max(value - before.get(name, {}).get(key, 0.0), 0.0)
-            for key, value in figures.items()
-        }
-        for name, figures in now.items()
-    }
+async def _ask_explanations(view: StackView, engines: Sequence[str]) -> list[Explanation]:
+    return [
+        one
+        for kind, instance in await view.instances("host-tier")
+        for engine in engines
+        for one in await view.explanations(kind, instance, engine)
+    ]

@@ -1,19 +1,18 @@
-"""The report of a demo run: the figures, as JSON and as a table."""
+"""The report of a demo run: its figures, and whether it has passed."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from kvbm_common.tier.reasons import UNEXPLAINED
 from kvbm_connectors.sim.control import Finished, Stats
-from rich.console import Console
-from rich.table import Table
 
 from kvbm_cli.demo.check import Verdict
-from kvbm_cli.demo.figures import TierFigures
+from kvbm_cli.demo.figures import Misses, TierFigures
+from kvbm_cli.demo.pairs import Comparison, compare
 
 PATHS = {
     "d2h": "device → host",
@@ -23,16 +22,21 @@ PATHS = {
     "d2disk": "device → disk (disk only)",
 }
 
+KNOWN_TOGETHER = ("h2disk", "d2disk")
+"""Paths that tiers count without the engine."""
+
 UNEXPLAINED_MAX = 0.01
 """The part of the missed blocks that may be without a reason."""
 
 
-class PathFigures(msgspec.Struct, frozen=True):
-    """What went over one path. `gb_per_s` is bytes over the sum of the transfers' own times."""
+class PathFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What went over one path. `gb_per_s` is bytes over `moved_seconds`, the wall time."""
 
     blocks: int
     bytes: int
     gb_per_s: float
+    of_all_engines: bool = False
+    """Engines of others are in it: the tier does not know them apart."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +46,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Of the workload. What is repeated at the end is verified, and can fail, but is not here."""
     failed_requests: int
     seconds: float
+    """From the first request until the last was answered."""
+    moved_seconds: float = 0.0
+    """From the first request until every block was where it goes."""
     blocks_asked: int
     blocks_verified: int
     mismatches: int
@@ -54,6 +61,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Of the full blocks of all prompts, by the tier that had them."""
     ttft_ms: dict[str, float]
     """Medians over the same requests, once with the cache and once recomputed."""
+    comparison: Comparison | None = None
+    """Of the pairs; None: no request found anything outside its device."""
     paths: dict[str, PathFigures]
     missed: dict[str, int] = {}
     """Blocks that a lookup missed, by reason, the most frequent first."""
@@ -73,6 +82,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             and self.unexplained < UNEXPLAINED_MAX
             and not self.troubles
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """What engines and tiers have counted from the first request until every block had moved."""
+
+    seconds: float
+    moved_seconds: float
+    engines: Sequence[Stats]
+    tiers: TierFigures
+    is_shared: bool = False
+    """Engines of others use the tiers, too."""
 
 
 @dataclass(slots=True)
@@ -116,21 +137,20 @@ def make_report(
     tally: Tally,
     verdict: Verdict,
     *,
-    seconds: float,
+    counted: Counted,
+    misses: Misses,
     block_bytes: int,
-    engines: list[Stats],
-    tiers: TierFigures,
 ) -> Report:
     """Put all figures together."""
     blocks, verified = tally.blocks, tally.verified
     asked = blocks["asked"] or 1
-    host = tiers.of("host-tier")
-    missed = _missed(host)
+    missed = dict(sorted(misses.by_reason.items(), key=lambda one: -one[1]))
     cached, recomputed = zip(*tally.pairs, strict=True) if tally.pairs else ((0.0,), (0.0,))
     return Report(
         requests=len(tally.finished),
         failed_requests=sum(bool(f.error) for f in verified),
-        seconds=round(seconds, 2),
+        seconds=round(counted.seconds, 2),
+        moved_seconds=round(counted.moved_seconds, 2),
         blocks_asked=blocks["asked"],
         blocks_verified=sum(f.verified for f in verified),
         mismatches=sum(f.mismatches for f in verified),
@@ -145,20 +165,14 @@ def make_report(
             "cached": round(statistics.median(cached), 2),
             "recomputed": round(statistics.median(recomputed), 2),
         },
-        paths=_paths(block_bytes, engines, tiers),
+        comparison=compare(tally.pairs),
+        paths=_paths(block_bytes, tally, counted),
         missed=missed,
-        unexplained=_unexplained(missed, host.get("lookup_blocks.miss", 0)),
+        unexplained=_unexplained(missed, misses.blocks),
     )
 
 
-def _missed(figures: Mapping[str, float]) -> dict[str, int]:
-    prefix = "missed_blocks."
-    found = {name.removeprefix(prefix): int(count) for name, count in figures.items()
-             if name.startswith(prefix)}  # fmt: skip
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
-
-
-def _unexplained(missed: Mapping[str, int], all_missed: float) -> float:
+def _unexplained(missed: Mapping[str, int], all_missed: int) -> float:
     """Return the share of missed blocks with an unknown reason; no reason counts as unknown."""
     without = max(0.0, all_missed - sum(missed.values()))
     unknown = sum(count for reason, count in missed.items() if reason in UNEXPLAINED)
@@ -166,63 +180,28 @@ def _unexplained(missed: Mapping[str, int], all_missed: float) -> float:
     return (without + unknown) / total if total else 0.0
 
 
-def _paths(block_bytes: int, engines: list[Stats], tiers: TierFigures) -> dict[str, PathFigures]:
-    host, disk = tiers.of("host-tier"), tiers.of("disk-tier")
+def _paths(block_bytes: int, tally: Tally, counted: Counted) -> dict[str, PathFigures]:
+    host, disk = counted.tiers.of("host-tier"), counted.tiers.of("disk-tier")
     blocks = {
         "d2h": host.get("offload_blocks_d2h", 0),
+        "h2d": sum(engine.load_bytes for engine in counted.engines) // block_bytes,
         "h2disk": disk.get("offload_blocks_h2d", 0),
         "disk2h": disk.get("fill_blocks", 0),
         "d2disk": host.get("offload_blocks_d2d", 0),
     }
-    rates = tiers.gb_per_s()
-    rates["d2disk"] = rates.get("h2disk", 0.0) if blocks["d2disk"] else 0.0
-    paths = {
-        path: PathFigures(int(count), int(count) * block_bytes, round(rates.get(path, 0.0), 3))
-        for path, count in blocks.items()
+    if counted.is_shared:
+        blocks["d2h"] = sum(engine.counts.get("offload_blocks", 0) for engine in counted.engines)
+        blocks["disk2h"] = tally.blocks["disk"]
+    return {
+        path: PathFigures(
+            int(blocks[path]),
+            int(blocks[path]) * block_bytes,
+            _gb_per_s(int(blocks[path]) * block_bytes, counted.moved_seconds),
+            of_all_engines=counted.is_shared and path in KNOWN_TOGETHER,
+        )
+        for path in PATHS
     }
-    loaded = sum(engine.load_bytes for engine in engines)
-    seconds = sum(engine.load_seconds for engine in engines)
-    rate = round(loaded / seconds / 1e9, 3) if seconds else 0.0
-    paths["h2d"] = PathFigures(loaded // block_bytes, loaded, rate)
-    return {path: paths[path] for path in PATHS}
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print the report as a table, at the end of the demo."""
-    table = Table(title="KVBM demo", title_justify="left", show_header=False, box=None)
-    table.add_row("requests", f"{report.requests} in {report.seconds:.1f} s")
-    rates = report.hit_rate
-    table.add_row(
-        "prompt blocks from",
-        f"device {rates['device']:.1%}, host {rates['host']:.1%}, disk {rates['disk']:.1%}",
-    )
-    ttft = report.ttft_ms
-    table.add_row(
-        "time to first token",
-        f"{ttft['cached']:.1f} ms with the cache, {ttft['recomputed']:.1f} ms recomputed "
-        "(medians, same requests)"
-        if ttft["recomputed"]
-        else "no request found anything outside its device",
-    )
-    for path, title in PATHS.items():
-        figures = report.paths[path]
-        if figures.blocks:
-            size = figures.bytes / 1e6
-            table.add_row(
-                title, f"{figures.blocks} blocks, {size:,.0f} MB, {figures.gb_per_s:.2f} GB/s"
-            )
-    table.add_row(
-        "onboarded blocks compared", f"{report.blocks_verified}, {report.mismatches} mismatches"
-    )
-    if report.missed:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in report.missed.items())
-        table.add_row("blocks missed", reasons)
-        table.add_row("of them unexplained", f"{report.unexplained:.2%}")
-    table.add_row("leases left over", str(report.leases_left))
-    table.add_row("index = tiers = engines", "yes" if report.views_consistent else "NO")
-    for difference in report.differences:
-        table.add_row("", difference)
-    for trouble in report.troubles:
-        table.add_row("not ready", trouble)
-    console.print(table)
-    console.print("[bold green]passed[/]" if report.passed else "[bold red]FAILED[/]")
+def _gb_per_s(size: int, seconds: float) -> float:
+    return round(size / seconds / 1e9, 3) if seconds else 0.0

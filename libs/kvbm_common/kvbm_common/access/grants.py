@@ -8,18 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Literal
 
 from kvbm_common.access.roles import HOST, INSTANCE, ROLES, Reading, Role, role_of
-from kvbm_common.nats.streams import AUDIT, REGISTRY, REGISTRY_BUCKET
+from kvbm_common.nats.streams import (
+    AUDIT,
+    EVENTS,
+    IMAGES,
+    IMAGES_BUCKET,
+    PARTITION_PREFIX,
+    REGISTRY,
+    REGISTRY_BUCKET,
+    Partitions,
+)
 from kvbm_common.wire.admin import audit_subject
+from kvbm_common.wire.events import SUBJECT_PREFIX
 from kvbm_common.wire.operator_verbs import SERVICES, TIERS
+from kvbm_common.wire.partitions import INDEX_GROUP
 from kvbm_common.wire.verbs import verb_subject
 
 INBOX = "_INBOX"
 """What a client's inboxes begin with; a role hears those of its own name only."""
 API = "$JS.API"
+PARTITIONED = (EVENTS.name, IMAGES.name, IMAGES_BUCKET)
+"""Names that have another form for each partition of the fleet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +92,9 @@ def inbox_of(role: str, host: str) -> str:
     return f"{INBOX}.{role}.{host}" if role_of(role).per_host else f"{INBOX}.{role}"
 
 
-def grants_of(role: Role, *, host: str = "*", instances: Sequence[str] = ("0",)) -> Grants:
+def grants_of(
+    role: Role, *, host: str = "*", instances: Sequence[str] = ("0",), partitions: int = 1
+) -> Grants:
     """Return what a credential of this role may do, on this host and with these instances."""
     if role.may_do_everything:
         return Grants(everything=True)
@@ -90,12 +106,34 @@ def grants_of(role: Role, *, host: str = "*", instances: Sequence[str] = ("0",))
     if role.is_service:
         publish += _service_publishes(role)
         subscribe += _service_hears(role)
+    if role.name == "index" and partitions > 1:
+        group = verb_subject(INDEX_GROUP, "*", host=str(partitions), instance="*")
+        publish.append(group)
+        subscribe += [group, f"$SRV.*.kvbm-{INDEX_GROUP}", f"$SRV.*.kvbm-{INDEX_GROUP}.*"]
+    spread = partial(_spread, Partitions(partitions))
     return Grants(
-        publish=tuple(dict.fromkeys(fill_in.all(publish))),
-        publish_never=tuple(fill_in.all(role.never_publishes)),
-        subscribe=tuple(dict.fromkeys(fill_in.all(subscribe))),
+        publish=tuple(dict.fromkeys(spread(fill_in.all(publish)))),
+        publish_never=tuple(spread(fill_in.all(role.never_publishes))),
+        subscribe=tuple(dict.fromkeys(spread(fill_in.all(subscribe)))),
         reads=tuple(fill_in.all(one.part for one in role.reads)),
     )
+
+
+def _spread(partitions: Partitions, patterns: Iterable[str]) -> Iterator[str]:
+    """Yield patterns, and behind those of one partition the same of each of several."""
+    for pattern in patterns:
+        yield pattern
+        for number in range(partitions.count if partitions.count > 1 else 0):
+            rest = pattern.removeprefix(f"{SUBJECT_PREFIX}.")
+            if rest != pattern:
+                yield f"{PARTITION_PREFIX}.{partitions.count}.{number}.{rest}"
+                continue
+            words = [
+                partitions.named(word, number) if word in PARTITIONED else word
+                for word in pattern.split(".")
+            ]
+            if (placed := ".".join(words)) != pattern:
+                yield placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,10 +129,12 @@ def stream_limits(settings: Settings) -> StreamLimits:
     """Return what the settings say of the streams."""
     return StreamLimits(
         replicas=settings.stream_replicas,
+        partitions=settings.index_partitions if "index_partitions" in settings.origins else 0,
         events_gb=settings.events_gb,
         events_age_s=settings.events_age_s,
         duplicate_window_s=settings.events_dedup_s,
         images_gb=settings.index_images_gb,
+        zones=settings.zones,
     )
 
 

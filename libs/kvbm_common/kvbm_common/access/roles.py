@@ -33,7 +33,7 @@ INSTANCE = "{instance}"
 ADMIN = "admin"
 CONSUMER = "consumer"
 
-INDEX_QUESTIONS = ("match", "match_batch", "score", "where", "dump", "holders")
+INDEX_QUESTIONS = ("match", "match_batch", "score", "route", "where", "dump", "holders")
 """The verbs that any replica of the index answers."""
 SNAPSHOT_OWNERS = (*TIERS, "consolidator")
 ENTRIES = f"$KV.{REGISTRY_BUCKET}.services.>"

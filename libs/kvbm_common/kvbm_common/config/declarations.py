@@ -13,6 +13,8 @@ from kvbm_common.config.access_declarations import SECTION, AccessSettings
 from kvbm_common.config.schema import Setting, setting
 from kvbm_common.eviction import POLICIES
 
+PARTITIONS_MAX = 64
+
 # ruff: noqa: RUF009 - `setting` returns a dataclass field, as dataclasses.field does.
 
 
@@ -42,12 +44,13 @@ class DeclaredSettings(AccessSettings):
     verify_host_reads: str = setting(
         "KVBM_VERIFY_HOST_READS", "always", schema.choice("never", "sampled", "always"),
         section="host_tier",
-        help="Which loads from host memory are compared with their checksums: every one, one in "
-        "16, or none. Reads from disk and peers always are.")
+        help="Which loads from host memory are compared with checksums: all, one in 16, or none.")
     scrub_cpu_percent: float = setting(
         "KVBM_SCRUB_CPU_PERCENT", 1.0, schema.number(0, maximum=100), section="host_tier",
-        unit="% of a core", help="Idle blocks of the arena are compared with their checksums in "
-        "turn, at this cost at most and while no transfer flies; 0: they are not.")
+        unit="% of a core", help="What comparing idle blocks with checksums may cost; 0: off.")
+    scrub_round_s: float = setting(
+        "KVBM_SCRUB_ROUND_S", 600.0, schema.number(0, maximum=31 * 86_400), section="host_tier",
+        unit="s", help="The least time between two beginnings of this, all through the arena.")
     host_tiers: int = setting(
         "KVBM_HOST_TIERS", 1, schema.integer(1, 64), section="host_tier",
         help="How many host tiers `kvbm up` starts. Engines are shared out among them, and the "
@@ -66,7 +69,8 @@ class DeclaredSettings(AccessSettings):
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", None, schema.integer(0), section="disk_tier",
         unit="blocks", help="Size of the file in blocks; wins over the size in GB.")
     disk_cache_dirs: tuple[Path, ...] = setting(
-        "DYN_KVBM_DISK_CACHE_DIR", (Path("/tmp/"),), schema.PATHS, section="disk_tier",
+        "DYN_KVBM_DISK_CACHE_DIR", (schema.UNSET_DIR,), schema.PATHS, section="disk_tier",
+        default_text="`disk` in `KVBM_STATE_DIR`",
         help="Directory of the disk tier's files; of several, each gets a disk tier of its own and "
         "an equal share of the size.")
     disk_allocator_type: str = setting(
@@ -160,6 +164,23 @@ class DeclaredSettings(AccessSettings):
         "KVBM_DISABLE_OBJECT_OFFLOAD_FILTER", False, schema.BOOLEAN, section="object_tier",
         help="Store every block, not only those that were used again.")
 
+    # -- tenants --
+    tenant: str = setting(
+        "KVBM_TENANT", "", schema.TENANT, section="tenants",
+        help="Whose blocks an engine's are: engines of different tenants share none, and each "
+        "tenant has a share of every tier. Empty: those of engines without a tenant.")
+    tenant_shares: str = setting(
+        "KVBM_TENANT_SHARES", "", schema.TENANT_SHARES, section="tenants",
+        default_text="`*=1`: the same for each",
+        help="What tenants weigh in host memory, on disk and in its write budget, as "
+        "`gold=3,silver=1`; `*` is each tenant that is not listed. A tenant may use what others "
+        "leave free, and keeps its share when they want all.")
+
+    hint_pin_percent: float = setting(
+        "KVBM_HINT_PIN_PERCENT", 40.0, schema.number(0, maximum=45), section="tenants", unit="%",
+        help="What the hints of agents may pin of their tenant's share of host memory; 0: hints "
+        "are not taken.")
+
     # -- transfers and leases --
     max_concurrent_transfers: int = setting(
         "DYN_KVBM_MAX_CONCURRENT_TRANSFERS", 4, schema.integer(1, 1024), section="transfers",
@@ -177,9 +198,13 @@ class DeclaredSettings(AccessSettings):
         unit="ms", help="After this an onboard is a miss and the engine recomputes.")
     recompute_tokens_per_s: float = setting(
         "KVBM_RECOMPUTE_TOKENS_PER_S", 0.0, schema.number(0), section="transfers",
-        unit="tokens/s", help="How fast an engine computes a prompt. Blocks on disk, in a bucket "
-        "or on another host that would take longer to come than to compute are then not brought; "
-        "0: all are.")
+        unit="tokens/s", help="How fast an engine computes a prompt, instead of what its connector "
+        "measures; 0: what it measures.")
+    load_or_compute: bool = setting(
+        "KVBM_LOAD_OR_COMPUTE", False, schema.BOOLEAN, section="transfers",
+        help="Leave blocks on disk, in a bucket or on another host that would take longer to come "
+        "than the engine takes to compute them, by what both took lately (vLLM). For the engine "
+        "and the host tier. False: all are brought.")
     onboard_mover: str = setting(
         "KVBM_ONBOARD_MOVER", "auto", schema.choice("auto", "mapped", "nixl"),
         section="transfers", help="How an engine's worker reads the arena: by a copy out of its "
@@ -292,6 +317,17 @@ class DeclaredSettings(AccessSettings):
         "KVBM_INDEX_IMAGE_S", 30.0, schema.number(0.05), section="bus", unit="s",
         help="How often the index stores an image of what it knows. A replica that starts takes "
         "the newest, and reads the event stream from there on.")
+    index_partitions: int = setting(
+        "KVBM_INDEX_PARTITIONS", 1, schema.integer(1, PARTITIONS_MAX), section="bus",
+        help="In how many streams the hosts' events are, and so how many groups of index replicas "
+        "there are: docs/scaling.md. The same for all services; another number begins empty.")
+    index_partition: int | None = setting(
+        "KVBM_INDEX_PARTITION", None, schema.integer(0, PARTITIONS_MAX - 1), section="bus",
+        default_text="the only one; with several there is no default",
+        help="Which partition an index replica follows: 0 to the number of partitions less 1.")
+    zones: tuple[str, ...] = setting(
+        "KVBM_ZONES", (), schema.TOKENS, section="bus", default_text="none: streams stay",
+        help="Zones whose streams are sources of this fleet's: docs/scaling.md. Not set in a zone.")
     stream_replicas: int = setting(
         "KVBM_STREAM_REPLICAS", 0, schema.integer(0, 5), section="bus",
         help="How many servers of a NATS cluster keep each stream: 3 survives the loss of one. "
@@ -310,6 +346,11 @@ class DeclaredSettings(AccessSettings):
     index_images_gb: float = setting(
         "KVBM_INDEX_IMAGES_GB", 0.0, schema.number(0), section="bus", unit="GB",
         help="The bucket for images of the index: room for two images. 0: 1.07, as above.")
+    events_form: str = setting(
+        "KVBM_EVENTS_FORM", "packed", schema.choice("packed", "json"), section="bus",
+        help="How sources publish what they store and remove. `packed`: many events in a message, "
+        "with raw hashes, once every service that is present reads them. `json`: a message for "
+        "each event.")
     registry_url: str = setting(
         "KVBM_REGISTRY_URL", "nats", schema.REGISTRY_URL, section="bus",
         help="Where services enter themselves: in NATS KV, or in etcd, there or where "

@@ -12,6 +12,7 @@ _TITLES = {
     "host_tier": "Host tier (G2)",
     "disk_tier": "Disk tier (G3)",
     "object_tier": "Object tier (G4)",
+    "tenants": "Tenants",
     "transfers": "Transfers and leases",
     "metrics": "Metrics and admin API",
     "consolidator": "Consolidator",

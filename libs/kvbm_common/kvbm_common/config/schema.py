@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbm_common.tier.tenants import SHARES_TEXT, shares_of
+
 
 @dataclass(frozen=True, slots=True)
 class Parser:
@@ -102,6 +104,7 @@ ETCD_PORT = ":2379"
 
 # ---- parsers ---------------------------------------------------------------------------------
 
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
@@ -125,6 +128,13 @@ def _paths(text: str) -> tuple[Path, ...]:
     if len(set(paths)) < len(paths):
         raise ValueError(text)
     return paths
+
+
+def _tokens(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if len(set(names)) < len(names) or not all(map(_TOKEN.fullmatch, names)):
+        raise ValueError(text)
+    return names
 
 
 def etcd_servers(text: str) -> tuple[str, ...]:
@@ -181,6 +191,11 @@ def _object_url(text: str) -> str:
     if not re.fullmatch(r"file:///[^?#]+|s3://[A-Za-z0-9._-]{1,255}", text):
         raise ValueError(text)
     return text.rstrip("/")
+
+
+def _tenant_shares(text: str) -> str:
+    shares_of(text)
+    return text
 
 
 def _secret_token(text: str) -> str:
@@ -247,7 +262,10 @@ PORT_OR_OFF = matching(
     "`off`, or a ZMQ endpoint: ipc://PATH or tcp://ADDRESS:PORT",
     r"off|ipc://\S+|tcp://\S+:[1-9]\d*",
 )
-TOKEN = matching("1 to 64 letters, digits, '-' or '_'", r"[A-Za-z0-9_-]{1,64}")
+TOKEN = matching("1 to 64 letters, digits, '-' or '_'", _TOKEN.pattern)
+TOKENS = Parser("names of letters, digits, '-' or '_', with commas between", _tokens)
+TENANT = matching("1 to 64 letters, digits, '-' or '_'", r"([A-Za-z0-9_-]{1,64})?")
+TENANT_SHARES = Parser(SHARES_TEXT, _tenant_shares)
 TEXT = Parser("text", str)
 SECRET_TOKEN = Parser("8 to 256 printable ASCII characters without blanks", _secret_token)
 PORT = integer(1, 65535)

@@ -45,6 +45,8 @@ class Settings(DeclaredSettings):
             self._follow_object_url()
         if self.creds_dir == schema.UNSET_DIR:
             object.__setattr__(self, "creds_dir", self.state_dir / "creds")
+        if self.disk_cache_dirs == (schema.UNSET_DIR,):
+            object.__setattr__(self, "disk_cache_dirs", (self.state_dir / "disk",))
         if self.registry_url == "etcd":
             try:
                 schema.etcd_servers(self.etcd_endpoints)

@@ -75,16 +75,19 @@ class Copies:
 
     def where(self, flags: Flags) -> Copies:
         """Return the rows that are flagged."""
-        return Copies(self.rows[flags])
+        return self if bool(flags.all()) else Copies(self.rows[flags])
 
     def joined(self) -> Copies:
         """Join neighbouring rows that go on where the last one ends, on both sides."""
         if self.count < 2:
             return self
-        ends = self.rows[:-1, :2] + self.rows[:-1, 2:]
+        targets, sources, lengths = self.targets, self.sources, self.lengths
         begins = np.empty(self.count, dtype=np.bool_)
         begins[0] = True
-        np.any(ends != self.rows[1:, :2], axis=1, out=begins[1:])
+        np.not_equal(targets[:-1] + lengths[:-1], targets[1:], out=begins[1:])
+        begins[1:] |= sources[:-1] + lengths[:-1] != sources[1:]
+        if bool(begins.all()):
+            return self
         starts = np.flatnonzero(begins)
         rows = self.rows[starts].copy()
         rows[:, 2] = np.add.reduceat(self.lengths, starts)
@@ -94,19 +97,23 @@ class Copies:
         """Cut rows so that none crosses `base + n · step` on a side (0: target, 1: source)."""
         assert step > 0, step
         assert bool((self.rows[:, side] >= np.uint64(base)).all()), "an address is before the base"
-        first = (self.rows[:, side] - np.uint64(base)) % np.uint64(step)
+        offsets = self.rows[:, side] - np.uint64(base)
+        is_power = step & (step - 1) == 0  # Dividing is the slowest of all that is done to a row.
+        first = offsets & np.uint64(step - 1) if is_power else offsets % np.uint64(step)
         return self._cut(first, step)
 
     def cut_to(self, length_max: int) -> Copies:
         """Cut rows so that none is longer than `length_max` bytes."""
+        if self.count == 0 or int(self.lengths.max()) <= length_max:
+            return self
         return self._cut(np.zeros(self.count, dtype=np.uint64), length_max)
 
     def _cut(self, first: Numbers, step: int) -> Copies:
         """Cut row i every `step` bytes, where its first byte is at `first[i]` of a step."""
         step64 = np.uint64(step)
-        counts = (first + self.lengths + step64 - np.uint64(1)) // step64
-        if self.count == 0 or int(counts.max()) <= 1:
+        if self.count == 0 or int((first + self.lengths).max()) <= step:
             return self
+        counts = (first + self.lengths + step64 - np.uint64(1)) // step64
         owner = np.repeat(np.arange(self.count), counts.astype(np.int64))
         begin_of_owner = np.cumsum(counts) - counts
         index = np.arange(len(owner), dtype=np.uint64) - begin_of_owner[owner]

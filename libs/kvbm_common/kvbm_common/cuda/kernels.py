@@ -7,17 +7,30 @@ functions that a C++ compiler takes as well: the tests run that very arithmetic 
 from __future__ import annotations
 
 COPY_ROWS = "kvbm_copy_rows"
-SUM_BLOCKS = "kvbm_sum_blocks"
+SUM_KIBS = "kvbm_sum_kibs"
+SUM_PARTS = "kvbm_sum_parts"
 
-COPY_THREADS = 512
-COPY_GRID_MAX = 16
-"""Thread blocks of a copy: enough loads in flight to fill a bus (16 x 512 lanes x 64 bytes is half
-a megabyte), few enough to leave an engine its multiprocessors."""
+COPY_THREADS = 256
+COPY_GRID_MAX = 8
+"""Thread blocks of a copy: enough loads in flight to fill a bus (8 x 256 lanes x 64 bytes is 128
+KiB; an H100 fills a PCIe 5 with half of it), few enough to leave an engine its multiprocessors."""
 SUM_THREADS = 256
+SUM_GRID_MAX = 264
+"""Thread blocks of a launch over KiBs: two for each multiprocessor of a large GPU."""
+CHAIN_THREADS = 64
+"""Of the kernel that follows the KiBs of a part, one by one: 8 do that, the others read ahead."""
+KIB_SUM_BYTES = 64
+"""Eight accumulators of 8 bytes, for each full KiB of a part."""
 SUM_PIECE_BYTES = 64
 """Pieces are multiples of this, and their addresses of 8: no stripe of the checksum is in two."""
 SUM_BLOCK_BYTES_MIN = 256
 """xxh3-64 treats up to 240 bytes in other ways, which no block needs."""
+
+
+def kibs_of(part_bytes: int) -> int:
+    """Return the full KiBs of a part before its last 1 to 1,024 bytes."""
+    return (part_bytes - 1) // 1024
+
 
 SOURCE = r"""
 typedef unsigned long long u64;
@@ -184,29 +197,61 @@ extern "C" __global__ void kvbm_copy_rows(const u64* __restrict__ rows, u32 coun
         copy_row(rows[3ULL * row], rows[3ULL * row + 1], rows[3ULL * row + 2], lane, 32);
 }
 
-#define TILE 512  /* KiBs whose sums are in shared memory at a time: 32 KiB. */
+/* A part is {its first region, number of regions, bytes, full KiBs of the parts before it}. */
+ON_DEVICE Pieces pieces_of(const u64* regions, const u64* part, u64 block) {
+    Pieces pieces = {regions + 4 * part[0], (u32)part[1], block};
+    return pieces;
+}
 
-/* A thread block for each block of the cache: sums in parallel, scrambles one by one. */
-extern "C" __global__ void kvbm_sum_blocks(const u64* __restrict__ regions, u32 region_count,
-                                           const u64* __restrict__ blocks, u64 bytes,
-                                           u64* digests) {
+/* What every KiB of every part of every block adds: in any order, by as many threads as there are.
+   `kibs`: of all parts of a block. */
+extern "C" __global__ void kvbm_sum_kibs(const u64* __restrict__ regions,
+                                         const u64* __restrict__ parts, u32 part_count, u32 kibs,
+                                         const u64* __restrict__ blocks, u32 block_count,
+                                         u64* kib_sums) {
+    u32 lane = threadIdx.x & 7, groups = (gridDim.x * blockDim.x) >> 3;
+    Keys keys = keys_of(lane);
+    for (u32 n = (blockIdx.x * blockDim.x + threadIdx.x) >> 3; n < kibs * block_count;
+         n += groups) {
+        u32 kib = n % kibs, low = 0, high = part_count;
+        while (high - low > 1) {
+            u32 middle = (low + high) / 2;
+            if (parts[4 * middle + 3] <= kib) low = middle; else high = middle;
+        }
+        const u64* part = parts + 4 * low;
+        Pieces pieces = pieces_of(regions, part, blocks[n / kibs]);
+        kib_sums[8ULL * n + lane] = kib_sum(pieces, kib - part[3], 16, lane, keys);
+    }
+}
+
+#define TILE 128  /* KiBs whose sums are in shared memory at a time: 8 KiB. */
+
+/* A thread block for each part of each block: what its KiBs add, one by one, and the rest. */
+extern "C" __global__ void kvbm_sum_parts(const u64* __restrict__ regions,
+                                          const u64* __restrict__ parts, u32 part_count, u32 kibs,
+                                          const u64* __restrict__ blocks,
+                                          const u64* __restrict__ kib_sums, u64* digests) {
     __shared__ u64 tile[TILE][8];
     __shared__ u64 sums[8];
-    Pieces pieces = {regions, region_count, blocks[blockIdx.x]};
+    u32 block = blockIdx.x / part_count;
+    const u64* part = parts + 4 * (blockIdx.x % part_count);
+    Pieces pieces = pieces_of(regions, part, blocks[block]);
     u32 lane = threadIdx.x & 7, group = threadIdx.x >> 3, groups = blockDim.x >> 3;
-    u64 kibs = kibs_of(bytes), scramble = secret_at(128 + 8 * lane);
-    Keys keys = keys_of(lane);
+    u64 bytes = part[2], count = kibs_of(bytes), scramble = secret_at(128 + 8 * lane);
+    const u64* ours = kib_sums + 8ULL * ((u64)kibs * block + part[3]);
     u64 sum = first_sum(lane);
-    for (u64 base = 0; base < kibs; base += TILE) {
-        u32 count = (u32)(kibs - base < TILE ? kibs - base : TILE);
-        for (u32 k = group; k < count; k += groups)
-            tile[k][lane] = kib_sum(pieces, base + k, 16, lane, keys);
+    for (u64 base = 0; base < count; base += TILE) {
+        u32 here = (u32)(count - base < TILE ? count - base : TILE);
+        for (u32 k = group; k < here; k += groups) tile[k][lane] = ours[8ULL * (base + k) + lane];
         __syncthreads();
         if (group == 0)
-            for (u32 k = 0; k < count; ++k) sum = scrambled(sum + tile[k][lane], scramble);
+            for (u32 k = 0; k < here; ++k) sum = scrambled(sum + tile[k][lane], scramble);
         __syncthreads();
     }
-    if (group == 0) sums[lane] = sum + rest_sum(pieces, bytes, lane, keys);
+    if (group == 0) {
+        Keys keys = keys_of(lane);
+        sums[lane] = sum + rest_sum(pieces, bytes, lane, keys);
+    }
     __syncthreads();
     if (threadIdx.x == 0) digests[blockIdx.x] = digest_of(sums, bytes);
 }

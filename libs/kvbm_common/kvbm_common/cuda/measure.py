@@ -1,6 +1,8 @@
-"""Measure: from which size of a piece on is the copy engine faster than the kernel? Both ways.
+"""Measure: from which size of a piece on does the copy engine do? Both ways.
 
-Taken once at the start, with some megabytes of memory of its own, and for `kvbm doctor`.
+Taken once at the start, with some megabytes of memory of its own, and for `kvbm doctor`. The kernel
+takes multiprocessors: beside it a matrix product takes up to twice its time, beside the copy engine
+1 % more (docs/gpu.md). It is for pieces that the copy engine is much slower with.
 """
 
 from __future__ import annotations
@@ -15,12 +17,19 @@ from numpy.typing import NDArray
 from kvbm_common.cuda.copies import KERNEL_ROW_BYTES, Copies
 from kvbm_common.cuda.runtime import CudaError, CudaUnavailable, CupyRuntime, Runtime, put
 
-PIECES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+PIECES_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 MOVED_BYTES = 16 << 20
 """As much as one chunk of a transfer."""
+CHUNKS = 2
+"""Put in a row: the device copies one while the next is put, as with a transfer."""
+ENGINE_SHARE = {"d2h": 0.25, "h2d": 0.5}
+"""What the copy engine must reach of the kernel's rate to be chosen. A load is waited for by a
+request, an offload by none."""
 ROUNDS = 3
 DEADLINE_S = 5.0
 """For one copy of 16 MiB: a device that takes longer is not measured, but broken."""
+SPIN_S = 0.005
+"""How long to look without a pause: 32 MiB take 0.6 ms, a pause a tenth."""
 POLL_S = 0.00002
 
 
@@ -35,14 +44,14 @@ class Rate:
 
 
 def choose(rates: Sequence[Rate], direction: str) -> int:
-    """Return the smallest size from which on the engine is at least as fast, despite noise below.
+    """Return the smallest size from which on the engine is fast enough, despite noise below.
 
     If it never is, return one byte more than the largest size that was measured.
     """
     ours = sorted((r for r in rates if r.direction == direction), key=lambda r: r.piece_bytes)
     threshold = ours[-1].piece_bytes + 1 if ours else 0
     for rate in reversed(ours):
-        if rate.kernel > rate.engine:
+        if rate.engine < ENGINE_SHARE[direction] * rate.kernel:
             break
         threshold = rate.piece_bytes
     return threshold
@@ -112,27 +121,31 @@ def _table_bytes(moved_bytes: int) -> int:
 
 def _rate(runtime: Runtime, copies: Copies, stream: int, *, table: int | None) -> float:
     seconds = min(_seconds(runtime, copies, stream, table) for _ in range(ROUNDS))
-    return round(copies.bytes / seconds / 1e9, 2)
+    return round(CHUNKS * copies.bytes / seconds / 1e9, 2)
 
 
 def _seconds(runtime: Runtime, copies: Copies, stream: int, table: int | None) -> float:
+    rows = copies.cut_to(KERNEL_ROW_BYTES).rows
+    staging = runtime.pinned(rows.nbytes)
+    staging.view(np.uint64).reshape(-1, 3)[:] = rows
     event = runtime.event()
     started = time.perf_counter()
-    if table is None:
-        put(runtime, copies, stream)
-    else:
-        rows = copies.cut_to(KERNEL_ROW_BYTES).rows
-        staging = runtime.pinned(rows.nbytes)
-        staging.view(np.uint64).reshape(-1, 3)[:] = rows
-        runtime.copy(table, staging.ctypes.data, rows.nbytes, stream)
-        runtime.copy_rows(table, len(rows), stream)
+    for _ in range(CHUNKS):
+        if table is None:
+            put(runtime, copies, stream)
+        else:
+            runtime.copy(table, staging.ctypes.data, rows.nbytes, stream)
+            runtime.copy_rows(table, len(rows), stream)
     runtime.record(event, stream)
     while not runtime.is_done(event):
-        if time.perf_counter() - started > DEADLINE_S:
+        waited_s = time.perf_counter() - started
+        if waited_s > DEADLINE_S:
             raise CudaError(f"{copies.bytes} bytes were not copied in {DEADLINE_S} s")
-        time.sleep(POLL_S)
+        if waited_s > SPIN_S:
+            time.sleep(POLL_S)
+    taken_s = time.perf_counter() - started
     runtime.end_event(event)
-    return time.perf_counter() - started
+    return taken_s
 
 
 def look(gpu_count: int) -> tuple[tuple[str, ...], str]:

@@ -3,8 +3,10 @@
     move ──► waiting ──► in flight (a few waves, each with an event) ──► Moved
                              └─ deadline ─► the future fails; `settling` ends with the event
 
-A job is one or more waves: what fits into a table of rows. The thread puts a wave into the stream
-in one go: what it must wait for, the copies of the engine, the kernel's table and launch, an event.
+A job is one or more waves: what fits into a table of rows. The thread divides a job when its turn
+comes, while the device copies the ones before: in the caller's thread the mover would wait for
+Python's lock until the caller has divided all that it asks for. It puts a wave into the stream in
+one go: what it must wait for, the copies of the engine, the kernel's table and launch, an event.
 No compute stream is ever made to wait for ours; ours waits for events that are given.
 """
 
@@ -50,11 +52,13 @@ NOTHING = Copies(np.empty((0, 3), dtype=np.uint64))
 
 @dataclass(slots=True, eq=False)
 class _Job:
+    copies: Copies
     bytes: int
     deadline: float
     after: tuple[int, ...]
     future: Future[Transferred]
-    waves_left: int = 0
+    waves_left: int = 1
+    """Of a job that is not divided yet, one."""
     failed: bool = False
     settling: Future[None] = field(default_factory=Future)
     started: float = 0.0
@@ -98,7 +102,8 @@ class DeviceMover:
         self._runtime, self._pinning, self._host_side = runtime, pinning, host_side
         self._kernel_below = kernel_below if runtime.kernels_reach_host else 0
         self._urgent = urgent
-        self._waiting: deque[_Wave] = deque()
+        self._waiting: deque[_Job] = deque()
+        self._divided: deque[_Wave] = deque()
         self._jobs = 0
         self._work = threading.Condition()
         self._closing = False
@@ -115,9 +120,7 @@ class DeviceMover:
         """Copy, once the events of `after` are done. The future fails with a TransferError; unless
         it says `settled`, late bytes may still be written. The events end with the job."""
         deadline = time.monotonic() + deadline_s
-        job = _Job(copies.bytes, deadline, tuple(after), Future())
-        waves = self._waves(job, copies)
-        job.waves_left = len(waves)
+        job = _Job(copies, copies.bytes, deadline, tuple(after), Future())
         with self._work:
             if self._closing:
                 job.future.set_exception(MoverClosed("the mover is closed"))
@@ -125,32 +128,11 @@ class DeviceMover:
                 job.future.set_exception(MoverBusy(f"{self._jobs} jobs are under way"))
             else:
                 self._jobs += 1
-                self._waiting.extend(waves)
+                self._waiting.append(job)
                 self._work.notify()
                 return job.future
         self._end_events(job)
         return job.future
-
-    def _waves(self, job: _Job, copies: Copies) -> list[_Wave]:
-        joined, pinned = copies.joined(), None
-        if self._pinning is not None:
-            base, step = self._pinning.address, self._pinning.slice_bytes
-            joined = joined.cut_at(self._host_side, base, step)
-            pinned = self._pinning.covers(joined.rows[:, self._host_side])
-        divided = plan(joined, kernel_below_bytes=self._kernel_below, pinned=pinned)
-        count = max(1, -(-divided.kernel.count // TABLE_ROWS))
-        return [
-            _Wave(
-                job,
-                Plan(
-                    divided.engine if number == 0 else NOTHING,
-                    Copies(divided.kernel.rows[number * TABLE_ROWS : (number + 1) * TABLE_ROWS]),
-                    divided.pageable if number == 0 else NOTHING,
-                ),
-                is_first=number == 0,
-            )
-            for number in range(count)
-        ]
 
     def close(self, timeout_s: float = CLOSE_DEADLINE_S) -> None:
         """Fail what waits, let what is in flight land, and end the thread. A copy that outlives
@@ -177,8 +159,8 @@ class DeviceMover:
             self._launch_what_may()
             self._look()
             with self._work:
-                if not self._closing and not (self._waiting and self._free()):
-                    self._work.wait(POLL_S if self._flying or self._waiting else None)
+                if not self._closing and not (self._has_work() and self._free()):
+                    self._work.wait(POLL_S if self._flying or self._has_work() else None)
         self._finish()
 
     def _slot(self) -> _Slot:
@@ -186,12 +168,17 @@ class DeviceMover:
         table = self._runtime.allocate(TABLE_ROWS * ROW_BYTES)
         return _Slot(staging, table, self._runtime.event())
 
+    def _has_work(self) -> bool:
+        return bool(self._divided or self._waiting)
+
     def _free(self) -> _Slot | None:
         return next((slot for slot in self._slots if slot.wave is None), None)
 
     def _launch_what_may(self) -> None:
-        while self._waiting and (slot := self._free()) is not None:
-            wave = self._waiting.popleft()
+        while self._has_work() and (slot := self._free()) is not None:
+            if not self._divided and not self._divide(self._waiting.popleft()):
+                continue
+            wave = self._divided.popleft()
             job = wave.job
             if not job.failed and time.monotonic() >= job.deadline:
                 self._fail(job, TransferTimeout, "the deadline passed in the queue")
@@ -204,6 +191,40 @@ class DeviceMover:
             except CudaError as error:
                 self._fail(job, TransferFailed, str(error))
             self._launched(slot)
+
+    def _divide(self, job: _Job) -> bool:
+        """Divide a job into waves; a job that cannot be divided fails, and is the only one."""
+        try:
+            waves = self._waves(job)
+        except Exception as error:
+            log.exception("copies could not be divided")
+            self._fail(job, TransferFailed, f"{type(error).__name__}: {error}")
+            self._wave_ended(job)
+            return False
+        job.waves_left = len(waves)
+        self._divided.extend(waves)
+        return True
+
+    def _waves(self, job: _Job) -> list[_Wave]:
+        joined, pinned = job.copies.joined(), None
+        if self._pinning is not None:
+            base, step = self._pinning.address, self._pinning.slice_bytes
+            joined = joined.cut_at(self._host_side, base, step)
+            pinned = self._pinning.covers(joined.rows[:, self._host_side])
+        divided = plan(joined, kernel_below_bytes=self._kernel_below, pinned=pinned)
+        count = max(1, -(-divided.kernel.count // TABLE_ROWS))
+        return [
+            _Wave(
+                job,
+                Plan(
+                    divided.engine if number == 0 else NOTHING,
+                    Copies(divided.kernel.rows[number * TABLE_ROWS : (number + 1) * TABLE_ROWS]),
+                    divided.pageable if number == 0 else NOTHING,
+                ),
+                is_first=number == 0,
+            )
+            for number in range(count)
+        ]
 
     def _begin(self, job: _Job, wave: _Wave) -> bool:
         """Begin a job with its first wave; return False if the caller has cancelled it."""
@@ -283,10 +304,9 @@ class DeviceMover:
                 self._runtime.end_event(event)
 
     def _finish(self) -> None:
-        while self._waiting:
-            wave = self._waiting.popleft()
-            self._fail(wave.job, MoverClosed, "the mover was closed")
-            self._wave_ended(wave.job)
+        for job in [*(wave.job for wave in self._divided), *self._waiting]:
+            self._fail(job, MoverClosed, "the mover was closed")
+            self._wave_ended(job)
         for slot in self._flying:
             assert slot.wave is not None
             self._fail(slot.wave.job, MoverClosed, "the mover was closed in mid-transfer")

@@ -54,6 +54,7 @@ class Pinning:
         self._lock = threading.Lock()
         self._stop = False
         self._done: Future[None] = Future()
+        self._begun_s = 0.0
         self._cpus = cpus_near(runtime.bus_id())
         wanted = thread_count or min(THREADS_MAX, len(self._cpus) or os.cpu_count() or 1)
         count = min(wanted, len(self._pinned))
@@ -65,6 +66,7 @@ class Pinning:
 
     def start(self) -> Future[None]:
         """Begin. The future ends when all is pinned, or no more can be: see `reason`."""
+        self._begun_s = time.monotonic()
         for thread in self._threads:
             thread.start()
         return self._done
@@ -77,6 +79,8 @@ class Pinning:
 
     def covers(self, addresses: Numbers) -> Flags:
         """Return whether the slice of each address, which is in the range, is pinned by now."""
+        if bool(self._pinned.all()):
+            return np.ones(len(addresses), dtype=np.bool_)
         index = (addresses - np.uint64(self.address)) // np.uint64(self.slice_bytes)
         return self._pinned[index.astype(np.int64)]
 
@@ -114,6 +118,8 @@ class Pinning:
             self._left -= 1
             is_last = self._left == 0
         if is_last:
+            log.info("%d bytes of the arena were pinned in %.1f s", self.pinned_bytes,
+                     time.monotonic() - self._begun_s)  # fmt: skip
             self._done.set_result(None)
 
     def _take(self) -> int | None:

@@ -1,10 +1,12 @@
-"""Reading: a worker's way from the mapped arena into its own device blocks, and their checksums."""
+"""Reading: a worker's way from the mapped arena into its own device blocks, and their checksums.
+
+`device_sums.py` sums up on the GPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Copies, Lent, OutsideWindows, Window, through
+from kvbm_common.cuda.device_sums import DeviceSums, sums_are_right, wait_for_stream
 from kvbm_common.cuda.measure import choose, describe, measure
 from kvbm_common.cuda.mover import DeviceMover
 from kvbm_common.cuda.pinning import Pinning
@@ -34,13 +36,6 @@ T = TypeVar("T")
 
 CALL_DEADLINE_S = 60.0
 """Of what an engine's start waits for: the first of it compiles the kernels."""
-WAIT_DEADLINE_S = 10.0
-"""Of checksums, and of copies that are waited for."""
-WAIT_POLL_S = 0.00005
-SUM_BLOCKS_MAX = 4096
-"""Blocks of one launch: more than any chunk has."""
-TABLE_ROW_BYTES = 32
-"""A piece in the kernel's table: four numbers of 8 bytes."""
 
 
 class Gpu:
@@ -95,10 +90,20 @@ class Gpu:
         That is the GPU; for pieces that its kernel cannot read, this host, which copies them back.
         """
         parts = pieces.part_regions()
-        if all(DeviceSums.fits(regions) for regions in parts):
+        if not all(DeviceSums.fits(regions) for regions in parts):
+            log.warning("blocks are summed up by the host: the GPU's kernel does not fit")
+        elif not self._kernels_sum_right():
+            log.error("blocks are summed up by the host: the GPU's are wrong in a trial")
+        else:
             return DeviceSums(self.runtime, parts)
-        log.warning("blocks are summed up by the host: the GPU's kernel cannot read this layout")
         return HostSums(self, pieces)
+
+    def _kernels_sum_right(self) -> bool:
+        try:
+            return self._apart(lambda: sums_are_right(self.runtime))
+        except CudaError as error:
+            log.error("the kernels of checksums cannot be tried: %s", error)
+            return False
 
     def clear(self, target: Places) -> None:
         """Fill blocks with zeros, behind what the engine has begun to compute; for a thread of
@@ -218,99 +223,3 @@ class DeviceReader:
         self._mover.close()
         self._pinning.close()
         self._arena.close()
-
-
-class DeviceSums:
-    """xxh3-64 of blocks where they lie in device memory, by a kernel on a stream of its own.
-
-    One launch sums up one part of all blocks.
-    """
-
-    def __init__(self, runtime: Runtime, parts: Sequence[Sequence[Lent]]) -> None:
-        assert all(self.fits(regions) for regions in parts)
-        self._runtime = runtime
-        self._lock = Lock()
-        self._is_set_up = False
-        self._counts = [len(regions) for regions in parts]
-        self._sizes = [sum(region.piece_bytes for region in regions) for regions in parts]
-        self._table = np.concatenate([_table_of(regions) for regions in parts])
-
-    def _set_up(self) -> None:
-        """Allocate stream and tables with the first blocks, in the thread that asks for them."""
-        runtime, table = self._runtime, self._table
-        digest_bytes = 8 * SUM_BLOCKS_MAX * len(self._counts)
-        self._stream = runtime.stream(urgent=True)
-        self._staging = runtime.pinned(max(table.nbytes, digest_bytes))
-        self._regions = runtime.allocate(table.nbytes)
-        self._blocks = runtime.allocate(8 * SUM_BLOCKS_MAX)
-        self._digests = runtime.allocate(digest_bytes)
-        self._upload(self._regions, table.reshape(-1))
-        self._wait()
-        self._is_set_up = True
-
-    @staticmethod
-    def fits(regions: Sequence[Lent]) -> bool:
-        """Return whether no stripe of the checksum is in two pieces, and every word is aligned."""
-        step = kernels.SUM_PIECE_BYTES
-        return sum(r.piece_bytes for r in regions) >= kernels.SUM_BLOCK_BYTES_MIN and all(
-            r.piece_bytes % step == 0 and r.address % 8 == 0 and r.stride % 8 == 0 for r in regions
-        )
-
-    def __call__(self, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of all parts of these blocks, block after block. Raises CudaError.
-
-        Call it in a thread of ours.
-        """
-        with self._lock:
-            self._runtime.enter()
-            if not self._is_set_up:
-                self._set_up()
-            found: list[int] = []
-            for start in range(0, len(blocks), SUM_BLOCKS_MAX):
-                found += self._sums(blocks[start : start + SUM_BLOCKS_MAX])
-            return found
-
-    def _sums(self, blocks: Sequence[int]) -> list[int]:
-        self._upload(self._blocks, np.array(blocks, dtype=np.uint64))
-        regions, digests = self._regions, self._digests
-        for region_count, size in zip(self._counts, self._sizes, strict=True):
-            self._runtime.sum_blocks(
-                regions=regions, region_count=region_count, blocks=self._blocks,
-                block_count=len(blocks), block_bytes=size, digests=digests, stream=self._stream,
-            )  # fmt: skip
-            regions += region_count * TABLE_ROW_BYTES
-            digests += 8 * len(blocks)
-        staging, size = self._staging, digests - self._digests
-        self._runtime.copy(staging.ctypes.data, self._digests, size, self._stream)
-        self._wait()
-        by_part = staging[:size].view(np.uint64).reshape(len(self._counts), len(blocks))
-        found: list[int] = by_part.T.reshape(-1).tolist()
-        return found
-
-    def _upload(self, target: int, numbers: np.ndarray) -> None:
-        self._staging[: numbers.nbytes].view(np.uint64)[:] = numbers
-        self._runtime.copy(target, self._staging.ctypes.data, numbers.nbytes, self._stream)
-
-    def _wait(self) -> None:
-        wait_for_stream(self._runtime, self._stream)
-
-
-def _table_of(regions: Sequence[Lent]) -> np.ndarray:
-    """Return the kernel's table of one part: address, stride, bytes, offset of every piece."""
-    lengths = np.array([region.piece_bytes for region in regions], dtype=np.uint64)
-    table = np.array([[r.address, r.stride, r.piece_bytes, 0] for r in regions], dtype=np.uint64)
-    table[:, 3] = np.cumsum(lengths) - lengths
-    return table
-
-
-def wait_for_stream(runtime: Runtime, stream: int) -> None:
-    """Wait until what is in the stream by now is done. Raises CudaError."""
-    event = runtime.event()
-    runtime.record(event, stream)
-    give_up_s = time.monotonic() + WAIT_DEADLINE_S
-    while not runtime.is_done(event):
-        if time.monotonic() > give_up_s:
-            raise CudaError(f"a stream has not come to its end in {WAIT_DEADLINE_S} s")
-        time.sleep(WAIT_POLL_S)
-    with contextlib.suppress(CudaError):
-        runtime.end_event(event)

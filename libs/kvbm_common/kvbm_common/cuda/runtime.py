@@ -118,11 +118,15 @@ class Runtime(Protocol):
     def copy_rows(self, table: int, count: int, stream: int) -> None:
         """Copy by the kernel: `count` rows (target, source, bytes) in device memory."""
 
-    def sum_blocks(
-        self, *, regions: int, region_count: int, blocks: int, block_count: int,
-        block_bytes: int, digests: int, stream: int,
+    def sum_parts(
+        self, *, regions: int, parts: int, part_count: int, kibs: int, blocks: int,
+        block_count: int, scratch: int, digests: int, stream: int,
     ) -> None:  # fmt: skip
-        """Sum up blocks where they lie. Tables and digests are in device memory."""
+        """Sum up all parts of blocks where they lie: digests of block after block.
+
+        Tables, digests and `scratch` are in device memory. `kibs`: full KiBs of all parts of a
+        block; `scratch` has KIB_SUM_BYTES for each of them in each block.
+        """
 
     def register_host(self, address: int, length: int, *, read_only: bool) -> None:
         """Pin a range of host memory for all devices."""
@@ -193,7 +197,8 @@ class CupyRuntime:
         self._streams: dict[int, Any] = {}
         options = ("-std=c++14",)
         self._copy_rows = cupy.RawKernel(kernels.SOURCE, kernels.COPY_ROWS, options)
-        self._sum_blocks = cupy.RawKernel(kernels.SOURCE, kernels.SUM_BLOCKS, options)
+        self._sum_kibs = cupy.RawKernel(kernels.SOURCE, kernels.SUM_KIBS, options)
+        self._sum_parts = cupy.RawKernel(kernels.SOURCE, kernels.SUM_PARTS, options)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self.batches = hasattr(self._driver, "cuMemcpyBatchAsync")
 
@@ -277,13 +282,20 @@ class CupyRuntime:
         arguments = (np.uint64(table), np.uint32(count))
         self._launch(self._copy_rows, grid, kernels.COPY_THREADS, arguments, stream)
 
-    def sum_blocks(
-        self, *, regions: int, region_count: int, blocks: int, block_count: int,
-        block_bytes: int, digests: int, stream: int,
+    def sum_parts(
+        self, *, regions: int, parts: int, part_count: int, kibs: int, blocks: int,
+        block_count: int, scratch: int, digests: int, stream: int,
     ) -> None:  # fmt: skip
-        arguments = (np.uint64(regions), np.uint32(region_count), np.uint64(blocks),
-                     np.uint64(block_bytes), np.uint64(digests))  # fmt: skip
-        self._launch(self._sum_blocks, block_count, kernels.SUM_THREADS, arguments, stream)
+        tables = (np.uint64(regions), np.uint64(parts), np.uint32(part_count), np.uint32(kibs),
+                  np.uint64(blocks))  # fmt: skip
+        if kibs:
+            threads = kernels.SUM_THREADS
+            grid = min(kernels.SUM_GRID_MAX, -(-kibs * block_count // (threads // 8)))
+            arguments = (*tables, np.uint32(block_count), np.uint64(scratch))
+            self._launch(self._sum_kibs, grid, threads, arguments, stream)
+        sums = (np.uint64(scratch), np.uint64(digests))
+        grid = block_count * part_count
+        self._launch(self._sum_parts, grid, kernels.CHAIN_THREADS, (*tables, *sums), stream)
 
     def _launch(
         self, kernel: Any, grid: int, threads: int, arguments: Sequence[Any], stream: int

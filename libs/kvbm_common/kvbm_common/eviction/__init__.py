@@ -6,10 +6,11 @@ block (pinned by a lease, or staged) is never a victim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.eviction.adaptive import Adaptive
 from kvbm_common.eviction.lfu import Lfu
 from kvbm_common.eviction.lru import Lru
 from kvbm_common.eviction.prefix import PrefixPolicy
@@ -18,6 +19,7 @@ from kvbm_common.tier.blocks import BlockColumns
 
 __all__ = [
     "POLICIES",
+    "Adaptive",
     "EvictionPolicy",
     "Lfu",
     "Lru",
@@ -59,6 +61,18 @@ class EvictionPolicy(Protocol):
     def touch(self, block: SequenceHash) -> None:
         """Count a use: a lookup or read found the block, free or held."""
 
+    def touch_all(self, blocks: Sequence[SequenceHash]) -> None:
+        """Count a use of each of these blocks, in their order."""
+
+    def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
+        """Mark free blocks as in use, in their order."""
+
+    def free_all(self, blocks: Sequence[SequenceHash]) -> None:
+        """Mark held blocks as no longer in use, in their order."""
+
+    def renew_all(self, blocks: Sequence[SequenceHash]) -> None:
+        """Let free blocks leave as if they were freed now, in their order; that is no use."""
+
     def forget(self, block: SequenceHash) -> None:
         """Forget a free block that has left the tier."""
 
@@ -73,6 +87,7 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda _slot_count: Lru(),
     "lfu": lambda _slot_count: Lfu(),
     "prefix": PrefixPolicy,
+    "adaptive": Adaptive,
 }
 
 

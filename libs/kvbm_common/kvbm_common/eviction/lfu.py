@@ -10,11 +10,12 @@ from bisect import insort
 from itertools import chain, islice
 
 from kvbm_common.eviction.lru import FreeOrder
+from kvbm_common.eviction.one_by_one import OneByOne
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import BlockColumns
 
 
-class Lfu:
+class Lfu(OneByOne):
     """Least frequently used, with aging. A parent is used as often as its child, and freed later,
     so that a leaf goes before its parent.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from kvbm_common.identity import SequenceHash
@@ -49,6 +49,34 @@ class FreeOrder:
             f"{block.hex()} was held: {len(self._left)} of {len(self._former)} former ones are left"
         )
 
+    def free_all(self, blocks: Sequence[SequenceHash]) -> None:
+        """Add blocks that are free now, in their order."""
+        later, count = self._later, len(self._later)
+        assert not self._left or self._left.isdisjoint(blocks), "some are free since a former life"
+        for block in blocks:
+            later[block] = None
+        assert len(later) == count + len(blocks), f"of {len(blocks)} blocks some are freed twice"
+
+    def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
+        """Remove blocks that are no longer free; raises KeyError when one was not."""
+        if self._left:
+            for block in blocks:
+                self.hold(block)
+            return
+        later, count = self._later, len(self._later)
+        for block in blocks:
+            del later[block]
+        assert len(later) == count - len(blocks), f"{count} blocks became {len(later)}"
+
+    def renew_all(self, blocks: Sequence[SequenceHash]) -> None:
+        """Move free blocks to where they would be if they were freed now."""
+        if self._left:
+            self.hold_all(blocks)
+            self.free_all(blocks)
+            return
+        for block in blocks:
+            self._later.move_to_end(block)
+
     def __contains__(self, block: SequenceHash) -> bool:
         return block in self._later or block in self._left
 
@@ -72,6 +100,9 @@ class Lru(FreeOrder):
 
     def touch(self, block: SequenceHash) -> None:
         pass  # `free` follows, and moves it.
+
+    def touch_all(self, blocks: Sequence[SequenceHash]) -> None:
+        pass
 
     def forget(self, block: SequenceHash) -> None:
         super().hold(block)

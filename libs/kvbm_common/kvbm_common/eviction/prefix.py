@@ -34,6 +34,7 @@ from kvbm_common.eviction.nodes import (
     Node,
     Nodes,
 )
+from kvbm_common.eviction.one_by_one import OneByOne
 from kvbm_common.eviction.reuse_curves import ReuseCurves, bucket_of
 from kvbm_common.eviction.sketch import SPREAD, WORD, Sketch, mix, mixed
 from kvbm_common.identity import SequenceHash
@@ -47,7 +48,7 @@ TURN_MAX = 255
 Rank = tuple[float, int, int, SequenceHash]
 
 
-class PrefixPolicy:
+class PrefixPolicy(OneByOne):
     """Eviction that knows prefixes. The same calls give the same victims, in every process."""
 
     def __init__(self, slot_count: int = 0) -> None:

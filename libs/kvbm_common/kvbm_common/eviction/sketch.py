@@ -1,4 +1,4 @@
-"""How often names were asked for lately, in a table that never grows.
+"""How often names were asked for lately, in a table that grows with its use up to a bound.
 
 A count-min sketch with two places per name and conservative update, halved now and then so that
 what was popular long ago is forgotten (TinyLFU, Einziger et al. 2017). It counts names that the
@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 from kvbm_common.identity import HASH_BYTES, SequenceHash
 
 COUNT_MAX = 255
+PLACES_FIRST = 1 << 12
+GROWTH = 16
+GROW_PER_USE = 64
+"""Grow, up to the bound, after so many uses that one place in 32 was counted at. Each place is
+copied to those that it may belong to now: a count stays too high rather than too low."""
 PLACES_MIN = 1 << 22
 PLACES_MAX = 1 << 26
 """64 MiB, for tiers of a million slots and more. To halve it takes some 50 ms, rarely."""
@@ -46,15 +51,17 @@ class Sketch:
     def __init__(self, slot_count: int) -> None:
         assert slot_count >= 0, f"a sketch for {slot_count} slots"
         places = min(max(PLACES_MIN, PLACES_PER_SLOT * slot_count), PLACES_MAX)
-        self._mask = (1 << (places - 1).bit_length()) - 1
+        self._mask_max = (1 << (places - 1).bit_length()) - 1
         # The two places of a name come of the two halves of its word.
-        assert self._mask < 1 << 32, f"{places} places are more than half a word can name"
+        assert self._mask_max < 1 << 32, f"{places} places are more than half a word can name"
+        self._mask = PLACES_FIRST - 1
         self._table = bytearray(self._mask + 1)
         self._added = 0
 
     def fill(self, words: NDArray[np.uint64]) -> None:
         """Count each of these names once, given their `mixed`; only into an empty sketch."""
         assert not self._added, f"{self._added} uses are counted already"
+        self._grow(GROW_PER_USE * len(words))
         table = np.frombuffer(self._table, np.uint8)
         for shift in (0, 32):
             table[(words >> np.uint64(shift)) & np.uint64(self._mask)] = 1
@@ -72,7 +79,27 @@ class Sketch:
             if other == count:
                 table[second] = count + 1
             self._added += 1
-            if self._added * PLACES_PER_USE > self._mask:
-                self._added = 0
-                self._table = bytearray(table.translate(HALVED))
+            if self._added * GROW_PER_USE > self._mask:
+                self._make_room()
         return count + 1
+
+    def _make_room(self) -> None:
+        """Have more places if that is allowed still, else halve all counts of a full table."""
+        if self._mask < self._mask_max:
+            self._grow(GROW_PER_USE * self._added)
+        elif self._added * PLACES_PER_USE > self._mask:
+            self._added = 0
+            self._table = bytearray(self._table.translate(HALVED))
+
+    def _grow(self, places: int) -> None:
+        """Have more than so many places, or as many as are allowed."""
+        while self._mask < min(places, self._mask_max):
+            grown = min(GROWTH * (self._mask + 1), self._mask_max + 1)
+            self._table = self._table * (grown // (self._mask + 1))
+            self._mask = grown - 1
+            assert len(self._table) == grown, f"{len(self._table)} of {grown} places"
+
+    @property
+    def table_bytes(self) -> int:
+        """Return the bytes of the table."""
+        return len(self._table)

@@ -51,9 +51,9 @@ _state = struct.Struct("<Q").unpack_from
 class FilterState(IntEnum):
     """What a filter says of names that are not in it."""
 
-    CLOSED = 0
+    PARTIAL = 0
     """Nothing: there is something that it does not list."""
-    OPEN = 1
+    COMPLETE = 1
     """No lookup finds them."""
     ENDED = 2
     """Nothing, and never again."""
@@ -81,7 +81,7 @@ class MissFilter:
     """The writing side, on memory that others have mapped."""
 
     def __init__(self, memory: memoryview, *, owner: int, epoch: int) -> None:
-        """Begin without names, closed, in memory that is all zero."""
+        """Begin without names, partial, in memory that is all zero."""
         self._header = memory[:HEADER_BYTES].cast("Q")
         self._counters = np.frombuffer(memory[HEADER_BYTES:], np.uint8)
         self._bytes = memory[HEADER_BYTES:]
@@ -148,7 +148,7 @@ class MissFilterReader:
         if found != (MAGIC, epoch, owner):
             raise ArenaUnavailable(f"this is no miss filter of epoch {epoch}")
 
-    def lacks_any(self, names: Iterable[SequenceHash]) -> bool:
+    def denies_any(self, names: Iterable[SequenceHash]) -> bool:
         """Return whether some of these names surely cannot be found now."""
         memory, count = self._memory, self._count
         for name in names:
@@ -159,7 +159,7 @@ class MissFilterReader:
                 and memory[HEADER_BYTES + (c * count >> 32)]
                 and memory[HEADER_BYTES + (d * count >> 32)]
             ):
-                return self.state is FilterState.OPEN  # Read last: see above.
+                return self.state is FilterState.COMPLETE  # Read last: see above.
         return False
 
     @property

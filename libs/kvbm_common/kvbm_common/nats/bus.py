@@ -69,6 +69,8 @@ class Bus:
         self.name = name
         self.counters = counters
         self.access = access
+        self.limits: StreamLimits = access.streams
+        """What an operator has said of the streams."""
         self.closed_by_server = asyncio.Event()
         """Set when the server ends the connection for good, because it finds the protocol broken.
         One that refuses the credentials is asked again: the file may have changed by then."""
@@ -81,6 +83,8 @@ class Bus:
         self._patterns: dict[Subscription, str] = {}
         self._inbox = ""
         self._answers = Answers()
+        self.packs_events: Callable[[], bool] = lambda: True
+        """Whether every reader that is present reads packed events."""
         self.trouble = ""
         """What the server or the library has complained of last."""
         self._log = OncePerKind(_logger)
@@ -141,11 +145,6 @@ class Bus:
     def guarded(self) -> bool:
         """Whether the server knows who connects, and so what each client may do."""
         return self.access.guarded
-
-    @property
-    def limits(self) -> StreamLimits:
-        """What an operator has said of the streams."""
-        return self.access.streams
 
     @property
     def generation(self) -> int:

@@ -59,13 +59,22 @@ class _Transport(TcpTransport):
             await super().drain()  # type: ignore[no-untyped-call]
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is closed; after the deadline cut it off."""
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(CLOSED_WITHIN_S):
-                await super().wait_closed()  # type: ignore[no-untyped-call]
-                return
-        if self._io_writer is not None:
+        """Wait until the connection is closed; after the deadline cut it off.
+
+        All that wait share one future. A wait that ends early must not cancel it: to the others
+        that would look like a cancellation of their own task.
+        """
+        closed = asyncio.ensure_future(super().wait_closed())  # type: ignore[no-untyped-call]
+        closed.add_done_callback(_look_at)
+        await asyncio.wait({closed}, timeout=CLOSED_WITHIN_S)
+        if not closed.done() and self._io_writer is not None:
             self._io_writer.transport.abort()
+
+
+def _look_at(closed: asyncio.Future[None]) -> None:
+    """Take the error of a closed connection, which asyncio would log otherwise."""
+    if not closed.cancelled():
+        closed.exception()
 
 
 library.TcpTransport = _Transport  # type: ignore[attr-defined]
@@ -115,6 +124,7 @@ class DirectClient(Client):
         super().__init__()
         self._access = access
         self._introduced = False
+        self._ending: asyncio.Task[None] | None = None
         self._direct: dict[bytes, Take] = {}
         """By the id of the subscription, as it stands in the protocol."""
         self._ids: dict[Subscription, bytes] = {}
@@ -164,6 +174,16 @@ class DirectClient(Client):
         """Raise Unintroduced unless the connection is what the access asks for."""
         if self._access is not None and not self._introduced:
             raise Unintroduced("nats-py is another one than this was made for: it cannot be used")
+
+    async def close(self) -> None:
+        """End the connection, whether or not the caller goes on waiting.
+
+        The library calls a client closed when it begins to close it: half an end would leave tasks
+        and a socket behind, and a second call would do nothing.
+        """
+        if self._ending is None or self._ending.done():
+            self._ending = asyncio.create_task(super().close(), name="end of a NATS connection")
+        await asyncio.shield(self._ending)
 
     async def _process_connect_init(self) -> None:
         """Close the connection to a server that this client does not come to terms with.

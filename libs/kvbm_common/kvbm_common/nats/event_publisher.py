@@ -1,9 +1,15 @@
 """A publisher of events: a bounded outbox in front of a JetStream stream.
 
 ```
+ publish_event() ──► gathered
+                        │ its turn comes, or enough for a message: packed
  publish() ──► | unsent … | in flight (window) | ──► acknowledged, gone
                ▲ room at the end                └─ failure or reconnection: all is unsent again
 ```
+
+What a source says before the publisher's task has its turn travels in one message
+(`wire/packed_events.py`). A message that is packed stays as it is, so that sending it again is no
+other one. A bus on which a reader of JSON only is present has a message for each event.
 
 Order is kept because one connection sends in order and after any failure sending restarts from the
 first message that was not acknowledged; the message id (`<source>:<epoch>:<seq>`) lets the server
@@ -23,11 +29,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError, MessageTooLarge
+from kvbm_common.nats.event_packer import EventPacker
 from kvbm_common.nats.jetstream import Backoff, JetStreamError, Link, ensure_stream, raise_for_error
 from kvbm_common.nats.raw_messages import RawMessage
 from kvbm_common.nats.streams import MARK, StreamSpec
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.events import Event, event_codec
+from kvbm_common.wire.packed_events import can_pack, json_subject, pack, packed_subject, stamped
 
 OUTBOX_MAX = 10_000
 """Messages kept while NATS is away: minutes of events of a busy tier."""
@@ -51,6 +61,8 @@ class _Entry:
     message_id: str
     source: str
     """The subject without its kind; several engines share a consolidator's outbox."""
+    events: int
+    """How many are in the message."""
     acknowledged: bool = False
     sent_s: float = 0.0
 
@@ -65,6 +77,7 @@ class EventPublisher:
         *,
         source: str,
         counters: Metrics,
+        metrics_prefix: str = "kvbm",
         outbox_max: int = OUTBOX_MAX,
         window: int = WINDOW,
     ) -> None:
@@ -77,55 +90,102 @@ class EventPublisher:
         self._window = window
         self._outbox: deque[_Entry] = deque()
         self._outbox_bytes = 0
+        self._prefix = spec.subjects[0].removesuffix(".>")
+        self._packer = EventPacker()
         self._waiting: Counter[str] = Counter()
-        """Events in the outbox, by source."""
+        """Messages in the outbox, by source."""
+        self._pending = 0
+        """Events in the outbox."""
         self._sent = 0
         """The first so many entries of the outbox are in flight."""
         self._next_number = 0
         self._failure = ""
+        self._dropped_count = 0
+        """Events that were dropped because the outbox was full."""
         self._work = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self._inbox = link.new_inbox()
         self._log = OncePerKind(logging.getLogger(__name__))
         self._published = counters.counter(
-            "kvbm_events_published_total", "Events that JetStream has acknowledged."
+            f"{metrics_prefix}_events_published_total", "Events that JetStream has acknowledged."
+        )
+        self._messages = counters.counter(
+            f"{metrics_prefix}_event_messages_total", "Messages in which these events were."
         )
         self._dropped = counters.counter(
-            "kvbm_events_dropped_total",
+            f"{metrics_prefix}_events_dropped_total",
             "Events that were never published; consumers see a gap.",
             labels=("reason",),
         )
         self._depth = counters.gauge(
-            "kvbm_events_outbox", "Events that wait for publication or acknowledgement."
+            f"{metrics_prefix}_events_outbox",
+            "Events that wait for publication or acknowledgement.",
         )
 
     @property
     def pending(self) -> int:
         """Events that are not acknowledged yet."""
-        return len(self._outbox)
+        return self._pending + self._packer.event_count
+
+    def publish_event(self, event: Event) -> None:
+        """Publish an event, with others of its source in one message if more come before the turn
+        of `run`. Never waits. An event without a time stamp gets that of its message.
+        """
+        if not (self._link.packs_events() and can_pack(event)):
+            self._put_gathered()
+            event = stamped(event, _now_ms())
+            subject, payload = json_subject(self._prefix, event), event_codec.encode(event)
+            self._put(subject, payload, epoch=event.epoch, seq=event.seq, events=1)
+            return
+        self._packer.add(event)
+        if self._packer.is_full:
+            self._put_gathered()
+        self._depth.set(self.pending)
+        self._empty.clear()
+        self._work.set()
+
+    def fill(self) -> Fill:
+        """Return how full the outbox is, in messages; what was dropped, in events."""
+        return Fill(len(self._outbox), self._outbox_max, self._dropped_count)
+
+    def fill_bytes(self) -> Fill:
+        """Return how full the outbox is, by the bytes of its messages."""
+        return Fill(self._outbox_bytes, OUTBOX_BYTES_MAX)
 
     def publish(self, subject: str, payload: bytes, *, epoch: int, seq: int) -> None:
-        """Put one event in the outbox. Never waits; a full outbox drops its oldest event.
+        """Put the message of one event in the outbox, behind all that was gathered."""
+        self._put_gathered()
+        self._put(subject, payload, epoch=epoch, seq=seq, events=1)
 
-        The last event of each source is kept while there is another to drop: if its source fell
+    def _put_gathered(self) -> None:
+        for events in self._packer.take(_now_ms()):
+            first, subject = events[0], packed_subject(self._prefix, events[0])
+            self._put(subject, pack(events), epoch=first.epoch, seq=first.seq, events=len(events))
+
+    def _put(self, subject: str, payload: bytes, *, epoch: int, seq: int, events: int) -> None:
+        """Put one message in the outbox. A full outbox drops its oldest message.
+
+        The last message of each source is kept while there is another to drop: if its source fell
         silent, no reader would see the gap.
         """
         if not SUBJECT.fullmatch(subject):
-            self._dropped.labels(reason="invalid_subject").inc()
+            self._dropped.labels(reason="invalid_subject").inc(events)
             self._log.warning("invalid_subject", f"{subject!r} is no subject of an event")
+            self._note_rest()
             return
         while self._outbox and (
             len(self._outbox) >= self._outbox_max
             or self._outbox_bytes + len(payload) > OUTBOX_BYTES_MAX
         ):
             self._spare_last_events()
-            self._pop_oldest()
-            self._dropped.labels(reason="outbox_full").inc()
+            gone = self._pop_oldest()
+            self._dropped_count += gone.events
+            self._dropped.labels(reason="outbox_full").inc(gone.events)
             self._log.warning("outbox_full", "the oldest events are dropped")
         message_id = f"{self._source}:{epoch}:{seq}"
-        self._append(subject, payload, message_id)
-        self._depth.set(len(self._outbox))
+        self._append(subject, payload, message_id, events)
+        self._depth.set(self.pending)
         self._empty.clear()
         self._work.set()
 
@@ -190,6 +250,8 @@ class EventPublisher:
         self._work.set()
 
     async def _send_window(self) -> None:
+        if self._sent < self._window:  # Else more are gathered meanwhile, for fewer messages.
+            self._put_gathered()
         while self._sent < min(len(self._outbox), self._window) and not self._failure:
             entry = self._outbox[self._sent]
             self._sent += 1
@@ -206,7 +268,7 @@ class EventPublisher:
             except BusUnavailable as error:
                 self._fail(str(error))
             except MessageTooLarge as error:
-                self._dropped.labels(reason="too_large").inc()
+                self._dropped.labels(reason="too_large").inc(entry.events)
                 self._log.warning("too_large", str(error))
                 self._acknowledge(entry.number)
 
@@ -223,27 +285,36 @@ class EventPublisher:
         except JetStreamError as error:
             self._fail(str(error))
             return
-        if self._acknowledge(int(message.subject.rsplit(".", 1)[-1])):
-            self._published.inc()
+        if events := self._acknowledge(int(message.subject.rsplit(".", 1)[-1])):
+            self._published.inc(events)
+            self._messages.inc()
 
-    def _acknowledge(self, number: int) -> bool:
-        """Mark an entry; False if it is gone already (dropped, or acknowledged twice)."""
+    def _acknowledge(self, number: int) -> int:
+        """Mark an entry and return how many events it has; 0 if it is gone already (dropped, or
+        acknowledged twice)."""
         index = number - self._outbox[0].number if self._outbox else -1
         if not 0 <= index < len(self._outbox) or self._outbox[index].acknowledged:
-            return False
-        self._outbox[index].acknowledged = True
+            return 0
+        entry = self._outbox[index]
+        entry.acknowledged = True
         while self._outbox and self._outbox[0].acknowledged:
             self._pop_oldest()
-        if self._outbox:
+        self._note_rest()
+        return entry.events
+
+    def _note_rest(self) -> None:
+        """Note what is left to do, after something has gone."""
+        if self._outbox or self._packer.event_count:
             self._work.set()
         else:
             self._empty.set()
-        self._depth.set(len(self._outbox))
-        return True
+        self._depth.set(self.pending)
 
-    def _append(self, subject: str, payload: bytes, message_id: str) -> None:
+    def _append(self, subject: str, payload: bytes, message_id: str, events: int) -> None:
         source = subject.rpartition(".")[0]
-        self._outbox.append(_Entry(self._next_number, subject, payload, message_id, source))
+        entry = _Entry(self._next_number, subject, payload, message_id, source, events)
+        self._outbox.append(entry)
+        self._pending += events
         self._outbox_bytes += len(payload)
         self._waiting[source] += 1
         self._next_number += 1
@@ -257,11 +328,12 @@ class EventPublisher:
             if self._waiting[self._outbox[0].source] > 1:
                 return
             last = self._pop_oldest()
-            self._append(last.subject, last.payload, last.message_id)
+            self._append(last.subject, last.payload, last.message_id, last.events)
 
     def _pop_oldest(self) -> _Entry:
         entry = self._outbox.popleft()
         self._outbox_bytes -= len(entry.payload)
+        self._pending -= entry.events
         self._sent = max(0, self._sent - 1)
         self._waiting[entry.source] -= 1
         if not self._waiting[entry.source]:
@@ -271,3 +343,7 @@ class EventPublisher:
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
         self._work.set()
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

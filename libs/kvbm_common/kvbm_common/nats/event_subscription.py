@@ -74,7 +74,7 @@ class EventSubscription:
     ) -> None:
         assert batch_max > 0
         self._on_stream_lost = on_stream_lost or (lambda: None)
-        self._whole = subject in spec.subjects and start != "last_per_subject"
+        self._whole = spec.is_all(subject) and start != "last_per_subject"
         """Every message of the stream is wanted, so positions have no holes."""
         self._watched = on_stream_lost is not None and not self._whole
         self._horizon = Horizon()

@@ -63,6 +63,10 @@ class Link(Protocol):
         """What an operator has said of the streams."""
 
     @property
+    def packs_events(self) -> Callable[[], bool]:
+        """Whether every reader that is present reads packed events."""
+
+    @property
     def generation(self) -> int:
         """Grows with every reconnection: what was in flight before may be lost."""
 
@@ -104,8 +108,10 @@ class Link(Protocol):
         """Call back with what was read together; returns the function that ends it."""
 
 
+SILENT_S = 12.0
+"""A source in order says something every second; the server itself gives one up after ten."""
 NEARLY_FULL = 0.9
-"""Of a stream's bytes: from here on the oldest messages go for the newest."""
+"""Of a stream's bytes or age: from here on the oldest messages go for the newest."""
 
 
 class StreamState(msgspec.Struct, frozen=True):
@@ -127,20 +133,55 @@ class StreamSizes(msgspec.Struct, frozen=True):
     """In ns; 0: no limit."""
 
 
+class _External(msgspec.Struct, frozen=True):
+    api: str = ""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The part of a source's state that we read."""
+
+    name: str
+    external: _External = _External()
+    active: int = -1
+    """Nanoseconds since it was heard; -1: never since the stream's server began."""
+
+    @property
+    def zone(self) -> str:
+        """The zone whose stream it is, empty for another source.
+
+        >>> Source("KVBM_EVENTS", _External("$JS.east.API")).zone
+        'east'
+        """
+        return self.external.api.removeprefix("$JS.").removesuffix(".API")
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the zone was not heard for some time, or never."""
+        return not 0 <= self.active < SILENT_S * 1e9
+
+
 class StreamInfo(msgspec.Struct, frozen=True):
     """The part of a stream's description that we read. `created` tells lives of a stream apart."""
 
     created: datetime
     state: StreamState
     config: StreamSizes = StreamSizes()
+    sources: list[Source] = []
+    """Streams of zones, which this one reads."""
 
     def horizon_s(self, now: datetime) -> float:
-        """Return how far back a reader can go: the age of the oldest message where size is what
-        ends messages, else the age that the stream keeps."""
+        """Return how far back a reader can go; infinite while the stream has forgotten nothing.
+
+        Where the size ends messages it is the age of the oldest, else the age that is kept.
+        """
         first, most = self.state.first_ts, self.config.max_bytes
-        if first is not None and 0 < most <= self.state.bytes / NEARLY_FULL:
-            return max(0.0, (now - first).total_seconds())
-        return self.config.max_age / 1e9 or math.inf
+        if first is None:
+            return math.inf
+        age_s, kept_s = max(0.0, (now - first).total_seconds()), self.config.max_age / 1e9
+        if 0 < most <= self.state.bytes / NEARLY_FULL:
+            return age_s
+        # The oldest message is always a little younger than one that has just gone.
+        return kept_s if 0 < kept_s <= age_s / NEARLY_FULL else math.inf
 
 
 class PublishAck(msgspec.Struct, frozen=True):

@@ -1,4 +1,8 @@
-"""What a reader of a guarded stream takes: messages that a client has published to it."""
+"""What a reader of a guarded stream takes: messages that a client has published to it.
+
+In a fleet with zones also what comes from a zone's stream of the same name. nats-server takes the
+mark away there, and writes another header, which it refuses from clients (from 2.15 on).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from kvbm_common.runtime.logs import OncePerKind
 
 UNMARKED = b"\0"
 """Stands for the payload of a message that no client has published: no format of ours begins so."""
+_SOURCED = b"\r\nNats-Stream-Source:"
 
 _log = OncePerKind(logging.getLogger(__name__))
 
@@ -29,10 +34,21 @@ def checked(link: Link, spec: StreamSpec, messages: list[RawMessage]) -> list[Ra
         return messages
     return [
         message
-        if spec.is_marked(message.block) or not is_event(message)
+        if spec.is_marked(message.block)
+        or not is_event(message)
+        or (link.limits.zones and is_sourced(spec, message.block))
         else _emptied(spec, message)
         for message in messages
     ]
+
+
+def is_sourced(spec: StreamSpec, block: bytes) -> bool:
+    """Tell by its headers whether a message comes from a zone's stream of the same name.
+
+    As with the mark, the first such header counts.
+    """
+    at = block.find(_SOURCED)
+    return at >= 0 and block.startswith(f" {spec.name}:".encode(), at + len(_SOURCED))
 
 
 def _emptied(spec: StreamSpec, message: RawMessage) -> RawMessage:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvbm_common.nats.jetstream import JetStreamError, Link, call_api, ensure_stream
-from kvbm_common.nats.streams import STREAMS, StreamSpec
+from kvbm_common.nats.streams import StreamSpec
 
 PROTECTIONS = ("allow_rollup_hdrs", "deny_delete", "deny_purge", "allow_direct")
 READERS = ("max_consumers", "consumer_limits")
@@ -31,7 +31,7 @@ async def set_up_streams(link: Link) -> list[str]:
     """
     changed: list[str] = []
     failed: list[JetStreamError] = []
-    for spec in STREAMS:
+    for spec in link.limits.partitioned.streams:
         try:
             changed += [spec.name] if await _set_up(link, spec) else []
         except JetStreamError as error:  # The others are made and protected all the same.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from kvbm_common.errors import ConfigError
 from kvbm_common.wire.admin import AUDIT_SUBJECT_PREFIX
 from kvbm_common.wire.events import CONSOLIDATED_PREFIX, SUBJECT_PREFIX
 
@@ -24,6 +25,10 @@ CONSUMERS_MAX = 4_096
 CONSUMER_IDLE_S = 300.0
 """A consumer without a listener ends after this time, also a durable one. A shorter time would
 refuse the ordered consumers of NATS's own clients, which ask for so much."""
+PARTITION_PREFIX = "kvbm.v1.partition"
+"""Behind it: how many partitions there are, which one this is, host, source and kind."""
+FNV_BASIS, FNV_PRIME = 2_166_136_261, 16_777_619
+"""Of FNV-1a in 32 bits, by which nats-server numbers partitions."""
 REGISTRY_BUCKET = "kvbm-registry"
 IMAGES_BUCKET = "KVBM_INDEX"
 
@@ -45,6 +50,10 @@ class StreamSpec:
     """No message is deleted or purged, by any role: only age and size end one."""
     replicas: int = 1
     """The servers of a cluster that each keep the stream."""
+    stored_as: str = ""
+    """The subjects of what is stored, in place of the only one of `subjects`; empty: the same."""
+    zones: tuple[str, ...] = ()
+    """Zones whose streams of this name are its sources: see `zones.py`."""
     _mark: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +78,10 @@ class StreamSpec:
         at = block.find(_MARKED)
         return at >= 0 and block.startswith(self._mark, at)
 
+    def is_all(self, subject: str) -> bool:
+        """Tell whether a subject is that of everything which is stored."""
+        return subject in ((self.stored_as,) if self.stored_as else self.subjects)
+
     def as_config(self) -> dict[str, Any]:
         """Return the stream as the API takes it; durations in ns."""
         config: dict[str, Any] = {
@@ -85,6 +98,8 @@ class StreamSpec:
             "consumer_limits": {"inactive_threshold": int(CONSUMER_IDLE_S * 1e9)},
             "duplicate_window": int(min(self.duplicate_window_s, self.age_max_s) * 1e9),
         }
+        if self.stored_as:
+            config["subject_transform"] = {"src": self.subjects[0], "dest": self.stored_as}
         if self.per_subject_max == 1:
             # A bucket as `nats kv` reads it. Without roll-ups: one would let the owner of a key
             # replace the keys of all.
@@ -94,7 +109,14 @@ class StreamSpec:
             config |= {"allow_rollup_hdrs": True, "allow_direct": True, "discard": "new"}
         if self.permanent:
             config |= {"deny_delete": True, "deny_purge": True}
+        if self.zones:
+            config["sources"] = [source_of(self.name, zone) for zone in self.zones]
         return config
+
+
+def source_of(stream: str, zone: str) -> dict[str, Any]:
+    """Return a zone's stream of the same name as a source, as the server describes it."""
+    return {"name": stream, "external": {"api": f"$JS.{zone}.API", "deliver": ""}}
 
 
 EVENTS = StreamSpec(
@@ -152,6 +174,60 @@ it."""
 
 STREAMS = (EVENTS, CONSOLIDATED, AUDIT, REGISTRY, IMAGES)
 """Every stream that KVBM uses: the role `admin` makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partitions:
+    """The parts of a fleet: events of a host are all in one of so many streams.
+
+    A partition has a stream, a bucket for images of its index, and replicas of the index. One
+    partition has the names of a fleet that knows none. The number stands in every name, so a
+    process with another number of partitions writes to other streams and mixes up nothing.
+    """
+
+    count: int = 1
+
+    def of(self, host: str) -> int:
+        """Return the partition of a host: that of nats-server's `partition(count, host)`."""
+        digest = FNV_BASIS
+        for byte in host.encode():
+            digest = (digest ^ byte) * FNV_PRIME & 0xFFFF_FFFF
+        return digest % self.count
+
+    def events(self, number: int) -> StreamSpec:
+        """Return the stream of a partition."""
+        if self.count == 1:
+            return EVENTS
+        return replace(
+            EVENTS,
+            name=self.named(EVENTS.name, number),
+            subjects=(f"{PARTITION_PREFIX}.{self.count}.{number}.>",),
+            stored_as=EVENTS.subjects[0],
+        )
+
+    def events_of(self, host: str) -> StreamSpec:
+        """Return the stream with the events of a host."""
+        return self.events(self.of(host))
+
+    def images(self, number: int) -> str:
+        """Return the bucket with the images of a partition."""
+        return IMAGES_BUCKET if self.count == 1 else self.named(IMAGES_BUCKET, number)
+
+    def named(self, name: str, number: int) -> str:
+        """Return the name for a partition of what one partition has under this name."""
+        return f"{name}_{self.count}_{number}"
+
+    @property
+    def streams(self) -> tuple[StreamSpec, ...]:
+        """Return every stream of such a fleet: the role `admin` makes them."""
+        if self.count == 1:
+            return STREAMS
+        every = range(self.count)
+        images = (object_bucket(self.images(one), bytes_max=IMAGES.bytes_max) for one in every)
+        shared = (spec for spec in STREAMS if spec not in (EVENTS, IMAGES))
+        return (*(self.events(one) for one in every), *shared, *images)
+
+
 GB = 1_000_000_000
 STORE_ROOM = 1.25
 """Of what streams may take: what is replaced stays until the file that it is in is rewritten."""
@@ -163,11 +239,15 @@ class StreamLimits:
     is, and a new one has the limits of its `StreamSpec`."""
 
     replicas: int = 0
+    partitions: int = 0
+    """Streams of events that the fleet has; see `partitions.py`. 0: one."""
     events_gb: float = 0.0
-    """Of KVBM_EVENTS; KVBM_CONSOLIDATED has the half."""
+    """Of KVBM_EVENTS, and of that of each partition; KVBM_CONSOLIDATED has the half."""
     events_age_s: float = 0.0
     duplicate_window_s: float = 0.0
     images_gb: float = 0.0
+    zones: tuple[str, ...] = ()
+    """Of the fleet whose streams these are. None: a stream keeps the sources that it has."""
 
     def fit(self, spec: StreamSpec) -> StreamSpec:
         """Return the specification with these limits."""
@@ -178,6 +258,7 @@ class StreamLimits:
             bytes_max=int(own.get("max_bytes", 0) * GB) or spec.bytes_max,
             age_max_s=own.get("max_age", 0) or spec.age_max_s,
             duplicate_window_s=own.get("duplicate_window", 0) or spec.duplicate_window_s,
+            zones=self._zones_of(spec),
         )
 
     def with_more(self, said: StreamLimits) -> StreamLimits:
@@ -189,23 +270,41 @@ class StreamLimits:
         said = {name for name, value in self._of(spec).items() if value}
         if "max_age" in said:
             said.add("duplicate_window")  # It may not be longer than the age.
-        return tuple(sorted(said | ({"num_replicas"} if self.replicas else set())))
+        said |= {"num_replicas"} if self.replicas else set()
+        return tuple(sorted(said | ({"sources"} if self._zones_of(spec) else set())))
+
+    def _zones_of(self, spec: StreamSpec) -> tuple[str, ...]:
+        """Return the sources of a stream: an index's images are its own zone's."""
+        return () if spec.rolls_up else self.zones
 
     def _of(self, spec: StreamSpec) -> dict[str, float]:
         """Return what was said of this stream alone, by the field of its configuration."""
-        if spec.name in (EVENTS.name, CONSOLIDATED.name):
-            share = 1.0 if spec.name == EVENTS.name else 0.5
+        if spec.name == CONSOLIDATED.name or spec.name.startswith(EVENTS.name):
+            share = 0.5 if spec.name == CONSOLIDATED.name else 1.0
             return {
                 "max_bytes": share * self.events_gb,
                 "max_age": self.events_age_s,
                 "duplicate_window": self.duplicate_window_s,
             }
-        return {"max_bytes": self.images_gb} if spec.name == IMAGES.name else {}
+        return {"max_bytes": self.images_gb} if spec.name.startswith(IMAGES.name) else {}
 
     @property
     def store_bytes(self) -> int:
         """Return the room that all streams need on each server that keeps them."""
-        return int(sum(self.fit(spec).bytes_max for spec in STREAMS) * STORE_ROOM)
+        needed = sum(self.fit(spec).bytes_max for spec in self.partitioned.streams)
+        return int(needed * STORE_ROOM)
+
+    @property
+    def partitioned(self) -> Partitions:
+        """Return the partitions of the events."""
+        return Partitions(self.partitions or 1)
+
+    def events_of(self, host: str) -> StreamSpec:
+        """Return the stream of a host's events; raises ConfigError where `*` means several."""
+        if host == "*" and self.partitioned.count > 1:
+            accepted = f"one host: the events of all are in {self.partitions} streams"
+            raise ConfigError("host", host, accepted)
+        return self.partitioned.events_of(host)
 
 
 AS_THEY_COME = StreamLimits()

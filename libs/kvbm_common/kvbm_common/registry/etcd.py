@@ -95,6 +95,7 @@ class EtcdRegistry(WatchedRegistry):
             started_ms=int(time.time() * 1000),
             ttl_s=self._ttl_s,
             info=info or {},
+            reads_packed=True,
         )
         registration = EtcdRegistration(self._client, record, await self._client.grant(self._ttl_s))
         await registration.enter()

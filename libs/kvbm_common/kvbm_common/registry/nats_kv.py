@@ -3,7 +3,11 @@
 A service owns the key `services.<kind>.<host>.<instance>` and puts it again every third of its time
 to live. Readers watch all keys and judge by their own clock: who is silent for `ttl_s` has left.
 While the watch itself is broken no service is declared dead; afterwards each gets a full `ttl_s`,
-and as much again as others may need to find NATS once it is back.
+and as much again as others may need to find NATS once it is back. Time in which the reader itself
+did not run counts as no one's silence.
+
+Every reader gets every heartbeat, so a process has one: its first entry speaks for the others,
+which name it in `held_by`. Most entries are engines, which are held by their consolidator's.
 
 An epoch names one life of a service. It is `created + revision`, where `created` is when the bucket
 was made (µs since 1970) and `revision` is that of a key put at birth; so it grows with every life,
@@ -13,7 +17,6 @@ even if NATS loses its store and the revisions start again (they grow by far les
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -21,17 +24,17 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvbm_common.errors import KvbmError, NoResponder, RegistryUnavailable
+from kvbm_common.errors import KvbmError, RegistryUnavailable
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import EventSubscription
 from kvbm_common.nats.jetstream import (
     BACKOFF_S,
-    JetStreamError,
     Link,
     ensure_stream,
     publish_acknowledged,
 )
-from kvbm_common.nats.streams import REGISTRY, REGISTRY_BUCKET
+from kvbm_common.nats.streams import REGISTRY
+from kvbm_common.registry.nats_entry import PREFIX, NatsRegistration
 from kvbm_common.registry.records import (
     ENGINE,
     Changed,
@@ -66,11 +69,10 @@ __all__ = [
     "ServiceRegistration",
 ]
 
-PREFIX = f"$KV.{REGISTRY_BUCKET}."
-DELETE = {"KV-Operation": "DEL"}
-WRONG_REVISION = frozenset((10071, 10164))
-"""The server's error codes for a key that another client has written."""
-
+GATHER_S = 0.1
+"""A reader waits so long after heartbeats alone, and then takes several in one turn."""
+SWEEP_S_MAX = 0.5
+"""A reader looks so often for the silent, however long its own time to live is."""
 _log = OncePerKind(logging.getLogger(__name__))
 
 
@@ -83,7 +85,18 @@ class NatsRegistry(WatchedRegistry):
         self._link = link
         self._ttl_s = ttl_s
         self._records: dict[str, ServiceRecord] = {}
+        self._payloads: dict[str, bytes] = {}
+        """As they were read: most heartbeats repeat them."""
         self._seen_s: dict[str, float] = {}
+        """When an entry was heard, by this reader's clock."""
+        self._alone_ttl_s: dict[str, float] = {}
+        """The time to live of held entries whose holder is not there: what the holder's was."""
+        self._swept_s = time.monotonic()
+        self._lapsed: dict[str, tuple[ServiceRecord, float]] = {}
+        """Held entries that expired, and when: they come back with their holder, and are forgotten
+        when they would have come back by themselves."""
+        self._holder: NatsRegistration | None = None
+        """The first entry of this process that lives."""
         self._subscription: EventSubscription | None = None
 
     async def register(
@@ -104,13 +117,28 @@ class NatsRegistry(WatchedRegistry):
                 started_ms=int(time.time() * 1000),
                 ttl_s=self._ttl_s,
                 info=info or {},
+                reads_packed=True,
             )
-            registration = NatsRegistration(self._link, record)
-            await registration.put(take_over=True)
+            holder = self._holder
+            if holder is not None and holder.has_left:  # Another process has taken it over.
+                self._holder = holder = None
+            registration = NatsRegistration(self._link, record, holder)
+            try:
+                await registration.put(take_over=True)
+            except BaseException:
+                registration.give_up()
+                raise
         except KvbmError as error:
             raise RegistryUnavailable(f"cannot register: {error}") from error
+        if self._holder is None:
+            self._holder = registration
         self._keep(registration)
         return registration
+
+    def _ended(self, registration: HeldEntry) -> None:
+        super()._ended(registration)
+        if registration is self._holder:
+            self._holder = None
 
     async def list(self, kind: str | None = None) -> list[ServiceRecord]:
         """Return the live services (of one kind); raises RegistryUnavailable."""
@@ -147,141 +175,102 @@ class NatsRegistry(WatchedRegistry):
 
     async def _read(self, subscription: EventSubscription) -> None:
         async for batch in subscription:
-            for message in batch:
-                self._take(message)
+            taken = [self._take(message) for message in batch]
+            if not any(taken):
+                await asyncio.sleep(GATHER_S)
 
-    def _take(self, message: EventMessage) -> None:
+    def _take(self, message: EventMessage) -> bool:
+        """Take an entry as it was written; False: a heartbeat, which says nothing new."""
         key = message.subject.removeprefix(f"{PREFIX}services.")
         before = self._records.get(key)
+        self._lapsed.pop(key, None)
         if not message.payload:  # A delete marker.
             self._leave(key, "deleted")
-            return
+            return True
+        if message.payload == self._payloads.get(key):
+            self._seen_s[key] = time.monotonic()
+            return False
         try:
             record = msgspec.json.decode(message.payload, type=ServiceRecord)
         except UNREADABLE as error:
             _log.warning("bad_record", f"{key}: {error}")
-            return
+            return True
         if record.key != key:
             _log.warning("bad_record", f"{key} names another service: {record.key}")
-            return
-        self._records[key] = record
+            return True
+        self._records[key], self._payloads[key] = record, message.payload
         self._seen_s[key] = time.monotonic()
+        if before is not None and before.epoch != record.epoch:
+            self._outlive(before)
         if before is None:
             self._tell(Joined(record))
+            self._rejoin(record)
         elif before != record:
             self._tell(Changed(before, record))
+        return True
+
+    def _rejoin(self, holder: ServiceRecord) -> None:
+        """Take back what an entry holds, whose heartbeats were missed."""
+        for key, (record, _) in list(self._lapsed.items()):
+            if record.held_by == holder.key:
+                del self._lapsed[key]
+                if record.held_epoch == holder.epoch:
+                    self._records[key], self._seen_s[key] = record, time.monotonic()
+                    self._tell(Joined(record))
 
     async def _sweep_often(self) -> None:
         while True:
-            await asyncio.sleep(self._ttl_s / SWEEPS_PER_TTL)
+            await asyncio.sleep(self._sweep_every_s)
             self._sweep()
+
+    @property
+    def _sweep_every_s(self) -> float:
+        return min(self._ttl_s / SWEEPS_PER_TTL, SWEEP_S_MAX)
 
     def _sweep(self) -> None:
         """Declare the silent ones gone, unless it is us who cannot hear."""
         now_s = time.monotonic()
         if self._subscription is None or not self._subscription.live or not self._link.connected:
             self._seen_s = dict.fromkeys(self._seen_s, now_s + BACKOFF_S[-1])
+            self._swept_s = now_s
             return
+        self._forgive(now_s)
         for key, record in list(self._records.items()):
-            if now_s - self._seen_s[key] > record.ttl_s:
+            seen_s, ttl_s = self._seen_s[key], record.ttl_s
+            if record.held_by:
+                ttl_s = self._alone_ttl_s.get(key, self._ttl_s)
+                holder = self._records.get(record.held_by)
+                if holder is not None and holder.epoch == record.held_epoch:
+                    seen_s, ttl_s = max(seen_s, self._seen_s[record.held_by]), holder.ttl_s
+            if now_s - seen_s > ttl_s:
                 self._leave(key, "expired")
+        for key, (record, since_s) in list(self._lapsed.items()):
+            if now_s - since_s > record.ttl_s:
+                del self._lapsed[key]
+
+    def _forgive(self, now_s: float) -> None:
+        """Count no time as silence in which this process did not run: it has heard nothing."""
+        away_s = max(0.0, now_s - self._swept_s - 2 * self._sweep_every_s)
+        self._swept_s = now_s
+        if away_s:
+            for key, seen_s in self._seen_s.items():
+                self._seen_s[key] = max(seen_s, min(now_s, seen_s + away_s))
 
     def _leave(self, key: str, reason: str) -> None:
         record = self._records.pop(key, None)
-        self._seen_s.pop(key, None)
+        self._payloads.pop(key, None)
+        self._alone_ttl_s.pop(key, None)
         if record is not None:
+            if record.held_by and reason == "expired":
+                self._lapsed[key] = record, time.monotonic()
+            self._outlive(record)
+            del self._seen_s[key]
             self._tell(Left(record, reason))
 
-
-class NatsRegistration(HeldEntry):
-    """An entry in the bucket."""
-
-    def __init__(self, link: Link, record: ServiceRecord) -> None:
-        super().__init__(record)
-        self._link = link
-        self._revision = 0
-        self._reconnected = asyncio.Event()
-        self._forget_reconnect = link.on_reconnect(self._reconnected.set)
-
-    async def stop(self) -> None:
-        """End the heartbeats without leaving."""
-        self._forget_reconnect()
-        await super().stop()
-
-    async def update(self, info: Info) -> None:
-        """Say something else from now on; raises RegistryUnavailable."""
-        self._record = msgspec.structs.replace(self._record, info=info)
-        try:
-            await self._renew()
-        except KvbmError as error:
-            raise RegistryUnavailable(f"cannot update: {error}") from error
-
-    async def revoke(self) -> None:
-        """Leave. Does what it can when the registry is away; readers see the silence."""
-        await self.stop()
-        if self._lost.is_set():
-            return
-        try:
-            await publish_acknowledged(self._link, REGISTRY, self._subject, b"", headers=DELETE)
-        except KvbmError as error:
-            _log.warning("revoke", f"{self._record.key} will expire: {error}")
-
-    async def put(self, *, take_over: bool) -> None:
-        """Write the record; unless `take_over`, only over our own last revision.
-
-        Raises JetStreamError, BusUnavailable, DeadlineExceeded.
-        """
-        headers = None
-        if not take_over:
-            headers = {"Nats-Expected-Last-Subject-Sequence": str(self._revision)}
-        payload = msgspec.json.encode(self._record)
-        acknowledged = await publish_acknowledged(
-            self._link, REGISTRY, self._subject, payload, headers=headers
-        )
-        self._revision = acknowledged.seq
-
-    @property
-    def _subject(self) -> str:
-        return f"{PREFIX}services.{self._record.key}"
-
-    async def _beat(self) -> None:
-        while not self._lost.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reconnected.wait(), self._record.ttl_s / 3)
-            self._reconnected.clear()
-            try:
-                await self._renew()
-            except KvbmError as error:
-                _log.warning("heartbeat", f"{self._record.key}: {error}")
-
-    async def _renew(self) -> None:
-        try:
-            await self.put(take_over=False)
-        except NoResponder:
-            # The bucket is gone, with all entries; no service can be ahead of us.
-            await ensure_stream(self._link, REGISTRY)
-            await self.put(take_over=True)
-        except JetStreamError as error:
-            if error.server_code not in WRONG_REVISION:
-                raise
-            await self._settle()
-
-    async def _settle(self) -> None:
-        """Write the entry again if it is gone with the bucket, or yield to a newer process."""
-        other = await self._read_entry()
-        if other is None or other.epoch <= self.epoch:
-            await self.put(take_over=True)
-        else:
-            _log.warning("superseded", f"{self._record.key}: process {other.pid} took over")
-            self._lost.set()
-
-    async def _read_entry(self) -> ServiceRecord | None:
-        # The key is in the subject, so that a role may read its own keys in this way and no other.
-        subject = f"$JS.API.DIRECT.GET.{REGISTRY.name}.{self._subject}"
-        reply = await self._link.request_raw(subject, b"", deadline_s=1.0)
-        if self._link.guarded and not REGISTRY.is_marked(reply.block):
-            return None
-        try:
-            return msgspec.json.decode(reply.payload, type=ServiceRecord)
-        except UNREADABLE:
-            return None  # Not there (an empty reply with a status), or without an owner.
+    def _outlive(self, holder: ServiceRecord) -> None:
+        """Count an entry's last heartbeat for what it held, too: a consolidator that starts again
+        enters its engines within its time to live."""
+        for key, record in self._records.items():
+            if record.held_by == holder.key:
+                self._seen_s[key] = max(self._seen_s[key], self._seen_s[holder.key])
+                self._alone_ttl_s[key] = holder.ttl_s

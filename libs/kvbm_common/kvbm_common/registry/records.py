@@ -8,6 +8,8 @@ import msgspec
 
 from kvbm_common.wire.events import Natural, Token
 
+PARTITIONS_INFO = "partitions"
+"""In `info`: for how many partitions a service publishes events; left out: one."""
 ENGINE = "engine"
 """The kind under which a consolidator enters the engines it hears. They serve no verbs."""
 
@@ -25,6 +27,16 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
     info: dict[str, str | int | float | bool | None] = {}
     """What its peers need: endpoints, sizes, names."""
+
+    reads_packed: bool = False
+    """Whether it reads packed events. Releases before them say nothing."""
+
+    held_by: str = ""
+    """The key of another entry of the same process, whose heartbeats speak for this one; empty: it
+    has its own. `ttl_s` is for releases that do not know this."""
+
+    held_epoch: Natural = 0
+    """The epoch of the entry `held_by`: its next life speaks for nothing of this one."""
 
     @property
     def key(self) -> str:

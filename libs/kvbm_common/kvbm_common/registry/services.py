@@ -123,7 +123,11 @@ class WatchedRegistry:
     def _keep(self, registration: HeldEntry) -> None:
         """Start the heartbeats of an entry, and know it until they end."""
         self._registrations.add(registration)
-        registration.start(self._registrations.discard)
+        registration.start(self._ended)
+
+    def _ended(self, registration: HeldEntry) -> None:
+        """Forget an entry whose heartbeats have ended."""
+        self._registrations.discard(registration)
 
     async def close(self) -> None:
         """End the watch and all heartbeats, without leaving."""

@@ -8,6 +8,7 @@
                   └────────────────────────────────────────────────────────────┘
 ```
 
+Inputs of different lanes take turns (`fair_queue`): one that floods its lane delays no other.
 Outsiders wait for room; completions never wait, because they are bounded by the effects in flight,
 which the core decides. Completions go first: they free what new inputs would wait for. An exception
 in the core or in an effect ends `run`: expected failures come back as inputs.
@@ -19,10 +20,12 @@ import asyncio
 import inspect
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvbm_common.errors import DeadlineExceeded
+from kvbm_common.runtime.fair_queue import FairQueue
+from kvbm_common.wire.bounds import Fill
 
 BURST_MAX = 128
 """Steps before other tasks get their turn: about 1 ms of core work."""
@@ -59,7 +62,8 @@ class CoreLoop(Generic[Input, Effect]):
     `carry_out` may answer at once with the next input (or None), or with an awaitable that gives
     it: that one runs as a task. With `tick`, the input that it makes arrives every `tick_ms`;
     ticks do not pile up behind a slow core, because the ticker takes its turn between bursts. While
-    `is_quiet` says that nothing waits for a tick, they come every QUIET_TICK_MS.
+    `is_quiet` says that nothing waits for a tick, they come every QUIET_TICK_MS. `settle` is called
+    when no input is left: the core then does what no answer waits for.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class CoreLoop(Generic[Input, Effect]):
         tick: Callable[[], Input] | None = None,
         tick_ms: int = 100,
         is_quiet: Callable[[], bool] = lambda: False,
+        settle: Callable[[], Sequence[Effect]] = tuple,
     ) -> None:
         assert inbox_size > 0
         assert tick_ms > 0
@@ -82,16 +87,26 @@ class CoreLoop(Generic[Input, Effect]):
         self._tick = tick
         self._tick_ms = tick_ms
         self._is_quiet = is_quiet
+        self._settle = settle
         self._hurry = asyncio.Event()
         self._hurry.set()
         """Clear: the ticker waits for longer, until a step has left something to wait for."""
-        self._offers: deque[Input] = deque()
+        self._offers: FairQueue[Input] = FairQueue()
         self._completions: deque[Input] = deque()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
+        self._refused = 0
+        self._waiting: asyncio.TaskGroup | None = None
+        """That of `run`, while it waits for an input and no effect has its turn."""
+        self._turns = 0
+        """Turns that the last burst beside `run` has left to others."""
+
+    def fill(self) -> Fill:
+        """Return how full the queue of inputs is."""
+        return Fill(len(self._offers), self._inbox_size, self._refused)
 
     @property
     def depth(self) -> int:
@@ -105,21 +120,55 @@ class CoreLoop(Generic[Input, Effect]):
 
     async def offer(self, event: Input, *, deadline_s: float) -> None:
         """Hand in an input, waiting for room; raises DeadlineExceeded when no room comes."""
-        if self.offer_nowait(event):
-            return
         try:
             async with asyncio.timeout(deadline_s):
-                while not self.offer_nowait(event):
+                while not self._has_taken(event):
                     self._room.clear()
                     await self._room.wait()
         except TimeoutError as error:
+            self._refused += 1
             raise DeadlineExceeded(f"no room in the inbox for {deadline_s} s") from error
 
-    def offer_nowait(self, event: Input) -> bool:
+    def offer_nowait(self, event: Input, *, lane: Hashable = None) -> bool:
         """Hand in an input if there is room. False: the queue is full, and the caller counts it."""
+        if self._has_taken(event, lane):
+            return True
+        self._refused += 1
+        return False
+
+    def hand_in(self, event: Input, *, lane: Hashable = None) -> bool:
+        """Hand in an input like `offer_nowait`; `turn_nowait` must follow in the same turn."""
+        if not self._has_room(lane):
+            self._refused += 1
+            return False
+        self._idle.clear()
+        self._offers.append(event, lane)
+        return True
+
+    def turn_nowait(self) -> None:
+        """Take the steps of what waits in this turn of the event loop, if `run` waits for an input.
+
+        For inputs whose answers are waited for: `run` itself would have its turn two turns later.
+        """
+        if self._waiting is None:
+            self._wake.set()
+        elif self.depth:
+            flying = self._in_flight
+            self._turns = self._burst(self._waiting)
+            if self.depth or self._in_flight > flying:
+                self._waiting = None
+                self._wake.set()
+
+    def _has_room(self, lane: Hashable) -> bool:
+        """Tell whether an input can wait; a lane has half of the queue, the nameless one all."""
         if len(self._offers) >= self._inbox_size:
             return False
-        self._offers.append(event)
+        return lane is None or 2 * self._offers.depth(lane) < self._inbox_size
+
+    def _has_taken(self, event: Input, lane: Hashable = None) -> bool:
+        if not self._has_room(lane):
+            return False
+        self._offers.append(event, lane)
         self._signal()
         return True
 
@@ -147,10 +196,15 @@ class CoreLoop(Generic[Input, Effect]):
                 tasks.create_task(self._run_ticker(), name="ticker")
             for effect in first:
                 self._start(effect, tasks)
-            while True:
-                await self._wake.wait()
-                for _ in range(self._burst(tasks)):
-                    await asyncio.sleep(0)
+            try:
+                while True:
+                    self._waiting = tasks
+                    await self._wake.wait()
+                    self._waiting, turns, self._turns = None, self._turns, 0
+                    for _ in range(max(turns, self._burst(tasks))):
+                        await asyncio.sleep(0)
+            finally:
+                self._waiting = None
 
     def _burst(self, tasks: asyncio.TaskGroup) -> int:
         """Run some steps, then let others have their turn; return how many turns.
@@ -165,6 +219,10 @@ class CoreLoop(Generic[Input, Effect]):
                 event = self._offers.popleft()
                 self._room.set()
             else:
+                for effect in self._settle():
+                    self._start(effect, tasks)
+                if self._completions:
+                    continue
                 self._wake.clear()
                 break
             now_ms = self._now_ms()

@@ -119,21 +119,35 @@ def metrics_of_counts(
     """Return a core's counts as counters.
 
     `dropped.no_room` becomes `kvbm_dropped{reason="no_room"}`; a count without a dot has no label.
-    `label_names` names the label of a metric where `reason` would be wrong.
+    `label_names` names the label of a metric where `reason` would be wrong, or several labels with
+    spaces between: then the count has as many dots.
     """
     metrics: dict[str, Metric] = {}
     for key, value in sorted(counts.items()):
         name, _, label = key.partition(".")
         bare = name.removesuffix("_total")
-        labels = {label_names.get(name, "reason"): label} if label else {}
+        labels = _labels(label_names.get(name, "reason"), label)
         metric = metrics.setdefault(name, Metric(f"kvbm_{bare}", _help(bare), "counter"))
         metric.add_sample(f"kvbm_{bare}_total", labels, value)
     return list(metrics.values())
 
 
-def metrics_of_gauges(figures: Mapping[str, float]) -> list[Metric]:
-    """Return a core's figures of now as gauges."""
-    return [gauge_of(f"kvbm_{name}", _help(name), value) for name, value in sorted(figures.items())]
+def _labels(names: str, label: str) -> dict[str, str]:
+    """Return the labels of a count: "medium reason" and "disk.slow" are two."""
+    several = names.split()
+    return dict(zip(several, label.split(".", len(several) - 1), strict=True)) if label else {}
+
+
+def metrics_of_gauges(
+    figures: Mapping[str, float], *, label_names: Mapping[str, str] = MappingProxyType({})
+) -> list[Metric]:
+    """Return a core's figures of now as gauges; labels as in `metrics_of_counts`."""
+    metrics: dict[str, Metric] = {}
+    for key, value in sorted(figures.items()):
+        name, _, label = key.partition(".")
+        metric = metrics.setdefault(name, Metric(f"kvbm_{name}", _help(name), "gauge"))
+        metric.add_sample(f"kvbm_{name}", _labels(label_names.get(name, "reason"), label), value)
+    return list(metrics.values())
 
 
 def gauge_of(name: str, help: str, value: float) -> Metric:

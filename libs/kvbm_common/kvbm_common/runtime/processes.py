@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
-import random
 import signal
 import socket
 import sys
@@ -18,8 +18,14 @@ from kvbm_common.errors import KvbmError
 
 _FIRST_PORT = 10_000
 _PORT_ATTEMPTS = 100
+_APART = 14_071
+"""Between the first numbers of neighbouring processes: the golden section of all ports."""
+_STEP = 101
+"""Between two ports of a process, which may open a few more above each; a prime, so that no port
+comes twice."""
+_numbers: dict[int, itertools.count[int]] = {}
+"""By process: a fork has numbers of its own."""
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_DICE = random.SystemRandom()  # Two processes that seed `random` alike must not find the same port.
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -77,10 +83,20 @@ def free_port(address: str = "127.0.0.1", *, also_above: int = 0) -> int:
     if end <= _FIRST_PORT + also_above:
         end = 65_536
     for _ in range(_PORT_ATTEMPTS):
-        port = _DICE.randrange(_FIRST_PORT, end - also_above)
+        port = _FIRST_PORT + _next_number() % (end - also_above - _FIRST_PORT)
         if all(_is_free(address, wanted) for wanted in {port, port + also_above}):
             return port
     raise OSError(errno.EADDRINUSE, f"no free TCP port found on {address}")
+
+
+def _next_number() -> int:
+    """Return the next number of this process, which begins far from those of its neighbours.
+
+    So no port comes twice soon, and processes that look for ports at the same time find different
+    ones. Drawn at random, one in some thousands would be opened by two of them.
+    """
+    own = os.getpid()
+    return next(_numbers.setdefault(own, itertools.count(own * _APART, _STEP)))
 
 
 def _first_of_kernel() -> int:

@@ -69,7 +69,11 @@ def open_listener(
     """Listen on TCP; raises ConfigError that names the setting at fault."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=backlog)
+        listener = socket.create_server((address, port), family=family, backlog=backlog)
+        # Connections inherit it. Without it a body waits for the client's acknowledgement of the
+        # headers, which Linux holds back 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno in (errno.EADDRINUSE, errno.EACCES):

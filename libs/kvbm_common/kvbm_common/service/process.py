@@ -26,11 +26,15 @@ from kvbm_common.config.settings import Settings
 from kvbm_common.errors import BusUnavailable, ConfigError, KvbmError, RegistryUnavailable
 from kvbm_common.extras import needed_for
 from kvbm_common.nats.bus import Bus, VerbHandler
+from kvbm_common.nats.streams import StreamSpec
+from kvbm_common.registry.event_form import EventForm
 from kvbm_common.registry.nats_kv import NatsRegistry, Registry, ServiceRegistration
+from kvbm_common.registry.records import PARTITIONS_INFO, Info
 from kvbm_common.runtime import logs
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service import admin_verbs
 from kvbm_common.service.audit import Audit
+from kvbm_common.service.bounds import Bounds
 from kvbm_common.service.footprint import Footprint
 from kvbm_common.service.http_port import http_port
 from kvbm_common.wire.metrics import MetricsSnapshot
@@ -76,6 +80,8 @@ class ServiceContext:
     """Set on SIGTERM and SIGINT, and when another process took this service's place."""
     footprint: Footprint = field(default_factory=Footprint)
     """The memory of this process, and what its settings allow it."""
+    bounds: Bounds = field(default_factory=Bounds)
+    """Queues, tables and histories of this process, and how full each is."""
     _stats: Callable[[], msgspec.Struct] | None = field(default=None, repr=False)
     _announced: bool = field(default=False, repr=False)
 
@@ -93,6 +99,11 @@ class ServiceContext:
     def source(self) -> str:
         """The name of this service as a source of events: `<kind>-<instance>`."""
         return f"{self.kind}-{self.instance}"
+
+    @property
+    def events(self) -> StreamSpec:
+        """The stream of this host's events."""
+        return self.bus.limits.events_of(self.host)
 
     @property
     def epoch(self) -> int:
@@ -278,10 +289,16 @@ async def _live_on_bus(
             stopping=stopping,
         )
         counters.include(context.footprint.collect)
+        counters.include(context.bounds.collect)
+        context.bounds.declare(context.footprint.fills)
         standing.context = context
+        form = EventForm(packed=settings.events_form == "packed")
+        bus.packs_events = form.packs
+        forget = registry.watch(form.take)
         try:
             return await _run_main(main, context)
         finally:
+            forget()
             await _leave(registration)
     finally:
         await registry.close()
@@ -321,7 +338,9 @@ async def _register(
     limiter = logs.OncePerKind(_log)
     while not stopping.is_set():
         try:
-            return await registry.register(kind, settings.host, settings.instance)
+            count = settings.index_partitions
+            said: Info | None = {PARTITIONS_INFO: count} if count > 1 else None
+            return await registry.register(kind, settings.host, settings.instance, said)
         except RegistryUnavailable as error:
             limiter.warning("register", f"{error}; trying again")
             await asyncio.sleep(CONNECT_DEADLINE_S / 4)

@@ -39,6 +39,7 @@ from kvbm_common.wire.admin import (
     UnpinReply,
     UnpinRequest,
 )
+from kvbm_common.wire.bounds import Fill
 from kvbm_common.wire.verbs import ErrorBody
 
 PIN = "pin"
@@ -180,6 +181,13 @@ def _remove(
 def pins_of(leases: LeaseTable) -> list[Lease]:
     """Return the leases that operators' pins are, oldest first."""
     return [lease for lease in leases.all() if lease.reason == PIN]
+
+
+def pins_fill(table: SlotTable, leases: LeaseTable) -> Fill:
+    """Return how many slots pins hold, of those that they may; slots have several sizes."""
+    pinned = {slot for lease in pins_of(leases) for slot in lease.slots}
+    used_bytes = sum(map(table.slot_bytes, pinned))
+    return Fill(used_bytes, PINNED_PART_MAX * table.usable_bytes)
 
 
 def _pin(

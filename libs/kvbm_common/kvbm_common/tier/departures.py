@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.former_blocks import FormerBlocks
+from kvbm_common.wire.bounds import Fill
 
 DEPARTURES_MAX = 262_144
 """40 MB when it is full: at 2 MiB a block, half a TiB that has come and gone."""
@@ -46,6 +47,7 @@ class Departures:
         assert entries_max > 0
         self.forgotten_ms: int | None = None
         """Departures up to this time may have been forgotten; None: none has been."""
+        self.forgotten_count = 0
         self._former = former
         self._entries_max = entries_max
         self._by_block: OrderedDict[SequenceHash, Departure] = OrderedDict()
@@ -71,6 +73,7 @@ class Departures:
         while len(by_block) > self._entries_max:
             name, oldest = by_block.popitem(last=False)
             self.forgotten_ms = oldest.at_ms
+            self.forgotten_count += 1
             if self._former is not None:
                 self._former.note(name, now_ms)
             assert self.forgotten_ms <= now_ms, f"left at {self.forgotten_ms} ms, now {now_ms}"
@@ -78,6 +81,13 @@ class Departures:
     def get(self, name: SequenceHash) -> Departure | None:
         """Return when and why a block last left. It may be back."""
         return self._by_block.get(name)
+
+    def fill(self, now_ms: int) -> Fill:
+        """Return how full this history is, and how far back it reaches."""
+        since_ms = self.forgotten_ms
+        reach_s = None if since_ms is None else (now_ms - since_ms) / 1000
+        assert reach_s is None or reach_s >= 0, f"forgotten at {since_ms} ms, now {now_ms}"
+        return Fill(len(self), self._entries_max, self.forgotten_count, reach_s)
 
     def knows_none_of(self, names: Iterable[SequenceHash]) -> bool:
         """Return whether no departure of any of these blocks is known."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvbm_common.eviction.sketch import mixed
 from kvbm_common.identity import HASH_BYTES, SequenceHash
+from kvbm_common.wire.bounds import Fill
 
 BUCKET = 128
 """Marks of a bucket. Larger ones are fuller at the same risk, and a look into one costs more."""
@@ -60,6 +61,12 @@ class FormerBlocks:
     def horizon(self) -> int:
         """How many of the last noted blocks are remembered."""
         return len(self._marks) * BUCKET_NAMES
+
+    def fill(self, now_ms: int) -> Fill:
+        """Return how full the horizon is, and how far back it reaches."""
+        reach_s = None if self.since_ms is None else (now_ms - self.since_ms) / 1000
+        used = min(self._noted, self.horizon)
+        return Fill(used, self.horizon, self._noted - used, reach_s)
 
     def note(self, name: SequenceHash, now_ms: int) -> None:
         """Remember a block that nothing else remembers from now on."""

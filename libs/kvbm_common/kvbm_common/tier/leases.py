@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+EPOCH_BITS, COUNT_BITS = 29, 24
+COUNT_MAX = (1 << COUNT_BITS) - 1
+"""Leases until the count begins again: hours of 1,000 a second, and a late release is late by
+seconds."""
 STALE_MAX = 1024
 """Entries of released leases that are kept before the heap is made again without them."""
 
@@ -23,32 +27,49 @@ class Lease:
     reason: str
     slots: tuple[int, ...]
     deadline_ms: int
+    token: str = ""
+    """What the owner says to give it back; empty: nothing is asked."""
 
 
 class LeaseTable:
-    """The leases of one life of a tier. 0 stands for "no lease" elsewhere."""
+    """The leases of one life of a tier. 0 stands for "no lease" elsewhere.
+
+        bits of an id    52 … 24                   23 … 0
+                         epoch, its low 29 bits    counts up from 1, begins again at its end
+
+    The ids of two lives do not meet: a release that comes late from the life before must not end a
+    lease of this one. Nor do those of one life: the count passes over leases that still run. An id
+    has 53 bits, so every reader of JSON has it exactly.
+    """
 
     def __init__(self, epoch: int = 0) -> None:
         assert epoch >= 0, f"a tier lives in epoch {epoch}"
         self._leases: dict[int, Lease] = {}
         self._by_deadline: list[tuple[int, int]] = []
         """A heap of (deadline, id). The entry of a released lease stays until it is passed over."""
-        # The ids of two lives never meet: a release that comes late from the life before must not
-        # end a lease of this one.
-        self._next_id = (epoch % 2**31 << 32) + 1
+        self._base = epoch % (1 << EPOCH_BITS) << COUNT_BITS
+        self._count = 0
+        """Of the last id; a table that has counted to its end counts from 1 again."""
         self.expired_count = 0
         """Leases that ended by their deadline, since the start."""
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, owner: str, reason: str, slots: tuple[int, ...], *, deadline_ms: int) -> Lease:
+    def grant(
+        self,
+        owner: str,
+        reason: str,
+        slots: tuple[int, ...],
+        *,
+        deadline_ms: int,
+        token: str = "",
+    ) -> Lease:
         """Return a new lease over slots that the caller has just pinned."""
         assert owner, f"a lease over {slots} has an owner"
         assert deadline_ms >= 0, (owner, reason, deadline_ms)
-        lease = Lease(self._next_id, owner, reason, slots, deadline_ms)
+        lease = Lease(self._free_id(), owner, reason, slots, deadline_ms, token)
         assert lease.id not in self._leases, f"{lease} has the id of another"
-        self._next_id += 1
         self._leases[lease.id] = lease
         if len(self._by_deadline) > 2 * len(self._leases) + STALE_MAX:
             self._by_deadline = [(one.deadline_ms, one.id) for one in self._leases.values()]
@@ -56,6 +77,14 @@ class LeaseTable:
         else:
             heappush(self._by_deadline, (deadline_ms, lease.id))
         return lease
+
+    def _free_id(self) -> int:
+        """Return an id that no running lease has, and none had for as long as possible."""
+        assert len(self._leases) < COUNT_MAX, f"{len(self._leases)} leases run"
+        while True:
+            self._count = self._count % COUNT_MAX + 1
+            if self._base + self._count not in self._leases:
+                return self._base + self._count
 
     def find(self, lease_id: int) -> Lease | None:
         """Return a running lease, or None."""
@@ -69,9 +98,11 @@ class LeaseTable:
         """End and return the leases whose deadline has passed."""
         ended: list[Lease] = []
         while self._by_deadline and self._by_deadline[0][0] <= now_ms:
-            lease = self._leases.pop(heappop(self._by_deadline)[1], None)
-            if lease is not None:
-                ended.append(lease)
+            deadline_ms, lease_id = heappop(self._by_deadline)
+            lease = self._leases.get(lease_id)
+            # An entry of a released lease may meet a later one of the same id.
+            if lease is not None and lease.deadline_ms == deadline_ms:
+                ended.append(self._leases.pop(lease_id))
         assert all(lease.deadline_ms <= now_ms for lease in ended), f"{ended} at {now_ms} ms"
         self.expired_count += len(ended)
         return ended

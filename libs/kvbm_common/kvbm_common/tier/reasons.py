@@ -11,7 +11,7 @@ MEANINGS: Mapping[str, str] = {
     "never_stored": "no tier of this host has had it since we remember",
     "not_remembered": "was here; so much has left since that when and why it left is forgotten",
     "evicted": "left the tier to make room",
-    "filtered": "left host memory; the disk's frequency filter had not let it pass yet",
+    "filtered": "was wanted once only when it left host memory: the disk's filter kept it off",
     "not_written": "left host memory before a lower tier had written it",
     "removed": "an operator has evicted or reset it",
     "lost": "its store was created again, or has lost it",

@@ -9,11 +9,20 @@ to one that is used less, and a class that is not used any more loses all its sl
 A slab with pinned or staged slots is never emptied. If all slabs that should give way have some,
 the longest idle one is LEAVING: nothing is staged in it any more, its idle blocks leave, and it
 follows when its last pin ends. Of large tiers a few slabs of each class are compared, in turn.
+
+*Short* is by how many blocks of the wanted size there is no room. Class A is short of 6, with 4
+blocks to a slab, and its slabs have been idle for 50 s at most:
+
+```
+    B's longest idle slab    what leaves                                      short then
+    80 s (> 50 × 1.1)        all of that slab, which becomes A's              2
+    40 s                     4 of A's own, which its policy chooses           2
+```
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,6 +30,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slab_pool import SlabPool
 from kvbm_common.tier.slabs import SizeClass, Slab, SlabState
 from kvbm_common.tier.slot_states import SlotState
+from kvbm_common.tier.tenants import Claim, MayLeave, Tenant
 
 COMPARED_MAX = 8
 """Slabs of one class that are compared at a time: each takes some microseconds."""
@@ -35,7 +45,6 @@ ANOTHER_SIZE = "another size"
 
 IdleBlocks = Callable[[Slab], list[SequenceHash]]
 """Returns the blocks of a slab that are not pinned."""
-MayLeave = Callable[[SequenceHash], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +66,47 @@ class Reclaim:
     """Chooses victims; evicts none itself."""
 
     def __init__(
-        self, pool: SlabPool, states: Sequence[SlotState], idle_blocks: IdleBlocks
+        self,
+        pool: SlabPool,
+        states: Sequence[SlotState],
+        idle_blocks: IdleBlocks,
+        tenant_of: Callable[[SequenceHash], Tenant],
     ) -> None:
         """Look at the states of all slots, which are in `states` by number."""
         self._pool = pool
+        self._tenant_of = tenant_of
         self._states = states
         self._idle_blocks = idle_blocks
         self._turn = 0
         self._leaving_since = 0
 
-    def victims(self, size: SizeClass, short: int, may_leave: MayLeave | None) -> Victims:
+    def victims(
+        self,
+        size: SizeClass,
+        short: int,
+        may_leave: MayLeave | None,
+        claim: Claim | None = None,
+    ) -> Victims:
         """Return what leaves so that `short` more slots of a class can be taken; fewer: it must do.
 
-        `may_leave`: which blocks may be evicted; None: all that are not pinned.
+        `may_leave`: which blocks may be evicted; None: all that are not pinned. `claim`: whose
+        blocks may leave for whom; None: there is one tenant only.
         """
         if short <= 0:
             return Victims()
         if self._is_alone(size):
             self._end_leaving()
-            return Victims(self._own(size, short, (), may_leave))
-        emptied, gained = self._of_leaving(size, may_leave)
+            return Victims(self._own(size, short, (), may_leave, claim))
+        may_give = self._may_give(may_leave, claim)
+        emptied, gained = self._of_leaving(size, may_give)
         short = max(0, short - gained)
-        own = self._own(size, short, emptied, may_leave)
-        count, slabs = 0, list[Slab]()
+        slabs = self._of_furthest(size, short, may_leave, claim)
+        short = max(0, short - sum(slab.room(size) for slab in slabs))
+        own = self._own(size, short, emptied, may_leave, claim)
+        count = 0
         while short > 0:
             if count == len(own) or not size.own_left:
-                slab = self._giver(size, slabs, may_leave, must=count == len(own))
+                slab = self._giver(size, slabs, may_give, must=count == len(own))
                 if slab is not None:
                     slabs.append(slab)
                     room = slab.room(size)
@@ -111,17 +135,59 @@ class Reclaim:
         short: int,
         leaving: Sequence[SequenceHash],
         may_leave: MayLeave | None,
+        claim: Claim | None,
     ) -> list[SequenceHash]:
         """Return blocks of the class, worst first; those that are `leaving` make no room in it."""
+        most = short if may_leave is None else size.idle_count
+        most += len(leaving)
+        if claim is None:
+            free = size.policy.victims(most)
+        else:
+            free = claim.shared_out(size.policies, max(0, most))
         if may_leave is None and not leaving:
-            return size.policy.victims(short)
+            return free
         known = set(leaving)
-        free = size.policy.victims(len(size.policy) if may_leave else short + len(known))
         own = (name for name in free if name not in known)
         return list(islice(filter(may_leave, own) if may_leave else own, short))
 
     def _is_alone(self, size: SizeClass) -> bool:
         return not any(one.slabs for one in self._pool.sizes.values() if one is not size)
+
+    # --- tenants ----------------------------------------------------------------------------
+
+    def _may_give(self, may_leave: MayLeave | None, claim: Claim | None) -> MayLeave | None:
+        """Return which blocks of a slab may leave with it: a tenant may lose a whole one."""
+        if claim is None:
+            return may_leave
+        slab_bytes = self._pool.layout.slab_bytes
+        losing = {one for one in claim.tenants if claim.may_lose(one, slab_bytes)}
+        return self._of_tenants(losing, may_leave)
+
+    def _of_tenants(self, losing: Collection[Tenant], may_leave: MayLeave | None) -> MayLeave:
+        def may_give(name: SequenceHash) -> bool:
+            is_theirs = self._tenant_of(name) in losing
+            return is_theirs and (may_leave is None or may_leave(name))
+
+        return may_give
+
+    def _of_furthest(
+        self, size: SizeClass, short: int, may_leave: MayLeave | None, claim: Claim | None
+    ) -> list[Slab]:
+        """Return slabs of the tenant that is furthest above its share, if none of this class's
+        blocks are its own."""
+        slabs: list[Slab] = []
+        slab_bytes = self._pool.layout.slab_bytes
+        while claim is not None and short > 0:
+            worst = claim.furthest(slab_bytes)
+            if worst is None or len(size.policies.get(worst, ())):
+                break
+            slab = self._giver(size, slabs, self._of_tenants((worst,), may_leave), must=True)
+            if slab is None:
+                break
+            slabs.append(slab)
+            short -= slab.room(size)
+            claim.lose(worst, slab_bytes)
+        return slabs
 
     # --- another class's slab ---------------------------------------------------------------
 

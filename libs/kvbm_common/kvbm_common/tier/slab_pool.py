@@ -12,6 +12,7 @@ from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.tier.blocks import BlockColumns
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.slabs import SizeClass, Slab, SlabState
+from kvbm_common.tier.tenants import TENANTS_MAX, Tenant, Tenants
 
 SIZES_MAX = 32
 """Size classes of one tier: each has a slab that it does not fill."""
@@ -32,9 +33,11 @@ class SlabPool:
         *,
         grow: Callable[[int], None],
         move: Callable[[Iterable[int], str], None],
+        tenants: Tenants,
     ) -> None:
         """Start with FREE slabs. `grow` makes so many slots, `move` moves slots by SLOT's table."""
         self.layout = layout
+        self._tenants = tenants
         self.sizes: dict[int, SizeClass] = {}
         """The classes, by the length of their slots."""
         self.known: dict[int, SizeClass] = {}
@@ -42,7 +45,7 @@ class SlabPool:
         self.slab_of: list[Slab] = []
         """By slot."""
         self.policy_of: list[EvictionPolicy] = []
-        """By slot: that of its class."""
+        """By slot: that of its class, for the tenant of its block."""
         self.used: list[int] = []
         """By slot: the clock at the last use of its block."""
         self.clock = 0
@@ -98,21 +101,37 @@ class SlabPool:
     def _add(self, slot_bytes: int) -> SizeClass:
         assert slot_bytes not in self.sizes, f"slots of {slot_bytes} bytes have a class"
         policy = self._make(self.layout.total_bytes // slot_bytes)
-        size = SizeClass(slot_bytes, slot_bytes // self.layout.unit_bytes, policy)
+        units = slot_bytes // self.layout.unit_bytes
+        size = SizeClass(slot_bytes, units, policy, self._tenants.unnamed)
         self.sizes[slot_bytes] = size
         return size
 
     def use_policy(
-        self, make: MakePolicy, learn: Callable[[SizeClass, EvictionPolicy], None]
+        self, make: MakePolicy, learn: Callable[[EvictionPolicy, EvictionPolicy], None]
     ) -> None:
-        """Give every class another policy, after `learn` has taught it the blocks of the class."""
+        """Give every class and tenant another policy, after `learn` has taught the new one the
+        blocks of the old one."""
         self._make = make
         for size in self.sizes.values():
-            policy = make(self.layout.total_bytes // size.slot_bytes)
-            learn(size, policy)
-            size.policy = policy
+            new: dict[EvictionPolicy, EvictionPolicy] = {}
+            for tenant, old in size.policies.items():
+                policy = make(self.layout.total_bytes // size.slot_bytes)
+                learn(old, policy)
+                new[old] = size.policies[tenant] = policy
+            size.policy = size.policies[self._tenants.unnamed]
             for slab in size.slabs.values():
-                self.policy_of[slab.slots] = [policy] * slab.slot_count
+                olds = self.policy_of[slab.slots]
+                self.policy_of[slab.slots] = [new[old] for old in olds]
+
+    def policy_for(self, size: SizeClass, tenant: Tenant) -> EvictionPolicy:
+        """Return the policy of a tenant's blocks in a class."""
+        policy = size.policies.get(tenant)
+        if policy is None:
+            if len(size.policies) > TENANTS_MAX:  # Some are of tenants that were forgotten.
+                known = set(self._tenants)
+                size.policies = {one: had for one, had in size.policies.items() if one in known}
+            policy = size.policies[tenant] = self._make(self.layout.total_bytes // size.slot_bytes)
+        return policy
 
     # --- slots come into use, and out of it -------------------------------------------------
 
@@ -352,16 +371,18 @@ class SlabPool:
                 if slab.reset:
                     size.open.append(slab)
 
-    def fill_policies(self, former: BlockColumns) -> None:
-        """Fill the policy of each class, which is new, with its blocks of a former life."""
+    def fill_policies(self, former: BlockColumns, tenant: Tenant) -> None:
+        """Fill the policies of a tenant, which are new, with its blocks of a former life."""
         units = self._units_of(former.block_bytes)
         for size in self.sizes.values():
             ours = units == size.units
-            if ours.all():
-                size.policy.fill(former)
-                return
-            if ours.any():
-                size.policy.fill(former.only(ours))
+            if not ours.any():
+                continue
+            policy = self.policy_for(size, tenant)
+            if policy is not size.policy:
+                for slot in former.slots[ours].tolist():
+                    self.policy_of[slot] = policy
+            policy.fill(former if ours.all() else former.only(ours))
 
     def _units_of(self, block_bytes: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return how many units the slot of each block has."""

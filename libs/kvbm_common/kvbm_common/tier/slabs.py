@@ -15,6 +15,7 @@ from enum import Enum
 
 from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.tier.machine import Machine
+from kvbm_common.tier.tenants import Tenant
 
 
 class SlabState(Enum):
@@ -40,15 +41,23 @@ SLAB = Machine(
 
 
 class SizeClass:
-    """The slots of one length, and the policy that chooses victims among their blocks."""
+    """The slots of one length, and the policies that choose victims among their blocks."""
 
-    __slots__ = ("free_count", "open", "own_left", "policy", "slabs", "slot_bytes", "units")
+    __slots__ = (
+        "free_count", "open", "own_left", "policies", "policy", "slabs", "slot_bytes", "units",
+    )  # fmt: skip
 
-    def __init__(self, slot_bytes: int, units: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, slot_bytes: int, units: int, policy: EvictionPolicy, unnamed: Tenant
+    ) -> None:
+        """Start without slabs; `policy` is for the blocks of `unnamed`."""
         assert units > 0, f"slots of {slot_bytes} bytes"
         self.slot_bytes = slot_bytes
         self.units = units
         self.policy = policy
+        """Of the engines that name no tenant: as a rule all."""
+        self.policies = {unnamed: policy}
+        """By tenant; that of a named one is added with its first block."""
         self.slabs: dict[int, Slab] = {}
         """By number, in the order in which they were cut."""
         self.open: list[Slab] = []
@@ -60,6 +69,13 @@ class SizeClass:
 
     def __repr__(self) -> str:
         return f"SizeClass({self.slot_bytes} bytes, {len(self.slabs)} slabs)"
+
+    @property
+    def idle_count(self) -> int:
+        """The blocks that can be evicted."""
+        if len(self.policies) == 1:
+            return len(self.policy)
+        return sum(map(len, self.policies.values()))
 
 
 class Slab:

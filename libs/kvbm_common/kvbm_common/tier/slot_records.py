@@ -12,13 +12,15 @@ from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.slab_checks import check_pool
 from kvbm_common.tier.slab_pool import MakePolicy, SlabPool
 from kvbm_common.tier.slot_states import SlotState
+from kvbm_common.tier.tenants import Tenants
 
 
 class SlotRecords:
     """State, generation, pins and block of each slot, by number, and the slot of each block."""
 
-    def __init__(self, layout: Layout, make: MakePolicy) -> None:
+    def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants) -> None:
         """Start with slots that are not cut; `make` makes the policy of each size class."""
+        self._tenants = tenants
         self._state: list[SlotState] = []
         self._generation: list[int] = []
         self._pins: list[int] = []
@@ -32,8 +34,11 @@ class SlotRecords:
         self._folded = FoldedBlocks(BlockColumns.of({}))
         self.folded_count = 0
         """How many `restore`d slots are still to be unfolded; asked for with each lookup."""
-        self.pool = SlabPool(layout, make, grow=self._grow, move=self._move_all)
+        self.pool = self._pool_of(layout, make)
         """Which slots are free, how long each is, and where it begins."""
+
+    def _pool_of(self, layout: Layout, make: MakePolicy) -> SlabPool:
+        return SlabPool(layout, make, grow=self._grow, move=self._move_all, tenants=self._tenants)
 
     def _grow(self, count: int) -> None:
         """Have so many slots more."""
@@ -160,7 +165,7 @@ class SlotRecords:
     @property
     def idle_count(self) -> int:
         """The blocks that could be evicted."""
-        return sum([len(size.policy) for size in self.pool.sizes.values()])
+        return sum([size.idle_count for size in self.pool.sizes.values()])
 
     def room(self) -> int:
         """Return how many slots could be staged now, evicting where needed."""

@@ -1,13 +1,12 @@
 """Slots: the one machine that both tiers keep their blocks in. `slot_states` has its drawing.
 
-What is in the slots is in `slot_records`, which slots are free in `slab_pool`, and which blocks
-make room for others in `reclaim`.
+What is in the slots is in `slot_records`, what keeps blocks there in `slot_pins`. Which slots are
+free is in `slab_pool`, and which blocks make room for others in `reclaim`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
 import numpy as np
 
@@ -15,31 +14,37 @@ from kvbm_common.eviction import EvictionPolicy
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import FOLDED, Block, BlockColumns, FoldedBlocks
 from kvbm_common.tier.layout import Layout
-from kvbm_common.tier.machine import InvalidTransition
-from kvbm_common.tier.reclaim import MayLeave, Reclaim, Victims
-from kvbm_common.tier.slab_pool import MakePolicy, SlabPool
-from kvbm_common.tier.slabs import SizeClass, Slab
-from kvbm_common.tier.slot_records import SlotRecords
-from kvbm_common.tier.slot_states import SLOT, SlotState
+from kvbm_common.tier.reclaim import Reclaim, Victims
+from kvbm_common.tier.slab_pool import MakePolicy
+from kvbm_common.tier.slabs import Slab
+from kvbm_common.tier.slot_pins import SlotPins
+from kvbm_common.tier.slot_states import SlotState
+from kvbm_common.tier.tenants import MayLeave, Tenants
 
 __all__ = ["Block", "SlotTable"]
 
-_TRANSITIONS = SLOT.transitions  # Every block of every step makes four moves: no call for each.
+RENEWED_PER_BLOCK = 64
+"""A chain is renewed for blocks behind it if it has no more than so many for each: its walk takes
+0.2 µs a block. A few decoded tokens behind a long prompt are not worth it. The chains behind which
+a batch comes share this evenly, so that no commit takes longer."""
 
 
-class SlotTable(SlotRecords):
+class SlotTable(SlotPins):
     """The slots of one tier. Every change is a transition of SLOT."""
 
-    def __init__(self, layout: Layout, make: MakePolicy) -> None:
-        """Start with empty slots; `make` makes the policy of each size class."""
-        super().__init__(layout, make)
-        self._reclaim = Reclaim(self.pool, self._state, self._idle_in)
+    def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants | None = None) -> None:
+        """Start with empty slots; `make` makes the policies of each size class."""
+        super().__init__(layout, make, tenants)
+        self._reclaim = self._new_reclaim()
+
+    def _new_reclaim(self) -> Reclaim:
+        return Reclaim(self.pool, self._state, self._idle_in, self.tenant_of)
 
     def lay_out(self, layout: Layout, make: MakePolicy) -> None:
         """Give a table without slots its slots: their size was not known when it was made."""
         assert self.slot_count == 0, "a table gets its slots once"
-        self.pool = SlabPool(layout, make, grow=self._grow, move=self._move_all)
-        self._reclaim = Reclaim(self.pool, self._state, self._idle_in)
+        self.pool = self._pool_of(layout, make)
+        self._reclaim = self._new_reclaim()
 
     # --- a block and its slot ---------------------------------------------------------------
 
@@ -56,14 +61,6 @@ class SlotTable(SlotRecords):
         block = self._block[slot]
         assert block is not None, f"slot {slot} is {self._state[slot].name}, holds no block"
         return block if block is not FOLDED else self._folded[slot]
-
-    def blocks_in(self, slots: Sequence[int]) -> list[Block]:
-        """Return the committed blocks in these slots, in their order."""
-        if self.folded_count:
-            return [self.block(slot) for slot in slots]
-        blocks = cast("list[Block]", [*map(self._block.__getitem__, slots)])
-        assert all(blocks), f"of {len(slots)} slots some hold no block"
-        return blocks
 
     def first_discarded(self, slots: Iterable[int | None]) -> int | None:
         """Return the index of the first of these slots whose block was discarded; None: none was.
@@ -86,22 +83,13 @@ class SlotTable(SlotRecords):
         is_made = slot < len(self._block)
         return self.block(slot) if is_made and self._block[slot] is not None else None
 
-    def place(self, slot: int) -> int:
-        """Return where a slot begins, in units: what messages and records call the slot."""
-        return self.pool.place_of[slot]
-
-    def places(self, slots: Iterable[int]) -> list[int]:
-        """Return where each of these slots begins."""
-        place_of = self.pool.place_of
-        return [place_of[slot] for slot in slots]
-
     # --- room -------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
         """Whether a slot could be staged now, evicting where needed."""
         sizes = self.pool.sizes.values()
-        return any(size.free_count or len(size.policy) for size in sizes) or any(
+        return any(size.free_count or size.idle_count for size in sizes) or any(
             slab.retired_bytes < slab.length for slab in self.pool.free
         )
 
@@ -114,30 +102,38 @@ class SlotTable(SlotRecords):
         return count if size.free_count >= count else pool.room_for(size, count)
 
     def victims(
-        self, count: int, block_bytes: int = 0, may_leave: MayLeave | None = None
+        self,
+        count: int,
+        block_bytes: int = 0,
+        may_leave: MayLeave | None = None,
+        namespace: bytes = b"",
     ) -> Victims:
         """Return the blocks to evict so that `count` of this size can be staged: as many as can be.
 
-        `may_leave`: which blocks may be evicted; None: all that are not pinned.
+        `may_leave`: which blocks may be evicted; None: all that are not pinned. `namespace`: whose
+        blocks want room.
         """
         assert count >= 0, f"room for {count} blocks"
         size = self.pool.size_of(block_bytes)
         if size is None:
             return Victims()
         short = count - self.pool.room_for(size, count)
-        return self._reclaim.victims(size, short, may_leave)
+        claim = self.claim(count, block_bytes, namespace) if short > 0 else None
+        return self._reclaim.victims(size, short, may_leave, claim)
 
     def longest_idle(self, count: int) -> list[SequenceHash]:
         """Return up to `count` blocks of any size, those first that would leave first."""
         names: list[SequenceHash] = []
         for size in self._reclaim.longest_idle():
-            names += size.policy.victims(count - len(names))
+            names += self.worst_of(size, count - len(names))
         return names
 
-    def make_room(self, count: int, block_bytes: int = 0) -> list[Block]:
+    def make_room(self, count: int, block_bytes: int = 0, namespace: bytes = b"") -> list[Block]:
         """Evict until `count` blocks of this size can be staged, or as many as can be; returns the
         evicted."""
-        return [self.evict(victim) for victim in self.victims(count, block_bytes).names]
+        return [
+            self.evict(victim) for victim in self.victims(count, block_bytes, None, namespace).names
+        ]
 
     def _idle_in(self, slab: Slab) -> list[SequenceHash]:
         """Return the blocks of a slab that can be evicted."""
@@ -168,8 +164,8 @@ class SlotTable(SlotRecords):
         else:
             slots = pool.take(size, count)
         generation = self._generation
+        self._move_all(slots, "stage")
         for slot in slots:
-            self._move(slot, "stage")
             generation[slot] += 1
         self._staged.update(zip(slots, blocks, strict=True))
         self._staging.update(zip(blocks, slots, strict=True))
@@ -183,10 +179,11 @@ class SlotTable(SlotRecords):
         """Commit a batch, and free it leaf first: the root of a chain outlives its leaf."""
         staged, blocks, slot_of = self._staged, self._block, self._slot
         policy_of, used, clock = self.pool.policy_of, self.pool.used, self.pool.clock
+        self._come(entries)
+        self._move_all([slot for slot, _ in entries], "register")
         for slot, block in entries:
             name = block.hash
             assert staged.get(slot) == name, f"slot {slot} was not staged for this block"
-            self._move(slot, "register")
             del staged[slot], self._staging[name]
             blocks[slot] = block
             self._block_bytes += block.bytes
@@ -197,6 +194,11 @@ class SlotTable(SlotRecords):
             policy.hold(name)
         for slot, block in reversed(entries):
             policy_of[slot].free(block.hash)
+        names = {block.hash for _, block in entries}
+        # In the order of the entries: it says which chain is the older one afterwards.
+        parents = dict.fromkeys(block.parent for _, block in entries if block.parent not in names)
+        for parent in parents:
+            self.renew_chain(parent, RENEWED_PER_BLOCK * len(entries) // len(parents))
 
     def abort(self, slot: int) -> None:
         """Reset a staged slot, because its bytes did not arrive, or not intact."""
@@ -236,7 +238,7 @@ class SlotTable(SlotRecords):
         self._block_bytes = former.total_bytes
         self._folded = FoldedBlocks(former)
         self.folded_count = len(self._folded)
-        self.pool.fill_policies(former)
+        self._fill_policies(former)
 
     def unfold(self, count: int) -> list[Block]:
         """Unfold the next `count` restored blocks; returns those that can still be found."""
@@ -248,54 +250,6 @@ class SlotTable(SlotRecords):
                     found.append(block)
         self.folded_count = len(self._folded)
         return found
-
-    def pin(self, slot: int, *, used: bool = False) -> None:
-        """Keep a committed block from eviction; counts. `used`: a request asked for it by name."""
-        assert slot not in self._discarded, f"slot {slot} is discarded"
-        if used:
-            self.pool.policy_of[slot].touch(self.block(slot).hash)
-            self.pool.used[slot] = self.pool.clock
-        if self._pins[slot] == 0:
-            self._move(slot, "pin")
-            self.pool.policy_of[slot].hold(self.block(slot).hash)
-        self._pins[slot] += 1
-
-    def pin_prefix(self, names: Iterable[SequenceHash]) -> list[int]:
-        """Pin the leading blocks of a chain that are here, each once; returns their slots."""
-        slots: list[int] = []
-        self.pool.clock += 1
-        pins, policy_of = self._pins, self.pool.policy_of
-        used, clock = self.pool.used, self.pool.clock
-        for name in names:
-            slot = self._slot.get(name)
-            if slot is None:
-                break
-            policy = policy_of[slot]
-            policy.touch(name)
-            used[slot] = clock
-            if pins[slot] == 0:
-                self._move(slot, "pin")
-                policy.hold(name)
-            pins[slot] += 1
-            slots.append(slot)
-        return slots
-
-    def unpin(self, slots: Iterable[int]) -> None:
-        """Take one pin off each slot. Give a chain in prefix order: its leaf is freed first."""
-        pins, policy_of = self._pins, self.pool.policy_of
-        for slot in reversed(list(slots)):
-            left = pins[slot] - 1
-            assert left >= 0, f"slot {slot} is not pinned"
-            pins[slot] = left
-            if left:
-                continue
-            self._move(slot, "unpin")
-            if slot not in self._discarded:
-                policy_of[slot].free(self.block(slot).hash)
-                continue
-            self._discarded.remove(slot)
-            self._move(slot, "evict")
-            self._empty(slot)
 
     def evict(self, name: SequenceHash) -> Block:
         """Give up an INACTIVE block."""
@@ -346,14 +300,14 @@ class SlotTable(SlotRecords):
         """
         held = [(name, slot) for name, slot in self._slot.items() if self._pins[slot]]
 
-        def learn(size: SizeClass, policy: EvictionPolicy) -> None:
+        def learn(old: EvictionPolicy, policy: EvictionPolicy) -> None:
             assert len(policy) == 0, "a policy that knows blocks is no new one"
-            ours = [name for name, slot in held if self.pool.policy_of[slot] is size.policy]
-            for name in (*size.policy.victims(len(size.policy)), *ours):  # Held: the last to go.
+            ours = [name for name, slot in held if self.pool.policy_of[slot] is old]
+            for name in (*old.victims(len(old)), *ours):  # Held: the last to go.
                 policy.admit(name, self.block(self._slot[name]).parent)
             for name in ours:
                 policy.hold(name)
-            assert len(policy) == len(size.policy), f"{len(policy)} of {len(size.policy)} are free"
+            assert len(policy) == len(old), f"{len(policy)} of {len(old)} are free"
 
         self.pool.use_policy(make, learn)
 
@@ -362,15 +316,6 @@ class SlotTable(SlotRecords):
         self._block_bytes -= left.bytes
         assert self._block_bytes >= 0, f"{left} has left slot {slot}: {self._block_bytes} bytes"
         self._block[slot] = None
+        if slot in self._owner:
+            self._take_back(slot, left)
         self.pool.give_back(slot)
-
-    def _move(self, slot: int, verb: str) -> None:
-        state = self._state[slot]
-        target = _TRANSITIONS.get((state, verb))
-        if target is None:
-            raise InvalidTransition(SLOT.refusal(state, verb, f"slot {slot}"))
-        self._state[slot] = target
-
-    def _move_all(self, slots: Iterable[int], verb: str) -> None:
-        for slot in slots:
-            self._move(slot, verb)

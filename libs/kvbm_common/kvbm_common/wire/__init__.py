@@ -1,6 +1,7 @@
 """The wire: every message that crosses a process border, typed and versioned.
 
 `events`  NATS, JSON: what a tier or an engine stored, removed, cleared.
+`packed_events`  NATS, msgpack: many of these events in one message.
 `verbs`   NATS, JSON: requests and replies of the services.
 `local`   ZMQ, msgpack: what an engine says to its host tier and consolidator.
 `engine_events`  ZMQ, msgpack: vLLM's event frames, both layouts.

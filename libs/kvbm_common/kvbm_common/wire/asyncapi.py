@@ -16,7 +16,16 @@ from typing import Any
 import msgspec
 
 from kvbm_common.access.grants import users_of
-from kvbm_common.wire import VERSION, admin, events, explain, scores, verbs
+from kvbm_common.wire import (
+    VERSION,
+    admin,
+    events,
+    explain,
+    packed_events,
+    routes,
+    scores,
+    verbs,
+)
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.operator_verbs import LOWER_TIERS, OPERATOR_VERBS, SERVICES, TIERS
 
@@ -30,6 +39,8 @@ class Published:
     name: str
     subject: str
     types: Sequence[type[msgspec.Struct]]
+    content_type: str = ""
+    """Where it is not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,18 @@ PUBLISHED = (
         subject=f"{events.CONSOLIDATED_PREFIX}.{{host}}.{{source}}.{{kind}}",
         types=(events.Stored, events.Removed, events.Cleared),
     ),
+    *(
+        Published(
+            name=f"packed-{name}",
+            subject=f"{prefix}.{{host}}.{{source}}.{packed_events.PACKED}",
+            types=(packed_events.PackedEvents,),
+            content_type="application/msgpack",
+        )
+        for name, prefix in (
+            ("events", events.SUBJECT_PREFIX),
+            ("consolidated", events.CONSOLIDATED_PREFIX),
+        )
+    ),
     Published(name="offers", subject=verbs.offers_subject("{host}"), types=(verbs.Offer,)),
     Published(
         name="audit",
@@ -79,6 +102,7 @@ VERBS = (
     Verb("index", "holders", verbs.DumpRequest, scores.HoldersReply, shared=True),
     Verb("index", "match_batch", scores.MatchBatchRequest, scores.MatchBatchReply, shared=True),
     Verb("index", "score", scores.ScoreRequest, scores.ScoreReply, shared=True),
+    Verb("index", "route", routes.RouteRequest, routes.RouteReply, shared=True),
     Verb("index", "where", scores.WhereRequest, scores.WhereReply, shared=True),
     Verb("host-tier", "arena", verbs.ArenaRequest, verbs.ArenaReply),
     Verb("host-tier", "door", verbs.DoorRequest, verbs.DoorReply),
@@ -206,7 +230,11 @@ def _channel_and_messages(channel: str, types: Sequence[type]) -> Json:
 def _message(one: type) -> Json:
     summary = (one.__doc__ or "").strip().split("\n")[0]
     schema = {"$ref": f"#/components/schemas/{one.__name__}"}
-    return {"name": one.__name__, "summary": summary, "payload": schema}
+    said: Json = {"name": one.__name__, "summary": summary, "payload": schema}
+    content_type = next((p.content_type for p in PUBLISHED if one in p.types), "")
+    if content_type:
+        said |= {"contentType": content_type, "description": "What has base64 here is raw bytes."}
+    return said
 
 
 def _all_types() -> list[type]:

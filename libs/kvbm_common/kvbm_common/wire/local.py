@@ -11,6 +11,7 @@ Both services bind a ROUTER; the connector connects a DEALER. One message is one
     Release ───────────────────────►
     Outcome ───────────────────────►            (what was found was not used, and why)
     Misses ────────────────────────►            (lookups that its filter has answered)
+    SessionHint ───────────────────►            (what an agent does next with a session)
           ◄───────────────────────── Pulled     (an offer's blocks are in staged slots)
     Confirm ───────────────────────►            (they were still held: commit)
     Beat ──────────────────────────►
@@ -27,15 +28,14 @@ from msgspec import Meta
 from kvbm_common.identity import HASH_BYTES, Namespace
 from kvbm_common.tier.kv_groups import GROUPS_MAX, GroupRun
 from kvbm_common.tier.parts import Share, share_of_rank
+from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import MsgpackCodec
 from kvbm_common.wire.events import Natural, Positive, Token
+from kvbm_common.wire.local_fields import Generation, GroupNamespaces, Incarnation
+from kvbm_common.wire.session_hint import SessionHint
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX
 
-Incarnation = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
-Generation = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?$(?!\n)")]
-"""Empty until an engine's caches are reset for the first time."""
-GroupNamespaces = Annotated[list[Namespace], Meta(max_length=GROUPS_MAX - 1)]
 MISSES_MAX = 1_024
 """Lookups of one message; a step of a busy engine admits some tens."""
 REGIONS_MAX = 16_384
@@ -114,6 +114,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     filter: Natural = 0
     """The generation of the miss filter beside its arena (`memory/miss_filter.py`), by which an
     engine may answer a lookup itself, and tell it by `Misses`; 0: no filter."""
+    hints: bool = False
+    """It takes a `SessionHint`."""
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -192,6 +194,8 @@ class Lookup(_Message, frozen=True, kw_only=True):
     groups: Annotated[list[GroupRun], Meta(max_length=GROUPS_MAX)] = []
     """Of a model with several KV groups: how `hashes` is cut into groups. The answer is the largest
     boundary at which every group has what a hit needs."""
+    prefill: PrefillCost | None = None
+    """What the engine takes to compute instead, as far as that was measured."""
 
 
 class Outcome(_Message, frozen=True, kw_only=True):
@@ -385,7 +389,7 @@ class Offered(_Message, frozen=True, kw_only=True):
     runs: list[OfferedRun]
 
 
-ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm | Outcome | Misses
+ToHostTier = Hello | Beat | Bye | Lookup | Release | Confirm | Outcome | Misses | SessionHint
 FromHostTier = Welcome | Alive | Refused | Found | Pulled | Moved
 ToConsolidator = Attach | Detach | Offered | Beat
 FromConsolidator = Attached | Refused

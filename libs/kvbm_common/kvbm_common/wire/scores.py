@@ -8,7 +8,13 @@ import msgspec
 from msgspec import Meta
 
 from kvbm_common.wire.events import Hex128, Natural, Tier, Token
-from kvbm_common.wire.verbs import MatchReply, MatchRequest, _HolderPosition, _Message
+from kvbm_common.wire.partitions import _OfPartitions
+from kvbm_common.wire.verbs import (
+    MatchReply,
+    MatchRequest,
+    _HolderPosition,
+    _Message,
+)
 
 BATCH_QUESTIONS_MAX = 256
 """A router asks for what has arrived in a few milliseconds."""
@@ -23,7 +29,7 @@ class MatchBatchRequest(_Message, frozen=True, kw_only=True):
     questions: Annotated[list[MatchRequest], Meta(max_length=BATCH_QUESTIONS_MAX)]
 
 
-class MatchBatchReply(_Message, frozen=True, kw_only=True):
+class MatchBatchReply(_OfPartitions, frozen=True, kw_only=True):
     """One reply per question, in order."""
 
     replies: list[MatchReply]
@@ -46,7 +52,7 @@ class PlaceScore(msgspec.Struct, frozen=True, kw_only=True):
     score: float
 
 
-class ScoreReply(_Message, frozen=True, kw_only=True):
+class ScoreReply(_OfPartitions, frozen=True, kw_only=True):
     """Places with at least one block, the highest score first."""
 
     asked: Natural
@@ -76,7 +82,7 @@ class BlockHolders(msgspec.Struct, frozen=True, kw_only=True):
     holders: list[BlockHolder]
 
 
-class WhereReply(_Message, frozen=True, kw_only=True):
+class WhereReply(_OfPartitions, frozen=True, kw_only=True):
     """One entry per asked block, in order."""
 
     blocks: list[BlockHolders]
@@ -92,7 +98,7 @@ class HolderSummary(_HolderPosition, frozen=True, kw_only=True):
     blocks: Natural
 
 
-class HoldersReply(_Message, frozen=True, kw_only=True):
+class HoldersReply(_OfPartitions, frozen=True, kw_only=True):
     """One entry per holder, in the order of host, source, tier, rank and group."""
 
     holders: list[HolderSummary]

@@ -19,6 +19,19 @@ class SizeStats(msgspec.Struct, frozen=True, kw_only=True):
     """Those that hold a block."""
 
 
+class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant has in a tier."""
+
+    name: str
+    """Of KVBM_TENANT; the tag in hex where it is not known here; empty: of engines without one."""
+    blocks: Natural
+    bytes: Natural
+    share_bytes: Natural
+    """What it keeps when others want all; 0: it has used nothing for an hour."""
+    waiting: Natural = 0
+    """Blocks that wait to be written."""
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """One attached engine worker, for `GET /v1/workers`."""
 
@@ -31,5 +44,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     seen_ms_ago: Natural
     verify: str = ""
     """Which loads it compares with their checksums, as its Hello says; empty: not known."""
+    prefill_tokens_per_s: float = 0.0
+    """How fast it computes short prompts, as its connector has measured it; 0: not known."""
     passes_through: str = ""
     """Why its engine computes without a cache; empty: it has one."""

@@ -15,8 +15,9 @@ from kvbm_common.identity import Namespace
 from kvbm_common.wire import VERSION
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.events import Hex128, HexDigest, Natural, Positive, Run, Tier, Token
+from kvbm_common.wire.partitions import _OfPartitions
 from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
-from kvbm_common.wire.tier_stats import SizeStats, WorkerStats
+from kvbm_common.wire.tier_stats import SizeStats, TenantStats, WorkerStats
 
 MATCH_BLOCKS_MAX = 65_536
 """A prompt of a million tokens at 16 per block; a longer question is a mistake."""
@@ -31,6 +32,7 @@ SNAPSHOT_PAGES_MAX = 10_000
 AGENT_BYTES_MAX = 1024 * 1024
 """NIXL's metadata has some hundred bytes; the process that reads peers takes four times as much."""
 
+LeaseToken = Annotated[str, Meta(max_length=64)]
 Figure = Annotated[float, Meta(ge=-(2.0**63), le=2.0**63)]
 """Products of two have a JSON number."""
 
@@ -120,19 +122,23 @@ class LeaseRequest(_Message, frozen=True, kw_only=True):
     lease_ms: Annotated[int, Meta(ge=1)]
     trace: str = ""
     """The `traceparent` of the onboard that wants them; empty: not traced."""
+    token: LeaseToken = ""
+    """What the owner has drawn, and says again to give the lease back; empty: nothing is asked."""
 
 
 class LeaseReply(_Message, frozen=True, kw_only=True):
-    """The blocks that are there; the others are simply missing."""
+    """The blocks that are there, but for those over the owner's share: they can be had later."""
 
     lease: Natural
     slots: list[LeasedSlot]
+    over_share: list[str] = []
 
 
 class ReleaseRequest(_Message, frozen=True, kw_only=True):
-    """Give a lease back."""
+    """Give a lease back: only with the token that it was asked for with."""
 
     lease: Natural
+    token: LeaseToken = ""
 
 
 class ReleaseReply(_Message, frozen=True, kw_only=True):
@@ -230,7 +236,7 @@ class HolderMatch(msgspec.Struct, frozen=True, kw_only=True):
     blocks: Natural
 
 
-class MatchReply(_Message, frozen=True, kw_only=True):
+class MatchReply(_OfPartitions, frozen=True, kw_only=True):
     """Holders with at least one block, longest first."""
 
     asked: Natural
@@ -268,7 +274,7 @@ class HolderDump(_HolderPosition, frozen=True, kw_only=True):
     hashes: list[str]
 
 
-class DumpReply(_Message, frozen=True, kw_only=True):
+class DumpReply(_OfPartitions, frozen=True, kw_only=True):
     """One entry per holder. A holder whose blocks are on several pages may have moved on between
     them: its `epoch` or `seq` differ then."""
 
@@ -346,6 +352,8 @@ class StatsReply(_Message, frozen=True, kw_only=True):
     """Tiers: length of the slabs, and how many have each state (`free`, `cut`, `leaving`)."""
     sizes: list[SizeStats] = []
     """Tiers: what each size of slots has, the first size first."""
+    tenants: list[TenantStats] = []
+    """Tiers: what each tenant has; empty while no engine names one."""
     policy: str = ""
     """Tiers: the eviction policy in force."""
     leases: Natural = 0

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from kvbm_cli.demo.check import Verdict
-from kvbm_cli.demo.figures import TierFigures, transfers_of
-from kvbm_cli.demo.report import PATHS, Report, Tally, make_report, print_report
-from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_cli.demo.figures import Misses, TierFigures
+from kvbm_cli.demo.printed import print_report
+from kvbm_cli.demo.report import PATHS, Counted, Report, Tally, make_report
 from kvbm_connectors.sim.control import Finished, Stats
-from rich.console import Console
 
 BLOCK_BYTES = 1_000
 
@@ -28,40 +28,45 @@ def finished(**changes: Any) -> Finished:
     return Finished(**(fields | changes))
 
 
-def snapshot(**rates: tuple[float, float]) -> MetricsSnapshot:
-    """Histograms of one service: path → (bytes, seconds), as two transfers of half of each."""
-    counters = Metrics()
-    moved = counters.histogram("kvbm_transfer_bytes", "Bytes.", labels=("path",))
-    took = counters.histogram("kvbm_transfer_seconds", "Seconds.", labels=("path",))
-    for path, (size, seconds) in rates.items():
-        for _ in range(2):
-            moved.labels(path).observe(size / 2)
-            took.labels(path).observe(seconds / 2)
-    return MetricsSnapshot(
-        kind="host-tier", host="h", instance="0", epoch=1, families=counters.families()
-    )
+def counted(
+    tiers: Mapping[str, Mapping[str, float]] | None = None,
+    engines: Sequence[Stats] = (),
+    *,
+    is_shared: bool = False,
+) -> Counted:
+    """What a run has counted in two seconds, of which the last was for what still moved."""
+    return Counted(
+        seconds=1.0, moved_seconds=2.0, engines=engines, tiers=TierFigures(tiers or {}),
+        is_shared=is_shared,
+    )  # fmt: skip
+
+
+NOTHING_MISSED = Misses(0, {})
 
 
 def report_of(
-    *requests: Finished, verdict: Verdict | None = None, disk_only: bool = False
+    *requests: Finished,
+    verdict: Verdict | None = None,
+    disk_only: bool = False,
+    is_shared: bool = False,
 ) -> Report:
     tally = Tally()
     for request in requests or (finished(),):
         tally.add(request)
     tally.pairs += [(1.0, 10.0), (2.0, 30.0), (9.0, 20.0)]
-    host = {"offload_blocks_d2h": 8.0, "offload_blocks_d2d": 6.0 * disk_only}
+    tiers = {
+        "host-tier": {"offload_blocks_d2h": 8e6, "offload_blocks_d2d": 6.0 * disk_only},
+        "disk-tier": {"offload_blocks_h2d": 5e6, "fill_blocks": 2},
+    }
+    engine = Stats(
+        idle=True, counts={"offload_blocks": 3}, load_seconds=0.5, load_bytes=4_000 * BLOCK_BYTES
+    )
     return make_report(
         tally,
         verdict or Verdict(),
-        seconds=2.0,
+        counted=counted(tiers, [engine] * 2, is_shared=is_shared),
+        misses=NOTHING_MISSED,
         block_bytes=BLOCK_BYTES,
-        engines=[Stats(idle=True, counts={}, load_seconds=0.5, load_bytes=4_000)] * 2,
-        tiers=TierFigures(
-            {"host-tier": host, "disk-tier": {"offload_blocks_h2d": 5, "fill_blocks": 2}},
-            transfers_of(
-                [snapshot(d2h=(8e9, 2.0)), snapshot(h2disk=(1e9, 1.0), disk2h=(3e9, 1.0))]
-            ),
-        ),
     )
 
 
@@ -85,15 +90,27 @@ def test_the_figures_are_right() -> None:
     assert (report.requests, report.blocks_asked, report.blocks_verified) == (2, 20, 8)
     assert report.hit_rate == {"device": 0.2, "host": 0.15, "disk": 0.05}
     assert report.ttft_ms == {"cached": 2.0, "recomputed": 20.0}
-    paths = {path: (f.blocks, f.bytes, f.gb_per_s) for path, f in report.paths.items()}
+    paths = {path: (f.blocks, f.gb_per_s) for path, f in report.paths.items()}
     assert paths == {
-        "d2h": (8, 8_000, 4.0),
-        "h2d": (8, 8_000, 0.0),  # 8 kB in a second.
-        "h2disk": (5, 5_000, 1.0),
-        "disk2h": (2, 2_000, 3.0),
-        "d2disk": (0, 0, 0.0),
+        "d2h": (8_000_000, 4.0),  # 8 GB in the two seconds until all had moved.
+        "h2d": (8_000, 0.004),
+        "h2disk": (5_000_000, 2.5),
+        "disk2h": (2, 0.0),
+        "d2disk": (0, 0.0),
     }
+    assert all(f.bytes == f.blocks * BLOCK_BYTES for f in report.paths.values())
+    assert (report.seconds, report.moved_seconds) == (1.0, 2.0)
     assert report.passed
+
+
+def test_an_attached_run_counts_what_its_own_engines_moved() -> None:
+    """The tiers' counts are of all engines: what cannot be told apart says so."""
+    report = report_of(is_shared=True)
+    assert report.paths["d2h"].blocks == 6, "three of each engine"
+    assert report.paths["disk2h"].blocks == 1, "what its own requests had from disk"
+    assert {path for path, f in report.paths.items() if f.of_all_engines} == {"h2disk", "d2disk"}
+    written = json.loads(msgspec.json.encode(report))
+    assert written["paths"]["h2disk"]["of_all_engines"] is True
 
 
 def repeated(cached: Finished, recomputed: Finished) -> Report:
@@ -102,7 +119,7 @@ def repeated(cached: Finished, recomputed: Finished) -> Report:
     tally.add(finished())
     tally.add_pair(cached, recomputed)
     return make_report(
-        tally, Verdict(), seconds=0.0, block_bytes=1, engines=[], tiers=TierFigures({}),
+        tally, Verdict(), counted=counted(), misses=NOTHING_MISSED, block_bytes=1,
     )  # fmt: skip
 
 
@@ -155,7 +172,7 @@ def test_a_run_fails_by_each_of_these(request_: Finished, verdict: Verdict) -> N
 def test_a_run_without_requests_divides_by_nothing() -> None:
     """And so does one without a disk."""
     report = make_report(
-        Tally(), Verdict(), seconds=0.0, block_bytes=1, engines=[], tiers=TierFigures({}),
+        Tally(), Verdict(), counted=counted(), misses=NOTHING_MISSED, block_bytes=1,
     )  # fmt: skip
     assert report.passed
     assert report.hit_rate == {"device": 0.0, "host": 0.0, "disk": 0.0}
@@ -176,11 +193,8 @@ def test_misses_are_told_by_reason_and_a_run_that_cannot_explain_them_fails() ->
 
 def missing(reasons: dict[str, int], *, misses: int) -> Report:
     """A run whose lookups have missed blocks."""
-    figures = {f"missed_blocks.{reason}": float(count) for reason, count in reasons.items()}
-    figures["lookup_blocks.miss"] = float(misses)
     return make_report(
-        Tally(), Verdict(), seconds=0.0, block_bytes=1, engines=[],
-        tiers=TierFigures({"host-tier": figures}),
+        Tally(), Verdict(), counted=counted(), misses=Misses(misses, reasons), block_bytes=1,
     )  # fmt: skip
 
 
@@ -193,8 +207,7 @@ def test_the_table_shows_the_paths_that_were_used() -> None:
 
 
 def printed(report: Report) -> str:
-    """The table as text."""
-    console = Console(file=io.StringIO(), width=120)
-    print_report(report, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    """Return the table as text, as in a pipe."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        print_report(report)
+    return output.getvalue()

@@ -160,3 +160,11 @@ def test_etcd_endpoints_are_checked_when_they_are_read() -> None:
     """Goal: a variable of somebody else's ends nothing of ours, unless we were told to use it."""
     with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
         load(KVBM_REGISTRY_URL="etcd", ETCD_ENDPOINTS="ftp://a:1")
+
+
+def test_disk_store_is_in_the_state_directory() -> None:
+    """Unless it is set: a directory to which all write invites others to be first."""
+    settings = load(KVBM_STATE_DIR="/state")
+    assert settings.disk_cache_dirs == (Path("/state/disk"),)
+    settings = load(DYN_KVBM_DISK_CACHE_DIR="/tmp")
+    assert settings.disk_cache_dirs == (Path("/tmp"),)

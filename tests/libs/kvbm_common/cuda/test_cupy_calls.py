@@ -26,7 +26,8 @@ def runtime() -> CupyRuntime:
     runtime._cupy, runtime._cuda = cupy, cupy.cuda.runtime
     runtime._streams = {5: cupy.cuda.Stream.null}
     runtime._copy_rows = cupy.RawKernel(kernels.SOURCE, kernels.COPY_ROWS)
-    runtime._sum_blocks = cupy.RawKernel(kernels.SOURCE, kernels.SUM_BLOCKS)
+    runtime._sum_kibs = cupy.RawKernel(kernels.SOURCE, kernels.SUM_KIBS)
+    runtime._sum_parts = cupy.RawKernel(kernels.SOURCE, kernels.SUM_PARTS)
     return runtime
 
 
@@ -38,9 +39,9 @@ CALLS: dict[str, Callable[[CupyRuntime], object]] = {
     "wait": lambda runtime: runtime.wait(1, 2),
     "copy": lambda runtime: runtime.copy(ADDRESS, ADDRESS, 10, 5),
     "copy_rows": lambda runtime: runtime.copy_rows(ADDRESS, 2, 5),
-    "sum_blocks": lambda runtime: runtime.sum_blocks(
-        regions=ADDRESS, region_count=1, blocks=ADDRESS, block_count=1, block_bytes=256,
-        digests=ADDRESS, stream=5,
+    "sum_parts": lambda runtime: runtime.sum_parts(
+        regions=ADDRESS, parts=ADDRESS, part_count=1, kibs=1, blocks=ADDRESS, block_count=1,
+        scratch=ADDRESS, digests=ADDRESS, stream=5,
     ),
     "register_host": lambda runtime: runtime.register_host(ADDRESS, 4096, read_only=True),
     "unregister_host": lambda runtime: runtime.unregister_host(ADDRESS),

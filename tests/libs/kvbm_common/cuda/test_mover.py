@@ -208,6 +208,21 @@ def test_a_call_that_fails_fails_the_job(
     assert device[:256].all()
 
 
+def test_a_job_that_cannot_be_divided_is_the_only_one_that_fails(
+    runtime: FakeRuntime, memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
+) -> None:
+    """Host memory before the pinned range: its caller hears of it, the next job is copied."""
+    host, device = memory
+    pinning = Pinning(runtime, host.ctypes.data + 8192, SIZE - 8192, slice_bytes=8192)
+    mover = make(runtime, movers, pinning=pinning)
+    copies = pieces(host, device, 1024, 1)
+    with pytest.raises(TransferFailed, match="before the base"):
+        mover.move(copies, deadline_s=DEADLINE_S).result(DEADLINE_S)
+    inside = Copies(copies.rows + np.array([0, 8192, 0], dtype=np.uint64))
+    assert mover.move(inside, deadline_s=DEADLINE_S).result(DEADLINE_S).bytes == 1024
+    assert np.array_equal(device[:1024], host[8192 : 8192 + 1024])
+
+
 def test_a_closed_mover_says_so(
     memory: tuple[np.ndarray, np.ndarray], movers: list[DeviceMover]
 ) -> None:
@@ -226,17 +241,20 @@ def test_a_closed_mover_says_so(
             job.result(DEADLINE_S)
 
 
-def test_the_engine_is_chosen_where_it_stays_ahead() -> None:
-    """One lucky small size does not count."""
+def test_the_engine_is_chosen_where_it_stays_fast_enough() -> None:
+    """One lucky small size does not count. A load must not wait twice as long for the engine; an
+    offload may take four times as long."""
     rates = [
         Rate("h2d", 1024, engine=9, kernel=8),
-        Rate("h2d", 4096, engine=8, kernel=9),
+        Rate("h2d", 4096, engine=4, kernel=9),
         Rate("h2d", 65_536, engine=20, kernel=10),
-        Rate("h2d", 16_384, engine=10, kernel=10),
-        Rate("d2h", 4096, engine=1, kernel=2),
+        Rate("h2d", 16_384, engine=5, kernel=10),
+        Rate("d2h", 1024, engine=1, kernel=4),
+        Rate("d2h", 4096, engine=3, kernel=12),
     ]
     assert choose(rates, "h2d") == 16_384
-    assert choose(rates, "d2h") == 4097
+    assert choose(rates, "d2h") == 1024
+    assert choose([Rate("d2h", 4096, engine=1, kernel=5)], "d2h") == 4097
     assert choose([], "d2h") == 0
 
 
@@ -277,7 +295,7 @@ def test_the_doctor_sees_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measure_module, "CupyRuntime", runtime)
     monkeypatch.setattr(
-        measure_module, "measure", lambda _: [Rate("d2h", 4096, 9, 8), Rate("h2d", 4096, 7, 8)]
+        measure_module, "measure", lambda _: [Rate("d2h", 4096, 9, 8), Rate("h2d", 4096, 3, 8)]
     )
     lines, error = measure_module.look(2)
     assert lines == (

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from kvbm_common.checksum import block_checksum, part_checksums, unpack_sums
 from kvbm_common.copying.rank_pieces import RankPieces
+from kvbm_common.cuda.device_sums import DeviceSums
 from kvbm_common.cuda.lending import MAGIC, DeviceMemory, export, unwrap, wrap
 from kvbm_common.cuda.pulling import DevicePuller
-from kvbm_common.cuda.reading import DeviceReader, DeviceSums, Gpu
+from kvbm_common.cuda.reading import DeviceReader, Gpu
 from kvbm_common.cuda.runtime import Allocation, CudaError, CudaUnavailable
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.layout import device_pieces, slot_pieces

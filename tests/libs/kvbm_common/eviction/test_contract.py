@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvbm_cli.replay import ROOT, hits_of, requests_of
-from kvbm_common.eviction import POLICIES, EvictionPolicy, make_policy
+from kvbm_common.eviction import POLICIES, Adaptive, EvictionPolicy, make_policy
 from kvbm_common.eviction.prefix import PrefixPolicy
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.slots import Block
@@ -91,6 +91,11 @@ class PolicyMachine(RuleBasedStateMachine):
             assert len(victims) == len(set(victims)) == min(count, len(self.policy))
             assert set(victims) <= free
         assert len(self.policy) == len(free)
+
+    @invariant()
+    def adaptive_holds(self) -> None:
+        if isinstance(self.policy, Adaptive):
+            self.policy.check()
 
     @invariant()
     def prefix_takes_leaves_first(self) -> None:
@@ -216,3 +221,55 @@ def test_many_leaves_or_few(leaf_count: int) -> None:
         for number in range(1, 3 * leaf_count + 1):
             if number % 3 and name(number) in order:
                 assert order[name(number + 1)] < order[name(number)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    moves=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 6), st.booleans()), min_size=1, max_size=30
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_a_run_of_blocks_is_as_many_single_ones(
+    policy: str, moves: list[tuple[int, int, bool]]
+) -> None:
+    """Goal: a lookup's blocks go to the policy together, and nothing is other by that."""
+    together, single = make_policy(policy, 8), make_policy(policy, 8)
+    here = list[SequenceHash]()
+    for first, count, leaves in moves:
+        run = [name(number) for number in range(first, first + count)]
+        for block, parent in zip(run, (ROOT, *run), strict=False):
+            if block not in here:
+                here.append(block)
+                together.admit(block, parent)
+                single.admit(block, parent)
+        together.touch_all(run)
+        together.hold_all(run)
+        for block in run:
+            single.touch(block)
+            single.hold(block)
+        assert together.victims(30) == single.victims(30)
+        together.free_all(run[::-1])
+        for block in run[::-1]:
+            single.free(block)
+        assert len(together) == len(single) == len(here)
+        assert together.victims(30) == single.victims(30)
+        if leaves:
+            [victim] = single.victims(1)
+            here.remove(victim)
+            together.forget(victim)
+            single.forget(victim)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_is_not_held_or_freed_twice(policy: str) -> None:
+    """The table's accounts and the policy's must not part."""
+    made = make_policy(policy, 8)
+    made.admit(name(1), ROOT)
+    with pytest.raises(AssertionError):
+        made.free_all([name(1)])
+    held = make_policy(policy, 8)
+    held.admit(name(1), ROOT)
+    held.hold_all([name(1)])
+    with pytest.raises((AssertionError, KeyError)):
+        held.hold_all([name(1)])

@@ -37,7 +37,7 @@ def pair(capacity: int = 64) -> tuple[MissFilter, MissFilterReader, bytearray]:
     """Return an open filter, its reader and their memory."""
     memory = bytearray(size_of(capacity))
     writer = MissFilter(memoryview(memory), owner=OWNER, epoch=EPOCH)
-    writer.switch(FilterState.OPEN)
+    writer.switch(FilterState.COMPLETE)
     return writer, MissFilterReader(memory, owner=OWNER, epoch=EPOCH), memory
 
 
@@ -59,7 +59,7 @@ def test_a_name_that_is_there_is_never_denied(
         left = list(dict.fromkeys(left))
         writer.change(new, left)
         model.subtract(left)
-        assert not any(reader.lacks_any([name]) for name in +model)
+        assert not any(reader.denies_any([name]) for name in +model)
     writer.change([], list((+model).elements()))
     if STUCK not in memory[HEADER_BYTES:]:
         assert not any(memory[HEADER_BYTES:])
@@ -82,7 +82,7 @@ def test_names_are_added_before_others_leave() -> None:
 
     writer.change([name], Leaving([name]))
     assert seen == [2]
-    assert not reader.lacks_any([name])
+    assert not reader.denies_any([name])
 
 
 def test_at_its_capacity_one_name_of_a_hundred_is_affirmed_wrongly_at_most() -> None:
@@ -90,7 +90,7 @@ def test_at_its_capacity_one_name_of_a_hundred_is_affirmed_wrongly_at_most() -> 
     names = names_of([*range(20_000)])
     writer.change(names, [])
     others = names_of([*range(20_000, 40_000)])
-    wrong = sum(not reader.lacks_any([name]) for name in others)
+    wrong = sum(not reader.denies_any([name]) for name in others)
     assert 0 < wrong < 0.01 * len(others)
     assert len(memory) == HEADER_BYTES + 20_000 * COUNTERS_PER_NAME
     writer.change([], names)
@@ -101,17 +101,17 @@ def test_one_missing_name_of_several_is_enough() -> None:
     writer, reader, _ = pair()
     here, gone = names_of([1, 2])
     writer.change([here], [])
-    assert reader.lacks_any([here, gone])
-    assert not reader.lacks_any([here])
-    assert not reader.lacks_any([])
+    assert reader.denies_any([here, gone])
+    assert not reader.denies_any([here])
+    assert not reader.denies_any([])
 
 
-@pytest.mark.parametrize("state", [FilterState.CLOSED, FilterState.ENDED])
+@pytest.mark.parametrize("state", [FilterState.PARTIAL, FilterState.ENDED])
 def test_a_filter_that_is_not_open_denies_nothing(state: FilterState) -> None:
     writer, reader, _ = pair()
-    assert reader.lacks_any(names_of([1]))
+    assert reader.denies_any(names_of([1]))
     writer.switch(state)
-    assert not reader.lacks_any(names_of([1]))
+    assert not reader.denies_any(names_of([1]))
 
 
 def test_a_filter_that_has_ended_names_the_next_one() -> None:
@@ -136,9 +136,9 @@ def test_files_lie_beside_the_arena(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["arena-names-2"]
     Path(arena).touch()
     writer = MissFilter(file.view(0, file.bytes), owner=OWNER, epoch=EPOCH)
-    writer.switch(FilterState.OPEN)
+    writer.switch(FilterState.COMPLETE)
     reader = MissFilterReader(miss_filter.map_file(arena, 2), owner=OWNER, epoch=EPOCH)
-    assert reader.lacks_any(names_of([1]))
+    assert reader.denies_any(names_of([1]))
     with pytest.raises(ArenaUnavailable):
         miss_filter.map_file(arena, 1)
     file.close()
@@ -176,4 +176,4 @@ def test_a_state_that_there_is_not_is_the_end() -> None:
     _, reader, memory = pair()
     memory[24] = 7
     assert reader.state is FilterState.ENDED
-    assert not reader.lacks_any(names_of([1]))
+    assert not reader.denies_any(names_of([1]))

@@ -31,7 +31,9 @@ async def fail(payload: bytes) -> bytes:
 @asynccontextmanager
 async def publishing(bus: Bus, **limits: int) -> AsyncIterator[EventPublisher]:
     """A running publisher of source `sim-0`."""
-    publisher = EventPublisher(bus, EVENTS, source="sim-0", counters=bus.counters, **limits)
+    publisher = EventPublisher(
+        bus, EVENTS, source="sim-0", counters=bus.counters, metrics_prefix="kvbm", **limits
+    )
     task = asyncio.create_task(publisher.run())
     yield publisher
     task.cancel()

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from kvbm_common.nats.direct_client import DirectClient
 from kvbm_common.nats.raw_messages import RawMessage
 
+from tests.waiting import wait_until
+
 DIRECT, OTHER = 7, 8
 STATUS = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 3\r\n\r\n"
 PLAIN = b"NATS/1.0\r\nNats-Msg-Id: a:1:2\r\nTwo:  words \r\n\r\n"
@@ -136,3 +138,44 @@ async def test_a_lost_connection_is_no_error_of_who_drains_it() -> None:
         transport.write(b"PING\r\n")
         await transport.drain()
         await transport.wait_closed()
+
+
+async def test_two_wait_for_the_end_of_one_connection() -> None:
+    """Goal: a wait that ends at its deadline cancels nobody else's; afterwards one more returns."""
+
+    left = asyncio.Event()
+
+    async def stay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        left.set()
+
+    async with await asyncio.start_server(stay, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        transport: Any = library.TcpTransport()  # type: ignore[attr-defined,no-untyped-call]
+        await transport.connect(
+            urlsplit(f"nats://127.0.0.1:{port}"), buffer_size=1024, connect_timeout=2
+        )
+        await asyncio.gather(transport.wait_closed(), transport.wait_closed())
+        await transport.wait_closed()
+        await asyncio.wait_for(left.wait(), 5)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_an_end_that_is_not_waited_for_is_whole(nats_url: str, turns: int) -> None:
+    """Goal: who gives up waiting for the end of a connection leaves no task of it behind."""
+    before = asyncio.all_tasks()
+    client = DirectClient()
+    await client.connect(nats_url)
+    await client.subscribe("a", cb=_nothing)
+    closing = asyncio.create_task(client.close())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait({closing})
+    await asyncio.wait_for(client.close(), 5)
+    await wait_until(lambda: asyncio.all_tasks() <= before)
+
+
+async def _nothing(_: object) -> None: ...

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
 import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.wire.events import Cleared, Event, Removed, Run, Stored
+from kvbm_common.wire.packed_events import PACKED_BLOCKS_MAX, events_on
 
 from tests.libs.kvbm_common.nats.speaking import DEADLINE_S, publishing, put, read
 from tests.waiting import wait_until
@@ -74,3 +79,160 @@ async def test_an_event_on_no_subject_is_dropped_alone(bus: Bus, name: str) -> N
         assert await read(subscription, 3) == [1, 3]
         await publisher.flush(deadline_s=DEADLINE_S)
     assert bus.counters.value("kvbm_events_dropped_total", reason="invalid_subject") == 1
+
+
+# ---- packed events ---------------------------------------------------------------------------
+
+
+def stored(seq: int, blocks: int = 1, source: str = "sim-0") -> Stored:
+    """An event whose blocks have the number of the event in their names."""
+    names = [f"{seq:016x}{number:016x}" for number in range(blocks)]
+    run = Run(parent=f"{seq - 1:016x}{0:016x}", hashes=names)
+    return Stored(
+        host="h", source=source, tier="device", epoch=1, seq=seq, ts_ms=9, namespace="0" * 64,
+        runs=[run],
+    )  # fmt: skip
+
+
+def removed(seq: int) -> Removed:
+    """The removal of a block."""
+    return Removed(
+        host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=9, namespace="0" * 64,
+        hashes=["f" * 32], reason="evicted",
+    )  # fmt: skip
+
+
+def cleared(seq: int) -> Cleared:
+    """The end of all blocks."""
+    return Cleared(
+        host="h", source="sim-0", tier="device", epoch=1, seq=seq, ts_ms=9, reason="admin"
+    )
+
+
+async def read_events(bus: Bus, last: int) -> list[tuple[str, list[Event]]]:
+    """What each message of the stream has, by kind of its subject, until an event's number."""
+    found: list[tuple[str, list[Event]]] = []
+    async with asyncio.timeout(DEADLINE_S), bus.event_subscription() as subscription:
+        async for batch in subscription:
+            for message in batch:
+                events = events_on(message.subject, message.payload)
+                found.append((message.subject.rpartition(".")[2], events))
+            if found[-1][1][-1].seq == last:
+                break
+    return found
+
+
+async def test_what_is_said_in_one_turn_is_one_message(bus: Bus) -> None:
+    """Goal: nothing is lost, and order is kept around a clear, which is never packed."""
+    said: list[Event] = [cleared(1), stored(2), stored(3), removed(4), cleared(5), stored(6)]
+    async with publishing(bus) as publisher:
+        for one in said:
+            publisher.publish_event(one)
+        assert publisher.pending == 6
+        await publisher.flush(deadline_s=DEADLINE_S)
+        assert publisher.pending == 0
+    messages = await read_events(bus, 6)
+    assert [(kind, len(events)) for kind, events in messages] == [
+        ("cleared", 1), ("packed", 3), ("cleared", 1), ("packed", 1),
+    ]  # fmt: skip
+    assert [one for _, events in messages for one in events] == said
+    assert bus.counters.value("kvbm_events_published_total") == 6
+    assert bus.counters.value("kvbm_event_messages_total") == 4
+
+
+async def test_where_a_reader_knows_json_only_each_event_has_its_message(bus: Bus) -> None:
+    """Goal: a rolling upgrade. Method: what the registry says changes between two events."""
+    async with publishing(bus) as publisher:
+        publisher.publish_event(stored(1))
+        bus.packs_events = lambda: False
+        for seq in (2, 3):
+            publisher.publish_event(stored(seq))
+        bus.packs_events = lambda: True
+        publisher.publish_event(stored(4))
+        await publisher.flush(deadline_s=DEADLINE_S)
+    assert await read_events(bus, 4) == [
+        ("packed", [stored(1)]), ("stored", [stored(2)]), ("stored", [stored(3)]),
+        ("packed", [stored(4)]),
+    ]  # fmt: skip
+
+
+async def test_message_has_no_more_blocks_than_a_reader_takes_at_once(bus: Bus) -> None:
+    """Goal: messages are cut at PACKED_BLOCKS_MAX; an event that is larger goes alone."""
+    sizes = [PACKED_BLOCKS_MAX - 1, 1, 1, PACKED_BLOCKS_MAX + 1, 2]
+    async with publishing(bus) as publisher:
+        for seq, blocks in enumerate(sizes, start=1):
+            publisher.publish_event(stored(seq, blocks))
+        await publisher.flush(deadline_s=DEADLINE_S)
+    messages = await read_events(bus, 5)
+    assert [[one.seq for one in events] for _, events in messages] == [[1, 2], [3], [4], [5]]
+
+
+async def test_a_hole_and_a_new_life_end_a_message(bus: Bus) -> None:
+    """Goal: the numbers of a message follow each other, so that a reader sees each hole."""
+    again = msgspec.structs.replace(stored(1), epoch=2)
+    async with publishing(bus) as publisher:
+        for one in (stored(1), stored(2), stored(4), again):
+            publisher.publish_event(one)
+        await publisher.flush(deadline_s=DEADLINE_S)
+    messages = await read_events(bus, 1)
+    assert [events for _, events in messages] == [[stored(1), stored(2)], [stored(4)], [again]]
+
+
+async def test_packed_messages_that_are_sent_again_are_stored_once(
+    bus: Bus, nats_server: NatsServer
+) -> None:
+    """Goal: no event twice and none missing over deaths of NATS, whatever was acknowledged."""
+    async with publishing(bus) as publisher:
+        for first in (1, 101, 201):
+            for seq in range(first, first + 100):
+                publisher.publish_event(stored(seq))
+                if seq % 10 == 0:
+                    await asyncio.sleep(0)
+            nats_server.kill()
+            await nats_server.start()
+        await publisher.flush(deadline_s=DEADLINE_S)
+    messages = await read_events(bus, 300)
+    assert [one.seq for _, events in messages for one in events] == list(range(1, 301))
+    assert len(messages) < 300
+
+
+async def test_full_outbox_counts_the_events_of_what_it_drops(
+    bus: Bus, nats_server: NatsServer
+) -> None:
+    """Goal: the oldest messages go, and the counter is of events."""
+    half = PACKED_BLOCKS_MAX // 2
+    async with publishing(bus, outbox_max=2) as publisher:
+        nats_server.kill()
+        await wait_until(lambda: not bus.connected)
+        for seq in range(1, 9):
+            publisher.publish_event(stored(seq, half))
+        assert publisher.pending == 4
+        await nats_server.start()
+        await publisher.flush(deadline_s=DEADLINE_S)
+    messages = await read_events(bus, 8)
+    assert [[one.seq for one in events] for _, events in messages] == [[5, 6], [7, 8]]
+    assert bus.counters.value("kvbm_events_dropped_total", reason="outbox_full") == 4
+
+
+async def test_event_without_a_time_gets_that_of_its_message(bus: Bus) -> None:
+    """Goal: a core has no clock, and its shell need not stamp each event."""
+    async with publishing(bus) as publisher:
+        for seq in (1, 2):
+            publisher.publish_event(msgspec.structs.replace(stored(seq), ts_ms=0))
+        await publisher.flush(deadline_s=DEADLINE_S)
+    ((kind, events),) = await read_events(bus, 2)
+    assert kind == "packed"
+    assert events[0].ts_ms == events[1].ts_ms > 1_700_000_000_000
+
+
+@pytest.mark.parametrize("name", ["e\n", "e f", "", "*", ">"])
+async def test_packed_events_on_no_subject_are_dropped_alone(bus: Bus, name: str) -> None:
+    """Goal: a source with a name that NATS refuses holds up no other, and no end of a service."""
+    async with publishing(bus) as publisher:
+        publisher.publish_event(stored(1, source=name))
+        await publisher.flush(deadline_s=DEADLINE_S)
+        publisher.publish_event(stored(2))
+        publisher.publish_event(stored(2, source=name))
+        await publisher.flush(deadline_s=DEADLINE_S)
+    assert await read_events(bus, 2) == [("packed", [stored(2)])]
+    assert bus.counters.value("kvbm_events_dropped_total", reason="invalid_subject") == 2

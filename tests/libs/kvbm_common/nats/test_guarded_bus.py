@@ -26,6 +26,8 @@ from tests.security.operator_mode import write_operator
 from tests.waiting import wait_until
 
 SOON_S = 3.0
+REFUSED_S = 1.0
+"""A refusal is tried again until then: a first one comes within milliseconds."""
 EVENT_COUNT = 3_000
 """So many that the server asks for flow control."""
 USERS = {"users": [{"user": "u", "password": "first"}]}
@@ -86,7 +88,7 @@ async def works(access: NatsAccess | str, *, count: int = 10) -> None:
 async def refused(access: NatsAccess | str) -> str:
     """Return why there is no connection."""
     with pytest.raises(BusUnavailable) as caught:
-        await Bus.connect(access, "test", deadline_s=SOON_S)
+        await Bus.connect(access, "test", deadline_s=REFUSED_S)
     return str(caught.value)
 
 

@@ -55,9 +55,12 @@ def test_a_short_age_shortens_the_memory_for_duplicates() -> None:
 @pytest.mark.parametrize(
     ("held", "most", "age_s", "horizon_s"),
     [
-        (10, 100, 3600, 3600),
+        (10, 100, 3600, math.inf),
+        (10, 100, 310, 310),
         (95, 100, 3600, 300),
-        (95, -1, 3600, 3600),
+        (95, 100, 310, 300),
+        (95, -1, 3600, math.inf),
+        (95, -1, 310, 310),
         (10, 100, 0, math.inf),
     ],
 )
@@ -67,3 +70,15 @@ def test_the_horizon_is_the_oldest_message_where_size_ends_messages(
     state = StreamState(1, 9, bytes=held, first_ts=NOW - timedelta(seconds=300))
     sizes = StreamSizes(max_bytes=most, max_age=age_s * 10**9)
     assert StreamInfo(NOW, state, sizes).horizon_s(NOW) == horizon_s
+
+
+def test_the_horizon_does_not_jump_when_the_size_begins_to_end_messages() -> None:
+    """Goal: no false alert by slope. A steady source fills the stream in three of its six hours."""
+    sizes, found = StreamSizes(max_bytes=10_800, max_age=6 * 3600 * 10**9), []
+    for age_s in range(0, 6 * 3600, 60):
+        held = min(age_s, 10_800)
+        state = StreamState(1, 9, bytes=held, first_ts=NOW - timedelta(seconds=held))
+        found.append(StreamInfo(NOW, state, sizes).horizon_s(NOW))
+    known = [horizon_s for horizon_s in found if horizon_s < math.inf]
+    assert known == sorted(known)
+    assert known[-1] == 10_800

@@ -150,7 +150,9 @@ async def test_slow_clock_of_who_finds_the_store_empty_is_made_up_for(
     etcd_server.empty()
     await etcd_server.start()
     slow = {"key": base64_of(CREATED), "value": base64_of("1000")}
-    await etcd_server.administer("kv/put", slow)
+    missing = {"key": slow["key"], "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+    stamp = {"compare": [missing], "success": [{"request_put": slow}]}
+    await etcd_server.administer("kv/txn", stamp)  # A survivor may have been there first.
     await wait_until_entered(theirs, "0")
     later = await theirs.register("index", "h", "1")
     assert later.epoch > registration.epoch

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.runtime.loop import BURST_MS, QUIET_TICK_MS, CoreLoop
+from kvbm_common.wire.bounds import Fill
 
 from tests.waiting import wait_until
 
@@ -206,3 +207,113 @@ async def test_what_a_step_asks_for_leaves_before_the_next_step() -> None:
     sender.cancel()
     assert sent == [["ask!"]]
     assert core.seen == ["ask!", "1", "2", "3"]
+
+
+# --- turns and settling -------------------------------------------------------------------------
+
+
+async def test_a_turn_takes_what_waits_at_once() -> None:
+    """Goal: an input has its step in the turn of the event loop in which it came."""
+    core, loop = make()
+    async with running(loop):
+        await asyncio.sleep(0)
+        assert loop.hand_in("a")
+        assert loop.hand_in("b")
+        loop.turn_nowait()
+        assert core.seen == ["a", "b"]
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+
+
+async def test_no_turn_is_taken_before_run_or_after_it() -> None:
+    """Goal: only a running loop owns its core; what was handed in waits."""
+    core, loop = make()
+    assert loop.hand_in("a")
+    loop.turn_nowait()
+    assert core.seen == []
+    async with running(loop):
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert loop.hand_in("b")
+    loop.turn_nowait()
+    assert core.seen == ["a"]
+
+
+async def test_inputs_beyond_the_inbox_are_refused_and_counted() -> None:
+    """Goal: handing in is bounded like an offer."""
+    _, loop = make(inbox_size=1)
+    assert loop.hand_in("a")
+    assert not loop.hand_in("b")
+    assert loop.fill().dropped == 1
+
+
+async def test_effects_in_flight_have_their_turns_before_the_next_step() -> None:
+    """Goal: a turn that starts an async effect is followed by no other until that was begun."""
+    begun: list[str] = []
+
+    async def carry_out(effect: str) -> None:
+        begun.append(effect)
+
+    core, loop = make(carry_out)
+    async with running(loop):
+        await asyncio.sleep(0)
+        loop.hand_in("go!")
+        loop.turn_nowait()
+        loop.hand_in("next")
+        loop.turn_nowait()
+        assert (core.seen, begun) == (["go!"], [])
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+        assert (core.seen, begun) == (["go!", "next"], ["go!"])
+
+
+async def test_a_core_settles_when_no_input_waits() -> None:
+    """Goal: what no answer waits for is done behind the last of the inputs, and carried out."""
+    core, carried = Recorder(), list[str]()
+
+    def settle() -> Sequence[str]:
+        is_new = bool(core.seen) and core.seen[-1] != "settled"
+        core.seen += ["settled"] * is_new
+        return ["late!"] * is_new
+
+    loop: CoreLoop[str, str] = CoreLoop(core, carried.append, inbox_size=4, settle=settle)
+    async with running(loop):
+        await loop.offer("a", deadline_s=DEADLINE_S)
+        await loop.offer("b", deadline_s=DEADLINE_S)
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert (core.seen, carried) == (["a", "b", "settled"], ["late!"])
+
+
+async def test_what_settling_completes_is_the_next_input() -> None:
+    """Goal: an effect of `settle` that answers at once wakes the loop like any other."""
+    core, late = Recorder(), ["late!"]
+
+    def settle() -> Sequence[str]:
+        return [late.pop()] if late and core.seen else []
+
+    loop: CoreLoop[str, str] = CoreLoop(core, lambda effect: "done", inbox_size=4, settle=settle)
+    async with running(loop):
+        await loop.offer("a", deadline_s=DEADLINE_S)
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert core.seen == ["a", "done"]
+
+
+async def test_a_flooded_lane_does_not_delay_another() -> None:
+    """Goal: what comes last, in a lane of its own, waits for one step of the flood."""
+    core, loop = make(inbox_size=20)
+    for number in range(9):
+        assert loop.offer_nowait(f"flood {number}", lane="loud")
+    assert loop.hand_in("lookup", lane="quiet")
+    async with running(loop):
+        await loop.wait_idle(deadline_s=DEADLINE_S)
+    assert core.seen.index("lookup") == 1
+    flood = [one for one in core.seen if one != "lookup"]
+    assert flood == [f"flood {number}" for number in range(9)]
+
+
+async def test_a_lane_takes_half_of_the_queue_at_most() -> None:
+    """Goal: others still find room, and the refusals are counted."""
+    _, loop = make(inbox_size=4)
+    taken = [loop.offer_nowait("flood", lane="loud") for _ in range(5)]
+    assert taken == [True, True, False, False, False]
+    assert loop.fill() == Fill(2, 4, 3)
+    assert loop.hand_in("lookup", lane="quiet")
+    assert loop.offer_nowait("nameless")
+    assert not loop.offer_nowait("one more")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import socket
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,16 +44,16 @@ def test_the_port_above_is_free_as_well(monkeypatch: pytest.MonkeyPatch) -> None
     """The one for replays was once another process's."""
     free = free_port(also_above=10)
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", free_port()))
         taken = other.getsockname()[1]
-        monkeypatch.setattr(processes, "_DICE", Dice(taken, taken - 10, free))
+        monkeypatch.setattr(processes, "_next_number", numbers(taken, taken - 10, free))
         assert free_port(also_above=10) == free
 
 
 def test_when_all_are_taken_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(processes, "_DICE", Dice(*[other.getsockname()[1]] * 100))
+        other.bind(("127.0.0.1", free_port()))
+        monkeypatch.setattr(processes, "_next_number", numbers(*[other.getsockname()[1]] * 100))
         with pytest.raises(OSError, match=r"no free TCP port found on 127\.0\.0\.1") as failed:
             free_port()
         assert failed.value.errno == errno.EADDRINUSE
@@ -62,11 +65,21 @@ def test_an_address_of_another_machine_is_no_port_taken() -> None:
     assert failed.value.errno == errno.EADDRNOTAVAIL
 
 
-class Dice:
-    """Throws what it was told."""
+def test_no_port_comes_twice_soon() -> None:
+    """Goal: what was found and is not open yet is not found again, by this process or a fork."""
+    found = [free_port() for _ in range(1_000)]
+    assert len(set(found)) == len(found)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as fork:
+        others = list(fork.map(free_port, ["127.0.0.1"] * 3))
+    assert set(others).isdisjoint([*found[-20:], *(free_port() for _ in range(3))])
 
-    def __init__(self, *throws: int) -> None:
-        self._throws = iter(throws)
 
-    def randrange(self, _first: int, _end: int) -> int:
-        return next(self._throws)
+def test_a_row_of_ports_above_one_is_no_other_ones() -> None:
+    """An engine's ranks listen on ports in a row, from the one that was found for them on."""
+    rows = [range(port, port + 50) for port in (free_port() for _ in range(20))]
+    assert len({port for row in rows for port in row}) == 20 * 50
+
+
+def numbers(*ports: int) -> Callable[[], int]:
+    """The numbers that stand for these ports, in turn."""
+    return iter([port - 10_000 for port in ports]).__next__

@@ -17,7 +17,7 @@ from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import free_port
 from kvbm_common.service import http_port as module
-from kvbm_common.service.http_port import http_port
+from kvbm_common.service.http_port import http_port, open_listener
 from kvbm_common.service.process import BAD_SETTINGS, ServiceContext, serve
 from kvbm_common.wire.verbs import StatsReply
 from prometheus_client import Metric
@@ -103,6 +103,16 @@ def free(port: int) -> bool:
     """Nothing listens there."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_connection_sends_small_pieces_at_once() -> None:
+    """A body behind its headers is not held back until the client has acknowledged those."""
+    with (
+        open_listener("127.0.0.1", 0, address_variable="A", port_variable="P") as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 async def test_a_port_that_is_taken_ends_the_service(caplog: pytest.LogCaptureFixture) -> None:

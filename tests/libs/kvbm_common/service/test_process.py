@@ -7,10 +7,13 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError
 from kvbm_common.nats.embedded_server import NatsServer
+from kvbm_common.nats.jetstream import publish_acknowledged
+from kvbm_common.nats.streams import REGISTRY, REGISTRY_BUCKET
 from kvbm_common.registry.etcd import EtcdRegistry
 from kvbm_common.registry.records import Left, RegistryEvent
 from kvbm_common.service.process import (
@@ -58,6 +61,30 @@ async def test_service_knows_who_it_is(nats_server: NatsServer) -> None:
         assert record.epoch == sample.context.epoch
         stopping.set()
         assert await life == 0
+
+
+@pytest.mark.parametrize("form", ["packed", "json"])
+async def test_events_are_json_while_a_service_is_there_that_reads_nothing_else(
+    nats_server: NatsServer, form: str
+) -> None:
+    """Goal: services of two releases side by side. 1. An index of the one before joins, whose
+    record has no word of packed events. 2. It dies."""
+    stopping, sample = asyncio.Event(), Sample()
+    own = settings(nats_server, events_form=form)
+    life = asyncio.create_task(serve("sample", sample.main, own, stopping))
+    async with asyncio.timeout(DEADLINE_S):
+        await sample.started.wait()
+    assert sample.context is not None
+    bus = sample.context.bus
+    assert bus.packs_events() is (form == "packed")
+    record = {"kind": "index", "host": "h", "instance": "9", "epoch": 7, "pid": 1,
+              "started_ms": 0, "ttl_s": 1.0}  # fmt: skip
+    subject = f"$KV.{REGISTRY_BUCKET}.services.index.h.9"
+    await publish_acknowledged(bus, REGISTRY, subject, msgspec.json.encode(record))
+    await wait_until(lambda: not bus.packs_events())
+    await wait_until(lambda: bus.packs_events() is (form == "packed"))
+    stopping.set()
+    assert await life == 0
 
 
 async def test_service_waits_for_nats(nats_server: NatsServer) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
-from kvbm_common.tier.leases import Lease, LeaseTable
+from hypothesis import given
+from hypothesis import strategies as st
+from kvbm_common.tier.leases import COUNT_MAX, Lease, LeaseTable
 
 
 def granted(table: LeaseTable, owner: str, deadline_ms: int, *slots: int) -> Lease:
@@ -81,6 +85,38 @@ def test_ids_are_never_reused_and_never_zero() -> None:
         table.release(lease.id)
     assert ids == sorted(set(ids))
     assert 0 not in ids
-    assert granted(LeaseTable(epoch=7), "ada", 1).id == (7 << 32) + 1
+    assert granted(LeaseTable(epoch=7), "ada", 1).id == (7 << 24) + 1
     with pytest.raises(AssertionError):
         LeaseTable(epoch=-1)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2**29 - 1, 2**53 - 1, 2**63 - 1])
+def test_ids_are_exact_in_json_for_every_reader(epoch: int) -> None:
+    """Goal: no reader rounds an id that it gives back; most have 53 bits for a number."""
+    assert 0 < granted(LeaseTable(epoch), "ada", 1).id + COUNT_MAX - 1 < 2**53
+
+
+ACTS = st.tuples(st.sampled_from(["grant", "release", "tick"]), st.integers(0, 9))
+
+
+@given(st.lists(ACTS, min_size=20, max_size=60))
+def test_a_count_that_begins_again_meets_no_running_lease(acts: list[tuple[str, int]]) -> None:
+    """1. The count ends at 3. 2. Leases come, go and run out. 3. As with ids without an end, each
+    ends once, at its own deadline or by its own release."""
+    with mock.patch("kvbm_common.tier.leases.COUNT_MAX", 3):
+        table, running, now_ms = LeaseTable(), dict[int, Lease](), 0
+        for act, number in acts:
+            if act == "grant" and len(running) < 2:
+                lease = granted(table, "ada", now_ms + 1 + number, number)
+                assert lease.id not in running
+                running[lease.id] = lease
+            elif act == "release" and running:
+                lease_id = sorted(running)[number % len(running)]
+                assert table.release(lease_id) == running.pop(lease_id)
+            elif act == "tick":
+                now_ms += number
+                due = {one.id for one in running.values() if one.deadline_ms <= now_ms}
+                assert {one.id for one in table.expire(now_ms)} == due
+                running = {one.id: one for one in running.values() if one.id not in due}
+            assert {one.id for one in table.all()} == running.keys()
+            table.check()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.tier import kv_groups
-from kvbm_common.wire import admin, events, local, scores, verbs
+from kvbm_common.wire import admin, events, local, packed_events, routes, scores, verbs
 from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, JsonCodec, MsgpackCodec, WireError
 
 from tests.libs.wire_examples import EXAMPLES, GOLDEN, STORED, Example
@@ -65,7 +65,7 @@ def test_every_message_has_an_example_and_every_golden_file_a_message() -> None:
     """Every top-level message of the modules is pinned; no golden file is left over."""
     messages = {
         one
-        for module in (admin, events, local, scores, verbs)
+        for module in (admin, events, local, packed_events, routes, scores, verbs)
         for one in vars(module).values()
         if isinstance(one, type) and issubclass(one, msgspec.Struct) and one.__name__[0] != "_"
         if "v" in one.__struct_fields__

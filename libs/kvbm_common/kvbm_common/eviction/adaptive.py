@@ -1,0 +1,195 @@
+"""`adaptive`: LRU, or two orders with a protected part, whichever hits more on this load.
+
+Blocks that were used once wait in one order, those that were used again in another; both as LRU
+would have them, leaves before their parents. What differs is whose oldest block leaves:
+
+    LRU         the one that was freed the longest ago, whichever order it is in
+    protected   one used once. Those used again hold a part of the slots; beyond that part their
+                oldest goes back to the others (segmented LRU, Karedla et al. 1994)
+    remembered  besides, what comes back soon after it was evicted counts as used again (2Q,
+                Johnson and Shasha 1994)
+
+A `Contest` says which is best, and how large the part is. It begins with LRU.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from itertools import chain, islice
+from operator import itemgetter
+
+from kvbm_common.eviction.contest import Contest
+from kvbm_common.eviction.lru import FreeOrder
+from kvbm_common.eviction.recent_names import RecentNames
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import BlockColumns
+
+BATCH_MAX = 64
+"""Sampled uses that wait for a block to be freed: no step of the tier runs more of them."""
+LEAVE_MAX = 2
+"""Blocks that go back to those used once when one is freed: a smaller part is reached in steps."""
+
+
+class Adaptive:
+    """Eviction that finds its way. The same calls give the same victims, in every process."""
+
+    def __init__(self, slot_count: int = 0, contest: Contest | None = None) -> None:
+        self._slot_count = slot_count
+        self._former = FreeOrder()
+        """Of a former life: the oldest of those used once."""
+        self._once: OrderedDict[SequenceHash, int] = OrderedDict()
+        """Free blocks, and the run of frees in which each was freed."""
+        self._again: OrderedDict[SequenceHash, int] = OrderedDict()
+        self._reused: set[SequenceHash] = set()
+        """Of the other blocks those that belong to `_again` when they are freed."""
+        self._run = 0
+        self._run_is_again = False
+        """Frees into one order, one after the other, are a run: they share its number, and so its
+        memory. Within a run the order itself says which came first."""
+        self._here = 0
+        """Blocks, free or held."""
+        self._departed = RecentNames()
+        self._uses: list[SequenceHash] = []
+        """Sampled blocks that were used, and not freed yet."""
+        self.contest = contest or Contest(slot_count)
+        self._sampled_below = self.contest.sampled_below
+        self._sampled_byte = (self._sampled_below - 1 >> 16) + 1
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take over the way that leads the contest."""
+        way = self.contest.way
+        self._is_lru = not way.protected
+        self._remembers = way.remembers
+        self._again_max = int((way.protected or 1.0) * self._slot_count)
+
+    # --- what the tier tells ----------------------------------------------------------------
+
+    def fill(self, former: BlockColumns) -> None:
+        assert not len(self), f"{len(self)} blocks are here already"
+        self._former.fill(former)
+        self._here = len(former)
+
+    def admit(self, block: SequenceHash, parent: SequenceHash) -> None:
+        assert block not in self._once, f"{block.hex()} is here already"
+        assert block not in self._again, f"{block.hex()} is here already, and was used again"
+        self._here += 1
+        self._once[block] = self._run_of(again=False)
+        if self._remembers and block in self._departed:
+            self._reused.add(block)
+        if block[-1] < self._sampled_byte:
+            self._sample(block)
+
+    def touch(self, block: SequenceHash) -> None:
+        self._reused.add(block)
+        if block[-1] < self._sampled_byte:
+            self._sample(block)
+
+    def touch_all(self, blocks: Sequence[SequenceHash]) -> None:
+        self._reused.update(blocks)
+        below = self._sampled_byte
+        for block in blocks:
+            if block[-1] < below:
+                self._sample(block)
+
+    def hold(self, block: SequenceHash) -> None:
+        if self._once.pop(block, None) is not None:
+            return
+        if self._again.pop(block, None) is not None:
+            self._reused.add(block)
+            return
+        self._former.hold(block)
+
+    def hold_all(self, blocks: Sequence[SequenceHash]) -> None:
+        again, reused, count = self._again, self._reused, len(self)
+        for block in blocks:
+            if block in again:  # As a rule: what a lookup finds was used before.
+                del again[block]
+                reused.add(block)
+            else:
+                self.hold(block)
+        assert len(self) == count - len(blocks), f"{count} free blocks became {len(self)}"
+
+    def free(self, block: SequenceHash) -> None:
+        assert block not in self._once, f"{block.hex()} is free already"
+        if self._uses:
+            self._compete()
+        if block not in self._reused:
+            self._once[block] = self._run_of(again=False)
+            return
+        self._reused.remove(block)
+        self._again[block] = self._run_of(again=True)
+        if len(self._again) > self._again_max:
+            for _ in range(min(LEAVE_MAX, len(self._again) - self._again_max)):
+                oldest, run = self._again.popitem(last=False)
+                self._once[oldest] = run
+
+    def free_all(self, blocks: Sequence[SequenceHash]) -> None:
+        count = len(self)
+        for block in blocks:
+            self.free(block)
+        assert len(self) == count + len(blocks), f"{count} free blocks became {len(self)}"
+
+    def renew_all(self, blocks: Sequence[SequenceHash]) -> None:
+        count = len(self)
+        self.hold_all(blocks)
+        self.free_all(blocks)
+        assert len(self) == count, f"{count} free blocks became {len(self)}"
+
+    def _run_of(self, *, again: bool) -> int:
+        """Return the number of the run to which a block belongs that is freed now."""
+        if again is not self._run_is_again:
+            self._run += 1
+            self._run_is_again = again
+        return self._run
+
+    def forget(self, block: SequenceHash) -> None:
+        if self._once.pop(block, None) is None and self._again.pop(block, None) is None:
+            self._former.hold(block)
+        self._reused.discard(block)
+        self._here -= 1
+        self._departed.add(block, self._here)
+
+    def _sample(self, block: SequenceHash) -> None:
+        """Have a block take part in the contest, if it is in the sample."""
+        if int.from_bytes(block[-3:], "little") < self._sampled_below:
+            self._uses.append(block)
+            if len(self._uses) >= BATCH_MAX:
+                self._compete()
+
+    def _compete(self) -> None:
+        """Use the sampled blocks in the contest, leaves first, as they are freed here."""
+        uses = self._uses[::-1]
+        self._uses.clear()
+        if self.contest.used(uses):
+            self._follow()
+
+    # --- what the tier asks -----------------------------------------------------------------
+
+    def victims(self, count: int) -> list[SequenceHash]:
+        assert count >= 0, f"{count} victims"
+        return list(islice(self._order(), count))
+
+    def _order(self) -> Iterator[SequenceHash]:
+        """Yield the free blocks, the first to leave first."""
+        if not self._is_lru or not self._once or not self._again:
+            return chain(self._former, self._once, self._again)
+        # Blocks that went back to those used once stand where they went back: newer than they are.
+        by_age = merge(self._once.items(), self._again.items(), key=itemgetter(1))
+        return chain(self._former, map(itemgetter(0), by_age))
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again) + len(self._former)
+
+    def check(self) -> None:
+        """Assert every invariant; O(blocks)."""
+        assert not self._once.keys() & self._again.keys(), "a block is in both orders"
+        assert not any(name in self._former for name in (*self._once, *self._again))
+        assert not self._again.keys() & self._reused, "a block used again is so twice"
+        assert self._here >= len(self), f"{len(self)} of {self._here} blocks are free"
+        assert list(self._again.values()) == sorted(self._again.values())
+        assert len(self._uses) < BATCH_MAX, f"{len(self._uses)} uses wait"
+        for miniature in self.contest.miniatures:
+            miniature.check()

@@ -1,0 +1,60 @@
+"""What is gathered for packed messages: the events of several sources, cut into messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbm_common.wire.packed_events import PACKED_BLOCKS_MAX, Packable, block_count, stamped
+
+
+class EventPacker:
+    """Events that wait for their message, in order."""
+
+    def __init__(self, blocks_max: int = PACKED_BLOCKS_MAX) -> None:
+        assert blocks_max > 0, blocks_max
+        self._blocks_max = blocks_max
+        self._events: dict[tuple[str, str], list[Packable]] = {}
+        """By host and source: the order counts within a source only."""
+        self.event_count = 0
+        """How many events wait."""
+        self._blocks = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is enough for a message."""
+        return self._blocks >= self._blocks_max
+
+    def add(self, event: Packable) -> None:
+        """Gather an event that has blocks."""
+        self._events.setdefault((event.host, event.source), []).append(event)
+        self.event_count += 1
+        self._blocks += block_count(event)
+
+    def take(self, now_ms: int) -> list[list[Packable]]:
+        """Take out all that was gathered, as the events of each message, with a time stamp."""
+        messages = [
+            message
+            for events in self._events.values()
+            for message in _messages([stamped(one, now_ms) for one in events], self._blocks_max)
+        ]
+        assert sum(map(len, messages)) == self.event_count, f"{self.event_count} events waited"
+        self._events, self.event_count, self._blocks = {}, 0, 0
+        return messages
+
+
+def _messages(events: list[Packable], blocks_max: int) -> Iterator[list[Packable]]:
+    """Yield the events of one source in messages: their numbers have no hole, and beyond
+    `blocks_max` blocks there is only a single event."""
+    message, blocks = list[Packable](), 0
+    for event in events:
+        size = block_count(event)
+        if message and (
+            blocks + size > blocks_max
+            or (event.epoch, event.seq) != (message[-1].epoch, message[-1].seq + 1)
+        ):
+            yield message
+            message, blocks = [], 0
+        message.append(event)
+        blocks += size
+    if message:
+        yield message

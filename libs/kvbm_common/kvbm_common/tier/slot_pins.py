@@ -1,0 +1,200 @@
+"""Pins: what keeps committed blocks in their slots, and the moves of slots by their table.
+
+A lookup pins hundreds of blocks at once, and the engine waits. So what is done for each of a run is
+a loop without calls, and the policy takes the run as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import cast
+
+from kvbm_common.eviction import EvictionPolicy
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import Block
+from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.slot_states import SLOT
+from kvbm_common.tier.tenant_slots import TenantSlots
+
+_name_of = attrgetter("hash")
+_MOVES = {
+    verb: (state, target)
+    for (state, verb), target in SLOT.transitions.items()
+    if target is not None
+}
+"""By verb: the state that a slot has to be in, and its next one."""
+assert len(_MOVES) == len(SLOT.transitions), "a verb moves slots from one state only"
+
+
+class SlotPins(TenantSlots):
+    """Pins of slots, each counted; the first holds the block in its policy, the last frees it."""
+
+    # --- questions --------------------------------------------------------------------------
+
+    def blocks_in(self, slots: Sequence[int]) -> list[Block]:
+        """Return the committed blocks in these slots, in their order."""
+        if self.folded_count:
+            return [self.block(slot) for slot in slots]
+        blocks = cast("list[Block]", [*map(self._block.__getitem__, slots)])
+        assert all(blocks), f"of {len(slots)} slots some hold no block"
+        return blocks
+
+    def place(self, slot: int) -> int:
+        """Return where a slot begins, in units: what messages and records call the slot."""
+        assert slot >= 0, f"slot {slot} would be counted from the end"
+        return self.pool.place_of[slot]
+
+    def places(self, slots: Iterable[int]) -> list[int]:
+        """Return where each of these slots begins."""
+        place_of = self.pool.place_of
+        return [place_of[slot] for slot in slots]
+
+    def has_still(self, slots: Sequence[int], blocks: Sequence[Block]) -> bool:
+        """Tell whether these slots have these very blocks, and lookups find all of them."""
+        assert len(slots) == len(blocks), f"{len(blocks)} blocks in {len(slots)} slots"
+        if not all(map(is_, map(self._block.__getitem__, slots), blocks)):
+            return False
+        return not self._discarded or self._discarded.isdisjoint(slots)
+
+    # --- pins -------------------------------------------------------------------------------
+
+    def pin(self, slot: int, *, used: bool = False) -> None:
+        """Keep a committed block from eviction; counts. `used`: a request asked for it by name."""
+        assert slot not in self._discarded, f"slot {slot} is discarded"
+        if used:
+            self.pool.policy_of[slot].touch(self.block(slot).hash)
+            self.pool.used[slot] = self.pool.clock
+        if self._pins[slot] == 0:
+            self._move(slot, "pin")
+            self.pool.policy_of[slot].hold(self.block(slot).hash)
+        self._pins[slot] += 1
+
+    def pin_prefix(self, names: Sequence[SequenceHash], known: Sequence[int] = ()) -> list[int]:
+        """Pin the leading blocks of a chain that are here, each once; returns their slots.
+
+        `known`: the slots of the first of them, as far as they are known.
+        """
+        slots = [*known]
+        if len(known) < len(names):
+            slots += self._leading(names[len(known) :] if known else names)
+        self.pool.clock += 1
+        pins, used, clock = self._pins, self.pool.used, self.pool.clock
+        first: list[int] = []
+        for slot in slots:
+            used[slot] = clock
+            if not pins[slot]:
+                first.append(slot)
+            pins[slot] += 1
+        self._move_all(first, "pin")
+        found = names if len(names) == len(slots) else names[: len(slots)]
+        held = found if len(first) == len(slots) else self._names_in(first)
+        for policy, ours in self._by_policy(slots, found):
+            policy.touch_all(ours)
+        for policy, ours in self._by_policy(first, held):
+            policy.hold_all(ours)
+        self._note_use(slots)
+        return slots
+
+    def _leading(self, names: Sequence[SequenceHash]) -> list[int]:
+        """Return the slots of the leading blocks of a chain that are here."""
+        try:
+            return [*map(self._slot.__getitem__, names)]  # All of them, in the common case.
+        except KeyError:
+            slots: list[int] = []
+            for name in names:
+                slot = self._slot.get(name)
+                if slot is None:
+                    break
+                slots.append(slot)
+            assert len(slots) < len(names), f"all of {len(names)} blocks are here, and one is not"
+            return slots
+
+    def _names_in(self, slots: Sequence[int]) -> Sequence[SequenceHash]:
+        """Return the names of the committed blocks in these slots."""
+        return [*map(_name_of, self.blocks_in(slots))]
+
+    def _by_policy(
+        self, slots: Sequence[int], names: Sequence[SequenceHash]
+    ) -> Iterable[tuple[EvictionPolicy, Sequence[SequenceHash]]]:
+        """Return the names of blocks in these slots by the policy that has them, in their order."""
+        assert len(slots) == len(names), f"{len(names)} names of {len(slots)} slots"
+        if len(sizes := self.pool.sizes) == 1:
+            [size] = sizes.values()
+            if len(size.policies) == 1:  # In the common case.
+                return [(size.policy, names)]
+        policy_of = self.pool.policy_of
+        found: dict[EvictionPolicy, list[SequenceHash]] = {}
+        for slot, name in zip(slots, names, strict=True):
+            found.setdefault(policy_of[slot], []).append(name)
+        return found.items()
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Take one pin off each slot. Give a chain in prefix order: its leaf is freed first."""
+        pins = self._pins
+        ended: list[int] = []
+        for slot in reversed(list(slots)):
+            left = pins[slot] - 1
+            assert left >= 0, f"slot {slot} is not pinned"
+            pins[slot] = left
+            if not left:
+                ended.append(slot)
+        self._move_all(ended, "unpin")
+        gone: list[int] = []
+        if self._discarded:
+            gone = [slot for slot in ended if slot in self._discarded]
+            ended = [slot for slot in ended if slot not in self._discarded]
+        for policy, ours in self._by_policy(ended, self._names_in(ended)):
+            policy.free_all(ours)
+        for slot in gone:
+            self._discarded.remove(slot)
+            self._move(slot, "evict")
+            self._empty(slot)
+
+    def renew_chain(self, last: SequenceHash, most: int) -> None:
+        """Let a chain's blocks from its root to this one leave after what came behind them.
+
+        Nothing can reach a block whose parent has left. A chain of more than `most` blocks stays.
+        """
+        assert most > 0, f"{most} blocks are renewed"
+        slots: list[int] = []
+        names: list[SequenceHash] = []
+        name, find, pins = last, self._slot.get, self._pins
+        while (slot := find(name)) is not None:
+            if len(names) == most:
+                return
+            names.append(name)
+            slots.append(slot)
+            name = self.block(slot).parent
+        used, clock = self.pool.used, self.pool.clock
+        for slot in slots:
+            used[slot] = clock
+        if any(map(pins.__getitem__, slots)):
+            free = [at for at, slot in enumerate(slots) if not pins[slot]]
+            slots, names = [slots[at] for at in free], [names[at] for at in free]
+        for policy, ours in self._by_policy(slots, names):
+            policy.renew_all(ours)
+
+    def _empty(self, slot: int) -> None:
+        raise NotImplementedError
+
+    # --- moves ------------------------------------------------------------------------------
+
+    def _move(self, slot: int, verb: str) -> None:
+        assert verb in _MOVES, f"slot {slot}: {verb!r} moves no slot"
+        source, target = _MOVES[verb]
+        if self._state[slot] is not source:
+            raise self._refusal(slot, verb)
+        self._state[slot] = target
+
+    def _move_all(self, slots: Iterable[int], verb: str) -> None:
+        assert verb in _MOVES, f"{verb!r} moves no slot"
+        source, target = _MOVES[verb]
+        states = self._state
+        for slot in slots:
+            if states[slot] is not source:
+                raise self._refusal(slot, verb)
+            states[slot] = target
+
+    def _refusal(self, slot: int, verb: str) -> InvalidTransition:
+        return InvalidTransition(SLOT.refusal(self._state[slot], verb, f"slot {slot}"))

@@ -1,0 +1,158 @@
+"""Tenants' slots: whose block is in each, counted, and in the policy of its tenant.
+
+Only slots of named tenants are noted: of 12 blocks, 5 of gold and 4 of silver, 3 are unnamed. The
+*worst* block is the next one of the tenant that is furthest above its share; `tenants.py` has an
+example with figures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tenant_tag import tenant_tag
+from kvbm_common.tier.blocks import Block, BlockColumns
+from kvbm_common.tier.layout import Layout
+from kvbm_common.tier.slab_pool import MakePolicy
+from kvbm_common.tier.slabs import SizeClass
+from kvbm_common.tier.slot_records import SlotRecords
+from kvbm_common.tier.tenants import TENANTS_MAX, Claim, Tenant, Tenants, worst_first
+from kvbm_common.wire.tier_stats import TenantStats
+
+
+class TenantSlots(SlotRecords):
+    """The tenant of each slot. While no engine names one, all this costs next to nothing."""
+
+    def __init__(self, layout: Layout, make: MakePolicy, tenants: Tenants | None = None) -> None:
+        """Start with slots without blocks."""
+        self.tenants = Tenants() if tenants is None else tenants
+        self._owner: dict[int, Tenant] = {}
+        """The slots whose block is of a tenant with a name."""
+        super().__init__(layout, make, self.tenants)
+
+    # --- questions --------------------------------------------------------------------------
+
+    def tenant_of(self, name: SequenceHash) -> Tenant:
+        """Return the tenant of a block that can be found."""
+        return self._owner.get(self._slot[name], self.tenants.unnamed)
+
+    def count_unnamed(self) -> None:
+        """Count what the engines have that name no tenant: whatever no other has."""
+        unnamed, named = self.tenants.unnamed, self.tenants.named.values()
+        unnamed.used_bytes = self._block_bytes - sum([one.used_bytes for one in named])
+        committed = len(self._slot) + len(self._discarded)
+        unnamed.block_count = committed - sum([one.block_count for one in named])
+        assert min(unnamed.used_bytes, unnamed.block_count) >= 0, f"{unnamed} beside {named}"
+
+    def tenant_figures(self) -> list[TenantStats]:
+        """Return what each tenant has; none while no engine names one."""
+        self.count_unnamed()
+        return self.tenants.figures(self.usable_bytes)
+
+    def claim(self, count: int, block_bytes: int, namespace: bytes) -> Claim | None:
+        """Return what the tenant of a namespace asks for; None: there is one tenant only."""
+        tenant = self.tenants.of(namespace)
+        if not self.tenants.named:
+            return None
+        self.count_unnamed()
+        return Claim(self.tenants, block_bytes, tenant, count)
+
+    def share_bytes(self, tenant: Tenant) -> float:
+        """Return the share of a tenant among those with blocks here, in bytes of the medium."""
+        if not self.tenants.named:
+            return float(self.usable_bytes)
+        self.count_unnamed()
+        here = [one for one in self.tenants if one.block_count and not one.is_idle]
+        total = sum([one.weight for one in here if one is not tenant], tenant.weight)
+        assert total >= tenant.weight > 0, f"{tenant} weighs {tenant.weight} of {total}"
+        return self.usable_bytes * tenant.weight / total
+
+    def worst_of(self, size: SizeClass, count: int) -> list[SequenceHash]:
+        """Return up to `count` blocks of a class, those first that would leave first."""
+        if len(size.policies) == 1:
+            return size.policy.victims(count)
+        self.count_unnamed()
+        return worst_first(self.tenants, size.policies, count, size.slot_bytes)
+
+    # --- blocks come and leave --------------------------------------------------------------
+
+    def _come(self, entries: Sequence[tuple[int, Block]]) -> None:
+        """Count blocks that are being registered for their tenants."""
+        for namespace in dict.fromkeys([block.namespace for _, block in entries]):
+            tenant = self.tenants.of(namespace)
+            tenant.was_used = True
+            if tenant is not self.tenants.unnamed:
+                ours = [(slot, block) for slot, block in entries if block.namespace == namespace]
+                self._give_to(tenant, ours)
+
+    def _give_to(self, tenant: Tenant, entries: Sequence[tuple[int, Block]]) -> None:
+        """Count blocks that come as those of a tenant with a name, whose policy has them."""
+        for slot, block in entries:
+            size = self.pool.slab_of[slot].size
+            assert size is not None, f"slot {slot} is of no class"
+            self.pool.policy_of[slot] = self.pool.policy_for(size, tenant)
+            self._owner[slot] = tenant
+            tenant.used_bytes += block.bytes
+            tenant.block_count += 1
+
+    def _take_back(self, slot: int, block: Block) -> None:
+        """Count a block that leaves a slot of a tenant with a name."""
+        tenant = self._owner.pop(slot)
+        tenant.used_bytes -= block.bytes
+        tenant.block_count -= 1
+        size = self.pool.slab_of[slot].size
+        assert size is not None, f"slot {slot} is of no class"
+        self.pool.policy_of[slot] = size.policy
+
+    def _note_use(self, slots: Sequence[int]) -> None:
+        """Note that a request has asked for the blocks in these slots."""
+        if self._owner and slots:
+            self._owner.get(slots[0], self.tenants.unnamed).was_used = True
+
+    def _fill_policies(self, former: BlockColumns) -> None:
+        """Give the blocks of a former life to the policies of their tenants."""
+        rows: dict[Tenant, NDArray[np.bool_]] = {}
+        for namespace, ours in former.by_namespace().items():
+            tenant = self.tenants.of(namespace)
+            rows[tenant] = rows[tenant] | ours if tenant in rows else ours
+        for tenant, ours in rows.items():
+            part = former if ours.all() else former.only(ours)
+            if tenant is not self.tenants.unnamed:
+                self._owner.update(dict.fromkeys(part.slots.tolist(), tenant))
+                tenant.used_bytes += part.total_bytes
+                tenant.block_count += len(part)
+            self.pool.fill_policies(part, tenant)
+
+    # --- checks -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant; O(slots)."""
+        super().check()
+        self._check_tenants([slot for slot, block in enumerate(self._block) if block is not None])
+
+    def _check_tenants(self, held: Sequence[int]) -> None:
+        """Assert that every block is counted for its tenant, and is in that one's policy."""
+        used, counts = Counter[Tenant](), Counter[Tenant]()
+        for slot in held:
+            block = self.block(slot)
+            tenant = self._owner.get(slot, self.tenants.unnamed)
+            used[tenant] += block.bytes
+            counts[tenant] += 1
+            size = self.pool.slab_of[slot].size
+            assert size is not None, f"slot {slot} is of no class"
+            assert self.pool.policy_of[slot] is size.policies[tenant], f"slot {slot} of {tenant}"
+            tag = tenant_tag(block.namespace)
+            assert bool(tag) == (tenant is not self.tenants.unnamed), f"{block} is of {tenant}"
+            assert tenant.tag in (tag, b""), f"{block} is of {tenant}"
+        assert self._owner.keys() <= set(held), "a slot without a block is a tenant's"
+        self.count_unnamed()
+        for tenant in self.tenants:
+            assert tenant.used_bytes == used[tenant], f"{used[tenant]} bytes are of {tenant}"
+            assert tenant.block_count == counts[tenant], f"{counts[tenant]} blocks of {tenant}"
+        assert used.keys() <= set(self.tenants), "a tenant with blocks was forgotten"
+        for size in self.pool.sizes.values():
+            assert len(size.policies) <= TENANTS_MAX + 2, f"{len(size.policies)} policies of {size}"

@@ -1,0 +1,16 @@
+"""Types of fields of local messages: how an engine's lives and caches are named."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvbm_common.identity import Namespace
+from kvbm_common.tier.kv_groups import GROUPS_MAX
+
+Incarnation = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
+"""The drawn name of one life of an engine."""
+Generation = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?$(?!\n)")]
+"""Empty until an engine's caches are reset for the first time."""
+GroupNamespaces = Annotated[list[Namespace], Meta(max_length=GROUPS_MAX - 1)]

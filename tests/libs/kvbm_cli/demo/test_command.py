@@ -1,0 +1,44 @@
+"""The options of `kvbm demo`: what cannot be is refused at once, with its reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START_DEADLINE_S = 60
+
+
+def demo(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo with options that it refuses."""
+    code = "from kvbm_cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "demo", *options],
+        capture_output=True, text=True, timeout=START_DEADLINE_S,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--seed", "-1"), "Input should be greater than or equal to 0"),
+        (("--host-gb", "1e-9"), "do not fit into 1 bytes"),
+        (("--disk-gb", "0.0001"), "do not fit into 100000 bytes"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(options: tuple[str, ...], reason: str) -> None:
+    """Goal: no stack starts, and no traceback: the reason stands there."""
+    done = demo(*options)
+    assert done.returncode == 2, done
+    assert reason in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_trace_without_requests_is_an_error(tmp_path: Path) -> None:
+    """Goal: nothing was checked, so nothing has passed."""
+    trace = tmp_path / "empty.jsonl"
+    trace.touch()
+    done = demo("--trace", str(trace))
+    assert done.returncode == 1, done
+    assert "empty.jsonl has no request" in done.stdout
