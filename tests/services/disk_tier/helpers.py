@@ -224,10 +224,15 @@ class Disk:
         reply = self.host.snapshot([block(number) for number in wanted])
         return self.step(HostSnapshot("0", reply))
 
-    def leased(self, lease: LeaseHost, *missing: int) -> list[Effect]:
-        """The host tier has pinned everything but `missing`."""
-        slots = [leased_slot(number) for number in asked(lease) if number not in missing]
-        return self.step(Leased(lease.write, LeaseReply(lease=lease.write, slots=slots)))
+    def leased(
+        self, lease: LeaseHost, *missing: int, over_share: Sequence[int] = ()
+    ) -> list[Effect]:
+        """The host tier has pinned everything but `missing`, and what is over the share."""
+        lacking = {*missing, *over_share}
+        slots = [leased_slot(number) for number in asked(lease) if number not in lacking]
+        later = [name(number).hex() for number in over_share]
+        reply = LeaseReply(lease=lease.write, slots=slots, over_share=later)
+        return self.step(Leased(lease.write, reply))
 
     def lease_failed(self, lease: LeaseHost, reason: str = "deadline_exceeded") -> list[Effect]:
         """… or has not answered."""

@@ -63,6 +63,12 @@ class S3Server:
             self._process.wait(10)
             self._process = None
 
+    @property
+    def pid(self) -> int:
+        """Its process, to be stopped and continued."""
+        assert self._process is not None, "it does not run"
+        return self._process.pid
+
     @cached_property
     def client(self) -> Any:
         """A client of the tests' own."""

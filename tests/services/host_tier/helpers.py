@@ -165,6 +165,8 @@ class Host:
         self.disk = Announcer(host="h", source="disk-tier-0", tier="disk", epoch=1)
         self.objects = Announcer(host="h", source="object-tier-0", tier="object", epoch=1)
         self._ids = 0
+        self.settles = True
+        """Whether no other input waits behind a step."""
         self._take(self.core.start())
         if attach:
             self.attach()
@@ -172,9 +174,12 @@ class Host:
     # --- driving ----------------------------------------------------------------------------
 
     def step(self, event: Input) -> list[Effect]:
-        """One input; returns the effects other than announcements."""
+        """One input, and what is settled after it; returns the effects but announcements."""
         effects = self._take(self.core.step(event, self.now_ms))
         self.core.check()
+        if self.settles:
+            effects += self._take(self.core.settle())
+            self.core.check()
         parts = self.core.view.snapshot().parts
         there = {number for part in parts for run in part.runs for number in numbers(run.hashes)}
         assert self.announced == there, "the events say something else than the table"
@@ -284,14 +289,20 @@ class Host:
 
     def store(self, *wanted: int) -> None:
         """The whole offload path of a chain."""
-        effects = self.offer(*wanted)
+        self.store_for(*wanted)
+
+    def store_for(
+        self, *wanted: int, engine: str = "ada", namespace: Namespace = NAMESPACE
+    ) -> None:
+        """The whole offload path of a chain of an engine."""
+        effects = self.offer(*wanted, engine=engine, namespace=namespace.digest.hex())
         todo = of(effects, StartPull)
         while todo:
             effects = self.pulled(todo.pop())
             todo += of(effects, StartPull)
             for pulled in of(self.told(effects), Pulled):
                 assert pulled.confirm, pulled
-                self.confirm(pulled.offer)
+                self.confirm(pulled.offer, engine=engine)
 
     # --- onboard ----------------------------------------------------------------------------
 
@@ -327,12 +338,14 @@ class Host:
         return found
 
     def release(self, lease: int, *corrupt: int, engine: str = "ada", life: int = 1) -> None:
-        """The engine is done with a lease."""
+        """The engine is done with a lease, and no lookup follows: some other message does."""
         self.say(
             Release(
                 engine=engine, incarnation=incarnation(life), lease=lease, corrupt=list(corrupt)
             )
         )
+        if self.settles:
+            self.beat(engine=engine, life=life)
 
     def beat(self, *, engine: str = "ada", life: int = 1, half: str = "scheduler") -> list[Effect]:
         """The engine lives."""
@@ -392,21 +405,30 @@ class Host:
         """The disk tier has not answered, or refused."""
         return self.step(FillFailed(fill.fill, reason, settled))
 
-    def lease(self, *wanted: int, lease_ms: int = LEASE_MS, epoch: int = EPOCH) -> Any:
+    def lease(
+        self,
+        *wanted: int,
+        lease_ms: int = LEASE_MS,
+        epoch: int = EPOCH,
+        owner: str = "disk-tier-0",
+        token: str = "",
+    ) -> Any:
         """The disk tier wants to copy blocks; a LeaseReply or an ErrorBody."""
         request = LeaseRequest(
-            owner="disk-tier-0",
+            owner=owner,
             epoch=epoch,
             hashes=[name(number).hex() for number in wanted],
             lease_ms=lease_ms,
+            token=token,
         )
         [answer] = of(self.step(LeaseAsked(1, request)), Answer)
         assert isinstance(answer.reply, LeaseReply | ErrorBody)
         return answer.reply
 
-    def copied(self, lease: int) -> bool:
+    def copied(self, lease: int, token: str = "") -> bool:
         """… and gives the lease back: had it held?"""
-        [answer] = of(self.step(ReleaseAsked(2, ReleaseRequest(lease=lease))), Answer)
+        request = ReleaseRequest(lease=lease, token=token)
+        [answer] = of(self.step(ReleaseAsked(2, request)), Answer)
         assert isinstance(answer.reply, ReleaseReply)
         return answer.reply.valid
 

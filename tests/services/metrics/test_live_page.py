@@ -61,12 +61,12 @@ MISS = Explanation(
 class Services:
     """Services of two hosts that answer `stats`; host `a` finds all blocks, host `b` one of four.
 
-    They live in a registry of their own, so that they can fall silent.
+    Each has a registry of its own, as a process has: it can fall silent alone.
     """
 
     bus: Bus
-    registry: NatsRegistry
     begun_s: float = field(default_factory=time.monotonic)
+    registries: list[NatsRegistry] = field(default_factory=list)
     entries: dict[tuple[str, str], NatsRegistration] = field(default_factory=dict)
 
     def says(self, kind: str, host: str) -> StatsReply:
@@ -117,18 +117,20 @@ class Services:
         if kind == "host-tier":
             verbs |= {"explain_list": explain_list, "explain": explain}
         await self.bus.add_verbs(kind, "0", host, verbs)
-        self.entries[kind, host] = await self.registry.register(kind, host, "0")
+        registry = NatsRegistry(self.bus, ttl_s=1.0)
+        self.registries.append(registry)
+        self.entries[kind, host] = await registry.register(kind, host, "0")
 
 
 @pytest.fixture
 async def services(bus: Bus) -> AsyncIterator[Services]:
     """An index and a disk tier on host `a`, a host tier on `a` and on `b`."""
-    registry = NatsRegistry(bus, ttl_s=1.0)
-    found = Services(bus, registry)
+    found = Services(bus)
     for kind, host in [("index", "a"), ("host-tier", "a"), ("host-tier", "b"), ("disk-tier", "a")]:
         await found.add(kind, host)
     yield found
-    await registry.close()
+    for registry in found.registries:
+        await registry.close()
 
 
 @pytest.fixture

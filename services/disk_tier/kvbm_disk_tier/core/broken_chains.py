@@ -30,21 +30,21 @@ class BrokenChains:
         """Of each waiting block whose parent is known."""
         self._children: dict[SequenceHash, dict[SequenceHash, None]] = {}
         """Waiting blocks by parent, which may wait, be in flight or anywhere."""
-        self._dropped: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
+        self.dropped: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
         """Blocks that were dropped, with their parents as far as these are known."""
         self._dropped_max = dropped_max
 
     def note_waiting(self, name: SequenceHash, parent: SequenceHash | None) -> None:
         """Note that a block waits for its write; None: its parent was not told now."""
         assert name not in self._parent, f"{name.hex()} waits already"
-        parent = self.known_parent(name, parent)
-        self._dropped.pop(name, None)
+        remembered = self.dropped.pop(name, None)
+        parent = remembered if parent is None else parent
         if parent is not None and parent != name:
             self._parent[name] = parent
             self._children.setdefault(parent, {})[name] = None
 
-    def note_left_queue(self, name: SequenceHash) -> None:
-        """Note that a block waits no more."""
+    def note_left_queue(self, name: SequenceHash) -> SequenceHash | None:
+        """Note that a block waits no more; returns its parent where that is known."""
         parent = self._parent.pop(name, None)
         if parent is not None:
             siblings = self._children[parent]
@@ -52,34 +52,35 @@ class BrokenChains:
             del siblings[name]
             if not siblings:
                 del self._children[parent]
+        return parent
 
     def note_stored(self, name: SequenceHash) -> None:
         """Note that a block is in the store without a write of ours."""
         self.note_left_queue(name)
-        self._dropped.pop(name, None)
+        self.dropped.pop(name, None)
         assert not self.is_cut_off(name)
 
     def known_parent(
         self, name: SequenceHash, told: SequenceHash | None = None
     ) -> SequenceHash | None:
         """Return the parent as it was told, or as it is remembered of a dropped block."""
-        return self._dropped.get(name) if told is None else told
+        return self.dropped.get(name) if told is None else told
 
     def is_cut_off(self, parent: SequenceHash | None) -> bool:
         """Tell whether the children of this block cannot be reached."""
-        return parent is not None and parent in self._dropped
+        return parent is not None and parent in self.dropped
 
     def note_dropped(self, name: SequenceHash, parent: SequenceHash | None = None) -> None:
         """Note that a block will not be on disk."""
         parent = self._parent.get(name) or self.known_parent(name, parent)
-        self._dropped[name] = None if parent == name else parent
-        self._dropped.move_to_end(name)
-        if len(self._dropped) > self._dropped_max:
-            self._dropped.popitem(last=False)
+        self.dropped[name] = None if parent == name else parent
+        self.dropped.move_to_end(name)
+        if len(self.dropped) > self._dropped_max:
+            self.dropped.popitem(last=False)
 
     def forget(self) -> None:
         """Forget what was dropped: nothing waits, or others write those blocks from now on."""
-        self._dropped.clear()
+        self.dropped.clear()
 
     def descendants(self, names: Iterable[SequenceHash]) -> list[SequenceHash]:
         """Return the waiting blocks below these, parents first; about DESCENDANTS_MAX at most.
@@ -99,7 +100,7 @@ class BrokenChains:
     def check(self, waiting: Iterable[SequenceHash]) -> None:
         """Assert that what is linked waits, and that both directions agree."""
         assert self._parent.keys() <= set(waiting), "a block is linked, and does not wait"
-        assert self._dropped.keys().isdisjoint(waiting), "a block waits, and was dropped"
-        assert len(self._dropped) <= self._dropped_max
+        assert self.dropped.keys().isdisjoint(waiting), "a block waits, and was dropped"
+        assert len(self.dropped) <= self._dropped_max
         links = [(child, one) for one, below in self._children.items() for child in below]
         assert dict(links) == self._parent, "children and parents disagree"

@@ -62,12 +62,13 @@ from kvbm_disk_tier.core.messages import (
     WritersKnown,
     Written,
 )
-from kvbm_disk_tier.core.pending import Admission, PendingBlocks, Told
+from kvbm_disk_tier.core.pending import Admission, PendingBlocks
 from kvbm_disk_tier.core.reads import Reads
 from kvbm_disk_tier.core.shards import Shards
 from kvbm_disk_tier.core.store import Store
 from kvbm_disk_tier.core.view import View
 from kvbm_disk_tier.core.write_budget import WriteBudget
+from kvbm_disk_tier.core.write_queue import Told
 from kvbm_disk_tier.core.writes import Writes
 
 
@@ -98,7 +99,8 @@ class DiskTierCore:
         self.counts: Counter[str] = Counter()
         self._outbox: list[Effect] = []
         self._emit = self._outbox.append
-        means = Means(limits or DiskTierLimits(), self.counts, self._emit)
+        self.limits = limits or DiskTierLimits()
+        means = Means(self.limits, self.counts, self._emit)
         self.health = DiskHealth(self.counts, self._emit)
         self.store = Store(kind, means)
         self.arenas = HostArenas(self.store, self._emit)
@@ -180,7 +182,7 @@ class DiskTierCore:
             case HostEvent(instance, host_event):
                 self._host_event(instance, host_event, now_ms)
             case Leased():
-                self.writes.leased(event)
+                self.writes.leased(event, now_ms)
             case LeaseFailed():
                 self.writes.lease_failed(event, now_ms)
             case Written():
@@ -240,7 +242,8 @@ class DiskTierCore:
                 chain = hashes_from_hex(run.hashes)
                 parents.update(zip(chain, hashes_from_hex([run.parent]) + chain, strict=False))
                 names += chain
-            self.writes.seen(names, Told(instance, event.block_bytes), now_ms, parents)
+            told = Told(instance, event.block_bytes, bytes.fromhex(event.namespace))
+            self.writes.seen(names, told, now_ms, parents)
         elif isinstance(event, Removed) and self.pending.waiting:
             self.pending.gone(hashes_from_hex(event.hashes), instance, now_ms)
 
@@ -256,11 +259,11 @@ class DiskTierCore:
                 self.arenas.ask_snapshots()
             case HostSnapshot(instance, reply):
                 for part in reply.parts:
-                    told = Told(instance, part.block_bytes)
+                    told = Told(instance, part.block_bytes, bytes.fromhex(part.namespace))
                     for run in part.runs:
                         self.writes.listed(hashes_from_hex(run.hashes), told, now_ms)
             case HitsTold(instance, hits):
-                told = Told(instance, hits.block_bytes)
+                told = Told(instance, hits.block_bytes, bytes.fromhex(hits.namespace))
                 self.writes.seen(hashes_from_hex(hits.hashes), told, now_ms)
             case ArenaKnown(arena):
                 self.arenas.known(arena)
@@ -314,6 +317,7 @@ class DiskTierCore:
         )
 
     def _tick(self, now_ms: int) -> None:
+        self.inventory.table.tenants.tick(now_ms)
         for lease in self.inventory.leases.expire(now_ms):
             self.inventory.table.unpin(lease.slots)
         if self.store.kind.sized:
@@ -333,7 +337,7 @@ class DiskTierCore:
 
     def _advance(self, now_ms: int) -> None:
         """Begin what the input may have made possible. Reads go first."""
-        if self.reads.waiting_count:
+        if self.reads.waiting or self.reads.early.fills:
             self.reads.advance(now_ms)
         flying, reading = self.writes.flying.by_id, self.reads.flying
         if self.store.wants_opening and not flying and not reading:

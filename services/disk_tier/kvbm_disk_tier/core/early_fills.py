@@ -27,10 +27,7 @@ class EarlyFills:
 
     def __init__(self, arenas: HostArenas) -> None:
         self._arenas = arenas
-        self._fills: list[EarlyFill] = []
-
-    def __len__(self) -> int:
-        return len(self._fills)
+        self.fills: list[EarlyFill] = []
 
     def takes(self, event: FillAsked) -> bool:
         """Take a fill whose arena is not known, if an answer may bring that arena."""
@@ -40,26 +37,26 @@ class EarlyFills:
         self._arenas.ask_missing()
         if not self._arenas.is_asking:
             return False
-        self._fills.append(fill)
+        self.fills.append(fill)
         return True
 
     def release(self, now_ms: int) -> list[FillAsked]:
         """Return the fills whose arena has become known, or will not in time; they wait no
         longer."""
-        fills, self._fills = self._fills, []
+        fills, self.fills = self.fills, []
         released = []
         for fill in fills:
             if now_ms < fill.event.request.until_ms and self._waits_on(fill):
-                self._fills.append(fill)
+                self.fills.append(fill)
             else:
                 released.append(fill.event)
-        waiting = len(self._fills)
+        waiting = len(self.fills)
         assert not waiting or self._arenas.is_asking, f"{waiting} fills wait for no answer"
         return released
 
     def release_all(self) -> list[FillAsked]:
         """Return every fill: this tier stops."""
-        released, self._fills = self._fills, []
+        released, self.fills = self.fills, []
         return [fill.event for fill in released]
 
     def _waits_on(self, fill: EarlyFill) -> bool:

@@ -21,6 +21,8 @@ from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.leases import LeaseTable
 from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
+from kvbm_common.tier.tenants import Tenants, shares_of
+from kvbm_common.wire.bounds import Fill
 
 from kvbm_disk_tier.core.effects import AnnounceLater, AppendJournal, Publish, RewriteJournal
 from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay
@@ -66,6 +68,9 @@ class JournalWriter:
         """Records that the last rewrite has left out, and those that it has written."""
         self._is_wrong = False
         """Blocks were removed, and the file does not say so."""
+        self._due_since_ms: int | None = None
+        self.due_ms = 0
+        """How long a rewrite is wanted and has not ended well, as of the last tick."""
         self._has_file = has_file
         self._place = place
         self._diary = diary
@@ -100,6 +105,10 @@ class JournalWriter:
         if records:
             self._append(None, records)
 
+    def fill(self) -> Fill:
+        """Return how long the journal is; above its size it waits for a rewrite."""
+        return Fill(self.record_count, max(self.longest, self._shortest))
+
     def not_removed(self) -> None:
         """Note that records of removed blocks were lost: a rewrite leaves the blocks out."""
         self._is_wrong = self._has_file
@@ -107,6 +116,12 @@ class JournalWriter:
     def is_due(self, now_ms: int) -> bool:
         """Tell whether the journal is to be rewritten now."""
         wanted = self._is_wrong or self.record_count > max(self.longest, self._shortest)
+        is_rewriting = self._rewrite_from_ms is None
+        if not wanted and not is_rewriting:
+            self._due_since_ms = None
+        elif self._due_since_ms is None:
+            self._due_since_ms = now_ms
+        self.due_ms = 0 if self._due_since_ms is None else now_ms - self._due_since_ms
         may = self._rewrite_from_ms is not None and now_ms >= self._rewrite_from_ms
         return wanted and may
 
@@ -158,7 +173,9 @@ class Inventory:
     def __init__(
         self, announcer: Announcer, *, policy: str, has_journal: bool, means: Means
     ) -> None:
-        self.table = SlotTable(Layout.unsized(0), partial(make_policy, policy))
+        self._tenant_shares = shares_of(means.limits.tenant_shares)
+        self.policy_name = policy
+        self.table = self._new_table(Layout.unsized(0))
         self.leases = LeaseTable(announcer.epoch)
         """The pins of operators; reads hold their slots themselves."""
         self.diary = Diary()
@@ -175,17 +192,20 @@ class Inventory:
         """The last `cleared` is out: nothing more is announced."""
         self.draining = False
         """An operator wants no new blocks here."""
-        self.policy_name = policy
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         for reason in ("evicted", "corrupt", "gone"):
             self._counts[f"evictions.{reason}"] += 0  # A counter is shown before it counts.
 
     # --- the store's life -------------------------------------------------------------------
 
+    def _new_table(self, layout: Layout) -> SlotTable:
+        make = partial(make_policy, self.policy_name)
+        return SlotTable(layout, make, Tenants(self._tenant_shares))
+
     def opened(self, event: StoreOpened, now_ms: int) -> None:
         """Take over what the journal says is there, and begin to announce it."""
         assert len(self.table) == 0, f"{len(self.table)} blocks of another store are here"
-        self.table = SlotTable(event.layout, partial(make_policy, self.policy_name))
+        self.table = self._new_table(event.layout)
         self.departures.size_for(event.layout.slot_count)
         self.journal.opened(event.replay, event.layout)
         self.table.restore(event.replay.blocks)
@@ -200,7 +220,7 @@ class Inventory:
         untold = {block.hash for block in self.table.unfold(self.table.folded_count)}
         blocks = self.table.blocks()
         self._counts["dropped.store_reformatted"] += len(blocks)
-        self.table = SlotTable(Layout.unsized(0), partial(make_policy, self.policy_name))
+        self.table = self._new_table(Layout.unsized(0))
         for lease in self.leases.all():  # What they held is gone, and so are its slots.
             self.leases.release(lease.id)
         assert len(self.leases) == 0, f"{len(self.leases)} leases hold slots of another store"
@@ -222,12 +242,18 @@ class Inventory:
 
     # --- blocks come ------------------------------------------------------------------------
 
-    def stage(self, names: Sequence[SequenceHash], block_bytes: int, now_ms: int) -> list[int]:
+    def stage(
+        self,
+        names: Sequence[SequenceHash],
+        block_bytes: int,
+        now_ms: int,
+        namespace: bytes = b"",
+    ) -> list[int]:
         """Return slots for these blocks of one size, on their way in; fewer: there is no room."""
         assert names, "slots are staged for blocks"
         room = self.table.room_for(len(names), block_bytes)
         if room < len(names):
-            room = self._make_room(len(names), block_bytes, now_ms)
+            room = self._make_room(len(names), block_bytes, now_ms, namespace)
         staged = names[:room]
         slots = self.table.stage_all(staged, block_bytes) if room else []
         places = self.table.places(slots)
@@ -268,9 +294,9 @@ class Inventory:
 
     # --- blocks leave -----------------------------------------------------------------------
 
-    def _make_room(self, count: int, block_bytes: int, now_ms: int) -> int:
-        """Evict for `count` blocks of this size; returns how many can be staged now."""
-        victims = self.table.victims(count, block_bytes)
+    def _make_room(self, count: int, block_bytes: int, now_ms: int, namespace: bytes) -> int:
+        """Evict for `count` blocks of this size and namespace; returns how many can be staged."""
+        victims = self.table.victims(count, block_bytes, namespace=namespace)
         self._evict(victims.chosen, self.policy_name, now_ms)
         if victims.emptied:
             self._counts["slabs_moved"] += 1

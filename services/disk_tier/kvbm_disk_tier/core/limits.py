@@ -68,6 +68,8 @@ class DiskTierLimits:
     lease_ms: int = 5_000
     journal_records_per_slot: int = 4
     """The journal is rewritten when it holds more than this per slot (and 65,536)."""
+    tenant_shares: str = ""
+    """What tenants weigh (KVBM_TENANT_SHARES)."""
     announced_blocks_max: int = EVENT_BLOCKS_MAX
     """Of a former life's blocks so many are announced in one step, within some 5 ms."""
 
@@ -95,4 +97,5 @@ def limits_of(settings: Settings) -> DiskTierLimits:
         batch_blocks_max=settings.max_transfer_batch_size,
         batch_bytes=settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
         lease_ms=settings.lease_ms,
+        tenant_shares=settings.tenant_shares,
     )

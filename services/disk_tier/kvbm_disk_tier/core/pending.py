@@ -8,19 +8,17 @@ answered for comes back, behind all others.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, NoResponder
-from kvbm_common.identity import SequenceHash, hashes_from_hex
-from kvbm_common.tier.blocks import CHECKSUM_MAX, Block
+from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.breaker import Breaker
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.layout import UNIT_BYTES
-from kvbm_common.tier.parts import is_divisible
-from kvbm_common.wire.slot_entries import LeasedSlot
+from kvbm_common.tier.tenants import Tenants, shares_of
 from kvbm_common.wire.verbs import ArenaReply
 
 from kvbm_disk_tier.core.broken_chains import BrokenChains
@@ -29,7 +27,9 @@ from kvbm_disk_tier.core.host_arenas import HostArenas
 from kvbm_disk_tier.core.limits import Means
 from kvbm_disk_tier.core.shards import Shards
 from kvbm_disk_tier.core.store import Store
+from kvbm_disk_tier.core.write_batch import Batch
 from kvbm_disk_tier.core.write_budget import WriteBudget
+from kvbm_disk_tier.core.write_queue import Told, WriteQueue
 
 SCAN_MAX = 256
 """Blocks that are looked at for a batch: it is of one host tier and of one size."""
@@ -149,15 +149,6 @@ class Retries(Breaker):
             self.tries.pop(name, None)
 
 
-class Told(NamedTuple):
-    """What was told of a block that waits: one object for all that came together."""
-
-    instance: str
-    """The host tier that had it."""
-    block_bytes: int
-    """0: that was not said."""
-
-
 class PendingBlocks:
     """Block → what was told of it."""
 
@@ -171,7 +162,7 @@ class PendingBlocks:
         departures: Departures,
         means: Means,
     ) -> None:
-        self.waiting: OrderedDict[SequenceHash, Told] = OrderedDict()
+        self.waiting = WriteQueue(Tenants(shares_of(means.limits.tenant_shares)))
         self.admission = admission
         self.budget = budget
         self.retries = Retries()
@@ -190,13 +181,22 @@ class PendingBlocks:
         The newest is refused when there are too many: those before it may be its parents.
         """
         assert name not in self.waiting, f"{name.hex()} waits already"
-        if not self.waiting:
+        if not self.waiting and self.chains.dropped:
             self.chains.forget()  # The disk keeps up again.
-        parent = self.chains.known_parent(name, parent)
-        if not self.is_cut_off(parent) and len(self.waiting) < self._limits.pending_max:
-            self.waiting[name] = told
+        is_full = len(self.waiting) >= self._limits.pending_max
+        if not (is_full or self.chains.dropped) or self._has_room(name, told, now_ms, parent):
+            self.waiting.add(name, told)
             self.chains.note_waiting(name, parent)
-            return
+
+    def _has_room(
+        self, name: SequenceHash, told: Told, now_ms: int, parent: SequenceHash | None
+    ) -> bool:
+        """Tell whether a block may wait although the disk is overloaded, or drop it."""
+        parent = self.chains.known_parent(name, parent)
+        if len(self.waiting) >= self._limits.pending_max and not self.is_cut_off(parent):
+            self._drop_for(told, now_ms)
+        if not self.is_cut_off(parent) and len(self.waiting) < self._limits.pending_max:
+            return True
         self.retries.forget([name])
         if self.is_cut_off(parent):
             self.cut_off([name], now_ms)
@@ -204,6 +204,41 @@ class PendingBlocks:
             self._counts["dropped.write_pending_full"] += 1
             self.not_written([name], FULL, now_ms)
         self.chains.note_dropped(name, parent)
+        return False
+
+    def _drop_for(self, told: Told, now_ms: int) -> None:
+        """Drop a block of a tenant that has more of the queue for its weight."""
+        dropped = self.waiting.newest_of_fullest(told)
+        if dropped is not None:
+            self._drop_full(dropped, now_ms)
+
+    def _drop_full(self, name: SequenceHash, now_ms: int) -> None:
+        self.waiting.remove(name)
+        self.retries.forget([name])
+        self._counts["dropped.write_pending_full"] += 1
+        self.not_written([name], FULL, now_ms)
+
+    def put_back(
+        self, names: Sequence[SequenceHash], told: Told,
+        parents: Mapping[SequenceHash, SequenceHash], now_ms: int, *, first: bool,
+    ) -> None:  # fmt: skip
+        """Let blocks of a batch that could not go wait again, `first` or behind all others.
+
+        Those that wait first have their order, and the newest make room: these may be children.
+        """
+        if not first:
+            for name in names:
+                self.add(name, told, now_ms, parents.get(name))
+        for name in reversed(names) if first else ():
+            if self.is_cut_off(parents.get(name)):
+                self.retries.forget([name])
+                self._counts["dropped.write_cut_off"] += 1
+                self.not_written([name], CUT_OFF, now_ms)
+                continue
+            if len(self.waiting) >= self._limits.pending_max:
+                self._drop_full(self.waiting.newest(), now_ms)
+            self.waiting.put_back(name, told, told.block_bytes)
+            self.chains.note_waiting(name, parents.get(name))
 
     def is_cut_off(self, parent: SequenceHash | None) -> bool:
         """Tell whether a child of this block is not worth a write: nothing can reach it on disk.
@@ -216,6 +251,8 @@ class PendingBlocks:
         self, leased: Sequence[tuple[Block, int]], now_ms: int
     ) -> list[tuple[Block, int]]:
         """Return the blocks whose parents are not dropped, and drop the others; parents first."""
+        if not self.chains.dropped:
+            return list(leased)
         kept: list[tuple[Block, int]] = []
         for block, slot in leased:
             if self.is_cut_off(block.parent):
@@ -230,16 +267,28 @@ class PendingBlocks:
         self._counts["dropped.write_cut_off"] += len(names)
         self._departures.note(names, "not_written", now_ms, detail=CUT_OFF)
 
-    def take_batch(self, now_ms: int) -> tuple[ArenaReply, list[SequenceHash], int, int] | None:
-        """Take the oldest blocks of one arena and size, the size, and what the budget is charged.
+    def take_batch(self, now_ms: int) -> Batch | None:
+        """Take the oldest blocks of one tenant, arena and size.
 
         None: there is no budget for them now, or no arena. Those whose arena is not known wait
         behind.
         """
+        for queue in self.waiting.turns():
+            found = self._oldest(queue)
+            if found is not None:
+                return self._taken(*found, now_ms)
+        return None
+
+    def _oldest(
+        self, queue: Mapping[SequenceHash, Told]
+    ) -> tuple[ArenaReply, list[SequenceHash], Told] | None:
+        """Return the oldest blocks of a queue that are of one arena and size."""
+        assert queue, "a tenant without blocks has no turn"
         chosen: ArenaReply | None = None
         most = size = 0
+        first = Told("")
         names: list[SequenceHash] = []
-        for name, told in list(islice(self.waiting.items(), SCAN_MAX)):
+        for name, told in list(islice(queue.items(), SCAN_MAX)):
             arena = self._arenas.lenders.get(told.instance)
             arena = arena or self._arenas.substitute(told.instance)
             if arena is None:
@@ -247,6 +296,7 @@ class PendingBlocks:
                 continue
             if chosen is None:
                 chosen, size = arena, told.block_bytes or _largest(arena)
+                first = Told(arena.instance, size, told.namespace)
                 most = self.size.blocks(arena, self._store, size)
             if arena.epoch == chosen.epoch and size == (told.block_bytes or _largest(arena)):
                 names.append(name)
@@ -254,25 +304,32 @@ class PendingBlocks:
                     break
         assert (chosen is None) == (not names), f"{len(names)} blocks of arena {chosen}"
         assert len(names) <= most, f"{len(names)} blocks in a batch of {most}"
-        charged = 0
-        if self.budget.bytes_per_day and self._store.layout is not None and names:
-            slot_bytes = self._store.layout.slot_bytes_of(size)
+        return None if chosen is None else (chosen, names, first)
+
+    def _taken(
+        self, arena: ArenaReply, names: list[SequenceHash], told: Told, now_ms: int
+    ) -> Batch | None:
+        """Take these blocks out of the queue; None: the budget has not enough for them yet."""
+        assert names, f"no blocks are taken of {told}"
+        charged, layout = 0, self._store.layout
+        if self.budget.bytes_per_day and layout is not None:
+            slot_bytes = layout.slot_bytes_of(told.block_bytes)
             del names[self.budget.blocks_at_once(slot_bytes) :]
             charged = len(names) * slot_bytes
-        if chosen is None or (charged and not self.budget.take(charged, now_ms)):
+        if charged and not self.budget.take(charged, now_ms):
             return None
-        for name in names:
-            del self.waiting[name]
-            self.chains.note_left_queue(name)
+        self.waiting.take(names, len(names) * told.block_bytes)
+        parents = {name: self.chains.note_left_queue(name) for name in names}
+        known = {name: parent for name, parent in parents.items() if parent is not None}
         self.retries.start()
-        return chosen, names, size, charged
+        return Batch(arena, names, told, charged, known)
 
     def gone(self, names: Iterable[SequenceHash], instance: str, now_ms: int) -> None:
         """Drop blocks that have left this host tier: no lease would have them."""
         left = [name for name in names if self._is_of(name, instance)]
         for name in left:
             self.chains.note_left_queue(name)
-            del self.waiting[name]
+            self.waiting.remove(name)
         self.retries.forget(left)
         self._counts["dropped.write_gone"] += len(left)
         self.not_written(left, GONE, now_ms)
@@ -286,7 +343,7 @@ class PendingBlocks:
         for name in names:
             self.chains.note_stored(name)
             if name in self.waiting:
-                del self.waiting[name]
+                self.waiting.remove(name)
                 self.retries.forget([name])
 
     def forget(self, reason: str, now_ms: int) -> None:
@@ -311,7 +368,8 @@ class PendingBlocks:
         for name in (*names, *below):
             self.chains.note_dropped(name)
             self.chains.note_left_queue(name)
-            self.waiting.pop(name, None)
+            if name in self.waiting:
+                self.waiting.remove(name)
         self.retries.forget(below)
         self.cut_off(below, now_ms)
 
@@ -322,35 +380,10 @@ class PendingBlocks:
     def check(self) -> None:
         """Assert that the queue is bounded."""
         assert len(self.waiting) <= self._limits.pending_max
+        self.waiting.check()
         self.chains.check(self.waiting)
 
 
 def _largest(arena: ArenaReply) -> int:
     """Return the length of the longest slots of an arena: all have it, or no size was said."""
     return max(arena.sizes, default=arena.slot_bytes)
-
-
-def leased_blocks(
-    slots: Sequence[LeasedSlot], arena: ArenaReply
-) -> tuple[dict[SequenceHash, tuple[Block, int]], int]:
-    """Return the blocks of leased slots with their slot, and how many slots cannot be right."""
-    sound = [slot for slot in slots if _is_sound(slot, arena)]
-    names = hashes_from_hex([slot.hash for slot in sound])
-    parents = hashes_from_hex([slot.parent for slot in sound])
-    namespaces = {text: bytes.fromhex(text) for text in {slot.namespace for slot in sound}}
-    leased: dict[SequenceHash, tuple[Block, int]] = {}
-    for slot, name, parent in zip(sound, names, parents, strict=True):
-        # The bytes tell the checksums of the parts when they are read: only how it is cut is kept.
-        namespace = namespaces[slot.namespace]
-        block = Block(name, parent, namespace, slot.checksum, slot.bytes, slot.parts)
-        leased[name] = block, slot.slot
-    return leased, len(slots) - len(sound)
-
-
-def _is_sound(slot: LeasedSlot, arena: ArenaReply) -> bool:
-    """Tell whether a leased slot can be written and journaled at all."""
-    end = slot.slot * arena.slot_bytes + slot.bytes
-    inside = slot.bytes > 0 and end <= arena.slot_count * arena.slot_bytes
-    inside = inside and (bool(arena.sizes) or slot.bytes <= arena.slot_bytes)
-    whole = is_divisible(slot.bytes, slot.parts)
-    return inside and whole and 0 <= slot.checksum <= CHECKSUM_MAX

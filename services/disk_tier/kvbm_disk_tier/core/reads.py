@@ -100,13 +100,13 @@ class Reads:
         self._health = health
         self._arenas = arenas
         self._inventory = inventory
-        self._early = EarlyFills(arenas)
+        self.early = EarlyFills(arenas)
         self._arrivals = 0
 
     @property
     def waiting_count(self) -> int:
         """The fills that wait for their arena or their turn."""
-        return len(self.waiting) + len(self._early)
+        return len(self.waiting) + len(self.early.fills)
 
     # --- fills ------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Reads:
         if self.waiting_count >= self._limits.reads_waiting_max:
             self._refuse(event, ErrorBody(code="busy", message="too many fills are waiting"))
             return
-        if self.stopped or not self._early.takes(event):
+        if self.stopped or not self.early.takes(event):
             self._queue(event, now_ms)
 
     def _queue(self, event: FillAsked, now_ms: int) -> None:
@@ -149,7 +149,7 @@ class Reads:
 
     def advance(self, now_ms: int) -> None:
         """Start as many reads as may fly; what was right when it came may be stale by now."""
-        early = self._early
+        early = self.early
         for event in early.release_all() if self.stopped else early.release(now_ms):
             self._queue(event, now_ms)
         while self.waiting and self._may_start():

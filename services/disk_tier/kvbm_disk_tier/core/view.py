@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.admin import pins_of
+from kvbm_common.tier.admin import pins_fill, pins_of
 from kvbm_common.tier.size_figures import NO_SIZES, size_figures, waste_percent
+from kvbm_common.wire.bounds import Fill
 from kvbm_common.wire.explain import FateEntry, FatesReply
+from kvbm_common.wire.tier_stats import TenantStats
 from kvbm_common.wire.verbs import SnapshotReply, StatsReply
 
 if TYPE_CHECKING:
@@ -42,11 +45,31 @@ class View:
         return {
             "disk_bypassed": float(not self._core.health.writes),
             "disk_read_depth_blocks": float(self._core.store.read_blocks_max),
+            "journal_due_seconds": self._core.inventory.journal.due_ms / 1000,
             "disk_write_depth_blocks": float(self._core.store.write_blocks_max),
             "write_amplification": on_disk / payload if payload else 1.0,
             "write_budget_bytes": self._core.pending.budget.level,
             "writers": float(len(self._core.pending.admission.shards.instances)),
         }
+
+    def fills(self, now_ms: int) -> dict[str, Fill]:
+        """Return how full each queue, table and history is; a bucket has no journal."""
+        inventory, pending, reads = self._core.inventory, self._core.pending, self._core.reads
+        counts, limits, sights = self._core.counts, self._core.limits, pending.admission.filter
+        fills = {
+            "departures": inventory.departures.fill(now_ms),
+            "pinned": pins_fill(inventory.table, inventory.leases),
+            "waiting_writes": Fill(
+                len(pending.waiting), limits.pending_max, counts["dropped.write_pending_full"]
+            ),
+            "waiting_reads": Fill(
+                reads.waiting_count, limits.reads_waiting_max, counts["dropped.fill_busy"]
+            ),
+            "sights": Fill(len(sights), sights.entries_max),
+        }
+        if self._core.store.kind.sized and self._core.store.layout is not None:
+            fills["journal"] = inventory.journal.fill()
+        return fills
 
     def statistics(self) -> StatsReply:
         """Return the figures for the admin API."""
@@ -77,11 +100,18 @@ class View:
             slots=inventory.table.counts(),
             slot_bytes=self._core.store.slot_bytes,
             **(size_figures(inventory.table) if kind.sized else NO_SIZES),
+            tenants=self._tenants(),
             block_bytes=inventory.table.block_bytes,
             policy=inventory.policy_name,
             leases=len(inventory.leases),
             figures=figures | self.gauges() | dict(self.extra()),
         )
+
+    def _tenants(self) -> list[TenantStats]:
+        """Return what each tenant has here, and what of it waits to be written."""
+        figures = self._core.inventory.table.tenant_figures()
+        waiting = self._core.pending.waiting.count_of
+        return [msgspec.structs.replace(one, waiting=waiting(one.name)) for one in figures]
 
     def snapshot(self) -> SnapshotReply:
         """Return everything that is committed and announced, as of the last event."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import SequenceHash, hashes_from_hex
+from kvbm_common.tier.blocks import CHECKSUM_MAX
 from kvbm_common.tier.diary import Diary
 from kvbm_common.tier.machine import InvalidTransition, Machine
+from kvbm_common.tier.parts import is_divisible
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.slot_entries import LeasedSlot
+from kvbm_common.wire.verbs import ArenaReply
+
+from kvbm_disk_tier.core.write_queue import Told
 
 
 class Phase(Enum):
@@ -49,6 +55,17 @@ WRITE = Machine(
 )
 
 
+class Batch(NamedTuple):
+    """Blocks that were taken out of the queue, to be leased together."""
+
+    arena: ArenaReply
+    names: list[SequenceHash]
+    told: Told
+    charged: int
+    parents: Mapping[SequenceHash, SequenceHash]
+    """Of those whose parent was told."""
+
+
 @dataclass(slots=True)
 class Write:
     """A batch on its way to disk."""
@@ -58,10 +75,12 @@ class Write:
     epoch: int
     """The arena that the lease is for."""
     names: list[SequenceHash]
-    block_bytes: int = 0
-    """Of each of them, as it was told; 0: it was not."""
+    told: Told
+    """What was told of each of them."""
     charged: int = 0
     """Bytes taken from the budget."""
+    parents: Mapping[SequenceHash, SequenceHash] = field(default_factory=dict)
+    """Of each block whose parent was told."""
     phase: Phase = Phase.LEASING
     lease: int = 0
     leased: Sequence[LeasedSlot] = ()
@@ -121,6 +140,17 @@ class WritesInFlight:
         write.phase = phase
         self.phases[phase].add(write.id)
 
+    def drop(self, write: Write, names: Collection[SequenceHash]) -> None:
+        """Take blocks out of a write that is not written yet."""
+        assert not write.slots, self.story(write)
+        write.names = [name for name in write.names if name not in names]
+        self.names.difference_update(names)
+
+    def holds_leases(self) -> bool:
+        """Tell whether the release of some write will give slots back to a host tier."""
+        phases = (Phase.LEASED, Phase.WRITING, Phase.RELEASING)
+        return any(self.by_id[write].leased for one in phases for write in self.phases[one])
+
     def story(self, write: Write) -> str:
         """Return what happened to the blocks of a write, for assertions."""
         return f"write {write.id}: {[self._diary.story(name) for name in write.names]}"
@@ -133,3 +163,29 @@ class WritesInFlight:
         names = [name for write in self.by_id.values() for name in write.names]
         assert self.names == set(names)
         assert len(names) == len(self.names), "a block is in two writes"
+
+
+def leased_blocks(
+    slots: Sequence[LeasedSlot], arena: ArenaReply
+) -> tuple[dict[SequenceHash, tuple[Block, int]], int]:
+    """Return the blocks of leased slots with their slot, and how many slots cannot be right."""
+    sound = [slot for slot in slots if _is_sound(slot, arena)]
+    names = hashes_from_hex([slot.hash for slot in sound])
+    parents = hashes_from_hex([slot.parent for slot in sound])
+    namespaces = {text: bytes.fromhex(text) for text in {slot.namespace for slot in sound}}
+    leased: dict[SequenceHash, tuple[Block, int]] = {}
+    for slot, name, parent in zip(sound, names, parents, strict=True):
+        # The bytes tell the checksums of the parts when they are read: only how it is cut is kept.
+        namespace = namespaces[slot.namespace]
+        block = Block(name, parent, namespace, slot.checksum, slot.bytes, slot.parts)
+        leased[name] = block, slot.slot
+    return leased, len(slots) - len(sound)
+
+
+def _is_sound(slot: LeasedSlot, arena: ArenaReply) -> bool:
+    """Tell whether a leased slot can be written and journaled at all."""
+    end = slot.slot * arena.slot_bytes + slot.bytes
+    inside = slot.bytes > 0 and end <= arena.slot_count * arena.slot_bytes
+    inside = inside and (bool(arena.sizes) or slot.bytes <= arena.slot_bytes)
+    whole = is_divisible(slot.bytes, slot.parts)
+    return inside and whole and 0 <= slot.checksum <= CHECKSUM_MAX

@@ -30,9 +30,10 @@ from kvbm_disk_tier.core.messages import (
     WriteFailed,
     Written,
 )
-from kvbm_disk_tier.core.pending import GONE, UNANSWERED, PendingBlocks, Told, leased_blocks
+from kvbm_disk_tier.core.pending import GONE, UNANSWERED, PendingBlocks
 from kvbm_disk_tier.core.store import Store
-from kvbm_disk_tier.core.write_batch import Phase, Write, WritesInFlight
+from kvbm_disk_tier.core.write_batch import Phase, Write, WritesInFlight, leased_blocks
+from kvbm_disk_tier.core.write_queue import Told
 
 
 class Writes:
@@ -65,6 +66,8 @@ class Writes:
         self._arenas = arenas
         self._inventory = inventory
         self._journal = inventory.journal
+        self._share_is_full = False
+        """Whether the host tier lends no more until one of our leases has ended."""
 
     # --- admission --------------------------------------------------------------------------
 
@@ -133,7 +136,9 @@ class Writes:
         committing = len(self.flying.by_id) - ahead - len(phases[Phase.WRITING])
         assert committing >= 0, f"{len(self.flying.by_id)} writes, {ahead} of them wait for a turn"
         free = ahead < fly_max and committing < limits.commits_max
-        free = free and self.may_begin and self._retries.allows(now_ms)
+        free = free and self.may_begin
+        free = free and not (self._share_is_full and self.flying.holds_leases())
+        free = free and self._retries.allows(now_ms)
         free = free and self._store.works and len(self._arenas.usable) > 0
         return free and self._inventory.table.has_room
 
@@ -142,8 +147,8 @@ class Writes:
         batch = self.pending.take_batch(now_ms)
         if batch is None:
             return False
-        arena, names, size, charged = batch
-        write = Write(next(self._ids), arena.instance, arena.epoch, names, size, charged)
+        arena, names, told, charged, parents = batch
+        write = Write(next(self._ids), arena.instance, arena.epoch, names, told, charged, parents)
         self.flying.begin(write)
         request = LeaseRequest(
             owner=self._owner, epoch=arena.epoch, hashes=hashes_to_hex(names),
@@ -152,12 +157,23 @@ class Writes:
         self._emit(LeaseHost(write.id, arena.instance, request))
         return True
 
-    def leased(self, event: Leased) -> None:
+    def leased(self, event: Leased, now_ms: int) -> None:
         """Let a batch that the host tier has pinned wait for its turn."""
-        write = self.flying.find(event.write)
+        write, reply = self.flying.find(event.write), event.reply
         assert not write.leased, self.flying.story(write)
-        self._retries.good()
-        write.lease, write.leased = event.reply.lease, event.reply.slots
+        over_share = frozenset(reply.over_share)
+        later = [name for name in write.names if name.hex() in over_share]
+        holds = bool(reply.slots) or self.flying.holds_leases()
+        if later and not holds:
+            self._retries.trouble(now_ms)  # Leases of our life before hold the share.
+        else:
+            self._retries.good()
+        write.lease, write.leased = reply.lease, reply.slots
+        if later:
+            self._share_is_full = True
+            self._refund(write, write.charged * (len(write.names) - len(later)) // len(write.names))
+            self.flying.drop(write, later)
+            self.pending.put_back(later, write.told, write.parents, now_ms, first=holds)
         self.flying.move(write, "leased")
 
     def _begin(self, write: Write, now_ms: int) -> None:
@@ -182,7 +198,8 @@ class Writes:
     def _stage(self, write: Write, alike: Sequence[tuple[Block, int]], now_ms: int) -> None:
         """Take slots for as many of these blocks of one size as there is room for."""
         size = alike[0][0].bytes
-        slots = self._inventory.stage([block.hash for block, _ in alike], size, now_ms)
+        names, namespace = [block.hash for block, _ in alike], alike[0][0].namespace
+        slots = self._inventory.stage(names, size, now_ms, namespace)
         if left := [block.hash for block, _ in alike[len(slots) :]]:
             reason = self._inventory.why_no_room(size)
             self._counts[f"dropped.write_{reason}"] += len(left)
@@ -242,9 +259,8 @@ class Writes:
         self._counts["write_retries"] += len(again)
         self._retries.forget(set(write.names).difference(again))
         self.flying.move(write, "unanswered")
-        told = Told(write.instance, write.block_bytes)
         for name in again:
-            self.pending.add(name, told, now_ms)
+            self.pending.add(name, write.told, now_ms, write.parents.get(name))
 
     def written(self, event: Written, now_ms: int) -> None:
         """Give the lease back: the bytes are in the store, but for some."""
@@ -280,6 +296,7 @@ class Writes:
     def released(self, event: Released, now_ms: int) -> None:
         """Believe the bytes, if the lease held all the time, or they were compared."""
         write, verified = self.flying.find(event.write), self._store.kind.verifies_writes
+        self._share_is_full = self._share_is_full and not write.leased
         if not write.slots:
             self._end(write, "nothing written")
         elif not event.answered and not verified:

@@ -18,6 +18,7 @@ from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.tier.layout import UNIT_BYTES
 
 from kvbm_disk_tier.core.resizing import Move
+from kvbm_disk_tier.shell.own_files import open_own
 
 KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE: the space lies behind the end of the file, which stays where it is."""
@@ -72,7 +73,7 @@ def move_slots(path: Path, moves: Sequence[Move]) -> list[Move]:
     if not moves:
         return []
     unread: list[Move] = []
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = open_own(path, os.O_RDWR)
     try:
         for move in moves:
             try:

@@ -13,13 +13,17 @@ import contextlib
 import errno
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from kvbm_disk_tier.core.journal import RECORD_BYTES, Record, encode_records
+from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay, encode_records
 from kvbm_disk_tier.shell.allocation import fallocate, fill, write_at
+from kvbm_disk_tier.shell.own_files import open_own, read_own
 
 JOURNAL = "journal"
 SPARE = "spare"
+ORDER_RENEWED_FROM = 2**63
+"""A life that begins below has as many records before the order, of 64 bits, has none left."""
 FORMER_SPARE = "journal.new"
 """What a rewrite of an older release has left, if the disk was full."""
 
@@ -47,7 +51,7 @@ class JournalFile:
 
     def read(self) -> bytes:
         """Return the records, without the zeros behind them; raises OSError."""
-        data = (self.directory / JOURNAL).read_bytes()
+        data = read_own(self.directory / JOURNAL)
         length = len(data.rstrip(b"\0"))
         return data[: min(len(data), -(-length // RECORD_BYTES) * RECORD_BYTES)]
 
@@ -73,7 +77,7 @@ class JournalFile:
             (self.directory / name).unlink(missing_ok=True)
 
     def _open(self, name: str) -> int:
-        return os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return open_own(self.directory / name, os.O_RDWR | os.O_CREAT)
 
     # --- the space --------------------------------------------------------------------------
 
@@ -155,6 +159,22 @@ class JournalFile:
         self._reserve()
         # Else a power cut brings the old journal back, without what was appended to the new one.
         self._sync_directory()
+
+    def renumbered(self, found: Replay) -> Replay:
+        """Begin the order of records again at 1, where its 64 bits could be used up in this life.
+
+        A disk that fails leaves it to the next life.
+        """
+        if found.next_order <= ORDER_RENEWED_FROM:
+            return found
+        live = enumerate(found.blocks.items(), 1)
+        records = tuple(Record(Operation.COMMITTED, order, *entry) for order, entry in live)
+        try:
+            self.rewrite(records)
+        except OSError as error:
+            log.warning("the order of the journal in %s stays: %s", self.directory, error)
+            return found
+        return replace(found, next_order=len(records) + 1, records=len(records))
 
     def _is_in_place(self, fd: int) -> bool:
         """Tell whether a file has become the journal: a rename may be done, and fail."""

@@ -1,21 +1,20 @@
-"""The store: a directory with one preallocated file of slots, its journal, and a lock.
+"""The store: a locked directory with one preallocated file of slots, and its journal.
 
     <DYN_KVBM_DISK_CACHE_DIR>/kvbm-<host>-<instance>/
-        lock       held with flock by the one process that uses the store
         header     what the file is: format, first size and number of slots, cipher (JSON)
         slots      slabs of slab_slots · stride bytes; the stride is slot_bytes, or 4 KiB more in a
                    sealed store. In a slab, slots of one size follow each other
         journal    records of kvbm_disk_tier.core.journal; `spare` beside it: see `journal_file`
 
-Only this module touches these files, NIXL's reads and writes of `slots` excepted. `Store` blocks;
-`store_thread` runs it in a thread of its own.
+The one process that uses the store holds a flock on the directory, which is its user's own and
+closed to other writers. Only this module touches these files, NIXL's reads and writes of `slots`
+excepted. `Store` blocks; `store_thread` runs it in a thread of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -33,6 +32,7 @@ from kvbm_disk_tier.core.journal import RECORD_BYTES, Operation, Record, Replay,
 from kvbm_disk_tier.core.resizing import resized
 from kvbm_disk_tier.shell.allocation import fallocate, fill, move_slots
 from kvbm_disk_tier.shell.journal_file import JournalFile, close
+from kvbm_disk_tier.shell.own_files import lock_directory, open_own, read_own
 from kvbm_disk_tier.shell.store_header import (
     FORMAT,
     FORMAT_OF_ONE_SIZE,
@@ -90,7 +90,8 @@ class Store:
         self.options = options
         self.header: Header | None = None
         self.fd = -1
-        self._lock_fd = -1
+        self._locks: tuple[int, ...] = ()
+        """Open files that hold the lock; empty: it is not ours."""
         self._journal = JournalFile(options.directory, zerofill_fallback=options.zerofill_fallback)
         self.outdated = False
         """A store of another format was found here: `create` puts an empty one in its place."""
@@ -98,27 +99,19 @@ class Store:
 
     def acquire(self) -> None:
         """Take the lock; raises StoreBusy when another process has it, or StoreError."""
-        if self._lock_fd >= 0:
+        if self._locks:
             return
         directory = self.options.directory
         unusable = f"DYN_KVBM_DISK_CACHE_DIR {directory.parent} cannot be used"
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(self._path("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError(f"{unusable}: {error}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._locks = lock_directory(directory)
         except BlockingIOError as error:
-            os.close(fd)
             raise StoreBusy(
                 f"{directory} is used by another disk tier: give this one another "
                 "KVBM_INSTANCE or another DYN_KVBM_DISK_CACHE_DIR"
             ) from error
         except OSError as error:
-            os.close(fd)
-            raise StoreError(f"{unusable}: it cannot be locked: {error}") from error
-        self._lock_fd = fd
+            raise StoreError(f"{unusable}: {error}") from error
 
     def _path(self, name: str) -> Path:
         return self.options.directory / name
@@ -127,9 +120,9 @@ class Store:
         """Synchronise and let go."""
         self._close_files()
         self._beside.shutdown()
-        if self._lock_fd >= 0:
-            close(self._lock_fd, self.options.directory)
-            self._lock_fd = -1
+        for fd in self._locks:
+            close(fd, self.options.directory)
+        self._locks = ()
 
     def _close_files(self) -> None:
         if self.fd >= 0:
@@ -148,7 +141,7 @@ class Store:
         self.acquire()
         self._close_files()
         try:
-            header = msgspec.json.decode(self._path(HEADER).read_bytes(), type=Header)
+            header = msgspec.json.decode(read_own(self._path(HEADER)), type=Header)
             self.outdated = header.format not in (FORMAT, FORMAT_OF_ONE_SIZE)
             refusal = self._refusal(header)
             if refusal:
@@ -174,7 +167,7 @@ class Store:
         self._open_files(header, journal_bytes=len(data))
         if wanted < header.slot_count:
             found = self._shrink(header, wanted, found)
-        return found
+        return self._journal.renumbered(found)
 
     def _renew(self, header: Header) -> Header:
         """Make a store of one size one of several: its blocks stay where they are."""
@@ -306,7 +299,7 @@ class Store:
         The first `kept` bytes stay as they are.
         """
         path = self._path("slots")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             file_system = os.statvfs(self.options.directory)
             free = file_system.f_bavail * file_system.f_frsize + os.fstat(fd).st_blocks * 512
@@ -335,11 +328,11 @@ class Store:
             os.ftruncate(fd, size)
 
     def _open_files(self, header: Header, *, journal_bytes: int) -> None:
-        flags = os.O_RDWR | os.O_CLOEXEC
+        flags = os.O_RDWR
         if self.options.direct:
             flags |= os.O_DIRECT
         try:
-            self.fd = os.open(self._path("slots"), flags)
+            self.fd = open_own(self._path("slots"), flags)
             self._journal.open(journal_bytes, self._journal_bytes(header))
         except OSError as error:
             self._close_files()

@@ -11,6 +11,7 @@ import msgspec
 from kvbm_common.tier.layout import Layout
 
 from kvbm_disk_tier.shell.journal_file import sync_directory
+from kvbm_disk_tier.shell.own_files import open_own
 
 HEADER = "header"
 
@@ -72,7 +73,8 @@ def write_header(directory: Path, header: Header) -> None:
     It is synchronised before it has its name: a power cut leaves no empty header.
     """
     path = directory / f"{HEADER}.new"
-    with path.open("wb") as file:
+    fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(fd, "wb") as file:
         file.write(msgspec.json.encode(header))
         file.flush()
         os.fsync(file.fileno())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import assert_never
@@ -25,8 +26,9 @@ from kvbm_common.service.process import ServiceContext
 from kvbm_common.service.tracing import Attributes, Tracer, tracer_of
 from kvbm_common.wire.admin import FilterRequest, TierRequest
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed, event_codec, event_subject
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Removed
 from kvbm_common.wire.explain import fates_request
+from kvbm_common.wire.packed_events import events_on
 from kvbm_common.wire.verbs import (
     ArenaReply,
     ArenaRequest,
@@ -109,10 +111,14 @@ class TierShell:
 
     def __init__(self, context: ServiceContext, core: DiskTierCore, medium: Medium) -> None:
         self._context = context
+        self._token = secrets.token_hex(16)
+        """What gives our leases back: nothing else does."""
         self._core = core
         self._snapshots = SnapshotPages(lambda _: core.view.snapshot_pages())
         self._medium = medium
-        self._publisher: EventPublisher = context.bus.event_publisher(context.source)
+        self._publisher: EventPublisher = context.bus.event_publisher(
+            context.source, spec=context.events
+        )
         self._dropped = context.counters.counter(
             "kvbm_bus_messages_dropped_total",
             "Messages on NATS that could not be taken.",
@@ -137,6 +143,8 @@ class TierShell:
         context.counters.include(
             lambda: metrics_of_counts(view.counts(), label_names={"bytes": "direction"})
         )
+        context.bounds.declare(lambda: view.fills(monotonic_ms()))
+        context.bounds.declare_queues(self._loop, self._publisher)
         await context.bus.subscribe(hits_subject(context.host), self._hits)
         own = {"fill": self._fill, "snapshot": self._snapshot, "fates": self._fates}
         await context.add_verbs(own | tier_verbs(context.kind, self._admin, context.audit))
@@ -188,26 +196,25 @@ class TierShell:
         subscription = self._context.bus.event_subscription(
             start="new",
             subject=subject,
+            spec=self._context.events,
             on_stream_lost=lambda: self._loop.complete(HostEventsLost()),
         )
         async with subscription as events:
             async for batch in events:
                 for message in batch:
-                    self._host_event(message.subject, message.payload)
+                    self._host_events(message.subject, message.payload)
 
-    def _host_event(self, subject: str, payload: bytes) -> None:
+    def _host_events(self, subject: str, payload: bytes) -> None:
         source = subject.split(".")[-2]
         if not source.startswith("host-tier-"):
             return
         try:
-            event: Event = event_codec.decode(payload)
+            events = events_on(subject, payload)
         except WireError as error:
             self._dropped.labels(reason=error.kind).inc()
             return
-        if (event.host, event.source) != (self._context.host, source):
-            self._dropped.labels(reason="wrong_subject").inc()
-            return
-        self._offer(HostEvent(source.removeprefix("host-tier-"), event))
+        for event in events:
+            self._offer(HostEvent(source.removeprefix("host-tier-"), event))
 
     def _offer(self, event: Input) -> None:
         if not self._loop.offer_nowait(event):
@@ -336,15 +343,14 @@ class TierShell:
 
     async def _lease(self, effect: LeaseHost) -> Leased | LeaseFailed:
         try:
-            payload = await self._ask_host(
-                effect.instance, "lease", msgspec.json.encode(effect.request)
-            )
+            request = msgspec.structs.replace(effect.request, token=self._token)
+            payload = await self._ask_host(effect.instance, "lease", msgspec.json.encode(request))
             return Leased(effect.write, _lease_reply.decode(payload))
         except KvbmError as error:
             return LeaseFailed(effect.write, error.code)
 
     async def _release(self, effect: ReleaseHost) -> Released:
-        request = ReleaseRequest(lease=effect.lease)
+        request = ReleaseRequest(lease=effect.lease, token=self._token)
         try:
             payload = await self._ask_host(effect.instance, "release", msgspec.json.encode(request))
             return Released(effect.write, _release_reply.decode(payload).valid)
@@ -360,10 +366,7 @@ class TierShell:
     def _publish(self, event: Event) -> None:
         if isinstance(event, Removed) and event.reason == "corrupt":
             logs.corrupt(log, event.hashes)
-        event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
-        self._publisher.publish(
-            event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
-        )
+        self._publisher.publish_event(event)
 
 
 def _require_usable(arena: ArenaReply, instance: str) -> None:

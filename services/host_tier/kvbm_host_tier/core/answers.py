@@ -7,11 +7,11 @@ from a lower tier, or a peer), its namespace is compared here, where every answe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, cast
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.blocks import Block
@@ -26,11 +26,14 @@ from kvbm_common.wire.local import Found, Lookup
 
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.group_plan import GroupPlan, Has
+from kvbm_host_tier.core.known_runs import KnownRuns, Run, part_sums_of
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.messages import Answer, EngineId, ToEngine
 from kvbm_host_tier.core.miss_reason import Looked
 
 OPERATOR = EngineId("operator", "")
+HINTED = -1
+"""Instead of a request to reply to: an agent's hint has asked for a prefetch."""
 """The owner of prefetches; no engine has an empty incarnation."""
 
 OTHER_NAMESPACE = "other_namespace"
@@ -41,7 +44,7 @@ Medium = WireTier | Literal["remote"]
 
 
 # Compared in C: a lookup has hundreds of blocks.
-_NAMESPACE, _PARTS, _OF_ONE_PART = attrgetter("namespace"), attrgetter("parts"), frozenset({1})
+_NAMESPACE = attrgetter("namespace")
 
 
 class LookupState(Enum):
@@ -96,18 +99,19 @@ class OpenLookup:
     reason: str = ""
     failed_at: Place = ""
     """Where, when something failed."""
+    detail: str = ""
+    """More about the reason, for people."""
     asked: Lookup | None = None
     """The engine's message; None: this is an operator's prefetch."""
     reply_to: int = 0
     """The request of an operator's prefetch, which leaves no block pinned."""
     block_bytes: int = 0
-    brings: Mapping[Medium, int] = field(default_factory=dict)
-    """Blocks on their way for it, by where they come from, as long as that is measured."""
-    began_ms: int = 0
     plan: GroupPlan | None = None
     """Of a lookup over several KV groups: what `hashes` was chosen from."""
     namespaces: frozenset[bytes] = frozenset()
-    """The engine's: it gets blocks of these alone. A prefetch has none, and leases nothing."""
+    """The engine's: it gets blocks of these alone. An operator's prefetch has none."""
+    known: Run = field(default_factory=Run)
+    """What was known of the first blocks when it came; of a plan, nothing."""
     blocks: list[Block] = field(default_factory=list)
     """Those in the first of `slots`, as far as they are known to be the engine's own."""
 
@@ -146,9 +150,15 @@ class OpenLookup:
         table.unpin(slot for slot in self.slots[run:] if slot is not None)
         del self.slots[run:], self.blocks[run:]
         assert len(self.slots) == run, f"{self.owner}: {len(self.slots)} slots of a run of {run}"
-        self.brings = {}  # Not all of them have come.
         self.run = run
-        self.reason, self.failed_at = reason, place
+        self.reason, self.failed_at, self.detail = reason, place, ""
+
+    def all_slots(self) -> list[int]:
+        """Return the slots of its blocks that are here and its engine's own: of all, once all is
+        here."""
+        if len(self.blocks) == len(self.slots):
+            return cast("list[int]", self.slots)
+        return [slot for slot in self.slots if slot is not None]
 
     @property
     def why_short(self) -> str:
@@ -173,6 +183,7 @@ class Answers:
         departures: Departures,
         *,
         epoch: int,
+        known: KnownRuns,
         answered: Callable[[Looked], None],
         means: Means,
     ) -> None:
@@ -182,6 +193,7 @@ class Answers:
         self._leases = leases
         self._departures = departures
         self._epoch = epoch
+        self._known = known
         self._answered = answered
         self._counts, self._emit = means.counts, means.emit
         self._hit_window: deque[tuple[int, int, int, int]] = deque(maxlen=means.limits.hit_window)
@@ -201,7 +213,7 @@ class Answers:
             if lookup.run < len(lookup.hashes):
                 fall_back(lookup, lookup.plan, self._table)
             self._note_others(lookup, lookup.plan)
-        blocks, slots = lookup.blocks, [slot for slot in lookup.slots if slot is not None]
+        blocks, slots = lookup.blocks, lookup.all_slots()
         assert len(slots) == len(blocks) == lookup.run <= len(lookup.hashes), lookup.owner
         lease_id = 0
         if slots:
@@ -217,14 +229,17 @@ class Answers:
         self.count(asked, here, len(disk), len(objects), len(remote))
         boundary, shared = (0, 0) if plan is None else (plan.reach.tokens, plan.reach.shared)
         self._counts["matched_tokens"] += boundary or lookup.run * lookup.block_tokens
-        self._counts["bytes.h2d"] += sum([block.bytes for block in blocks])
+        columns = lookup.known.columns_of(self._table, slots, blocks)
+        self._counts["bytes.h2d"] += columns.bytes
+        if lookup.asked is not None and plan is None:
+            self._known.answered(lookup.asked.hashes, slots, blocks)
         found = Found(
             lookup=lookup.number,
             epoch=self._epoch,
             lease=lease_id,
-            slots=self._table.places(slots),
-            checksums=[block.checksum for block in blocks],
-            part_sums=_part_sums(blocks),
+            slots=columns.places,
+            checksums=columns.checksums,
+            part_sums=b"" if columns.are_plain else part_sums_of(blocks),
             block_bytes=blocks[0].bytes if blocks else 0,
             disk_blocks=disk,
             object_blocks=objects,
@@ -247,7 +262,10 @@ class Answers:
 
     def keep_own(self, lookup: OpenLookup) -> None:
         """End an engine's run before the first block of another namespace, among those here."""
-        known, own = len(lookup.blocks), lookup.namespaces
+        own = lookup.namespaces
+        if not lookup.blocks and own >= lookup.known.namespaces:
+            lookup.blocks += lookup.known.blocks[: len(lookup.slots)]
+        known = len(lookup.blocks)
         if known == len(lookup.slots) or lookup.reply_to:
             return
         blocks = self._table.blocks_in([slot for slot in lookup.slots[known:] if slot is not None])
@@ -277,7 +295,7 @@ class Answers:
                     asked.request[:REQUEST_CHARS_MAX], asked.engine, now_ms,
                     hashes, lookup.run, lookup.came_from, reason, lookup.failed_at,
                     content=asked.content, namespace=asked.namespace, avoided=asked.avoided,
-                    trace=asked.trace,
+                    trace=asked.trace, detail=lookup.detail,
                 )
             )  # fmt: skip
 
@@ -290,7 +308,8 @@ class Answers:
         )
         assert reply.filled <= reply.blocks, f"{reply.filled} of {reply.blocks} blocks were filled"
         self._counts["prefetched_blocks"] += reply.filled
-        self._emit(Answer(lookup.reply_to, reply))
+        if lookup.reply_to != HINTED:
+            self._emit(Answer(lookup.reply_to, reply))
 
     def refuse(
         self,
@@ -366,17 +385,6 @@ def fall_back(lookup: OpenLookup, plan: GroupPlan, table: SlotTable) -> None:
     assert lookup.run == len(lookup.hashes), lookup.owner
     places = enumerate(lookup.hashes)
     lookup.came_from = {at: came_from[name] for at, name in places if name in came_from}
-
-
-def _part_sums(blocks: Sequence[Block]) -> bytes:
-    """Return what ranks verify, block after block; empty where blocks have one part.
-
-    A namespace says how blocks are cut, so all blocks of a run are cut alike. An engine that asks
-    for blocks of several namespaces gets no checksums that it could misread.
-    """
-    if _OF_ONE_PART.issuperset(map(_PARTS, blocks)) or len({block.code for block in blocks}) != 1:
-        return b""
-    return b"".join(block.part_sums for block in blocks)
 
 
 def _came_from(lookup: OpenLookup, tier: Medium) -> list[int]:

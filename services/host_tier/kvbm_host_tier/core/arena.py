@@ -105,8 +105,13 @@ class Arena:
         return self.info.capacity_bytes if self.layout is None else self.layout.slab_bytes
 
 
+UNSETTLED_MAX = 16
+"""Released leases that pin their slots while lookups are answered."""
 LEASE_MS_MAX = 60_000
 """The longest time for which a copier pins a slot without asking again."""
+COPIED_PART, COPIED_PART_OF_ALL = 0.25, 0.5
+"""A copier pins a quarter of the memory at most, and all together half of it, or each of them
+`copied_least` slots where that is more. Others need the rest, whatever a copier asks for."""
 COPY = "copy"
 """The reason of the leases that the verb grants, and the only ones that it takes back."""
 
@@ -114,17 +119,26 @@ COPY = "copy"
 class ArenaLeases:
     """The leases of one life of the tier; `leases` is their table, which remembers only."""
 
-    def __init__(self, table: SlotTable, counts: Counter[str], *, epoch: int) -> None:
+    def __init__(self, table: SlotTable, means: Means, *, epoch: int) -> None:
         assert epoch >= 0
         self.leases = LeaseTable(epoch)
         self._table = table
-        self._counts = counts
+        self._counts, self._copied_least = means.counts, means.limits.copied_least
         self._epoch = epoch
+        self._copied, self._copied_bytes = Counter[str](), Counter[str]()
+        """Slots that copiers have leased, by owner, and how long they are."""
+        self._unsettled: list[Lease] = []
+        """Leases that engines have released, and that pin their slots until `settle`."""
 
     def end(self, leases: Iterable[Lease]) -> None:
         """Unpin the slots of leases that have left the table."""
         for lease in leases:
             assert self.leases.find(lease.id) is None, f"lease {lease.id} is still running"
+            if lease.reason == COPY:
+                self._copied[lease.owner] -= len(lease.slots)
+                self._copied_bytes[lease.owner] -= sum(map(self._table.slot_bytes, lease.slots))
+                if not self._copied[lease.owner]:
+                    del self._copied[lease.owner], self._copied_bytes[lease.owner]
             self._table.unpin(lease.slots)
 
     def end_owner(self, owner: str) -> None:
@@ -153,8 +167,27 @@ class ArenaLeases:
             if index < len(lease.slots)
         ]
         self.leases.release(lease.id)
-        self.end([lease])
+        self._unsettled.append(lease)
+        if found:
+            self.settle()  # The blocks leave, and so may their slots.
         return found
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether so many released leases pin slots that no lookup may wait for less."""
+        assert len(self._unsettled) <= UNSETTLED_MAX, f"{len(self._unsettled)} leases pin on"
+        return len(self._unsettled) == UNSETTLED_MAX
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every released lease has unpinned its slots."""
+        return not self._unsettled
+
+    def settle(self) -> None:
+        """Unpin the slots of leases that engines have released."""
+        if self._unsettled:
+            ended, self._unsettled = self._unsettled, []
+            self.end(ended)
 
     # --- the verbs --------------------------------------------------------------------------
 
@@ -163,15 +196,34 @@ class ArenaLeases:
         if request.epoch != self._epoch:
             return ErrorBody(code="stale_epoch", message="the arena is another one", field="epoch")
         slots: list[int] = []
-        for name in hashes_from_hex(request.hashes):
+        over_share: list[str] = []
+        for name in dict.fromkeys(hashes_from_hex(request.hashes)):
             slot = self._table.find(name)
-            if slot is not None and slot not in slots:
+            if slot is not None and self._may_copy(slot, request.owner):
                 self._table.pin(slot)
+                self._copied[request.owner] += 1
+                self._copied_bytes[request.owner] += self._table.slot_bytes(slot)
                 slots.append(slot)
+            elif slot is not None:
+                over_share.append(name.hex())
         deadline_ms = now_ms + min(request.lease_ms, LEASE_MS_MAX)
-        lease = self.leases.grant(request.owner, COPY, tuple(slots), deadline_ms=deadline_ms)
+        lease = self.leases.grant(
+            request.owner, COPY, tuple(slots), deadline_ms=deadline_ms, token=request.token
+        )
         assert lease.slots == tuple(slots)
-        return LeaseReply(lease=lease.id, slots=[self._leased(slot) for slot in slots])
+        self._counts["leases_over_share"] += len(over_share)
+        return LeaseReply(
+            lease=lease.id, slots=[self._leased(slot) for slot in slots], over_share=over_share
+        )
+
+    def _may_copy(self, slot: int, owner: str) -> bool:
+        """Tell whether a slot is within its owner's share, and that of all copiers."""
+        assert self._copied[owner] >= 0, f"{owner} has leased {self._copied[owner]} slots"
+        if self._copied[owner] < self._copied_least:
+            return True
+        size, most = self._table.slot_bytes(slot), self._table.usable_bytes
+        own, total = self._copied_bytes[owner] + size, self._copied_bytes.total() + size
+        return own <= COPIED_PART * most and total <= COPIED_PART_OF_ALL * most
 
     def _leased(self, slot: int) -> LeasedSlot:
         block = self._table.block(slot)
@@ -189,7 +241,7 @@ class ArenaLeases:
     def release_copy(self, request: ReleaseRequest) -> ReleaseReply:
         """End a copier's lease; the reply says whether it was valid until now."""
         lease = self.leases.find(request.lease)
-        if lease is None or lease.reason != COPY:
+        if lease is None or lease.reason != COPY or lease.token != request.token:
             return ReleaseReply(valid=False)
         self.leases.release(lease.id)
         self.end([lease])
@@ -202,9 +254,17 @@ class ArenaLeases:
         return any(lease.reason != PIN for lease in self.leases.all())
 
     def pins(self) -> Counter[int]:
-        """Return how many leases hold each slot, for `check`."""
-        return Counter(slot for lease in self.leases.all() for slot in lease.slots)
+        """Return how many leases hold each slot, those not settled included, for `check`."""
+        pinning = (*self.leases.all(), *self._unsettled)
+        return Counter(slot for lease in pinning for slot in lease.slots)
 
     def check(self) -> None:
         """Assert every invariant of the leases."""
         self.leases.check()
+        copied, copied_bytes = Counter[str](), Counter[str]()
+        for lease in self.leases.all():
+            if lease.reason == COPY and lease.slots:
+                copied[lease.owner] += len(lease.slots)
+                copied_bytes[lease.owner] += sum(map(self._table.slot_bytes, lease.slots))
+        assert +self._copied == copied, f"{self._copied} are counted, {copied} are copied"
+        assert +self._copied_bytes == copied_bytes, f"{self._copied_bytes} bytes are counted"

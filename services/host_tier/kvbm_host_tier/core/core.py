@@ -13,12 +13,7 @@ from types import MappingProxyType
 from typing import assert_never
 
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import (
-    IdentityError,
-    SequenceHash,
-    hashes_from_hex,
-    unpack_hashes,
-)
+from kvbm_common.identity import IdentityError, SequenceHash, hashes_from_hex
 from kvbm_common.tier.admin import TierAdmin
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.wire.admin import PrefetchRequest
@@ -35,9 +30,11 @@ from kvbm_common.wire.local import (
     Release,
     ToHostTier,
 )
-from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, ErrorBody, Offer
+from kvbm_common.wire.session_hint import SessionHint
+from kvbm_common.wire.verbs import ErrorBody, Offer
 
 from kvbm_host_tier.core.engines import Engine
+from kvbm_host_tier.core.filter_messages import FilterFailed
 from kvbm_host_tier.core.limits import HostTierLimits, Means
 from kvbm_host_tier.core.messages import (
     AdminAsked,
@@ -79,14 +76,9 @@ from kvbm_host_tier.core.peer_messages import (
     PeerPullSettled,
 )
 from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFailed
-from kvbm_host_tier.core.shard_map import (
-    FrontTaken,
-    Leaving,
-    MapTold,
-    MemberJoined,
-    MemberLeft,
-)
+from kvbm_host_tier.core.shard_map import FrontTaken, Leaving, MapTold, MemberJoined, MemberLeft
 from kvbm_host_tier.core.view import HostTierView
+from kvbm_host_tier.core.well_formed import require_chain, require_lookup
 
 
 class HostTierCore:
@@ -103,7 +95,7 @@ class HostTierCore:
         policy: str = "lru",
         staging: bool = False,
     ) -> None:
-        self._now_ms = 0
+        self._now_ms, self._has_released = 0, False
         self._outbox: list[Effect] = []
         self._emit = self._outbox.append
         self._counts = Counter[str]()
@@ -119,6 +111,7 @@ class HostTierCore:
         self._fills, self._peers, self._below = parts.fills, parts.peers, parts.below
         self._explain, self._reasons = parts.explain, parts.reasons
         self._findable, self._told_misses = parts.findable, parts.told_misses
+        self._hints = parts.hints
         self._admin = TierAdmin(parts.held, parts.leases.leases)
         self._sharding, self._scrubber = parts.sharding, parts.scrubber
         self.view = HostTierView(
@@ -138,13 +131,11 @@ class HostTierCore:
 
     def step(self, event: Input, now_ms: int) -> Sequence[Effect]:
         """Take one input; returns the effects, in order."""
-        assert not self._outbox, f"effects of an earlier step are left: {self._outbox}"
         assert now_ms >= self._now_ms, f"{now_ms} ms after {self._now_ms} ms"
         self._now_ms = now_ms
-        if not self._reasons.started_ms:
-            self._reasons.started_ms = now_ms
-        if self._explain.fresh:
-            self._explain.settle()  # Before anything changes: as it was when it was answered.
+        self._reasons.started_ms = self._reasons.started_ms or now_ms
+        self._settle(event)
+        self._has_released = isinstance(event, FromEngine) and isinstance(event.message, Release)
         try:
             self._handle(event, now_ms)
         except IdentityError as error:
@@ -152,6 +143,23 @@ class HostTierCore:
         effects = [*self._findable.settle(is_complete=not self._peers.may_bring), *self._outbox]
         self._outbox.clear()
         return effects
+
+    def settle(self) -> Sequence[Effect]:
+        """Do what no answer waits for; returns the effects. Else the next step begins with it."""
+        self._settle(None, may_unpin=not self._has_released)  # A lookup comes next, as a rule.
+        effects = tuple(self._outbox)
+        self._outbox.clear()
+        return effects
+
+    def _settle(self, before: Input | None, *, may_unpin: bool = True) -> None:
+        """Do what is left; what pins of ended leases cost waits for the answers of lookups, too."""
+        assert not self._outbox, f"effects of an earlier step are left: {self._outbox}"
+        if self._explain.fresh:
+            self._explain.settle()  # Before anything changes: as it was when it was answered.
+        self._held.settle()
+        is_urgent = isinstance(before, FromEngine) and isinstance(before.message, Lookup | Release)
+        if (may_unpin and not is_urgent) or self._leases.must_settle:
+            self._leases.settle()
 
     def _handle(self, event: Input, now_ms: int) -> None:
         match event:
@@ -187,6 +195,8 @@ class HostTierCore:
                 self._engines.peer_failed(event)
             case FatesTold():
                 self._explain.told(event, now_ms)
+            case FilterFailed(generation):
+                self._findable.failed(generation, now_ms)
             case Tick():
                 self._tick(now_ms)
             case MemberJoined() | MemberLeft() | MapTold() | FrontTaken() | Leaving():
@@ -219,7 +229,7 @@ class HostTierCore:
         assert asked.verb
         if isinstance(asked.request, PrefetchRequest):
             hashes = hashes_from_hex(asked.request.hashes)
-            _require_chain(hashes)
+            require_chain(hashes)
             self._onboard.prefetch(
                 asked.reply_to, hashes, now_ms, deadline_ms=asked.request.deadline_ms
             )
@@ -239,8 +249,6 @@ class HostTierCore:
                 self._emit(ToEngine(connection, refusal))
             case LeaseAsked(reply_to) | ReleaseAsked(reply_to) | AdminAsked(reply_to):
                 self._emit(Answer(reply_to, ErrorBody(code=error.code, message=str(error))))
-            case _:
-                pass
 
     # --- engines ----------------------------------------------------------------------------
 
@@ -264,14 +272,16 @@ class HostTierCore:
             return
         match message:
             case Lookup():
-                hashes = unpack_hashes(message.hashes)
-                _require_lookup(message, hashes)
-                self._onboard.looked_up(connection, message, hashes, engine, now_ms)
+                run = self._held.known.run_of(message.hashes)
+                require_lookup(message, run)
+                self._onboard.looked_up(connection, message, run, engine, now_ms)
             case Misses():
                 self._told_misses.told(message, engine, now_ms)
             case Release():
                 corrupt = self._leases.release(message.lease, engine.label, message.corrupt)
                 self._held.remove(corrupt, "corrupt", now_ms)
+            case SessionHint():
+                self._hints.hinted(message, engine, now_ms)
             case Outcome():
                 self._explain.told_outcome(message, now_ms)
             case Confirm():
@@ -288,8 +298,8 @@ class HostTierCore:
         assert connection
         if self._placement.sends_away(connection, hello):
             return
-        ended = self._engines.hello(connection, hello, now_ms)
-        if ended is not None:
+        self._held.call_tenants(hello.namespaces)
+        if (ended := self._engines.hello(connection, hello, now_ms)) is not None:
             self._drop_work_of(ended, now_ms)
 
     def _bye(self, engine: Engine, now_ms: int) -> None:
@@ -333,7 +343,6 @@ class HostTierCore:
         known = view.epoch(disk.instance)
         new, questions = view.apply(disk.instance, disk.event, now_ms)
         self._outbox += questions
-        assert new >= 0
         if self._staging and disk.tier == "disk":
             self._counts["offload_blocks_d2d"] += new
         # A `cleared` is not enough: a dying life sends one, too, while its reads are in flight.
@@ -351,13 +360,15 @@ class HostTierCore:
             self._engines.pardon(engine_id.engine)
             self._drop_work_of(engine_id, now_ms)
         self._leases.expire(now_ms)
+        self._held.tenants.tick(now_ms)
+        self._held.session_pins.tick(now_ms)
         for view in self._below.views.values():
             self._outbox += view.tick(now_ms)
         self._offload.tick(now_ms)
         self._onboard.tick(now_ms)
         self._fills.tick(now_ms)
         self._explain.tick(now_ms)
-        self._findable.tick()
+        self._findable.tick(now_ms)
         self._peers.open_door()
         self._scrubber.tick(now_ms)
         if lost:
@@ -384,16 +395,5 @@ class HostTierCore:
         assert staged == self._held.table.staged(), "a staged slot has no owner"
         pins = self._leases.pins()
         pins.update(self._onboard.pinned_slots())
+        pins.update(self._held.session_pins.slots())
         assert pins == self._held.table.pins(), "a pinned slot has no lease"
-
-
-def _require_lookup(lookup: Lookup, hashes: Sequence[SequenceHash]) -> None:
-    """Raise IdentityError for a lookup that is longer than it may be, or asks for no chain."""
-    if len(hashes) > MATCH_BLOCKS_MAX or len(lookup.namespace) != 32:
-        raise IdentityError(f"a lookup has at most {MATCH_BLOCKS_MAX} hashes and a namespace")
-    _require_chain(hashes)
-
-
-def _require_chain(hashes: Sequence[SequenceHash]) -> None:
-    if len(set(hashes)) != len(hashes):
-        raise IdentityError("a chain cannot hold the same block twice")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.tier.parts import ONE_PART, Grid
+from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.tier.slab_pool import SIZES_MAX
 from kvbm_common.wire.local import Hello, Refused, Welcome
 from kvbm_common.wire.tier_stats import WorkerStats
@@ -66,6 +67,8 @@ class Engine:
     """How its blocks are cut, which all ranks agree on; known when a rank has joined."""
     pulled: tuple[PullPart, ...] = ()
     """Where a block is pulled from; empty until the engine is complete."""
+    prefill: PrefillCost | None = None
+    """What it takes to compute, as its last lookup has said; None: not known."""
 
     def __post_init__(self) -> None:
         self.label = str(self.id)
@@ -324,6 +327,7 @@ class Engines:
             explains=limits.explain_requests > 0,
             traces=limits.traces,
             filter=self._findable.generation,
+            hints=limits.hint_pin_percent > 0,
         )
         self._emit(ToEngine(connection, welcome))
 
@@ -339,6 +343,7 @@ class Engines:
                 block_bytes=engine.block_bytes,
                 seen_ms_ago=max(0, now_ms - engine.seen_ms),
                 verify=worker.hello.verify,
+                prefill_tokens_per_s=1e9 / engine.prefill.token_ns if engine.prefill else 0.0,
             )
             for engine in self
             for rank, worker in sorted(engine.workers.items())

@@ -15,6 +15,7 @@ from itertools import groupby
 
 from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.tier.reasons import OUTCOMES
+from kvbm_common.wire.bounds import Fill
 from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.explain import (
     REQUEST_CHARS_MAX,
@@ -73,6 +74,11 @@ class Explain:
     def _move(looked: Looked, event: str) -> None:
         """Move a lookup by its table; `_keep` ends it."""
         looked.state = EXPLANATION.next(looked.state, event, looked.request)
+
+    def fill(self) -> Fill:
+        """Return how full the queue of lookups is that lower tiers are to explain."""
+        assert len(self._open) <= OPEN_MAX, f"{len(self._open)} lookups are open"
+        return Fill(len(self._open), OPEN_MAX, self._counts["dropped.explain_open"])
 
     @property
     def is_settled(self) -> bool:

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
+from kvbm_common.wire.bounds import Fill
 from kvbm_common.wire.explain import REQUEST_CHARS_MAX, ExplainListRequest, Explanation, Segment
 
 LOOKUPS_MAX = 64
@@ -55,6 +56,11 @@ class ExplanationRing:
         """Return the number of the oldest that is kept."""
         assert len(self._packed) <= self._next, f"{len(self._packed)} are kept of {self._next}"
         return self._next - len(self._packed)
+
+    def fill(self, now_ms: int) -> Fill:
+        """Return how full the ring is, and how far back it reaches."""
+        reach_s = (now_ms - self.oldest_ms()) / 1000 if self.oldest and self._packed else None
+        return Fill(len(self), self._count_max, self.oldest, reach_s)
 
     def add(self, one: Explanation) -> None:
         """Keep an explanation, and let the oldest go."""

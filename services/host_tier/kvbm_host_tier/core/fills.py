@@ -21,6 +21,7 @@ from kvbm_common.wire.verbs import FILL_GRACE_MS, FillRequest, FillSlot
 from kvbm_host_tier.core.answers import OpenLookup
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means, reason_key
+from kvbm_host_tier.core.load_times import Loading, LoadTimes
 from kvbm_host_tier.core.lower_tiers import AVOID_MS, STARTING_MS, LowerTiers
 from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
 
@@ -67,6 +68,7 @@ class Fill:
     ahead: int
     """Blocks of the same run that were asked for before these."""
     trace: str
+    loading: Loading
     state: FillState = FillState.FLYING
     reusable_ms: int = 0
     """When the slots of a LENT fill may be used again."""
@@ -88,6 +90,7 @@ class Fills:
         self,
         held: HeldBlocks,
         below: LowerTiers,
+        times: LoadTimes,
         means: Means,
         *,
         epoch: int,
@@ -95,6 +98,7 @@ class Fills:
         assert means.limits.batch_blocks_max > 0
         self._held, self._table = held, held.table
         self._below = below
+        self._times = times
         self._epoch = epoch
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._fills: dict[int, Fill] = {}
@@ -139,7 +143,10 @@ class Fills:
                 batch = wanted[ahead : ahead + batch_max]
                 slots = self._held.stage(batch, size, "for a fill", now_ms)
                 lent = dict(zip(batch, slots, strict=True))
-                self._ask(Fill(tier, instance, lent, slot_bytes, until_ms, ahead, lookup.trace))
+                loading = self._times.begin(tier, len(batch) * size, now_ms)
+                self._ask(
+                    Fill(tier, instance, lent, slot_bytes, until_ms, ahead, lookup.trace, loading)
+                )
 
     def _batch_blocks(self, tier: WireTier, slot_bytes: int) -> int:
         """Return how many blocks one fill brings at most."""
@@ -186,6 +193,7 @@ class Fills:
                 filled.missing.append((name, outcome))
         ended = len(filled.arrived) + len(filled.missing)
         assert ended == len(fill.slots), f"{ended} of {len(fill.slots)} blocks have an outcome"
+        self._measure(fill, now_ms, came=not filled.missing)
         self._counts["promoted_blocks"] += len(filled.arrived)
         self._counts["bytes.fill"] += sum([block.bytes for _, block in filled.arrived])
         self._missed(filled, now_ms)
@@ -202,8 +210,13 @@ class Fills:
                 self._table.abandon(slot)
             fill.reusable_ms = max(now_ms, fill.until_ms) + FILL_GRACE_MS
         filled = Filled(fill.tier, [], [(name, event.reason) for name in fill.slots])
+        self._measure(fill, now_ms, came=False)
         self._missed(filled, now_ms)
         return filled
+
+    def _measure(self, fill: Fill, now_ms: int, *, came: bool) -> None:
+        """Measure a fill that is over; one that is late has taken so long at least."""
+        self._times.end(fill.loading, now_ms, counts=came or now_ms >= fill.until_ms)
 
     def _missed(self, filled: Filled, now_ms: int) -> None:
         """Forget that the lower tier has these blocks, or leave them alone for a while."""
@@ -252,6 +265,7 @@ class Fills:
 
     def check(self) -> None:
         """Assert every invariant of the fills."""
+        self._times.check()
         assert len(self._all_lent()) == self._lent
         slots = [slot for fill in self._fills.values() for slot in fill.slots.values()]
         assert len(slots) == len(set(slots)), "two fills write one slot"

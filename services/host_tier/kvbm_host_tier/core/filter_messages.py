@@ -1,10 +1,12 @@
-"""What the core has its shell do with the miss filter."""
+"""What the core has its shell do with the miss filter, and what it hears of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
+
+# --- effects --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,13 @@ class SwitchFilter:
 
 
 FilterEffect = MakeFilter | NamesChanged | UseFilter | SwitchFilter
+
+
+# --- inputs ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FilterFailed:
+    """A filter could not be made: what was written into it has gone nowhere."""
+
+    generation: int

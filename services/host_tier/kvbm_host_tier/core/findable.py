@@ -8,11 +8,12 @@ The filter is complete unless blocks of peers can be had, which are listed nowhe
 
 One that has become too small is followed by a larger one. That is written a slice at a tick, first
 the names of its beginning and then what has changed since, while the one before stays in use.
+Where it cannot be made, that one stays, and the same generation is tried again after a pause.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -28,17 +29,20 @@ from kvbm_host_tier.core.filter_messages import (
 from kvbm_host_tier.core.limits import HostTierLimits
 
 GROWTH = 2
+RETRY_MS, RETRY_MOST_MS = 1_000, 60_000
+"""The first pause before a filter is made again; each is twice the one before, up to the last."""
 
 
 class Findable:
     """The changes of the present step, and what the filter is made for."""
 
-    def __init__(self, limits: HostTierLimits) -> None:
-        """Follow names if a filter is wanted; `sources` must be set before the first step."""
+    def __init__(self, limits: HostTierLimits, counts: Counter[str] | None = None) -> None:
+        """Follow names if a filter is wanted; `name_sets` must be set before the first step."""
         assert limits.filter_slice > 0, limits
-        self._wanted, self._slice = limits.miss_filter, limits.filter_slice
+        self._counts: Counter[str] = Counter() if counts is None else counts
+        self._is_enabled, self._slice = limits.miss_filter, limits.filter_slice
         self._names_least = limits.filter_names_least
-        self.sources: Callable[[], Iterable[Collection[SequenceHash]]] = tuple
+        self.name_sets: Callable[[], Iterable[Collection[SequenceHash]]] = tuple
         """Returns the names that each keeper has now."""
         self.count = 0
         """The names that were findable after the last step."""
@@ -47,29 +51,34 @@ class Findable:
         self._capacity = 0
         self._came: list[SequenceHash] = []
         self._left: list[SequenceHash] = []
-        self._is_due = False
+        self._must_begin = False
         """A filter is to be made at the end of this step."""
         self._unwritten: deque[NamesChanged] | None = None
-        """What the filter that is being made lacks, oldest first; None: none is being made."""
+        """What the filter that is being made lacks, oldest first; None: there is no such filter."""
         self._may_write = False
         """This step is a tick: the next slice is written."""
-        self._is_used = False
-        """Some filter is in use."""
-        self._is_complete = False
+        self._used = self._used_before = 0
+        """The generations of the filter in use and of the one before it; 0: no filter yet."""
+        self._is_complete: bool | None = False
+        """None: what the filter in use says is not known."""
+        self._failures = 0
+        """How often the present generation could not be made."""
+        self._retry_ms: int | None = None
+        """When it is tried again."""
 
     @property
     def is_making(self) -> bool:
         """Tell whether a filter is being made, a slice at each tick."""
         return self._unwritten is not None
 
-    def come(self, names: Iterable[SequenceHash]) -> None:
+    def add(self, names: Iterable[SequenceHash]) -> None:
         """Note names that can be found from this step on."""
-        if self._wanted:
+        if self._is_enabled:
             self._came.extend(names)
 
-    def go(self, names: Iterable[SequenceHash]) -> None:
+    def remove(self, names: Iterable[SequenceHash]) -> None:
         """Note names that one of their keepers has no more."""
-        if self._wanted:
+        if self._is_enabled:
             self._left.extend(names)
 
     def lay_out(self, slot_count: int) -> None:
@@ -78,22 +87,44 @@ class Findable:
         assert not self.generation, "the arena is cut once"
         self._make(max(self._names_least, slot_count + GROWTH * self.count))
 
-    def tick(self) -> None:
-        """Have a larger filter made where names have outgrown it: until then it errs more often."""
+    def tick(self, now_ms: int) -> None:
+        """Have a larger filter made where names have outgrown it: until then it errs more often.
+
+        One that could not be made is tried again when its pause is over.
+        """
         self._may_write = True
-        if self.generation and not self.is_making and self.count > self._capacity:
+        if self._retry_ms is not None:
+            if now_ms >= self._retry_ms:
+                self._retry_ms, self._must_begin = None, True
+                self._capacity = max(self._capacity, GROWTH * self.count)
+        elif self.generation and not self.is_making and self.count > self._capacity:
             self._make(GROWTH * self.count)
+
+    def failed(self, generation: int, now_ms: int) -> None:
+        """Forget what was written into a filter that could not be made, and try it again later."""
+        assert 0 < generation <= self.generation, f"{generation} of {self.generation}"
+        self._counts["filters_failed"] += 1
+        if generation < self.generation:
+            return  # It has been outgrown, and a larger one is being made.
+        assert self._retry_ms is None, f"filter {generation} has failed already"
+        self._unwritten = None
+        if self._used == generation:
+            self._used = self._used_before
+        self._is_complete = None if self._used else False
+        self._retry_ms = now_ms + min(RETRY_MS << min(self._failures, 16), RETRY_MOST_MS)
+        self._failures += 1
 
     def _make(self, capacity: int) -> None:
         assert capacity > self._capacity, f"{capacity} names after {self._capacity}"
-        if self._wanted:
-            self.generation, self._capacity, self._is_due = self.generation + 1, capacity, True
+        if self._is_enabled:
+            self.generation, self._capacity, self._must_begin = self.generation + 1, capacity, True
+            self._failures = 0
 
     def settle(self, *, is_complete: bool) -> list[FilterEffect]:
         """Return what has to be written before anything else of this step is done."""
         came, left, may_write = self._came, self._left, self._may_write
         self._may_write = False
-        changed = came or left or self._is_due or is_complete is not self._is_complete
+        changed = came or left or self._must_begin or is_complete is not self._is_complete
         if not changed and not (may_write and self.is_making):
             return []
         self.count += len(came) - len(left)
@@ -102,15 +133,15 @@ class Findable:
         if not self.generation:
             return []
         effects: list[FilterEffect] = []
-        if self._is_used and (came or left):
+        if self._used and (came or left):
             effects.append(NamesChanged(tuple(came), tuple(left)))
-        if self._is_due:
+        if self._must_begin:
             effects += self._begin()
         elif self._unwritten is not None and (came or left):
             self._unwritten += self._slices(came, left)
         if may_write or not self._unwritten:
             effects += self._go_on()
-        if self._is_used and is_complete is not self._is_complete:
+        if self._used and is_complete is not self._is_complete:
             self._is_complete = is_complete
             effects.append(SwitchFilter(is_complete))
         return effects
@@ -118,8 +149,8 @@ class Findable:
     def _begin(self) -> list[FilterEffect]:
         """Begin a filter with all names that there are at the end of this step."""
         assert not self.is_making, f"filter {self.generation} is being made"
-        self._is_due = False
-        names = list(chain.from_iterable(self.sources()))
+        self._must_begin = False
+        names = list(chain.from_iterable(self.name_sets()))
         assert len(names) == self.count, f"{self.count} names are known, {len(names)} kept"
         self._unwritten = deque(self._slices(names, ()))
         return [MakeFilter(self.generation, self._capacity)]
@@ -135,7 +166,8 @@ class Findable:
             room -= len(part.came) + len(part.left)
             effects.append(part)
         if not self._unwritten:
-            self._unwritten, self._is_used, self._is_complete = None, True, False
+            self._unwritten, self._is_complete = None, False
+            self._used_before, self._used = self._used, self.generation
             effects.append(UseFilter())
         return effects
 
@@ -155,10 +187,10 @@ class Findable:
         return {
             "filter_names": float(self.count),
             "filter_percent": full,
-            "filter_complete": float(self._is_complete),
+            "filter_complete": float(bool(self._is_complete)),
         }
 
     def check(self) -> None:
         """Assert that every keeper has told of all its names, in O(keepers)."""
-        known = sum(map(len, self.sources())) if self._wanted else 0
+        known = sum(map(len, self.name_sets())) if self._is_enabled else 0
         assert self.count == known, f"{self.count} names are told of, {known} are kept"

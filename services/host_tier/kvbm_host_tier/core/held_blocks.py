@@ -7,12 +7,12 @@ evicted only when a disk tier has it, because it exists nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
 from kvbm_common.eviction import make_policy
-from kvbm_common.identity import SequenceHash, hashes_to_hex
+from kvbm_common.identity import Namespace, SequenceHash, hashes_to_hex
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.departures import Departures
 from kvbm_common.tier.diary import Diary
@@ -20,18 +20,25 @@ from kvbm_common.tier.former_blocks import HORIZON_LEAST, FormerBlocks
 from kvbm_common.tier.layout import Layout
 from kvbm_common.tier.reclaim import ANOTHER_SIZE
 from kvbm_common.tier.slots import Block, SlotTable
+from kvbm_common.tier.tenants import Tenants, shares_of
 from kvbm_common.wire.verbs import Hits
 
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.guests import Guests
+from kvbm_host_tier.core.known_runs import KnownRuns
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
 from kvbm_host_tier.core.messages import Publish, TellHits
+from kvbm_host_tier.core.session_pins import SessionPins
 
 HORIZON_SLOTS = 100
 """A block is known to have been here until so many times the arena's blocks have left after it."""
+DEMOTED = "demoted"
+"""By what a block was evicted that an agent has demoted."""
 HITS_MAX = 1024
 """Hits that are told per lookup at most; the rest are told the next time."""
+YIELDING_MAX = 16
+"""Sessions whose pins end for blocks that find no room, at most: the next ones end more."""
 UNWRITTEN_TOLD_MAX = 256
 """The oldest unwritten blocks of a full staging arena; the next shortage tells of the next ones."""
 
@@ -52,12 +59,16 @@ class HeldBlocks:
     ) -> None:
         self._staging = staging
         self._policy_name = policy
-        self.table = SlotTable(Layout.unsized(0), partial(make_policy, self.policy_name))
+        self.tenants = Tenants(shares_of(means.limits.tenant_shares))
+        make = partial(make_policy, self.policy_name)
+        self.table = SlotTable(Layout.unsized(0), make, self.tenants)
         self.diary = Diary()
         self.former = former
         """What left before that."""
         self.departures = Departures(former=former)
         """What became of the blocks that have left."""
+        self.unpin_ended: Callable[[], None] = lambda: None
+        """Unpins what leases still pin that have ended."""
         self.draining = False
         """An operator wants no new blocks here."""
         self._announcer = announcer
@@ -65,6 +76,15 @@ class HeldBlocks:
         self._findable = findable
         self._counts, self._emit = means.counts, means.emit
         self.guests = Guests()
+        self.demoted = Guests()
+        """Announced blocks that leave before others, because an agent has said so."""
+        self.session_pins = SessionPins(
+            self.table, means.counts, part_max=means.limits.hint_pin_percent / 100
+        )
+        self.known = KnownRuns(self.table, means.limits.stretch_blocks)
+        """What was answered of blocks that were looked up before."""
+        self._hit: list[tuple[bytes, Sequence[SequenceHash], int]] = []
+        """Runs that were asked for again in this step: namespace, blocks, bytes of each."""
         self._counts["evictions.evicted"] = 0
 
     # --- the slots --------------------------------------------------------------------------
@@ -92,6 +112,12 @@ class HeldBlocks:
         self.table.use_policy(partial(make_policy, name))
         return True
 
+    def call_tenants(self, namespaces: Iterable[Namespace]) -> None:
+        """Learn the names of tenants from an engine's namespaces, for figures."""
+        for namespace in namespaces:
+            if isinstance(namespace.tenant, str):
+                self.tenants.call(namespace.tenant)
+
     # --- coming -----------------------------------------------------------------------------
 
     def stage(
@@ -109,15 +135,17 @@ class HeldBlocks:
         self.table.register_all(arrived)
         blocks = [block for _, block in arrived]
         names, slots = [block.hash for block in blocks], [slot for slot, _ in arrived]
-        self._findable.come(names)
+        self._findable.add(names)
         self._note(now_ms, "committed in slot {slot}", names, slots)
         self.announce(blocks)
+        self.session_pins.arrived(names)
 
     def register(self, slot: int, block: Block) -> None:
         """Make a block findable that was brought for lookups."""
         self.table.register(slot, block)
         assert self.table.find(block.hash) == slot, self.story(block.hash)
-        self._findable.come((block.hash,))
+        self._findable.add((block.hash,))
+        self.session_pins.arrived((block.hash,))
 
     def landed(self, arrived: Sequence[tuple[int, Block]], source: str, now_ms: int) -> None:
         """Note where blocks came from that are committed, and perhaps leased already."""
@@ -149,6 +177,7 @@ class HeldBlocks:
 
     def admit(self, names: Iterable[SequenceHash]) -> None:
         """Turn the guests among these blocks into announced blocks: they were used again."""
+        self.keep(names)
         if not self.guests.names:
             return
         admitted = [name for name in names if name in self.guests]
@@ -157,6 +186,31 @@ class HeldBlocks:
         found = [slot for name in admitted if (slot := self.table.find(name)) is not None]
         assert len(found) == len(admitted), f"a guest of {self.story(admitted[0])} is not here"
         self.announce([self.table.block(slot) for slot in found])
+
+    # --- demoted blocks ---------------------------------------------------------------------
+
+    def demote(self, names: Sequence[SequenceHash]) -> int:
+        """Let blocks that are here leave before others, and tell the disk tier of those that it
+        lacks; returns how many are demoted now."""
+        known = self.demoted.names.keys() | self.guests.names.keys()
+        new = [name for name in names if name not in known]
+        for name in reversed(new):  # A leaf goes before its parent.
+            slot = self.table.find(name)
+            assert slot is not None, self.story(name)
+            self.demoted.add(name, self.table.slot_bytes(slot))
+        if self._below.instances():
+            self._tell_unwritten(self._below.missing(new))
+        return len(new)
+
+    def keep(self, names: Iterable[SequenceHash]) -> None:
+        """Let demoted blocks among these leave in their turn again."""
+        if self.demoted.names:
+            self.demoted.remove([name for name in names if name in self.demoted])
+
+    def is_near(self, name: SequenceHash, own: Namespaces, now_ms: int) -> bool:
+        """Tell whether a block is here or in a lower tier, or on its way."""
+        is_here = self.table.holds(name) or self.table.is_staging(name)
+        return is_here or self._below.usable(name, now_ms, own)
 
     def announced(self) -> list[Block]:
         """Return every committed block that is no guest."""
@@ -167,42 +221,72 @@ class HeldBlocks:
 
     # --- going ------------------------------------------------------------------------------
 
-    def make_room(self, count: int, block_bytes: int, now_ms: int) -> int:
-        """Evict for `count` blocks of this size; returns how many can be staged now."""
+    def make_room(self, count: int, block_bytes: int, now_ms: int, namespace: bytes = b"") -> int:
+        """Evict for `count` blocks of this size and namespace; returns how many can be staged."""
         room = self.table.room_for(count, block_bytes)
         if room == count:
             return count
-        if self.guests.names:
-            self._evict_guests(count - room, block_bytes, now_ms)
+        self.unpin_ended()
+        room = self._evict_for(count, block_bytes, now_ms, namespace)
+        for _ in range(YIELDING_MAX):
+            if room or self._staging:
+                break
+            claim = self.table.claim(count, block_bytes, namespace)
+            if not self.session_pins.give_way(claim, block_bytes):
+                break
+            room = self._evict_for(count, block_bytes, now_ms, namespace)
+        if self._staging and room < count:
+            self._ask_to_write(block_bytes)
+        return room
+
+    def _evict_for(self, count: int, block_bytes: int, now_ms: int, namespace: bytes) -> int:
+        """Evict blocks that no pin holds, those first that are to leave first."""
+        assert count > 0, f"room for {count} blocks of {block_bytes} bytes"
+        for first in (self.guests, self.demoted):
+            short = count - self.table.room_for(count, block_bytes) if first.names else 0
+            if short:
+                self._evict_first(first, short, block_bytes, now_ms, namespace)
         may_leave = self._below.__contains__ if self._staging else None
-        victims = self.table.victims(count, block_bytes, may_leave)
+        victims = self.table.victims(count, block_bytes, may_leave, namespace)
         self._evict(victims.chosen, self.policy_name, now_ms)
         if victims.emptied:
             self._counts["slabs_moved"] += 1
             self._evict(victims.emptied, ANOTHER_SIZE, now_ms)
         room = self.table.room_for(count, block_bytes)
         assert 0 <= room <= count, f"room for {room} of {count} blocks of {block_bytes} bytes"
-        if self._staging and room < count:
-            self._ask_to_write(block_bytes)
         return room
 
-    def _evict_guests(self, count: int, block_bytes: int, now_ms: int) -> None:
+    def _evict_first(
+        self, first: Guests, count: int, block_bytes: int, now_ms: int, namespace: bytes
+    ) -> None:
         slot_bytes = self.table.pool.layout.slot_bytes_of(block_bytes)
-        free = (name for name in self.guests.of_size(slot_bytes) if self._is_free(name))
+        free = (name for name in first.of_size(slot_bytes) if self._is_free(name))
+        if claim := self.table.claim(count, block_bytes, namespace):
+            # A guest goes before the blocks of its own tenant, not before those of another.
+            lost_bytes = count * block_bytes
+            losing = {one for one in claim.tenants if claim.may_lose(one, lost_bytes)}
+            free = (name for name in free if self.table.tenant_of(name) in losing)
         victims = list(islice(free, count))
-        assert len(victims) <= len(self.guests), "a guest leaves once"
-        self._announce_removed([self.table.evict(name) for name in victims], "guest", now_ms)
+        assert len(victims) <= len(first), "a guest leaves once"
+        if first is self.guests:
+            self._announce_removed([self.table.evict(name) for name in victims], "guest", now_ms)
+        else:
+            self._evict(victims, DEMOTED, now_ms)
 
     def _is_free(self, name: SequenceHash) -> bool:
         slot = self.table.find(name)
-        return slot is not None and not self.table.pin_count(slot)
+        may_leave = slot is not None and not self.table.pin_count(slot)
+        return may_leave and (not self._staging or name in self._below)
 
     def _evict(self, names: Sequence[SequenceHash], by: str, now_ms: int) -> None:
         evicted = [self.table.evict(name) for name in names]
         self._announce_removed(evicted, "evicted", now_ms, detail=by)
 
     def evict_idle(self, count: int, now_ms: int) -> int:
-        """Evict up to `count` blocks of any size; returns how many have left."""
+        """Evict up to `count` blocks of any size, for an operator; returns how many have left."""
+        while not self._staging and self.table.idle_count < count:
+            if not self.session_pins.give_way():
+                break
         idle = self.table.longest_idle(self.table.idle_count if self._staging else count)
         if self._staging:
             self._tell_unwritten([name for name in idle if name not in self._below])
@@ -215,7 +299,7 @@ class HeldBlocks:
         """Have the disk tier write the oldest blocks of this size that it lacks, and of others."""
         assert self._staging, "a block that is nowhere else is only in a staging arena"
         size = self.table.pool.size_of(block_bytes)
-        free = [] if size is None else size.policy.victims(len(size.policy))
+        free = [] if size is None else self.table.worst_of(size, size.idle_count)
         unwritten = [name for name in free if name not in self._below]
         if len(unwritten) < UNWRITTEN_TOLD_MAX and len(self.table.pool.sizes) > 1:
             idle = self.table.longest_idle(self.table.idle_count)
@@ -236,12 +320,25 @@ class HeldBlocks:
         for (namespace, size), hashes in alike.items():
             self._tell(namespace, hashes, size)
 
-    def tell_hits(self, namespace: bytes, names: Iterable[SequenceHash], block_bytes: int) -> None:
-        """Tell the disk tier of blocks that it does not have and that were asked for again."""
+    def note_hits(self, namespace: bytes, names: Sequence[SequenceHash], block_bytes: int) -> None:
+        """Note blocks that were asked for again: `settle` tells the disk tier of them."""
         assert len(namespace) == 32, f"a namespace of {len(namespace)} bytes"
-        news = hashes_to_hex(self._below.missing(names)[:HITS_MAX])
-        if news:
-            self._tell(namespace, news, block_bytes)
+        if names:
+            self._hit.append((namespace, names, block_bytes))
+
+    def settle(self) -> None:
+        """Remember the last answer, and tell the disk tier of blocks that were asked for again.
+
+        Blocks that it has are left out.
+        """
+        self.known.settle()
+        assert len(self._hit) <= 1, f"hits of {len(self._hit)} steps wait"
+        if self._hit and not self._below.instances():
+            self._hit.clear()
+        for namespace, names, block_bytes in self._hit:
+            if news := self._below.missing(names)[:HITS_MAX]:
+                self._tell(namespace, hashes_to_hex(news), block_bytes)
+        self._hit.clear()
 
     def _tell(self, namespace: bytes, hashes: list[str], block_bytes: int) -> None:
         hits = Hits(namespace=namespace.hex(), hashes=hashes, block_bytes=block_bytes)
@@ -249,6 +346,8 @@ class HeldBlocks:
 
     def remove(self, names: Iterable[SequenceHash], reason: str, now_ms: int) -> None:
         """Remove blocks: no lookup finds them again, and reads under way go to their end."""
+        names = list(names)
+        self.session_pins.left(names)
         gone = [block for name in names if (block := self.table.discard(name)) is not None]
         self._announce_removed(gone, reason, now_ms)
 
@@ -260,7 +359,8 @@ class HeldBlocks:
         if not blocks:
             return
         names = [block.hash for block in blocks]
-        self._findable.go(names)
+        self._findable.remove(names)
+        self.keep(names)
         self.diary.note_all(now_ms, f"removed: {reason}", names)
         self.departures.note(names, reason, now_ms, detail=detail)
         if self.guests.names:
@@ -290,5 +390,10 @@ class HeldBlocks:
     def check(self) -> None:
         """Assert every invariant; O(slots)."""
         self.table.check()
+        self.known.check()
+        self.session_pins.check()
+        for name in self.demoted:
+            assert self.table.find(name) is not None, f"a demoted block left: {self.story(name)}"
+            assert name not in self.guests, f"a guest is demoted: {self.story(name)}"
         for name in self.guests:
             assert self.table.find(name) is not None, f"a guest is not here: {self.story(name)}"

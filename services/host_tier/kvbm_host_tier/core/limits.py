@@ -24,6 +24,8 @@ class HostTierLimits:
     batch_blocks_max: int = 16
     batch_bytes: int = 0
     """Fills from disk and pulls have more blocks when they are small: `blocks.batch_blocks`."""
+    copied_least: int = 64
+    """Slots that a copier may pin in any arena: what the disk tier has in flight."""
     offers_max: int = 1024
     """Offers waiting or in flight; more are dropped and counted, never queued without end."""
     lookups_max: int = 4096
@@ -40,7 +42,11 @@ class HostTierLimits:
     explain_requests: int = 100_000
     """Lookups whose explanation is kept (KVBM_EXPLAIN_REQUESTS)."""
     recompute_tokens_per_s: float = 0.0
-    """The speed of computing, to weigh loads (KVBM_RECOMPUTE_TOKENS_PER_S); 0: they are not."""
+    """The speed of computing (KVBM_RECOMPUTE_TOKENS_PER_S); 0: what connectors have measured."""
+    load_or_compute: bool = True
+    """Loads are weighed against what connectors have measured (KVBM_LOAD_OR_COMPUTE)."""
+    stretch_blocks: int = 64
+    """Blocks of a run that are remembered together, when they were looked up (`known_runs.py`)."""
     miss_filter: bool = False
     """Engines read which names a lookup may find (KVBM_MISS_FILTER)."""
     filter_names_least: int = 4_096
@@ -51,6 +57,12 @@ class HostTierLimits:
     """Onboards are traced (KVBM_OTLP_ENDPOINT)."""
     scrub_cpu_percent: float = 0.0
     """The share of one core that compares idle blocks with checksums (KVBM_SCRUB_CPU_PERCENT)."""
+    scrub_round_ms: int = 0
+    """The least time between two beginnings of a round of the scrubber (KVBM_SCRUB_ROUND_S)."""
+    tenant_shares: str = ""
+    """What tenants weigh (KVBM_TENANT_SHARES)."""
+    hint_pin_percent: float = 40.0
+    """What sessions may pin of their tenant's share (KVBM_HINT_PIN_PERCENT)."""
     hit_window: int = 1000
     """Requests over which the hit rates are taken (DYN_KVBM_CACHE_STATS_MAX_REQUESTS)."""
 

@@ -1,128 +1,189 @@
-"""The cost of loading: would computing blocks take less time than bringing them to host memory?
+"""The choice between loading and computing: what would take longer to come is left to compute.
 
-The speed of computing is configured (KVBM_RECOMPUTE_TOKENS_PER_S): services do not measure engines.
-The time of loads is measured here, by the medium that they came from: a line through the latest
-ones, `ms = start + slope * bytes`, in which each load weighs less than the next. The line contains
-queues and slow disks, because those loads met them, too. Where little was measured, or nothing
-lately, a load is made and measured: so a tier that has recovered is noticed.
+The engine's connector measures what its prefill takes and says so in each lookup
+(`prefill_cost.py`); an operator may say it instead (KVBM_RECOMPUTE_TOKENS_PER_S). What loads take
+is measured here (`load_times.py`). A hit is a prefix, and the engine computes what is behind it
+only when it has come. So the run ends where computing the rest is cheapest: behind the last block
+whose coming saves more than it takes.
+
+Where nothing was measured, a load is made and measured. A medium that lost is tried again: when no
+load of it has ended for a while, the first blocks that were left are brought all the same. The
+lookup does not wait for them, so that trying costs a small read and no request any time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.prefill_cost import PrefillCost
+from kvbm_common.tier.slots import SlotTable
 
 from kvbm_host_tier.core.answers import Medium, OpenLookup
+from kvbm_host_tier.core.limits import Means
+from kvbm_host_tier.core.load_times import LoadTimes, Outlook
 from kvbm_host_tier.core.lower_tiers import LowerTiers
+from kvbm_host_tier.core.waiting import Waiting
 
-KEPT = 0.9
-"""The weight of a load compared with the next one: some twenty of them count."""
-LOADS_MIN = 3
-"""Fewer loads tell nothing: the first one after a start opens files and connections."""
-FORGOTTEN_MS = 30_000
-"""As long as a failed block is avoided."""
-SPREAD_MIN = 0.01
-"""Sizes that differ by less than a tenth of their mean (squared here) make no line."""
+TRY_SHARE = 10
+"""A medium that is left is tried so that this times what a try takes lies between two tries…"""
+TRY_MS = (200, 5_000)
+"""… but never more often and never more seldom than this."""
+EXPLORED_BLOCKS = (4, 16)
+"""Sizes of a try, in turn: two sizes tell what a load takes beside its bytes."""
+FAVOUR = 1.1
+"""What was chosen last for a medium and a length is chosen again unless it is so much dearer."""
+NO_LOOKUP = (0, 0)
+"""The place that waits for blocks of a try. No lookup has that number."""
 
 
 @dataclass(slots=True)
-class Line:
-    """Loads of one medium: decaying sums of their sizes (`x`, bytes) and times (`y`, ms)."""
+class Choice:
+    """Where a run ends, so that the engine has the rest of it soonest."""
 
-    loads: int = 0
-    last_ms: int = 0
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-
-    def add(self, size: int, took_ms: int, now_ms: int) -> None:
-        """Add a load that has ended."""
-        assert size > 0
-        self.loads += 1
-        self.last_ms = now_ms
-        self.weight = self.weight * KEPT + 1
-        self.x = self.x * KEPT + size
-        self.y = self.y * KEPT + took_ms
-        self.xx = self.xx * KEPT + size * size
-        self.xy = self.xy * KEPT + size * took_ms
-
-    def at(self, size: int) -> float:
-        """Return the ms that a load of this size takes. Neither part of the line is negative."""
-        assert self.loads
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        variance = self.xx / self.weight - mean_x**2
-        if variance < SPREAD_MIN * mean_x**2:
-            return mean_y * size / mean_x
-        slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / variance)
-        start = mean_y - slope * mean_x
-        return mean_y * size / mean_x if start < 0 else start + slope * size
+    end: int
+    comes_ms: float = 0.0
+    """What all that was on offer would take to come."""
+    compute_ms: float = 0.0
+    """… and to compute."""
 
 
 class LoadCost:
-    """The measured loads, and what follows for the next; `tokens_per_s` 0: no load is weighed."""
+    """The decisions, and what was decided last for each medium and length."""
 
-    def __init__(self, tokens_per_s: float, below: LowerTiers) -> None:
-        assert tokens_per_s >= 0
+    def __init__(
+        self, table: SlotTable, below: LowerTiers, waiting: Waiting, times: LoadTimes, means: Means
+    ) -> None:
+        assert means.limits.recompute_tokens_per_s >= 0
+        self._table = table
         self._below = below
-        self._tokens_per_s = tokens_per_s
-        self._lines: dict[Medium, Line] = {}
+        self._waiting = waiting
+        self._times = times
+        self._counts = means.counts
+        self._is_on = means.limits.load_or_compute
+        speed = means.limits.recompute_tokens_per_s
+        self._said = PrefillCost(max(1, round(1e9 / speed))) if speed else None
+        self._left: set[tuple[Medium, int]] = set()
+        """Medium and length (its number of bits) of what was left to compute last."""
+        self._tries = 0
 
-    @property
-    def is_asked(self) -> bool:
-        """Tell whether loads are weighed at all."""
-        return self._tokens_per_s > 0
-
-    def weigh(
+    def cut(
         self, lookup: OpenLookup, fills: Sequence[SequenceHash], now_ms: int
-    ) -> Medium | None:
-        """Begin to measure a load, or return its medium: what is behind it is computed sooner."""
-        brings = Counter(self._medium_of(name, lookup, now_ms) for name in fills)
-        behind = lookup.run - lookup.hashes.index(fills[0])
-        assert behind >= len(fills), lookup.owner
-        if self._declines(lookup, brings, blocks=behind, now_ms=now_ms):
-            return self._medium_of(fills[0], lookup, now_ms)
-        self._began(lookup, brings, now_ms)
-        return None
+    ) -> list[SequenceHash]:
+        """Cut the run where the rest is computed sooner. Returns the blocks to be brought, some
+        of them perhaps behind the run, to be measured."""
+        cost = self._cost_of(lookup)
+        if cost is None or None not in lookup.slots:
+            return list(fills)
+        first = lookup.slots.index(None)
+        assert first < lookup.run == len(lookup.slots), lookup.owner
+        medium = self._medium_of(lookup.hashes[first], lookup, now_ms)
+        key = medium, (lookup.run - first).bit_length()
+        wanted = frozenset(fills)
+        favour = 1 / FAVOUR if key in self._left else FAVOUR
+        looks = _Looks(self._times, now_ms)
+        choice = self._choose(lookup, first, wanted, cost, looks, favour)
+        assert first <= choice.end <= lookup.run, f"{lookup.owner}: {choice} from {first}"
+        if choice.end == lookup.run:
+            self._left.discard(key)
+            return list(fills)
+        if choice.end == first:
+            self._left.add(key)
+        left = [name for name in lookup.hashes[choice.end : lookup.run] if name in wanted]
+        place = self._medium_of(lookup.hashes[choice.end], lookup, now_ms)
+        self._count(lookup, choice, place, looks.of(place))
+        lookup.cut(choice.end, "recompute_cheaper", self._table, place)
+        lookup.detail = (
+            f"{choice.comes_ms:.0f} ms to come, {choice.compute_ms:.0f} ms to compute, "
+            f"{looks.of(place).queued >> 20} MiB under way"
+        )
+        behind = set(left)
+        return [name for name in fills if name not in behind] + self._tried(left, place, now_ms)
+
+    def _cost_of(self, lookup: OpenLookup) -> PrefillCost | None:
+        """Return what the engine takes to compute; None: its blocks are brought."""
+        if not lookup.block_tokens:
+            return None  # An operator wants them.
+        if self._said is not None or not self._is_on:
+            return self._said
+        said = lookup.asked.prefill if lookup.asked is not None else None
+        return said if said is not None and said.is_valid else None
+
+    def _choose(
+        self,
+        lookup: OpenLookup,
+        first: int,
+        wanted: frozenset[SequenceHash],
+        cost: PrefillCost,
+        looks: _Looks,
+        favour: float,
+    ) -> Choice:
+        """Return the end of the run that saves most; of a plan over KV groups, none or all."""
+        size, tokens = lookup.block_bytes, lookup.block_tokens
+        assert size > 0 or not wanted, f"{lookup.owner} waits for blocks of no size"
+        assert tokens > 0, f"{lookup.owner} computes blocks of no tokens"
+        sizes: Counter[Medium] = Counter()
+        comes_ms = most = 0.0
+        choice = Choice(first)
+        begin = first * tokens
+        for index in range(first, lookup.run):
+            if lookup.slots[index] is None:
+                name = lookup.hashes[index]
+                medium = self._medium_of(name, lookup, looks.now_ms)
+                sizes[medium] += size if name in wanted else 0
+                comes_ms = max(comes_ms, looks.of(medium).ms(sizes[medium]))
+            copied_ms = cost.copy_ms((index + 1 - first) * size)
+            choice.compute_ms = cost.compute_ms(begin, (index + 1) * tokens)
+            choice.comes_ms = comes_ms + copied_ms
+            saved = favour * choice.compute_ms - choice.comes_ms
+            if saved >= most and (lookup.plan is None or index + 1 == lookup.run):
+                most, choice.end = saved, index + 1
+        return choice
 
     def _medium_of(self, name: SequenceHash, lookup: OpenLookup, now_ms: int) -> Medium:
         source = self._below.source(name, now_ms, lookup.namespaces)
         return "remote" if source is None else source[0]
 
-    def _began(self, lookup: OpenLookup, brings: Mapping[Medium, int], now_ms: int) -> None:
-        """Note how many blocks of each medium are on their way for a lookup."""
-        assert brings
-        if not lookup.brings:
-            lookup.began_ms = now_ms
-        lookup.brings = Counter(lookup.brings) + Counter(brings)
+    def _count(self, lookup: OpenLookup, choice: Choice, place: Medium, look: Outlook) -> None:
+        """Count what is left, by its medium and by why that takes longer."""
+        left = lookup.run - choice.end
+        assert left > 0, f"{lookup.owner}: {choice} leaves nothing"
+        size = left * lookup.block_bytes
+        alone_ms = look.estimate.ms(size)
+        why = "slow" if alone_ms > choice.compute_ms else "queued"
+        if look.least_ms > look.estimate.ms(look.queued + size):
+            why = "stalled"
+        self._counts["declined_blocks"] += left
+        self._counts[f"left_to_compute_blocks.{place}.{why}"] += left
 
-    def ended(self, lookup: OpenLookup, now_ms: int) -> None:
-        """Measure a lookup's load, which is here or late, if it came from one medium only."""
-        assert now_ms >= lookup.began_ms
-        brings, lookup.brings = lookup.brings, {}
-        if len(brings) == 1 and lookup.block_bytes:
-            [(medium, blocks)] = brings.items()
-            line = self._lines.setdefault(medium, Line())
-            line.add(blocks * lookup.block_bytes, now_ms - lookup.began_ms, now_ms)
+    def _tried(
+        self, left: Sequence[SequenceHash], medium: Medium, now_ms: int
+    ) -> list[SequenceHash]:
+        """Return the blocks that are brought to measure a medium. No lookup waits for them."""
+        count = EXPLORED_BLOCKS[self._tries % len(EXPLORED_BLOCKS)]
+        if not left or not self._times.is_due(medium, now_ms, share=TRY_SHARE, within_ms=TRY_MS):
+            return []
+        self._tries += 1
+        tried = list(left[:count])
+        assert all(not self._table.is_staging(name) for name in tried), f"{medium} is tried twice"
+        for name in tried:
+            self._waiting.add(name, NO_LOOKUP)  # Lookups may join them.
+        self._counts["explored_blocks"] += len(tried)
+        return tried
 
-    def _declines(
-        self, lookup: OpenLookup, brings: Mapping[Medium, int], *, blocks: int, now_ms: int
-    ) -> bool:
-        """Tell whether these take longer to come than `blocks` to compute, with all behind them."""
-        assert blocks > 0
-        if not lookup.block_tokens:
-            return False  # An operator wants them.
-        size = lookup.block_bytes
-        comes_ms = max(self._ms(medium, n * size, now_ms) for medium, n in brings.items())
-        return comes_ms > blocks * lookup.block_tokens / self._tokens_per_s * 1000
 
-    def _ms(self, medium: Medium, size: int, now_ms: int) -> float:
-        line = self._lines.get(medium)
-        if line is not None and now_ms - line.last_ms >= FORGOTTEN_MS:
-            line = None
-            del self._lines[medium]
-        return line.at(size) if line is not None and line.loads >= LOADS_MIN else 0.0
+class _Looks:
+    """The outlook of each medium at one moment, made when it is first asked for."""
+
+    def __init__(self, times: LoadTimes, now_ms: int) -> None:
+        self.now_ms = now_ms
+        self._times = times
+        self._known: dict[Medium, Outlook] = {}
+
+    def of(self, medium: Medium) -> Outlook:
+        """Return what the next load of a medium will take."""
+        if medium not in self._known:
+            self._known[medium] = self._times.outlook(medium, self.now_ms)
+        return self._known[medium]

@@ -138,7 +138,7 @@ class LowerTierView:
     def forget(self, name: SequenceHash) -> None:
         """Forget a block that the disk tier does not have, until it is announced again."""
         if self._holding.pop(name, None) is not None:
-            self._findable.go((name,))
+            self._findable.remove((name,))
 
     def avoid(self, name: SequenceHash, now_ms: int, *, for_ms: int = AVOID_MS) -> None:
         """Leave a block alone for a while: a fill of it has failed, but it may be there."""
@@ -292,7 +292,7 @@ class LowerTierView:
             holding = self._last
         self._last = holding
         stored = dict.fromkeys(names, holding)
-        self._findable.come(stored.keys() - self._holding.keys())
+        self._findable.add(stored.keys() - self._holding.keys())
         self._holding.update(stored)
         self._away.difference_update(names)
 
@@ -305,7 +305,7 @@ class LowerTierView:
     def _clear(self, instance: str) -> None:
         held = self._holding.items()
         kept = {name: holding for name, holding in held if holding.instance != instance}
-        self._findable.go(self._holding.keys() - kept.keys())
+        self._findable.remove(self._holding.keys() - kept.keys())
         self._holding = kept
 
 

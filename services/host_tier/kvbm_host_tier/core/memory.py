@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvbm_common.tier import departures
 from kvbm_common.tier.former_blocks import HORIZON_LEAST
 
+from kvbm_host_tier.core import known_runs
 from kvbm_host_tier.core.held_blocks import HORIZON_SLOTS
 from kvbm_host_tier.core.limits import HostTierLimits
 from kvbm_host_tier.core.lower_tiers import LOWER
@@ -32,6 +33,7 @@ def parts_of(limits: HostTierLimits, *, slot_count: int, below_count: int) -> di
         "departures": (1 + len(LOWER)) * history,
         "former_blocks": 3 * max(HORIZON_LEAST, HORIZON_SLOTS * slot_count),
         "first_blocks": CONTENTS_MAX * FIRST_BLOCK_BYTES,
+        "known_runs": known_runs.STRETCHES_MAX * limits.stretch_blocks * known_runs.BLOCK_BYTES,
         "explanations": limits.explain_requests * EXPLANATION_BYTES,
         "queues": QUEUE_BYTES,
     }

@@ -23,7 +23,7 @@ from kvbm_common.wire.verbs import (
     SnapshotReply,
 )
 
-from kvbm_host_tier.core.filter_messages import FilterEffect
+from kvbm_host_tier.core.filter_messages import FilterEffect, FilterFailed
 from kvbm_host_tier.core.peer_messages import PeerEffect, PeerInput
 from kvbm_host_tier.core.scrub_messages import ScrubEffect, ScrubInput
 from kvbm_host_tier.core.shard_map import ShardEffect, ShardInput
@@ -245,6 +245,7 @@ Input = (
     | ReleaseAsked
     | AdminAsked
     | FatesTold
+    | FilterFailed
     | PeerInput
     | ScrubInput
     | ShardInput

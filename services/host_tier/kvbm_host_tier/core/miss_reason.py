@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.departures import Departure, Departures
@@ -115,12 +115,16 @@ class Looked:
     """Why the run ends, in the words of the engine's answer."""
     failed_at: Place = ""
     """The place of a failure that ended the run."""
+    detail: str = ""
+    """More about the reason, for people."""
     content: bytes = b""
     """Digest of the first block's tokens; see `Lookup`."""
     namespace: bytes = b""
     avoided: int = 0
     """Blocks behind these that the connector did not ask for."""
     trace: str = ""
+    told_later: bool = False
+    """The engine has answered it by the miss filter, and tells of it some time afterwards."""
     missed: list[Missed] = field(default_factory=list)
     state: LookedState = LookedState.ANSWERED
 
@@ -150,15 +154,30 @@ class MissReasons:
         if self._is_unheard_of(names):
             missed = self._unheard_of(names, was_here)
         else:
+            late = self._came_later(looked, names)
             missed = [
-                self._of_block(name, at_ms) or self._of_stranger(name, former=former)
-                for name, former in zip(names, was_here, strict=True)
+                (self._of_fate(name) if index < late else self._of_block(name, at_ms))
+                or self._of_stranger(name, former=former)
+                for index, (name, former) in enumerate(zip(names, was_here, strict=True))
             ]
         assert sum(one.blocks for one in missed) == len(names), f"{looked.request}: {missed}"
         first = self._of_end(looked, names[0])
         if first is None and missed[0].reason in ("never_stored", "not_remembered"):
             first = twin
         return missed if first is None else _with_first(first, missed, names)
+
+    def _came_later(self, looked: Looked, names: Sequence[SequenceHash]) -> int:
+        """Return how many of the first blocks have come since the engine missed them.
+
+        The filter never denies what is here. So the first was not, and those behind it that are
+        here now have come with it: the request has computed and offered them.
+        """
+        if not looked.told_later:
+            return 0
+        assert not looked.run, f"{looked.request}: the filter has found {looked.run} blocks"
+        came = takewhile(lambda name: self._table.find(name) is not None
+                         or self._table.is_staging(name), names)  # fmt: skip
+        return sum(1 for _ in came)
 
     # --- one block --------------------------------------------------------------------------
 
@@ -222,7 +241,7 @@ class MissReasons:
         if reason == "not_stored":
             return None
         if reason in OF_THE_RUN:
-            return Missed(name, reason, place)
+            return Missed(name, reason, place, detail=looked.detail)
         if place == "remote":
             return Missed(name, "peer_failed", place, detail=reason)
         if reason == "gone":

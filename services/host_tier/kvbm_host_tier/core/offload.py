@@ -191,7 +191,7 @@ class Offload:
             return
         batch = self._next_batch(state)
         size = engine.block_bytes
-        room = self._held.make_room(len(batch), size, now_ms)
+        room = self._held.make_room(len(batch), size, now_ms, state.namespace)
         if room < len(batch):  # All other slots are pinned.
             self._give_up_rest(state, batch[room:], "no_room", now_ms)
             batch = batch[:room]

@@ -32,6 +32,7 @@ from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.fills import Filled, Fills
 from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.held_blocks import HeldBlocks
+from kvbm_host_tier.core.known_runs import Run
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_cost import LoadCost
 from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
@@ -52,6 +53,7 @@ class Onboard:
         peers: Peers,
         answers: Answers,
         waiting: Waiting,
+        cost: LoadCost,
         means: Means,
     ) -> None:
         assert means.limits.lookups_max >= 0
@@ -61,7 +63,7 @@ class Onboard:
         self._peers = peers
         self._answers = answers
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
-        self._cost = LoadCost(means.limits.recompute_tokens_per_s, below)
+        self._cost = cost
         self._lookups: dict[int, OpenLookup] = {}
         self._waiting = waiting
         self._questions: dict[int, int] = {}
@@ -86,12 +88,13 @@ class Onboard:
         self,
         connection: bytes,
         asked: Lookup,
-        hashes: list[SequenceHash],
+        run: Run,
         engine: Engine,
         now_ms: int,
     ) -> None:
         """Find the longest run of these blocks that an engine can have."""
         assert engine.id.incarnation == asked.incarnation, engine.label
+        hashes = run.names
         if asked.namespace not in engine.namespaces:
             self._counts["refused.lookup_namespace"] += 1
             text = "a lookup names a namespace with which its engine has not said hello"
@@ -102,6 +105,8 @@ class Onboard:
             self._counts["dropped.lookup_busy"] += 1
             self._answers.refuse(connection, asked, hashes, "busy", now_ms)
             return
+        if asked.prefill is not None and asked.prefill.is_valid:
+            engine.prefill = asked.prefill
         plan = None
         if asked.groups:
             plan = GroupPlan.of(asked.groups, hashes)
@@ -110,14 +115,16 @@ class Onboard:
             plan.choose(is_own, lambda name: is_own(name) or self._may_come(name, own, now_ms))
             hashes = plan.needed()
         lookup = OpenLookup.of_engine(connection, asked, hashes, engine, plan, now_ms)
+        if plan is None:
+            lookup.known = run
         here = self._begin(lookup, now_ms)
-        # The engine waits, the disk tier does not.
-        self._held.tell_hits(asked.namespace, hashes[:here], engine.block_bytes)
+        self._held.note_hits(asked.namespace, hashes[:here], engine.block_bytes)
 
     def prefetch(
-        self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int
-    ) -> None:
-        """Bring the leading blocks of a run here, for an operator."""
+        self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int,
+        namespaces: Namespaces = frozenset(),
+    ) -> None:  # fmt: skip
+        """Bring the leading blocks of a run here, for an operator or a hint."""
         assert reply_to
         if self._held.draining or len(self._lookups) >= self._limits.lookups_max:
             code = "draining" if self._held.draining else "busy"
@@ -127,12 +134,14 @@ class Onboard:
         lookup = OpenLookup(
             engine=OPERATOR, owner=OPERATOR.engine, hashes=hashes,
             answer_by_ms=now_ms + deadline_ms, lease_until_ms=now_ms, reply_to=reply_to,
+            namespaces=namespaces,
         )  # fmt: skip
         self._begin(lookup, now_ms)
 
     def _begin(self, lookup: OpenLookup, now_ms: int) -> int:
         """Pin what is here, have filled what is below; returns how many blocks were here."""
-        lookup.slots += self._table.pin_prefix(lookup.hashes)  # All of them, in the common case.
+        # All of them, in the common case.
+        lookup.slots = [*self._table.pin_prefix(lookup.hashes, lookup.known.slots)]
         lookup.run = len(lookup.slots)
         self._answers.keep_own(lookup)
         here = lookup.run
@@ -143,7 +152,7 @@ class Onboard:
         if lookup.reason == "not_stored" and lookup.plan is None:
             rest = lookup.hashes[lookup.run :]
             question = self._peers.ask(rest, now_ms, until_ms=lookup.answer_by_ms)
-        if fills or question or None in lookup.slots:
+        if fills or question or (here < lookup.run and None in lookup.slots):
             self._wait(lookup, fills, question, now_ms)
         else:
             self._answers.give(lookup, now_ms)
@@ -157,7 +166,7 @@ class Onboard:
 
     def _admit(self, names: Sequence[SequenceHash], slots: Sequence[int | None]) -> None:
         """Turn guests that were just pinned into announced blocks: this is their second use."""
-        if self._held.guests.names:
+        if self._held.guests.names or self._held.demoted.names:
             here = zip(names, slots, strict=False)
             self._held.admit([name for name, slot in here if slot is not None])
 
@@ -186,10 +195,9 @@ class Onboard:
             place = below.others(lookup.hashes[lookup.run], own)
             lookup.reason = OTHER_NAMESPACE if place else "not_stored"
             lookup.failed_at = place or ""
-        if not fills:
-            return fills
-        fills = self._cut_where_no_room(lookup, fills, now_ms)
-        return self._cut_where_recompute_cheaper(lookup, fills, now_ms)
+        if fills:
+            fills = self._cut_where_no_room(lookup, fills, now_ms)
+        return self._cost.cut(lookup, fills, now_ms)
 
     def _cut_where_no_room(
         self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
@@ -198,27 +206,15 @@ class Onboard:
         size = lookup.block_bytes = lookup.block_bytes or self._held.size_of(
             lookup.slots, fills[0], lookup.namespaces
         )
-        room = self._held.make_room(len(fills), size, now_ms) if size else 0
+        # All namespaces of an engine are of one tenant.
+        own = next(iter(lookup.namespaces or ()), b"")
+        room = self._held.make_room(len(fills), size, now_ms, own) if size else 0
         if room == len(fills):
             return fills
         reason = "no_room" if size else "unknown_size"
         self._counts[f"dropped.fill_{reason}"] += len(fills) - room
         lookup.cut(lookup.hashes.index(fills[room]), reason, self._table)
         return fills[:room]
-
-    def _cut_where_recompute_cheaper(
-        self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
-    ) -> list[SequenceHash]:
-        """Cut the run at its first fill if the engine computes sooner; returns the fills left."""
-        if not fills or not self._cost.is_asked:
-            return fills
-        place = self._cost.weigh(lookup, fills, now_ms)
-        if place is None:
-            return fills
-        run = lookup.hashes.index(fills[0])
-        self._counts["declined_blocks"] += lookup.run - run
-        lookup.cut(run, "recompute_cheaper", self._table, place)
-        return []
 
     def _wait(
         self, lookup: OpenLookup, fills: list[SequenceHash], question: int, now_ms: int
@@ -270,7 +266,10 @@ class Onboard:
             names = pulls[first : first + batch_max]
             slots = self._held.stage(names, lookup.block_bytes, f"from {peer}", now_ms)
             lent = dict(zip(names, slots, strict=True))
-            self._peers.pull(peer, lent, now_ms, until_ms=lookup.answer_by_ms, trace=lookup.trace)
+            self._peers.pull(
+                peer, lent, now_ms, size=lookup.block_bytes, until_ms=lookup.answer_by_ms,
+                trace=lookup.trace,
+            )  # fmt: skip
         self._await_blocks(lookup_id, lookup, start)
         self._take_outcomes(self._peers.advance(now_ms), now_ms)
 
@@ -351,7 +350,6 @@ class Onboard:
         if lookup is None or None in lookup.slots:
             return
         assert len(lookup.slots) == lookup.run, lookup.owner
-        self._cost.ended(lookup, now_ms)
         if lookup.state is LookupState.FILLING:
             self._answers.give(self._move(lookup_id, "complete"), now_ms)
 
@@ -361,7 +359,6 @@ class Onboard:
         for lookup_id in due:
             lookup = self._move(lookup_id, "deadline")
             if None in lookup.slots:
-                self._cost.ended(lookup, now_ms)
                 self._counts["lookups_cut_by_deadline"] += 1
                 run = lookup.slots.index(None)
                 place = self._below.medium_of(lookup.hashes[run]) or "remote"

@@ -6,6 +6,7 @@ engines ── hello, beat ──► engines      who may offer and look up, and
 held                                    the blocks, and the announcements of all that change
 arena, leases                           the memory, and the leases over its slots
 explain, placement, scrubber            why lookups missed, sibling instances, idle checks
+hints                                   what agents say of their sessions
 findable                                what lookups may find, for the filter that engines read
 """
 
@@ -22,6 +23,8 @@ from kvbm_host_tier.core.fills import Fills
 from kvbm_host_tier.core.findable import Findable
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means
+from kvbm_host_tier.core.load_cost import LoadCost
+from kvbm_host_tier.core.load_times import LoadTimes
 from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.messages import ArenaInfo
 from kvbm_host_tier.core.miss_reason import MissReasons
@@ -30,6 +33,7 @@ from kvbm_host_tier.core.onboard import Onboard
 from kvbm_host_tier.core.peers import Peers
 from kvbm_host_tier.core.placement import Placement
 from kvbm_host_tier.core.scrub import Scrubber
+from kvbm_host_tier.core.session_hints import SessionHints
 from kvbm_host_tier.core.shard_map import Sharding
 from kvbm_host_tier.core.told_misses import ToldMisses
 from kvbm_host_tier.core.waiting import Waiting
@@ -51,30 +55,36 @@ class Parts:
         """Make the parts, those first that others need."""
         assert instance, "a host tier has a name"
         epoch = announcer.epoch
-        self.announcer = announcer
-        former = FormerBlocks()
-        self.findable = findable = Findable(means.limits)
+        self.announcer, self.limits = announcer, means.limits
+        self.former = former = FormerBlocks()
+        self.findable = findable = Findable(means.limits, means.counts)
         self.below = below = LowerTiers(former, findable)
         self.held = held = HeldBlocks(
             announcer, below, former, findable, means, policy=policy, staging=staging
         )
         self.arena = arena = Arena(info, held.table, lay_out=held.lay_out, means=means)
-        self.leases = ArenaLeases(held.table, means.counts, epoch=epoch)
+        self.leases = ArenaLeases(held.table, means, epoch=epoch)
+        held.unpin_ended = self.leases.settle
         self.reasons = MissReasons(held.table, held.departures, former, below)
         self.explain = Explain(self.reasons, below, means)
         self.answers = Answers(
-            held.table, self.leases.leases, held.departures, epoch=epoch,
+            held.table, self.leases.leases, held.departures, epoch=epoch, known=held.known,
             answered=self.explain.fresh.append, means=means,
         )  # fmt: skip
         self.told_misses = ToldMisses(self.answers, keep=self.explain.fresh.append, means=means)
         self.engines = Engines(arena, announcer, findable, means)
         self.offload = Offload(held, self.engines, means)
-        self.fills = Fills(held, below, means, epoch=epoch)
-        self.peers = Peers(held.table, arena, means)
+        self.load_times = times = LoadTimes()
+        self.fills = Fills(held, below, times, means, epoch=epoch)
+        self.peers = Peers(held.table, arena, times, means)
         self.waiting = waiting = Waiting(findable)
-        self.onboard = Onboard(held, below, self.fills, self.peers, self.answers, waiting, means)
+        cost = LoadCost(held.table, below, waiting, times, means)
+        self.onboard = Onboard(
+            held, below, self.fills, self.peers, self.answers, waiting, cost, means
+        )
+        self.hints = SessionHints(held, self.onboard, means)
         views = below.views.values()
-        findable.sources = lambda: [held.table.names, waiting.names, *(v.names for v in views)]
+        findable.name_sets = lambda: [held.table.names, waiting.names, *(v.names for v in views)]
         self.sharding = Sharding(instance)
         self.placement = Placement(
             self.engines, self.sharding, means, is_draining=lambda: held.draining

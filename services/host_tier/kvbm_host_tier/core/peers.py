@@ -25,6 +25,7 @@ from kvbm_common.tier.slots import Block, SlotTable
 
 from kvbm_host_tier.core.arena import Arena
 from kvbm_host_tier.core.limits import Means, reason_key
+from kvbm_host_tier.core.load_times import Loading, LoadTimes
 from kvbm_host_tier.core.peer_messages import (
     AskHolders,
     HoldersTold,
@@ -87,6 +88,7 @@ class PeerPull:
     slots: tuple[int, ...]
     slot_bytes: int
     until_ms: int
+    loading: Loading
     trace: str = ""
     state: PeerPullState = PeerPullState.QUEUED
 
@@ -104,11 +106,13 @@ class Peers:
         self,
         table: SlotTable,
         arena: Arena,
+        times: LoadTimes,
         means: Means,
     ) -> None:
         assert means.limits.peer_pulls_max >= 0
         self._table = table
         self._arena = arena
+        self._times = times
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._breakers: dict[PeerId, Breaker] = {}
         """Of each peer that is registered."""
@@ -223,15 +227,19 @@ class Peers:
         slots: dict[SequenceHash, int],
         now_ms: int,
         *,
+        size: int,
         until_ms: int,
         trace: str = "",
     ) -> None:
-        """Have blocks read into staged slots, by a pull that `advance` starts."""
+        """Have blocks of a size read into staged slots, by a pull that `advance` starts."""
         assert slots
         until_ms = min(until_ms, now_ms + self._limits.peer_deadline_ms)
         number, staged = self._take_id(), tuple(slots.values())
         slot_bytes = self._table.slot_bytes(staged[0])
-        self._pulls[number] = PeerPull(peer, tuple(slots), staged, slot_bytes, until_ms, trace)
+        loading = self._times.begin("remote", len(slots) * size, now_ms)
+        self._pulls[number] = PeerPull(
+            peer, tuple(slots), staged, slot_bytes, until_ms, loading, trace
+        )
         self._queue.append(number)
 
     def advance(self, now_ms: int) -> list[Outcome]:
@@ -245,6 +253,7 @@ class Peers:
             late = now_ms >= batch.until_ms
             if late or breaker is None or not breaker.allows(now_ms):
                 self._move(number, "given up")
+                self._measure(batch, now_ms, came=False)
                 outcomes += self._give_up(batch, "deadline" if late else "bypassed")
                 continue
             breaker.start()
@@ -276,6 +285,7 @@ class Peers:
                 self._table.abort(slot)
                 self._counts[f"dropped.peer_{outcome}"] += 1
         reasons = {outcome for _, _, outcome in outcomes if isinstance(outcome, str)}
+        self._measure(batch, now_ms, came=not reasons)
         self._judge(batch.peer, reasons, now_ms)
         return outcomes
 
@@ -286,8 +296,13 @@ class Peers:
         settled = event.settled or is_settled
         batch = self._move(event.pull, "failed, settled" if settled else "failed")
         self._release(batch, event.lease)
+        self._measure(batch, now_ms, came=False)
         self._judge(batch.peer, {event.reason}, now_ms)
         return self._give_up(batch, event.reason, settled=settled)
+
+    def _measure(self, batch: PeerPull, now_ms: int, *, came: bool) -> None:
+        """Measure a pull that is over; one that is late has taken so long at least."""
+        self._times.end(batch.loading, now_ms, counts=came or now_ms >= batch.until_ms)
 
     def _release(self, batch: PeerPull, lease: int) -> None:
         assert lease >= 0

@@ -3,8 +3,9 @@
 Memory that has lost a bit is found before an engine asks for the block. A batch is read without a
 pin, so that the scrubber holds up no eviction. The slot's generation tells what was evicted or
 replaced under the read: that is no mismatch. A batch that took t ms of a processor is followed by a
-pause that keeps the share of one core below the limit. The states of the scrubber are drawn in
-`docs/state_machines.md`.
+pause that keeps the share of one core below the limit. A round through the arena that ends early is
+followed by a rest: an idle tier would be read again and again. The states of the scrubber are drawn
+in `docs/state_machines.md`.
 """
 
 from __future__ import annotations
@@ -82,30 +83,38 @@ class Scrubber:
         self._table: SlotTable = held.table
         self._arena = arena
         self._cpu_percent = means.limits.scrub_cpu_percent
+        self._round_ms = means.limits.scrub_round_ms
+        self._next_round_ms = 0
         self._is_busy = is_busy
         self._counts, self._emit = means.counts, means.emit
         self._state = ScrubState.WAITING
         self._reading: tuple[Reading, ...] = ()
         self._next_slot = 0
         self._due_ms = 0
-        self._found_none = False
+        self._rests = False
+        """Whether the next look has time: there was no idle block, or the round has ended."""
 
     def _move(self, event: str) -> None:
         self._state = SCRUB.next(self._state, event)
 
     @property
     def is_resting(self) -> bool:
-        """Whether the next batch has time: the last look found no idle block, or none is read."""
+        """Whether no tick need come soon for the scrubber's sake."""
         assert not self._reading or self._state is ScrubState.READING, f"{self._state.value}"
-        return not self._cpu_percent or self._found_none
+        return not self._cpu_percent or self._rests
 
     def tick(self, now_ms: int) -> None:
         """Begin the next batch if it is due."""
         is_waiting = self._cpu_percent and self._state is ScrubState.WAITING
         if not is_waiting or now_ms < self._due_ms or self._is_busy():
             return
+        if self._next_slot == 0:
+            if now_ms < self._next_round_ms:
+                self._rests, self._due_ms = True, self._next_round_ms
+                return
+            self._next_round_ms = now_ms + self._round_ms
         found = self._next_batch()
-        self._found_none = not found
+        self._rests = not found
         if not found:
             self._due_ms = now_ms + EMPTY_MS
             return
@@ -129,7 +138,8 @@ class Scrubber:
                     break
                 found.append((slot, block))
             self._end_slot(slot)
-            if len(found) == BATCH_BLOCKS_MAX:
+            is_round_over = self._next_slot == 0 and self._round_ms
+            if is_round_over or len(found) == BATCH_BLOCKS_MAX:
                 break
         assert len(found) <= BATCH_BLOCKS_MAX
         return found

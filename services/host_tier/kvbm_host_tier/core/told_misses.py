@@ -41,7 +41,7 @@ class ToldMisses:
                     one.request[:REQUEST_CHARS_MAX], misses.engine, now_ms,
                     names, 0, {}, "not_stored",
                     content=one.content, namespace=misses.namespace, avoided=one.avoided,
-                    trace=one.trace,
+                    trace=one.trace, told_later=True,
                 )
             )  # fmt: skip
         self._counts["lookups_at_once"] += len(found)

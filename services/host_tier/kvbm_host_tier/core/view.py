@@ -6,16 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.admin import pins_of
+from kvbm_common.tier.admin import pins_fill, pins_of
 from kvbm_common.tier.layout import UNIT_BYTES, Layout
 from kvbm_common.tier.size_figures import size_figures, waste_percent
 from kvbm_common.tier.slots import Block
+from kvbm_common.wire.bounds import Fill
 from kvbm_common.wire.explain import ExplainListRequest, Explanation
 from kvbm_common.wire.verbs import ArenaReply, SnapshotReply, StatsReply
 
 from kvbm_host_tier.core.messages import ArenaInfo
 from kvbm_host_tier.core.parts import Parts
 from kvbm_host_tier.core.shard_map import ShardMap
+
+DEPARTURES_BELOW = {"disk": "departures_disk", "object": "departures_object"}
+"""The bounds of what is known of departures from lower tiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ class HostTierView:
         work = (len(parts.offload), len(parts.onboard), len(parts.fills))
         settled = parts.explain.is_settled and parts.peers.is_settled
         settled = settled and all(view.is_current for view in parts.below.views.values())
-        settled = settled and not parts.findable.is_making
+        settled = settled and not parts.findable.is_making and parts.leases.is_settled
         return not any(work) and settled and parts.scrubber.is_resting
 
     # --- the blocks -------------------------------------------------------------------------
@@ -123,6 +127,27 @@ class HostTierView:
         """Return the time of the oldest kept explanation; 0: no explanation is kept."""
         return self._parts.explain.kept.oldest_ms()
 
+    def fills(self, now_ms: int) -> dict[str, Fill]:
+        """Return how full each queue, table and history of the core is."""
+        parts, limits, counts = self._parts, self._parts.limits, self.counts
+        fills = {
+            "departures": parts.held.departures.fill(now_ms),
+            "former_blocks": parts.former.fill(now_ms),
+            "explanations": parts.explain.kept.fill(now_ms),
+            "open_explanations": parts.explain.fill(),
+            "offers": Fill(
+                len(parts.offload), limits.offers_max, counts.get("dropped.offer_busy", 0)
+            ),
+            "lookups": Fill(
+                len(parts.onboard), limits.lookups_max, counts.get("dropped.lookup_busy", 0)
+            ),
+            "pinned": pins_fill(parts.held.table, parts.leases.leases),
+            "hinted": parts.held.session_pins.fill(),
+        }
+        departures = {medium: view.fates.fill(now_ms) for medium, view in parts.below.views.items()}
+        assert departures.keys() == DEPARTURES_BELOW.keys(), f"histories of {list(departures)}"
+        return fills | {DEPARTURES_BELOW[medium]: fill for medium, fill in departures.items()}
+
     # --- figures ----------------------------------------------------------------------------
 
     def statistics(self, now_ms: int) -> StatsReply:
@@ -140,12 +165,22 @@ class HostTierView:
             slots=held.table.counts(),
             slot_bytes=0 if layout is None else layout.slot_bytes,
             **size_figures(held.table),
+            tenants=held.table.tenant_figures(),
             block_bytes=held.table.block_bytes,
             policy=held.policy_name,
             leases=len(self._parts.leases.leases),
             figures=self._figures(),
             workers=self._parts.engines.statistics(now_ms),
         )
+
+    def estimates(self) -> dict[str, float]:
+        """Return what loads and computing take now, as far as that is known."""
+        speeds = {
+            f"prefill_tokens_per_s.{engine.id.engine}": 1e9 / engine.prefill.token_ns
+            for engine in self._parts.engines
+            if engine.prefill is not None
+        }
+        return self._parts.load_times.figures() | speeds
 
     def _figures(self) -> dict[str, float]:
         figures = {name: float(value) for name, value in self.counts.items()}
@@ -155,9 +190,11 @@ class HostTierView:
         figures["slots_unsettled"] = float(self._parts.offload.unsettled_count)
         figures["draining"] = float(self._parts.held.draining)
         figures |= self._parts.peers.figures() | self._parts.findable.figures()
+        figures |= self.estimates()
         figures["shards"] = float(len(self._parts.sharding.map.endpoints))
         figures["front"] = float(self._parts.sharding.is_front)
         figures["waste_percent"] = waste_percent(self._parts.held.table)
+        figures |= self._parts.held.session_pins.figures()
         figures["guests"] = float(len(self._parts.held.guests))
         figures["offers"] = float(len(self._parts.offload))
         figures["explained_requests"] = float(len(self._parts.explain.kept))

@@ -33,7 +33,7 @@ class Waiting:
         places = self._places.get(name)
         if places is None:
             self._places[name] = [place]
-            self._findable.come((name,))
+            self._findable.add((name,))
         else:
             places.append(place)
 
@@ -43,5 +43,5 @@ class Waiting:
         if places is None:
             return []
         assert places, f"nothing waits for {name.hex()}"
-        self._findable.go((name,))
+        self._findable.remove((name,))
         return places

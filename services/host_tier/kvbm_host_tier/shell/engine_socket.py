@@ -27,7 +27,8 @@ from kvbm_common.wire.local import FromHostTier, Refused, ToHostTier, from_host_
 
 SOCKET_HWM = 10_000
 """Messages per engine that wait in a socket; an engine that does not read loses the rest."""
-
+TURN_MAX = 64
+"""Messages that are taken before other tasks have their turn."""
 
 IPC = "ipc://"
 
@@ -73,13 +74,15 @@ class EngineSocket:
         self._files: dict[Path, int] = {}
         """The sockets that we have made: path → inode."""
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_BYTES_MAX)
         self._curve = CurveServer(self._context, curve_file)
         self._log = OncePerKind(logging.getLogger(__name__))
+        self._read_soon: Callable[[], object] = lambda: None
+        """Has the loop read, while `run` is running."""
         self._dropped = counters.counter(
             "kvbm_local_messages_dropped_total",
             "Messages of engines that could not be taken.",
@@ -127,14 +130,57 @@ class EngineSocket:
         if endpoint.startswith(IPC):
             path = Path(endpoint.removeprefix(IPC))
             self._files[path] = path.stat().st_ino
+        self._read_soon()
 
-    async def run(self, on_message: Callable[[bytes, ToHostTier], bool]) -> None:
-        """Hand over every message until cancelled. False from `on_message`: no room, dropped."""
-        while True:
-            frames = await self._socket.recv_multipart()
-            connection = frames[0]
+    async def run(
+        self,
+        on_message: Callable[[bytes, ToHostTier], bool],
+        *,
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Hand over every message until cancelled. False from `on_message`: no room, dropped.
+
+        `on_turn` follows the messages that have come together.
+
+        ZMQ's descriptor wakes the loop, which reads in the same turn: a future for each message
+        takes longer than the rest of its way. The descriptor tells only of what comes after the
+        last look, and each call of the socket is a look. So each ends with another one.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def read() -> None:
+            if ended.done():
+                return
             try:
-                message = to_host_tier.decode(frames[-1] if len(frames) == 2 else b"")
+                is_empty = self._read(on_message)
+                on_turn()
+            except Exception as error:  # The service ends by it, as by that of any task.
+                ended.set_exception(error)
+                return
+            if not is_empty:
+                loop.call_soon(read)
+
+        self._read_soon = lambda: loop.call_soon(read)
+        descriptor = self._socket.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int), f"ZMQ's descriptor is {descriptor!r}"
+        loop.add_reader(descriptor, read)
+        try:
+            self._read_soon()
+            await ended
+        finally:
+            self._read_soon = lambda: None
+            loop.remove_reader(descriptor)
+
+    def _read(self, on_message: Callable[[bytes, ToHostTier], bool]) -> bool:
+        """Take what has arrived; False: there may be more, and others have their turn first."""
+        for _ in range(TURN_MAX):
+            try:
+                connection, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            try:
+                message = to_host_tier.decode(rest[0] if len(rest) == 1 else b"")
             except WireError as error:
                 self._dropped.labels(reason=error.kind).inc()
                 self._log.warning(error.kind, f"a message of an engine was dropped: {error}")
@@ -142,14 +188,19 @@ class EngineSocket:
                 continue
             if not on_message(connection, message):
                 self._dropped.labels(reason="inbox_full").inc()
+        return False
 
     def send(self, connection: bytes, message: FromHostTier) -> None:
         """Send without waiting; to an engine that is gone, or does not read, it is dropped."""
         payload = from_host_tier.encode(message)
-        sent = self._socket.send_multipart([connection, payload], zmq.NOBLOCK)
-        assert isinstance(sent, asyncio.Future)
-        if sent.exception() is not None:  # NOBLOCK: the future is done already.
+        try:
+            self._socket.send_multipart([connection, payload], zmq.NOBLOCK)
+        except zmq.ZMQError:
             self._dropped.labels(reason="engine_not_reading").inc()
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int), f"ZMQ's events are {events!r}"
+        if events & zmq.POLLIN:
+            self._read_soon()
 
 
 def _refusal(error: WireError) -> Refused:

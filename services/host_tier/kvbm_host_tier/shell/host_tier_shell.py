@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import assert_never
 
@@ -17,13 +16,12 @@ from kvbm_common.nats.snapshots import SnapshotPages
 from kvbm_common.registry.records import Joined, Left, RegistryEvent
 from kvbm_common.runtime import logs
 from kvbm_common.runtime.loop import CoreLoop, monotonic_ms
-from kvbm_common.runtime.metrics import metrics_of_counts
 from kvbm_common.service.admin_verbs import CoreAnswers, tier_verbs
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.service.tracing import Tracer, tracer_of
 from kvbm_common.wire.admin import PrefetchRequest, TierRequest
 from kvbm_common.wire.codec import JsonCodec
-from kvbm_common.wire.events import Event, Removed, event_codec, event_subject
+from kvbm_common.wire.events import Event, Removed
 from kvbm_common.wire.local import Found, Lookup, ToHostTier
 from kvbm_common.wire.verbs import (
     ArenaRequest,
@@ -81,6 +79,7 @@ from kvbm_host_tier.core.shard_map import HandedOver, SayPlace, ShardEffect
 from kvbm_host_tier.shell.committed_table_writer import CommittedTableWriter
 from kvbm_host_tier.shell.engine_socket import EngineSocket
 from kvbm_host_tier.shell.explain_verbs import explain_verbs
+from kvbm_host_tier.shell.figures import figures_of
 from kvbm_host_tier.shell.lower_tier_client import LowerTierClient
 from kvbm_host_tier.shell.miss_filter_writer import MissFilterWriter
 from kvbm_host_tier.shell.peer_client import PeerClient
@@ -123,7 +122,9 @@ class HostTierShell:
         self._lease_ms = context.settings.lease_ms
         """The longest lease that an engine has asked for: so long it may read."""
         self._engines = engines
-        self._publisher: EventPublisher = context.bus.event_publisher(context.source)
+        self._publisher: EventPublisher = context.bus.event_publisher(
+            context.source, spec=context.events
+        )
         self._tracer: Tracer = tracer_of(context.settings, context.kind)
         self._spans = OnboardSpans(self._tracer)
         self._scrubber = ScrubReader()
@@ -149,6 +150,7 @@ class HostTierShell:
             tick=Tick,
             tick_ms=TICK_MS,
             is_quiet=lambda: core.view.is_quiet,
+            settle=core.settle,
         )
         self._siblings = Siblings(context, engines, core.view, self._loop.complete)
 
@@ -173,7 +175,7 @@ class HostTierShell:
             running = [
                 tasks.create_task(self._loop.run(), name="core"),
                 tasks.create_task(self._publisher.run(), name="publisher"),
-                tasks.create_task(self._engines.run(self._from_engine), name="engines"),
+                tasks.create_task(self._hear_engines(), name="engines"),
                 tasks.create_task(self._below.follow(self._loop.offer_nowait), name="disk events"),
                 tasks.create_task(self._door.run(), name="door"),
                 tasks.create_task(self._siblings.run(), name="siblings"),
@@ -199,11 +201,9 @@ class HostTierShell:
     async def _subscribe(self) -> None:
         context = self._context
         context.set_stats(lambda: self._core.view.statistics(monotonic_ms()))
-        context.counters.include(
-            lambda: metrics_of_counts(
-                self._core.view.counts, label_names={"lookup_blocks": "outcome", "bytes": "path"}
-            )
-        )
+        context.counters.include(lambda: figures_of(self._core.view))
+        context.bounds.declare(lambda: self._core.view.fills(monotonic_ms()))
+        context.bounds.declare_queues(self._loop, self._publisher)
         await context.bus.subscribe(offers_subject(context.host), self._offer)
         await context.add_verbs(
             {
@@ -219,6 +219,9 @@ class HostTierShell:
 
     # --- inputs -----------------------------------------------------------------------------
 
+    async def _hear_engines(self) -> None:
+        await self._engines.run(self._from_engine, on_turn=self._loop.turn_nowait)
+
     def _from_engine(self, connection: bytes, message: ToHostTier) -> bool:
         if isinstance(message, Lookup):
             self._lease_ms = max(self._lease_ms, min(message.lease_ms, READ_MS_MAX))
@@ -226,11 +229,12 @@ class HostTierShell:
             ids = {"request": message.request, "engine": message.engine, "lookup": message.lookup}
             log.debug("%d blocks are looked up", len(message.hashes) // HASH_BYTES, extra=ids)
         message = self._spans.heard(connection, message)
-        return self._loop.offer_nowait(FromEngine(connection, message))
+        return self._loop.hand_in(FromEngine(connection, message), lane=connection)
 
     def _offer(self, _subject: str, payload: bytes) -> None:
         offer = offer_codec.decode(payload)
-        if not self._loop.offer_nowait(OfferReceived(offer)):
+        # Not the lane of its link: offers of an engine do not delay its own lookups either.
+        if not self._loop.offer_nowait(OfferReceived(offer), lane=offer.engine):
             self._dropped.labels(reason="inbox_full").inc()
 
     def _registry_changed(self, event: RegistryEvent) -> None:
@@ -338,7 +342,7 @@ class HostTierShell:
             case ScrubSlots() | ScrubFound():
                 return self._scrubber.carry_out(effect)
             case MakeFilter() | NamesChanged() | UseFilter() | SwitchFilter():
-                self._filter.carry_out(effect)
+                return self._filter.carry_out(effect)
             case _:
                 return self._carry_to_peers(effect)
         return None
@@ -376,10 +380,7 @@ class HostTierShell:
         if isinstance(event, Removed) and event.reason == "corrupt":
             logs.corrupt(log, event.hashes)
         self._roster.follow(event)
-        event = msgspec.structs.replace(event, ts_ms=time.time_ns() // 1_000_000)
-        self._publisher.publish(
-            event_subject(event), event_codec.encode(event), epoch=event.epoch, seq=event.seq
-        )
+        self._publisher.publish_event(event)
 
 
 def _require_any_size(request: ArenaRequest | DoorRequest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -20,14 +21,10 @@ from kvbm_common.runtime.loop import monotonic_ms
 from kvbm_common.runtime.metrics import Counter
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.events import (
-    SUBJECT_PREFIX,
-    Event,
-    Tier,
-    event_codec,
-    event_subject,
-)
+from kvbm_common.wire.epochs import require_epoch
+from kvbm_common.wire.events import SUBJECT_PREFIX, Tier
 from kvbm_common.wire.explain import fates_reply
+from kvbm_common.wire.packed_events import events_on
 from kvbm_common.wire.verbs import (
     FillReply,
     SnapshotRequest,
@@ -69,28 +66,29 @@ class LowerTierClient:
         Only from now on: snapshots tell what was before. `take` returns False when it has no room.
         """
         subject = f"{SUBJECT_PREFIX}.{self._context.host}.*.*"
-        async with self._context.bus.event_subscription(start="new", subject=subject) as events:
+        async with self._context.bus.event_subscription(
+            start="new", subject=subject, spec=self._context.events
+        ) as events:
             async for batch in events:
                 for message in batch:
-                    self._event(message.subject, message.payload, take)
+                    self._events(message.subject, message.payload, take)
 
-    def _event(self, subject: str, payload: bytes, take: Callable[[DiskEvent], bool]) -> None:
+    def _events(self, subject: str, payload: bytes, take: Callable[[DiskEvent], bool]) -> None:
         source = subject.split(".")[-2]
         found = tier_of(source)
         if found is None:
             return
         tier, instance = found
         try:
-            event: Event = event_codec.decode(payload)
-            if event_subject(event) != subject:
-                text = f"{event_subject(event)} on another subject"
-                raise WireError(text, kind="wrong_subject")
+            events = events_on(subject, payload)
+            require_epoch(max((one.epoch for one in events), default=0), time.time())
         except WireError as error:
             self._dropped.labels(reason=error.kind).inc()
             self._limiter.warning(error.kind, f"an event on {subject} was dropped: {error}")
             return
-        if not take(DiskEvent(instance, event, tier)):
-            self._dropped.labels(reason="inbox_full").inc()
+        for event in events:
+            if not take(DiskEvent(instance, event, tier)):
+                self._dropped.labels(reason="inbox_full").inc()
 
     async def fill(self, effect: AskFill) -> FillDone | FillFailed:
         """Have a lower tier read blocks into lent slots."""

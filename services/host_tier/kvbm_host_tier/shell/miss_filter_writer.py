@@ -10,6 +10,7 @@ from kvbm_common.memory.miss_filter import FilterState, MissFilter, make_file, o
 
 from kvbm_host_tier.core.filter_messages import (
     FilterEffect,
+    FilterFailed,
     MakeFilter,
     NamesChanged,
     SwitchFilter,
@@ -36,12 +37,15 @@ class MissFilterWriter:
         self._used: _Filter | None = None
         self._new: _Filter | None = None
         """The one that is being made."""
+        self._has_failed = False
+        """The last one could not be made, which was said."""
 
-    def carry_out(self, effect: FilterEffect) -> None:
-        """Write a change; readers see it before this returns."""
+    def carry_out(self, effect: FilterEffect) -> FilterFailed | None:
+        """Write a change; readers see it before this returns. Returns what has failed."""
         match effect:
             case MakeFilter(generation, capacity):
                 self._new = self._make(generation, capacity)
+                return FilterFailed(generation) if self._new is None else None
             case NamesChanged(came, left, is_new):
                 if (one := self._new if is_new else self._used) is not None:
                     one.filter.change(came, left)
@@ -49,15 +53,22 @@ class MissFilterWriter:
                 self._use()
             case SwitchFilter(is_complete):
                 if self._used is not None:
-                    state = FilterState.OPEN if is_complete else FilterState.CLOSED
+                    state = FilterState.COMPLETE if is_complete else FilterState.PARTIAL
                     self._used.filter.switch(state)
+        return None
 
     def _make(self, generation: int, capacity: int) -> _Filter | None:
         try:
             file = make_file(self._view.arena.path, generation, capacity)
         except (ArenaNoSpace, ArenaUnavailable) as error:
-            log.warning("no miss filter: engines ask about every block: %s", error)
+            if not self._has_failed:
+                text = "no miss filter for %d names: it is tried again, meanwhile engines ask: %s"
+                log.warning(text, capacity, error)
+            self._has_failed = True
             return None
+        if self._has_failed:
+            log.info("the miss filter has room for %d names now", capacity)
+            self._has_failed = False
         memory = file.view(0, file.bytes)
         made = MissFilter(memory, owner=self._owner, epoch=self._view.epoch)
         return _Filter(made, file, generation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,8 @@ class PeerClient:
     ) -> None:
         self._bus, self._door, self._host, self._source = bus, door, host, source
         self._owner = f"{source}@{host}"
+        self._token = secrets.token_hex(16)
+        """What gives our leases back: nothing else does."""
         self._figures = TransferFigures(counters)
         self._unreleased = counters.counter(
             "kvbm_peer_leases_unreleased_total",
@@ -152,7 +155,7 @@ class PeerClient:
 
     async def release(self, peer: PeerId, lease: int) -> None:
         """Give a lease back, if that works."""
-        request = msgspec.json.encode(ReleaseRequest(lease=lease))
+        request = msgspec.json.encode(ReleaseRequest(lease=lease, token=self._token))
         try:
             await self._ask(peer, "release", request, deadline_s=RELEASE_DEADLINE_S)
         except KvbmError as error:
@@ -186,6 +189,7 @@ class PeerClient:
             hashes=[name.hex() for name in pull.names],
             lease_ms=int(left_s * 1000) + LEASE_MARGIN_MS,
             trace=pull.trace,
+            token=self._token,
         )
         payload = await self._ask(
             pull.peer, "lease", msgspec.json.encode(request), deadline_s=left_s

@@ -78,12 +78,16 @@ def _limits(context: ServiceContext) -> HostTierLimits:
         batch_bytes=settings.max_transfer_batch_size * BATCH_UNIT_BYTES,
         peer_pulls_max=settings.peer_pulls_max if settings.peer_pulls else 0,
         peer_deadline_ms=settings.peer_deadline_ms,
+        tenant_shares=settings.tenant_shares,
+        hint_pin_percent=settings.hint_pin_percent,
         hit_window=settings.cache_stats_max_requests,
         explain_requests=settings.explain_requests,
         miss_filter=settings.miss_filter,
         recompute_tokens_per_s=settings.recompute_tokens_per_s,
+        load_or_compute=settings.load_or_compute,
         traces=wanted(settings, os.environ),
         scrub_cpu_percent=settings.scrub_cpu_percent,
+        scrub_round_ms=round(settings.scrub_round_s * 1000),
     )
 
 

@@ -350,7 +350,7 @@ class Chains:
         """Return the parts of a chain that are held, each without a hole, as (first, end)."""
         end = self._run_from(asked, 0)
         found = [(0, end)] if end else []
-        for at in [at for at, block in enumerate(asked) if block in self._heads]:
+        for at in [at for at in range(end, len(asked)) if asked[at] in self._heads]:
             if at >= end:
                 end = at + self._walk(asked, at)
                 found.append((at, end))

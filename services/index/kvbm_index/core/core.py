@@ -16,7 +16,7 @@ from kvbm_common.identity import IdentityError
 from kvbm_common.tier.follow import FollowState, Verdict
 from kvbm_common.wire.events import Cleared, Removed, Stored
 
-from kvbm_index.core.event_batch import removed_by, stored_by
+from kvbm_index.core.event_batch import next_seq, one_by_one, removed_by, stored_by
 from kvbm_index.core.event_decoder import (
     DecodedCleared,
     DecodedRemoved,
@@ -31,6 +31,7 @@ from kvbm_index.core.messages import (
     EventsReceived,
     Input,
     Limits,
+    Received,
     RegistryRead,
     RequestSnapshot,
     Restored,
@@ -42,6 +43,7 @@ from kvbm_index.core.messages import (
     StreamLost,
     Tick,
 )
+from kvbm_index.core.packed_batch import PARTS, PackedRemoved, PackedStored
 from kvbm_index.core.queries import Queries, Source
 from kvbm_index.core.snapshot_loader import SnapshotLoader
 
@@ -53,7 +55,6 @@ DROPPED = {
 }
 """The counters of events that are left out."""
 
-_seq = attrgetter("seq")
 _holder_and_kind = attrgetter("host", "source", "epoch", "__class__", "tier", "rank", "group")
 
 
@@ -72,7 +73,7 @@ class IndexCore(Queries):
     # ---- the only door -----------------------------------------------------------------------
 
     def step(self, event: Input, now_ms: int) -> list[Effect]:
-        """Take one input; returns what is to be done about it."""
+        """Take one input; return what is to be done about it."""
         assert now_ms >= self._now_ms, f"{now_ms} ms after {self._now_ms} ms"
         self._now_ms = now_ms
         match event:
@@ -108,41 +109,40 @@ class IndexCore(Queries):
 
     # ---- events ------------------------------------------------------------------------------
 
-    def _on_events(self, events: Sequence[AnyEvent], now_ms: int) -> None:
+    def _on_events(self, events: Sequence[Received], now_ms: int) -> None:
         """Apply neighbours of one holder and kind together, if nothing is odd about them."""
         for _, group in groupby(events, _holder_and_kind):
             several = list(group)
-            if len(several) == 1 or not self._apply_together(several, now_ms):
-                for event in several:
+            alone = len(several) == 1 and not isinstance(several[0], PARTS)
+            if alone or not self._apply_together(several, now_ms):
+                for event in one_by_one(several):
                     self._on_next(event, now_ms)
 
-    def _apply_together(self, events: list[AnyEvent], now_ms: int) -> bool:
+    def _apply_together(self, events: list[Received], now_ms: int) -> bool:
         """Apply the next events of a current source; return False if nothing was done."""
-        first, count = events[0], len(events)
-        assert count > 1, "one event is applied by itself"
+        first = events[0]
         source = self._sources.get((first.host, first.source))  # type: ignore[call-overload]
         if source is None or source.state is not FollowState.CURRENT or first.epoch != source.epoch:
             return False
-        seq = source.seq + 1
-        if list(map(_seq, events)) != list(range(seq, seq + count)):
+        behind, holder = next_seq(events, source.seq + 1), _holder_of(first)
+        if behind is None:
             return False
-        if isinstance(first, DecodedStored):
+        if isinstance(first, DecodedStored | PackedStored):
             runs = stored_by(cast("list[DecodedStored]", events))
             if runs is None:
                 return False
-            holder = _holder_of(first)
             for parent, run, rooted in runs:
                 self._holdings.add(holder, parent, run, rooted=rooted)
-        elif isinstance(first, DecodedRemoved):
+        elif isinstance(first, DecodedRemoved | PackedRemoved):
             blocks = removed_by(cast("list[DecodedRemoved]", events))
             if blocks is None:
                 return False
-            self._holdings.discard(_holder_of(first), blocks)
+            self._holdings.discard(holder, blocks)
         else:
             return False
         assert not source.waiting, f"{source.key} is current, and {len(source.waiting)} events wait"
-        source.seq += count  # Nothing waits: it is `take` and `ready`, in short.
-        self._event_count += count
+        self._event_count += behind - 1 - source.seq
+        source.seq = behind - 1  # Nothing waits: it is `take` and `ready`, in short.
         self._applied.extend(zip(repeat(now_ms), events))
         return True
 
@@ -396,5 +396,5 @@ class IndexCore(Queries):
         return False
 
 
-def _holder_of(event: Stored | Removed | DecodedStored | DecodedRemoved) -> HolderTuple:
+def _holder_of(event: Received) -> HolderTuple:
     return (event.host, event.source, event.tier, event.rank, event.group)

@@ -8,18 +8,20 @@ event at a time (event_decoder.py), and say what is wrong with which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from operator import attrgetter, itemgetter
+from typing import cast
 
 import msgspec
 import numpy as np
 from kvbm_common.identity import packed_from_json
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.wire.codec import UNREADABLE, WireError
+from kvbm_common.wire.events import Event
 
-from kvbm_index.core import event_decoder
+from kvbm_index.core import event_decoder, packed_batch
 from kvbm_index.core.event_decoder import (
     HASHES_BEGIN,
     PARENT_ENDS,
@@ -28,6 +30,7 @@ from kvbm_index.core.event_decoder import (
     DecodedStored,
     LeanEvent,
 )
+from kvbm_index.core.packed_batch import PARTS, PackedPart, PackedRemoved, PackedStored
 
 DIGITS = PARENT_ENDS - len(RUN[0])
 """Of one name."""
@@ -38,7 +41,11 @@ SHAPE = RUN[1] + b"[", b"]" + RUN[2]
 LAYOUTS_MAX = 256
 """Lengths whose layouts are remembered."""
 
+ReadEvent = LeanEvent | PackedPart
+"""What the index reads of a message: an event, or many events in a row."""
+
 _subject, _payload = itemgetter(0), itemgetter(1)
+_seq = attrgetter("seq")
 _names = attrgetter("host", "source", "__class__")
 _namespace, _runs, _hashes = attrgetter("namespace"), attrgetter("runs"), attrgetter("hashes")
 _events = msgspec.json.Decoder(list[LeanEvent])
@@ -46,22 +53,41 @@ _events = msgspec.json.Decoder(list[LeanEvent])
 
 def read(
     messages: Sequence[EventMessage], refuse: Callable[[EventMessage, WireError], None]
-) -> list[LeanEvent]:
-    """Read the events of messages, in order; those that cannot be read go to `refuse`."""
-    found: list[LeanEvent] = []
-    for _, group in groupby(messages, _subject):
-        several = list(group)
-        events = _read_all(several) if len(several) > 1 else None
+) -> list[ReadEvent]:
+    """Read the events of messages, in order; those that cannot be read go to `refuse`.
+
+    Of a packed message its parts are returned, all or none.
+    """
+    found: list[ReadEvent] = []
+    for subject, group in groupby(messages, _subject):
+        several, packed = list(group), packed_batch.is_packed(subject)
+        events = _read_all(several) if len(several) > 1 and not packed else None
         if events is not None:
             found += events
             continue
         for message in several:
             try:
-                found.append(event_decoder.read(message.subject, message.payload))
+                if packed:
+                    found += packed_batch.read(subject, message.payload)
+                else:
+                    found.append(event_decoder.read(subject, message.payload))
             except WireError as error:
                 refuse(message, error)
-    assert len(found) <= len(messages), f"{len(found)} events of {len(messages)} messages"
     return found
+
+
+def next_seq(events: Sequence[Event | ReadEvent], seq: int) -> int | None:
+    """Return the number behind these events, all of one kind, if they are in a row from `seq` on;
+    None if not."""
+    assert events, "no event is in a row"
+    if not isinstance(events[0], PARTS):
+        behind = seq + len(events)
+        return behind if list(map(_seq, events)) == list(range(seq, behind)) else None
+    for part in cast("Sequence[PackedPart]", events):
+        if part.seq != seq:
+            return None
+        seq += part.count
+    return seq
 
 
 def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
@@ -77,12 +103,29 @@ def _read_all(messages: Sequence[EventMessage]) -> list[LeanEvent] | None:
     return events
 
 
-def stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] | None:
+def one_by_one(events: Sequence[Event | ReadEvent]) -> Iterator[Event | LeanEvent]:
+    """Yield events, those of packed parts as well."""
+    for event in events:
+        if isinstance(event, PARTS):
+            yield from packed_batch.one_by_one(event)
+        else:
+            yield event
+
+
+def stored_by(
+    events: Sequence[DecodedStored] | Sequence[PackedStored],
+) -> list[event_decoder.NamedRun] | None:
     """Return the runs of all of these, in order, those that continue each other as one.
 
     None: the events cannot be read this way.
     """
     assert events, "nothing was stored"
+    if isinstance(events[0], PackedStored):
+        return packed_batch.stored_by(cast("Sequence[PackedStored]", events))
+    return _stored_by(cast("Sequence[DecodedStored]", events))
+
+
+def _stored_by(events: Sequence[DecodedStored]) -> list[event_decoder.NamedRun] | None:
     namespaces = set(map(_namespace, events))
     if len(namespaces) != 1:
         return None
@@ -162,12 +205,14 @@ def _layout(length: int) -> np.dtype[np.void]:
     )  # fmt: skip
 
 
-def removed_by(events: Sequence[DecodedRemoved]) -> bytes | None:
+def removed_by(events: Sequence[DecodedRemoved] | Sequence[PackedRemoved]) -> bytes | None:
     """Return the blocks that are gone with all of these; None: they cannot be read this way.
 
     The last event first: engines evict from the leaf on, so this is from the root on, like chains.
     """
     assert events, "nothing was removed"
+    if isinstance(events[0], PackedRemoved):
+        return packed_batch.removed_by(cast("Sequence[PackedRemoved]", events))
     text = b",".join([bytes(hashes)[1:-1] for hashes in map(_hashes, reversed(events))])
     return packed_from_json(b"[" + text + b"]")
 

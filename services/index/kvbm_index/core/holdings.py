@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from operator import itemgetter
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash
 
@@ -117,12 +118,21 @@ class Holdings:
         """Return the holders that have a block, sorted."""
         return sorted(Holder(*holder) for holder, has in self._chains.items() if block in has)
 
-    def on(self, host: str) -> list[tuple[Holder, Chains]]:
-        """Return all holders of a host and their chains, sorted."""
+    def by_host(self, hosts: Collection[str]) -> dict[str, list[tuple[Holder, Chains]]]:
+        """Return all holders of some hosts and their chains, sorted, by host."""
+        found: dict[str, list[tuple[Holder, Chains]]] = {host: [] for host in hosts}
+        for holder, chains in sorted(self._chains.items(), key=itemgetter(0)):
+            if holder[0] in found:
+                found[holder[0]].append((Holder(*holder), chains))
+        assert found.keys() == set(hosts), f"{hosts} are asked for, not {list(found)}"
+        return found
+
+    def of_sources(self, beginning: str) -> list[tuple[Holder, Chains]]:
+        """Return all holders whose sources' names begin so, and their chains, sorted."""
         return sorted(
             (Holder(*holder), chains)
             for holder, chains in self._chains.items()
-            if holder[0] == host
+            if holder[1].startswith(beginning)
         )
 
     def match(self, asked: Sequence[SequenceHash]) -> list[tuple[Holder, int]]:

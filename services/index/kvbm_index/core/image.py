@@ -80,6 +80,19 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     sources: list[SourceImage]
     holders: list[HolderImage]
 
+    def up_to_epoch(self, most: int) -> Image:
+        """Return the image without the sources that are in a later epoch, and without their blocks:
+        a forged one would outlive the message that brought it."""
+        assert most >= 0, f"no epoch is up to {most}"
+        gone = {(one.host, one.source) for one in self.sources if one.epoch > most}
+        if not gone:
+            return self
+        return msgspec.structs.replace(
+            self,
+            sources=[one for one in self.sources if (one.host, one.source) not in gone],
+            holders=[one for one in self.holders if (one.host, one.source) not in gone],
+        )
+
 
 class _PackedHolder(msgspec.Struct, frozen=True, kw_only=True):
     """Most blocks' parent is the block before: only those of segments are written down."""

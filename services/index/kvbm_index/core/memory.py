@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvbm_common.wire.bounds import Fill
+
 from kvbm_index.core.event_decoder import SUBJECTS_MAX
-from kvbm_index.core.messages import Limits
+from kvbm_index.core.messages import Limits, Statistics
 
 SOURCE_BYTES = 2_048
 SUBJECT_BYTES = 600
@@ -21,4 +23,13 @@ def parts_of(limits: Limits, *, block_count: int) -> dict[str, int]:
         "subjects": SUBJECTS_MAX * SUBJECT_BYTES,
         "blocks": block_count * BLOCK_BYTES,
         "queues": QUEUE_BYTES,
+    }
+
+
+def fills_of(now: Statistics, limits: Limits) -> dict[str, Fill]:
+    """Return how full each table and queue is; that of events is the fullest of all sources."""
+    assert now.buffered_most <= now.buffered_events, now
+    return {
+        "sources": Fill(now.sources, limits.sources_max, now.drops.get("sources_full", 0)),
+        "buffered_events": Fill(now.buffered_most, limits.buffer_events_max),
     }

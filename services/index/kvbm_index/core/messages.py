@@ -10,6 +10,7 @@ from kvbm_common.wire.events import Event, Tier
 
 from kvbm_index.core.event_decoder import LeanEvent
 from kvbm_index.core.image import SOURCES_MAX, Image
+from kvbm_index.core.packed_batch import PackedPart
 from kvbm_index.core.snapshot_loader import SnapshotLoader
 
 
@@ -32,6 +33,8 @@ class Holder(NamedTuple):
 
 AnyEvent = Event | LeanEvent
 """The service reads lean events; the wire's own do as well."""
+Received = AnyEvent | PackedPart
+"""An event, or many in a row."""
 
 # ---- inputs ----------------------------------------------------------------------------------
 
@@ -40,7 +43,7 @@ AnyEvent = Event | LeanEvent
 class EventsReceived:
     """Events in the order of the stream."""
 
-    events: tuple[AnyEvent, ...]
+    events: tuple[Received, ...]
     position: int = 0
     """Where the stream is behind them; 0: not said."""
     stream: str = ""
@@ -178,6 +181,8 @@ class Statistics:
     snapshots: int
     drops: Mapping[str, int] = field(default_factory=dict)
     """What was dropped, by reason."""
+    buffered_most: int = 0
+    """Events that wait behind a gap of one source: the most of all."""
 
     def __post_init__(self) -> None:
         """Assert that no figure is negative."""

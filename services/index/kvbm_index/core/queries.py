@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from kvbm_common.identity import HASH_BYTES, SequenceHash, unpack_hashes
 from kvbm_common.tier.follow import Followed, FollowLimits, FollowState
-from kvbm_common.wire.events import Removed, Stored, Tier
+from kvbm_common.wire.events import TIER_SOURCES, Removed, Stored, Tier
+from kvbm_common.wire.routes import RankedEngine
 from kvbm_common.wire.scores import PlaceScore
 from kvbm_common.wire.verbs import DUMP_BLOCKS_MAX, DumpReply, DumpRequest, HolderMatch
 
+from kvbm_index.core.candidates import Candidate
 from kvbm_index.core.dump_pages import HeldBy, page_of
 from kvbm_index.core.event_decoder import DecodedRemoved, DecodedStored, removed_of, runs_of
 from kvbm_index.core.holdings import Holdings
@@ -21,11 +23,14 @@ from kvbm_index.core.messages import (
     Holder,
     IndexView,
     Limits,
+    Received,
     SourceKey,
     Statistics,
 )
+from kvbm_index.core.packed_batch import PackedRemoved, PackedStored
 from kvbm_index.core.requests import ReplyTooLarge
-from kvbm_index.core.scores import scores
+from kvbm_index.core.routes import Prices, peer_parts, ranked
+from kvbm_index.core.scores import Part, scores
 
 EVERYTHING = DumpRequest()
 STORY_EVENTS_MAX = 512
@@ -55,7 +60,7 @@ class Queries:
         self._sources: dict[SourceKey, Source] = {}
         self._holdings = Holdings()
         self._drops: Counter[str] = Counter()
-        self._applied: deque[tuple[int, AnyEvent]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._applied: deque[tuple[int, Received]] = deque(maxlen=STORY_EVENTS_MAX)
         self._snapshots_flying = 0
         self._position = 0
         self._stream = ""
@@ -82,6 +87,29 @@ class Queries:
     ) -> list[PlaceScore]:
         """Return what `hashes` are worth on every rank of every engine; the best first."""
         return scores(self._holdings, hashes, weights)
+
+    def engines(self) -> dict[SourceKey, FollowState]:
+        """Return every registered engine, and whether the index knows all that it holds."""
+        return {
+            key: source.state
+            for key, source in self._sources.items()
+            if source.registered and not key.source.startswith(TIER_SOURCES)
+        }
+
+    def routes(
+        self,
+        hashes: Sequence[SequenceHash],
+        candidates: Sequence[Candidate],
+        prices: Prices,
+        tie: bytes,
+        peers: Sequence[Part] | None = None,
+    ) -> list[RankedEngine]:
+        """Return the candidates in the order in which they should be given a prompt."""
+        return ranked(self._holdings, hashes, candidates, prices, tie, peers)
+
+    def peers(self, hashes: Sequence[SequenceHash]) -> list[Part]:
+        """Return which parts of `hashes` host tiers have."""
+        return peer_parts(self._holdings, hashes)
 
     def holders_of(self, hashes: Sequence[SequenceHash]) -> list[list[Holder]]:
         """Return the holders of each of some blocks."""
@@ -162,6 +190,7 @@ class Queries:
             holders=self._holdings.holder_count,
             blocks=self._holdings.block_count,
             buffered_events=sum(len(source.waiting) for source in sources),
+            buffered_most=max((len(source.waiting) for source in sources), default=0),
             snapshots_in_flight=flying,
             events=self._event_count,
             snapshots=self._snapshot_count,
@@ -182,11 +211,15 @@ class Queries:
         assert len(self._sources) <= self._limits.sources_max
 
 
-def _mentions(event: AnyEvent, block: SequenceHash) -> bool:
+def _mentions(event: Received, block: SequenceHash) -> bool:
     match event:
         case Stored() | DecodedStored():
             return any(block in unpack_hashes(blocks) for _, blocks, _ in runs_of(event))
         case Removed() | DecodedRemoved():
             return block in unpack_hashes(removed_of(event))
+        case PackedStored():
+            return any(block in unpack_hashes(blocks) for _, blocks, _ in event.runs())
+        case PackedRemoved():
+            return block in unpack_hashes(event.blocks())
         case _:
             return True

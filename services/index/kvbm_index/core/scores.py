@@ -9,7 +9,9 @@ weight of the best tier that has it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.wire.events import TIER_SOURCES, Tier
@@ -17,20 +19,45 @@ from kvbm_common.wire.scores import PlaceScore
 
 from kvbm_index.core.holdings import Holdings
 
-Held = tuple[Tier, list[tuple[int, int]]]
+Part = tuple[int, int]
+Held = tuple[Tier, list[Part]]
 """Which parts of the question a holder has: first and behind the last."""
+
+
+class Overlap(NamedTuple):
+    """How much of a question a place has: the longest run, by the best tier of each block."""
+
+    host: str
+    source: str
+    rank: int
+    blocks: int
+    by_tier: Mapping[Tier, int]
 
 
 def scores(
     holdings: Holdings, asked: Sequence[SequenceHash], weights: Mapping[Tier, float]
 ) -> list[PlaceScore]:
     """Score every place with at least one block, the highest score first."""
+    found = [
+        PlaceScore(
+            host=one.host, source=one.source, rank=one.rank, blocks=one.blocks,
+            score=sum(weights.get(tier, 0.0) * count for tier, count in one.by_tier.items()),
+        )
+        for one in overlaps(holdings, asked, weights)
+    ]  # fmt: skip
+    return sorted(found, key=lambda one: (-one.score, one.host, one.source, one.rank))
+
+
+def overlaps(
+    holdings: Holdings, asked: Sequence[SequenceHash], weights: Mapping[Tier, float]
+) -> Iterator[Overlap]:
+    """Yield what every place with at least one block has; a heavier tier is the better one."""
     hosts = {holder.host for holder in holdings.holders_of(asked[0])} if asked else set()
-    found: list[PlaceScore] = []
+    by_host = holdings.by_host(hosts)
     for host in sorted(hosts):
         shared: list[Held] = []
         engines: dict[tuple[str, int], list[Held]] = defaultdict(list)
-        for holder, chains in holdings.on(host):
+        for holder, chains in by_host[host]:
             held = (holder.tier, chains.ranges(asked))
             if holder.source.startswith(TIER_SOURCES):
                 shared.append(held)
@@ -40,11 +67,9 @@ def scores(
             blocks = _run_length(own + shared)
             assert 0 <= blocks <= len(asked), f"{blocks} of {len(asked)} blocks on {host}"
             if blocks and (not source or _begins_below(own, blocks)):
-                score = _score(own + shared, blocks, weights)
-                found.append(
-                    PlaceScore(host=host, source=source, rank=rank, blocks=blocks, score=score)
+                yield Overlap(
+                    host, source, rank, blocks, blocks_by_tier(own + shared, blocks, weights)
                 )
-    return sorted(found, key=lambda one: (-one.score, one.host, one.source, one.rank))
 
 
 def _run_length(held: Sequence[Held]) -> int:
@@ -61,12 +86,45 @@ def _begins_below(own: Sequence[Held], blocks: int) -> bool:
     return any(start < blocks for _, parts in own for start, _ in parts)
 
 
-def _score(held: Sequence[Held], blocks: int, weights: Mapping[Tier, float]) -> float:
-    assert blocks > 0, "nothing is scored"
-    total, rest = 0.0, set(range(blocks))
+def blocks_by_tier(
+    held: Sequence[Held], blocks: int, weights: Mapping[Tier, float]
+) -> dict[Tier, int]:
+    """Count the blocks of the run by the best tier that has each."""
+    assert blocks > 0, "nothing is counted"
+    counts: dict[Tier, int] = {}
+    rest = [(0, blocks)]
     for tier, parts in sorted(held, key=lambda one: -weights.get(one[0], 0.0)):
-        found = rest.intersection(at for part in parts for at in range(*part))
-        total += weights.get(tier, 0.0) * len(found)
-        rest -= found
+        left = _without(rest, sorted(parts))
+        assert _length(left) <= _length(rest), f"{parts} add to {rest}"
+        found = _length(rest) - _length(left)
+        if found:
+            counts[tier] = counts.get(tier, 0) + found
+        rest = left
+        if not rest:
+            break
     assert not rest, "every block of the run has a holder"
-    return total
+    return counts
+
+
+def _length(parts: Sequence[Part]) -> int:
+    """Count the blocks of parts that do not overlap."""
+    return sum(end - start for start, end in parts)
+
+
+def _without(rest: Sequence[Part], parts: Sequence[Part]) -> list[Part]:
+    """Return what is left of sorted parts without others, which are sorted by their starts."""
+    left: list[Part] = []
+    place = 0
+    for first, end in rest:
+        at = first
+        while place < len(parts) and parts[place][1] <= at:
+            place += 1
+        for start, stop in islice(parts, place, None):
+            if start >= end or at >= end:
+                break
+            if start > at:
+                left.append((at, start))
+            at = max(at, stop)
+        if at < end:
+            left.append((at, end))
+    return left

@@ -14,9 +14,11 @@ from kvbm_common.errors import DeadlineExceeded, KvbmError
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.jetstream import ensure_stream
 from kvbm_common.nats.object_store import ObjectBroken, ObjectInfo, ObjectStore
-from kvbm_common.nats.streams import EVENTS, IMAGES, IMAGES_BUCKET
+from kvbm_common.nats.streams import IMAGES, IMAGES_BUCKET
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.bounds import Fill
+from kvbm_common.wire.epochs import epoch_max
 
 from kvbm_index.core.image import Image, ImageError, pack, unpack
 
@@ -34,9 +36,13 @@ _log = logging.getLogger(__name__)
 class ImageStore:
     """Loads and writes images. Of several replicas, the one that is due first writes for all."""
 
-    def __init__(self, bus: Bus, counters: Metrics, *, interval_s: float) -> None:
+    def __init__(
+        self, bus: Bus, counters: Metrics, *, interval_s: float, partition: int = 0
+    ) -> None:
         self._bus, self._interval_s = bus, interval_s
-        self._store = ObjectStore(bus, BUCKET, bytes_max=BUCKET_BYTES_MAX)
+        partitions = bus.limits.partitioned
+        self._events = partitions.events(partition)
+        self._store = ObjectStore(bus, partitions.images(partition), bytes_max=BUCKET_BYTES_MAX)
         self._log = OncePerKind(_log)
         self._written = counters.counter(
             "kvbm_index_images_written_total", "Images of the index that this replica has stored."
@@ -47,11 +53,21 @@ class ImageStore:
             labels=("stage",),
         )
 
+        self._zones = counters.gauge(
+            "kvbm_index_zone_heard",
+            "Whether NATS has heard the stream of events of this zone in the last seconds.",
+            labels=("zone",),
+        )
+        self._stream: Fill | None = None
         self._horizon = counters.gauge(
             "kvbm_event_horizon_seconds",
-            "How far back a stream reaches: an image older than that is of no use.",
+            "How far back a stream reaches that has forgotten: an older image is of no use.",
             labels=("stream",),
         )
+
+    def fills(self) -> dict[str, Fill]:
+        """Return how full the event stream is, as of the last image; its age may end it first."""
+        return {} if self._stream is None else {"event_stream": self._stream}
 
     async def load(self) -> Image | None:
         """Return the newest image; None without one that can be read."""
@@ -64,7 +80,7 @@ class ImageStore:
             content = await self._store.get(
                 info, deadline_s=LOAD_DEADLINE_S + info.size / LOAD_BYTES_PER_S
             )
-            image = unpack(content)
+            image = unpack(content).up_to_epoch(epoch_max(time.time()))
             _require_stream(image)
         except (KvbmError, TimeoutError) as error:
             self._fail("load", error)
@@ -91,13 +107,20 @@ class ImageStore:
     async def _look_back(self) -> None:
         """Measure how far back the event stream reaches."""
         try:
-            stream = await ensure_stream(self._bus, EVENTS)
+            stream = await ensure_stream(self._bus, self._events)
         except KvbmError as error:
             self._fail("horizon", error)
         else:
+            for source in stream.sources:
+                self._zones.labels(zone=source.zone).set(0 if source.is_silent else 1)
             horizon_s = stream.horizon_s(datetime.now(UTC))
+            state, most = stream.state, max(0, stream.config.max_bytes)
             if horizon_s < math.inf:
-                self._horizon.labels(stream=EVENTS.name).set(horizon_s)
+                self._stream = Fill(state.bytes, most, reach_s=horizon_s)
+                self._horizon.labels(stream=self._events.name).set(horizon_s)
+            else:
+                self._stream = Fill(state.bytes, most)
+                self._horizon.clear()
 
     async def _is_due(self) -> bool:
         """Return whether an image is due: no other replica has just stored one."""

@@ -8,7 +8,6 @@ import logging
 import time
 from datetime import datetime
 
-import msgspec
 from kvbm_common.errors import DeadlineExceeded, KvbmError, RegistryUnavailable
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.consumers import Resume, Start
@@ -18,26 +17,11 @@ from kvbm_common.nats.snapshots import ask_snapshot
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.runtime.loop import CoreLoop
-from kvbm_common.runtime.metrics import Metric, gauge_of, metrics_of_counts
 from kvbm_common.service.process import ServiceContext, run
-from kvbm_common.wire.codec import JsonCodec, WireError
-from kvbm_common.wire.scores import (
-    DEFAULT_WEIGHTS,
-    BlockHolder,
-    BlockHolders,
-    HoldersReply,
-    HolderSummary,
-    MatchBatchReply,
-    MatchBatchRequest,
-    ScoreReply,
-    ScoreRequest,
-    WhereReply,
-    WhereRequest,
-)
+from kvbm_common.wire.codec import WireError
+from kvbm_common.wire.epochs import epoch_max
+from kvbm_common.wire.partitions import INDEX_GROUP
 from kvbm_common.wire.verbs import (
-    DumpRequest,
-    MatchReply,
-    MatchRequest,
     SnapshotRequest,
     StatsReply,
     verb_subject,
@@ -45,13 +29,13 @@ from kvbm_common.wire.verbs import (
 
 from kvbm_index.core import event_batch
 from kvbm_index.core.core import IndexCore
-from kvbm_index.core.event_decoder import LeanEvent
-from kvbm_index.core.memory import parts_of
+from kvbm_index.core.memory import fills_of, parts_of
 from kvbm_index.core.messages import (
     Effect,
     EventsReceived,
     Input,
     Limits,
+    Received,
     RegistryRead,
     Restored,
     SnapshotFailed,
@@ -59,14 +43,16 @@ from kvbm_index.core.messages import (
     SourceJoined,
     SourceKey,
     SourceLeft,
-    Statistics,
     StreamLost,
     Tick,
 )
-from kvbm_index.core.requests import decoded, encoded, hashes_of
 from kvbm_index.core.snapshot_loader import SnapshotLoader
 from kvbm_index.shell.image_store import ImageStore
+from kvbm_index.shell.metrics import figures_of, metrics_of
+from kvbm_index.shell.partitions import PartitionVerbs, Strangers, check_partition
+from kvbm_index.shell.questions import Questions
 from kvbm_index.shell.readiness import Readiness
+from kvbm_index.shell.routing import Routing
 
 INBOX_BATCHES_MAX = 64
 """Batches of up to 128 events that wait for the core: flow control holds the rest at NATS."""
@@ -83,11 +69,6 @@ READY_DEADLINE_S = 3.0
 TIER_KINDS = ("host-tier", "disk-tier", "object-tier")
 
 log = logging.getLogger(__name__)
-_match_request: JsonCodec[MatchRequest] = JsonCodec(MatchRequest)
-_dump_request: JsonCodec[DumpRequest] = JsonCodec(DumpRequest)
-_batch_request: JsonCodec[MatchBatchRequest] = JsonCodec(MatchBatchRequest)
-_score_request: JsonCodec[ScoreRequest] = JsonCodec(ScoreRequest)
-_where_request: JsonCodec[WhereRequest] = JsonCodec(WhereRequest)
 
 
 class IndexShell:
@@ -106,10 +87,17 @@ class IndexShell:
             tick_ms=TICK_MS,
             is_quiet=lambda: core.is_quiet,
         )
+        self._routing = Routing(core)
         self._consolidators: dict[str, set[str]] = {}
         """The instances on each host."""
+        self._partitions = context.bus.limits.partitioned
+        self._own = context.settings.index_partition or 0
+        self._strangers = Strangers(self._partitions, context.counters)
         self._keeper = ImageStore(
-            context.bus, context.counters, interval_s=context.settings.index_image_s
+            context.bus,
+            context.counters,
+            interval_s=context.settings.index_image_s,
+            partition=self._own,
         )
         self._running: list[asyncio.Task[None]] = []
         self._readiness = Readiness()
@@ -124,19 +112,21 @@ class IndexShell:
             "kvbm_index_event_lag_seconds",
             "From an event's time stamp to its arrival; one event of each batch.",
         )
-        self._match_time = counters.histogram(
-            "kvbm_index_match_seconds", "Time to answer a match, without the way there and back."
-        )
+        self._questions = Questions(core, counters)
 
     async def run(self) -> None:
         """Serve until the context is stopping."""
         context = self._context
         context.set_stats(self._stats)
-        context.counters.include(lambda: _metrics(self._core.view.statistics))
+        context.bounds.declare_queues(self._loop)
+        context.bounds.declare(self._keeper.fills)
+        context.counters.include(lambda: metrics_of(self._core.view.statistics))
         start = await self._restore()
         async with (
             self._events.event_subscription(
-                start=start, on_stream_lost=self._stream_lost
+                start=start,
+                spec=self._partitions.events(self._own),
+                on_stream_lost=self._stream_lost,
             ) as events,
             asyncio.TaskGroup() as tasks,
         ):
@@ -161,16 +151,18 @@ class IndexShell:
                 task.cancel()
 
     async def _add_verbs(self) -> None:
-        verbs = {
-            "match": self._match,
-            "match_tokens": self._match,
-            "match_batch": self._match_batch,
-            "score": self._score,
-            "where": self._where,
-            "dump": self._dump,
-            "holders": self._holders,
-        }
-        await self._context.add_verbs(verbs, shared=True)
+        verbs = self._questions.verbs | {"route": self._routing.answer}
+        if self._partitions.count == 1:
+            await self._context.add_verbs(verbs, shared=True)
+            return
+        verbs |= {"route": self._routing.answer_partition, "peers": self._routing.answer_peers}
+        context = self._context
+        merged = PartitionVerbs(
+            context.bus, self._partitions, self._own, verbs, context.counters,
+            self._routing.next_tie,
+        )  # fmt: skip
+        await context.bus.add_verbs(INDEX_GROUP, str(self._own), str(self._partitions.count), verbs)
+        await context.add_verbs(merged.verbs, shared=True)
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -184,7 +176,7 @@ class IndexShell:
 
     async def _follow(self, subscription: EventSubscription) -> None:
         async for batch in subscription:
-            events = tuple(event_batch.read(batch, self._refuse))
+            events = self._believed(tuple(event_batch.read(batch, self._refuse)))
             if events:
                 self._observe_lag(events[-1])
                 stream = subscription.created
@@ -193,6 +185,28 @@ class IndexShell:
                 )
                 await self._loop.offer(received, deadline_s=INBOX_DEADLINE_S)
                 await _others()
+
+    def _believed(self, events: tuple[Received, ...]) -> tuple[Received, ...]:
+        """Return the events without those whose epoch is from the future."""
+        most = epoch_max(time.time())
+        kept = tuple(event for event in events if event.epoch <= most)
+        if self._partitions.count > 1:
+            events = kept = self._of_own_hosts(kept)
+        if len(kept) < len(events):
+            self._dropped.labels(reason="future_epoch").inc(len(events) - len(kept))
+            self._log.warning("future_epoch", "events whose epoch is more than a day ahead")
+        return kept
+
+    def _of_own_hosts(self, events: tuple[Received, ...]) -> tuple[Received, ...]:
+        """Return the events without those of hosts whose partition is another one."""
+        own = tuple(event for event in events if self._is_own(event.host))
+        if len(own) < len(events):
+            self._dropped.labels(reason="wrong_partition").inc(len(events) - len(own))
+            self._log.warning("wrong_partition", "events of hosts of another partition")
+        return own
+
+    def _is_own(self, host: str) -> bool:
+        return self._partitions.of(host) == self._own
 
     def _stream_lost(self) -> None:
         """Queue the loss of the stream behind the events that wait: they came before it."""
@@ -205,7 +219,7 @@ class IndexShell:
         self._dropped.labels(reason=error.kind).inc()
         self._log.warning(error.kind, f"{message.subject}: {error}")
 
-    def _observe_lag(self, event: LeanEvent) -> None:
+    def _observe_lag(self, event: Received) -> None:
         lag_s = time.time() - event.ts_ms / 1000
         if event.ts_ms and 0 <= lag_s < INBOX_DEADLINE_S:
             self._lag.observe(lag_s)
@@ -238,6 +252,11 @@ class IndexShell:
 
     def _registry_changed(self, event: RegistryEvent) -> None:
         record = event.record
+        if record.kind == "consolidator":
+            self._strangers.take(event)
+        if not self._is_own(record.host):
+            return
+        self._routing.take(event)
         if record.kind == "consolidator":
             instances = self._consolidators.setdefault(record.host, set())
             (instances.discard if isinstance(event, Left) else instances.add)(record.instance)
@@ -283,56 +302,11 @@ class IndexShell:
 
     # ---- verbs -------------------------------------------------------------------------------
 
-    async def _match(self, payload: bytes) -> bytes:
-        start_s = time.perf_counter()
-        answer = msgspec.json.encode(self._answer(decoded(_match_request, payload)))
-        self._match_time.observe(time.perf_counter() - start_s)
-        return answer
-
-    async def _match_batch(self, payload: bytes) -> bytes:
-        """Match every question of a batch, with a turn for other work between: it may be long."""
-        replies = []
-        for question in decoded(_batch_request, payload).questions:
-            replies.append(self._answer(question))
-            await asyncio.sleep(0)
-        return encoded(MatchBatchReply(replies=replies))
-
-    def _answer(self, request: MatchRequest) -> MatchReply:
-        hashes = hashes_of(request)
-        return MatchReply(asked=len(hashes), matches=self._core.match(hashes))
-
-    async def _score(self, payload: bytes) -> bytes:
-        request = decoded(_score_request, payload)
-        hashes = hashes_of(request)
-        scores = self._core.scores(hashes, DEFAULT_WEIGHTS | request.weights)
-        return encoded(ScoreReply(asked=len(hashes), scores=scores))
-
-    async def _where(self, payload: bytes) -> bytes:
-        request = decoded(_where_request, payload)
-        hashes = hashes_of(MatchRequest(hashes=request.hashes))
-        blocks = [
-            BlockHolders(hash=name, holders=[BlockHolder(**one._asdict()) for one in holders])
-            for name, holders in zip(request.hashes, self._core.holders_of(hashes), strict=True)
-        ]
-        return encoded(WhereReply(blocks=blocks))
-
-    async def _dump(self, payload: bytes) -> bytes:
-        request = decoded(_dump_request, payload)
-        return encoded(self._core.dump(request))
-
-    async def _holders(self, payload: bytes) -> bytes:
-        request = decoded(_dump_request, payload)
-        summaries = [
-            HolderSummary(**holder._asdict(), epoch=epoch, seq=seq, blocks=len(chains))
-            for holder, epoch, seq, chains in self._core.holders(request.source)
-        ]
-        return encoded(HoldersReply(holders=summaries))
-
     def _stats(self) -> StatsReply:
         context = self._context
         view = self._core.view
         statistics, positions = view.statistics, view.positions
-        figures = {name: float(value) for name, value in _figures(statistics).items()}
+        figures = {name: float(value) for name, value in figures_of(statistics).items()}
         return StatsReply(
             kind=context.kind,
             host=context.host,
@@ -360,24 +334,6 @@ def _source_of(record: ServiceRecord) -> SourceKey | None:
     return None
 
 
-FIGURES = ("sources", "sources_behind", "holders", "blocks", "buffered_events")
-COUNTED = ("events", "snapshots")
-
-
-def _figures(statistics: Statistics) -> dict[str, int]:
-    return {name: getattr(statistics, name) for name in FIGURES + COUNTED}
-
-
-def _metrics(statistics: Statistics) -> list[Metric]:
-    counts = {f"index_dropped_total.{name}": value for name, value in statistics.drops.items()}
-    counts["index_events_total"] = statistics.events
-    counts["index_snapshots_total"] = statistics.snapshots
-    figures = _figures(statistics)
-    return metrics_of_counts(counts) + [
-        gauge_of(f"kvbm_index_{name}", f"Now: {name}.", figures[name]) for name in FIGURES
-    ]
-
-
 async def serve_index(context: ServiceContext) -> None:
     """Run the service until it is stopped."""
     limits = Limits(
@@ -387,6 +343,7 @@ async def serve_index(context: ServiceContext) -> None:
     events = await Bus.connect(context.bus.access, name, counters=context.counters)
     core = IndexCore(limits)
     context.footprint.declare(lambda: parts_of(limits, block_count=core.view.statistics.blocks))
+    context.bounds.declare(lambda: fills_of(core.view.statistics, limits))
     try:
         await IndexShell(context, core, events).run()
     finally:
@@ -395,4 +352,4 @@ async def serve_index(context: ServiceContext) -> None:
 
 def main() -> None:
     """Run the index: the entry point of `kvbm serve index`."""
-    run("index", serve_index)
+    run("index", serve_index, check=check_partition)

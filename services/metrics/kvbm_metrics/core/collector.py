@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from kvbm_common.registry.records import ServiceRecord
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.metrics import MEMORY, MEMORY_BOUND, MetricsSnapshot
-from kvbm_common.wire.tier_stats import WorkerStats
 from kvbm_common.wire.verbs import StatsReply
 
 from kvbm_metrics.core import flows
@@ -35,7 +34,10 @@ from kvbm_metrics.core.sizes import (
     part_used,
     size_view,
     sizes_of,
+    tenant_view,
+    tenants_of,
 )
+from kvbm_metrics.core.worker_view import worker_view
 
 # NVIDIA KVBM's names. Offload h2d is host to disk, onboard h2d is host to device; d2d and d2o
 # begin at the disk.
@@ -265,6 +267,7 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
         slab_bytes=stats.slab_bytes,
         slabs=stats.slabs,
         sizes=[size_view(one) for one in stats.sizes],
+        tenants=[tenant_view(one) for one in stats.tenants],
         policy=stats.policy,
         draining=stats.figures.get("draining", 0.0) > 0,
         leases=stats.leases,
@@ -275,32 +278,13 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
 
 
 def worker_views(view: FleetView) -> list[WorkerView]:
-    """Return every engine worker that a host tier knows, and every engine that passes through, as
-    consolidators say."""
+    """Return every engine worker that a host tier knows, and every engine that passes through."""
     return [
-        _worker_view(one.record, worker)
+        worker_view(one.record, worker)
         for one in view.instances
         if one.stats is not None
         for worker in one.stats.workers
     ]
-
-
-def _worker_view(record: ServiceRecord, worker: WorkerStats) -> WorkerView:
-    return WorkerView(
-        host=record.host,
-        host_tier="" if worker.passes_through else record.instance,
-        engine=worker.engine,
-        incarnation=worker.incarnation,
-        rank=worker.rank,
-        world_size=worker.world_size,
-        model=worker.namespace.model,
-        block_tokens=worker.namespace.block_tokens,
-        namespace=worker.namespace.digest.hex(),
-        block_bytes=worker.block_bytes,
-        seen_ms_ago=worker.seen_ms_ago,
-        verify=worker.verify,
-        passes_through=worker.passes_through,
-    )
 
 
 def _passing_line(one: WorkerView) -> str:
@@ -365,8 +349,7 @@ def _kind_view(view: FleetView, kind: str, *, expected: bool) -> KindView:
 
 
 def _medium_view(tier: Tier, group: Sequence[TierView]) -> MediumView:
-    assert group, f"there is no {tier} tier"
-    assert all(one.tier == tier for one in group), f"another tier is counted as {tier}"
+    assert {one.tier for one in group} == {tier}, f"{len(group)} are counted as {tier}"
     total = sum(one.slots.get("total", 0) for one in group)
     used = sum(one.slots.get(state, 0) for one in group for state in USED_STATES)
     return MediumView(
@@ -379,6 +362,7 @@ def _medium_view(tier: Tier, group: Sequence[TierView]) -> MediumView:
         occupancy=part_used(group, used, total),
         leases=sum(one.leases for one in group),
         sizes=sizes_of(group),
+        tenants=tenants_of(group),
     )
 
 
@@ -392,8 +376,5 @@ def unready_reasons(view: FleetView, expected: Sequence[str]) -> list[str]:
         reasons.append(f"registry: {view.registry_error}")
     present = {one.record.kind for one in view.instances}
     reasons += [f"{kind}: no instance is registered" for kind in expected if kind not in present]
-    for one in view.instances:
-        if not one.ready:
-            text = "; ".join(one.reasons) or "not ready"
-            reasons.append(f"{one.record.key}: {text}")
-    return reasons
+    away = [one for one in view.instances if not one.ready]
+    return reasons + [f"{one.record.key}: {'; '.join(one.reasons) or 'not ready'}" for one in away]

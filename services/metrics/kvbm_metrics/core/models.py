@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from kvbm_common.identity import BLOCK_TOKENS_MAX, NUMBER_MAX, TEXT_MAX, Namespace
+from kvbm_common.identity import BLOCK_TOKENS_MAX, NUMBER_MAX, TEXT_MAX, Namespace, of_tenant
 from kvbm_common.wire.events import Tier
 from kvbm_common.wire.scores import (
     BATCH_QUESTIONS_MAX,
@@ -19,6 +19,8 @@ from kvbm_common.wire.scores import (
 from kvbm_common.wire.verbs import MATCH_BLOCKS_MAX, HolderMatch, MatchRequest
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvbm_metrics.core.answer_models import AnswerView
+from kvbm_metrics.core.parts_models import SizeView, TenantView
 from kvbm_metrics.core.recent_models import GoneView
 from kvbm_metrics.core.wire_types import view_of
 
@@ -74,11 +76,13 @@ class NamespaceQuery(_Query):
     tensor_parallel: _Positive = 1
     pipeline_parallel: _Positive = 1
     parts: _Text = ""
-    format: Literal[3] = 3
+    format: Literal[3, 4] = 3
+    tenant: Annotated[str, Field(pattern=r"^([A-Za-z0-9_-]{1,64})?$")] = ""
 
     def to_namespace(self) -> Namespace:
-        """Convert this namespace to the wire's type."""
-        return Namespace(**self.model_dump())
+        """Convert this namespace to the wire's type; with a tenant its format follows."""
+        fields = self.model_dump(exclude={"tenant", "format"})
+        return of_tenant(Namespace(**fields), self.tenant)
 
 
 class MatchQuery(_Query):
@@ -87,8 +91,8 @@ class MatchQuery(_Query):
     hashes: Annotated[list[Hash], _up_to(MATCH_BLOCKS_MAX)] | None = None
     tokens: Annotated[list[TokenId], _up_to(MATCH_BLOCKS_MAX * 64)] | None = None
     namespace: NamespaceQuery | None = None
-    salt: str | None = None
-    lora: str | None = None
+    salt: _Text | None = None
+    lora: _Text | None = None
 
     def to_request(self) -> MatchRequest:
         """Convert this query to the wire's type."""
@@ -177,16 +181,6 @@ class RatesView(_View):
     bytes_out: float = 0.0
 
 
-class SizeView(_View):
-    """The slots of one size in a tier."""
-
-    slot_bytes: int
-    slabs: int
-    slots: int
-    slots_used: int
-    bytes_used: int
-
-
 class TierView(_View):
     """One instance of a tier."""
 
@@ -213,6 +207,9 @@ class TierView(_View):
     slab_bytes: int = 0
     slabs: Annotated[dict[str, int], Field(description="By state.")] = {}
     sizes: Annotated[list[SizeView], Field(description="By size of slots.")] = []
+    tenants: Annotated[
+        list[TenantView], Field(description="Empty while no engine names a tenant.")
+    ] = []
     policy: Annotated[str, Field(description="Eviction policy.")] = ""
     draining: Annotated[bool, Field(description="Takes no new blocks.")] = False
     leases: int = 0
@@ -235,11 +232,13 @@ class WorkerView(_View):
     model: str
     block_tokens: int
     namespace: Annotated[str, Field(description="Digest, 64 hex digits.")]
+    namespace_fields: Annotated[dict[str, str | int], Field(description="As questions want it.")]
     block_bytes: int
     seen_ms_ago: int
     verify: Annotated[
         str, Field(description="Loads it compares with checksums: always, sampled, never or empty.")
     ] = ""
+    prefill_tokens_per_s: Annotated[float, Field(description="Measured; 0: not known.")] = 0.0
     passes_through: Annotated[
         str, Field(description="Why the engine computes without a cache; empty: it has one.")
     ] = ""
@@ -269,6 +268,9 @@ class MediumView(_View):
     occupancy: float
     leases: int
     sizes: Annotated[list[SizeView], Field(description="By size of slots.")] = []
+    tenants: Annotated[
+        list[TenantView], Field(description="Empty while no engine names a tenant.")
+    ] = []
 
 
 class KvbmView(_View):
@@ -335,14 +337,14 @@ class HolderView(view_of(HolderMatch)):  # type: ignore[misc]
     """How many blocks of the prefix one holder has without a hole, from the first on."""
 
 
-class MatchView(_View):
+class MatchView(AnswerView):
     """Holders with at least one block, longest first."""
 
     asked: int
     matches: list[HolderView]
 
 
-class MatchBatchView(_View):
+class MatchBatchView(AnswerView):
     """One answer per question, in order."""
 
     replies: list[MatchView]
@@ -352,7 +354,7 @@ class PlaceView(view_of(PlaceScore)):  # type: ignore[misc]
     """One rank of an engine, with its own blocks and those of its host's tiers together."""
 
 
-class ScoreView(_View):
+class ScoreView(AnswerView):
     """Places with at least one block, the highest score first."""
 
     asked: int
@@ -370,7 +372,7 @@ class BlockView(_View):
     holders: list[BlockHolderView]
 
 
-class WhereView(_View):
+class WhereView(AnswerView):
     """One entry per asked block, in order."""
 
     blocks: list[BlockView]
@@ -380,7 +382,7 @@ class HolderSummaryView(view_of(HolderSummary)):  # type: ignore[misc]
     """One holder, how many blocks it has, and the position up to which that is true."""
 
 
-class HoldersView(_View):
+class HoldersView(AnswerView):
     """Every holder that the index knows."""
 
     holders: list[HolderSummaryView]

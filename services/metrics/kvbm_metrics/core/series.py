@@ -221,7 +221,22 @@ def _about_tiers(view: FleetView) -> list[Block]:
         slot_bytes.add(labels, stats.slot_bytes)
         used.add(labels, occupancy(stats))
         leases.add(labels, stats.leases)
-    return [slots, slot_bytes, used, leases, *_about_sizes(view)]
+    return [slots, slot_bytes, used, leases, *_about_sizes(view), *_about_tenants(view)]
+
+
+def _about_tenants(view: FleetView) -> list[Block]:
+    """Return what tenants have in tiers: of each tier 34 at most, those beyond together."""
+    used = Block("kvbm_tenant_used_bytes", "Bytes of a tenant's blocks in a tier.")
+    share = Block("kvbm_tenant_share_bytes", "Bytes that a tenant keeps when others want all.")
+    waiting = Block("kvbm_tenant_waiting_blocks", "Blocks of a tenant that wait to be written.")
+    for one in view.instances:
+        tier, stats = tier_of(one), one.stats
+        for tenant in stats.tenants if tier is not None and stats is not None else ():
+            labels = _tier_labels(one, str(tier)) | {"tenant": tenant.name}
+            used.add(labels, tenant.bytes)
+            share.add(labels, tenant.share_bytes)
+            waiting.add(labels, tenant.waiting)
+    return [used, share, waiting]
 
 
 def _about_sizes(view: FleetView) -> list[Block]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbm_common.wire.tier_stats import SizeStats
+from kvbm_common.wire.tier_stats import SizeStats, TenantStats
 from kvbm_common.wire.verbs import StatsReply
 
-from kvbm_metrics.core.models import SizeView, TierView
+from kvbm_metrics.core.models import TierView
+from kvbm_metrics.core.parts_models import SizeView, TenantView
 
 USED_STATES = ("inactive", "active")
 """Slots with a committed block; a staged slot holds nothing that can be read yet."""
@@ -43,6 +44,17 @@ def size_view(size: SizeStats) -> SizeView:
     )
 
 
+def tenant_view(tenant: TenantStats) -> TenantView:
+    """Return what one tenant has in a tier."""
+    return TenantView(
+        name=tenant.name,
+        blocks=tenant.blocks,
+        bytes=tenant.bytes,
+        share_bytes=tenant.share_bytes,
+        waiting=tenant.waiting,
+    )
+
+
 def fragmentation(stats: StatsReply) -> float:
     """Return the part of the used slots' bytes that no block fills, from 0 to 1.
 
@@ -74,4 +86,21 @@ def sizes_of(group: Sequence[TierView]) -> list[SizeView]:
             bytes_used=sum(one.bytes_used for one in alike),
         )
         for length, alike in sorted(by_length.items())
+    ]
+
+
+def tenants_of(group: Sequence[TierView]) -> list[TenantView]:
+    """Return what each tenant has in some tiers together, by name."""
+    by_name: dict[str, list[TenantView]] = {}
+    for tenant in (tenant for one in group for tenant in one.tenants):
+        by_name.setdefault(tenant.name, []).append(tenant)
+    return [
+        TenantView(
+            name=name,
+            blocks=sum(one.blocks for one in alike),
+            bytes=sum(one.bytes for one in alike),
+            share_bytes=sum(one.share_bytes for one in alike),
+            waiting=sum(one.waiting for one in alike),
+        )
+        for name, alike in sorted(by_name.items())
     ]

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Response
 from kvbm_common.access.http_access import HIDDEN
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.codec import JsonCodec
+from kvbm_common.wire.routes import RouteReply
 from kvbm_common.wire.scores import (
     HoldersReply,
     MatchBatchReply,
@@ -25,6 +26,7 @@ from starlette.responses import JSONResponse
 
 from kvbm_metrics import pages
 from kvbm_metrics.core import collector
+from kvbm_metrics.core.bounds import BoundsOf, bounds_view
 from kvbm_metrics.core.collector import FleetView
 from kvbm_metrics.core.history import POINTS, SPACING_S
 from kvbm_metrics.core.models import (
@@ -46,6 +48,7 @@ from kvbm_metrics.core.models import (
 )
 from kvbm_metrics.core.rates import WINDOW_S
 from kvbm_metrics.core.recent_models import HistoryView
+from kvbm_metrics.core.route_models import RouteQuery, RouteView
 from kvbm_metrics.shell import admin_api, event_feed, explain_api, exposition, problems
 from kvbm_metrics.shell.access import may_know_why, may_read, may_scrape
 from kvbm_metrics.shell.admission import Door
@@ -102,6 +105,7 @@ router = APIRouter(
 _match_reply: JsonCodec[MatchReply] = JsonCodec(MatchReply)
 _batch_reply: JsonCodec[MatchBatchReply] = JsonCodec(MatchBatchReply)
 _score_reply: JsonCodec[ScoreReply] = JsonCodec(ScoreReply)
+_route_reply: JsonCodec[RouteReply] = JsonCodec(RouteReply)
 _where_reply: JsonCodec[WhereReply] = JsonCodec(WhereReply)
 _holders_reply: JsonCodec[HoldersReply] = JsonCodec(HoldersReply)
 
@@ -180,6 +184,12 @@ async def services(view: View) -> list[ServiceView]:
     return collector.service_views(view)
 
 
+@router.get("/v1/bounds", tags=["status"])
+async def bounds(view: View) -> list[BoundsOf]:
+    """Return how full each queue, table and history of every instance is, and what it dropped."""
+    return bounds_view(view)
+
+
 @router.get("/v1/tiers", tags=["status"])
 async def tiers(api: ApiOf, view: View) -> list[TierView]:
     """Return slots, bytes, occupancy, policy, rates and counters of every tier instance."""
@@ -201,9 +211,11 @@ ASKS_INDEX = problems.described(
     HTTPStatus.GATEWAY_TIMEOUT,
 )
 """What can go wrong on the way to the index."""
+OF_INDEX: dict[str, Any] = {"responses": ASKS_INDEX, "response_model_exclude_unset": True}
+"""Of routes whose answer is the index's: what it has left out is left out here as well."""
 
 
-@router.post("/v1/match", tags=["blocks"], responses=ASKS_INDEX)
+@router.post("/v1/match", tags=["blocks"], **OF_INDEX)
 async def match(api: ApiOf, query: MatchQuery) -> MatchView:
     """Return the longest prefix that each holder has without a hole."""
     _check(query)
@@ -211,7 +223,9 @@ async def match(api: ApiOf, query: MatchQuery) -> MatchView:
     return MatchView.model_validate(msgspec.to_builtins(reply))
 
 
-@router.post("/v1/match_batch", tags=["blocks"], responses=ASKS_INDEX)
+@router.post(
+    "/v1/match_batch", tags=["blocks"], responses=ASKS_INDEX, response_model_exclude_unset=True
+)
 async def match_batch(api: ApiOf, query: MatchBatchQuery) -> MatchBatchView:
     """Answer several matches in one request."""
     for question in query.questions:
@@ -220,7 +234,7 @@ async def match_batch(api: ApiOf, query: MatchBatchQuery) -> MatchBatchView:
     return MatchBatchView.model_validate(msgspec.to_builtins(reply))
 
 
-@router.post("/v1/score", tags=["blocks"], responses=ASKS_INDEX)
+@router.post("/v1/score", tags=["blocks"], **OF_INDEX)
 async def score(api: ApiOf, query: ScoreQuery) -> ScoreView:
     """Return what a prompt is worth on every rank of every engine, over all tiers it can reach."""
     _check(query)
@@ -228,14 +242,22 @@ async def score(api: ApiOf, query: ScoreQuery) -> ScoreView:
     return ScoreView.model_validate(msgspec.to_builtins(reply))
 
 
-@router.post("/v1/where", tags=["blocks"], responses=ASKS_INDEX)
+@router.post("/v1/route", tags=["blocks"], **OF_INDEX)
+async def route(api: ApiOf, query: RouteQuery) -> RouteView:
+    """Return which engine should take a prompt, the best first, by overlap and load."""
+    _check(query)
+    reply = await api.fleet.ask_index("route", query.to_route_request(), _route_reply)
+    return RouteView.model_validate(msgspec.to_builtins(reply))
+
+
+@router.post("/v1/where", tags=["blocks"], **OF_INDEX)
 async def where(api: ApiOf, query: WhereQuery) -> WhereView:
     """Return which holders have each of some blocks."""
     reply = await api.fleet.ask_index("where", WhereRequest(hashes=query.hashes), _where_reply)
     return WhereView.model_validate(msgspec.to_builtins(reply))
 
 
-@router.get("/v1/holders", tags=["blocks"], responses=ASKS_INDEX)
+@router.get("/v1/holders", tags=["blocks"], **OF_INDEX)
 async def holders(
     api: ApiOf, source: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{1,64}$")] = None
 ) -> HoldersView:

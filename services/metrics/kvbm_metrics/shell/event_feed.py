@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from datetime import UTC, datetime
@@ -19,8 +20,11 @@ from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.jetstream import ensure_stream
 from kvbm_common.nats.marked_messages import UNMARKED
 from kvbm_common.nats.since import start_of
-from kvbm_common.nats.streams import EVENTS
-from kvbm_common.wire.events import SUBJECT_PREFIX
+from kvbm_common.nats.streams import StreamSpec
+from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.wire.codec import WireError
+from kvbm_common.wire.events import SUBJECT_PREFIX, event_codec
+from kvbm_common.wire.packed_events import PACKED, events_on, kind_of
 
 from kvbm_metrics.shell import problems
 from kvbm_metrics.shell.access import may_read
@@ -38,6 +42,7 @@ EVERYTHING = f"{SUBJECT_PREFIX}.*.*.*"
 
 Part = Annotated[str, Query(pattern=r"^(\*|[A-Za-z0-9_-]{1,64})$")]
 
+log = OncePerKind(logging.getLogger(__name__))
 router = APIRouter(prefix="/v1", dependencies=[Depends(may_read)])
 
 
@@ -81,9 +86,15 @@ async def events(
     start = _start(since, last_event_id)
     if len(api.feeds) >= FEEDS_MAX:
         raise TooManyFeeds(f"{len(api.feeds)} feeds are open")
-    subject = f"{SUBJECT_PREFIX}.{host}.{source}.{kind}"
+    # What a source stores and removes may be in one message.
+    try:
+        api.fleet.bus.limits.events_of(host)
+    except ConfigError as error:
+        raise BadQuery("host", error.accepted) from error
+    subject = f"{SUBJECT_PREFIX}.{host}.{source}.{kind if kind == 'cleared' else '*'}"
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return EventStream(counted(api, subject, start, per_second=per_second), headers=headers)
+    parts = counted(api, subject, start, per_second=per_second, kind=kind)
+    return EventStream(parts, headers=headers)
 
 
 def _start(since: str, last_event_id: str) -> Start:
@@ -98,7 +109,7 @@ def _start(since: str, last_event_id: str) -> Start:
 
 
 async def counted(
-    api: Api, subject: str, start: Start, *, per_second: int = 0
+    api: Api, subject: str, start: Start, *, per_second: int = 0, kind: str = "*"
 ) -> AsyncGenerator[bytes, None]:
     """Yield a feed that takes one of the places from its first part to its end.
 
@@ -108,7 +119,7 @@ async def counted(
     place = object()
     api.feeds.add(place)
     try:
-        parts = feed(api.fleet.bus, subject, start, per_second=per_second)
+        parts = feed(api.fleet.bus, subject, start, per_second=per_second, kind=kind)
         async with contextlib.aclosing(parts):
             async for part in parts:
                 yield part
@@ -119,8 +130,9 @@ async def counted(
 class Sample:
     """Lets so many events of each second pass, and counts the others."""
 
-    def __init__(self, per_second: int) -> None:
+    def __init__(self, per_second: int, kind: str = "*") -> None:
         self._per_second = per_second
+        self.kind = kind
         self._second = -1
         self._room = 0
         self._skipped = 0
@@ -149,10 +161,17 @@ class Sample:
             if self._skipped:
                 said = b'event: skipped\ndata: {"skipped": %d}\n\n' % self._skipped
             self._skipped = 0
-        passed = messages[: self._room] if self._per_second else messages
+        found: list[bytes] = []
+        for message in messages:
+            try:
+                found += texts_of(message, self.kind)
+            except WireError as error:
+                self._skipped += 1
+                log.warning(error.kind, f"{message.subject}: {error}")
+        passed = found[: max(0, self._room)] if self._per_second else found
         self._room -= len(passed)
-        self._skipped += len(messages) - len(passed)
-        return said + b"".join(map(_text, passed))
+        self._skipped += len(found) - len(passed)
+        return said + b"".join(passed)
 
 
 async def feed(
@@ -162,13 +181,14 @@ async def feed(
     *,
     heartbeat_s: float = HEARTBEAT_S,
     per_second: int = 0,
+    kind: str = "*",
 ) -> AsyncGenerator[bytes, None]:
     """Yield batches of messages, as text; comments in between, while nothing happens.
 
     A sample of everything is read in turns: what no page shows is not even fetched, since reading
     the events of a busy host costs more than all else that a page asks for.
     """
-    sample = Sample(per_second)
+    sample = Sample(per_second, kind)
     yield b": kvbm\n\n"  # The headers go out at once.
     while True:
         turn = _turn(bus, subject, start, sample, heartbeat_s=heartbeat_s)
@@ -189,7 +209,8 @@ async def _turn(
     The sample then has the position at which the turn has ended.
     """
     sample.position = 0
-    async with bus.event_subscription(start=start, subject=subject) as batches:
+    spec = _stream_of(bus, subject)
+    async with bus.event_subscription(start=start, subject=subject, spec=spec) as batches:
         batch = asyncio.ensure_future(anext(batches, None))
         try:
             while True:
@@ -203,7 +224,7 @@ async def _turn(
                     return
                 if said := sample.take(messages, _now_s()):
                     yield said
-                if subject == EVERYTHING and sample.wait_s(_now_s()):
+                if subject == EVERYTHING and sample.kind == "*" and sample.wait_s(_now_s()):
                     sample.position = messages[-1].sequence
                     return
                 batch = asyncio.ensure_future(anext(batches, None))
@@ -220,23 +241,43 @@ async def _pause(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
+def _stream_of(bus: Bus, subject: str) -> StreamSpec:
+    return bus.limits.events_of(subject.split(".")[SUBJECT_PREFIX.count(".") + 1])
+
+
 async def _behind_the_rest(bus: Bus, sample: Sample) -> Start:
     """Return where the next turn begins; what came meanwhile is counted as left out."""
     try:
-        last = (await ensure_stream(bus, EVENTS)).state.last_seq
+        last = (await ensure_stream(bus, _stream_of(bus, EVERYTHING))).state.last_seq
     except KvbmError:  # NATS is away: the next turn waits for it.
         return sample.position + 1
     sample.leave_out(max(0, last - sample.position))
     return last + 1
 
 
-def _text(message: EventMessage) -> bytes:
-    """Format a message as an event of the feed; nothing of one that no client has published.
+def texts_of(message: EventMessage, kind: str = "*") -> list[bytes]:
+    """Format the events of a message for the feed; none of one that no client has published.
 
-    A payload is JSON as msgspec writes it, in one line; a stranger's may have more.
+    A payload is JSON as msgspec writes it, in one line; a stranger's may have more. The last event
+    of a message alone has the position: a reader that goes on behind it has had all of them.
+    Raises WireError for packed events that cannot be read.
     """
+    said = message.subject.rsplit(".", 1)[1]
     if message.payload == UNMARKED:
-        return b""
-    kind = message.subject.rsplit(".", 1)[1].encode()
-    data = b"".join(b"data: %s\n" % line for line in message.payload.splitlines())
-    return b"id: %d\nevent: %s\n%s\n" % (message.sequence, kind, data)
+        return []
+    if said != PACKED:
+        return [_text(said, message.payload, message.sequence)] if kind in ("*", said) else []
+    events = events_on(message.subject, message.payload)
+    wanted = [one for one in events if kind in ("*", kind_of(one))]
+    last = len(wanted) - 1
+    return [
+        _text(kind_of(one), event_codec.encode(one), message.sequence if at == last else None)
+        for at, one in enumerate(wanted)
+    ]
+
+
+def _text(kind: str, payload: bytes, position: int | None) -> bytes:
+    """Format an event; None: its position is not said."""
+    data = b"".join(b"data: %s\n" % line for line in payload.splitlines())
+    place = b"" if position is None else b"id: %d\n" % position
+    return b"%sevent: %s\n%s\n" % (place, kind.encode(), data)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
-from kvbm_common.errors import KvbmError, RegistryUnavailable, RequestFailed
+from kvbm_common.errors import (
+    DeadlineExceeded,
+    KvbmError,
+    NoResponder,
+    RegistryUnavailable,
+    RequestFailed,
+)
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.records import ENGINE, RegistryEvent, ServiceRecord
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.bounds import Fill
 from kvbm_common.wire.codec import JsonCodec
 from kvbm_common.wire.metrics import MetricsSnapshot
 from kvbm_common.wire.verbs import (
@@ -25,11 +33,15 @@ from kvbm_metrics.core.gone import GoneServices, gone_views
 from kvbm_metrics.core.history import History, lookups_by_host
 from kvbm_metrics.core.rates import Rates
 from kvbm_metrics.core.recent_models import GoneView, HistoryPoint
+from kvbm_metrics.core.tenant_names import with_names
 
 ASK_DEADLINE_S = 0.5
 """An instance that takes longer to say how it is counts as down. Usually it takes 1 ms."""
 MATCH_DEADLINE_S = 2.0
 """The largest question has a million tokens, which the index hashes first."""
+ANY_DEADLINE_S = 0.5
+"""NATS gives a question to one replica of the index, and does not see that it stands still. After
+so long all replicas are asked by name."""
 OPERATOR_DEADLINE_S = 10.0
 """Longer than a service lets its core take for a verb, so that its own error arrives."""
 CACHE_S = 0.25
@@ -138,6 +150,10 @@ class Fleet:
         now_s = self._clock_s()
         return gone_views(self._gone.of(now_s), now_s)
 
+    def fills(self) -> dict[str, Fill]:
+        """Return how full the histories are that this service keeps."""
+        return {"gone_services": self._gone.fill()}
+
     def history(self, host: str) -> list[HistoryPoint]:
         """Return the points of the last hour of a host, or of all; oldest first."""
         return self._history.of(host, self._clock_s())
@@ -151,9 +167,34 @@ class Fleet:
 
     async def ask_index_raw(self, verb: str, payload: bytes) -> bytes:
         """Ask any index for what is not decoded here; raises as `ask_index`, but no WireError."""
-        return await self._bus.request(
-            verb_subject("index", verb), payload, deadline_s=MATCH_DEADLINE_S
-        )
+        try:
+            return await self._bus.request(
+                verb_subject("index", verb), payload, deadline_s=ANY_DEADLINE_S
+            )
+        except DeadlineExceeded:
+            return await self._ask_each_index(verb, payload)
+
+    async def _ask_each_index(self, verb: str, payload: bytes) -> bytes:
+        """Ask every replica of the index, and return what the first one says."""
+        subjects = [
+            verb_subject("index", verb, host=record.host, instance=record.instance)
+            for record in await self.records()
+            if record.kind == "index"
+        ]
+        left_s = MATCH_DEADLINE_S - ANY_DEADLINE_S
+        asked = [
+            asyncio.create_task(self._bus.request(subject, payload, deadline_s=left_s))
+            for subject in subjects
+        ]
+        try:
+            for answer in asyncio.as_completed(asked):
+                with contextlib.suppress(DeadlineExceeded, NoResponder):
+                    return await answer
+        finally:
+            for question in asked:
+                question.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise DeadlineExceeded(f"no index has answered {verb} within {MATCH_DEADLINE_S} s")
 
     async def records(self) -> Sequence[ServiceRecord]:
         """Return all registered instances; raises RegistryUnavailable when nothing is known."""
@@ -180,7 +221,7 @@ class Fleet:
                 for record in self._records
             ]
         return FleetView(
-            instances=[task.result() for task in asked],
+            instances=with_names([task.result() for task in asked]),
             connected=self._bus.connected,
             registry_error=registry_error,
         )

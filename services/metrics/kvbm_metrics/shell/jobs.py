@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvbm_common.errors import KvbmError
+from kvbm_common.wire.bounds import Fill
 
 JOBS_MAX = 256
 """Jobs that are remembered; the oldest ended ones are forgotten."""
@@ -87,6 +88,10 @@ class Jobs:
         if job is None:
             raise UnknownJob(f"no job {job_id!r}")
         return job
+
+    def fill(self) -> Fill:
+        """Return how full the history of jobs is."""
+        return Fill(len(self._jobs), JOBS_MAX)
 
     def all(self) -> list[Job]:
         """Return the jobs that are remembered, newest first."""

@@ -88,6 +88,7 @@ async def serve(context: ServiceContext) -> None:
         server = HttpServer(_http_config(create_app(api, context.counters)))
         context.set_stats(lambda: _stats(context, server))
         context.footprint.declare(lambda: {"answers": ANSWERS_BYTES, "history": history.BYTES_MAX})
+        context.bounds.declare(lambda: fleet.fills() | {"jobs": jobs.fill()})
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]), name="http")
             following = [

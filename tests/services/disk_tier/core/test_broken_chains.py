@@ -35,6 +35,9 @@ def test_a_dropped_block_keeps_its_parent_until_it_waits_again_or_is_found() -> 
         assert not chains.is_cut_off(name(1))
         end()
         assert not chains.is_cut_off(name(2))
+        waits = end is ends[0]
+        assert chains.descendants([name(1)]) == ([name(2)] if waits else [])
+        chains.note_left_queue(name(2))
     assert not chains.is_cut_off(None)
 
 

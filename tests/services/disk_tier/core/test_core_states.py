@@ -202,15 +202,16 @@ class Everything(RuleBasedStateMachine):
                 self.take(self.disk.step(ArenaKnown(reply)))
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), outcome=st.sampled_from(["all", "all", "some", "failed"]))
+    @rule(data=st.data(), outcome=st.sampled_from(["all", "all", "some", "share", "failed"]))
     def end_lease(self, data: st.DataObject, outcome: str) -> None:
         lease = self.one_of(data, self.leases)
         if outcome == "failed" or lease.request.epoch != self.epoch:
             self.take(self.disk.lease_failed(lease))
             return
         missing = asked(lease)[1:] if outcome == "some" else []
+        over_share = asked(lease)[len(asked(lease)) // 2 :] if outcome == "share" else []
         self.held.add(lease.write)
-        self.take(self.disk.leased(lease, *missing))
+        self.take(self.disk.leased(lease, *missing, over_share=over_share))
 
     @precondition(lambda self: self.writes)
     @rule(data=st.data(), failed=st.sampled_from([False, False, True]))

@@ -14,6 +14,7 @@ QUESTIONS = {
     "snapshot",
     "snapshot_pages",
     "fates",
+    "fills",
     "idle",
     "slot_count",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,7 +68,7 @@ def test_no_batch_pins_more_than_a_part_of_the_arena() -> None:
 # --- chains ---------------------------------------------------------------------------------------
 
 
-def narrow(**changes: int) -> DiskTierLimits:
+def narrow(**changes: Any) -> DiskTierLimits:
     """One block is written at a time, and one leased ahead."""
     return DiskTierLimits(writes_max=1, batch_blocks_max=1, ahead_batches=0, **changes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kvbm_common.tier.breaker import FAILURES_MAX, PAUSE_MAX_MS
 from kvbm_common.wire.verbs import LeaseReply, LeaseRequest
@@ -47,7 +49,7 @@ def dropped(disk: Disk) -> dict[str, int]:
     return {k.removeprefix(prefix): n for k, n in disk.counts.items() if k.startswith(prefix)}
 
 
-def single(**limits: int) -> DiskTierLimits:
+def single(**limits: Any) -> DiskTierLimits:
     """One batch of one block at a time."""
     return DiskTierLimits(**({"writes_max": 1, "batch_blocks_max": 1, "ahead_batches": 0} | limits))
 

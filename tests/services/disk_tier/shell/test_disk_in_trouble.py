@@ -14,6 +14,7 @@ import pytest
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_disk_tier.core.journal import RECORD_BYTES
+from kvbm_disk_tier.shell.own_files import read_own
 from kvbm_disk_tier.shell.store import Store, StoreOptions
 
 from tests.services.disk_tier.core.test_journal import committed, slots
@@ -149,16 +150,15 @@ async def test_a_store_that_cannot_be_read_at_the_start_is_not_replaced(
     async with living(settings):
         host.store(1, 2, 3)
         await host.wait_announced(1, 2, 3)
-    read_bytes = Path.read_bytes
     fails = asyncio.Event()
     fails.set()
 
     def failing(path: Path) -> bytes:
         if path.name == "header" and fails.is_set():
             raise OSError(errno.EIO, "Input/output error")
-        return read_bytes(path)
+        return read_own(path)
 
-    monkeypatch.setattr(Path, "read_bytes", failing)
+    monkeypatch.setattr("kvbm_disk_tier.shell.store.read_own", failing)
     async with living(settings):
         reason = await reason_of(bus)
         assert "cannot be read" in reason

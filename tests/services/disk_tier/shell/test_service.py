@@ -38,6 +38,7 @@ from kvbm_common.wire.events import (
     event_codec,
     event_subject,
 )
+from kvbm_common.wire.packed_events import events_on
 from kvbm_common.wire.slot_entries import FilledSlot, LeasedSlot
 from kvbm_common.wire.verbs import (
     ArenaReply,
@@ -201,10 +202,11 @@ class Host:
         return msgspec.json.encode(self.announcer.snapshot([block(number) for number in self.held]))
 
     async def _listen(self) -> None:
-        subject = "kvbm.v1.events.h.disk-tier-0.*"
-        async with self.bus.event_subscription(start="all", subject=subject) as events:
+        own = "kvbm.v1.events.h.disk-tier-0.*"
+        async with self.bus.event_subscription(start="all", subject=own) as events:
             async for batch in events:
-                self.events += [event_codec.decode(message.payload) for message in batch]
+                for subject, payload, _ in batch:
+                    self.events += events_on(subject, payload)
 
     def _publish(self, event: Event) -> None:
         payload = event_codec.encode(event)

@@ -57,6 +57,7 @@ def test_the_view_is_live_and_read_only() -> None:
 def test_a_lookup_is_explained_when_the_view_is_asked() -> None:
     """The explanation of the last lookup waits for the next input, or for a question."""
     host = Host()
+    host.settles = False
     host.look_up(1)
     assert host.core.view.explanation_count == 0
     found, following = host.core.view.latest_explanations(ExplainListRequest(limit=1))

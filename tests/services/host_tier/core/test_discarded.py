@@ -189,3 +189,15 @@ def test_no_lookup_is_served_a_block_that_cannot_be_found(seed: int) -> None:
     operator = Operator(seed)
     for _ in range(60):
         operator.act()
+
+
+def test_a_known_run_whose_first_block_is_discarded_while_its_lookup_waits_is_empty() -> None:
+    """1 was answered before, and is found corrupt while 2 comes from disk."""
+    host = Host(stretch_blocks=1)
+    host.store(1)
+    host.disk_stored(2)
+    lease = host.found(host.look_up(1)).lease
+    [fill] = of(host.look_up(1, 2), AskFill)
+    host.release(lease, 0)
+    found = host.found(host.filled(fill))
+    assert (found.lease, found.slots, found.reason) == (0, [], "corrupt")

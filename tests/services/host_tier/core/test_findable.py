@@ -8,11 +8,13 @@ from kvbm_common.memory.miss_filter import FilterState, MissFilter, MissFilterRe
 from kvbm_common.wire.local import Found, Welcome
 from kvbm_host_tier.core.filter_messages import (
     FilterEffect,
+    FilterFailed,
     MakeFilter,
     NamesChanged,
     SwitchFilter,
     UseFilter,
 )
+from kvbm_host_tier.core.findable import RETRY_MOST_MS
 from kvbm_host_tier.core.messages import (
     AskFill,
     DiskSnapshot,
@@ -45,20 +47,32 @@ ROOMY = 1_000
 class FilteredHost(Host):
     """A host tier whose filter is written as its effects say, and read after each step."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, *, refuses: bool = False, **limits: Any) -> None:
         self.reader: MissFilterReader | None = None
         self.made: list[MakeFilter] = []
         self.used = 0
         self.filter: MissFilter | None = None
         self.new: MissFilter | None = None
+        self.refuses = refuses
+        """No file can be made: the shell says so after the step."""
+        self.tries = 0
         super().__init__(**({"miss_filter": True} | limits))
 
     def step(self, event: Input) -> list[Effect]:
         effects = super().step(event)
         kinds = [isinstance(one, FilterEffect) for one in effects]
         assert kinds == sorted(kinds, reverse=True), "something is done before the filter is right"
+        failed: list[FilterFailed] = []
         for effect in effects:
+            if isinstance(effect, MakeFilter):
+                self.tries += 1
+                if self.refuses:
+                    self.new = None
+                    failed.append(FilterFailed(effect.generation))
+                    continue
             self._write(effect)
+        for one in failed:
+            effects = [*effects, *self.step(one)]
         self.compare()
         return effects
 
@@ -70,15 +84,20 @@ class FilteredHost(Host):
                 self.new = MissFilter(memoryview(self.memory), owner=1, epoch=EPOCH)
             case NamesChanged(came, left, is_new):
                 one = self.new if is_new else self.filter
-                assert one is not None
-                one.change(came, left)
+                assert one is not None or self.refuses
+                if one is not None:
+                    one.change(came, left)
             case UseFilter():
+                if self.new is None:
+                    return
                 self.used += 1
                 self.filter = self.new
                 self.reader = MissFilterReader(self.memory, owner=1, epoch=EPOCH)
             case SwitchFilter(is_complete):
-                assert self.filter is not None
-                self.filter.switch(FilterState.OPEN if is_complete else FilterState.CLOSED)
+                assert self.filter is not None or self.refuses
+                if self.filter is None:
+                    return
+                self.filter.switch(FilterState.COMPLETE if is_complete else FilterState.PARTIAL)
             case _:
                 pass
 
@@ -92,7 +111,7 @@ class FilteredHost(Host):
 
     def denies(self, number: int) -> bool:
         """Return whether the filter says that a block cannot be found."""
-        return self.reader is not None and self.reader.lacks_any([name(number)])
+        return self.reader is not None and self.reader.denies_any([name(number)])
 
 
 def test_offloaded_blocks_come_and_evicted_ones_leave() -> None:
@@ -226,3 +245,45 @@ def test_the_filter_is_written_before_a_block_is_announced() -> None:
     assert not of(effects, Publish)
     assert host.figure("filter_names") == 1
     assert host.figure("filter_complete") == 1
+
+
+def failures(host: FilteredHost) -> int:
+    return host.figure("filters_failed")
+
+
+def test_a_filter_that_cannot_be_made_is_tried_again_after_a_pause() -> None:
+    """1. The first cannot be made: each pause is twice the one before. 2. There is room: it is made
+    with the names of then."""
+    host = FilteredHost(refuses=True)
+    assert (host.tries, failures(host), host.denies(1)) == (1, 1, False)
+    host.store(1)
+    waits = []
+    for _ in range(3):
+        started_ms, tries = host.now_ms, host.tries
+        while host.tries == tries:
+            host.wait(100)
+        waits.append(host.now_ms - started_ms)
+    assert waits == [1_000, 2_000, 4_000]
+    assert failures(host) == 4
+    host.refuses = False
+    host.wait(RETRY_MOST_MS)
+    assert (host.tries, failures(host), host.used) == (5, 4, 1)
+    assert [host.denies(n) for n in (1, 2)] == [False, True]
+    assert {one.generation for one in host.made} == {1}, "engines know it by this number"
+
+
+def test_where_a_larger_one_cannot_be_made_the_one_before_stays_right() -> None:
+    """It errs more often, and never denies what can be found: `compare` looks after each step."""
+    host = FilteredHost(slots=2, filter_names_least=4)
+    host.store(1)
+    host.refuses = True
+    host.disk_stored(*range(10, 30))
+    host.wait(100)
+    host.disk_removed(10, 11)
+    host.step(PeerJoined(ANN))
+    assert not host.denies(40), "a peer may have it"
+    host.step(PeerLeft(ANN))
+    host.refuses = False
+    host.wait(RETRY_MOST_MS)
+    assert (host.used, host.made[-1].generation) == (2, 2)
+    assert [host.denies(n) for n in (1, 12)] == [False, False]

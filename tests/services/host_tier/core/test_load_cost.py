@@ -1,16 +1,16 @@
-"""Loads that would take longer than computing: measured, declined, and told why."""
+"""Loads that would take longer than computing: measured, left to compute, and told why."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.identity import pack_hashes
+from kvbm_common.tier.cost_line import LOADS_MIN, SURPRISES_MAX
+from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.admin import PrefetchRequest
 from kvbm_common.wire.local import Lookup
 from kvbm_host_tier.core.limits import HostTierLimits
-from kvbm_host_tier.core.load_cost import FORGOTTEN_MS, KEPT, LOADS_MIN, Line
+from kvbm_host_tier.core.load_cost import EXPLORED_BLOCKS, FAVOUR, TRY_MS, TRY_SHARE
 from kvbm_host_tier.core.messages import AdminAsked, AskFill, Effect
 from kvbm_host_tier.core.peer_messages import AskHolders, PullFromPeer
 
@@ -29,6 +29,8 @@ from tests.services.host_tier.peer_helpers import ANN, HostWithPeers
 TOKENS_PER_S = 1000.0
 """A block of four tokens is computed in 4 ms."""
 BLOCK_MS = 4
+SLOWER_MS = 6
+"""More than the clock and the favour of what was chosen last."""
 
 
 def load(host: Host, number: int, took_ms: int) -> None:
@@ -51,48 +53,12 @@ def declined(host: Host) -> int:
     return host.core.view.counts["declined_blocks"]
 
 
-# --- the line -------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 50)), min_size=2, max_size=30))
-def test_the_line_is_that_of_weighted_least_squares(loads: list[tuple[int, int]]) -> None:
-    """numpy's, wherever sizes differ enough and neither part of it is negative."""
-    line = Line()
-    for size, took_ms in loads:
-        line.add(size, took_ms, 0)
-    sizes, times = np.array(loads, float).T
-    weights = KEPT ** np.arange(len(loads))[::-1]
-    mean = np.average(sizes, weights=weights)
-    estimate = line.at(50)
-    assert estimate >= 0
-    if np.average((sizes - mean) ** 2, weights=weights) < 0.02 * mean**2:
-        return
-    slope, start = np.polyfit(sizes, times, 1, w=np.sqrt(weights))
-    if slope > 1e-6 and start > 1e-6:
-        assert estimate == pytest.approx(start + slope * 50, rel=1e-6)
-
-
-def test_loads_of_one_size_say_that_twice_as_much_takes_twice_as_long() -> None:
-    line = Line()
-    for _ in range(5):
-        line.add(10, 3, 0)
-    assert line.at(20) == pytest.approx(6)
-
-
-def test_a_start_that_costs_time_is_not_multiplied() -> None:
-    """10 ms for whatever it is, and 1 ms a block: 30 blocks take 40 ms, not 165."""
-    line = Line()
-    for size in (2, 4, 2, 4, 8):
-        line.add(size, 10 + size, 0)
-    assert line.at(30) == pytest.approx(40)
-
-
 # --- lookups --------------------------------------------------------------------------------------
 
 
 def test_a_load_that_takes_longer_than_computing_is_declined() -> None:
     """The engine is answered at once, and an operator may ask why."""
-    host = measured(BLOCK_MS + 1)
+    host = measured(BLOCK_MS + SLOWER_MS)
     host.disk_stored(1, 2)
     effects = ask(host, 1, 2)
     assert of(effects, AskFill) == []
@@ -103,6 +69,8 @@ def test_a_load_that_takes_longer_than_computing_is_declined() -> None:
     assert [(s.blocks, s.reason, s.tier) for s in told.segments] == [
         (1, "recompute_cheaper", "disk"), (1, "behind", "disk"),
     ]  # fmt: skip
+    assert told.segments[0].detail == "20 ms to come, 8 ms to compute, 0 MiB under way"
+    assert host.core.view.counts["left_to_compute_blocks.disk.slow"] == 2
     assert declined(host) == 2
     assert host.core.view.counts["missed_blocks.recompute_cheaper"] == 1
 
@@ -116,7 +84,7 @@ def test_a_load_that_is_as_fast_is_made() -> None:
 
 
 def test_what_is_here_before_it_is_found_all_the_same() -> None:
-    host = measured(BLOCK_MS + 1)
+    host = measured(BLOCK_MS + SLOWER_MS)
     host.store(1)
     host.disk_stored(2)
     found = host.found(host.look_up(1, 2))
@@ -124,8 +92,8 @@ def test_what_is_here_before_it_is_found_all_the_same() -> None:
 
 
 def test_what_is_here_behind_it_would_have_to_be_computed_too() -> None:
-    """Block 1 takes 5 ms to come. Alone that is too long; with 2 behind it, 8 ms are at stake."""
-    host = measured(BLOCK_MS + 1)
+    """Block 1 takes 7 ms to come. Alone that is too long; with 2 behind it, 8 ms are at stake."""
+    host = measured(7)
     host.disk_stored(1)
     host.store(2)
     [fill] = of(host.look_up(1, 2), AskFill)
@@ -153,16 +121,49 @@ def test_a_load_that_the_deadline_cuts_counts_as_so_long() -> None:
 
 
 def test_a_disk_that_has_recovered_is_found_out() -> None:
-    """Declined, nothing is measured; after half a minute a few loads are, whatever they take."""
+    """Left, it is tried in the background; nobody waits, and three tries say that it is fast."""
+    host = measured(50)
+    for number in range(1, 2 + SURPRISES_MAX):
+        host.disk_stored(number)
+        host.now_ms += TRY_MS[1]
+        host.attach()
+        effects = host.look_up(number)
+        assert host.found(effects).slots == [], "a lookup waits for a try"
+        [fill] = of(effects, AskFill)
+        host.now_ms += 1
+        host.filled(fill)
+        if number == SURPRISES_MAX:
+            break
+    host.disk_stored(77)
+    assert asked(of(host.look_up(77), AskFill)[0]) == [77]
+    assert host.core.view.counts["explored_blocks"] == SURPRISES_MAX
+
+
+def test_a_medium_that_stays_slow_is_tried_at_most_so_often() -> None:
+    """Ten seconds of lookups, one each 100 ms: every try is due, and has few blocks."""
+    host, tried = measured(50), 0
+    for number in range(1, 101):
+        host.disk_stored(number)
+        host.now_ms += 100
+        host.attach()
+        effects = host.look_up(number)
+        assert host.found(effects).slots == []
+        for fill in of(effects, AskFill):
+            tried += 1
+            assert len(asked(fill)) <= max(EXPLORED_BLOCKS)
+            host.now_ms += 50
+            host.filled(fill)
+    assert 1 <= tried <= 15_000 // (TRY_SHARE * 50)
+
+
+def test_what_a_try_has_brought_is_a_hit_of_the_next_lookup() -> None:
     host = measured(50)
     host.disk_stored(1)
-    assert of(host.look_up(1), AskFill) == []
-    host.wait(FORGOTTEN_MS)
+    host.now_ms += TRY_MS[1]
     host.attach()
-    for number in range(LOADS_MIN):
-        load(host, 201 + number, 1)
-    host.disk_stored(2)
-    assert asked(of(host.look_up(2), AskFill)[0]) == [2]
+    [fill] = of(host.look_up(1), AskFill)
+    host.filled(fill)
+    assert len(host.found(host.look_up(1)).slots) == 1
 
 
 def test_a_fill_that_fails_teaches_nothing() -> None:
@@ -181,6 +182,90 @@ def test_off_by_default() -> None:
     host.disk_stored(1)
     assert of(host.look_up(1), AskFill)
     assert HostTierLimits().recompute_tokens_per_s == 0
+
+
+# --- what the engine says -------------------------------------------------------------------------
+
+
+def test_the_speed_that_the_engine_has_measured_decides() -> None:
+    """4 ms a block: 20 ms to come is too long; a fast engine and a slow one differ."""
+    host = measured(20, tokens_per_s=0)
+    host.disk_stored(1)
+    assert of(ask(host, 1), AskFill), "an engine that says nothing has all brought"
+    host.disk_stored(2)
+    fast = PrefillCost(1_000_000)
+    assert host.found(ask(host, 2, prefill=fast)).reason == "recompute_cheaper"
+    assert of(ask(host, 2, prefill=PrefillCost(20_000_000)), AskFill)
+
+
+def test_long_prompts_are_slower_to_compute() -> None:
+    """The same block behind 1,000,000 tokens: each of its tokens attends to all of them."""
+    host = measured(20, tokens_per_s=0)
+    host.disk_stored(1)
+    near = PrefillCost(1_000_000, pair_fs=10_000_000)
+    assert host.found(ask(host, 1, prefill=near)).reason == "recompute_cheaper"
+    far = PrefillCost(1_000_000, pair_fs=10_000_000, before=1_000_000)
+    assert of(ask(host, 1, prefill=far), AskFill)
+
+
+def test_an_absurd_speed_is_not_believed() -> None:
+    host = measured(20, tokens_per_s=0)
+    for number, said in enumerate((PrefillCost(0), PrefillCost(5, -1), PrefillCost(5, before=-9))):
+        host.disk_stored(number + 1)
+        assert of(ask(host, number + 1, prefill=said), AskFill)
+
+
+def test_the_setting_turns_it_off() -> None:
+    host = Host(slots=8, load_or_compute=False)
+    for number in range(LOADS_MIN):
+        load(host, 101 + number, 50)
+    host.disk_stored(1)
+    assert of(ask(host, 1, prefill=PrefillCost(1_000)), AskFill)
+
+
+def test_the_queue_before_a_load_counts() -> None:
+    """8 ms a block: one is brought; behind four others it would come after 40 ms."""
+    host = measured(8, tokens_per_s=0, slots=32)
+    cost = PrefillCost(3_000_000)
+    host.disk_stored(1, 2, 3, 4, 5)
+    assert asked(of(ask(host, 1, 2, 3, 4, prefill=cost), AskFill)[0]) == [1, 2, 3, 4]
+    assert host.found(ask(host, 5, prefill=cost)).reason == "recompute_cheaper"
+    assert host.core.view.counts["left_to_compute_blocks.disk.queued"] == 1
+
+
+def test_a_load_that_hangs_keeps_others_from_its_medium() -> None:
+    """The disk takes 8 ms a block, and has not answered for 90 ms."""
+    host = measured(8, tokens_per_s=0, slots=32)
+    host.disk_stored(1, 2)
+    ask(host, 1, prefill=PrefillCost(10_000_000))
+    host.now_ms += 90
+    assert host.found(ask(host, 2, prefill=PrefillCost(10_000_000))).reason == "recompute_cheaper"
+    assert host.core.view.counts["left_to_compute_blocks.disk.stalled"] == 1
+
+
+@given(
+    took_ms=st.integers(3, 60),
+    token_ns=st.integers(100_000, 20_000_000),
+    pair_fs=st.integers(0, 10**12),
+    blocks=st.integers(1, 6),
+)
+def test_the_run_ends_where_brute_force_says(
+    took_ms: int, token_ns: int, pair_fs: int, blocks: int
+) -> None:
+    """All ends of the run, tried one by one: none is better by more than the favour."""
+    host = measured(took_ms, tokens_per_s=0, slots=32)
+    names = list(range(1, blocks + 1))
+    host.disk_stored(*names)
+    fills = of(ask(host, *names, prefill=PrefillCost(token_ns, pair_fs)), AskFill)
+    end = sum(len(asked(fill)) for fill in fills)
+
+    def total_ms(loaded: int) -> float:
+        tokens = range(4 * loaded, 4 * blocks)
+        computed = sum(token_ns / 1e6 + (at + 0.5) * pair_fs / 1e12 for at in tokens)
+        return took_ms * loaded + computed
+
+    best = min(map(total_ms, range(blocks + 1)))
+    assert total_ms(end) <= best * FAVOUR * 1.01
 
 
 def test_what_an_operator_wants_is_brought() -> None:
@@ -204,12 +289,12 @@ def test_a_peer_that_is_slower_than_computing_is_not_read() -> None:
     assert host.found(effects).reason == "recompute_cheaper"
 
 
-def ask(host: Host, *wanted: int) -> list[Effect]:
+def ask(host: Host, *wanted: int, prefill: PrefillCost | None = None) -> list[Effect]:
     """Request `r` of an engine."""
     return host.say(
         Lookup(
             engine="ada", incarnation=incarnation(1), lookup=99, namespace=NAMESPACE.digest,
             hashes=pack_hashes(map(name, wanted)), lease_ms=LEASE_MS, deadline_ms=LOOKUP_MS,
-            request="r",
+            request="r", prefill=prefill,
         )
     )  # fmt: skip

@@ -543,12 +543,12 @@ def test_a_full_staging_arena_reminds_the_disk_tier() -> None:
     """Nothing in it is on disk (its writes failed): the disk tier is told again, oldest first."""
     host = Host(slots=2, staging=True)
     host.store(1)
-    host.store(2)
+    host.store(3)
     [told] = of(host.offer(11), TellHits)
-    assert numbers(told.hits.hashes) == [1, 2]
+    assert numbers(told.hits.hashes) == [1, 3]
     host.disk_stored(1)
     host.store(11)
-    assert host.announced == {2, 11}
+    assert host.announced == {3, 11}
 
 
 def test_a_staging_arena_reads_through() -> None:

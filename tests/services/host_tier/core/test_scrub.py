@@ -41,6 +41,11 @@ def count(host: Host, key: str) -> int:
     return host.core.view.counts[key]
 
 
+def is_quiet(host: Host) -> bool:
+    """Whether ticks may come seldom."""
+    return host.core.view.is_quiet
+
+
 def test_idle_blocks_are_read_in_turn() -> None:
     """1. All idle blocks in one batch. 2. After a pause, which follows its cost, round again."""
     host = host_of()
@@ -54,6 +59,25 @@ def test_idle_blocks_are_read_in_turn() -> None:
     assert reading(host.wait(PAUSE_MS - 1)) == []
     assert reading(host.wait(1)) == [1, 2, 3]
     assert count(host, "scrub_corrupt_blocks") == 0
+
+
+def test_a_round_that_ends_early_is_followed_by_a_rest() -> None:
+    """1. All slots are read once. 2. Nothing is read until the next round is due, and no tick is
+    asked for. 3. What was stored meanwhile is read then, each round once."""
+    host = host_of(scrub_round_ms=60_000)
+    host.store(1, 2)
+    assert reading(host.wait(1)) == [1, 2]
+    done(host)
+    assert not is_quiet(host)
+    assert reading(host.wait(PAUSE_MS)) == []
+    assert is_quiet(host)
+    host.store(3)
+    assert reading(host.wait(60_000 - PAUSE_MS - 1)) == []
+    assert reading(host.wait(1)) == [1, 2, 3]
+    done(host)
+    assert reading(host.wait(59_999)) == []
+    assert reading(host.wait(1)) == [1, 2, 3]
+    assert count(host, "scrub_rounds") == 3
 
 
 @pytest.mark.parametrize(("percent", "pause_ms"), [(1.0, 149), (2.0, 74), (100.0, 1)])

@@ -81,6 +81,18 @@ def test_a_miss_is_explained_by_what_is_known_of_its_first_tokens() -> None:
     assert reasons(host, "salted") == [("salt_differs", 1)]
 
 
+def test_a_miss_is_explained_as_of_its_time_though_its_blocks_have_come() -> None:
+    """The offer may overtake the misses: it takes another way, through the consolidator."""
+    host = Host()
+    told(host, missed("first", 1, content=CONTENT))
+    host.store(1, 2, 3)
+    told(host, missed("late", 2, 3, 4, content=CONTENT))
+    assert reasons(host, "late") == [("salt_differs", 1), ("never_stored", 2)]
+    host.look_up(5, 1, 2, request="asked")
+    host.wait(50)
+    assert reasons(host, "asked")[1:] == [("behind", 2)], "who is asked knows the time"
+
+
 def test_what_was_avoided_is_explained_as_that() -> None:
     host = Host()
     told(host, missed("r", 1, avoided=2))

@@ -9,7 +9,13 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.memory.arena import ArenaUnavailable
 from kvbm_common.memory.miss_filter import FilterState, MissFilterReader, map_file, owner_of
 from kvbm_host_tier.core.core import HostTierCore
-from kvbm_host_tier.core.filter_messages import MakeFilter, NamesChanged, SwitchFilter, UseFilter
+from kvbm_host_tier.core.filter_messages import (
+    FilterFailed,
+    MakeFilter,
+    NamesChanged,
+    SwitchFilter,
+    UseFilter,
+)
 from kvbm_host_tier.core.messages import ArenaInfo
 from kvbm_host_tier.shell.miss_filter_writer import MissFilterWriter
 
@@ -42,7 +48,7 @@ def read(arena: Path, generation: int) -> MissFilterReader:
 
 def found(reader: MissFilterReader, *wanted: SequenceHash) -> list[bool]:
     """Return what the filter does not deny."""
-    return [not reader.lacks_any([one]) for one in wanted]
+    return [not reader.denies_any([one]) for one in wanted]
 
 
 def test_a_reader_sees_each_change(tmp_path: Path) -> None:
@@ -60,7 +66,7 @@ def test_a_reader_sees_each_change(tmp_path: Path) -> None:
     writer.carry_out(NamesChanged((name(2),), (name(1),)))
     assert found(reader, name(1), name(2)) == [False, True]
     writer.carry_out(SwitchFilter(is_complete=False))
-    assert reader.state is FilterState.CLOSED
+    assert reader.state is FilterState.PARTIAL
     writer.close()
     assert (reader.state, reader.next_generation) == (FilterState.ENDED, 0)
     assert [*tmp_path.iterdir()] == [arena]
@@ -74,8 +80,8 @@ def test_a_larger_filter_ends_the_one_before(tmp_path: Path) -> None:
     first = read(arena, 1)
     writer.carry_out(MakeFilter(2, 64))
     writer.carry_out(NamesChanged((name(1), name(2)), (), is_new=True))
-    assert (first.state, first.next_generation) == (FilterState.OPEN, 0), "it is still in use"
-    assert read(arena, 2).state is FilterState.CLOSED
+    assert (first.state, first.next_generation) == (FilterState.COMPLETE, 0), "it is still in use"
+    assert read(arena, 2).state is FilterState.PARTIAL
     writer.carry_out(UseFilter())
     writer.carry_out(SwitchFilter(is_complete=True))
     assert (first.state, first.next_generation) == (FilterState.ENDED, 2)
@@ -84,11 +90,24 @@ def test_a_larger_filter_ends_the_one_before(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_without_room_for_it_engines_ask(caplog: pytest.LogCaptureFixture) -> None:
-    writer = writer_beside(Path("/nowhere/arena"))
-    make(writer, 1, 64)
-    writer.carry_out(NamesChanged((name(1),), ()))
-    writer.carry_out(SwitchFilter(is_complete=True))
-    writer.close()
+def test_without_room_for_it_engines_ask_until_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. Its directory is away: said once. 2. It is there: the same generation is made."""
+    caplog.set_level("INFO")
+    arena = tmp_path / "away" / "arena"
+    writer = writer_beside(arena)
+    for _ in range(3):
+        assert writer.carry_out(MakeFilter(1, 64)) == FilterFailed(1)
+        writer.carry_out(NamesChanged((name(1),), (), is_new=True))
+        writer.carry_out(UseFilter())
+        writer.carry_out(SwitchFilter(is_complete=True))
     [text] = caplog.messages
-    assert "no miss filter: engines ask about every block" in text
+    assert "no miss filter for 64 names: it is tried again" in text
+    arena.parent.mkdir()
+    arena.touch()
+    make(writer, 1, 64, name(1))
+    writer.carry_out(SwitchFilter(is_complete=True))
+    assert found(read(arena, 1), name(1), name(2)) == [True, False]
+    assert caplog.messages[1:] == ["the miss filter has room for 64 names now"]
+    writer.close()

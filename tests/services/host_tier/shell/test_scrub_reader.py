@@ -35,7 +35,7 @@ async def test_a_flipped_byte_is_found_without_a_load(
 ) -> None:
     """1. Three idle blocks are read, and are right. 2. A bit of the arena's file flips: that block
     is discarded and said, the others stay."""
-    async with living(replace(settings, scrub_cpu_percent=100.0)):
+    async with living(replace(settings, scrub_cpu_percent=100.0, scrub_round_s=0.0)):
         await wait_ready(bus)
         async with RealEngine.living(settings) as engine:
             await engine.store(bus, 1, 2, 3)
@@ -54,7 +54,7 @@ async def test_a_flipped_byte_is_found_without_a_load(
 
 async def test_it_costs_what_it_may(settings: Settings, bus: Bus) -> None:
     """Goal: at 2 % its thread takes no more of a core, counted by processor time."""
-    async with living(replace(settings, scrub_cpu_percent=2.0)):
+    async with living(replace(settings, scrub_cpu_percent=2.0, scrub_round_s=0.0)):
         await wait_ready(bus)
         async with RealEngine.living(settings) as engine:
             await engine.store(bus, *range(1, 16))

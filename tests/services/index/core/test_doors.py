@@ -10,7 +10,10 @@ from kvbm_index.core.core import IndexCore
 from tests.doors import ROOT, doors_used, wrong_doors
 
 SHELL = "services/index/kvbm_index/shell"
-QUESTIONS = {"match", "scores", "holders_of", "dump", "holders", "image", "is_quiet"}
+QUESTIONS = {
+    "match", "scores", "routes", "engines", "holders_of", "peers", "dump", "holders", "image",
+    "is_quiet",
+}  # fmt: skip
 """Methods that change nothing; each answers one verb, or makes an image."""
 DOORS = {"step", "check", "story", "view"} | QUESTIONS
 
@@ -20,6 +23,7 @@ def test_the_shell_uses_the_doors_of_the_core_only() -> None:
     assert all(hasattr(IndexCore, name) for name in DOORS)
     assert wrong_doors([SHELL], DOORS) == []
     used = doors_used((ROOT / SHELL / "service.py").read_text())
+    used |= doors_used((ROOT / SHELL / "questions.py").read_text())
     assert {"match", "view"} <= used.keys(), "the shell is looked at"
 
 

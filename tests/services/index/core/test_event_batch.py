@@ -9,15 +9,25 @@ import pytest
 from hypothesis import event as seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbm_common.identity import IdentityError, packed_from_hex
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.wire.codec import WireError
-from kvbm_common.wire.events import Event, Run, Stored, event_codec, event_subject
+from kvbm_common.wire.events import (
+    SUBJECT_PREFIX,
+    Event,
+    Removed,
+    Run,
+    Stored,
+    event_codec,
+    event_subject,
+)
+from kvbm_common.wire.packed_events import Packable, can_pack, events_on, pack, packed_subject
 from kvbm_index.core import event_batch, event_decoder
 from kvbm_index.core.core import IndexCore
 from kvbm_index.core.event_decoder import DecodedRemoved, DecodedStored
-from kvbm_index.core.messages import AnyEvent, EventsReceived
+from kvbm_index.core.messages import EventsReceived, Received, RequestSnapshot
 
-from tests.services.index.core.test_core import NAMESPACE, block, cleared, removed, stored
+from tests.services.index.core.test_core import KEY, NAMESPACE, block, cleared, removed, stored
 
 OTHER_NAMESPACE = "1" * 64
 RUN = st.lists(st.integers(0, 12), min_size=1, max_size=3, unique=True).map(sorted)
@@ -60,7 +70,7 @@ def histories(draw: st.DrawFn) -> list[EventMessage]:
 class OneByOne(IndexCore):
     """Applies each event for itself."""
 
-    def _apply_together(self, events: list[AnyEvent], now_ms: int) -> bool:
+    def _apply_together(self, events: list[Received], now_ms: int) -> bool:
         return False
 
 
@@ -91,6 +101,117 @@ def test_together_and_one_by_one_the_index_knows_the_same(messages: list[EventMe
     assert [cores[0].story(block(n)) for n in range(4)] == [
         cores[1].story(block(n)) for n in range(4)
     ]
+
+
+@st.composite
+def packings(draw: st.DrawFn, messages: list[EventMessage]) -> list[EventMessage]:
+    """The same messages, of which some that follow each other in one source are packed."""
+    found, waiting = list[EventMessage](), list[Packable]()
+
+    def end() -> None:
+        if waiting:
+            subject = packed_subject(SUBJECT_PREFIX, waiting[0])
+            found.append(EventMessage(subject, pack(waiting), len(found) + 1))
+            waiting.clear()
+
+    for message in messages:
+        event = whole(message)
+        if waiting and (event is None or place(event) != place(waiting[-1], 1)):
+            end()
+        if event is not None and can_pack(event) and draw(st.sampled_from([True] * 4 + [False])):
+            waiting.append(event)
+        else:
+            end()
+            found.append(message)
+    end()
+    return found
+
+
+def whole(message: EventMessage) -> Event | None:
+    """The event of a message that can be read, hashes included."""
+    try:
+        (event,) = events_on(message.subject, message.payload)
+        hashes = event.hashes if isinstance(event, Removed) else []
+        runs = event.runs if isinstance(event, Stored) else []
+        packed_from_hex([*hashes, *(name for run in runs for name in [run.parent, *run.hashes])])
+    except (WireError, IdentityError):
+        return None
+    return event
+
+
+def place(event: Event, behind: int = 0) -> tuple[str, int, int]:
+    """Where an event is in its source, or the one behind it."""
+    return event.source, event.epoch, event.seq + behind
+
+
+@settings(max_examples=400, deadline=None)
+@given(histories(), st.data())
+def test_packed_or_not_the_index_knows_the_same(
+    messages: list[EventMessage], data: st.DataObject
+) -> None:
+    """Goal: old and new publishers side by side: duplicates, holes, lives and odd events included.
+
+    Some events are packed; they are applied together where all is in order. JSON is applied one by
+    one.
+    """
+    packed = data.draw(packings(messages))
+    cores, counts = [IndexCore(), OneByOne()], [0, 0]
+    for number, (core, read) in enumerate(zip(cores, (packed, messages), strict=True)):
+
+        def refuse(_: EventMessage, error: WireError, number: int = number) -> None:
+            counts[number] += 1
+            assert error.kind
+
+        events = event_batch.read(read, refuse)
+        core.step(EventsReceived(tuple(events)), 7)
+        core.check()
+    seen(f"messages less: {len(messages) - len(packed)}")
+    assert counts[0] == counts[1]
+    assert cores[0].dump() == cores[1].dump()
+    assert cores[0].statistics() == cores[1].statistics()
+    assert cores[0].positions() == cores[1].positions()
+    assert cores[0].behind() == cores[1].behind()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_packed_run_from_the_root_is_listed_as_such(first: int) -> None:
+    """Goal: a first block is found without a look at every holder, as of an event of JSON."""
+    said = [stored(2, first), stored(3, first + 1)]
+    found = []
+    for messages in (
+        [EventMessage(packed_subject(SUBJECT_PREFIX, said[0]), pack(said), 2)],
+        [EventMessage(event_subject(one), event_codec.encode(one), one.seq) for one in said],
+    ):
+        begin = cleared(1)
+        whole = [EventMessage(event_subject(begin), event_codec.encode(begin), 1), *messages]
+        core = IndexCore()
+        events = event_batch.read(whole, lambda *_: pytest.fail("refused"))
+        core.step(EventsReceived(tuple(events), 3, "s"), 7)
+        (holder,) = core.image().holders
+        found.append([(segment.rooted, segment.blocks) for segment in holder.segments])
+    assert found[0] == found[1]
+    assert found[0][0][0] is (first == 0)
+
+
+def test_broken_packed_message_is_refused_whole() -> None:
+    """Goal: of a message with a good part and a broken one nothing is applied, and the source is
+    asked for a snapshot once the next event shows the hole."""
+    good = pack([stored(2, 0), removed(3, 0)])
+    broken = good[:-1]
+    subject = packed_subject(SUBJECT_PREFIX, stored(2, 0))
+    first, after = cleared(1), stored(4, 5)
+    refused: list[str] = []
+    messages = [
+        EventMessage(event_subject(first), event_codec.encode(first), 1),
+        EventMessage(subject, broken, 2),
+        EventMessage(subject, pack([after]), 3),
+    ]
+    events = event_batch.read(messages, lambda _, error: refused.append(error.kind))
+    core = IndexCore()
+    asked = core.step(EventsReceived(tuple(events), 3, "s"), 7)
+    assert refused == ["malformed"]
+    assert asked == [RequestSnapshot(KEY)]
+    assert not core.dump().holders
 
 
 def read(*events: Event) -> list[event_decoder.LeanEvent]:

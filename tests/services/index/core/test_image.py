@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvbm_common.wire.events import Event
 from kvbm_index.core.core import IndexCore
-from kvbm_index.core.image import ImageError, pack, unpack
+from kvbm_index.core.image import HolderImage, Image, ImageError, SourceImage, pack, unpack
 from kvbm_index.core.messages import (
     EventsReceived,
     RegistryRead,
@@ -63,6 +63,20 @@ def test_who_was_behind_is_asked() -> None:
     assert second.tick(500) != []
     second.snapshot(snapshot(4, 1, 3))
     assert second.held() == set(blocks(1, 3))
+
+
+def test_a_source_in_an_epoch_from_the_future_is_not_restored() -> None:
+    """What the message of a forger has done ends with the next start."""
+    holder = HolderImage(host="h", source="a", tier="host", rank=0, group=0, segments=[])
+    sources = [
+        SourceImage(host="h", source=name, epoch=epoch, seq=1, state="CURRENT", hollow=False)
+        for name, epoch in (("a", 2**62), ("b", 7))
+    ]
+    other = msgspec.structs.replace(holder, source="b")
+    image = Image(stream="s", position=1, sources=sources, holders=[holder, other])
+    kept = image.up_to_epoch(7)
+    assert (kept.sources, kept.holders) == (sources[1:], [other])
+    assert image.up_to_epoch(2**62) is image
 
 
 def test_who_does_not_register_again_is_dead() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kvbm_common.wire.events import Cleared, Event, Stored, Tier
 from kvbm_index.core.messages import EventsReceived, Holder
+from kvbm_index.core.scores import blocks_by_tier
 
 from tests.services.index.core.test_core import NAMESPACE, Harness, blocks, runs
 
@@ -48,6 +53,38 @@ def test_a_run_changes_tiers_on_the_way() -> None:
         *held([6, 7], tier="disk"),
     ]
     assert scored(events) == [("h", "e", 0, 8, 4 + 2 * 0.5 + 2 * 0.25)]
+
+
+def test_a_count_of_a_run_takes_no_memory_for_each_block() -> None:
+    """Goal: a long run costs what its parts cost. The count kept a set of 100,000 numbers."""
+    own: tuple[Tier, list[tuple[int, int]]] = ("device", [(0, 10), (60_000, 100_000)])
+    shared: tuple[Tier, list[tuple[int, int]]] = ("host", [(5, 70_000)])
+    tracemalloc.start()
+    counts = blocks_by_tier([shared, own], 100_000, WEIGHTS)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert counts == {"device": 40_010, "host": 59_990}
+    assert peak < 64 * 1024
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["device", "host", "disk"]),
+                       st.sets(st.integers(0, 19))), max_size=5),
+)  # fmt: skip
+def test_a_count_by_parts_is_one_block_by_block(world: list[tuple[Tier, set[int]]]) -> None:
+    """Whatever parts some holders have: each block counts for the best tier that has it."""
+    full: list[tuple[Tier, set[int]]] = [*world, ("disk", set(range(20)))]
+    held_by = [(tier, parts_of(numbers)) for tier, numbers in full]
+    best = (max((tier for tier, has in full if at in has), key=WEIGHTS.__getitem__)
+            for at in range(20))  # fmt: skip
+    assert blocks_by_tier(held_by, 20, WEIGHTS) == Counter(best)
+
+
+def parts_of(numbers: set[int]) -> list[tuple[int, int]]:
+    """Return the parts of a set, each as its first number and the one behind its last."""
+    starts = sorted(one for one in numbers if one - 1 not in numbers)
+    ends = sorted(one + 1 for one in numbers if one + 1 not in numbers)
+    return list(zip(starts, ends, strict=True))
 
 
 def test_an_engine_without_blocks_finds_what_its_host_has() -> None:

@@ -215,6 +215,24 @@ async def test_events_are_answered(bus: Bus) -> None:
 
 
 @pytest.mark.usefixtures("index")
+@pytest.mark.parametrize("seq", [1, 2**62])
+async def test_an_epoch_from_the_future_hides_no_source(bus: Bus, seq: int) -> None:
+    """1. A message is forged with a huge epoch. 2. What the source stores later is believed."""
+    async with Source.living(bus) as source:
+        source.store(CHAIN[:4])
+        await wait_held(bus, source)
+        run = Run(parent="0" * 32, hashes=["f" * 32])
+        forged = Stored(
+            host="h", source=source.name, tier="host", epoch=2**62, seq=seq, ts_ms=1,
+            namespace="0" * 64, runs=[run],
+        )  # fmt: skip
+        source.publish(forged)
+        await source.flush()
+        source.store(CHAIN[4:8])
+        await wait_held(bus, source)
+
+
+@pytest.mark.usefixtures("index")
 async def test_a_salted_prompt_is_another(bus: Bus) -> None:
     async with Source.living(bus) as source:
         source.store(Hasher(NAMESPACE).chain(TOKENS, extras=request_extras(salt="s", lora="l")))
@@ -238,6 +256,9 @@ async def test_a_salted_prompt_is_another(bus: Bus) -> None:
         ("match_batch", {"questions": [{"hashes": ["ab"]}]}, "hashes"),
         ("match_batch", {"questions": [{"hashes": []}] * 257}, "questions"),
         ("score", {"hashes": [], "weights": {"device": -1}}, "weights"),
+        ("route", {"hashes": [], "engines": [{"source": "e", "running": -1}]}, "engines"),
+        ("route", {"hashes": [], "engines": [{"source": "e"}] * 1_025}, "engines"),
+        ("route", {"hashes": [], "peer_weight": 1_001}, "peer_weight"),
         ("where", {"hashes": ["x" * 32]}, "hashes"),
         ("match_tokens", {"tokens": [1, 2]}, "namespace"),
         ("match_tokens", {"tokens": [-1]}, "tokens"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvbm_common.identity import Namespace
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.metrics import Family, Sample
 from kvbm_metrics.core import collector, series
@@ -407,6 +409,8 @@ def test_worker_and_service_views() -> None:
     (worker,) = collector.worker_views(view)
     assert (worker.host, worker.host_tier, worker.model) == ("a", "0", "test")
     assert worker.namespace == WORKER.namespace.digest.hex()
+    question = msgspec.convert(worker.namespace_fields, Namespace)
+    assert question == WORKER.namespace, "a question can have them"
     _, index, down = collector.service_views(view)
     assert index.positions == {"host-tier-0": [7, 9]}
     assert (down.up, down.reasons) == (False, ["no answer within 0.5 s"])

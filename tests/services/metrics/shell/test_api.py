@@ -23,8 +23,9 @@ from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.registry.records import ENGINE
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.metrics import MetricsSnapshot
+from kvbm_common.wire.routes import EngineLoad, RouteRequest
 from kvbm_common.wire.verbs import HolderMatch, MatchReply, MatchRequest, StatsReply
-from kvbm_metrics.core import models
+from kvbm_metrics.core import models, route_models
 from kvbm_metrics.core.models import NamespaceQuery
 from kvbm_metrics.shell import api, exposition, problems
 from kvbm_metrics.shell.admission import BODY_BYTES_MAX
@@ -328,13 +329,17 @@ async def test_metrics_can_be_hidden(world: World) -> None:
 
 
 async def test_the_other_questions_reach_the_index(world: World) -> None:
-    """Batch, score, where and holders: what is asked arrives, what is answered comes back."""
+    """Batch, score, route, where and holders: what is asked arrives, the answer comes back."""
     asked: dict[str, dict[str, Any]] = {}
     place = {"host": "a", "source": "e", "rank": 0, "blocks": 2, "score": 1.5}
+    costs = {"cost": 2.2, "compute": 1, "load": 0.2, "queue": 1.0, "found": {"host": 1}}
+    ranked = {"host": "a", "source": "e", "rank": 0, **costs}
+    left_out = {"host": "a", "source": "f", "reason": "behind"}
     holder = {"host": "a", "source": "e", "tier": "device", "rank": 0, "group": 0}
     answers: dict[str, dict[str, Any]] = {
         "match_batch": {"replies": [{"asked": 2, "matches": [{**holder, "blocks": 1}]}]},
         "score": {"asked": 2, "scores": [place]},
+        "route": {"asked": 2, "engines": [ranked], "left_out": [left_out]},
         "where": {"blocks": [{"hash": HASHES[0], "holders": [holder]}]},
         "holders": {"holders": [{**holder, "epoch": 1, "seq": 2, "blocks": 3}]},
     }
@@ -351,6 +356,7 @@ async def test_the_other_questions_reach_the_index(world: World) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "match_batch": {"questions": [{"hashes": HASHES}]},
         "score": {"hashes": HASHES, "weights": {"disk": 0.25}},
+        "route": {"hashes": HASHES, "engines": [{"source": "e", "running": 1}], "peer_weight": 0.5},
         "where": {"hashes": HASHES[:1]},
     }
     async with world.client() as client:
@@ -361,12 +367,15 @@ async def test_the_other_questions_reach_the_index(world: World) -> None:
         for verb, body in (
             ("match_batch", {"questions": [{}]}),
             ("score", {"hashes": HASHES, "weights": {"device": -1}}),
+            ("route", {"hashes": HASHES, "engines": [{"source": "e", "running": -1}]}),
+            ("route", {"hashes": HASHES, "engines": [{"host": "a"}]}),
             ("where", {}),
         ):
             problem_of(await client.post(f"/v1/{verb}", json=body), 422)
         problem_of(await client.get("/v1/holders", params={"source": "no dots."}), 422)
     assert asked["match_batch"]["questions"][0]["hashes"] == HASHES
     assert asked["score"]["weights"] == {"disk": 0.25}
+    assert [one["source"] for one in asked["route"]["engines"]] == ["e"]
     assert asked["where"]["hashes"] == HASHES[:1]
     assert asked["holders"]["source"] == "e"
 
@@ -462,15 +471,22 @@ async def test_a_bad_question_names_the_field(world: World, body: object, at_fau
         (b"[" * 100_000, 400),
         (b'{"hashes": [NaN]}', 422),
         (b'{"salt": "\\ud800", "hashes": []}', 422),
+        (b'{"tokens": [1], "namespace": {"model": "m", "block_tokens": 16}, '
+         b'"salt": "\\ud800"}', 422),
+        (b'{"tokens": [1], "namespace": {"model": "m", "block_tokens": 16}, '
+         b'"lora": "\\udfff"}', 422),
         (b" " * (BODY_BYTES_MAX + 1), 413),
     ],
-    ids=["empty", "cut", "not utf-8", "nested", "nan", "surrogate", "oversized"],
-)
-async def test_a_body_that_is_not_a_question(world: World, content: bytes, status: int) -> None:
+    ids=["empty", "cut", "not utf-8", "nested", "nan", "surrogate", "salt", "lora", "oversized"],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["match", "score", "route"])
+async def test_a_body_that_is_not_a_question(
+    world: World, verb: str, content: bytes, status: int
+) -> None:
     """Always a problem, never a crash."""
     async with world.client() as client:
         headers = {"content-type": "application/json"}
-        problem_of(await client.post("/v1/match", content=content, headers=headers), status)
+        problem_of(await client.post(f"/v1/{verb}", content=content, headers=headers), status)
 
 
 @pytest.mark.parametrize(
@@ -538,8 +554,9 @@ async def test_openapi_is_complete(world: World) -> None:
         document = (await client.get("/openapi.json")).json()
     assert set(document["paths"]) == {
         "/healthz", "/readyz", "/metrics",
-        "/v1/status", "/v1/history", "/v1/services", "/v1/tiers", "/v1/workers", "/v1/match",
-        "/v1/match_batch", "/v1/score", "/v1/where", "/v1/holders", "/v1/blocks",
+        "/v1/status", "/v1/history", "/v1/bounds", "/v1/services", "/v1/tiers", "/v1/workers",
+        "/v1/match",
+        "/v1/match_batch", "/v1/score", "/v1/route", "/v1/where", "/v1/holders", "/v1/blocks",
         "/v1/blocks/{hash}", "/v1/pins", "/v1/pin", "/v1/unpin", "/v1/evict", "/v1/reset",
         "/v1/prefetch", "/v1/resize", "/v1/policy", "/v1/filter", "/v1/drain", "/v1/undrain",
         "/v1/log_level", "/v1/audit", "/v1/jobs", "/v1/jobs/{job}", "/v1/jobs/{job}/cancel",
@@ -560,10 +577,13 @@ def test_questions_have_the_fields_of_the_wire() -> None:
     """The HTTP body and the wire message cannot drift apart."""
     on_wire = set(MatchRequest.__struct_fields__) - {"v"}
     assert set(models.MatchQuery.model_fields) == on_wire
+    on_wire = set(RouteRequest.__struct_fields__) - {"v"}
+    assert set(route_models.RouteQuery.model_fields) == on_wire
+    assert set(route_models.EngineQuery.model_fields) == set(EngineLoad.__struct_fields__)
     for one in msgspec.structs.fields(Namespace):
         default = models.NamespaceQuery.model_fields[one.name].get_default()
         if not one.required:
-            assert default == one.default, one.name
+            assert default == ("" if one.default is msgspec.UNSET else one.default), one.name
     assert set(models.NamespaceQuery.model_fields) == set(Namespace.__struct_fields__)
 
 
@@ -592,6 +612,8 @@ async def test_a_name_in_an_address_does_not_end_in_a_line_break(world: World, p
         ("match_batch", {"questions": [{"hashes": [HASHES[0] + "\n"]}]}),
         ("score", {"hashes": [HASHES[0] + "\n"]}),
         ("where", {"hashes": [HASHES[0] + "\n"]}),
+        ("route", {"hashes": HASHES, "engines": [{"source": "e\n"}]}),
+        ("route", {"hashes": HASHES, "engines": [{"source": "e", "host": "a\n"}]}),
         ("prefetch", {"hashes": [HASHES[0] + "\n"]}),
         ("prefetch", {"hashes": HASHES, "host": "a\n"}),
         ("prefetch", {"hashes": HASHES, "instance": "a\n"}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +20,8 @@ from kvbm_common.nats.streams import EVENTS
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.wire.events import event_codec, event_subject
+from kvbm_common.wire.events import Removed, Run, Stored, event_codec, event_subject
+from kvbm_common.wire.packed_events import Packable, pack
 from kvbm_metrics.shell import event_feed
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.event_feed import Sample, feed
@@ -195,6 +198,43 @@ def test_without_a_limit_everything_passes() -> None:
     sample = Sample(0)
     assert places(sample.take([message(place) for place in range(100)], 7.1)) == list(range(100))
     assert not sample.owes
+
+
+def packed(place: int, *kinds: str) -> EventMessage:
+    """Packed events of one block each, at a place in the stream."""
+    head: dict[str, Any] = {
+        "host": "h", "source": "s", "tier": "host", "epoch": 1, "ts_ms": 1, "namespace": "0" * 64,
+    }  # fmt: skip
+    events: list[Packable] = []
+    for seq, kind in enumerate(kinds, start=2):
+        name = f"{seq:032x}"
+        if kind == "stored":
+            runs = [Run(parent="0" * 32, hashes=[name])]
+            events.append(Stored(**head, seq=seq, runs=runs))
+        else:
+            events.append(Removed(**head, seq=seq, hashes=[name]))
+    return EventMessage("kvbm.v1.events.h.s.packed", pack(events), place)
+
+
+def test_packed_events_pass_one_by_one_as_json() -> None:
+    """Goal: a page reads one form. The last of a message has its place: who goes on behind it has
+    had all of them. 1. All. 2. One kind. 3. A sample cuts within a message. 4. A broken one is
+    counted as left out."""
+    text = Sample(0).take([packed(7, "stored", "removed", "stored")], 1.0)
+    assert re.findall(rb"^event: (\w+)$", text, re.MULTILINE) == [b"stored", b"removed", b"stored"]
+    said = [event_codec.decode(line) for line in re.findall(rb"^data: (.*)$", text, re.MULTILINE)]
+    assert [(one.source, one.seq) for one in said] == [("s", 2), ("s", 3), ("s", 4)]
+    assert places(text) == [7]
+    assert text.index(b"id: 7") > text.index(b"event: removed")
+
+    assert places(Sample(0, "removed").take([packed(8, "stored", "removed", "stored")], 1.0)) == [8]
+    assert Sample(0, "removed").take([packed(8, "stored")], 1.0) == b""
+
+    sample = Sample(2)
+    assert sample.take([packed(9, "stored", "stored", "stored")], 1.0).count(b"event: ") == 2
+    subject, payload, place = packed(10, "stored")
+    sample.take([EventMessage(subject, payload[:-1], place)], 1.5)
+    assert sample.take((), 2.0) == b'event: skipped\ndata: {"skipped": 2}\n\n'
 
 
 async def test_a_reader_of_a_sample_is_told_what_it_has_not_seen(

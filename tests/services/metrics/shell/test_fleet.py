@@ -15,6 +15,7 @@ from kvbm_common.access.http_access import Access
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.verbs import MatchReply
 from kvbm_metrics.shell.api import create_app
 from kvbm_metrics.shell.fleet import Fleet
 from kvbm_metrics.shell.state import Api
@@ -121,3 +122,31 @@ async def test_the_last_hour_is_there_for_who_asks_first(bus: Bus, client: Async
         assert nowhere["points"] == []
         refused = await client.get("/v1/history", params={"host": "no host"})
         assert refused.status_code == 422
+
+
+async def test_an_index_that_stands_still_takes_no_question_along(
+    bus: Bus, client: AsyncClient
+) -> None:
+    """1. One replica of the group is asked first, and is silent. 2. All are asked by name: the
+    other one answers. It is asked for the first time then."""
+    asked: list[str] = []
+    silent = asyncio.Event()
+
+    async def stands_still(_payload: bytes) -> bytes:
+        asked.append("0")
+        await silent.wait()
+        return b""
+
+    async def answers(_payload: bytes) -> bytes:
+        asked.append("1")
+        return msgspec.json.encode(MatchReply(asked=0, matches=[]))
+
+    async with short_lived(bus) as registry:
+        await bus.add_verbs("index", "0", "a", {"match": stands_still}, shared=True)
+        await bus.add_verbs("index", "1", "b", {"match": answers})
+        for host, instance in [("a", "0"), ("b", "1")]:
+            await registry.register("index", host, instance)
+        reply = await client.post("/v1/match", json={"hashes": []})
+        silent.set()
+    assert reply.status_code == 200
+    assert sorted(asked) == ["0", "0", "1"]

@@ -1,0 +1,25 @@
+"""What replicas of different partitions ask each other besides the public verbs."""
+
+from __future__ import annotations
+
+import msgspec
+from kvbm_common.wire.events import Natural
+from kvbm_common.wire.routes import RouteRequest
+
+PeerPart = tuple[Natural, Natural]
+"""Of a question, what one host tier has: first block, and behind the last."""
+
+
+class PartitionRouteRequest(RouteRequest, frozen=True, kw_only=True):
+    """A `route` as one partition of the index is asked for its engines."""
+
+    peers: list[PeerPart] | None = None
+    """Of the host tiers of all partitions; none: of those that this one knows."""
+    tie: str = ""
+    """By which equals are ordered in all partitions, in hex."""
+
+
+class PeersReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the host tiers of a partition have of a question; none that is within another."""
+
+    parts: list[PeerPart]

@@ -1,0 +1,18 @@
+"""What every answer of the index has over HTTP: the partitions that are not in it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AnswerView(BaseModel):
+    """An answer: made by us, so nothing is checked twice."""
+
+    model_config = ConfigDict(frozen=True)
+
+    missing: Annotated[
+        list[int],
+        Field(description="Partitions of the index without an answer: their hosts are not in it."),
+    ] = []

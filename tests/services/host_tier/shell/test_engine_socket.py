@@ -1,0 +1,118 @@
+"""The engines' socket: every message arrives, however reads and sends follow each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from kvbm_common.runtime.metrics import Metrics
+from kvbm_common.wire.local import Alive, Beat, Refused, ToHostTier, from_host_tier, to_host_tier
+from kvbm_host_tier.shell.engine_socket import TURN_MAX, EngineSocket
+
+from tests.waiting import wait_until
+
+BEAT = to_host_tier.encode(Beat(engine="ada", incarnation=f"{1:016x}"))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
+    """An engine's socket, connected to the one that `listening` opens."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"ipc://{tmp_path}/engines.sock")
+    yield socket
+    socket.close(linger=0)
+    context.term()
+
+
+@asynccontextmanager
+async def listening(
+    tmp_path: Path, on_message: Callable[[EngineSocket, bytes, ToHostTier], bool]
+) -> AsyncIterator[asyncio.Task[None]]:
+    """A host tier's end of the sockets."""
+    async with EngineSocket(f"ipc://{tmp_path}/engines.sock", Metrics()) as engines:
+
+        def heard(connection: bytes, message: ToHostTier) -> bool:
+            return on_message(engines, connection, message)
+
+        task = asyncio.create_task(engines.run(heard))
+        yield task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_all_messages_of_a_flood_arrive(tmp_path: Path, engine: zmq.Socket[bytes]) -> None:
+    """More than one turn takes, each answered while others arrive: none is left in the socket."""
+    count, heard = 20 * TURN_MAX, list[ToHostTier]()
+
+    def answer(engines: EngineSocket, connection: bytes, message: ToHostTier) -> bool:
+        heard.append(message)
+        engines.send(connection, Alive(epoch=7))
+        return True
+
+    async with listening(tmp_path, answer):
+        for _ in range(count):
+            engine.send(BEAT)
+        await wait_until(lambda: len(heard) == count)
+
+
+async def test_message_that_arrives_during_a_send_is_read(
+    tmp_path: Path, engine: zmq.Socket[bytes]
+) -> None:
+    """ZMQ tells of a message once. A send outside of a read may be what it tells."""
+    connections, heard = list[bytes](), list[ToHostTier]()
+
+    def hear(_: EngineSocket, connection: bytes, message: ToHostTier) -> bool:
+        connections.append(connection)
+        heard.append(message)
+        return True
+
+    async with EngineSocket(f"ipc://{tmp_path}/engines.sock", Metrics()) as engines:
+        running = asyncio.create_task(
+            engines.run(lambda connection, message: hear(engines, connection, message))
+        )
+        engine.send(BEAT)
+        await wait_until(lambda: bool(heard))
+        for number in range(200):
+            engine.send(BEAT)
+            await asyncio.to_thread(engine.poll, 0)  # A turn in which ZMQ moves the message.
+            engines.send(connections[0], Alive(epoch=number))
+            await wait_until(lambda wanted=number + 2: len(heard) == wanted)  # type: ignore[misc]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_malformed_message_is_refused(tmp_path: Path, engine: zmq.Socket[bytes]) -> None:
+    """What follows it is read as before."""
+    heard = list[ToHostTier]()
+
+    def hear(_: EngineSocket, _connection: bytes, message: ToHostTier) -> bool:
+        heard.append(message)
+        return True
+
+    async with listening(tmp_path, hear):
+        engine.send(b"nonsense")
+        engine.send_multipart([BEAT, BEAT])
+        engine.send(BEAT)
+        await wait_until(lambda: len(heard) == 1)
+        for _ in range(2):
+            refused = from_host_tier.decode(await asyncio.to_thread(engine.recv))
+            assert isinstance(refused, Refused)
+
+
+async def test_fault_behind_a_message_ends_the_run(
+    tmp_path: Path, engine: zmq.Socket[bytes]
+) -> None:
+    """A broken invariant of the core ends the service: it must not be lost in the event loop."""
+
+    def fail(_: EngineSocket, _connection: bytes, _message: ToHostTier) -> bool:
+        raise AssertionError("the core is at fault")
+
+    async with listening(tmp_path, fail) as task:
+        engine.send(BEAT)
+        await wait_until(task.done)
+        assert isinstance(task.exception(), AssertionError)
