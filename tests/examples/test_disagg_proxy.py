@@ -42,6 +42,7 @@ class Worker:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.go_on = threading.Event()
+        self.more_headers: dict[str, str] = {}
         """Set: an answer in pieces goes on behind the first one."""
         self.breaks = False
         self.connections: list[socket.socket] = []
@@ -54,6 +55,10 @@ class Worker:
     @property
     def port(self) -> int:
         return self._server.server_port
+
+    def answer_get(self) -> object:
+        """What a request without a body is answered."""
+        return {}
 
     def close(self) -> None:
         self.go_on.set()
@@ -83,11 +88,20 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(answer, list):
             self._send_pieces(answer)
             return
+        self._send_json(answer)
+
+    def _send_json(self, answer: object) -> None:
         text = json.dumps(answer).encode()
         self.send_header("content-type", "application/json")
+        for name, value in self.worker.more_headers.items():
+            self.send_header(name, value)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self._send_json(self.worker.answer_get())
 
     def _send_pieces(self, pieces: list[str]) -> None:
         self.send_header("content-type", "text/event-stream")

@@ -60,6 +60,15 @@ def _register_vram(mover: MoverThread, regions: Sequence[Region], gpu: Gpu) -> b
     return mover.metadata().result(CALL_DEADLINE_S)
 
 
+def needs_owner(agent: bytes) -> bool:
+    """Return whether reads of the memory that this agent lends may need its mover's polls: CUDA IPC
+    does without, and each poll takes Python's lock from the engine."""
+    from kvbm_common.cuda.lending import unwrap  # Only where there is a GPU.
+
+    _, memory = unwrap(agent)
+    return memory is None or not memory.allocations
+
+
 def _reach(region: Region) -> int:
     """Return the bytes up to the last piece: regions may be interleaved to a storage's end."""
     return region.stride * (region.blocks - 1) + region.piece_bytes
@@ -77,7 +86,7 @@ def gpu_maker(device: Any) -> MakeGpu:
     Call this in the engine's own thread: the stream that is current there is the one that computes.
     """
     torch: Any = importlib.import_module("torch")
-    compute_stream = int(torch.cuda.current_stream(device).cuda_stream)
+    compute_stream = current_stream(device)
     index = device.index if device.index is not None else torch.cuda.current_device()
 
     def make() -> Gpu:
@@ -87,3 +96,9 @@ def gpu_maker(device: Any) -> MakeGpu:
         return Gpu(CupyRuntime(index), compute_stream=compute_stream)
 
     return make
+
+
+def current_stream(device: Any) -> int:
+    """Return the stream of a torch device that the calling thread computes on."""
+    torch: Any = importlib.import_module("torch")
+    return int(torch.cuda.current_stream(device).cuda_stream)

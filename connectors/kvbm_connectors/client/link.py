@@ -10,6 +10,7 @@ there is no answer there. The table of its states is drawn in `docs/state_machin
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ ATTACHED = (LinkState.UP, LinkState.LEAVING)
 
 @dataclass(slots=True)
 class Link:
-    """One DEALER socket and its state. Only the link thread touches it, but for the outbox."""
+    """One DEALER socket and its state. Only the link thread touches it, but for `flush`."""
 
     name: str
     endpoint: str
@@ -94,7 +95,11 @@ class Link:
     counts: Counter[str] = field(default_factory=Counter)
     outbox: deque[Any] = field(default_factory=deque)
     limiter: OncePerKind = field(default_factory=lambda: OncePerKind(log))
+    using: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that uses the socket, for one call of it or a few."""
     socket: zmq.Socket[bytes] | None = None
+    has_sent: bool = False
+    """It was sent something since the last look for news."""
     next_greet_ms: int = 0
     next_beat_ms: int = 0
     unanswered: int = 0
@@ -187,6 +192,28 @@ class Link:
         hello = self.hello()
         return msgspec.structs.replace(hello, shards=self.shards) if self.shards else hello
 
+    def descriptor(self) -> int:
+        """Return what is readable when ZMQ has news; it tells of each once (see `has_news`)."""
+        assert self.socket is not None, f"{self.name} is not open"
+        found = self.socket.getsockopt(zmq.FD)
+        assert isinstance(found, int), f"{self.name}: ZMQ's descriptor is {found!r}"
+        return found
+
+    def has_news(self) -> bool:
+        """Tell whether a message waits. Each use of the socket may be what its descriptor told."""
+        assert self.socket is not None, f"{self.name} is not open"
+        self.has_sent = False
+        events = self.socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int), f"{self.name}: ZMQ's events are {events!r}"
+        return bool(events & zmq.POLLIN)
+
+    def flush(self) -> bool:
+        """Send what is queued, if the link is up; False: it is not, and `tick` decides."""
+        if self.state not in ATTACHED:
+            return False
+        self._drain()
+        return True
+
     def _drain(self) -> None:
         while self.outbox:
             message = self.outbox.popleft()
@@ -197,6 +224,7 @@ class Link:
 
     def _send(self, message: Any) -> None:
         assert self.socket is not None
+        self.has_sent = True
         try:
             self.socket.send(self.encode.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -207,7 +235,8 @@ class Link:
         assert self.socket is not None
         while self.state is not LinkState.MOVING:
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                with self.using:
+                    frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:

@@ -1,13 +1,15 @@
 """The link thread: serves the links of a connector, so that an engine thread never waits for them.
 
-An engine thread only ever puts a message into a bounded queue; what does not fit is dropped and
-counted.
+An engine thread puts its messages into a bounded queue; what does not fit is dropped and counted.
+It sends them itself where the link is up and its socket is not in use: waking a thread takes both
+longer. So this thread sleeps on descriptors, and touches sockets under a lock only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,9 @@ log = logging.getLogger(__name__)
 QUEUE_MAX = 10_000
 """Messages to a service that does not take them: about a minute of a busy engine."""
 POLL_MS_MAX = 100
+USING_S_MAX = 0.001
+"""How long an engine thread waits for a socket: this one uses it for some µs, mostly to find that
+no more has come."""
 
 
 class LinkThread:
@@ -33,11 +38,12 @@ class LinkThread:
         self._links = links
         self._on_tick = on_tick
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._bell = f"inproc://{name}-{id(self)}"
-        self._ringer = self._context.socket(zmq.PAIR)
-        self._ringer.bind(self._bell)
+        self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable while it has rung; None once it is closed."""
         self._ringing = threading.Lock()
+        self._is_serving = False
         self._closing = False
+        self._next_tick_ms = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -51,16 +57,30 @@ class LinkThread:
             link.counts["dropped.queue_full"] += 1
             return
         link.outbox.append(message)
-        if ring:
+        if ring and not self._is_sent(link):
             self.ring()
+
+    def _is_sent(self, link: Link) -> bool:
+        """Send what is queued from this thread; False: the link's thread has to be woken.
+
+        What that thread says itself leaves when it has taken in what it answers.
+        """
+        if threading.current_thread() is self._thread:
+            return False
+        if not link.using.acquire(timeout=USING_S_MAX):
+            return False
+        try:
+            return self._is_serving and link.flush() and not link.has_news()
+        finally:
+            link.using.release()
 
     def ring(self) -> None:
         """Have everything sent now."""
         if threading.current_thread() is self._thread:
             return  # The loop drains every outbox before it sleeps.
-        # An error means that the bell has rung a thousand times already.
-        with self._ringing, contextlib.suppress(zmq.ZMQError):
-            self._ringer.send(b"", zmq.NOBLOCK)
+        with self._ringing:  # A closed bell's number may be another file's by now.
+            if self._bell is not None:
+                os.eventfd_write(self._bell, 1)
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         """Send what is queued and end the thread."""
@@ -68,53 +88,62 @@ class LinkThread:
         self.ring()
         if self._thread.ident is not None:  # It may never have been started.
             self._thread.join(timeout_s)
-        self._ringer.close(linger=0)
         if not self._thread.is_alive():
+            with self._ringing:
+                if self._bell is not None:
+                    os.close(self._bell)
+                self._bell = None
             self._context.term()
 
     def _run(self) -> None:
-        bell = self._context.socket(zmq.PAIR)
-        bell.connect(self._bell)
-        poller = zmq.Poller()
-        poller.register(bell, zmq.POLLIN)
+        bell = self._bell
+        assert bell is not None, f"{self._thread.name} begins after its end"
+        poller = select.poll()
+        poller.register(bell, select.POLLIN)
         for link in self._links:
             link.open(self._context, _now_ms())
-            poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.descriptor(), select.POLLIN)
+        self._is_serving = True
         try:
             while not self._closing:
-                self._serve_once(poller)
-                if bell in dict(poller.poll(POLL_MS_MAX)):
-                    _empty(bell)
+                has_more = self._serve_once(poller)
+                for ready, _ in poller.poll(0 if has_more else POLL_MS_MAX):
+                    if ready == bell:
+                        os.eventfd_read(bell)
         except Exception:  # Whatever it is, the engine must not wait for answers any more.
             log.exception("%s failed: passing through from now on", self._thread.name)
             for link in self._links:
                 link.fail(_now_ms())
         finally:
+            self._is_serving = False
             for link in self._links:
-                link.close(_now_ms())
-            bell.close(linger=0)
+                with link.using:
+                    link.close(_now_ms())
 
-    def _serve_once(self, poller: zmq.Poller) -> None:
-        now_ms = _now_ms()
+    def _serve_once(self, poller: select.poll) -> bool:
+        """Take in what has come, and send; True: more has come meanwhile, told by no descriptor."""
+        now_ms, has_more = _now_ms(), False
         for link in self._links:
-            if link.needs_socket(now_ms):
-                poller.unregister(link.socket)
-                link.reopen(self._context, now_ms)
-                poller.register(link.socket, zmq.POLLIN)
-            link.receive(now_ms)
-            link.tick(now_ms)
-        self._on_tick(now_ms)
+            with link.using:
+                if link.needs_socket(now_ms):
+                    poller.unregister(link.descriptor())
+                    link.reopen(self._context, now_ms)
+                    poller.register(link.descriptor(), select.POLLIN)
+                has_news = link.has_news()
+            if has_news:
+                link.receive(now_ms)
+            with link.using:
+                link.tick(now_ms)
+        if now_ms >= self._next_tick_ms:
+            self._next_tick_ms = now_ms + POLL_MS_MAX
+            self._on_tick(now_ms)
         for link in self._links:
-            link.tick(now_ms)
+            with link.using:
+                if link.outbox:  # What has come, or the tick, may have left something to be sent.
+                    link.tick(now_ms)
+                has_more = (link.has_sent and link.has_news()) or has_more
+        return has_more
 
 
 def _now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
-
-
-def _empty(bell: zmq.Socket[bytes]) -> None:
-    try:
-        while True:
-            bell.recv(zmq.NOBLOCK)
-    except zmq.Again:
-        pass

@@ -50,9 +50,9 @@ class MissFilterAccess:
         mapped = self._mapped
         if mapped is None or not names:
             return None
-        if mapped.reader.lacks_any(names):
+        if mapped.reader.denies_any(names):
             return True
-        if mapped.reader.state is FilterState.OPEN:
+        if mapped.reader.state is FilterState.COMPLETE:
             return False
         if mapped.reader.next_generation:
             self._follow(mapped)

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun, indispensable
+from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import (
     Adapter,
     Attach,
@@ -39,6 +40,7 @@ from kvbm_common.wire.local import (
     to_consolidator,
     to_host_tier,
 )
+from kvbm_common.wire.session_hint import Action
 
 from kvbm_connectors.client.link import Link, LinkState
 from kvbm_connectors.client.link_thread import LinkThread
@@ -222,12 +224,12 @@ class SchedulerHalf:
         trace: str = "",
         hurry: bool = True,
         groups: Sequence[GroupRun] = (),
+        prefill: PrefillCost | None = None,
     ) -> Hit | None:
         """See ConnectorCore.lookup.
 
-        `first_tokens` are those of the first block, where the hashes begin a sequence; `trace` is
-        the `traceparent` of the engine's own span. Both only serve to explain and to trace. Without
-        `hurry` it may wait for `nudge`, or 100 ms.
+        To explain and to trace: `first_tokens` of the first block, where the hashes begin a
+        sequence; `trace`, the engine's `traceparent`. Without `hurry` it may wait 100 ms.
         """
         origin = origin_of(self.welcome, first_tokens, trace)
         hit: Hit | None = Hit(0, reason="core_fault")
@@ -236,7 +238,7 @@ class SchedulerHalf:
             is_absent = self._filter.denies_any(indispensable(groups, hashes))
             hit, effects = self._core.lookup(
                 request, hashes, _now_ms(), onboard_deadline_ms=onboard_deadline_ms, origin=origin,
-                groups=groups, is_absent=is_absent,
+                groups=groups, is_absent=is_absent, prefill=prefill,
             )  # fmt: skip
         self._carry_out(effects, hurry=hurry)
         return hit
@@ -253,17 +255,11 @@ class SchedulerHalf:
 
     def load_ended(self, result: LoadResult) -> None:
         """End a load: see ConnectorCore.load_ended."""
-        effects: list[Effect] = []
-        with self._guarded("load_ended"):
-            effects = self._core.load_ended(result, _now_ms())
-        self._carry_out(effects)
+        self._run("load_ended", lambda: self._core.load_ended(result, _now_ms()))
 
     def forget(self, request: str, *, hurry: bool = True) -> None:
         """Forget a lookup: see ConnectorCore.forget."""
-        effects: list[Effect] = []
-        with self._guarded("forget"):
-            effects = self._core.forget(request)
-        self._carry_out(effects, hurry=hurry)
+        self._run("forget", lambda: self._core.forget(request), hurry=hurry)
 
     def offer(
         self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
@@ -280,10 +276,19 @@ class SchedulerHalf:
 
     def revoke(self, offer: int) -> None:
         """Revoke an offer: see ConnectorCore.revoke."""
+        self._run("revoke", lambda: self._core.revoke(offer))
+
+    def hint(
+        self, session: str, action: Action, names: Sequence[SequenceHash] = (), *, ttl_ms: int = 0
+    ) -> None:
+        """Pass on what an agent says of its session: see ConnectorCore.hint."""
+        self._run("hint", lambda: self._core.hint(session, action, names, ttl_ms=ttl_ms))
+
+    def _run(self, call: str, step: Callable[[], list[Effect]], *, hurry: bool = True) -> None:
         effects: list[Effect] = []
-        with self._guarded("revoke"):
-            effects = self._core.revoke(offer)
-        self._carry_out(effects)
+        with self._guarded(call):
+            effects = step()
+        self._carry_out(effects, hurry=hurry)
 
     @contextmanager
     def _guarded(self, call: str) -> Iterator[None]:
@@ -324,7 +329,9 @@ class SchedulerHalf:
                 case Welcome():
                     self.welcome = message
                     self._filter.welcomed(message)
-                    effects = self._core.attached(message.epoch, explains=message.explains)
+                    effects = self._core.attached(
+                        message.epoch, explains=message.explains, hints=message.hints
+                    )
                 case Found():
                     effects = self._core.found(message)
                 case Pulled():

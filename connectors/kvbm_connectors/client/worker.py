@@ -30,7 +30,7 @@ from kvbm_common.wire.local import (
 )
 
 from kvbm_connectors.client.arena_access import Access, ArenaAccess
-from kvbm_connectors.client.lending import lend
+from kvbm_connectors.client.lending import lend, needs_owner
 from kvbm_connectors.client.link import Link
 from kvbm_connectors.client.link_thread import LinkThread
 from kvbm_connectors.client.pulls import Pulls
@@ -105,6 +105,7 @@ class WorkerHalf:
         self._loading = 0
         self._attend_s = 2 * offer_deadline_ms / 1000
         self._attends_until = 0.0
+        self._attends = gpu is None or needs_owner(agent)
         self.expect_reads(expected=True)
         self._closed = False
         hello = Hello(
@@ -166,7 +167,9 @@ class WorkerHalf:
     def expect_reads(self, *, expected: bool) -> None:
         """Note whether anything is on offer: if not, no mover needs to stand ready for the host
         tier. It does so for twice as long as an offer lasts: a step that offers more says so
-        again."""
+        again. A GPU's memory is read by CUDA IPC, without it."""
+        if not self._attends:
+            return
         now = time.monotonic()
         if not expected and self._attends_until > now:
             self._attends_until = now

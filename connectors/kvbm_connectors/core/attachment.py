@@ -49,6 +49,8 @@ class Attachment:
         """The life that is attached; 0: none, so that everything passes through."""
         self.explains = False
         """The host tier keeps why lookups miss, and wants to be told what it cannot see."""
+        self.takes_hints = False
+        """The host tier takes what agents say of their sessions."""
         self._arena_epoch = 0
         """The life whose arena is known, even while it does not answer."""
         self._leave_by_ms = 0
@@ -60,12 +62,12 @@ class Attachment:
             return ""
         return "no_host_tier" if self.state is AttachmentState.DETACHED else "moving"
 
-    def welcomed(self, epoch: int, *, explains: bool) -> bool:
+    def welcomed(self, epoch: int, *, explains: bool, hints: bool = False) -> bool:
         """Serve by this life from now on; returns whether its arena is another one."""
         self._move("welcomed" if epoch else "lost")
         is_other_arena = epoch != self._arena_epoch
         self.epoch = self._arena_epoch = epoch
-        self.explains = explains
+        self.explains, self.takes_hints = explains, hints
         return is_other_arena
 
     def moved(self, leave_by_ms: int) -> None:

@@ -18,7 +18,9 @@ from types import MappingProxyType
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import Found, Pulled
+from kvbm_common.wire.session_hint import Action
 
 from kvbm_connectors.core.attachment import Attachment
 from kvbm_connectors.core.lookups import Lookups
@@ -86,16 +88,16 @@ class ConnectorCore:
 
     # --- the link ---------------------------------------------------------------------------
 
-    def attached(self, epoch: int, *, explains: bool = False) -> list[Effect]:
+    def attached(self, epoch: int, *, explains: bool = False, hints: bool = False) -> list[Effect]:
         """Attach to a life of the host tier. Another life has another arena: all leases are void.
 
-        A host tier that `explains` wants to learn what becomes of lookups.
+        A host tier that `explains` wants to learn what becomes of lookups; `hints`: it takes those.
         """
         assert epoch >= 0, f"a host tier lives in epoch {epoch}"
         before = self._attachment.epoch
         if epoch != before:
             self._drop_everything("host_tier_restarted" if before else "attached")
-        if self._attachment.welcomed(epoch, explains=explains):
+        if self._attachment.welcomed(epoch, explains=explains, hints=hints):
             self._lookups.other_arena()
         return self._outbox.drain()
 
@@ -136,6 +138,7 @@ class ConnectorCore:
         origin: Origin = UNSAID,
         groups: Sequence[GroupRun] = (),
         is_absent: bool | None = None,
+        prefill: PrefillCost | None = None,
     ) -> tuple[Hit | None, list[Effect]]:
         """Return which run of these blocks can be onboarded; None: ask again.
 
@@ -144,6 +147,7 @@ class ConnectorCore:
         for the answer. `origin` is what only serves to explain and to trace. Of a model with
         several KV groups, `groups` says how `hashes` is cut into them. `is_absent`: the filter of
         this life says that nothing can be found, so that nothing is asked; None: it says nothing.
+        `prefill` is what computing takes, to which the host tier compares loads.
         """
         hit = self._lookups.lookup(
             request,
@@ -153,6 +157,7 @@ class ConnectorCore:
             origin=origin,
             groups=groups,
             is_absent=is_absent,
+            prefill=prefill,
         )
         assert hit is None or hit.blocks <= len(hashes), self.story(request)
         return hit, self._outbox.drain()
@@ -179,6 +184,19 @@ class ConnectorCore:
     def forget(self, request: str) -> list[Effect]:
         """End a lookup that the engine does not need (finished, aborted, preempted)."""
         self._lookups.forget(request)
+        return self._outbox.drain()
+
+    # --- hints ------------------------------------------------------------------------------
+
+    def hint(
+        self, session: str, action: Action, names: Sequence[SequenceHash] = (), *, ttl_ms: int = 0
+    ) -> list[Effect]:
+        """Say what becomes of a session's blocks; without names, of those of its last hint."""
+        if self._attachment.refusal or not self._attachment.takes_hints:
+            self._counts["hints_passed_through"] += 1
+            return []
+        self._counts[f"hints_sent.{action}"] += 1
+        self._outbox.hint(session, action, names, ttl_ms=ttl_ms)
         return self._outbox.drain()
 
     # --- offers -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.kv_groups import GroupRun, indispensable, longest, split, step_tokens
 from kvbm_common.tier.machine import InvalidTransition
+from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import Found
 from msgspec.structs import replace
 
@@ -82,6 +83,7 @@ class Lookups:
         origin: Origin,
         groups: Sequence[GroupRun] = (),
         is_absent: bool | None = None,
+        prefill: PrefillCost | None = None,
     ) -> Hit | None:
         """Return the hit of a request that has its answer; None: ask again."""
         assert request, "a lookup without a request"
@@ -93,7 +95,7 @@ class Lookups:
             lookup = None
         if lookup is None:
             return self._ask(
-                request, hashes, now_ms, onboard_deadline_ms, origin, groups, is_absent
+                request, hashes, now_ms, onboard_deadline_ms, origin, groups, is_absent, prefill
             )
         if lookup.state is LookupState.ASKED:
             if now_ms < lookup.answer_by_ms:
@@ -119,6 +121,7 @@ class Lookups:
         origin: Origin,
         groups: Sequence[GroupRun],
         is_absent: bool | None,
+        prefill: PrefillCost | None,
     ) -> Hit | None:
         if refusal := self._attachment.refusal:
             self._counts["lookups_passed_through"] += 1
@@ -166,6 +169,7 @@ class Lookups:
             request=name,
             origin=origin,
             groups=groups,
+            prefill=prefill,
         )
         return None
 

@@ -34,6 +34,9 @@ the first blocks are free early."""
 
 def offers_of(run: OfferRun) -> Iterator[OfferRun]:
     """Cut a run into offers of at most OFFER_BLOCKS_MAX blocks, prefix first."""
+    if 0 < len(run.hashes) <= OFFER_BLOCKS_MAX:
+        yield run
+        return
     parent = run.parent
     for start in range(0, len(run.hashes), OFFER_BLOCKS_MAX):
         end = min(start + OFFER_BLOCKS_MAX, len(run.hashes))

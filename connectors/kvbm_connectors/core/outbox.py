@@ -8,6 +8,7 @@ from itertools import count
 
 from kvbm_common.identity import SequenceHash, pack_hashes
 from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import (
     MISSES_MAX,
     Confirm,
@@ -19,6 +20,7 @@ from kvbm_common.wire.local import (
     Outcome,
     Release,
 )
+from kvbm_common.wire.session_hint import Action, SessionHint
 
 from kvbm_connectors.core.messages import Effect, OfferEnded, OfferRun, Origin, ToEvents, ToHost
 
@@ -93,6 +95,7 @@ class Outbox:
         request: str,
         origin: Origin,
         groups: Sequence[GroupRun] = (),
+        prefill: PrefillCost | None = None,
     ) -> None:
         """Ask the host tier for a run; an empty `request` keeps the question unexplained."""
         assert wanted, f"lookup {lookup} asks for nothing"
@@ -113,6 +116,7 @@ class Outbox:
             sent_us=origin.sent_us,
             parent=origin.parent,
             groups=list(groups),
+            prefill=prefill,
         )
         self._effects.append(ToHost(message))
 
@@ -199,6 +203,23 @@ class Outbox:
                 corrupt=list(corrupt),
             )
             self._effects.append(ToHost(message))
+
+    def hint(
+        self, session: str, action: Action, names: Sequence[SequenceHash], *, ttl_ms: int
+    ) -> None:
+        """Tell the host tier what an agent does next with a session."""
+        assert session, f"a hint to {action} names its session"
+        assert ttl_ms >= 0, f"session {session} pins for {ttl_ms} ms"
+        message = SessionHint(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            namespace=self._namespace,
+            session=session,
+            action=action,
+            hashes=pack_hashes(names),
+            ttl_ms=ttl_ms,
+        )
+        self._effects.append(ToHost(message))
 
     def offer(
         self,

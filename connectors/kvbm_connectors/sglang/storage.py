@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import SequenceHash, of_tenant
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.wire.local import Attach
 
@@ -129,6 +129,7 @@ class Storage:
         regions = regions_of(pool)
         revision = self._options.revision
         namespace = namespace_of(config, name, pool, regions, revision=revision)
+        namespace = of_tenant(namespace, self._options.settings.tenant)
         engine = f"sglang-{self._incarnation[:8]}-{name}"
         followed = self._stream if name == KV and config.tp_rank == 0 else Stream()
         stream = Attach(

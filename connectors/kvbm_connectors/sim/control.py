@@ -25,6 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify: str = "always"
     onboard_mover: str = "auto"
     model: str = "sim"
+    tenant: str = ""
     lease_ms: int = 5_000
     onboard_deadline_ms: int = 2_000
     offer_deadline_ms: int = 5_000

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
-from kvbm_common.identity import Hasher, Namespace, pack_hashes
+from kvbm_common.identity import Hasher, Namespace, of_tenant, pack_hashes
 from kvbm_common.wire.codec import WireError
 from kvbm_common.wire.local import Attach
 
@@ -48,13 +48,14 @@ POLL_MS_MAX = 100
 def namespace_of(config: EngineConfig) -> Namespace:
     """Return the namespace that sim engines with the same model and blocks share, and no other
     engine."""
-    return Namespace(
+    namespace = Namespace(
         model=config.model,
         block_tokens=config.block_tokens,
         dtype="uint64",
         layout=f"flat/{config.block_bytes}",
         tensor_parallel=config.ranks,
     )
+    return of_tenant(namespace, config.tenant)
 
 
 def runtime_of(config: EngineConfig) -> Runtime | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import Hasher
+from kvbm_common.identity import Hasher, of_tenant
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.affinity import unbound
@@ -97,6 +97,7 @@ class KvbmConnectorLeader(_Scheduler):  # type: ignore[misc]
             log.error("KVBM passes through: %s (%s)", error, error.code)
             return
         namespace = namespace_of(self._llm_args, _version(), life.incarnation)
+        namespace = of_tenant(namespace, settings.tenant)
         news = threading.Event()
         world_size = int(self._llm_args.parallel_config.to_mapping().world_size)
         self._half = half = SchedulerHalf(
@@ -205,10 +206,11 @@ class KvbmConnectorWorker(_Worker):  # type: ignore[misc]
         except Exception as error:  # Without MPI, for one; whatever it is, the engine computes.
             log.error("KVBM passes through: the ranks cannot agree on a name: %r", error)
             return
+        settings = Settings.load()
         self._side = WorkerSide(
             life,
-            namespace_of(llm_args, _version(), life.incarnation),
-            Settings.load(),
+            of_tenant(namespace_of(llm_args, _version(), life.incarnation), settings.tenant),
+            settings,
             rank=int(mapping.rank),
             world_size=int(mapping.world_size),
         )

@@ -10,17 +10,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvbm_common.errors import KvbmError
-from kvbm_common.identity import Hasher, Namespace
+from kvbm_common.identity import Hasher, Namespace, of_tenant
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -31,7 +28,9 @@ from kvbm_connectors.client.scheduler import SchedulerHalf
 from kvbm_connectors.vllm.adapters import Adapters
 from kvbm_connectors.vllm.block_holds import BlockHolds, evict_from, is_cleared
 from kvbm_connectors.vllm.computation import application_of
+from kvbm_connectors.vllm.count_meter import CountMeter
 from kvbm_connectors.vllm.kv_groups import KvGroup, groups_of, is_hybrid
+from kvbm_connectors.vllm.metadata import KvbmMetadata, KvbmWorkerMetadata
 from kvbm_connectors.vllm.namespace import (
     Life,
     drafts_write_kv,
@@ -41,36 +40,19 @@ from kvbm_connectors.vllm.namespace import (
     stream_of,
 )
 from kvbm_connectors.vllm.options import Options, recompute_failed_loads
-from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
+from kvbm_connectors.vllm.plan import NEWS, StepPlan
 from kvbm_connectors.vllm.ranks import watch_ranks
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 from kvbm_connectors.vllm.shape import rank_here, shape_of
-from kvbm_connectors.vllm.statistics import PASSES_THROUGH, KvbmPromMetrics, KvbmStats, Meter
-from kvbm_connectors.vllm.versions import sources_of
+from kvbm_connectors.vllm.statistics import PASSES_THROUGH, KvbmPromMetrics, KvbmStats
+from kvbm_connectors.vllm.step_meter import meter_of
+from kvbm_connectors.vllm.versions import sources_of, tables_in
 from kvbm_connectors.vllm.worker_side import WorkerSide, lend_layers
 
 log = logging.getLogger(__name__)
 
 RESET_WAIT_S = 1.0
 """For the consolidator's answer to a reset."""
-
-
-@dataclass
-class KvbmMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A step's plan, from the scheduler to every worker."""
-
-    plan: StepPlan
-
-
-@dataclass
-class KvbmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' reports of a step, to the scheduler."""
-
-    report: StepReport
-
-    def aggregate(self, other: KvbmWorkerMetadata) -> KvbmWorkerMetadata:
-        """Return a report of both: the scheduler side counts the ranks."""
-        return KvbmWorkerMetadata(self.report.joined(other.report))
 
 
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -84,7 +66,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._scheduler_half: SchedulerHalf | None = None
         self._worker: WorkerSide | None = None
-        self._meter = Meter(self.counts)
+        self._meter = CountMeter(self.counts, is_busy=self._is_busy)
         self._block_pool: Any = None
         self._holds: BlockHolds | None = None
         self._lend: Callable[[], None] = lambda: None
@@ -96,7 +78,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._pass_through(role, refusal)
             return
         try:
-            self._namespace = namespace_of(vllm_config, kv_cache_config, self._options.revision)
+            namespace = namespace_of(vllm_config, kv_cache_config, self._options.revision)
+            self._namespace = of_tenant(namespace, self._options.settings.tenant)
             self._shape = shape_of(
                 vllm_config, kv_cache_config, drafts=drafts_write_kv(vllm_config)
             )
@@ -149,6 +132,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             drafts=drafts_write_kv(self._vllm_config),
             groups=self._groups,
             holds=self._holds,
+            meter=meter_of(self._vllm_config) if settings.load_or_compute else None,
             adapters=Adapters(
                 lambda adapters: half.describe(adapters=adapters),
                 applied=application_of(self._vllm_config.lora_config),
@@ -193,7 +177,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KvbmStats | None:
         """Return what either half has counted since the last call."""
-        return self._meter.take()
+        added = self._meter.take()
+        return None if added is None else KvbmStats(added)
+
+    def _is_busy(self) -> bool:
+        return self._scheduler is not None and not self._scheduler.idle
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:
@@ -221,6 +209,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         return self._scheduler.matched(request, num_computed_tokens)
 
+    def on_new_request(self, request: Any) -> None:
+        """Read a request's hints when it arrives (vLLM calls it in later versions)."""
+        if self._scheduler is not None:
+            self._scheduler.hints.begin(request)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take vLLM's blocks: see SchedulerSide.allocated."""
         if self._scheduler is not None:
@@ -233,6 +226,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports: see SchedulerSide.reported."""
+        if self._scheduler is not None:
+            self._scheduler.steps.ended()
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(metadata, KvbmWorkerMetadata):
             self._scheduler.reported(metadata.report)
@@ -253,6 +248,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """End a request: see SchedulerSide.finished_in_groups."""
         side = self._scheduler
         return side is not None and side.finished_in_groups(request, block_ids), None
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Read block tables out of vLLM's manager (vLLM 0.30 and later)."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.tables_of = tables_in(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Keep the block pool, where vLLM keeps the events that it has not published yet; blocks

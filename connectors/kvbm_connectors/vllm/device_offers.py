@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvbm_common.tier.kv_groups import step_tokens
 
@@ -21,13 +22,32 @@ from kvbm_connectors.client.offered_names import OfferedNames
 from kvbm_connectors.core.messages import OfferRun, offers_of
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
 from kvbm_connectors.vllm.half import OffersTaken
-from kvbm_connectors.vllm.kv_groups import KvGroup, is_in_tail
+from kvbm_connectors.vllm.kv_groups import KvGroup, tails_in
 from kvbm_connectors.vllm.tracked import Tracked, runs_to_offer
 
 Tables = Sequence[Sequence[int]]
 """A request's device blocks, KV group by KV group."""
 Handed = Sequence[tuple[int, int, int]]
 """Recurrent states of a request: KV group, device block, and the tokens before the state."""
+
+TOGETHER_BLOCKS_MAX = 64
+"""Blocks of several requests in one offer: a request that ends waits for all of them."""
+DECODED_TOGETHER = 32
+"""Decoded blocks wait until there are so many, since an offer costs the engine's step as much as
+several blocks. They go sooner with a prompt or the end of a request."""
+WAIT_STEPS_MAX = 8
+"""Steps that decoded blocks wait at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Blocks of one request in an offer."""
+
+    tracked: Tracked
+    run: OfferRun
+    group: KvGroup
+    held: bool
+    """The blocks have left their table, and are held already."""
 
 
 class DeviceOffers:
@@ -48,8 +68,16 @@ class DeviceOffers:
         self._step = step_tokens(group.run(0, 0) for group in groups)
         self._numbers = {group.table: at for at, group in enumerate(groups)}
         """vLLM's number of a group → its index among those that are cached."""
-        self._out: dict[int, tuple[str, OfferRun]] = {}
-        """Offer → its request and its blocks."""
+        self._unsent: list[_Part] = []
+        """Found since the last `send`."""
+        self._steps_waited = 0
+        """Since the first of these was found."""
+        self._can_wait = True
+        """All of these were decoded, and are held by their requests."""
+        self._revoked: list[tuple[Tracked, int]] = []
+        """Requests with blocks in offers that were revoked since the last `take_ended`."""
+        self._out: dict[int, tuple[_Part, ...]] = {}
+        """Offer → its blocks, request by request."""
         self.known = OfferedNames()
 
     @property
@@ -75,12 +103,19 @@ class DeviceOffers:
                 continue
             table, size = tables[group.table], group.block_tokens
             indices = range(tracked.held_until // size, min(end // size, len(table)))
-            tails = [i for i in indices if is_in_tail(i, group, tracked.boundaries, self._step)]
+            tails = tails_in(indices, group, tracked.boundaries, self._step)
             self._hold(tracked, at, {index: table[index] for index in tails})
         tracked.held_until = max(tracked.held_until, end)
 
-    def hold_states(self, tracked: Tracked, handed: Handed) -> None:
-        """Hold the recurrent states that vLLM hands over with this step, until they are offered."""
+    def hold_states(self, requests: Mapping[str, Tracked], states: Mapping[str, Handed]) -> None:
+        """Hold the recurrent states that a step computes, or that a load has brought, until they
+        are offered."""
+        for request, handed in states.items():
+            tracked = requests.get(request)
+            if tracked is not None and not tracked.finished:
+                self._hold_states(tracked, handed)
+
+    def _hold_states(self, tracked: Tracked, handed: Handed) -> None:
         if self._holds is None or not self._holds.ready or tracked.refused:
             return
         for number, block, tokens in handed:
@@ -137,7 +172,7 @@ class DeviceOffers:
         """Offer what steps have finished since the last time; without tables, the next time."""
         if tracked.refused or not tables or (self._holds is not None and not self._holds.ready):
             return
-        self.known.serve(self._half.epoch)
+        self._serve()
         end = tracked.computed()
         for at, group in enumerate(self._groups):
             size = group.block_tokens
@@ -152,11 +187,23 @@ class DeviceOffers:
             self._offer_runs(tracked, group, runs, held=False)
         tracked.offered = end
 
-    def offer_held(self, tracked: Tracked) -> None:
+    def offer_of_others(
+        self, requests: Mapping[str, Tracked], scheduled: Mapping[str, int]
+    ) -> None:
+        """Offer what is held of requests that a step leaves out. vLLM may have no blocks for them,
+        and wait for these."""
+        if not self.holding:
+            return
+        for request, tracked in requests.items():
+            if tracked.held and request not in scheduled:
+                tracked.passed_over()
+                self._offer_all_held(tracked)
+
+    def _offer_all_held(self, tracked: Tracked) -> None:
         """Offer what is held of a request, as far as its steps have ended."""
         if tracked.refused:
             return
-        self.known.serve(self._half.epoch)
+        self._serve()
         end = tracked.computed()
         for at in list(tracked.held):
             self._offer_held(tracked, at, end // self._groups[at].block_tokens)
@@ -168,50 +215,105 @@ class DeviceOffers:
             runs = runs_to_offer(list(held), held, names, group.hasher.root)
             self._offer_runs(tracked, group, runs, held=True)
 
+    def _serve(self) -> None:
+        """Forget the names of another life of the host tier; of what `send` offers, once."""
+        if not self._unsent:
+            self.known.serve(self._half.epoch)
+
     def _offer_runs(
         self, tracked: Tracked, group: KvGroup, runs: Iterable[OfferRun], *, held: bool
     ) -> None:
-        namespace = group.hasher.namespace.digest if self._holds is not None else b""
+        """Put runs among those that `send` offers."""
+        # vLLM may need blocks that are held beside their request: these do not wait.
+        self._can_wait &= tracked.offers_decoded and not held
         for part in (part for run in runs for part in offers_of(run)):
-            offer = self._half.offer([part], namespace=namespace)
-            if offer is None:  # No host tier is there, or too much is on offer: it is counted.
-                if held and self._holds is not None:
-                    self._holds.release(part.blocks)
-                continue
-            if self._holds is None:
-                tracked.offers.add(offer)
-            elif not held:
-                self._holds.hold(part.blocks)
-            self._out[offer] = (tracked.request.request_id, part)
+            self._unsent.append(_Part(tracked, part, group, held))
             self.known.add(part.hashes)
+
+    def send_if_due(self) -> None:
+        """Offer what was found, unless it can wait for more."""
+        if not self._unsent:
+            return
+        self._steps_waited += 1
+        found = sum(len(part.run.blocks) for part in self._unsent)
+        is_enough = found >= DECODED_TOGETHER or self._steps_waited >= WAIT_STEPS_MAX
+        if is_enough or not self._can_wait:
+            self.send()
+
+    def preempted(self, tracked: Tracked) -> None:
+        """End the offers of a request, and those that wait: vLLM has freed its blocks."""
+        self._withdraw([part for part in self._unsent if part.tracked is tracked])
+        if tracked.offers:
+            self.revoke(tracked.offers)
+
+    def _withdraw(self, parts: Sequence[_Part]) -> None:
+        """Drop parts that wait to be offered."""
+        for part in parts:
+            assert not part.held, "held blocks do not wait"
+            self._unsent.remove(part)
+            self.known.discard(part.run.hashes)
+
+    def send(self) -> None:
+        """Offer what was found since the last time, in as few offers as can be."""
+        parts: list[_Part] = []
+        count = 0
+        unsent, self._unsent = self._unsent, []
+        self._steps_waited, self._can_wait = 0, True
+        # An offer is of one group.
+        for part in sorted(unsent, key=lambda one: one.group.table):
+            count += len(part.run.blocks)
+            if parts and (part.group is not parts[0].group or count > TOGETHER_BLOCKS_MAX):
+                self._send(parts)
+                parts, count = [], len(part.run.blocks)
+            parts.append(part)
+        if parts:
+            self._send(parts)
+
+    def _send(self, parts: Sequence[_Part]) -> None:
+        digest = parts[0].group.hasher.namespace.digest if self._holds is not None else b""
+        offer = self._half.offer([part.run for part in parts], namespace=digest)
+        for part in parts:
+            if offer is None:  # No host tier is there, or too much is on offer: it is counted.
+                self.known.discard(part.run.hashes)
+                if part.held and self._holds is not None:
+                    self._holds.release(part.run.blocks)
+            elif self._holds is None:
+                part.tracked.offers.add(offer)
+            elif not part.held:
+                self._holds.hold(part.run.blocks)
+        if offer is not None:
+            self._out[offer] = tuple(parts)
 
     # --- ends -------------------------------------------------------------------------------
 
-    def take_ended(self) -> list[tuple[str, int]]:
-        """Return the offers that have ended, each with its request; their blocks are free."""
-        ended: list[tuple[str, int]] = []
+    def take_ended(self) -> list[tuple[Tracked, int]]:
+        """Return the offers that have ended, each with its requests; their blocks are free."""
+        ended, self._revoked = self._revoked, []
         for one in self._half.drain_ended():
-            request, run = self._out.pop(one.offer, ("", None))
-            if run is None:
-                continue  # Revoked before, with its request.
-            if not one.complete:
-                self.known.discard(run.hashes)
-            if self._holds is not None:
-                self._holds.release(run.blocks)
-            ended.append((request, one.offer))
+            for part in self._out.pop(one.offer, ()):  # None: revoked before, with its request.
+                if not one.complete:
+                    self.known.discard(part.run.hashes)
+                if self._holds is not None:
+                    self._holds.release(part.run.blocks)
+                ended.append((part.tracked, one.offer))
         return ended
 
     def revoke(self, offers: Collection[int]) -> None:
-        """End offers whose blocks vLLM has freed: the step now planned may overwrite them."""
+        """End offers with blocks that vLLM has freed: the step now planned may overwrite them.
+
+        Other requests with blocks in them offer theirs again with their next ones.
+        """
         assert self._holds is None, "held blocks are not overwritten"
         for offer in offers:
-            _, run = self._out.pop(offer, ("", None))
-            if run is not None:
-                self.known.discard(run.hashes)
+            for part in self._out.pop(offer, ()):
+                self.known.discard(part.run.hashes)
+                part.tracked.offer_again(part.group.hasher, part.run)
+                self._revoked.append((part.tracked, offer))
             self._half.revoke(offer)
         self._counts["offers_revoked"] += len(offers)
 
     def revoke_all(self) -> None:
         """Have every offer end: the engine's memory may be taken away."""
+        self._withdraw(list(self._unsent))
         for offer in self._out:
             self._half.revoke(offer)

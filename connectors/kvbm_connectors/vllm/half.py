@@ -7,6 +7,8 @@ from typing import Protocol
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.tier.prefill_cost import PrefillCost
+from kvbm_common.wire.session_hint import Action
 
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
 
@@ -34,7 +36,11 @@ class Half(OffersTaken, Protocol):
         first_tokens: Sequence[int] | None = None,
         trace: str = "",
         groups: Sequence[GroupRun] = (),
+        prefill: PrefillCost | None = None,
     ) -> Hit | None: ...
     def take(self, request: str, blocks: Sequence[int]) -> Load: ...
     def load_ended(self, result: LoadResult) -> None: ...
     def forget(self, request: str) -> None: ...
+    def hint(
+        self, session: str, action: Action, names: Sequence[SequenceHash] = (), *, ttl_ms: int = 0
+    ) -> None: ...

@@ -12,7 +12,7 @@ vLLM gives it: smaller pages are filled with more tokens.
     recurrent state            the block that holds the state after the boundary's last token
     scratch                    groups that vLLM itself finds no hits in: not named, not loaded
 
-Of windows and chunks, only blocks before some boundaries are kept in the tiers (`is_in_tail`): a
+Of windows and chunks, only blocks before some boundaries are kept in the tiers (`tails_in`): a
 hit needs no others, and they would take as much room as full attention. The boundaries are
 
     the end of the prompt and of the request: the next turn of a conversation begins there
@@ -221,17 +221,41 @@ def _shape_of(group: Any) -> list[Any]:
     return [*rule, *state, *group.layer_names]
 
 
-def is_in_tail(index: int, group: KvGroup, boundaries: Collection[int], step: int) -> bool:
-    """Return whether a hit at one of these boundaries, or a regular one, needs a block.
+def tails_in(indices: range, group: KvGroup, boundaries: Collection[int], step: int) -> list[int]:
+    """Return which of these blocks a hit at one of the boundaries, or a regular one, needs.
 
     Boundaries are numbers of tokens, multiples of `step`.
     """
-    size = group.block_tokens
+    assert indices.step == 1, indices
+    found: set[int] = set()
     if group.window:
-        every = -(-TAILS_EVERY * group.window * size // step) * step // size
-        if every - index % every <= group.window:
-            return True
-    return any(index in group.needed_indices(0, boundary) for boundary in boundaries)
+        every = -(-TAILS_EVERY * group.window * group.block_tokens // step) * step
+        every //= group.block_tokens
+        found.update(index for index in indices if every - index % every <= group.window)
+    for boundary in boundaries:
+        needed = group.needed_indices(0, boundary)
+        first, end = max(needed.start, indices.start), min(needed.stop, indices.stop)
+        found.update(range(first, end))
+    return sorted(found)
+
+
+def decoded_together(groups: Sequence[KvGroup], block_tokens: int, most: int) -> int:
+    """Return how many blocks of so many tokens a request may decode before they are looked at, up
+    to `most`. 0: each must be held by the very step that fills it.
+
+    A window's block is in its table until the window has passed it. While these blocks are decoded,
+    and one more, it has not: the last step may be planned two tokens behind the last block. What
+    fills up after a request's last look is in its last window, which is held when it ends.
+    """
+    assert most > 0, f"{most} blocks are offered together"
+    for group in groups:
+        if group.handed_over:
+            most = min(most, 1)  # A state is held from the beginning: let that be short.
+        elif group.chunk:
+            most = 0  # Its blocks leave with the chunk, whatever their age.
+        elif group.window:
+            most = min(most, (group.window - 1) * group.block_tokens // block_tokens)
+    return most
 
 
 def runs_of(groups: Sequence[KvGroup], first: int, end: int) -> list[GroupRun]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
 
-from kvbm_connectors.core.messages import Load, LoadResult
+from kvbm_connectors.core.messages import Load, LoadResult, merge_results
 
 NEWS = threading.Event()
 """Rung by both halves' threads. With one worker they share a process with vLLM's scheduler, which
@@ -40,6 +40,24 @@ class StepReport:
         """Return a report of two ranks: the scheduler side counts them."""
         reason = self.passes_through or other.passes_through
         return StepReport(self.results + other.results, reason)
+
+
+class RankResults:
+    """Results of loads that some ranks have reported, and others not yet."""
+
+    def __init__(self, world_size: int) -> None:
+        assert world_size > 0, world_size
+        self._world_size = world_size
+        self._parts: dict[str, list[LoadResult]] = {}
+
+    def complete(self, report: StepReport) -> Iterator[LoadResult]:
+        """Yield the results of loads that every rank has reported with this one."""
+        for result in report.results:
+            parts = self._parts.setdefault(result.load.request, [])
+            parts.append(result)
+            if len(parts) == self._world_size:
+                del self._parts[result.load.request]
+                yield merge_results(parts)
 
 
 def impossible_load(

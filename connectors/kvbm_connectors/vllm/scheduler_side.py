@@ -14,19 +14,25 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Any
 
 from kvbm_common.identity import ExtraTag, Hasher, SequenceHash, request_extras
 from kvbm_common.tier.kv_groups import step_tokens
 
-from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Load, LoadResult, merge_results
+from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Load, LoadResult
+from kvbm_connectors.core.prefill_meter import PrefillMeter
 from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
+from kvbm_connectors.vllm.agent_hints import AgentHints
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
+from kvbm_connectors.vllm.calendar import Calendar
 from kvbm_connectors.vllm.device_offers import DeviceOffers, Tables
 from kvbm_connectors.vllm.engine_types import BlockTable, EngineRequest, SchedulerOutput
 from kvbm_connectors.vllm.half import Half
-from kvbm_connectors.vllm.kv_groups import KvGroup, runs_of
-from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport, impossible_load
-from kvbm_connectors.vllm.tracked import Tracked, refusal_of_request
+from kvbm_connectors.vllm.kv_groups import KvGroup, decoded_together, runs_of
+from kvbm_connectors.vllm.plan import NEWS, RankResults, StepPlan, StepReport, impossible_load
+from kvbm_connectors.vllm.step_meter import StepMeter
+from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, refusal_of_request
 from kvbm_connectors.vllm.versions import states_of, stop_at_boundary, tables_of
 
 log = logging.getLogger(__name__)
@@ -51,13 +57,15 @@ class SchedulerSide:
         adapters: Adapters | None = None,
         groups: Sequence[KvGroup] = (),
         holds: BlockHolds | None = None,
+        meter: PrefillMeter | None = None,
     ) -> None:
-        """Follow the requests of an engine with `world_size` ranks.
+        """Follow the requests of an engine with `world_size` ranks, whose steps `meter` times.
 
         With `sync` a step waits for its loads. `drafts`: a draft model writes KV of its own.
         Several KV groups, or one with a window, need `holds`; `hasher` is the first group's.
         """
         self.counts: Counter[str] = Counter()
+        self.steps = StepMeter(meter, counts=self.counts)
         self._adapters = adapters or Adapters()
         self._generation = ""
         self._stale = False
@@ -65,30 +73,32 @@ class SchedulerSide:
         self._half = half
         self.groups = tuple(groups) or (KvGroup(hasher),)
         """The KV groups of the model, in vLLM's order."""
+        self.hints = AgentHints(half, self.groups, self.counts)
         self._hybrid = holds is not None
         self._offers = DeviceOffers(half, self.groups, self.counts, holds)
         self._step = step_tokens(group.run(0, 0) for group in self.groups)
         """Tokens from one boundary to the next: blocks of all groups end there."""
-        self._least = min(group.block_tokens for group in self.groups)
+        self._least = gcd(*(group.block_tokens for group in self.groups))
+        """Tokens from one end of a block, of any group, to the next."""
+        self._together = decoded_together(self.groups, self._least, DECODED_BLOCKS)
         self._has_states = any(group.handed_over for group in self.groups)
-        self._world_size = world_size
         self._sync = sync
         self._steps_behind = 1 if drafts else 0
+        self._calendar = Calendar(every_step=drafts)  # Their KV is followed step by step.
         self.evict: Evict = lambda request, first: None
         """Takes a request's blocks from a token on out of vLLM's prefix cache."""
+        self.tables_of: Callable[[Any, str], Tables] = tables_of
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         """Taken since the last plan."""
-        self._results: dict[str, list[LoadResult]] = {}
-        """Loads that some ranks have reported, by request."""
-        self._waiting = 0
-        """Lookups that had no answer in this step."""
+        self._results = RankResults(world_size)
+        self._waiting = 0  # Lookups that had no answer in this step.
 
     @property
     def holding(self) -> bool:
-        """Do offers keep blocks from being freed?"""
-        finished = (tracked for tracked in self._requests.values() if tracked.finished)
-        return self._offers.holding or any(tracked.offers for tracked in finished)
+        """Tell whether offers keep blocks from being freed."""
+        requests = self._requests.values()
+        return self._offers.holding or any(one.offers for one in requests if one.finished)
 
     @property
     def idle(self) -> bool:
@@ -104,13 +114,14 @@ class SchedulerSide:
         One token is always left to compute, as after a hit on the device: the answer is the same.
         """
         tracked = self._track(request)
-        tracked.readmitted()
+        self._readmitted(tracked)
         if computed_tokens and self._stale:
             self._refuse(tracked, "stale_device")
         if tracked.refused or tracked.unloadable or request.skip_reading_prefix_cache:
             return 0, False
         usable = (request.num_tokens - 1) // self._step * self._step
         tracked.local = local = computed_tokens // self._step * self._step
+        usable -= self.steps.leave(tracked, usable - local, self._step)
         if local >= usable:
             return 0, False
         hit = self._lookup(tracked, usable)
@@ -146,6 +157,7 @@ class SchedulerSide:
             groups=runs_of(self.groups, local, usable) if self._hybrid else (),
             first_tokens=request.all_token_ids[:size] if begins_sequence else None,
             trace=(getattr(request, "trace_headers", None) or {}).get("traceparent", ""),
+            prefill=self.steps.cost(local),
         )
 
     def allocated(self, request: EngineRequest, blocks: BlockTable, external_tokens: int) -> None:
@@ -196,50 +208,44 @@ class SchedulerSide:
         for request in output.preempted_req_ids or ():
             self._preempted(request)
         sent = self._take_ended_offers()
-        self._hold_states(output)
-        for request in output.num_scheduled_tokens:
+        if self._has_states:
+            self._offers.hold_states(self._requests, states_of(output.kv_connector_block_state))
+        for request in self._calendar.begin_step(output.num_scheduled_tokens):
             tracked = self._requests.get(request)
-            if tracked is None:
-                continue
-            tracked.scheduled(
-                output.num_scheduled_tokens[request],
-                len((output.scheduled_spec_decode_tokens or {}).get(request, ())),
-            )
-            tables = tables_of(output.kv_connector_block_state, request)
-            self._offers.hold_tails(tracked, tables, max(0, tracked.dispatched_tokens))
-            if tracked.computed() // self._least > tracked.offered // self._least:
-                self._offers.offer(tracked, tables)
-        self._offer_of_others(output)
+            if tracked is not None:
+                self._scheduled(request, tracked, output)
+        self._offers.offer_of_others(self._requests, output.num_scheduled_tokens)
+        self._offers.send_if_due()
         loads, self._loads = tuple(self._loads), []
         waiting, self._waiting = self._waiting, 0
         if not output.num_scheduled_tokens and not loads and not sent and self._expects(waiting):
             NEWS.wait(IDLE_WAIT_S)
             NEWS.clear()
-        return StepPlan(
-            loads,
-            bool(loads) and self._sync and not self._hybrid,
-            offering=self._offers.any_out,
-            sent=tuple(sent),
-        )
+        waits = bool(loads) and self._sync and not self._hybrid
+        self.steps.planned(output, self._requests, waits=waits)
+        return StepPlan(loads, waits, offering=self._offers.any_out, sent=tuple(sent))
 
-    def _hold_states(self, output: SchedulerOutput) -> None:
-        """Hold the recurrent states that this step computes, or that a load has brought."""
-        if not self._has_states:
-            return
-        for request, handed in states_of(output.kv_connector_block_state).items():
-            tracked = self._requests.get(request)
-            if tracked is not None and not tracked.finished:
-                self._offers.hold_states(tracked, handed)
+    def _scheduled(self, name: str, tracked: Tracked, output: SchedulerOutput) -> None:
+        """Offer what is full of a request that this step computes for."""
+        drafts = (output.scheduled_spec_decode_tokens or {}).get(name, ())
+        tracked.scheduled(output.num_scheduled_tokens[name], len(drafts))
+        if self._hybrid:
+            tables = self.tables_of(output.kv_connector_block_state, name)
+            self._offers.hold_tails(tracked, tables, max(0, tracked.dispatched_tokens))
+        if tracked.computed() // self._least > tracked.offered // self._least:
+            # vLLM makes a table when it is asked for: not for requests that offer nothing.
+            self._offers.offer(tracked, self.tables_of(output.kv_connector_block_state, name))
+        self._calendar.look_in(name, tracked.steps_to_next_look(self._least, self._together))
 
-    def _offer_of_others(self, output: SchedulerOutput) -> None:
-        """Offer what is held of requests that this step leaves out. vLLM may have no blocks for
-        them, and wait for these."""
-        if not self._offers.holding:
-            return
-        for request, tracked in self._requests.items():
-            if tracked.held and request not in output.num_scheduled_tokens:
-                tracked.passed_over()
-                self._offers.offer_held(tracked)
+    def _readmitted(self, tracked: Tracked) -> None:
+        """Follow a request afresh, from the next step that computes for it."""
+        tracked.readmitted()
+        self._calendar.look_soon(tracked.request.request_id)
+
+    def _forget(self, request: str) -> None:
+        """Follow a request no longer."""
+        del self._requests[request]
+        self._calendar.forget(request)
 
     def _expects(self, waiting: int) -> bool:
         loading = any(tracked.lease is not None for tracked in self._requests.values())
@@ -247,15 +253,12 @@ class SchedulerSide:
 
     def reported(self, report: StepReport) -> None:
         """Collect the ranks' results; a load is over when every rank has reported."""
-        for result in report.results:
-            parts = self._results.setdefault(result.load.request, [])
-            parts.append(result)
-            if len(parts) == self._world_size:
-                del self._results[result.load.request]
-                self._loaded(merge_results(parts))
+        for result in self._results.complete(report):
+            self._loaded(result)
 
     def _loaded(self, result: LoadResult) -> None:
         self._half.load_ended(result)
+        self.steps.loaded(result)
         self.counts["loads_failed" if result.usable < len(result.intact) else "loads_intact"] += 1
         tracked = self._requests.get(result.load.request)
         if tracked is None:
@@ -264,27 +267,29 @@ class SchedulerSide:
         first, end = tracked.loaded
         if result.usable < len(result.intact):
             end = first + (0 if result.load.whole else result.usable * self._step)
-            # vLLM would put a second load before requests whose loads are over, and wait for room.
-            tracked.unloadable |= result.load.whole
+            # Of a request without a block vLLM keeps the room for this load reserved: a second load
+            # would wait for room beside it, and with it all requests behind.
+            tracked.unloadable |= not end or result.load.whole
         tracked.loaded = (first, end)
         tracked.offered = min(tracked.offered, end)
         tracked.held_until = min(tracked.held_until, end)
         if tracked.finished and not tracked.offers:
-            del self._requests[result.load.request]
+            self._forget(result.load.request)
+        else:
+            self._calendar.look_soon(result.load.request)
 
     # --- offers -----------------------------------------------------------------------------
 
     def _take_ended_offers(self) -> list[str]:
         """Take the requests that had finished and whose last offer is over now."""
         sent: list[str] = []
-        for request, offer in self._offers.take_ended():
-            tracked = self._requests.get(request)
-            if tracked is None or offer not in tracked.offers:
+        for tracked, offer in self._offers.take_ended():
+            if offer not in tracked.offers:
                 continue  # The request does not hold its blocks.
             tracked.offers.discard(offer)
             if tracked.finished and not tracked.offers:
-                del self._requests[request]
-                sent.append(request)
+                self._forget(tracked.request.request_id)
+                sent.append(tracked.request.request_id)
         return sent
 
     def _preempted(self, request: str) -> None:
@@ -295,12 +300,11 @@ class SchedulerSide:
             return
         # No request can have hit them yet: a `schedule` call that preempts admits none.
         self.evict(tracked.request, tracked.written)
-        if tracked.offers:
-            self._offers.revoke(tracked.offers)
+        self._offers.preempted(tracked)
         self._offers.release_unoffered(tracked)
         tracked.offers.clear()
         tracked.offered = 0
-        tracked.readmitted()
+        self._readmitted(tracked)
 
     def finished(self, request: EngineRequest, blocks: list[int]) -> bool:
         """End a request of an engine with one KV group: see `finished_in_groups`."""
@@ -310,11 +314,13 @@ class SchedulerSide:
         """Return True to keep a finished request's blocks until a plan names it in `sent`."""
         name = request.request_id
         tracked = self._requests.get(name)
+        self.hints.end(name, tracked)
         if tracked is None:
             return False
         self._half.forget(name)
         self._offers.hold_last_tail(tracked, tables)
         self._offers.offer(tracked, tables)
+        self._offers.send()
         self._offers.release_unoffered(tracked)
         if tracked.awaits_its_load:
             # Aborted: vLLM looks for the blocks of a failed load in running requests only.
@@ -325,7 +331,7 @@ class SchedulerSide:
             assert not tracked.offers, f"{name} loads into blocks that are on offer"
             return False
         if not tracked.offers:
-            del self._requests[name]
+            self._forget(name)
         return bool(tracked.offers)
 
     def _track(self, request: EngineRequest) -> Tracked:
@@ -342,6 +348,8 @@ class SchedulerSide:
                 request, refused, marks, steps_behind=self._steps_behind,
                 boundaries={(request.num_tokens - 1) // self._step * self._step},
             )  # fmt: skip
+            self._calendar.look_soon(request.request_id)
+            self.hints.begin(request)
         return tracked
 
     def marks_of(self, request: EngineRequest) -> tuple[tuple[ExtraTag, bytes], ...]:
@@ -367,16 +375,13 @@ class SchedulerSide:
     def reset(self, generation: str, *, cleared: bool | None = None) -> bool:
         """Name blocks by another generation from now on.
 
-        Returns whether the device cache holds nothing of the generation before.
+        Returns whether the device cache holds nothing of the generation before. `cleared` says
+        whether vLLM has cleared it; None: it has unless a request holds blocks. Else it still hits
+        blocks of other weights, wrong in the new generation: requests that hit any are refused
+        until a reset succeeds.
 
-        `cleared` says whether vLLM has cleared its device cache; None: it has unless a request
-        holds blocks. Where it has not, the cache still hits blocks that other weights may have
-        computed. Under the new generation they would be wrong, so requests that hit any block are
-        refused until a reset succeeds: which hits are younger is not known.
-
-        Requests that hold nothing are followed afresh. Those that hold blocks of the generation
-        before, or are loading some, compute on: what they compute is stored under no name. Offers
-        are revoked: the engine may be about to sleep, and its memory to be taken away.
+        Requests that hold or load no blocks are followed afresh; what others compute is stored
+        under no name. Offers are revoked: the engine's memory may be about to be taken away.
         """
         if cleared is None:
             cleared = not any(map(self._holds_blocks, self._requests.values()))
@@ -388,7 +393,7 @@ class SchedulerSide:
             if tracked.lease is None and not tracked.request.num_computed_tokens:
                 self._half.forget(name)
                 self._preempted(name)
-                del self._requests[name]
+                self._forget(name)
             else:
                 self._refuse(tracked, "reset")
         self._offers.revoke_all()

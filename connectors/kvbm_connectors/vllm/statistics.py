@@ -7,7 +7,6 @@ that computes without a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,28 +36,6 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         return not self.data
-
-
-class Meter:
-    """Turns counters that only grow into what was added since the last look."""
-
-    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
-        self._read = read
-        self._told: dict[str, int] = {}
-
-    def take(self) -> KvbmStats | None:
-        """Return what was added since the last call, or None if nothing was. Every step asks:
-        microseconds count."""
-        counts = self._read()
-        if counts == self._told:
-            return None
-        added = {
-            what: count - self._told.get(what, 0)
-            for what, count in counts.items()
-            if count > self._told.get(what, 0)
-        }
-        self._told = dict(counts)
-        return KvbmStats(added) if added else None
 
 
 class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

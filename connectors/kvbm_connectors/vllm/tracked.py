@@ -22,6 +22,11 @@ from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash
 from kvbm_connectors.core.messages import Hit, OfferRun
 from kvbm_connectors.vllm.engine_types import EngineRequest
 
+DECODED_BLOCKS = 8
+"""Blocks that a request fills token by token before they are offered together: an offer costs the
+engine's step as much as several blocks, and nothing can load them while the request is new. What
+is left is offered when it ends."""
+
 
 def refusal_of_request(request: EngineRequest) -> str:
     """Return why the blocks of a request have no names; `""` if they have."""
@@ -45,6 +50,8 @@ class Tracked:
     """KV group → the names of its first full blocks, as far as they were asked for."""
     local: int = 0
     """Tokens that the device's own prefix cache had when the request was last admitted."""
+    left: int | None = None
+    """Tokens at the end that it computes, although they might be loaded; None: not decided yet."""
     hit: Hit = field(default_factory=lambda: Hit(0))
     loaded: tuple[int, int] = (0, 0)
     """The tokens from which and up to which a load was made, or is being made."""
@@ -60,9 +67,16 @@ class Tracked:
     """1 where a draft model writes KV of its own: its forward pass may outlast the step that has
     been reported, so a step counts as finished when the next one is scheduled."""
     finished_tokens: tuple[int, int] = (0, 0)
-    """Tokens of finished steps, as the last two plans saw them; the newest first."""
+    """Tokens of finished steps, as the last two plans saw them; the newest first. Only where steps
+    are behind."""
     dispatched_tokens: int = 0
-    """Tokens that steps were sent out for since the last admission, drafts left out."""
+    """Tokens that steps were sent out for since the last admission, drafts left out; at least, as
+    steps of one token are not all looked at."""
+    guesses: bool = False
+    """The last step computes drafts: how many tokens it makes is not known before its end."""
+    decodes_from: int = 0
+    """The tokens that there were when steps had been sent out for all of them: each new one is
+    computed alone. 0 while more of the prompt is to be computed."""
     offered: int = 0
     """All blocks of the tokens before this one have been offered, or need not be."""
     offers: set[int] = field(default_factory=set)
@@ -77,7 +91,8 @@ class Tracked:
     """Blocks of the tokens before this one were looked at, whether to hold them."""
 
     def first_names(self, hasher: Hasher, count: int) -> list[SequenceHash]:
-        """Return the names of the first `count` blocks of a group, which must be full."""
+        """Return the names of the first `count` blocks of a group, which must be full. Callers do
+        not change the list."""
         names = self.names.setdefault(hasher.namespace.group, [])
         known = len(names)
         if count > known:
@@ -88,7 +103,7 @@ class Tracked:
                 parent=names[-1] if names else None,
                 extras=self._extras(known, count, size),
             )
-        return names[:count]
+        return names if len(names) == count else names[:count]
 
     def _extras(self, first: int, end: int, size: int) -> Mapping[int, Extras]:
         """Return extras by block, counted from `first`, tagged as events are (hash_extras.py)."""
@@ -105,27 +120,62 @@ class Tracked:
     def readmitted(self) -> None:
         """Forget what was computed: the engine admits the request (again)."""
         self.admitted, self.finished_tokens = None, (0, 0)
-        self.dispatched_tokens = 0
+        self.dispatched_tokens = self.decodes_from = 0
 
     def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
         """Note that a step computes so many tokens, of them drafts, before they are counted."""
         request = self.request
+        self.guesses = drafts > 0
         if self.admitted is None:
             self.admitted = request.num_computed_tokens
         # Of tokens in flight some may be drafts that are rejected.
         certain = request.num_computed_tokens - (request.num_in_flight_tokens if drafts else 0)
         self.dispatched_tokens = certain + tokens - drafts
+        if self.dispatched_tokens < request.num_tokens:
+            self.decodes_from = 0  # Not only at first: what a failed load left is computed again.
+        elif not self.decodes_from:
+            self.decodes_from = self.dispatched_tokens
         self.passed_over()
 
     def passed_over(self) -> None:
         """Note that a step computes nothing of the request: what was sent out before has ended
         when it is reported."""
-        self.finished_tokens = (self._finished_tokens(), self.finished_tokens[0])
+        if self.steps_behind:
+            self.finished_tokens = (self._finished_tokens(), self.finished_tokens[0])
+
+    def steps_to_next_look(self, block_tokens: int, together: int = DECODED_BLOCKS) -> int:
+        """Return in how many steps of one token each the request is to be looked at: when the step
+        that fills the last of its next blocks may have ended.
+
+        So many decoded blocks are offered `together`. 0: the step that fills a block looks at the
+        request, since it must hold the block.
+        """
+        if self.guesses:
+            return 1
+        dispatched = max(0, self.dispatched_tokens)
+        full = dispatched // block_tokens
+        until_full = (full + 1) * block_tokens - dispatched
+        # An engine that plans ahead hears of a step's end when the next one is planned already.
+        until_ended = 2 if self.request.num_in_flight_tokens else 1
+        if not self.refused and full > self.offered // block_tokens:
+            return until_ended if together else min(until_ended, until_full)
+        if not together:
+            return until_full
+        more = (together - 1) * block_tokens if self.decodes_from else 0
+        return until_full + more + until_ended
+
+    @property
+    def offers_decoded(self) -> bool:
+        """Whether all blocks that it has not offered were computed token by token."""
+        return 0 < self.decodes_from <= self.offered
 
     @property
     def written(self) -> int:
-        """Return the tokens that steps were sent out for, of a request that is preempted."""
-        return max(0, self.dispatched_tokens)
+        """Return the tokens that steps were sent out for, of a request that is preempted; tokens of
+        a block that is not full may be missing."""
+        # The last token of a request that decodes comes from the step that computed the one before.
+        decoded = self.request.num_tokens - 1 if self.decodes_from else 0
+        return max(0, self.dispatched_tokens, decoded)
 
     @property
     def awaits_its_load(self) -> bool:
@@ -166,6 +216,12 @@ class Tracked:
             if not self.was_loaded(index, block_tokens)
             and not (index < local and is_known(names[index]))
         ]
+
+    def offer_again(self, hasher: Hasher, run: OfferRun) -> None:
+        """Note that the blocks of a run, and those behind it, are offered no longer."""
+        names = self.names[hasher.namespace.group]
+        first = names.index(run.hashes[0]) * hasher.namespace.block_tokens
+        self.offered = min(self.offered, first)
 
     def was_loaded(self, index: int, block_tokens: int) -> bool:
         """Return whether a block came from the host tier."""

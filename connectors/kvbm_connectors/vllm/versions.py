@@ -12,7 +12,7 @@ vLLM is imported inside of functions: this module is read without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvbm_connectors.core.messages import Hit
@@ -37,6 +37,31 @@ def tables_of(block_state: Any, request: str) -> tuple[list[int], ...]:
     tables = getattr(block_state, "block_ids", None)
     found = tables.get(request) if tables is not None else block_state.get_block_ids(request)
     return found if found is not None else ()
+
+
+class BlockIds(Sequence[int]):
+    """The device blocks of a request in one KV group, read when they are asked for."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._blocks[index].block_id
+
+
+def tables_in(manager: Any) -> Callable[[Any, str], Sequence[Sequence[int]]]:
+    """Return what `tables_of` returns, out of vLLM's KV cache manager (from 0.30 on): without a
+    list of all blocks of a request."""
+
+    def read(block_state: Any, request: str) -> Sequence[Sequence[int]]:
+        if block_state is None or request not in block_state.req_ids:
+            return ()
+        return [BlockIds(blocks) for blocks in manager.get_blocks(request).blocks]
+
+    return read
 
 
 def states_of(block_state: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:

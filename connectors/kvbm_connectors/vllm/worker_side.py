@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm_common.errors import KvbmError
@@ -14,7 +15,7 @@ from kvbm_common.identity import Namespace
 from kvbm_common.wire.local import Region
 
 from kvbm_connectors.client.affinity import unbound
-from kvbm_connectors.client.lending import MakeGpu, gpu_maker
+from kvbm_connectors.client.lending import MakeGpu, current_stream, gpu_maker
 from kvbm_connectors.client.tensors import Tensor, UnknownLayout, regions_of_groups
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.messages import Load, LoadResult
@@ -72,22 +73,26 @@ class WorkerSide:
         """A reason that the scheduler half has not heard yet."""
         self._make_gpu: MakeGpu | None = None
         self._gpu: Gpu | None = None
+        self._compute_stream: Callable[[], int] | None = None
 
     def register(
         self,
         groups: Sequence[Sequence[Tensor]],
         block_count: int,
         make_gpu: MakeGpu | None = None,
+        *,
+        compute_stream: Callable[[], int] | None = None,
     ) -> None:
         """Lend the memory of the layers of each KV group, and begin to attach. Raises
         UnknownLayout.
 
-        With `make_gpu` it is a GPU's.
+        With `make_gpu` it is a GPU's, and `compute_stream` says what the engine's thread computes
+        on: vLLM may choose its stream after this.
 
         NIXL may refuse memory for want of locked pages or descriptors, which may come: the engine
         computes meanwhile.
         """
-        self._make_gpu = make_gpu
+        self._make_gpu, self._compute_stream = make_gpu, compute_stream
         regions = self._regions(groups, block_count)
         if not self._lend(regions):
             self._lender = threading.Thread(
@@ -152,8 +157,11 @@ class WorkerSide:
         return dict(self._counts) | (dict(half.counts) if half is not None else {})
 
     def start(self, plan: StepPlan) -> None:
-        """Begin the loads of a step; synchronous ones are over when this returns."""
+        """Begin the loads of a step, in the thread that computes it; synchronous ones are over
+        when this returns."""
         self._sent.update(plan.sent)
+        if plan.loads and self._gpu is not None and self._compute_stream is not None:
+            self._gpu.computes_on(self._compute_stream())
         if self._half is not None:
             self._half.expect_reads(expected=plan.offering)
         for load in plan.loads:
@@ -271,9 +279,11 @@ def lend_layers(worker: WorkerSide, kv_caches: Mapping[str, Any], kv_cache_confi
     if devices not in ({"cpu"}, {"cuda"}):
         worker.pass_through(f"KV tensors on {', '.join(sorted(devices))} are not lent")
         return
-    make_gpu = gpu_maker(layers[0].device) if devices == {"cuda"} else None
+    device = layers[0].device if devices == {"cuda"} else None
+    make_gpu = gpu_maker(device) if device is not None else None
+    stream = partial(current_stream, device) if device is not None else None
     try:
         with unbound():
-            worker.register(groups, kv_cache_config.num_blocks, make_gpu)
+            worker.register(groups, kv_cache_config.num_blocks, make_gpu, compute_stream=stream)
     except KvbmError as error:
         worker.pass_through(f"{error} ({error.code})")

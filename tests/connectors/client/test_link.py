@@ -15,6 +15,7 @@ from kvbm_common.wire.codec import MESSAGE_BYTES_MAX, SOCKET_BYTES_MAX
 from kvbm_common.wire.local import (
     Alive,
     Beat,
+    Confirm,
     FromHostTier,
     Hello,
     Pulled,
@@ -377,3 +378,97 @@ def test_a_mistake_of_ours_lets_the_engine_pass_through(
         host.say(PULLED)
         assert linked.downs.acquire(timeout=10)
     assert of([r.exc_info[1] for r in caplog.records if r.exc_info], ZeroDivisionError)
+
+
+# --- who sends ----------------------------------------------------------------------------------
+
+
+def confirm(offer: int) -> Confirm:
+    """A message with a number."""
+    return Confirm(engine="ada", incarnation=INCARNATION, offer=offer, held=True)
+
+
+def test_a_message_is_sent_by_the_thread_that_says_it(
+    linked: Linked, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link's thread is not woken for it, and hears the answer all the same."""
+    rings: list[None] = []
+    with host_tier(endpoint) as host:
+        host.welcome(Hello, welcome(), lambda: linked.heard)
+        monkeypatch.setattr(linked.thread, "ring", lambda: rings.append(None))
+        monkeypatch.setattr(link_thread, "USING_S_MAX", 10)
+        for number in range(50):
+            linked.thread.say(linked.link, confirm(number))
+            assert host.hear(Confirm).offer == number
+            host.say(Pulled(offer=number, pulled=1, skipped=0))
+            wait_for(lambda wanted=number + 2: len(linked.heard) == wanted)  # type: ignore[misc]
+    assert len(rings) < 50, "some messages were there when it had sent, but not each time"
+
+
+def test_a_message_waits_for_the_link_thread_while_the_socket_is_in_use(
+    linked: Linked, endpoint: str
+) -> None:
+    """The engine's thread goes on, and what it has said leaves in its order."""
+    with host_tier(endpoint) as host:
+        host.welcome(Hello, welcome(), lambda: linked.heard)
+        with linked.link.using:
+            linked.thread.say(linked.link, confirm(1))
+            linked.thread.say(linked.link, confirm(2))
+        linked.thread.say(linked.link, confirm(3))
+        assert [host.hear(Confirm).offer for _ in range(3)] == [1, 2, 3]
+
+
+def test_what_many_threads_say_leaves_once_and_in_their_order(
+    linked: Linked, endpoint: str
+) -> None:
+    """Four threads, while answers come in."""
+    threads, count = 4, 200
+    with host_tier(endpoint) as host:
+        host.welcome(Hello, welcome(), lambda: linked.heard)
+
+        def say_all(first: int) -> None:
+            for number in range(first, first + count):
+                linked.thread.say(linked.link, confirm(number))
+
+        sayers = [threading.Thread(target=say_all, args=(1_000 * one,)) for one in range(threads)]
+        for sayer in sayers:
+            sayer.start()
+        said: dict[int, list[int]] = {}
+        for _ in range(threads * count):
+            offer = host.hear(Confirm).offer
+            said.setdefault(offer // 1_000, []).append(offer)
+            host.say(Pulled(offer=offer, pulled=1, skipped=0))
+        for sayer in sayers:
+            sayer.join()
+        wait_for(lambda: len(linked.heard) == threads * count + 1)
+    for one, offers in said.items():
+        assert offers == list(range(1_000 * one, 1_000 * one + count))
+
+
+def test_nothing_is_sent_on_a_closed_link(endpoint: str) -> None:
+    """An engine's thread may say something while another one closes."""
+    with host_tier(endpoint) as host:
+        linked = Linked(endpoint)
+        linked.thread.start()
+        host.welcome(Hello, welcome(), lambda: linked.heard)
+        linked.thread.close()
+        linked.thread.say(linked.link, confirm(1))
+        linked.thread.ring()
+
+
+def test_what_the_link_thread_says_leaves_behind_what_it_has_taken_in(
+    linked: Linked, endpoint: str
+) -> None:
+    """The engine must know that an offer has ended by the time its confirmation is heard."""
+    waiting: list[int] = []
+
+    def answer(message: FromHostTier) -> None:
+        linked.thread.say(linked.link, confirm(1))
+        waiting.append(len(linked.link.outbox))
+
+    with host_tier(endpoint) as host:
+        host.welcome(Hello, welcome(), lambda: linked.heard)
+        linked.link.on_message = answer
+        host.say(PULLED)
+        assert host.hear(Confirm).offer == 1
+        assert waiting == [1]

@@ -32,7 +32,7 @@ class Filters:
         owner = owner_of("h", "host-tier-0")
         made = MissFilter(file.view(0, file.bytes), owner=owner, epoch=epoch)
         made.change(HERE, ())
-        made.switch(FilterState.OPEN)
+        made.switch(FilterState.COMPLETE)
         return made
 
     def welcome(self, generation: int = 1, **changes: str) -> Welcome:
@@ -88,9 +88,9 @@ def test_a_filter_that_says_nothing_is_asked_again_later(filters: Filters) -> No
     made = filters.make()
     access = MissFilterAccess()
     access.welcomed(filters.welcome())
-    made.switch(FilterState.CLOSED)
+    made.switch(FilterState.PARTIAL)
     assert (access.denies_any(HERE), access.denies_any(GONE)) == (None, None)
-    made.switch(FilterState.OPEN)
+    made.switch(FilterState.COMPLETE)
     assert access.denies_any(GONE) is True
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvbm_common.identity import pack_hashes
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.wire.local import (
     Attach,
@@ -24,6 +25,7 @@ from kvbm_common.wire.local import (
     ToConsolidator,
     ToHostTier,
 )
+from kvbm_common.wire.session_hint import SessionHint
 from kvbm_connectors.client import link as links
 from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
 from kvbm_connectors.core.lookups import Lookups
@@ -126,6 +128,18 @@ def test_a_lookup_is_answered_taken_and_released(half: Half, host: Host) -> None
     assert host.hear(Release).lease == 55
     assert half.idle()
     assert half.counts()["loads"] == 1
+
+
+def test_a_hint_goes_to_a_host_tier_that_takes_hints_alone(half: Half, host: Host) -> None:
+    """An older one would refuse the message: it is counted instead."""
+    half.hint("s", "pin", NAMES, ttl_ms=60_000)
+    assert half.counts()["hints_passed_through"] == 1
+    host.say(welcome(EPOCH, hints=True))
+    wait_for(lambda: half.welcome is not None and half.welcome.hints)
+    half.hint("s", "pin", NAMES, ttl_ms=60_000)
+    hint = host.hear(SessionHint)
+    assert (hint.session, hint.action, hint.hashes) == ("s", "pin", pack_hashes(NAMES))
+    assert half.counts()["hints_sent.pin"] == 1
 
 
 def test_a_request_that_is_aborted_gives_its_lease_back(half: Half, host: Host) -> None:

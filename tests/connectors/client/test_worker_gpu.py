@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvbm_common.cuda.lending import unwrap
+from kvbm_common.cuda.lending import DeviceMemory, unwrap, wrap
 from kvbm_common.cuda.reading import Gpu
+from kvbm_common.cuda.runtime import Allocation
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.wire.local import Hello, Region
+from kvbm_connectors.client.lending import needs_owner
 from kvbm_connectors.client.worker import WorkerHalf
 
 from tests.connectors.endpoints import DEADLINE_S, host_tier, welcome
@@ -79,6 +81,19 @@ def test_where_nixl_refuses_the_memory_its_agent_can_still_be_met(rank: GpuRank)
         assert mover.add_peer(agent).result(DEADLINE_S)
 
 
+def test_a_mover_does_not_stand_ready_for_reads_by_cuda(rank: GpuRank) -> None:
+    """Goal: an engine with a GPU is not disturbed a thousand times a second."""
+    rank.half.expect_reads(expected=True)
+    assert not rank.half.expects_reads
+
+
+def test_a_mover_stands_ready_where_cuda_gives_no_handles() -> None:
+    """Goal: NIXL may need the owner then, as for memory of virtual addresses."""
+    assert not needs_owner(wrap(b"agent", DeviceMemory("0", 0, [Allocation(0, 1, b"")])))
+    assert needs_owner(wrap(b"agent", DeviceMemory("0", 0, [])))
+    assert needs_owner(b"agent")
+
+
 def test_a_load_goes_into_device_memory_and_is_verified_there(rank: GpuRank, host: Host) -> None:
     rank.half.start_load(load([5, 0, 63]))
     assert rank.news.acquire(timeout=DEADLINE_S)
@@ -87,7 +102,7 @@ def test_a_load_goes_into_device_memory_and_is_verified_there(rank: GpuRank, hos
     expected = content(SIZE).reshape(SLOT_COUNT, BLOCK_BYTES)[[5, 0, 63]]
     assert np.array_equal(rank.memory[:3], expected)
     assert rank.half.counts["verified_blocks"] == 3
-    assert any(call[0] == "sum_blocks" for call in rank.runtime.calls)
+    assert any(call[0] == "sum_parts" for call in rank.runtime.calls)
 
 
 def test_a_corrupt_slot_is_found_on_the_device(rank: GpuRank, arena: Arena, host: Host) -> None:

@@ -30,7 +30,16 @@ from kvbm_common.wire.engine_events import (
     split_published,
     split_replayed,
 )
-from kvbm_common.wire.events import Cleared, Event, Removed, Stored, event_codec, event_subject
+from kvbm_common.wire.events import (
+    CONSOLIDATED_PREFIX,
+    Cleared,
+    Event,
+    Removed,
+    Stored,
+    event_codec,
+    event_subject,
+)
+from kvbm_common.wire.packed_events import events_on
 from kvbm_common.wire.verbs import SnapshotReply, verb_subject
 from kvbm_connectors.consolidator.core.router_stream import short_hash
 from kvbm_connectors.consolidator.shell.router_sockets import endpoint_of
@@ -250,7 +259,8 @@ async def test_the_consolidated_stream_on_nats(engine: Engine, bus: Bus) -> None
             subject="kvbm.v1.consolidated.h.sim-0.*", spec=CONSOLIDATED
         ) as subscription:
             async for batch in subscription:
-                events += [event_codec.decode(message.payload) for message in batch]
+                for subject, payload, _ in batch:
+                    events += events_on(subject, payload, prefix=CONSOLIDATED_PREFIX)
                 if len(events) >= 3:
                     break
     kinds = [(type(event), event.tier, event.seq) for event in events]

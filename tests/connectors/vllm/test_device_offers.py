@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kvbm_common.identity import Hasher, SequenceHash
+from kvbm_common.wire.session_hint import Action
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
 from kvbm_connectors.vllm.block_holds import BlockHolds
 from kvbm_connectors.vllm.kv_groups import KvGroup
@@ -37,6 +38,8 @@ class Half:
         self.namespaces: dict[int, bytes] = {}
         self.revoked: list[int] = []
         self.ended: list[OfferEnded] = []
+        self.over: set[int] = set()
+        """Offers whose end was said, as those who look after them note."""
         self.results: list[LoadResult] = []
         self.takes = True
 
@@ -56,13 +59,21 @@ class Half:
 
     def forget(self, request: str) -> None: ...
 
+    def hint(
+        self, session: str, action: Action, names: Sequence[SequenceHash] = (), *, ttl_ms: int = 0
+    ) -> None: ...
+
     def offer(
         self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
     ) -> int | None:
         if not self.takes:
             return None
         number = len(self.offered) + 1
-        [self.offered[number]] = runs
+        self.offered[number] = OfferRun(
+            runs[0].parent,
+            tuple(name for run in runs for name in run.hashes),
+            tuple(block for run in runs for block in run.blocks),
+        )
         self.namespaces[number] = namespace
         return number
 
@@ -398,7 +409,7 @@ def test_after_a_load_that_failed_everything_is_offered_again() -> None:
     assert len(engine.half.asked) == 1, "it is computed: vLLM may wait for ever for a second load"
     engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
     engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
-    assert engine.offers == {1: (1, 2, 3, 4), 2: (12,), 3: (14,)}
+    assert engine.offers == {1: (1, 2, 3, 4), 2: (12, 14)}
 
 
 def test_where_prompts_part_the_window_is_kept() -> None:

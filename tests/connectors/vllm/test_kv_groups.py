@@ -15,9 +15,9 @@ from kvbm_connectors.vllm.kv_groups import (
     grouping_of,
     groups_of,
     is_hybrid,
-    is_in_tail,
     refusal_of_groups,
     runs_of,
+    tails_in,
     window_blocks,
 )
 from msgspec.structs import replace
@@ -229,7 +229,11 @@ def test_engines_that_group_their_layers_otherwise_name_their_blocks_apart() -> 
 
 
 def kept(group: KvGroup, boundaries: set[int], step: int = 4) -> list[int]:
-    return [place for place in range(20) if is_in_tail(place, group, boundaries, step)]
+    """Of the first 20 blocks, which are the same piece by piece."""
+    found = tails_in(range(20), group, boundaries, step)
+    pieces = [tails_in(range(at, at + 2), group, boundaries, step) for at in range(0, 20, 2)]
+    assert sorted(place for piece in pieces for place in piece) == found
+    return found
 
 
 def test_the_blocks_of_a_window_that_a_hit_may_need() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from kvbm_common.identity import Hasher, SequenceHash
 from kvbm_common.wire.local import Adapter
+from kvbm_common.wire.session_hint import Action
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded
 from kvbm_connectors.vllm.adapters import AdapterRefused, Adapters
 from kvbm_connectors.vllm.block_holds import is_cleared
@@ -64,6 +66,10 @@ class FakeHalf:
 
     def forget(self, request: str) -> None:
         self.forgotten.append(request)
+
+    def hint(
+        self, session: str, action: Action, names: Sequence[SequenceHash] = (), *, ttl_ms: int = 0
+    ) -> None: ...
 
     def offer(self, runs: Any, *, priority: int = 0, namespace: bytes = b"") -> int:
         self.offers += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,30 @@ def test_an_aborted_request_loses_blocks_whose_load_may_yet_fail(
             side.reported(StepReport((result,)))
         side.finished(request, [3, 4, 5])
         assert evicted == ([] if has_ended else [("r", 0)])
+
+
+@pytest.mark.parametrize(("intact", "again"), [((False, True), False), ((True, False), True)])
+def test_a_load_that_brings_nothing_is_not_tried_again(
+    tmp_path: Path, intact: tuple[bool, bool], *, again: bool
+) -> None:
+    """Goal: no engine stands still behind a load that failed from its first block on.
+
+    vLLM frees the blocks of such a request, asks again, and keeps the room for its first load
+    reserved. A second one would wait for as much room once more. The host tier may be another one
+    by then, that has the blocks. With a block of the load, vLLM computes on, and does not ask
+    before the request is preempted.
+    """
+    half = Half(tmp_path)
+    side, request = SchedulerSide(half, Hasher(NAMESPACE)), Request()
+    with both_attached(half) as (host, _):
+        assert side.matched(request, 0) == (None, False)
+        host.say(answer(host.hear(Lookup).lookup, 2))
+        wait_for(lambda: side.matched(request, 0) == (8, True))
+        side.allocated(request, Table([3, 4, 5]), 8)
+        (load,) = side.plan(Output()).loads
+        elsewhere = replace(load, epoch=load.epoch - 1)  # Nothing of it is avoided.
+        side.reported(StepReport((LoadResult(elsewhere, intact),)))
+        assert side.matched(request, 0) == ((None, False) if again else (0, False))
 
 
 def test_what_was_not_stored_is_offered_with_the_next_hit(tmp_path: Path) -> None:

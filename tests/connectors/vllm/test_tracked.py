@@ -7,7 +7,7 @@ counted), counts the tokens as in flight, and takes them out again when the step
 from __future__ import annotations
 
 import pytest
-from kvbm_connectors.vllm.tracked import Tracked
+from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked
 
 from tests.connectors.vllm.requests import Request
 
@@ -144,3 +144,59 @@ def test_with_a_draft_model_a_step_counts_when_the_next_is_scheduled(
         request.begin(1)
         request.end(1)
     assert tracked.computed() // BLOCK == 1
+
+
+def test_of_the_steps_that_a_request_takes_few_look_at_it() -> None:
+    """1. Two of four tokens: a third step is behind the two that fill the block. 2. A step fills
+    it: the next one offers it, or, of an engine that plans ahead, the second next. 3. It is
+    offered, and more of the prompt follows: the same for the next block. 4. All is computed: from
+    now on so many blocks are offered together."""
+    request = Request()
+    tracked = Tracked(request, "")
+    tracked.scheduled(2)
+    assert tracked.steps_to_next_look(4) == 3
+    tracked.scheduled(4)
+    assert tracked.steps_to_next_look(4) == 1
+    request.num_in_flight_tokens = 1
+    assert tracked.steps_to_next_look(4) == 2
+    tracked.offered = 4
+    assert tracked.steps_to_next_look(4) == 4 + 2
+    tracked.scheduled(9)
+    tracked.offered = 8
+    assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS - 1 + 2
+
+
+def test_what_a_request_decodes_is_written_before_it_is_looked_at() -> None:
+    """1. Its prompt of nine tokens is computed. 2. Of twelve that there are by now, eleven are."""
+    request = Request()
+    tracked = admitted(request, 0)
+    tracked.scheduled(9)
+    assert tracked.written == 9
+    request.all_token_ids = tuple(range(12))
+    assert tracked.written == 11
+
+
+def test_what_is_computed_again_is_written_when_it_is_dispatched() -> None:
+    """Goal: a load has failed after all tokens were sent out, and vLLM computes from there again.
+
+    1. All nine tokens are dispatched. 2. The load of eight has failed, and a step computes four of
+    them: no more is written. 3. The rest is computed, and the request decodes as before.
+    """
+    request = Request()
+    tracked = admitted(request, 8)
+    tracked.scheduled(1)
+    assert tracked.written == 9
+    request.num_computed_tokens = 0
+    tracked.scheduled(4)
+    assert (tracked.written, tracked.offers_decoded) == (4, False)
+    request.begin(4)
+    request.end(4)
+    tracked.scheduled(5)
+    request.all_token_ids = tuple(range(12))
+    assert tracked.written == 11
+
+
+def test_a_refused_request_is_looked_at_as_rarely() -> None:
+    tracked = Tracked(Request(), "lora_changed")
+    tracked.scheduled(9)
+    assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS - 1 + 1

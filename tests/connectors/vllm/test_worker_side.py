@@ -162,6 +162,23 @@ def test_tensors_on_a_gpu_are_lent_with_their_handles(
         side.close()
 
 
+def test_loads_wait_for_the_stream_that_computes_now(tmp_path: Path) -> None:
+    """vLLM leaves the default stream when it first needs another one, after it has registered its
+    tensors, as well: a load must wait for what computes in the step that begins it."""
+    tensor, runtime = Tensor(), FakeRuntime()
+    runtime.memory[tensor.data_ptr()] = tensor.memory.reshape(-1)
+    gpu, current = Gpu(runtime), [0]
+    options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
+    side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, options)
+    side.register([[tensor]], BLOCKS, lambda: gpu, compute_stream=lambda: current[0])
+    current[0] = runtime.stream(urgent=False)
+    load = Load("r", 7, 5, (0,), (2,), (name(1),), (bytes(8),), BLOCK_BYTES, 2**60)
+    side.start(StepPlan((load,)))
+    event = gpu.fence()
+    assert runtime.calls[-1] == ("record", event, current[0])
+    side.close()
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2)])
 def test_a_flipped_byte_is_found_with_the_settings_that_are_shipped(
     tmp_path: Path, rank: int, world_size: int

@@ -78,13 +78,16 @@ class ConsolidatorCore:
         *,
         dedup: bool = True,
         first_router_seq: int = 0,
+        awaits_routers: bool = False,
     ) -> None:
         self.engines = EnginesCore(host, limits)
         self._drops: Counter[str] = Counter()
         self.consolidated = MergedStreams(host, dedup=dedup, drops=self._drops)
         self.names = TokenNames()
         self._naming = limits is not None and limits.naming
-        self.router = RouterStreams(self.names, dedup=dedup, first_seq=first_router_seq)
+        self.router = RouterStreams(
+            self.names, dedup=dedup, first_seq=first_router_seq, awaits_readers=awaits_routers
+        )
 
     @property
     def is_quiet(self) -> bool:

@@ -158,6 +158,8 @@ class EnginesCore:
             blocks=sum(rank.block_count for rank in ranks),
             pending_batches=sum(rank.order.pending_count for rank in ranks),
             orphan_blocks=sum(rank.orphans.block_count for rank in ranks),
+            pending_most=max((rank.order.pending_count for rank in ranks), default=0),
+            orphan_most=max((rank.orphans.block_count for rank in ranks), default=0),
             batches=self._batch_count,
             published=self._publish_count,
             replays=self._replay_count,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from kvbm_common.wire.bounds import Fill
+
 from kvbm_connectors.consolidator.core.core import ConsolidatorStatistics
 from kvbm_connectors.consolidator.core.ended_engines import ENDED_MAX
 from kvbm_connectors.consolidator.core.held_blocks import RETIRED_MAX
+from kvbm_connectors.consolidator.core.messages import ConsolidatorLimits, EnginesStatistics
 from kvbm_connectors.consolidator.core.router_stream import BUFFER_BYTES_MAX
 from kvbm_connectors.consolidator.core.token_names import RETIRED_MAX as NAMES_MAX
 
@@ -29,4 +32,17 @@ def parts_of(now: ConsolidatorStatistics, *, routers: bool) -> dict[str, int]:
         "replays": streams * BUFFER_BYTES_MAX if routers else 0,
         "engines_that_left": ENDED_MAX * ENDED_BYTES,
         "queues": QUEUE_BYTES,
+    }
+
+
+def fills_of(now: EnginesStatistics, limits: ConsolidatorLimits) -> dict[str, Fill]:
+    """Return how full each table and queue is; those of streams are of the fullest stream."""
+    assert now.pending_most <= now.pending_batches, now
+    assert now.orphan_most <= now.orphan_blocks, now
+    return {
+        "streams": Fill(now.streams, limits.streams_max),
+        "pending_batches": Fill(
+            now.pending_most, limits.pending_batches_max, now.drops.get("pending_full", 0)
+        ),
+        "orphan_blocks": Fill(now.orphan_most, limits.orphan_blocks_max),
     }

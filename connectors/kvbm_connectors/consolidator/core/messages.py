@@ -371,3 +371,6 @@ class EnginesStatistics:
     replays: int
     drops: Mapping[str, int] = field(default_factory=dict)
     """What was dropped, by reason."""
+    pending_most: int = 0
+    orphan_most: int = 0
+    """Batches and blocks that wait in one stream: the most of all."""

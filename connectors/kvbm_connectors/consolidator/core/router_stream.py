@@ -8,17 +8,18 @@ earlier one sees a gap, asks for a replay and gets everything.
 A block whose tokens no engine has published yet waits silently for them. A replay that reaches back
 further than the buffer is answered with `AllBlocksCleared` and everything that is held, under the
 last numbers given: exact for every reader, however late.
+
+Most hosts have no router. Until the first reader of a rank's port comes, its batches have numbers
+and no bytes: to write them would be a third of what a block costs. That reader asks for a replay,
+and gets everything.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap
-from typing import NamedTuple
 
 from kvbm_common.identity import (
     HASH_BYTES,
@@ -33,13 +34,23 @@ from kvbm_common.wire.engine_events import (
     BlockStored,
     EngineBatch,
     EngineEvent,
+    OtherEvent,
     encode_batch,
 )
 from kvbm_common.wire.events import Cleared, Event, Removed, Stored, Tier
 
 from kvbm_connectors.consolidator.core.ended_engines import EndedEngines
 from kvbm_connectors.consolidator.core.events import parents_first
+from kvbm_connectors.consolidator.core.router_book import (
+    Frame,
+    RouterStream,
+    Said,
+    StreamId,
+    parent_in,
+)
 from kvbm_connectors.consolidator.core.token_names import NamedBlocks, TokenNames
+
+__all__ = ["Frame", "RouterStreams", "StreamId", "short_hash", "short_hashes"]
 
 BATCHES_MAX = 10_000
 """Batches kept for replay, per stream; vLLM keeps as many."""
@@ -54,45 +65,8 @@ ONE_MEDIUM: dict[Tier, str] = dict.fromkeys(MEDIA, "GPU")
 that keeps a tree per tier (Dynamo's) must find a block's parent in the same one."""
 
 
-class StreamId(NamedTuple):
-    """Whose stream it is."""
-
-    rank: int
-    engine: str
-
-
-class Frame(NamedTuple):
-    """One message of a stream, ready for a socket."""
-
-    stream: StreamId
-    seq: int
-    payload: bytes
-
-
-class Said(NamedTuple):
-    """A block that a stream holds: its tier, its parent, its group."""
-
-    block: SequenceHash
-    tier: Tier
-    parent: SequenceHash | None
-    group: int
-
-
-Key = tuple[SequenceHash, Tier]
-Place = tuple[SequenceHash | None, int]
-"""A block's parent and its group."""
-
-
-@dataclass(slots=True)
-class RouterStream:
-    """One stream: what its readers hold, and its last batches."""
-
-    said: dict[Key, Place] = field(default_factory=dict)
-    unnamed: dict[SequenceHash, list[Said]] = field(default_factory=dict)
-    """Held, and not said for want of a name."""
-    next_seq: int = 0
-    buffer: deque[Frame] = field(default_factory=deque)
-    buffer_bytes: int = 0
+UNWRITTEN: EngineEvent = OtherEvent(type="", reason="no reader")
+"""Stands for what a batch would say if it had a reader."""
 
 
 class RouterStreams:
@@ -105,7 +79,9 @@ class RouterStreams:
         dedup: bool = True,
         batches_max: int = BATCHES_MAX,
         first_seq: int = 0,
+        awaits_readers: bool = False,
     ) -> None:
+        """Begin without streams. `awaits_readers`: batches are written for ranks that are read."""
         assert batches_max > 0, batches_max
         assert first_seq >= 0, first_seq
         self._first_seq = first_seq
@@ -114,6 +90,9 @@ class RouterStreams:
         self._names = names
         self._media = ONE_MEDIUM if dedup else MEDIA
         self._batches_max = batches_max
+        self._awaits_readers = awaits_readers
+        self._read: set[int] = set()
+        """Ranks whose port has had a reader."""
         self._streams: dict[StreamId, RouterStream] = {}
         self._ended = EndedEngines()
         self._out: list[Frame] = []
@@ -142,7 +121,7 @@ class RouterStreams:
         if gone := self._ended.due(now_ms):
             for stream_id in [one for one in self._streams if one.engine in gone]:
                 stream = self._streams.pop(stream_id)
-                assert not stream.said, f"{stream_id} has ended, and holds blocks"
+                assert not stream.places(), f"{stream_id} has ended, and holds blocks"
                 self._first_seq = max(self._first_seq, stream.next_seq)
 
     def take_event(self, event: Event) -> None:
@@ -168,7 +147,7 @@ class RouterStreams:
         for stream_id, stream in self._streams.items():
             if stream.unnamed:
                 waiting = [said for block in new for said in stream.unnamed.pop(block, ())]
-                self._publish(stream_id, self._events_of(stream, waiting), 0)
+                self._publish(stream_id, self._events_of(stream_id, waiting), 0)
 
     def greet(self, rank: int, topic: bytes) -> None:
         """Answer a new subscriber: an empty batch tells it by its number what it missed.
@@ -176,6 +155,7 @@ class RouterStreams:
         ZMQ connects when it pleases: between a reader's replay and its subscription a batch may
         have gone by, and without this it would not know until the next one.
         """
+        self._read.add(rank)
         for stream_id in self._streams:
             if stream_id.rank == rank and stream_id.engine.encode().startswith(topic):
                 self._send(stream_id, [], 0)
@@ -191,6 +171,7 @@ class RouterStreams:
     def replay(self, rank: int, from_seq: int) -> list[Frame]:
         """Return what a reader of a port has missed, per topic: batches, or all that is held."""
         frames: list[Frame] = []
+        self._read.add(rank)
         for stream_id, stream in self._streams.items():
             if stream_id.rank != rank or from_seq >= stream.next_seq:
                 continue
@@ -209,8 +190,11 @@ class RouterStreams:
 
         A reader passes over numbers before `from_seq`: it has read batches of these numbers.
         """
-        order = parents_first(stream.said, partial(_parent_in, stream.said))
-        held = [Said(*key, *stream.said[key]) for key in order]
+        places = stream.places()
+        held = [
+            Said(*key, places[key], stream.groups.get(key[0], 0))
+            for key in parents_first(places, partial(parent_in, places))
+        ]
         # Each batch needs a number that the reader waits for; the last is as large as it must be.
         count = min(stream.next_seq - from_seq, 1 + len(held) // BATCH_BLOCKS_MAX)
         starts = [index * BATCH_BLOCKS_MAX for index in range(count)]
@@ -231,7 +215,7 @@ class RouterStreams:
     def held(self, engine: str, rank: int = 0) -> set[SequenceHash]:
         """Return the blocks that a reader of a stream holds."""
         stream = self._streams.get(StreamId(rank, engine), RouterStream())
-        return {block for block, _ in stream.said}
+        return {block for said in stream.said.values() for block in said}
 
     @property
     def ranks(self) -> set[int]:
@@ -249,7 +233,9 @@ class RouterStreams:
         for stream in self._streams.values():
             assert len(stream.buffer) <= self._batches_max
             assert stream.buffer_bytes == sum(len(frame.payload) for frame in stream.buffer)
-            assert all(block in self._names for block, _ in stream.said), "said by name"
+            held = {block for said in stream.said.values() for block in said}
+            assert all(block in self._names for block in held), "said by name"
+            assert stream.groups.keys() <= held, "a block that is not held has no group"
             assert not any(block in self._names for block in stream.unnamed)
 
     # ---- inside ------------------------------------------------------------------------------
@@ -272,25 +258,28 @@ class RouterStreams:
             if self._names.are_plain(blocks):
                 # As below, a run at a time: this is every event of a busy engine.
                 self._names.keep(blocks)
-                keys = zip(blocks, repeat(event.tier))
-                stream.said.update(zip(keys, zip(parents, repeat(event.group)), strict=False))
+                stream.hold(event.tier, zip(blocks, parents, strict=True), event.group)
                 first = Said(blocks[0], event.tier, parent, event.group)
-                events.append(self._stored(blocks, first))
+                is_read = self._is_read(stream_id.rank)
+                events.append(self._stored(blocks, first) if is_read else UNWRITTEN)
             else:
                 held = zip(blocks, repeat(event.tier), parents, repeat(event.group), strict=False)
-                events += self._events_of(stream, starmap(Said, held))
+                events += self._events_of(stream_id, starmap(Said, held))
         return events
 
-    def _events_of(self, stream: RouterStream, blocks: Iterable[Said]) -> list[EngineEvent]:
+    def _events_of(self, stream_id: StreamId, blocks: Iterable[Said]) -> list[EngineEvent]:
         """Hold these blocks; the events that say those of them that have a name."""
+        stream = self._streams[stream_id]
         known: list[Said] = []
         for said in blocks:
             if said.block not in self._names:
                 stream.unnamed.setdefault(said.block, []).append(said)
             else:
-                stream.said[said.block, said.tier] = said.parent, said.group
+                stream.hold(said.tier, [(said.block, said.parent)], said.group)
                 known.append(said)
         self._names.keep([said.block for said in known])
+        if known and not self._is_read(stream_id.rank):
+            return [UNWRITTEN]
         return self._encode(known)
 
     def _encode(self, blocks: Sequence[Said]) -> list[EngineEvent]:
@@ -327,7 +316,7 @@ class RouterStreams:
         stream = self._stream(stream_id)
         gone: list[SequenceHash] = []
         for block in hashes_from_hex(event.hashes):
-            if stream.said.pop((block, event.tier), None) is not None:
+            if stream.let_go(event.tier, block):
                 gone.append(block)
                 self._retire(block)
                 continue
@@ -341,15 +330,15 @@ class RouterStreams:
         return [BlockRemoved(block_hashes=hashes, medium=self._media[event.tier], group_idx=group)]
 
     def _retire(self, block: SequenceHash) -> None:
-        held = any((block, tier) in s.said for s in self._streams.values() for tier in MEDIA)
-        if not held:
+        if not any(stream.holds(block) for stream in self._streams.values()):
             self._names.retire(block)
 
     def _clear(self, stream_id: StreamId, ts_ms: int) -> None:
         stream = self._streams[stream_id]
-        blocks, stream.said = stream.said, {}
+        gone, stream.said = stream.said, {}
+        stream.groups.clear()
         stream.unnamed.clear()
-        for block, _ in blocks:
+        for block in (block for said in gone.values() for block in said):
             self._retire(block)
         self._publish(stream_id, [AllBlocksCleared()], ts_ms)
 
@@ -359,6 +348,11 @@ class RouterStreams:
 
     def _send(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> None:
         stream = self._streams[stream_id]
+        if not self._is_read(stream_id.rank):
+            assert not stream.buffer, f"{stream_id}: a batch was written without a reader"
+            stream.next_seq += 1
+            self.batch_count += 1
+            return
         frame = Frame(stream_id, stream.next_seq, self._payload(stream_id, events, ts_ms))
         assert not stream.buffer or stream.buffer[-1].seq == frame.seq - 1, f"{stream_id}: a hole"
         stream.next_seq += 1
@@ -370,15 +364,11 @@ class RouterStreams:
             stream.buffer_bytes -= len(stream.buffer.popleft().payload)
         assert stream.buffer_bytes >= 0, f"{stream_id}: {stream.buffer_bytes} bytes are kept"
 
+    def _is_read(self, rank: int) -> bool:
+        return not self._awaits_readers or rank in self._read
+
     def _payload(self, stream_id: StreamId, events: list[EngineEvent], ts_ms: int) -> bytes:
         return encode_batch(EngineBatch(ts_ms / 1000, tuple(events), stream_id.rank))
-
-
-def _parent_in(said: dict[Key, Place], key: Key) -> Key | None:
-    """Return what a block's parent is held as: in the same tier if it can be."""
-    parent, tier = said[key][0], key[1]
-    above = () if parent is None else ((parent, one) for one in (tier, *MEDIA))
-    return next((one for one in above if one in said), None)
 
 
 def short_hash(block: SequenceHash) -> int:

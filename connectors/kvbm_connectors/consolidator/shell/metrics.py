@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm_common.runtime.metrics import Metric, Metrics, gauge_of, metrics_of_counts
+from kvbm_common.runtime.metrics import Metric, gauge_of, metrics_of_counts
 
 from kvbm_connectors.consolidator.core.core import ConsolidatorStatistics
 
@@ -50,15 +50,3 @@ def metrics_of(statistics: ConsolidatorStatistics) -> list[Metric]:
         gauge_of(f"kvbm_consolidator_{name}", f"Now: {name.replace('_', ' ')}.", figures[name])
         for name in GAUGES
     ]
-
-
-def metrics_of_second(metrics: Metrics) -> list[Metric]:
-    """Return the metrics of the publisher of the consolidated stream, under names of their own."""
-    return [_renamed(metric) for metric in metrics.collect()]
-
-
-def _renamed(metric: Metric) -> Metric:
-    old, new = "kvbm_events_", "kvbm_consolidated_events_"
-    renamed = Metric(metric.name.replace(old, new), metric.documentation, metric.type)
-    renamed.samples = [one._replace(name=one.name.replace(old, new)) for one in metric.samples]
-    return renamed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,11 @@ class RouterSockets:
                 "KVBM_ROUTER_REPLAY_ENDPOINT",
             )
             self._start(port, self._serve(rank, port.router), f"router replay {rank}")
+
+    def serve(self, ranks: Iterable[int]) -> None:
+        """Listen for readers of these ranks: what a rank says is not written before one comes."""
+        for rank in ranks if self.on else ():
+            self._port_of(rank)
 
     def broadcast(self, frame: Frame) -> None:
         """Publish a batch; never waits. Without readers it goes nowhere."""

@@ -17,10 +17,9 @@ from kvbm_common.nats.event_publisher import EventPublisher
 from kvbm_common.nats.snapshots import SnapshotPages
 from kvbm_common.nats.streams import CONSOLIDATED
 from kvbm_common.runtime.loop import CoreLoop
-from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import ServiceContext, run
 from kvbm_common.wire.codec import WireError
-from kvbm_common.wire.events import Event, consolidated_subject, event_codec, event_subject
+from kvbm_common.wire.events import Event
 from kvbm_common.wire.local import Attach, Beat, Detach, Offered, OfferedRun, ToConsolidator
 from kvbm_common.wire.verbs import (
     OFFER_BLOCKS_MAX,
@@ -34,7 +33,7 @@ from kvbm_common.wire.verbs import (
 )
 
 from kvbm_connectors.consolidator.core.core import ConsolidatorCore
-from kvbm_connectors.consolidator.core.memory import parts_of
+from kvbm_connectors.consolidator.core.memory import fills_of, parts_of
 from kvbm_connectors.consolidator.core.messages import (
     AnswerRouter,
     AskEpoch,
@@ -64,7 +63,6 @@ from kvbm_connectors.consolidator.shell.metrics import (
     drops_of,
     figures_of,
     metrics_of,
-    metrics_of_second,
 )
 from kvbm_connectors.consolidator.shell.registrar import Registrar
 from kvbm_connectors.consolidator.shell.router_sockets import OFF, RouterSockets
@@ -123,12 +121,14 @@ class ConsolidatorShell:
         self._core = core
         self._snapshots = SnapshotPages(self._snapshot_of)
         self._socket = socket
-        self._publisher = context.bus.event_publisher(context.source)
-        own = Metrics()
+        self._publisher = context.bus.event_publisher(context.source, spec=context.events)
         self._consolidated = EventPublisher(
-            context.bus, CONSOLIDATED, source=context.source, counters=own
+            context.bus,
+            CONSOLIDATED,
+            source=context.source,
+            counters=context.counters,
+            metrics_prefix="kvbm_consolidated",
         )
-        context.counters.include(lambda: metrics_of_second(own))
         settings = context.settings
         self._enabled = settings.consolidator_enabled
         self.loop: CoreLoop[Input, Effect] = CoreLoop(
@@ -165,6 +165,7 @@ class ConsolidatorShell:
         context = self._context
         context.set_stats(self._stats)
         context.counters.include(lambda: metrics_of(self._core.statistics()))
+        context.bounds.declare_queues(self.loop, self._publisher, self._consolidated)
         running = [
             tasks.create_task(self.loop.run(), name="core"),
             tasks.create_task(self._publisher.run(), name="publisher"),
@@ -251,8 +252,10 @@ class ConsolidatorShell:
             case RequestReplay():
                 return self.streams.replay(effect)
             case AskEpoch():
+                self.routers.serve(effect.ranks)
                 return self._registrar.enter(effect)
             case Describe():
+                self.routers.serve(effect.ranks)
                 return self._registrar.describe(effect)
             case RevokeEpoch():
                 return self._registrar.leave(effect)
@@ -272,15 +275,11 @@ class ConsolidatorShell:
         return None
 
     def _publish(self, event: Event) -> None:
-        event = _stamped(event)
-        payload, subject = event_codec.encode(event), event_subject(event)
-        self._publisher.publish(subject, payload, epoch=event.epoch, seq=event.seq)
+        self._publisher.publish_event(event)
 
     def _publish_consolidated(self, event: Event) -> None:
         if self._enabled:
-            event = _stamped(event)
-            payload, subject = event_codec.encode(event), consolidated_subject(event)
-            self._consolidated.publish(subject, payload, epoch=event.epoch, seq=event.seq)
+            self._consolidated.publish_event(event)
 
     # ---- verbs -------------------------------------------------------------------------------
 
@@ -311,11 +310,6 @@ class ConsolidatorShell:
             positions={engine: list(position) for engine, position in positions.items()},
             workers=self._core.engines.passing_through(),
         )
-
-
-def _stamped(event: Event) -> Event:
-    now_ms = time.time_ns() // 1_000_000
-    return event if event.ts_ms else msgspec.structs.replace(event, ts_ms=now_ms)
 
 
 def offer_of(host: str, offered: Offered) -> Offer:
@@ -361,8 +355,10 @@ async def serve_consolidator(context: ServiceContext) -> None:
         dedup=settings.consolidator_mode == "dedup",
         # Epochs of two lives may be a few apart: a reader would see no gap between them.
         first_router_seq=time.time_ns() // 1_000,
+        awaits_routers=True,
     )
     context.footprint.declare(lambda: parts_of(core.statistics(), routers=routers))
+    context.bounds.declare(lambda: fills_of(core.engines.statistics(), limits))
     connectors = ConnectorSocket(
         settings.consolidator_endpoint, context.counters, curve_file=settings.curve_server_file
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from kvbm_common.errors import KvbmError
@@ -14,7 +15,9 @@ from kvbm_common.registry.records import Left, RegistryEvent
 from kvbm_common.runtime.logs import OncePerKind
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.wire.codec import WireError
-from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier, event_codec, event_subject
+from kvbm_common.wire.epochs import require_epoch
+from kvbm_common.wire.events import SUBJECT_PREFIX, Event, Tier
+from kvbm_common.wire.packed_events import events_on
 from kvbm_common.wire.verbs import SnapshotRequest, verb_subject
 
 from kvbm_connectors.consolidator.core.messages import (
@@ -103,21 +106,22 @@ class TierFeed:
         subscription = self._context.bus.event_subscription(
             start="last_per_subject",
             subject=f"{SUBJECT_PREFIX}.{self._context.host}.{source}.*",
+            spec=self._context.events,
             on_stream_lost=lambda: self._complete(TierStreamLost(source)),
         )
         async with subscription:
             async for batch in subscription:
-                events = tuple(event for message in batch if (event := self._event_of(message)))
+                events = tuple(event for message in batch for event in self.events_of(message))
                 if events:
                     await self._take(TierEvents(events))
 
-    def _event_of(self, message: EventMessage) -> Event | None:
+    def events_of(self, message: EventMessage) -> list[Event]:
+        """Return the events of a message; none of one that cannot be believed, which is counted."""
         try:
-            event = event_codec.decode(message.payload)
-            if message.subject != event_subject(event):
-                raise WireError(f"{event_subject(event)} on another subject", kind="wrong_subject")
+            events = events_on(message.subject, message.payload)
+            require_epoch(max((one.epoch for one in events), default=0), time.time())
         except WireError as error:
             self._dropped.labels(reason=error.kind).inc()
             self._log.warning(error.kind, f"{message.subject}: {error}")
-            return None
-        return event
+            return []
+        return events

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -258,6 +259,20 @@ async def dropped(bus: Bus, name: str) -> dict[str, float]:
     families = msgspec.json.decode(await bus.request(subject, b"", deadline_s=2.0))["families"]
     samples = next(family["samples"] for family in families if family["name"] == name)
     return {sample["labels"]["reason"]: sample["value"] for sample in samples}
+
+
+async def test_no_series_is_exported_twice(engine: Engine, bus: Bus) -> None:
+    """Goal: the publishers of both streams count under names of their own."""
+    subject = verb_subject("consolidator", "metrics", host="h", instance="0")
+    families = msgspec.json.decode(await bus.request(subject, b"", deadline_s=2.0))["families"]
+    counts = Counter(
+        (family["name"], tuple(sorted(sample["labels"].items())))
+        for family in families
+        for sample in family["samples"]
+    )
+    assert [series for series, count in counts.items() if count > 1] == []
+    names = {family["name"] for family in families}
+    assert names >= {"kvbm_event_messages_total", "kvbm_consolidated_event_messages_total"}
 
 
 async def test_from_the_engine_to_the_index(engine: Engine, bus: Bus) -> None:

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.bus import Bus
+from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.service.process import ServiceContext
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.wire.events import Tier
+from kvbm_common.wire.events import Cleared, Tier, event_codec, event_subject
 from kvbm_connectors.consolidator.core.messages import Input, TierSnapshot
 from kvbm_connectors.consolidator.shell.tier_feed import TierFeed
 
 
 async def nobody(_: Input) -> None:
     """Takes nothing."""
+
+
+def test_an_event_from_the_future_is_dropped() -> None:
+    """A later life than any clock can have begun would hide all that the tier says from then on."""
+    counters = Metrics()
+    context: Any = SimpleNamespace(counters=counters)
+    tasks: Any = None
+    feed = TierFeed(context, tasks=tasks, take=nobody, complete=lambda _: None)
+    event = Cleared(host="h", source="host-tier-0", tier="host", epoch=2**62, seq=1, ts_ms=0)
+    message = EventMessage(event_subject(event), event_codec.encode(event), 1)
+    assert feed.events_of(message) == []
+    assert counters.value("kvbm_consolidator_messages_dropped_total", reason="future_epoch") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""The calendar of running requests: which of them a step has to look at.
+
+A request that decodes gets one token a step, and its blocks become full in known steps at the
+earliest. Looking at each request in every step would cost more than all that is to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Calendar:
+    """Requests by the next step that looks at them, in the order in which they are due."""
+
+    def __init__(self, *, every_step: bool = False) -> None:
+        """Make an empty calendar. With `every_step` each step looks at all of its requests."""
+        self._every_step = every_step
+        self._step = 0
+        self._soon: dict[str, None] = {}
+        """To be looked at by the next step that computes for them."""
+        self._due: dict[int, list[str]] = {}
+        self._at: dict[str, int] = {}
+        """Request → the step of its entry in `_due`; other entries of it are out of date."""
+
+    def look_soon(self, request: str) -> None:
+        """Have the next step that computes for a request look at it."""
+        if not self._every_step:
+            self._soon[request] = None
+
+    def look_in(self, request: str, steps: int) -> None:
+        """Have the step look at a request that is so many steps after the present one."""
+        assert steps > 0, f"{request} is looked at {steps} steps from now"
+        if not self._every_step:
+            at = self._step + steps
+            self._at[request] = at
+            self._due.setdefault(at, []).append(request)
+
+    def forget(self, request: str) -> None:
+        """Drop a request that has ended."""
+        self._soon.pop(request, None)
+        self._at.pop(request, None)
+
+    def begin_step(self, scheduled: Mapping[str, int]) -> list[str]:
+        """Begin a step that computes so many tokens of each request; return those to look at.
+
+        Requests with several tokens are always among them: their blocks fill early.
+        """
+        self._step += 1
+        if self._every_step:
+            return list(scheduled)
+        for request in self._due.pop(self._step, ()):
+            if self._at.get(request) == self._step:
+                del self._at[request]
+                self._soon[request] = None
+        due: dict[str, None] = {}
+        if sum(scheduled.values()) > len(scheduled):  # Not so in most steps.
+            due = dict.fromkeys([request for request, tokens in scheduled.items() if tokens > 1])
+        fewer, others = (
+            (self._soon, scheduled) if len(self._soon) < len(scheduled) else (scheduled, self._soon)
+        )
+        due |= dict.fromkeys([request for request in fewer if request in others])
+        for request in due:
+            self._soon.pop(request, None)
+        return list(due)
