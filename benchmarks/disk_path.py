@@ -16,7 +16,8 @@ from kvbm_cli.stack import Stack
 from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
-from kvbm_common.wire.events import SUBJECT_PREFIX, Stored, event_codec
+from kvbm_common.wire.events import SUBJECT_PREFIX, Stored
+from kvbm_common.wire.packed_events import block_count, events_on
 from kvbm_common.wire.verbs import Hits, StatsReply, hits_codec, hits_subject, verb_subject
 from kvbm_disk_tier.core.journal import replay
 from kvbm_disk_tier.shell.store_header import Header
@@ -242,7 +243,7 @@ class Announced:
 
     def __init__(self, stack: Stack, bus: Bus) -> None:
         self._source = f"disk-tier-{stack.settings.instance}"
-        self._subject = f"{SUBJECT_PREFIX}.{stack.settings.host}.{self._source}.stored"
+        self._subject = f"{SUBJECT_PREFIX}.{stack.settings.host}.{self._source}.*"
         self._bus = bus
         self._count = 0
         self._more = asyncio.Event()
@@ -251,10 +252,10 @@ class Announced:
         """From now on."""
         await self._bus.subscribe(self._subject, self._heard)
 
-    def _heard(self, _subject: str, payload: bytes) -> None:
-        event = event_codec.decode(payload)
-        assert isinstance(event, Stored), event
-        self._count += sum(len(run.hashes) for run in event.runs)
+    def _heard(self, subject: str, payload: bytes) -> None:
+        for event in events_on(subject, payload):
+            if isinstance(event, Stored):
+                self._count += block_count(event)
         self._more.set()
 
     async def reach(self, blocks: int) -> None:

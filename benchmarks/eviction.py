@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 from kvbm_cli.replay import ROOT, Requests, bound_of, hits_of, requests_of
-from kvbm_common.eviction import make_policy
+from kvbm_common.eviction import POLICIES, make_policy
 from kvbm_common.identity import SequenceHash
 
 from benchmarks.eviction_loads import LOADS
@@ -48,12 +48,12 @@ def _rate(name: str, load: Requests, share: float) -> Row:
 
 def _costs(load: Requests) -> Iterator[Row]:
     slot_count = int(COST_SHARE * load.block_count)
-    for policy in ("lru", "lfu", "prefix"):
+    for policy in POLICIES:
         started = time.process_time()
         hits_of(load, make_policy(policy, slot_count), slot_count)
         cost_us = (time.process_time() - started) / load.references * 1e6
         yield info_row(f"`{policy}`: all calls for a block asked for", cost_us, unit="µs")
-    for policy in ("lru", "lfu", "prefix"):
+    for policy in POLICIES:
         yield info_row(f"`{policy}`: memory for a block", _bytes_per_block(policy), unit="B")
 
 

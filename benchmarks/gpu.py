@@ -18,7 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "libs/kvbm_common")]
 
 import numpy as np  # noqa: E402
 from kvbm_common.cuda.copies import Copies  # noqa: E402
+from kvbm_common.cuda.device_sums import DeviceSums  # noqa: E402
+from kvbm_common.cuda.device_sums import PlainRegion as Region  # noqa: E402
 from kvbm_common.cuda.measure import choose, measure  # noqa: E402
 from kvbm_common.cuda.mover import DeviceMover  # noqa: E402
 from kvbm_common.cuda.pinning import Pinning  # noqa: E402
-from kvbm_common.cuda.reading import DeviceReader, DeviceSums, Gpu  # noqa: E402
+from kvbm_common.cuda.reading import DeviceReader, Gpu  # noqa: E402
 from kvbm_common.cuda.runtime import CudaError, CudaUnavailable, CupyRuntime, Runtime  # noqa: E402
 from kvbm_common.memory.arena import Arena  # noqa: E402
 from kvbm_common.nixl.layout import CHUNK_BYTES, chunks_of, device_pieces, slot_pieces  # noqa: E402
@@ -45,20 +48,14 @@ MOVED_BYTES = 256 << 20
 """Beyond every cache, and 5 ms of a fast bus."""
 ROUNDS = 7
 BLOCK_KIB = (64, 256, 1024, 4096)
+PIECE_KIB = (32, 512)
+"""Of a layer of a block: the sizes that goals are said for."""
 LAYERS, HEADS = 32, 8
 DEADLINE_S = 30.0
 ONBOARD_BLOCKS, ONBOARD_BLOCK_BYTES, ONBOARD_ROUNDS = 512, 128 << 10, 50
 MATMUL_SIDE, MATMULS = 4096, 200
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """As `wire.local.Region`, which needs msgspec."""
-
-    address: int
-    stride: int
-    piece_bytes: int
-    blocks: int
+MATMUL_WARM_UPS, MATMUL_ROUNDS = 20, 15
+"""A second until the clocks are those of a busy device; rounds in turn with a device left alone."""
 
 
 Layout = Callable[[int, int, int], list[Region]]
@@ -174,18 +171,25 @@ class Bench:
 
 
 def copies_of(
-    bench: Bench, layout: Layout, block_bytes: int, direction: str
+    bench: Bench,
+    layout: Layout,
+    block_bytes: int,
+    direction: str,
+    *,
+    cache: int = 0,
+    arena_offset: int = 0,
 ) -> tuple[list[Copies], int]:
     """Blocks in a mixed order, cut into chunks as the host tier and the worker do; their bytes."""
     blocks = MOVED_BYTES // block_bytes
-    regions: list[Any] = list(layout(bench.cache, block_bytes, blocks))
+    regions: list[Any] = list(layout(cache or bench.cache, block_bytes, blocks))
     part = sum(region.piece_bytes for region in regions)
     order = np.random.default_rng(0).permutation(blocks).tolist()
     found: list[Copies] = []
     for chunk in chunks_of(blocks, block_bytes):
         device = Spans.of_pieces(device_pieces(regions, order[chunk]))
         host = Spans.of_pieces(
-            slot_pieces(regions, range(blocks)[chunk], arena_address=bench.arena.address,
+            slot_pieces(regions, range(blocks)[chunk],
+                        arena_address=bench.arena.address + arena_offset,
                         slot_bytes=block_bytes, part_offset=block_bytes - part)
         )  # fmt: skip
         pair = (host, device) if direction == "d2h" else (device, host)
@@ -197,10 +201,15 @@ def gb_per_s(size: int, seconds: list[float]) -> float:
     return round(size / statistics.median(seconds) / 1e9, 2)
 
 
-def move_all(mover: DeviceMover, chunks: list[Copies]) -> float:
-    """Seconds from the first call to the last byte, planning included."""
+def move_all(*loads: tuple[DeviceMover, list[Copies]]) -> float:
+    """Seconds from the first call to the last byte, planning included. Loads of several movers
+    begin together."""
     began = time.perf_counter()
-    moves = [mover.move(chunk, deadline_s=DEADLINE_S) for chunk in chunks]
+    moves = [
+        mover.move(chunk, deadline_s=DEADLINE_S)
+        for turn in zip_longest(*([(mover, chunk) for chunk in chunks] for mover, chunks in loads))
+        for mover, chunk in (load for load in turn if load is not None)
+    ]
     for move in moves:
         move.result(DEADLINE_S)
     return time.perf_counter() - began
@@ -213,6 +222,52 @@ def plain(bench: Bench, direction: str) -> Callable[[], float]:
     return lambda: bench.seconds(
         lambda: bench.runtime.copy(target, source, MOVED_BYTES, bench.stream)
     )
+
+
+def plain_both(bench: Bench, cache: int) -> float:
+    """Seconds of one cudaMemcpyAsync each way at the same time, on two streams."""
+    half = MOVED_BYTES // 2
+    address, other = bench.pinned.ctypes.data, bench.runtime.stream(urgent=True)
+    events = [bench.runtime.event() for _ in range(2)]
+    began = time.perf_counter()
+    bench.runtime.copy(address, bench.cache, half, bench.stream)
+    bench.runtime.copy(cache, address + half, half, other)
+    bench.runtime.record(events[0], bench.stream)
+    bench.runtime.record(events[1], other)
+    while not all(map(bench.runtime.is_done, events)):
+        pass
+    return time.perf_counter() - began
+
+
+def pieces(bench: Bench) -> list[dict[str, Any]]:
+    """Blocks of layers with pieces of one size, each way and both at once, beside plain copies."""
+    second = bench.runtime.allocate(MOVED_BYTES)
+    rows: list[dict[str, Any]] = []
+    movers = {way: bench.mover(way, choose(bench.rates, way)) for way in ("d2h", "h2d")}
+    for kib in PIECE_KIB:
+        block_bytes = LAYERS * kib << 10
+        layout = layers_of(LAYERS)
+        down, size = copies_of(bench, layout, block_bytes, "d2h")
+        up, _ = copies_of(bench, layout, block_bytes, "h2d", cache=second,
+                          arena_offset=ARENA_BYTES // 2)  # fmt: skip
+        loads = {"d2h": (movers["d2h"], down), "h2d": (movers["h2d"], up)}
+        arms: dict[str, tuple[int, Callable[[], float]]] = {
+            "d2h": (size, partial(move_all, loads["d2h"])),
+            "h2d": (size, partial(move_all, loads["h2d"])),
+            "both": (2 * size, partial(move_all, *loads.values())),
+            "plain_d2h": (MOVED_BYTES, plain(bench, "d2h")),
+            "plain_h2d": (MOVED_BYTES, plain(bench, "h2d")),
+            "plain_both": (MOVED_BYTES, partial(plain_both, bench, second)),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in arms}
+        for _ in range(ROUNDS):
+            for name, (_, run) in arms.items():
+                taken[name].append(run())
+        rates = {f"{name}_gb_s": gb_per_s(arms[name][0], taken[name]) for name in arms}
+        rows.append({"piece_kib": kib, **rates})
+    for mover in movers.values():
+        mover.close()
+    return rows
 
 
 def torch_copy(direction: str) -> Callable[[], float] | None:
@@ -248,7 +303,7 @@ def copy_rates(bench: Bench) -> list[dict[str, Any]]:
             seconds: dict[str, list[float]] = {}
             for _ in range(ROUNDS):
                 for arm, mover in movers.items():
-                    seconds.setdefault(arm, []).append(move_all(mover, chunks))
+                    seconds.setdefault(arm, []).append(move_all((mover, chunks)))
                 for arm, run in references.items():
                     if run is not None:
                         seconds.setdefault(arm, []).append(run())
@@ -284,9 +339,9 @@ def same_bytes(bench: Bench) -> dict[str, bool]:
             back, size = copies_of(bench, layout, 64 << 10, "d2h")
             up, down = bench.mover("h2d", below), bench.mover("d2h", below)
             content[:] = expected
-            move_all(up, there)
+            move_all((up, there))
             content[:] = 0
-            move_all(down, back)
+            move_all((down, back))
             up.close()
             down.close()
             moved = content != 0
@@ -314,21 +369,27 @@ def stolen(bench: Bench) -> dict[str, Any]:
         return float(begin.elapsed_time(end)) / MATMULS
 
     chunks, _ = copies_of(bench, layers_of(LAYERS), 256 << 10, "d2h")
-    matmuls()
-    figures: dict[str, Any] = {"alone_ms": [], "engine_ms": [], "kernel_ms": []}
-    for _ in range(ROUNDS):
-        figures["alone_ms"].append(matmuls())
-        for arm, below in (("engine_ms", 0), ("kernel_ms", 1 << 40)):
+    for _ in range(MATMUL_WARM_UPS):
+        matmuls()
+    arms = {"engine": 0, "kernel": 1 << 40}
+    taken: dict[str, list[float]] = {"alone_ms": []}
+    copying = dict.fromkeys((f"{arm}_still_copying" for arm in arms), True)
+    for _ in range(MATMUL_ROUNDS):
+        for arm, below in arms.items():
+            taken["alone_ms"].append(matmuls())
             mover = bench.mover("d2h", below)
             moves = [mover.move(c, deadline_s=DEADLINE_S) for _ in range(20) for c in chunks]
-            figures[arm].append(matmuls())
-            figures.setdefault(f"{arm}_still_copying", []).append(not moves[-1].done())
+            taken.setdefault(f"{arm}_ms", []).append(matmuls())
+            copying[f"{arm}_still_copying"] &= not moves[-1].done()
             for move in moves:
                 move.result(DEADLINE_S)
             mover.close()
-    medians = {k: round(statistics.median(v), 4) for k, v in figures.items() if k.endswith("_ms")}
-    copying = {k: all(v) for k, v in figures.items() if k.endswith("copying")}
-    return medians | copying
+    medians = {name: round(statistics.median(times), 4) for name, times in taken.items()}
+    lost = {
+        f"{arm}_percent": round(100 * (medians[f"{arm}_ms"] / medians["alone_ms"] - 1), 2)
+        for arm in arms
+    }
+    return medians | lost | copying
 
 
 def onboard(bench: Bench) -> dict[str, Any]:
@@ -364,15 +425,22 @@ def _ask(reader: DeviceReader, spans: list[tuple[Spans, Spans]]) -> float:
 
 
 def sums(bench: Bench) -> dict[str, float]:
-    """GB/s of the checksum kernel over blocks of 128 KiB in layers."""
-    regions: list[Any] = layers_of(LAYERS)(bench.cache, ONBOARD_BLOCK_BYTES, 1024)
-    summer = DeviceSums(bench.runtime, [regions])
-    seconds = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        summer(range(1024))
-        seconds.append(time.perf_counter() - began)
-    return {"gb_s": gb_per_s(1024 * ONBOARD_BLOCK_BYTES, seconds)}
+    """GB/s of the checksum kernels: many blocks of 128 KiB in layers, and one chunk of a load in
+    blocks of 1 MiB, from asking for its sums to having them."""
+    found: dict[str, float] = {}
+    shapes = {"gb_s": (layers_of(LAYERS), ONBOARD_BLOCK_BYTES, 1024),
+              "chunk_gb_s": (block_outermost, 1 << 20, CHUNK_BYTES >> 20)}  # fmt: skip
+    for name, (layout, block_bytes, count) in shapes.items():
+        regions: list[Any] = layout(bench.cache, block_bytes, count)
+        summer = DeviceSums(bench.runtime, [regions])
+        summer(range(count))
+        seconds = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            summer(range(count))
+            seconds.append(time.perf_counter() - began)
+        found[name] = gb_per_s(count * block_bytes, seconds)
+    return found
 
 
 def right_sums(bench: Bench) -> bool:
@@ -432,6 +500,7 @@ def main() -> int:
         bench.section("stolen_from_matmul", lambda: stolen(bench))
         bench.section("right_sums", lambda: right_sums(bench))
         bench.section("checksum_kernel", lambda: sums(bench))
+        bench.section("pieces", lambda: pieces(bench))
         bench.section("copies", lambda: copy_rates(bench))
     finally:
         bench.pinning.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,9 +80,13 @@ def bound_row(name: str, value: float, *, low: float, high: float, unit: str, ta
     return Row(name=name, unit=unit, value=round(value, 3), target=target, met=met)
 
 
-def info_row(name: str, value: float, *, unit: str) -> Row:
+def info_row(name: str, value: float, *, unit: str, reference: float | None = None) -> Row:
     """A figure without a target: for scale."""
-    return Row(name=name, unit=unit, value=round(value, 3))
+    return Row(
+        name=name, unit=unit, value=round(value, 3),
+        reference=None if reference is None else round(reference, 3),
+        ratio=None if reference is None else round(value / reference, 3),
+    )  # fmt: skip
 
 
 def median_rate(measure: Callable[[], float], rounds: int) -> float:
@@ -111,6 +116,29 @@ def wait_for(condition: Callable[[], bool], *, deadline_s: float, what: str) -> 
         if time.perf_counter() > give_up_s:
             raise TimeoutError(f"{what} took more than {deadline_s} s")
         time.sleep(0.0005)
+
+
+async def ask_steadily(
+    ask: Callable[[bytes], Awaitable[bytes]], asked: Sequence[bytes], *, count: int, per_s: float
+) -> tuple[list[float], list[bytes]]:
+    """Ask at a steady rate, whether or not the question before is answered; return the seconds of
+    each question, and the answers."""
+    seconds: list[float] = []
+    answers: list[bytes] = []
+
+    async def timed(payload: bytes) -> None:
+        started_s = time.perf_counter()
+        answers.append(await ask(payload))
+        seconds.append(time.perf_counter() - started_s)
+
+    begun_s = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(count):
+            pause_s = begun_s + number / per_s - time.perf_counter()
+            if pause_s > 0:
+                await asyncio.sleep(pause_s)
+            tasks.create_task(timed(asked[number % len(asked)]))
+    return seconds, answers
 
 
 @contextmanager

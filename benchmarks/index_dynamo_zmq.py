@@ -30,9 +30,9 @@ IDLE_S = 0.3
 """Who uses no processor time for so long has read everything."""
 
 
-def stored_cpu_s(batch: int, blocks: int) -> tuple[int, float]:
-    """Blocks, and processor seconds of the indexer that heard of them."""
-    batches = list(_batches(batch, blocks))
+def stored_cpu_s(batch: int, blocks: int, *, events: int = 1) -> tuple[int, float]:
+    """Blocks, and processor seconds of the indexer that heard of them, so many events a message."""
+    batches = list(_batches(batch, blocks, events))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = context.socket(zmq.XPUB)
     publisher.setsockopt(zmq.SNDHWM, 0)
@@ -64,11 +64,12 @@ def _count(blocks: int) -> int:
     return -(-blocks // CHAIN_BLOCKS[-1]) * CHAIN_BLOCKS[-1]
 
 
-def _batches(batch: int, blocks: int) -> Iterator[bytes]:
-    """Chains of the longest kind, one event a batch."""
+def _batches(batch: int, blocks: int, events: int) -> Iterator[bytes]:
+    """Chains of the longest kind, so many events a message."""
     rng = random.Random(3)
     for _ in range(_count(blocks) // CHAIN_BLOCKS[-1]):
         names = [rng.getrandbits(63) for _ in range(CHAIN_BLOCKS[-1])]
+        chain: list[BlockStored] = []
         for at in range(0, len(names), batch):
             run = names[at : at + batch]
             tokens = tuple(rng.randrange(32_000) for _ in range(BLOCK_TOKENS * len(run)))
@@ -76,7 +77,11 @@ def _batches(batch: int, blocks: int) -> Iterator[bytes]:
                 block_hashes=tuple(run), parent=names[at - 1] if at else None, token_ids=tokens,
                 block_size=BLOCK_TOKENS, medium="GPU", extra_keys=None,
             )  # fmt: skip
-            yield encode_batch(EngineBatch(ts=0.0, events=(event,), dp_rank=0))
+            chain.append(event)
+        for at in range(0, len(chain), events):
+            yield encode_batch(
+                EngineBatch(ts=0.0, events=tuple(chain[at : at + events]), dp_rank=0)
+            )
 
 
 def _register(url: str, endpoint: str) -> None:

@@ -18,6 +18,10 @@ from benchmarks.probe import Probe
 
 LOOKUP_BLOCKS = 512
 LOOKUPS = 2_000
+FIRST_LOOKUPS = 40
+"""Runs that fit into the arena together."""
+QUIET_S = 0.1
+"""Behind an offload: its events are stored by then."""
 BLOCK_BYTES = 4096
 EVENTS_PER_S = 1_000
 EVENTS = 5_000
@@ -46,9 +50,27 @@ def _lookups(probe: Probe) -> list[Row]:
     seconds = lookup_seconds(probe, LOOKUPS)
     return [
         time_row("lookup of 512 blocks, leased, p99", percentile(seconds, 0.99) * 1e3, unit="ms",
-                 target=2.0),
-        info_row("lookup of 512 blocks, leased, p50", percentile(seconds, 0.5) * 1e3, unit="ms"),
+                 target=1.0),
+        time_row("lookup of 512 blocks, leased, p50", percentile(seconds, 0.5) * 1e3, unit="ms",
+                 target=0.4),
+        info_row("lookup of 512 blocks that none has asked for before, p50",
+                 percentile(_first_seconds(probe), 0.5) * 1e3, unit="ms"),
     ]  # fmt: skip
+
+
+def _first_seconds(probe: Probe) -> list[float]:
+    """Offload runs of 512 blocks, and look each up once: nothing of them is known by then."""
+    seconds: list[float] = []
+    for seed in range(1, 1 + FIRST_LOOKUPS):
+        names = probe.chain(seed, LOOKUP_BLOCKS)
+        assert probe.offload(names) == LOOKUP_BLOCKS
+        time.sleep(QUIET_S)
+        started = time.perf_counter()
+        hit = probe.lookup(f"first {seed}", names)
+        seconds.append(time.perf_counter() - started)
+        assert hit.blocks == LOOKUP_BLOCKS
+        probe.scheduler.forget(f"first {seed}")
+    return seconds
 
 
 def lookup_seconds(probe: Probe, count: int) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,17 +32,25 @@ WITH_DEPENDENCIES = [
 
 def main() -> None:
     """Make it once; a stamp remembers."""
-    stamp = DIRECTORY / ".setup-stamp"
-    wanted = "\n".join([*ALONE, *WITH_DEPENDENCIES])
+    on_top_of_vllm(DIRECTORY, alone=ALONE, with_dependencies=WITH_DEPENDENCIES)
+
+
+def on_top_of_vllm(
+    directory: Path, *, alone: Sequence[str], with_dependencies: Sequence[str] = ()
+) -> None:
+    """Make an environment that finds vLLM's packages after its own, unless it is there."""
+    stamp = directory / ".setup-stamp"
+    wanted = "\n".join([*alone, *with_dependencies])
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    subprocess.run([sys.executable, "-m", "venv", DIRECTORY], check=True)
-    (packages,) = DIRECTORY.glob("lib/python*/site-packages")
+    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    (packages,) = directory.glob("lib/python*/site-packages")
     (theirs,) = (ROOT / ".venv-vllm").glob("lib/python*/site-packages")
     (packages / "vllm.pth").write_text(f"{theirs}\n")
-    pip = [str(PYTHON), "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
-    subprocess.run([*pip, *WITH_DEPENDENCIES], check=True)
+    pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", *alone], check=True)
+    if with_dependencies:
+        subprocess.run([*pip, *with_dependencies], check=True)
     stamp.write_text(wanted)
 
 

@@ -77,13 +77,13 @@ def _misses(probe: Probe) -> list[Row]:
 def _filter() -> list[Row]:
     memory = bytearray(size_of(CAPACITY))
     writer = MissFilter(memoryview(memory), owner=1, epoch=1)
-    writer.switch(FilterState.OPEN)
+    writer.switch(FilterState.COMPLETE)
     names, others = _names(CAPACITY, 1), _names(PROBES, 2)
     started = time.process_time()
     writer.change(names, ())
     made_s = time.process_time() - started
     reader = MissFilterReader(memory, owner=1, epoch=1)
-    wrong = sum(not reader.lacks_any((name,)) for name in others)
+    wrong = sum(not reader.denies_any((name,)) for name in others)
     started = time.process_time()
     for first in range(0, PROBES, BATCH):
         writer.change(others[first : first + BATCH], names[first : first + BATCH])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import zmq
 from kvbm_common.config.settings import Settings
-from kvbm_common.identity import Hasher, Namespace, SequenceHash
+from kvbm_common.identity import Hasher, Namespace, SequenceHash, of_tenant
 from kvbm_common.wire.local import Attach, Region
 from kvbm_connectors.client.scheduler import SchedulerHalf, new_incarnation
 from kvbm_connectors.client.worker import WorkerHalf
@@ -34,12 +34,12 @@ class Probe:
         verify: bool = True,
         model: str = "probe",
         deadline_ms: int = DEADLINE_MS,
+        tenant: str = "",
     ) -> None:
         self._deadline_ms = deadline_ms
         self.block_bytes, self.block_count = block_bytes, block_count
-        self.namespace = Namespace(
-            model=model, block_tokens=block_tokens, layout=f"flat/{block_bytes}"
-        )
+        namespace = Namespace(model=model, block_tokens=block_tokens, layout=f"flat/{block_bytes}")
+        self.namespace = of_tenant(namespace, tenant)
         self.hasher = Hasher(self.namespace)
         self.memory = np.empty((block_count, block_bytes // 8), dtype=np.uint64)
         self.memory[:] = np.random.default_rng(0).integers(
@@ -144,6 +144,11 @@ class Probe:
             self._news.wait(self._deadline_ms / 1000)
             self._news.clear()
         return hit
+
+    def wait_news(self) -> None:
+        """Wait until something has come."""
+        self._news.wait(self._deadline_ms / 1000)
+        self._news.clear()
 
     def lookups(self, requests: Mapping[str, list[SequenceHash]]) -> list[Hit]:
         """Ask all at once and wait for all answers, in their order."""

@@ -35,7 +35,7 @@ _seeds = itertools.count(1)
 
 
 def run() -> list[Row]:
-    """Measure; about ten minutes, of which two are spent starting engines."""
+    """Measure; about twelve minutes, three of them for the start of the engines."""
     with arms() as engines:
         samples: Samples = defaultdict(list)
         for number in range(ROUNDS + 1):
@@ -52,14 +52,15 @@ def run() -> list[Row]:
 
 def _in_turn(engines: Arms, number: int, *, count: int = 3) -> list[tuple[str, EngineProcess]]:
     """The arms; who begins changes from round to round."""
-    arms = [("plain", engines.plain), ("host", engines.host), ("lmcache", engines.lmcache)][:count]
+    arms = [("plain", engines.plain), ("host", engines.host), ("lmcache", engines.lmcache),
+            ("trusting", engines.trusting)][:count]  # fmt: skip
     first = number % count
     return arms[first:] + arms[:first]
 
 
 def _first_tokens(engines: Arms, samples: Samples, number: int) -> None:
     """Cold, hit on the device, and after the device was emptied, for each arm."""
-    for name, engine in _in_turn(engines, number):
+    for name, engine in _in_turn(engines, number, count=4):
         _warm(engine)
         tokens = _prompt(PROMPT_TOKENS)
         samples[f"{name} cold"].append(_ttft_ms(engine, tokens, cached=False))
@@ -157,6 +158,8 @@ def _rows(samples: Samples, per_step_us: float) -> list[Row]:
               "host evicted", "host local", 1.3),
         bound("TTFT loaded from the disk tier, beside the hit on the device",
               "disk evicted", "disk local", 2.0),
+        bound("TTFT loaded from the host tier, every block verified, beside never verified",
+              "host evicted", "trusting evicted", 1.05),
         bound("TTFT loaded from the host tier, beside LMCache",
               "host evicted", "lmcache evicted", 0.9),
         bound("TTFT cold, storing, 1,000 tokens, beside LMCache",

@@ -34,6 +34,7 @@ BLOCK_BYTES = 12 * 4 * 2 * 64 * BLOCK_TOKENS * 2
 MODEL = ["--layers", "12", "--hidden", "1024", "--heads", "8", "--kv-heads", "4",
          "--dtype", "bfloat16", "--spread", "0.05"]  # fmt: skip
 """About 170 million parameters."""
+MODEL_DEADLINE_S = 300.0
 ENGINE: dict[str, object] = {
     "dtype": "bfloat16",
     "block_size": BLOCK_TOKENS,
@@ -52,14 +53,25 @@ class Arms:
 
     plain: EngineProcess
     host: EngineProcess
-    """With an arena that has room for everything."""
+    """With an arena that has room for everything, and shipped settings."""
+    trusting: EngineProcess
+    """As `host`, but no read is verified."""
     disk: EngineProcess
     """With an arena that has room for one prompt, and a disk that has room for all."""
     disk_stack: LiveStack
     lmcache: EngineProcess
 
     def all(self) -> tuple[EngineProcess, ...]:
-        return self.plain, self.host, self.disk, self.lmcache
+        return self.plain, self.host, self.trusting, self.disk, self.lmcache
+
+
+def make_model(directory: Path) -> str:
+    """Write the random model that all arms serve; returns where."""
+    model = directory / "model"
+    script = ROOT / "tests" / "vllm" / "make_model.py"
+    subprocess.run([VLLM_PYTHON, script, model, *MODEL], check=True, stderr=subprocess.DEVNULL,
+                   timeout=MODEL_DEADLINE_S)  # fmt: skip
+    return str(model)
 
 
 @contextlib.contextmanager
@@ -67,9 +79,7 @@ def arms() -> Iterator[Arms]:
     """Start everything, one after the other."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-bench-")))
-        script = ROOT / "tests" / "vllm" / "make_model.py"
-        model = str(directory / "model")
-        subprocess.run([VLLM_PYTHON, script, model, *MODEL], check=True, stderr=subprocess.DEVNULL)
+        model = make_model(directory)
 
         def engine(name: str, tiers: LiveStack | None = None, **more: object) -> EngineProcess:
             settings = tiers.settings if tiers is not None else None
@@ -85,6 +95,9 @@ def arms() -> Iterator[Arms]:
             return process
 
         host_tiers = stack.enter_context(live_stack({"cpu_cache_gb": 2.0}))
+        trusting_tiers = stack.enter_context(
+            live_stack({"cpu_cache_gb": 2.0, "verify_host_reads": "never"})
+        )
         disk_tiers = stack.enter_context(
             live_stack(
                 {
@@ -98,13 +111,14 @@ def arms() -> Iterator[Arms]:
         yield Arms(
             plain=engine("plain"),
             host=engine("host", host_tiers),
+            trusting=engine("trusting", trusting_tiers),
             disk=engine("disk", disk_tiers),
             disk_stack=disk_tiers,
-            lmcache=engine("lmcache", kv_transfer_config=_lmcache(stack, directory)),
+            lmcache=engine("lmcache", kv_transfer_config=lmcache_server(stack, directory)),
         )
 
 
-def _lmcache(stack: contextlib.ExitStack, directory: Path) -> dict[str, object]:
+def lmcache_server(stack: contextlib.ExitStack, directory: Path) -> dict[str, object]:
     """Start LMCache's server in its fast mode; returns what its connector is told."""
     port = free_port()
     log = stack.enter_context((directory / "lmcache-server.log").open("wb"))
@@ -117,8 +131,7 @@ def _lmcache(stack: contextlib.ExitStack, directory: Path) -> dict[str, object]:
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=dying_with_parent()
     )
-    stack.callback(server.wait, 10)
-    stack.callback(server.terminate)
+    stack.callback(end, server)
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
@@ -129,3 +142,13 @@ def _lmcache(stack: contextlib.ExitStack, directory: Path) -> dict[str, object]:
             "lmcache.mp.mp_transfer_mode": "lmcache_driven",
         },
     }
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and kill it when it does not."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
