@@ -72,6 +72,10 @@ readinessProbe:
 - name: KVBM_NATS_CA_FILE
   value: /etc/kvbm/creds/ca.pem
 {{- end }}
+{{- if gt (int $values.index.partitions) 1 }}
+- name: KVBM_INDEX_PARTITIONS
+  value: {{ $values.index.partitions | quote }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvbm.serviceEnv" -}}
