@@ -7,7 +7,7 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
 
-.PHONY: help setup demo test test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle lint wheels test-wheels version lock mutants soak sbom audit
+.PHONY: help setup demo test test-upgrade test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-peers bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle bench-step lint wheels test-wheels version lock mutants soak sbom audit
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -31,9 +31,9 @@ up: setup ## start the stack in the foreground
 	$(VENV)/bin/kvbm up $(ARGS)
 
 # Tests wait for clocks, processes and disks more than they compute: three groups run at once.
-GROUP_1 := tests/services/host_tier tests/sim
+GROUP_1 := tests/services/host_tier tests/sim tests/examples tests/security
 GROUP_2 := tests/connectors tests/services/disk_tier tests/services/index tests/services/metrics \
-	tests/integration/test_operators.py
+	tests/libs/kvbm_cli tests/vllm
 test: setup lint ## lint, types and every test of the first suite (with ARGS: in one process)
 ifdef ARGS
 	$(PY) -m pytest -m "not slow" $(ARGS)
@@ -79,6 +79,10 @@ test-compose: setup .venv-helm/.setup-stamp ## the images and docker-compose.yml
 
 test-helm: setup .venv-helm/.setup-stamp ## the Helm chart: lint, schemas of Kubernetes, and what it must agree with
 	KVBM_TEST_HELM=.venv-helm $(PY) -m pytest tests/helm $(ARGS)
+
+FROM ?=
+test-upgrade: setup ## a stack under load, upgraded a service at a time and rolled back: FROM=v0.1.0, a tag or commit
+	$(if $(FROM),KVBM_UPGRADE_FROM=$(FROM)) $(PY) -m pytest -m slow tests/integration/test_upgrade.py $(ARGS)
 
 test-sglang: setup ## the storage back end on SGLang's real factory and host pools (CPU): its own environment
 	nice -n 5 python3 tests/sglang/make_env.py .venv-sglang
@@ -126,7 +130,14 @@ bench: setup ## every benchmark; writes benchmarks/results/*.json
 bench-vllm: setup ## a real vLLM on one core, with KVBM, with LMCache and without either
 	python3 tests/vllm/make_env.py .venv-vllm
 	python3 -m benchmarks.lmcache_env
-	$(PY) -m benchmarks vllm
+	$(PY) -m benchmarks vllm multi_round
+
+# An environment that cannot be made ends its own arm only.
+bench-peers: setup ## KVBM, LMCache, vLLM's offloading and Mooncake's store in one table; ARGS="--quick"
+	python3 tests/vllm/make_env.py .venv-vllm
+	-python3 -m benchmarks.lmcache_env
+	-python3 -m benchmarks.mooncake_env
+	$(PY) -m benchmarks.peers $(ARGS)
 
 bench-sglang: setup ## HiCache pages in KVBM and in SGLang's own file back end, same pages, same run
 	python3 tests/sglang/make_env.py .venv-sglang
@@ -143,6 +154,10 @@ bench-scale: setup ## two host tiers beside one, three index replicas beside one
 
 bench-idle: setup ## what an idle stack costs, by thread
 	$(PY) -m benchmarks idle
+
+bench-step: setup ## what a step of vLLM's scheduler costs with our connector, without a model
+	python3 tests/vllm/make_env.py .venv-vllm
+	$(PY) -m benchmarks step
 
 bench-objects: setup ## listings of a bucket with a million objects: time, CPU, memory, the longest pause
 	$(PY) -m benchmarks objects

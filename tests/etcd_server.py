@@ -1,4 +1,4 @@
-"""A real etcd of one member, as a child process on free ports."""
+"""A real etcd, of one member or of three, as child processes on free ports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -21,16 +21,21 @@ START_DEADLINE_S = 20.0
 HEARTBEAT_MS = 10
 ELECTION_MS = 50
 """A lease lasts at least one and a half elections, and whole seconds: 1 s, instead of 2."""
+CLUSTER_TIMES = (100, 1000)
+"""Heartbeat and election in ms, as etcd has them by default."""
 
 
 class EtcdServer:
     """One etcd. Its ports stay the same from start to start."""
 
-    def __init__(self, directory: Path, *, tls: Path | None = None) -> None:
+    def __init__(self, directory: Path, *, tls: Path | None = None, name: str = "test") -> None:
         """Prepare a server. `tls`: a directory with ca.pem, server.pem and server.key.
 
         With TLS only clients with a certificate of that authority are served.
         """
+        self.name = name
+        self.times_ms = (HEARTBEAT_MS, ELECTION_MS)
+        self.members = [self]
         self.directory = directory
         self.tls = tls
         self._client_port = free_port("127.0.0.1")
@@ -44,6 +49,10 @@ class EtcdServer:
     def server(self) -> str:
         """Where it listens, as HOST:PORT."""
         return f"127.0.0.1:{self._client_port}"
+
+    @property
+    def _peer(self) -> str:
+        return f"http://127.0.0.1:{self._peer_port}"
 
     async def start(self) -> None:
         """Start and wait until it serves; raises AssertionError with the end of its log.
@@ -113,14 +122,17 @@ class EtcdServer:
 
     def _command(self) -> list[str]:
         client = f"{'https' if self.tls else 'http'}://{self.server}"
-        peer = f"http://127.0.0.1:{self._peer_port}"
+        peer = self._peer
+        heartbeat_ms, election_ms = self.times_ms
+        members = ",".join(f"{one.name}={one._peer}" for one in self.members)
         return [
             find_etcd(),
-            *("--name", "test", "--data-dir", str(self.directory / "data")),
+            *("--name", self.name, "--data-dir", str(self.directory / "data")),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-            *("--initial-cluster", f"test={peer}"),
-            *("--heartbeat-interval", str(HEARTBEAT_MS), "--election-timeout", str(ELECTION_MS)),
+            *("--initial-cluster", members),
+            *("--heartbeat-interval", str(heartbeat_ms)),
+            *("--election-timeout", str(election_ms)),
             *("--listen-metrics-urls", f"http://127.0.0.1:{self._health_port}"),
             *self._tls_arguments(),
         ]
@@ -133,6 +145,11 @@ class EtcdServer:
               str(self.tls / "server.key")),
             *("--client-cert-auth", "--trusted-ca-file", str(self.tls / "ca.pem")),
         ]  # fmt: skip
+
+    async def leads(self) -> bool:
+        """Whether it leads its cluster, by its own account."""
+        status = await self.administer("maintenance/status", {})
+        return bool(status["leader"] == status["header"]["member_id"])
 
     async def _answers(self) -> bool:
         """Its page /health says whether it has a leader."""
@@ -148,6 +165,38 @@ class EtcdServer:
             return False
         finally:
             writer.close()
+
+
+class EtcdCluster:
+    """Three members; any one of them may be lost."""
+
+    def __init__(self, directory: Path) -> None:
+        names = ("a", "b", "c")
+        self.members = [EtcdServer(directory / name, name=name) for name in names]
+        for member in self.members:
+            member.members, member.times_ms = self.members, CLUSTER_TIMES
+
+    @property
+    def url(self) -> str:
+        """All members, as the setting of the registry has them."""
+        return "etcd://" + ",".join(member.server for member in self.members)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.gather(*(member.start() for member in self.members))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for member in self.members:
+            member.kill()
+
+    async def leader(self) -> EtcdServer:
+        """The member that leads."""
+        [found] = [member for member in self.members if await member.leads()]
+        return found
 
 
 def find_etcd() -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.doors import ROOT, VIEW, doors_used, wrong_doors
 
-DOORS = {"step", "check", "start", "stop", "story", "view"}
+DOORS = {"step", "settle", "check", "start", "stop", "story", "view"}
 DISK = "services/disk_tier/kvbm_disk_tier"
 SHELLS = {
     "host tier": ["services/host_tier/kvbm_host_tier/shell"],

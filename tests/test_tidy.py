@@ -304,6 +304,7 @@ PACED = {
     "tests/connectors/consolidator/shell/test_service.py": "an engine's beat",
     "tests/integration/test_live_page.py": "the pace of events",
     "tests/integration/test_prometheus.py": "the pace of requests",
+    "tests/soak/clock.py": "the pace at which a process looks at its clock",
     "tests/soak/faults.py": "the times of the plan, and how long a fault lasts",
     "tests/soak/onlooker.py": "the pace of lookups",
     "tests/soak/run.py": "the pace of samples",
@@ -329,6 +330,7 @@ def test_no_test_sleeps() -> None:
 
 IN_ENGINE = "runs inside the engine's process: from its objects only private names lead to ours"
 BREAKS = "a plant: it breaks the product inside, to see that this is noticed"
+AGES = "begins counters where no run of a test could count to"
 HURRIES_EXIT = "`os._exit`: torch's and vLLM's own exit takes seconds"
 NO_GPU = "the calls of a runtime without a GPU: its constructor needs one"
 RACE = "takes away the check before the allocation, as a race would"
@@ -337,7 +339,8 @@ PRIVATE_ALLOWED = {
     ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_cuda"): NO_GPU,
     ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_cupy"): NO_GPU,
     ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_streams"): NO_GPU,
-    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_sum_blocks"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_sum_parts"): NO_GPU,
+    ("tests/libs/kvbm_common/cuda/test_cupy_calls.py", "_sum_kibs"): NO_GPU,
     ("tests/libs/kvbm_common/cuda/test_driver_calls.py", "_cuda"): NO_GPU,
     ("tests/libs/kvbm_common/cuda/test_driver_calls.py", "_driver"): NO_GPU,
     ("tests/libs/kvbm_common/memory/test_arena.py", "_mapped"): "a mapping that fails late",
@@ -358,7 +361,10 @@ PRIVATE_ALLOWED = {
     ("tests/libs/kvbm_common/nixl/test_mover_thread.py", "_start"): (
         "the order in which the pump starts transfers"
     ),
-    ("tests/libs/kvbm_common/runtime/test_processes.py", "_DICE"): "makes chance a known one",
+    (
+        "tests/libs/kvbm_common/runtime/test_processes.py",
+        "_next_number",
+    ): "makes chance a known one",
     ("tests/libs/kvbm_common/runtime/test_processes.py", "_KERNELS_PORTS"): "another kernel's file",
     ("tests/libs/kvbm_common/tier/test_blocks.py", "_nodes"): (
         "two ways to build a policy must leave the same nodes"
@@ -373,8 +379,10 @@ PRIVATE_ALLOWED = {
     ("tests/services/metrics/shell/test_event_feed.py", "_pause"): "the clock of the feed",
     ("tests/sglang/plants.py", "*"): BREAKS,
     ("tests/sglang/rank_process.py", "*"): IN_ENGINE,
+    ("tests/sim/ages.py", "*"): AGES,
     ("tests/sim/plants.py", "*"): BREAKS,
     ("tests/sim/plants_engines.py", "*"): BREAKS,
+    ("tests/sim/plants_month.py", "*"): BREAKS,
     ("tests/sim/plants_tiers.py", "*"): BREAKS,
     ("tests/vllm/device/engine.py", "*"): IN_ENGINE,
     ("tests/vllm/engine_process.py", "*"): IN_ENGINE,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kvbm_common.cuda import kernels
 from kvbm_common.cuda.copies import Copies
+from kvbm_common.cuda.device_sums import sums_are_right
 from kvbm_common.cuda.runtime import Runtime
 
 DEADLINE_S = 30.0
@@ -127,21 +128,38 @@ class RuntimeContract:
         runtime.copy_batch(swapped, stream)
         assert np.array_equal(read(runtime, device, SIZE, stream), np.roll(noise(4), half))
 
-    def test_blocks_are_summed_where_they_lie(self, runtime: Runtime, stream: int) -> None:
-        """Three layers of four blocks; blocks 3 and 1 are asked for."""
+    @pytest.mark.parametrize("piece", [256, 1088, 65_536, 1 << 20])
+    def test_parts_of_blocks_are_summed_where_they_lie(
+        self, runtime: Runtime, stream: int, piece: int
+    ) -> None:
+        """Three layers of four blocks, in parts of two and of one; blocks 3 and 1 are asked for.
+        Parts have no full KiB, some, many."""
         xxhash = pytest.importorskip("xxhash", reason="no xxhash to compare with")
-        piece = 4 * kernels.SUM_PIECE_BYTES
         cache = noise(5, 3 * 4 * piece).reshape(3, 4, piece)
         device = filled(runtime, cache, stream)
-        regions = np.array([[device + i * 4 * piece, piece, piece, i * piece] for i in range(3)])
-        digests = runtime.allocate(16)
-        runtime.sum_blocks(
-            regions=filled(runtime, regions.astype(np.uint64), stream), region_count=3,
+        places = [device + i * 4 * piece for i in range(3)]
+        offsets = [0, piece, 0]
+        regions = np.array([[p, piece, piece, o] for p, o in zip(places, offsets, strict=True)])
+        first, second = kernels.kibs_of(2 * piece), kernels.kibs_of(piece)
+        parts = np.array([[0, 2, 2 * piece, 0], [2, 1, piece, first]])
+        digests, kibs = runtime.allocate(32), first + second
+        runtime.sum_parts(
+            regions=filled(runtime, regions.astype(np.uint64), stream),
+            parts=filled(runtime, parts.astype(np.uint64), stream), part_count=2, kibs=kibs,
             blocks=filled(runtime, np.array([3, 1], np.uint64), stream), block_count=2,
-            block_bytes=3 * piece, digests=digests, stream=stream,
+            scratch=runtime.allocate(2 * kernels.KIB_SUM_BYTES * max(1, kibs)),
+            digests=digests, stream=stream,
         )  # fmt: skip
-        found = read(runtime, digests, 16, stream).view(np.uint64).tolist()
-        assert found == [xxhash.xxh3_64_intdigest(cache[:, b].tobytes()) for b in (3, 1)]
+        found = read(runtime, digests, 32, stream).view(np.uint64).tolist()
+        assert found == [
+            xxhash.xxh3_64_intdigest(cache[layers, block].tobytes())
+            for block in (3, 1)
+            for layers in (slice(0, 2), slice(2, 3))
+        ]
+
+    def test_a_trial_of_the_sums_tells_that_they_are_right(self, runtime: Runtime) -> None:
+        runtime.use()
+        assert sums_are_right(runtime)
 
     def test_pinned_memory_is_copied(self, runtime: Runtime, stream: int) -> None:
         """Registered, used, given back, and registered again."""

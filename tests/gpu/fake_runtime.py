@@ -168,18 +168,21 @@ class FakeRuntime:
 
         self._put(stream, run, lambda: True)
 
-    def sum_blocks(
-        self, *, regions: int, region_count: int, blocks: int, block_count: int,
-        block_bytes: int, digests: int, stream: int,
+    def sum_parts(
+        self, *, regions: int, parts: int, part_count: int, kibs: int, blocks: int,
+        block_count: int, scratch: int, digests: int, stream: int,
     ) -> None:  # fmt: skip
-        self._say("sum_blocks", block_count, stream)
+        self._say("sum_parts", block_count, stream)
 
         def run() -> None:
-            for index, block in enumerate(_array(blocks, (block_count,)).tolist()):
-                state = xxhash.xxh3_64()
-                for address, stride, length, _ in _array(regions, (region_count, 4)).tolist():
-                    state.update(ctypes.string_at(address + block * stride, length))
-                _array(digests, (block_count,))[index] = state.intdigest()
+            found = iter(range(block_count * part_count))
+            for block in _array(blocks, (block_count,)).tolist():
+                for first, count, _, _ in _array(parts, (part_count, 4)).tolist():
+                    state = xxhash.xxh3_64()
+                    rows = _array(regions + 32 * first, (count, 4)).tolist()
+                    for address, stride, length, _ in rows:
+                        state.update(ctypes.string_at(address + block * stride, length))
+                    _array(digests, (block_count * part_count,))[next(found)] = state.intdigest()
 
         self._put(stream, run, lambda: True)
 

@@ -108,6 +108,22 @@ def test_another_nats_may_keep_streams_on_more_servers() -> None:
     assert {"name": "KVBM_STREAM_REPLICAS", "value": "3"} in streams["env"]
 
 
+def test_partitions_have_replicas_of_their_own() -> None:
+    """Goal: with three partitions each has a workload, told apart by selector, name and setting."""
+    documents = render("--set", "index.partitions=3")
+    found = [one for one in of_kind(documents, "Deployment") if "-index" in one["metadata"]["name"]]
+    assert [one["metadata"]["name"][-8:] for one in found] == ["-index-0", "-index-1", "-index-2"]
+    for number, one in enumerate(found):
+        assert one["spec"]["selector"]["matchLabels"]["kvbm/partition"] == str(number)
+        assert one["spec"]["template"]["metadata"]["labels"]["kvbm/partition"] == str(number)
+        [container] = one["spec"]["template"]["spec"]["containers"]
+        assert {"name": "KVBM_INDEX_PARTITION", "value": str(number)} in container["env"]
+    counted = {"name": "KVBM_INDEX_PARTITIONS", "value": "3"}
+    for name in ("node", "metrics", "streams"):
+        assert all(counted in one["env"] for one in pod(documents, name).containers), name
+    assert "PARTITION" not in str(render()), "one partition has no such setting"
+
+
 def test_a_second_index_and_servers_of_nats_survive_the_loss_of_a_node() -> None:
     """Goal: replicas are apart, one at a time may be away, and three servers keep a stream."""
     documents = render()

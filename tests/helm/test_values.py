@@ -18,7 +18,7 @@ ENDS = ("_FILE", "_TOKEN", "_NUM_BLOCKS", "_ENDPOINT")
 """Of settings that name a file, a secret, a place of engines, or a size that is a value."""
 ALL = (
     "--set", "bucket.enabled=true,bucket.name=kv,bucket.secretName=keys,bucket.endpoint=http://s3",
-    "--set", "etcd.url=etcd://e:2379,node.peerDevices=eth1",
+    "--set", "etcd.url=etcd://e:2379,node.peerDevices=eth1,index.partitions=2",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ def left_out(names: set[str]) -> set[str]:
         ("settings.KVBM_NATS_URL=tls://a", ("/settings", "'KVBM_NATS_URL' not allowed")),
         ("settings.KVBM_ADMIN_TOKEN=12345678", ("/settings", "'KVBM_ADMIN_TOKEN' not allowed")),
         ("index.replicas=two", ("/index/replicas", "want integer")),
+        ("index.partitions=0", ("/index/partitions",)),
         ("node.hostTier.cacheGB=0", ("/node/hostTier/cacheGB",)),
         ("node.hostTier.resources.limits.memory=4Gi", ("/node/hostTier/resources/limits/memory",)),
         ("node.runtimeDir=run", ("/node/runtimeDir", "'run' does not match")),
@@ -91,8 +92,8 @@ def test_settings_of_the_schema_are_those_of_the_manual() -> None:
     assert open_ones <= known
     missing = known - open_ones
     assert missing - left_out(missing) == {
-        # Of `kvbm up`; with files that no volume has; of another user's etcd.
-        "KVBM_HOST_TIERS", "KVBM_DISK_KEYS", "KVBM_OBJECT_URL", "KVBM_ETCD_USER",
+        # Of `kvbm up`; of an engine; with files that no volume has; of another user's etcd.
+        "KVBM_HOST_TIERS", "KVBM_TENANT", "KVBM_DISK_KEYS", "KVBM_OBJECT_URL", "KVBM_ETCD_USER",
         "KVBM_SERVICE_BIND", "KVBM_METRICS_BIND", "DYN_KVBM_METRICS_PORT", "ETCD_ENDPOINTS",
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvbm_cli.demo.check import StackView
 from kvbm_cli.demo.command import DemoOptions
@@ -16,6 +17,8 @@ from kvbm_common.runtime.metrics import Metrics
 from kvbm_connectors.sim.control import Finished
 from kvbm_connectors.sim.driver import EngineHandle, run_turns
 from kvbm_connectors.sim.workload import Turn, conversations
+
+HIT_DEADLINE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -55,6 +58,20 @@ class Running:
             if done.is_set():
                 return
             await self.run(requests=requests, seed=turn % rounds, prefix=f"w{turn}-")
+
+    async def until_hit(self, *tiers: Literal["host", "disk"]) -> None:
+        """Rounds of requests until a block comes back from one of these tiers.
+
+        Under pressure a tier keeps what it can, so what one round hits is chance. Raises
+        TimeoutError.
+        """
+        before = len(self.finished)
+        async with asyncio.timeout(HIT_DEADLINE_S):
+            for turn in itertools.count(1):
+                await self.run(requests=30, seed=turn % 4, prefix=f"until{before}-{turn}-")
+                served = self.finished[before:]
+                if any(getattr(one, f"{tier}_blocks") for one in served for tier in tiers):
+                    return
 
     def mismatches(self) -> int:
         """Onboarded blocks that did not hold what they must."""

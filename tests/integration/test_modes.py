@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +15,10 @@ import orjson
 import pytest
 from kvbm_cli.demo.check import check_stack, wait_until
 
-from tests.integration.running import running
+from tests.integration.running import Running, running
+
+ANSWER_BLOCKS = 5 * 8
+"""Five answers of at most 128 tokens."""
 
 
 def demo(*arguments: str, json: Path) -> tuple[int, dict[str, Any]]:
@@ -65,11 +70,88 @@ def test_a_demo_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) ->
         assert list(Path(shm_dir).iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_a_killed_demo_leaves_is_swept_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL comes while requests run. The next demo, started at once, removes what is left."""
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as shm_dir:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setenv("KVBM_SHM_DIR", shm_dir)
+        command = [sys.executable, "-u", "-m", "kvbm_cli.main", "demo", "--disk-gb", "0.2"]
+        with subprocess.Popen(
+            [*command, "--requests", "100000"], stdout=subprocess.PIPE, text=True
+        ) as running_demo:
+            assert running_demo.stdout is not None
+            assert "the stack is up" in running_demo.stdout.readline()
+            running_demo.kill()
+        assert len(list(Path(directory).iterdir())) == 1
+        subprocess.run([*command, "--requests", "1"], timeout=100, check=True)
+        assert list(Path(directory).iterdir()) == []
+        assert list(Path(shm_dir).iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_disk_tier_that_cannot_be_made_is_said_at_once_and_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request is enough: it is said before the table, and the logs are kept."""
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--requests", "1"]
+        done = subprocess.run(
+            [*command, "--disk-gb", "100000"],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        lines = done.stdout.splitlines()
+        assert (done.returncode, lines[-1]) == (1, "FAILED"), done.stdout
+        assert lines[1].startswith("not ready: disk-tier-0: no room for")
+        [kept] = Path(directory).iterdir()
+        assert lines[2] == f"the logs of the services and engines are in {kept}"
+        assert "no room for" in (kept / "disk-tier.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_an_attached_demo_counts_its_own(tmp_path: Path) -> None:
+    """An engine of ours asks much meanwhile, and a pin of an operator stays: both are not its."""
+    async with running({"cpu_cache_gb": 0.2, "disk_cache_gb": 0.2}, engines=1) as run:
+        done = asyncio.Event()
+        work = asyncio.create_task(run.work(done))
+        await wait_until(lambda: _have_finished(run, 30), "no request has finished")
+        command = ["demo", "--attach", "--requests", "5", "--engines", "1", "--block-kib", "64"]
+        demo_process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvbm_cli.main", *command, "--json", str(tmp_path / "figures"),
+            env=os.environ | run.stack.settings.as_environ(),
+        )  # fmt: skip
+        await demo_process.wait()
+        done.set()
+        await work
+        host = (await run.view.stats("host-tier")).figures
+    figures = orjson.loads((tmp_path / "figures").read_bytes())
+    pairs_blocks = figures["blocks_verified"]
+    assert 0 < figures["paths"]["d2h"]["blocks"] <= figures["blocks_asked"] + ANSWER_BLOCKS
+    assert 0 < sum(figures["missed"].values()) <= figures["blocks_asked"] + pairs_blocks
+    assert host["lookup_blocks.miss"] > 3 * sum(figures["missed"].values()), "others missed more"
+    assert figures["paths"]["h2disk"]["of_all_engines"] is True
+
+
+async def _have_finished(run: Running, count: int) -> bool:
+    return len(run.finished) >= count
+
+
 def test_figures_into_a_missing_directory_fail_before_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(tmp_path / "no" / "x")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "--json" in done.stderr
+    assert "the stack is up" not in done.stdout
+
+
+def test_figures_onto_a_directory_fail_before_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvbm_cli.main", "demo", "--json", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"{tmp_path} is a directory" in done.stderr
     assert "the stack is up" not in done.stdout
 
 

@@ -70,6 +70,7 @@ async def on_disk(run: Running) -> list[str]:
         await bus.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_an_operators_day(stack: Running) -> None:
     """1. Look. 2. Pin a block, empty host memory around it. 3. Bring a run back from disk.

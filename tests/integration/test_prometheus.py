@@ -37,6 +37,7 @@ NEEDS = {
     'kvbm_evictions_total{reason="corrupt"}': "a block that was wrong",
     "kvbm_events_dropped_total": "an event that was dropped",
     "kvbm_dropped_total": "work that was given up",
+    'kvbm_missed_blocks_total{reason=~"not_remembered': "a miss that is not explained",
 }
 """Series that begin with the first thing that they count."""
 

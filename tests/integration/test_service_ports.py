@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+from collections import Counter
 
 import httpx
 import pytest
@@ -33,6 +34,12 @@ def known(text: str, service: str = "") -> Known:
     return found
 
 
+def series(text: str) -> Counter[str]:
+    """How often each series stands in a page, by its name and labels."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return Counter(line.rpartition(" ")[0] for line in lines)
+
+
 def check_with_promtool(text: str) -> None:
     """It ends with 1 for what it cannot read; with 3 for names that it would not have chosen."""
     if shutil.which("promtool"):
@@ -57,6 +64,7 @@ async def test_every_service_answers_on_a_port_of_its_own() -> None:
             assert (await client.get(f"{url}/readyz")).json() == {"ready": True, "reasons": []}
             text = (await client.get(f"{url}/metrics")).text
             await asyncio.to_thread(check_with_promtool, text)
+            assert [name for name, count in series(text).items() if count > 1] == [], kind
             own, theirs = known(text), known(fleet, kind)
             assert own, kind
             for name, (type_, help_, labels) in theirs.items():

@@ -115,6 +115,7 @@ def collector() -> Iterator[Collector]:
         thread.join(DEADLINE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_an_onboard_from_disk_is_one_trace(
     collector: Collector, monkeypatch: pytest.MonkeyPatch

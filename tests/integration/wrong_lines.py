@@ -78,6 +78,7 @@ OPTIONS: Mapping[tuple[str, str], Sequence[str]] = {
     **{(name, "--url"): URLS for name in (
         *TIER_VERBS, "audit", "block", "explain", "jobs", "loglevel", "pins", "prefetch",
         "services", "status", "tiers", "workers")},
+    ("doctor", "--url"): URLS,
     **{(name, "--nats"): NATS_URLS for name in ("up", "events", "index", "nats-streams")},
     **{(name, "--deadline-s"): FLOATS for name in ("evict", "reset", "resize", "prefetch")},
     **{(name, "--prefix"): NAMES for name in ("evict", "reset")},

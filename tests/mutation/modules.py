@@ -7,6 +7,7 @@ from dataclasses import dataclass
 HOST_TIER = "tests/services/host_tier/core"
 DISK_TIER = "tests/services/disk_tier/core"
 CONNECTORS = "tests/connectors/core"
+VLLM = "tests/connectors/vllm"
 TIER = "tests/libs/kvbm_common/tier"
 
 
@@ -39,6 +40,16 @@ SUBJECTS = {
                   for part in ("", "_attach", "_offers", "_outcomes", "_states", "_edges")),
         )
         for name in ("core", "lookups", "offers", "outbox", "attachment")
+    },
+    **{
+        name: Subject(
+            "connectors",
+            f"kvbm_connectors/vllm/{name}.py",
+            tuple(f"{VLLM}/test_{part}.py"
+                  for part in ("calendar", "tracked", "steps", "scheduler_side", "device_offers",
+                               "kv_groups", "window_steps")),
+        )
+        for name in ("calendar", "tracked", "device_offers", "kv_groups")
     },
     "offload": Subject(
         "services/host_tier",

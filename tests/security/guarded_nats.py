@@ -20,7 +20,7 @@ from kvbm_common.nats.stream_setup import set_up_streams
 from kvbm_common.runtime.processes import free_port
 
 LOCAL = ("localhost", "127.0.0.1")
-PARTS = ("accounts", "system_account", "tls", "max_payload")
+PARTS = ("accounts", "system_account", "tls", "max_payload", "leafnodes", "ping_interval")
 """What the server under test takes from the configuration that is written."""
 
 

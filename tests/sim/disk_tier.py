@@ -13,6 +13,7 @@ from kvbm_disk_tier.core.journal import Record
 from kvbm_disk_tier.core.limits import DiskTierLimits
 
 from tests.sim import invariants
+from tests.sim.ages import age_store
 from tests.sim.bus import Bus
 from tests.sim.cluster import Cluster, Host
 from tests.sim.disk_store import Store
@@ -73,7 +74,10 @@ class DiskTier(LowerTier):
         self.later(self._store_free_at - self.world.now, call)
 
     def open_store(self, slot_bytes: int) -> None:
-        self._in_store(lambda: self.step(self.store.create(slot_bytes)))
+        def opened() -> None:
+            self.step(age_store(self.store.create(slot_bytes), self.world))
+
+        self._in_store(opened)
 
     def append(self, effect: wanted.AppendJournal) -> None:
         self._in_store(lambda: self._append(effect))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.wire.session_hint import Action
 from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun, merge_results
 
 from tests.sim import invariants
@@ -24,6 +25,8 @@ from tests.sim.miss_filter import denies
 
 RUNNING_MAX = 3
 PREFILL_MS = 3.0
+HINT_TTL_MS = 800
+"""The longest time to live of a hint's pin."""
 PRYING = 0.2
 """How often users' requests come with a question for blocks of another model."""
 PRYING_NAME = "prying"
@@ -77,7 +80,7 @@ class PlainEngine(EngineNode):
     def submit(self) -> None:
         tokens = self.conversations.next()
         name = f"{self.name}/{self.life}/{self.world.rng.getrandbits(32)}"
-        self.waiting.append(Request(name, tokens, self.hasher.chain(tokens), self.world.now))
+        self.waiting.append(Request(name, tokens, self.hasher.chain(tokens), self.world.awake_ms))
         self.poke()
 
     def disturb(self) -> None:
@@ -158,9 +161,9 @@ class PlainEngine(EngineNode):
         )
         self.carry_out(effects)
         if effects:
-            request.asked_ms = self.world.now
+            request.asked_ms = self.world.now_ms
         if hit is None:
-            invariants.check_patience(self.limits, request.asked_ms, self.world.now)
+            invariants.check_patience(self.limits, request.asked_ms, self.world.now_ms)
         return hit
 
     def _make_room(self) -> None:
@@ -278,8 +281,21 @@ class PlainEngine(EngineNode):
         self._let_go(request)
         self.finished += 1
         self.computed_last = request.names
-        invariants.check_request_time(self.world.now - request.since_ms, REQUEST_MS_MAX)
+        self._hint(request)
+        invariants.check_request_time(self.world.awake_ms - request.since_ms, REQUEST_MS_MAX)
         self.poke()
+
+    def _hint(self, request: Request) -> None:
+        """Say what the agent of one of a few sessions does next, whose pins end before the rest."""
+        if not self.world.plan.hints:
+            return
+        rng = self.world.rng
+        action: Action = rng.choice(("pin", "pin", "demote", "prefetch"))
+        names = request.names if rng.random() < 0.7 else ()
+        ttl_ms = rng.randint(0, HINT_TTL_MS) if action == "pin" else 0
+        self.world.marks[f"hint {action}"] += 1
+        session = f"s{rng.randrange(4)}"
+        self.carry_out(self.core.hint(session, action, names, ttl_ms=ttl_ms))
 
     def _check(self, request: Request) -> None:
         """Require that everything that is about to be used is what it must be."""

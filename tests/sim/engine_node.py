@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from kvbm_common.identity import Hasher, Namespace, SequenceHash
+from kvbm_common.identity import Hasher, Namespace, SequenceHash, of_tenant
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -28,6 +28,7 @@ from kvbm_connectors.sim.event_stream import engine_hash
 from kvbm_connectors.sim.paged import BlockPool
 
 from tests.sim import invariants
+from tests.sim.ages import age_connector
 from tests.sim.cluster import Cluster, Host
 from tests.sim.conversations import Conversations
 from tests.sim.engine_sockets import Sockets
@@ -55,10 +56,12 @@ class EngineNode(Node):
         sizes = world.plan.sizes
         self.units = sizes[len(host.engines) % len(sizes)]
         """How long its blocks are, in units of the arenas."""
+        tenant = world.plan.tenants[len(host.engines) % len(world.plan.tenants)]
         self.shape = world.plan.cut.shape(sum(len(one.engines) for one in cluster.hosts.values()))
         """What each rank holds of a block."""
         host.engines[name] = self
-        self.namespace = Namespace(model=f"sim-{self.units}", block_tokens=self.block_tokens)
+        namespace = Namespace(model=f"sim-{self.units}", block_tokens=self.block_tokens)
+        self.namespace = of_tenant(namespace, tenant)
         self.hasher = Hasher(self.namespace)
         self.conversations = self._conversations()
         self.finished = 0
@@ -94,7 +97,7 @@ class EngineNode(Node):
         self.subscribed = False
         """The consolidator listens to our PUB."""
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
-        self._seq = 0
+        self._seq = age_connector(self.core, self.world)
         self._poked = False
         self.workers = [Worker(self, rank, share) for rank, share in enumerate(self.shape)]
         self.sockets = Sockets(self)
@@ -156,7 +159,8 @@ class EngineNode(Node):
             self.world.note(f"{self.name} < {message}")
         match message:
             case Welcome():
-                self.carry_out(self.core.attached(message.epoch))
+                hints = message.hints and self.world.plan.hints
+                self.carry_out(self.core.attached(message.epoch, hints=hints))
             case Found():
                 self.carry_out(self.core.found(message))
             case Pulled():

@@ -155,6 +155,7 @@ class HostPeers:
 
         def done(reply: object) -> None:
             if isinstance(reply, LeaseReply):
+                self._world.marks["peer's lease over its share"] += bool(reply.over_share)
                 self._read(pull, peer, met, reply, until_ms)
                 return
             assert isinstance(reply, ErrorBody | Failure)

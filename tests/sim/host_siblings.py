@@ -47,8 +47,7 @@ class HostSiblings:
         node = self._node
         if not self._was_front and node.host.front.take(node):
             self._was_front = True
-            # The time of day goes on where another front's ended.
-            node.step(FrontTaken(1_700_000_000_000_000 + int(self._world.now * 1_000)))
+            node.step(FrontTaken(self._world.wall_us))
         if not self._was_front:
             return
         for instance, (epoch, _) in node.core.view.siblings().items():

@@ -8,6 +8,7 @@ from typing import assert_never
 
 import msgspec
 from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
+from kvbm_common.tenant_tag import tenant_tag
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.wire.events import Event, Removed, Tier
 from kvbm_common.wire.local import Found, FromHostTier, from_host_tier, to_host_tier
@@ -30,6 +31,7 @@ from kvbm_host_tier.core.scrub_messages import ScrubDone, ScrubFound, ScrubSlots
 from kvbm_host_tier.core.shard_map import HandedOver, SayPlace, ShardEffect
 
 from tests.sim import invariants
+from tests.sim.ages import aged_host_tier
 from tests.sim.bus import Bus, Done, Failure
 from tests.sim.cluster import Cluster, Host
 from tests.sim.host_peers import HostPeers
@@ -78,6 +80,7 @@ class HostTier(Service):
                 slot_count=units if plan.counted else None,
                 slab_bytes=plan.slab_units * UNIT_BYTES,
                 batch_blocks_max=4,
+                copied_least=plan.copied_least,
                 transfers_max=2,
                 peer_pulls_max=2,
                 scrub_cpu_percent=1.0,
@@ -85,6 +88,7 @@ class HostTier(Service):
                 miss_filter=plan.filters,
                 filter_names_least=2,
                 filter_slice=3,
+                stretch_blocks=2,
             ),
             staging=plan.staging,
         )
@@ -92,9 +96,10 @@ class HostTier(Service):
         self._asked = 0
         self._scrubbing: dict[SequenceHash, tuple[bytes, ...]] = {}
         """What the scrubber has read last."""
+        self._step_count = 0
         self.peers, self.siblings = HostPeers(self), HostSiblings(self)
         self._filter = HostFilter(self)
-        self._carry_out(self.core.start())
+        self._carry_out(aged_host_tier(self.core, self.announced, self.world))
         self.siblings.start()
         self.bus.registry.watch(self, self._registry)
         self.bus.stream.follow(self, self._is_lower, self._lower_events, new=True)
@@ -113,14 +118,18 @@ class HostTier(Service):
         """Take one input."""
         self.heard(event)
         self._carry_out(self.core.step(event, self.world.now_ms))
+        self._step_count += 1
+        if self._step_count % 4:  # Else another input has waited already.
+            self._carry_out(self.core.settle())
         self.stepped()
 
     def check(self) -> None:
         """Check the core, and the checksums in its table."""
         self.core.check()
-        invariants.check_sums(
-            self.core.view.blocks().values(), self.world.plan.part_count, self.name
-        )
+        blocks = self.core.view.blocks().values()
+        invariants.check_sums(blocks, self.world.plan.part_count, self.name)
+        if len({tenant_tag(block.namespace) for block in blocks}) > 1:
+            self.world.marks["tenants share a tier"] += 1
 
     def contents(self) -> Mapping[SequenceHash, tuple[bytes, ...]]:
         return invariants.contents(self.core.view.blocks(), self.arena)

@@ -32,6 +32,10 @@ class Announced:
     def __init__(self) -> None:
         self._position: dict[str, tuple[int, int]] = {}
 
+    def aged(self, source: str, epoch: int, seq: int) -> None:
+        """Expect the events of a source to go on behind this number."""
+        self._position[source] = epoch, seq
+
     def take(self, event: Event) -> None:
         """Check an event: epochs only grow and begin with `cleared`; numbers have no hole."""
         epoch, seq = self._position.get(event.source, (0, 0))

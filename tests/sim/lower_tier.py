@@ -25,6 +25,7 @@ from kvbm_disk_tier.core.journal import Record
 from kvbm_host_tier.core import messages as host_tier
 
 from tests.sim import invariants
+from tests.sim.ages import aged_lower_tier
 from tests.sim.bus import Bus, Done, Failure
 from tests.sim.cluster import Cluster, Host
 from tests.sim.memory import Memory, units_of
@@ -54,7 +55,7 @@ class LowerTier(Service):
         """By host tier, the epoch of its arena."""
         self._verbs: dict[int, Done] = {}
         self._asked = 0
-        self.carry_out(self.core.start())
+        self.carry_out(aged_lower_tier(self.core, self.announced, self.world))
         self.recover()
         self.bus.registry.watch(self, self._registry)
         self.bus.stream.follow(self, self._is_host_tiers, self._host_events, new=True)
@@ -218,6 +219,7 @@ class LowerTier(Service):
 
         def done(reply: object) -> None:
             if isinstance(reply, LeaseReply):
+                self.world.marks["lease over its share"] += bool(reply.over_share)
                 self.step(disk.Leased(effect.write, reply))
             else:
                 assert isinstance(reply, ErrorBody | Failure)

@@ -52,7 +52,7 @@ class HostFilter:
                 self._tier.cluster.filters[epoch] = reader
             case SwitchFilter(is_complete):
                 assert self._filter is not None
-                self._filter.switch(FilterState.OPEN if is_complete else FilterState.CLOSED)
+                self._filter.switch(FilterState.COMPLETE if is_complete else FilterState.PARTIAL)
 
 
 def denies(
@@ -64,8 +64,8 @@ def denies(
     names = indispensable(groups, hashes)
     if reader is None or not names:
         return None
-    if not reader.lacks_any(names):
-        return False if reader.state is FilterState.OPEN else None
+    if not reader.denies_any(names):
+        return False if reader.state is FilterState.COMPLETE else None
     engine.world.marks["lookup denied by the filter"] += 1
     tier = next((t for t in engine.cluster.host_tiers if t.up and t.epoch == epoch), None)
     if tier is not None:

@@ -75,6 +75,14 @@ class Plan:
     """How many units of 4 KiB the blocks of a host's engines have, in turn."""
     filters: bool = True
     """Host tiers keep a miss filter, and engines read it."""
+    aged: bool = False
+    """Every counter begins near the end of a type that a reader may have for it."""
+    tenants: tuple[str, ...] = ("",)
+    """Whose the engines of a host are, in turn."""
+    hints: bool = False
+    """Plain engines say what becomes of their sessions."""
+    copied_least: int = 64
+    """Slots that a copier may pin in any arena."""
     slab_blocks: int = 2
     """How many of the largest blocks a slab surely has room for, where there are several sizes."""
 
@@ -174,6 +182,9 @@ def draw_plan(rng: random.Random, shapes: random.Random) -> Plan:
         sizes=sizes,
         slab_blocks=rng.choice((1, 2, 3)),
         filters=shapes.random() < 0.8,
+        tenants=shapes.choice((("",), ("",), ("", "gold"), ("gold", "silver", ""))),
+        hints=shapes.random() < 0.3,
+        copied_least=shapes.choice((1, 2, 5, 64)),
     )
 
 

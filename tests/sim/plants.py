@@ -8,7 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 from kvbm_common.tier.announcer import Announcer
-from kvbm_common.tier.leases import LeaseTable
+from kvbm_common.tier.leases import Lease, LeaseTable
+from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.local import Confirm, Pulled
 from kvbm_common.wire.verbs import SnapshotReply
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
@@ -147,9 +148,12 @@ def never_end_a_lease_by_deadline(patch: pytest.MonkeyPatch) -> None:
 
 def never_unpin(patch: pytest.MonkeyPatch) -> None:
     """A lease ends, and its slots stay pinned."""
+    end = ArenaLeases.end
 
-    def planted(_arena: ArenaLeases, _leases: Iterable[object]) -> None:
-        return None
+    def planted(arena: ArenaLeases, leases: Iterable[Lease]) -> None:
+        with pytest.MonkeyPatch.context() as during:
+            during.setattr(SlotTable, "unpin", lambda *_: None)
+            end(arena, leases)
 
     patch.setattr(ArenaLeases, "end", planted)
 

@@ -18,7 +18,7 @@ FOUND = "a lookup finds it|were not there|was not there|names can be found"
 
 def forget_commits(patch: pytest.MonkeyPatch) -> None:
     """What is offloaded is not told to the filter."""
-    commit, come = HeldBlocks.commit, Findable.come
+    commit, add = HeldBlocks.commit, Findable.add
     forgotten: set[SequenceHash] = set()
 
     def planted(held: HeldBlocks, arrived: Sequence[tuple[int, Block]], now_ms: int) -> None:
@@ -27,22 +27,22 @@ def forget_commits(patch: pytest.MonkeyPatch) -> None:
         forgotten.clear()
 
     def told(findable: Findable, names: Iterable[SequenceHash]) -> None:
-        come(findable, [name for name in names if name not in forgotten])
+        add(findable, [name for name in names if name not in forgotten])
 
     patch.setattr(HeldBlocks, "commit", planted)
-    patch.setattr(Findable, "come", told)
+    patch.setattr(Findable, "add", told)
     count_nothing(patch)
 
 
 def tell_a_name_once(patch: pytest.MonkeyPatch) -> None:
     """A name that another tier has already is not counted again."""
-    come = Findable.come
+    add = Findable.add
 
     def planted(findable: Findable, names: Iterable[SequenceHash]) -> None:
-        known = {name for source in findable.sources() for name in source}
-        come(findable, [name for name in names if name not in known])
+        known = {name for held in findable.name_sets() for name in held}
+        add(findable, [name for name in names if name not in known])
 
-    patch.setattr(Findable, "come", planted)
+    patch.setattr(Findable, "add", planted)
     count_nothing(patch)
 
 

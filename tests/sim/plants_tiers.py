@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import HASH_BYTES, SequenceHash
 from kvbm_common.tier.blocks import Block
 from kvbm_common.tier.parts import grid_of
+from kvbm_common.tier.tenant_slots import TenantSlots
 from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_connectors.core.core import ConnectorCore
@@ -18,8 +19,10 @@ from kvbm_host_tier.core.answers import Answers, OpenLookup
 from kvbm_host_tier.core.arena import ArenaLeases
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.engines import Engine
+from kvbm_host_tier.core.known_runs import KnownRuns, Stretch
 from kvbm_host_tier.core.peer_messages import PeerPullFailed, PulledBlock
 from kvbm_host_tier.core.peers import Outcome, Peers
+from kvbm_host_tier.core.session_pins import SessionPins
 
 from tests.sim.memory import right_cells, sums_of
 from tests.sim.object_tier import ObjectTier
@@ -38,6 +41,17 @@ def believe_any_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fills, "_outcome", planted)
 
 
+def believe_known_runs(patch: pytest.MonkeyPatch) -> None:
+    """What was answered once is answered again, whatever has come of the slots."""
+
+    def planted(known: KnownRuns, packed: bytes, start: int) -> Stretch | None:
+        end = start + known._stretch_bytes
+        stretch = known._stretches.get(packed[end - HASH_BYTES : end])
+        return stretch if stretch is not None and stretch.packed == packed[start:end] else None
+
+    patch.setattr(KnownRuns, "_stretch_at", planted)
+
+
 def serve_another_namespace(patch: pytest.MonkeyPatch) -> None:
     """Blocks are given to whoever knows their names."""
     keep_own = Answers.keep_own
@@ -47,6 +61,21 @@ def serve_another_namespace(patch: pytest.MonkeyPatch) -> None:
         keep_own(answers, lookup)
 
     patch.setattr(Answers, "keep_own", planted)
+
+
+def keep_counting_for_a_tenant(patch: pytest.MonkeyPatch) -> None:
+    """A block that leaves still counts for its tenant."""
+    take_back = TenantSlots._take_back
+
+    def planted(table: TenantSlots, slot: int, block: Block) -> None:
+        take_back(table, slot, msgspec.structs.replace(block, bytes=0))
+
+    patch.setattr(TenantSlots, "_take_back", planted)
+
+
+def pin_a_session_on(patch: pytest.MonkeyPatch) -> None:
+    """The time of a session's pins never passes."""
+    patch.setattr(SessionPins, "tick", lambda _pins, _now_ms: None)
 
 
 # --- peers ------------------------------------------------------------------------------------
@@ -150,7 +179,13 @@ VANISHING = {**OBJECTS, "faults": ("vanish",), "fault_every_ms": 400.0, "object_
 PLANTS = (
     Plant("any slot of a fill is believed", believe_any_slot, WRONG_BYTES,
           {**ONE_HOST, "crossed": 0.8, "host_slots": 12}),
+    Plant("known runs never expire", believe_known_runs,
+          f"KeyError|no 'pin' in|{WRONG_BYTES}"),
     Plant("a name is enough", serve_another_namespace, "of another namespace", TWO_MODELS),
+    Plant("a tenant keeps what has left", keep_counting_for_a_tenant, "bytes are of|beside",
+          {**ONE_HOST, "tenants": ("", "gold")}),
+    Plant("a session pins on", pin_a_session_on, "pinned slots left",
+          {**ONE_HOST, "hints": True}),
     Plant("a peer's lease is short", lease_for_a_moment, WRONG_BYTES, LATE_PEERS),
     Plant("a late read is taken for ended", reuse_slots_of_a_late_read, WRONG_BYTES, LATE_PEERS),
     Plant("a peer is believed", believe_a_peer, WRONG_BYTES, ROTTEN_PEERS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from tests.sim.ages import age_bus
 from tests.sim.bucket import Bucket
 from tests.sim.bus import Bus
 from tests.sim.cluster import Cluster, Host
@@ -48,7 +49,11 @@ class Simulation:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.world = world = World(seed, traced=traced, check_every=check_every, **plan)
         self.bus, self.cluster = Bus(world), Cluster()
+        self.requests_end_ms: float = FAULTS_MS + SETTLE_MS
+        self.is_quiet = False
+        """Users ask for nothing now."""
         self.cluster.bucket = Bucket(world)
+        age_bus(self.bus, world)
         engine_count = 0
         for number, engines in enumerate(world.plan.engines):
             name = "hg"[number]
@@ -80,14 +85,20 @@ class Simulation:
         for engine in self.cluster.engines:
             self._submit(engine)
         Faults(world, self.bus, self.cluster).start()
-        world.run_until(FAULTS_MS)
+        self.trouble()
+        calm_ms = world.now
+        self.requests_end_ms = calm_ms + SETTLE_MS
         world.calm_down()
         self.cluster.bucket.is_up = True
         world.later(SETTLE_MS / 2, lambda: undrain(self.cluster.host_tiers))
-        world.run_until(FAULTS_MS + SETTLE_MS + REST_MS)
+        world.run_until(calm_ms + SETTLE_MS + REST_MS)
         world.pace = REST_PACE
-        world.run_until(FAULTS_MS + SETTLE_MS + CALM_MS)
+        world.run_until(calm_ms + SETTLE_MS + CALM_MS)
         check_rest(self.cluster, world)
+
+    def trouble(self) -> None:
+        """Let time go by with faults."""
+        self.world.run_until(FAULTS_MS)
 
     def _revive(self) -> None:
         """Start now and then what is down. Services wait for NATS."""
@@ -103,9 +114,9 @@ class Simulation:
         world = self.world
 
         def again() -> None:
-            if world.now >= FAULTS_MS + SETTLE_MS:
+            if world.now >= self.requests_end_ms:
                 return
-            if engine.up and engine.request_count < REQUESTS_MAX:
+            if not self.is_quiet and engine.up and engine.request_count < REQUESTS_MAX:
                 engine.submit()
             if engine.up and not world.calm:
                 engine.disturb()

@@ -28,6 +28,8 @@ FEATURES: Mapping[str, Callable[[Plan], bool]] = {
     "listings that lag": lambda plan: plan.has_objects and plan.listing_lag_ms > 0,
     "objects that expire": lambda plan: plan.has_objects and plan.object_ttl_ms > 0,
     "staging arena": lambda plan: plan.staging,
+    "hints of agents": lambda plan: plan.hints,
+    "copiers with few slots": lambda plan: plan.copied_least < 64,
 }
 """What a world can have."""
 

@@ -27,13 +27,14 @@ SEEN = (
     *("rot found by the scrubber", "part verified", "load parked", "load began after its lease"),
     *("blocks recovered", "records damaged", "load outlived its lease", "pull unsettled"),
     *("read late", "slots lent", "fill failed", "fill crossed"),
+    *("lease over its share", "peer's lease over its share"),
     *("take after its lease", "take from a former life"),
     *("offer revoked", "request preempted", "request aborted"),
     *("message lost", "message duplicated", "event dropped", "event duplicated"),
     *("index asked for a snapshot", "index restored", "consolidator asked a tier"),
     *("blocks from afar", "blocks from peer", "peer read late", "peer block corrupt"),
     *("shard map made", "engine moves", "names of another model asked for"),
-    "lookup denied by the filter",
+    *("lookup denied by the filter", "tenants share a tier"),
     *("object read: ok", "object read: gone", "object vanished", "object listed late"),
     *("object deleted", "object not put: source_changed", "listing failed", "bucket down"),
     *("vllm hit in the same step", "vllm steps overlap", "vllm preempted", "vllm abort of a load"),
@@ -105,6 +106,6 @@ def violation(seed: int, plant: Plant) -> str:
     """What a checker says of a seed; "" if it holds."""
     try:
         Simulation(seed, **plant.plan).run()
-    except AssertionError as error:
-        return f"seed {seed}: {error}"
+    except (AssertionError, KeyError) as error:
+        return f"seed {seed}: {type(error).__name__}: {error}"
     return ""

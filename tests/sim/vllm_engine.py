@@ -14,6 +14,8 @@ from functools import partial
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun
+from kvbm_common.tier.prefill_cost import PrefillCost
+from kvbm_common.wire.session_hint import Action
 from kvbm_connectors.core.messages import Hit, Load, LoadResult, OfferEnded, OfferRun
 from kvbm_connectors.vllm.engine_types import EngineRequest
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
@@ -52,12 +54,13 @@ class Half:
         first_tokens: Sequence[int] | None = None,
         trace: str = "",
         groups: Sequence[GroupRun] = (),
+        prefill: PrefillCost | None = None,
     ) -> Hit | None:
         """See ConnectorCore.lookup."""
         engine = self._engine
         hit, effects = engine.core.lookup(
             request, hashes, engine.world.now_ms, groups=groups,
-            is_absent=denies(engine, hashes, groups),
+            is_absent=denies(engine, hashes, groups), prefill=prefill,
         )  # fmt: skip
         engine.carry_out(effects)
         return hit
@@ -74,6 +77,12 @@ class Half:
     def forget(self, request: str) -> None:
         """See ConnectorCore.forget."""
         self._engine.carry_out(self._engine.core.forget(request))
+
+    def hint(
+        self, session: str, action: Action, names: Sequence[SequenceHash] = (), *, ttl_ms: int = 0
+    ) -> None:
+        """See ConnectorCore.hint."""
+        self._engine.carry_out(self._engine.core.hint(session, action, names, ttl_ms=ttl_ms))
 
     def offer(
         self, runs: Sequence[OfferRun], *, priority: int = 0, namespace: bytes = b""
@@ -139,7 +148,7 @@ class VllmEngine(EngineNode):
             full = len(tokens) // self.block_tokens * self.block_tokens
             names = self.hasher.chain(tokens[:full])
             request = Request(
-                name, tokens, names, len(prompt), stop_at, rng.random() < 0.5, self.world.now
+                name, tokens, names, len(prompt), stop_at, rng.random() < 0.5, self.world.awake_ms
             )
             self.scheduler.requests[name] = request
             self.scheduler.waiting.append(request)
@@ -278,7 +287,7 @@ class VllmEngine(EngineNode):
         assert self._flying.popleft() is step
         for request in self.scheduler.update(step):
             self.finished += 1
-            took_ms = self.world.now - request.since_ms
+            took_ms = self.world.awake_ms - request.since_ms
             invariants.check_request_time(took_ms, REQUEST_MS_MAX)
         if self._flying:
             self._compute(self._flying[0])

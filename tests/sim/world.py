@@ -46,6 +46,16 @@ class World:
         self.pace = 1.0
         """How many times longer than usual processes wait between two looks at the clock."""
         self.now = 0.0
+        self.bytes_until = 0.0
+        """The last transfer that was begun ends then."""
+        self._stopped_ms = 0.0
+        """For how long all processes were stopped."""
+        self.wall_ahead_us = 0
+        """What an operator, or a time server, has set the time of day forward."""
+        self._still_ms: int | None = None
+        """What the monotonic clock shows while it stands still."""
+        self.ages = random.Random(f"ages of {seed}")
+        """Draws where counters begin, for plans that are aged."""
         self.steps = 0
         self.digest = 0
         self.marks: Counter[str] = Counter()
@@ -62,7 +72,32 @@ class World:
     @property
     def now_ms(self) -> int:
         """The one monotonic clock of the host."""
-        return int(self.now)
+        return int(self.now) if self._still_ms is None else self._still_ms
+
+    @property
+    def awake_ms(self) -> float:
+        """The time during which processes could run."""
+        return self.now - self._stopped_ms
+
+    @property
+    def wall_us(self) -> int:
+        """The time of day, which may step and stand still."""
+        return 1_700_000_000_000_000 + int(self.now * 1_000) + self.wall_ahead_us
+
+    def stand_still(self, duration_ms: float) -> None:
+        """Have the monotonic clock show one time for a while, as a coarse one does."""
+        self._still_ms = self.now_ms
+
+        def goes_on() -> None:
+            self._still_ms = None
+
+        self.later(duration_ms, goes_on)
+
+    def stop_all(self, duration_ms: float) -> None:
+        """Stop all processes for so long, and continue them: what is due by then comes at once."""
+        self.note(f"all processes are stopped for {duration_ms / 3_600_000:.1f} h")
+        self.now += duration_ms
+        self._stopped_ms += duration_ms
 
     def calm_down(self) -> None:
         """No more faults: nothing is lost, late or doubled from now on."""
@@ -87,7 +122,8 @@ class World:
         """Let everything happen that is due until then."""
         queue = self._queue
         while queue and queue[0][0] <= end_ms:
-            self.now, _, call, node, life = heappop(queue)
+            due, _, call, node, life = heappop(queue)
+            self.now = max(self.now, due)
             if node is None or (node.up and node.life == life):
                 call()
         self.now = end_ms
@@ -102,8 +138,11 @@ class World:
     def transfer_ms(self, kind: Transfer) -> float:
         """How long NIXL takes for a few blocks."""
         if not self.calm and self.rng.random() < self.plan.late[kind]:
-            return self.rng.uniform(0, self.rng.choice(LATE_MS))
-        return self.rng.expovariate(1 / TRANSFER_MS)
+            duration_ms = self.rng.uniform(0, self.rng.choice(LATE_MS))
+        else:
+            duration_ms = self.rng.expovariate(1 / TRANSFER_MS)
+        self.bytes_until = max(self.bytes_until, self.now + duration_ms)
+        return duration_ms
 
     def loses(self, source: str, target: str) -> bool:
         """Does the way between two processes lose this message?"""

@@ -26,14 +26,7 @@ def main() -> int:
           flush=True)  # fmt: skip
     if arguments.plant:
         os.environ["KVBM_SOAK_PLANT"] = arguments.plant
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            (
-                str(Path(__file__).parent / "site"),
-                str(Path(__file__).parents[2]),
-                *filter(None, [os.environ.get("PYTHONPATH")]),
-            )
-        )
-    report = asyncio.run(soak(seconds=60 * arguments.minutes, seed=seed))
+    report = asyncio.run(soak(seconds=60 * arguments.minutes, seed=seed, logs=arguments.logs))
     if arguments.json:
         encoded = msgspec.json.encode(report)
         arguments.json.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
@@ -53,6 +46,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--logs", type=Path, help="a directory that keeps all logs")
     parser.add_argument("--plant", choices=sorted(PLANTS), help="a leak that must be found")
     return parser.parse_args()
 

@@ -10,7 +10,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -27,6 +26,7 @@ from kvbm_common.wire.admin import (
 from kvbm_common.wire.verbs import StatsReply, verb_subject
 
 from tests.small_tmpfs import fill
+from tests.soak.surroundings import Surroundings
 from tests.soak.traffic import Traffic
 from tests.waiting import ask_until
 
@@ -36,7 +36,10 @@ SPACING_S = 6.0
 FREEZE_S = 7.0
 """Longer than the registry's time to live, and than an engine may be silent."""
 FULL_S = 4.0
-OFTEN = ("nats", "policy", "nats", "resize", "reset", "nats", "freeze", "full disk")
+STALLED_S = 8.0
+"""Of a bucket that answers nothing: longer than a request to it may take."""
+CLOCK_S = 3_600
+OFTEN = ("nats", "policy", "clock", "resize", "reset", "nats", "freeze", "full disk", "bucket")
 """What happens beside the kills, in an order of its own each round."""
 TIERS = ("host-tier", "disk-tier")
 Reply = TypeVar("Reply", RemoveReply, ResizeReply, StatsReply)
@@ -59,17 +62,23 @@ def _rounds(rng: random.Random, of: tuple[str, ...]) -> Iterator[str]:
         yield from rng.sample(of, len(of))
 
 
+class NotHere(KvbmError):
+    """This soak has nothing that the fault could hit."""
+
+    code = "not_here"
+
+
 class Faults:
     """Carries a plan out on a stack."""
 
     def __init__(
-        self, stack: Stack, bus: Bus, traffic: Traffic, *, seed: int, small_disk: Path | None
+        self, stack: Stack, bus: Bus, traffic: Traffic, *, seed: int, around: Surroundings
     ) -> None:
         self.done: Counter[str] = Counter()
         self.log: list[tuple[float, str]] = []
         self._stack, self._bus, self._traffic = stack, bus, traffic
         self._rng = random.Random(seed)
-        self._small_disk = small_disk
+        self._around = around
         self._capacity: dict[str, int] = {}
         self._ways: Mapping[str, Callable[[], Awaitable[None]]] = {
             "policy": self._change_policy,
@@ -78,6 +87,8 @@ class Faults:
             "freeze": self._freeze,
             "full disk": self._fill_disk,
             "nats": self._kill_nats,
+            "clock": self._set_clock,
+            "bucket": self._stall_bucket,
         }
 
     async def run(self, planned: list[tuple[float, str]]) -> None:
@@ -99,16 +110,25 @@ class Faults:
                 self.done[f"{what}: {error.code}"] += 1
 
     async def undo(self) -> None:
-        """Have policy and size as they were at the beginning."""
+        """Have clock, policy and size as they were at the beginning."""
+        self._around.clock.step(-self._around.clock.offset_s)
+        refused: list[str] = []
 
         async def undone() -> bool:
+            refused.clear()
             for tier in TIERS:
-                await self._ask(tier, "policy", PolicyRequest(policy="lru", actor="soak"))
-                if tier in self._capacity:
-                    await self._resize_to(tier, self._capacity[tier])
-            return True
+                try:
+                    await self._ask(tier, "policy", PolicyRequest(policy="lru", actor="soak"))
+                    if tier in self._capacity:
+                        await self._resize_to(tier, self._capacity[tier])
+                except KvbmError as error:
+                    refused.append(f"{tier}: {error}")
+            return not refused
 
-        await ask_until(undone, deadline_s=60.0, poll_s=1.0, despite=KvbmError)
+        try:
+            await ask_until(undone, deadline_s=60.0, poll_s=1.0)
+        except TimeoutError:
+            raise AssertionError(f"policy and size stay: {refused}") from None
 
     async def _kill(self, name: str) -> None:
         """End a service, half of the times in order, and start it again."""
@@ -126,7 +146,7 @@ class Faults:
             await self._bus.wait_connected()
 
     async def _change_policy(self) -> None:
-        policy = self._rng.choice(("lru", "lfu", "prefix"))
+        policy = self._rng.choice(("lru", "lfu", "prefix", "adaptive"))
         await self._ask(self._rng.choice(TIERS), "policy", PolicyRequest(policy=policy))
 
     async def _resize(self) -> None:
@@ -155,22 +175,29 @@ class Faults:
         """Stop every process of the stack and every resident engine for a while."""
         pids = list(self._stack.pids.values())
         pids += [engine.pid for engine in self._traffic.residents if engine.pid]
-        _signal(pids, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(FREEZE_S)
-        finally:
-            _signal(pids, signal.SIGCONT)
+        await _stop(pids, FREEZE_S)
 
     async def _fill_disk(self) -> None:
         """Fill the disk's file system, and have the disk tier start on it meanwhile."""
-        if self._small_disk is None:
-            return
-        filler = fill(self._small_disk)
+        if self._around.small_disk is None:
+            raise NotHere("mounting is not permitted")
+        filler = fill(self._around.small_disk)
         try:
             await self._kill("disk-tier")
             await asyncio.sleep(FULL_S)
         finally:
             filler.unlink()
+
+    async def _set_clock(self) -> None:
+        """Set the wall clock by an hour, or set it right again."""
+        clock = self._around.clock
+        clock.step(-clock.offset_s or self._rng.choice((-CLOCK_S, CLOCK_S)))
+
+    async def _stall_bucket(self) -> None:
+        """Have the bucket's server answer nothing for a while."""
+        if self._around.s3 is None:
+            raise NotHere("hosts share a directory")
+        await _stop([self._around.s3.pid], STALLED_S)
 
     async def _ask(
         self, kind: str, verb: str, request: msgspec.Struct | None, reply: type[Reply] | None = None
@@ -180,6 +207,15 @@ class Faults:
         payload = msgspec.json.encode(request) if request is not None else b"{}"
         answer = await self._bus.request(subject, payload, deadline_s=5.0)
         return msgspec.json.decode(answer, type=reply or dict)  # type: ignore[return-value]
+
+
+async def _stop(pids: list[int], seconds: float) -> None:
+    """Stop processes for a while."""
+    _signal(pids, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        _signal(pids, signal.SIGCONT)
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

@@ -78,6 +78,10 @@ OF_ONE = {
 and consolidator have connections to the engines of now, which are not always as many."""
 
 
+BY_FAULT = ("descriptors",)
+"""What a fault may leak as well as an engine: judged once more for the time with faults alone."""
+
+
 def growth(points: Sequence[Point], *, after_s: float, settle_s: float) -> float | None:
     """Return by how much a series has grown after `after_s`; None: too little was seen.
 
@@ -110,10 +114,24 @@ def slope(points: Sequence[Point]) -> float | None:
 
 
 def judge(
-    what: str, bound: Bound, points: Sequence[Point], *, after_s: float, settle_s: float
+    what: str,
+    bound: Bound,
+    points: Sequence[Point],
+    *,
+    after_s: float,
+    settle_s: float,
+    faults_end_s: float | None = None,
 ) -> Finding | None:
-    """Compare the growth of one series with its bound; None: too little was seen of it."""
-    grown = growth(points, after_s=after_s, settle_s=settle_s)
+    """Compare the growth of one series with its bound; None: too little was seen of it.
+
+    What leaks at a fault is flat in the quiet time behind it, which would hide it: with
+    `faults_end_s` the growth until then counts where it is larger.
+    """
+    spans = [points]
+    if faults_end_s is not None:
+        spans.append([point for point in points if point.at_s <= faults_end_s])
+    found = [growth(span, after_s=after_s, settle_s=settle_s) for span in spans]
+    grown = max((one for one in found if one is not None), default=None)
     if grown is None:
         return None
     later = [point for point in points if point.at_s >= after_s]

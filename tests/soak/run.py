@@ -14,29 +14,27 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import msgspec
-import pytest
 from kvbm_cli.demo.check import StackView, check_stack
 from kvbm_cli.stack import NATS, Stack
 from kvbm_common.nats.bus import Bus
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.runtime.processes import free_port
 
-from tests.small_tmpfs import small_tmpfs
 from tests.soak import judge
 from tests.soak.faults import Faults, plan
 from tests.soak.judge import Finding, Point, Tenth
 from tests.soak.measure import Meter
+from tests.soak.surroundings import Surroundings, enter
 from tests.soak.traffic import Traffic
 
 SAMPLES = 120
 """At least two seconds apart."""
 SETTLE_MAX_S = 180.0
 DISK_GB = 0.2
-DISK_ROOM_BYTES = 320_000_000
 SIZES: dict[str, object] = {
     "cpu_cache_gb": 0.05,
     "disk_cache_gb": DISK_GB,
@@ -73,43 +71,36 @@ class Report(msgspec.Struct):
         return self.wrong + [f"{one.what} grew" for one in self.findings if one.is_red]
 
 
-async def soak(*, seconds: float, seed: int) -> Report:
-    """Run a stack for so long and judge it."""
+async def soak(*, seconds: float, seed: int, logs: Path | None = None) -> Report:
+    """Run a stack for so long and judge it. Its logs are kept where `logs` says, if anywhere."""
     async with AsyncExitStack() as cleanup:
         directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-soak-")))
-        disk = _enter_disk(directory / "disk", cleanup)
+        around = enter(directory, seed, cleanup.enter_context(ExitStack()))
         token = secrets.token_hex(16)
-        stack = await cleanup.enter_async_context(_stack(directory, token))
+        stack = await cleanup.enter_async_context(_stack(directory, token, around, logs))
         bus = await Bus.connect(stack.admin, "soak", counters=Metrics(), deadline_s=5)
         cleanup.push_async_callback(bus.close)
         meter = Meter(stack, bus, token)
         cleanup.push_async_callback(meter.close)
         traffic = Traffic(stack, seed)
-        faults = Faults(stack, bus, traffic, seed=seed, small_disk=disk)
+        faults = Faults(stack, bus, traffic, seed=seed, around=around)
         run = _Run(stack, bus, meter, traffic, faults, seconds=seconds, seed=seed)
         return await run.run()
 
 
-def _stack(directory: Path, token: str) -> Stack:
-    for name in ("run", "state", "logs", "shared"):
-        (directory / name).mkdir(mode=0o700)
-    overrides = SIZES | {
+def _stack(directory: Path, token: str, around: Surroundings, logs: Path | None) -> Stack:
+    log_dir = logs or directory / "logs"
+    for path in (directory / "run", directory / "state", log_dir):
+        path.mkdir(mode=0o700, exist_ok=True)
+    overrides = SIZES | around.object_settings | {
         "host": directory.name.replace("_", "-").lower(),
         "runtime_dir": directory / "run",
         "disk_cache_dirs": directory / "disk",
-        "object_url": f"file://{directory / 'shared'}",
         "nats_url": f"nats://127.0.0.1:{free_port()}",
         "metrics_port": free_port(),
         "admin_token": token,
-    }
-    return Stack(overrides, state_dir=directory / "state", log_dir=directory / "logs")
-
-
-def _enter_disk(where: Path, cleanup: AsyncExitStack) -> Path | None:
-    """Mount a file system that can be filled; None where that is not permitted."""
-    with contextlib.suppress(pytest.skip.Exception):
-        return cleanup.enter_context(small_tmpfs(where, DISK_ROOM_BYTES))
-    return None
+    }  # fmt: skip
+    return Stack(overrides, state_dir=directory / "state", log_dir=log_dir)
 
 
 class _Run:
@@ -184,12 +175,18 @@ class _Run:
         second, last = self._tenth(0.1, 0.2), self._tenth(0.9, 1.0)
         after_s = self._began_s + 0.3 * self._seconds
         settle_s = min(SETTLE_MAX_S, 0.2 * self._seconds)
+        faults_end_s = self._began_s + 0.8 * self._seconds
         findings = judge.compare(second, last)
         for (quantity, whose), points in sorted(self._meter.series.items()):
             bound = judge.OF_ONE.get((whose, quantity), judge.BOUNDS.get(quantity))
             what = f"{whose}: {quantity}"
-            if bound and (one := judge.judge(what, bound, points, after_s=after_s,
-                                             settle_s=settle_s)):  # fmt: skip
+            until_s = faults_end_s if quantity in judge.BY_FAULT else None
+            if bound is None:
+                continue
+            one = judge.judge(
+                what, bound, points, after_s=after_s, settle_s=settle_s, faults_end_s=until_s
+            )
+            if one is not None:
                 findings.append(one)
         return Report(
             seed=self._seed,

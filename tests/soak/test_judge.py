@@ -46,6 +46,24 @@ def test_what_fills_is_no_growth() -> None:
     assert not judged(points([min(at, 90) * 10.0 for at in range(200)])).is_red
 
 
+def test_what_a_fault_leaks_is_growth_though_quiet_time_follows() -> None:
+    """Five reconnections leak a descriptor each; the next life meets none, and is flat."""
+    busy = points([14.0 + min(at // 16, 5) for at in range(100)], life=1)
+    calm = points([14.0] * 100, life=2, first=100)
+    bound = Bound(2.5)
+
+    def found(faults_end_s: float | None) -> bool:
+        one = judge(
+            "descriptors", bound, busy + calm, after_s=10.0, settle_s=5.0,
+            faults_end_s=faults_end_s,
+        )  # fmt: skip
+        assert one is not None
+        return one.is_red
+
+    assert not found(None), "the quiet half has hidden it"
+    assert found(100.0)
+
+
 def test_one_sample_decides_nothing() -> None:
     values = [1000.0] * 200
     values[-1] = 100_000.0

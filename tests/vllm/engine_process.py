@@ -149,8 +149,9 @@ class Engine:
         outputs: dict[str, Any] = {}
         for ask in asks:
             parameters = SamplingParams(
-                temperature=0, max_tokens=ask.new_tokens, logprobs=1, detokenize=False
-            )
+                temperature=0, max_tokens=ask.new_tokens, logprobs=1, detokenize=False,
+                extra_args={"kv_transfer_params": ask.transfer} if ask.transfer else None,
+            )  # fmt: skip
             prompt: dict[str, Any] = {"prompt_token_ids": ask.tokens}
             if ask.salt is not None:
                 prompt["cache_salt"] = ask.salt

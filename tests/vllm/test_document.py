@@ -10,9 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from kvbm_common.runtime.processes import free_port
 
 from tests.vllm.harness import ROOT
-from tests.vllm.launched import line_of, lines_of_readme
+from tests.vllm.launched import line_of, lines_of_readme, ports_in_a_row
 from tests.vllm.server import TRANSFER
 from tests.vllm.test_disaggregated import BOTH, NIXL
 
@@ -46,6 +47,7 @@ def test_counters_that_the_document_names_exist() -> None:
         path.read_text() for path in (ROOT / "connectors" / "kvbm_connectors").rglob("*.py")
     )
     reasons = {"deadline", "lease_ended", "corrupt", "peer_lost", "arena_changed"}
+    reasons.add("refused_request")
     missing = {name for name in named - reasons if f'"{name}' not in code}
     assert missing - {"link"} == set()
 
@@ -107,3 +109,12 @@ def test_variables_of_the_scripts_are_explained() -> None:
     for name, default in re.findall(r"([A-Z_]+)=\$\{\1:-([^}']*)\}", text):
         shown = GUIDES if name == "TP" else explained[name]
         assert default in shown.replace("`", ""), name
+
+
+def test_ports_of_a_script_are_its_own() -> None:
+    """A row of ports shares none with the row after it, nor with a port drawn later."""
+    rows = [ports_in_a_row(5), ports_in_a_row(4), ports_in_a_row(3)]
+    ports = {first + more for first, count in zip(rows, (5, 4, 3), strict=True)
+             for more in range(count)}  # fmt: skip
+    ports.add(free_port())
+    assert len(ports) == 5 + 4 + 3 + 1

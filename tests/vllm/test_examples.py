@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -121,10 +120,7 @@ def test_disaggregated(model: str, alone: list[list[int]], directory: Path) -> N
         launched.close()
 
 
-@pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 4,
-    reason="four engines want four cores",
-)
+@pytest.mark.heavy
 def test_workers_share_what_one_has_computed(
     model: str, alone: list[list[int]], directory: Path
 ) -> None:

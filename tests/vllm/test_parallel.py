@@ -86,9 +86,10 @@ def test_data_parallel_ranks_and_adapters(
     4. After a reset the index has no device blocks left.
     """
     before = stack.held("host-tier")
-    port = free_port()
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}",
-              "replay_endpoint": f"tcp://*:{port + 100}"}  # fmt: skip
+    # Each rank adds its number to both.
+    events = {"enable_kv_cache_events": True, "publisher": "zmq",
+              "endpoint": f"tcp://*:{free_port()}",
+              "replay_endpoint": f"tcp://*:{free_port()}"}  # fmt: skip
     arguments = ["--data-parallel-size", "2", "--enable-lora", "--lora-modules", f"adapter={lora}"]
     server = ServerProcess(
         model, stack.settings, log=log_dir / "dp.log",

@@ -1,81 +1,137 @@
 """Engines of several shapes on one set of tiers, in vLLM's own server with its own processes.
 
-vLLM on CPU runs tensor parallelism alone: a KV connector beside pipeline stages ends its core, and
-latent attention does not begin behind a prefix. Worker halves in processes stand for those
-(`tests/services/host_tier/shell/test_shapes.py`).
+Latent attention over two ranks, and four ranks, have no test here yet: worker halves in processes
+stand for them (`tests/services/host_tier/shell/test_shapes.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.conversation import Answer
-from tests.vllm.harness import LiveStack, alike, live_stack, prompt, wait_for
+from tests.vllm.conversation import Answer, Ask
+from tests.vllm.harness import EngineProcess, LiveStack, alike, live_stack, prompt, same, wait_for
 from tests.vllm.server import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(900)]
 
 PROMPT_TOKENS, BLOCKS, CACHED = 500, 15, 480
 """The blocks before the end of a prompt, and so many tokens of them that are found."""
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine's ranks, by tensor parallelism and by pipeline stages."""
+
+    ranks: int = 1
+    stages: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Processes with a part of the model."""
+        return self.ranks * self.stages
+
+
+ONE, TWO, STAGES = Engine(), Engine(ranks=2), Engine(stages=2)
+
+
+WITH_WARM_UP = ["--no-enforce-eager", "--compilation-config", '{"mode":2,"backend":"eager"}']
+"""For stages: they make their buffers while they warm up, and vLLM on CPU leaves that out with
+`--enforce-eager`. The model is traced, and not compiled, which would take minutes."""
+
+
 @contextmanager
-def served(stack: LiveStack, model: str, log_dir: Path, ranks: int) -> Iterator[ServerProcess]:
-    """A server of so many ranks, all attached."""
+def served(stack: LiveStack, model: str, log_dir: Path, engine: Engine) -> Iterator[ServerProcess]:
+    """A server of that shape, all its ranks attached."""
+    arguments = [
+        "--tensor-parallel-size", str(engine.ranks),
+        "--pipeline-parallel-size", str(engine.stages),
+    ]  # fmt: skip
+    cores = [str(number % 2) for number in range(engine.workers)]
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)}
+    if engine.stages > 1:
+        arguments += WITH_WARM_UP
     server = ServerProcess(
-        model, stack.settings, log=log_dir / f"tp{ranks}.log",
-        arguments=["--tensor-parallel-size", str(ranks)] if ranks > 1 else [],
-        environ={"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))},
+        model, stack.settings, log=log_dir / f"{engine.ranks}-{engine.stages}.log",
+        arguments=arguments, environ=environ,
     )  # fmt: skip
     try:
         server.wait_started()
         server.wait_attached()
-        assert stack.workers() == set(range(ranks))
+        assert stack.workers() == set(range(engine.workers))
         yield server
     finally:
         server.stop()
     wait_for(lambda: not stack.workers(), "the ranks do not leave")
 
 
-def stored(stack: LiveStack, server: ServerProcess, tokens: Sequence[int]) -> Answer:
-    """Compute a prompt, whose blocks are in the host tier then."""
+def store(stack: LiveStack, server: ServerProcess, tokens: Sequence[int]) -> None:
+    """Compute a prompt, and load it: the answer is, bit for bit, that of the hit on the device."""
     before = stack.held("host-tier")
     answer, _ = server.complete(tokens)
     assert answer.cached == 0
     wait_for(lambda: len(stack.held("host-tier") - before) == BLOCKS, "nothing is stored")
-    return answer
+    local, _ = server.complete(tokens)
+    server.reset()
+    loaded, _ = server.complete(tokens)
+    assert local.cached == loaded.cached == CACHED
+    assert same([loaded], [local])
 
 
-def wait_counted(server: ServerProcess, loads: int) -> None:
-    """Wait until so many blocks are counted as loaded, and none as failed."""
-    wait_for(lambda: server.counted("loaded_blocks") == loads, "loads are not counted")
+def wait_loaded(server: ServerProcess, engine: Engine, blocks: int) -> None:
+    """Wait until so many blocks are counted as loaded; each rank has compared its part of them."""
+    wait_for(lambda: server.counted("loaded_blocks") == blocks, "loads are not counted")
+    assert server.counted("verified_blocks") == blocks * engine.workers
     assert server.counted("load_failed_blocks") == 0
 
 
-def test_what_one_shape_stores_the_other_loads(model: str, log_dir: Path) -> None:
-    """Goal: blocks are cut by layers and heads, not by ranks: one size, one name.
+def hits_alone(model: str, log_dir: Path, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """What vLLM without a connector answers to each prompt, with a hit on its device."""
+    engine = EngineProcess(model, None, log=log_dir / "alone.log")
+    try:
+        engine.wait_started()
+        answers = []
+        for number, tokens in enumerate(prompts):
+            for time in ("first", "second"):
+                [answer] = engine.run(Ask(name=f"{time} {number}", tokens=list(tokens)))
+            assert answer.cached == CACHED
+            answers.append(answer)
+        return answers
+    finally:
+        engine.stop()
 
-    1. One rank, two ranks, one rank again: each engine loads the prompts of those before it, and
-    every rank compares what it has read. 2. It computes a prompt of its own.
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param((ONE, TWO, ONE), id="ranks"),
+        pytest.param((STAGES, ONE, STAGES), id="stages"),
+    ],
+)  # fmt: skip
+def test_what_one_shape_stores_the_other_loads(
+    engines: Sequence[Engine], model: str, log_dir: Path
+) -> None:
+    """Goal: blocks are cut by layers and heads, not by ranks: one size, one name, one copy.
+
+    1. Each engine loads the prompts of those before it, and every rank compares what it has read.
+       The answers are those of vLLM alone. 2. It computes a prompt of its own, and loads it.
     """
-    prompts: list[list[int]] = []
-    answers: list[Answer] = []
+    prompts = [prompt(number, PROMPT_TOKENS) for number in range(len(engines))]
+    expected = hits_alone(model, log_dir, prompts)
     sizes: set[int] = set()
     with live_stack({"cpu_cache_gb": 0.1}) as stack:
-        for ranks in (1, 2, 1):
-            with served(stack, model, log_dir, ranks) as server:
-                sizes |= {
-                    one.block_bytes for one in stack.call(stack.view.stats("host-tier")).workers
-                }
-                for tokens, expected in zip(prompts, answers, strict=True):
+        for number, engine in enumerate(engines):
+            with served(stack, model, log_dir, engine) as server:
+                workers = stack.call(stack.view.stats("host-tier")).workers
+                sizes |= {one.block_bytes for one in workers}
+                for tokens, wanted in zip(prompts[:number], expected[:number], strict=True):
                     loaded, _ = server.complete(tokens)
-                    assert loaded.cached == CACHED, ranks
-                    assert alike([loaded], [expected]), ranks
-                wait_counted(server, len(prompts) * BLOCKS)
-                prompts.append(prompt(len(prompts), PROMPT_TOKENS))
-                answers.append(stored(stack, server, prompts[-1]))
+                    assert loaded.cached == CACHED, engine
+                    assert alike([loaded], [wanted]), f"{engine} {loaded} {wanted}"
+                store(stack, server, prompts[number])
+                wait_loaded(server, engine, (number + 1) * BLOCKS)
     assert len(sizes) == 1

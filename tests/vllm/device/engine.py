@@ -10,7 +10,8 @@ from typing import Any
 
 from kvbm_common.identity import Hasher
 from kvbm_connectors.core.messages import Load, LoadResult
-from kvbm_connectors.vllm.connector import KvbmConnector, KvbmWorkerMetadata
+from kvbm_connectors.vllm.connector import KvbmConnector
+from kvbm_connectors.vllm.metadata import KvbmWorkerMetadata
 from kvbm_connectors.vllm.namespace import drafts_write_kv
 from kvbm_connectors.vllm.plan import NEWS, StepReport
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide

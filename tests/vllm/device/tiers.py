@@ -47,7 +47,7 @@ class Tiers:
         self.right: dict[SequenceHash, Cell] = {}
         """What each name stands for."""
         self.held: dict[SequenceHash, Cell] = {}
-        self.offers: dict[int, OfferRun] = {}
+        self.offers: dict[int, Sequence[OfferRun]] = {}
         self._ended: list[OfferEnded] = []
         self._asked: dict[str, Asked] = {}
         self._leases: dict[int, dict[SequenceHash, Cell]] = {}
@@ -138,7 +138,7 @@ class Tiers:
         if self._rng.random() < 0.03:
             return None
         self._next += 1
-        [self.offers[self._next]] = runs
+        self.offers[self._next] = runs
         return self._next
 
     def revoke(self, offer: int) -> None:
@@ -154,10 +154,12 @@ class Tiers:
         for offer in list(self.offers):
             if not everything and self._rng.random() < 0.6:
                 continue
-            run = self.offers.pop(offer)
-            for name, block in zip(run.hashes, run.blocks, strict=True):
-                self._read(name, block)
-            self._ended.append(OfferEnded(offer, len(run.hashes), complete=True))
+            runs = self.offers.pop(offer)
+            for run in runs:
+                for name, block in zip(run.hashes, run.blocks, strict=True):
+                    self._read(name, block)
+            count = sum(len(run.hashes) for run in runs)
+            self._ended.append(OfferEnded(offer, count, complete=True))
 
     def _read(self, name: SequenceHash, block: int) -> None:
         found, right = self._memory.cells[block], self.right.get(name)

@@ -115,14 +115,14 @@ def shorten_chunks() -> None:
 
 def store_states_of_another_boundary() -> None:
     """A recurrent state is stored as the one a block later."""
-    hold = original(f"{PREFIX}vllm.device_offers", "DeviceOffers", "hold_states")
+    hold = original(f"{PREFIX}vllm.device_offers", "DeviceOffers", "_hold_states")
 
     def later(self: Any, tracked: Any, handed: Any) -> None:
         sizes = {group.table: group.block_tokens for group in self._groups}
         moved = [(at, block, tokens + sizes[at]) for at, block, tokens in handed if at in sizes]
         hold(self, tracked, moved)
 
-    replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "hold_states", later)
+    replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "_hold_states", later)
 
 
 def hit_states_alone() -> None:
@@ -163,8 +163,8 @@ def hold_what_waits() -> None:
     """Blocks that are held of a request without a step are offered with its next one: it may wait
     for them."""
     replace(
-        f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_offer_of_others",
-        lambda self, output: None,
+        f"{PREFIX}vllm.device_offers", "DeviceOffers", "offer_of_others",
+        lambda self, requests, scheduled: None,
     )  # fmt: skip
 
 
