@@ -52,11 +52,12 @@ def wait_for(
 ) -> None:
     """Look again until other threads or processes have made the condition true.
 
-    Raises AssertionError with `what` after the deadline.
+    Raises TimeoutError with `what` after the deadline.
     """
     give_up_s = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < give_up_s, what() if callable(what) else what
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(what() if callable(what) else what)
         time.sleep(poll_s)
 
 
