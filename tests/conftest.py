@@ -29,9 +29,10 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The developer's own KVBM variables do not reach a test."""
+    """The developer's own KVBM variables do not reach a test, nor CI's options of pytest a pytest
+    that a test runs."""
     for name in list(os.environ):
-        if name.startswith(("DYN_KVBM_", "KVBM_")):
+        if name.startswith(("DYN_KVBM_", "KVBM_", "PYTEST_ADDOPTS")):
             monkeypatch.delenv(name)
 
 

@@ -334,7 +334,7 @@ class Scheduler:
         self._received.discard(name)
         self._failed.discard(name)
         request.status = Status.FINISHED
-        is_held = self._side.finished(request, list(request.blocks))
+        is_held = self._side.finished(request, [list(request.blocks)])
         if not is_held and not is_loading:
             self._free_finished(request)
 

@@ -12,9 +12,7 @@ from collections.abc import Mapping
 class Calendar:
     """Requests by the next step that looks at them, in the order in which they are due."""
 
-    def __init__(self, *, every_step: bool = False) -> None:
-        """Make an empty calendar. With `every_step` each step looks at all of its requests."""
-        self._every_step = every_step
+    def __init__(self) -> None:
         self._step = 0
         self._soon: dict[str, None] = {}
         """To be looked at by the next step that computes for them."""
@@ -24,16 +22,14 @@ class Calendar:
 
     def look_soon(self, request: str) -> None:
         """Have the next step that computes for a request look at it."""
-        if not self._every_step:
-            self._soon[request] = None
+        self._soon[request] = None
 
     def look_in(self, request: str, steps: int) -> None:
         """Have the step look at a request that is so many steps after the present one."""
         assert steps > 0, f"{request} is looked at {steps} steps from now"
-        if not self._every_step:
-            at = self._step + steps
-            self._at[request] = at
-            self._due.setdefault(at, []).append(request)
+        at = self._step + steps
+        self._at[request] = at
+        self._due.setdefault(at, []).append(request)
 
     def forget(self, request: str) -> None:
         """Drop a request that has ended."""
@@ -46,8 +42,6 @@ class Calendar:
         Requests with several tokens are always among them: their blocks fill early.
         """
         self._step += 1
-        if self._every_step:
-            return list(scheduled)
         for request in self._due.pop(self._step, ()):
             if self._at.get(request) == self._step:
                 del self._at[request]

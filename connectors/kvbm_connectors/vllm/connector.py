@@ -239,15 +239,15 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request: see SchedulerSide.finished."""
-        held = self._scheduler is not None and self._scheduler.finished(request, block_ids)
+        held = self._scheduler is not None and self._scheduler.finished(request, [block_ids])
         return held, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request: see SchedulerSide.finished_in_groups."""
+        """End a request: see SchedulerSide.finished."""
         side = self._scheduler
-        return side is not None and side.finished_in_groups(request, block_ids), None
+        return side is not None and side.finished(request, block_ids), None
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Read block tables out of vLLM's manager (vLLM 0.30 and later)."""
@@ -267,12 +267,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._holds.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must step once to publish events, or to have held blocks back.
+        """Return whether vLLM must step to publish events, to have held blocks back, or for marks.
 
-        vLLM publishes events when it steps. After a reset of an idle engine's prefix cache it would
-        not step, and the index would believe in blocks that are gone.
+        Else, after a reset of an idle engine, the index would believe in blocks that are gone.
         """
-        return bool(self._holds) or bool(getattr(self._block_pool, "kv_event_queue", None))
+        side, events = self._scheduler, getattr(self._block_pool, "kv_event_queue", None)
+        return bool(self._holds or events) or (side is not None and side.awaits_marks)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether offers that end will free blocks: vLLM waits for that instead of

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbm_common.tier.kv_groups import step_tokens
 
@@ -23,6 +23,7 @@ from kvbm_connectors.core.messages import OfferRun, offers_of
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
 from kvbm_connectors.vllm.half import OffersTaken
 from kvbm_connectors.vllm.kv_groups import KvGroup, tails_in
+from kvbm_connectors.vllm.stream_marks import Passed, RankMarks
 from kvbm_connectors.vllm.tracked import Tracked, runs_to_offer
 
 Tables = Sequence[Sequence[int]]
@@ -59,8 +60,10 @@ class DeviceOffers:
         groups: Sequence[KvGroup],
         counts: Counter[str],
         holds: BlockHolds | None,
+        marks: RankMarks | None = None,
     ) -> None:
-        """Offer the blocks of these groups; without `holds` requests hold what they offer."""
+        """Offer the blocks of these groups; without `holds` requests hold what they offer. With
+        `marks` an offer leaves when the ranks' streams have passed one."""
         assert groups, "an engine without KV groups offers nothing"
         assert holds is not None or (len(groups) == 1 and groups[0].is_prefix), groups
         self._half, self._groups, self._counts = half, groups, counts
@@ -75,15 +78,24 @@ class DeviceOffers:
         self._can_wait = True
         """All of these were decoded, and are held by their requests."""
         self._revoked: list[tuple[Tracked, int]] = []
-        """Requests with blocks in offers that were revoked since the last `take_ended`."""
+        """Requests with blocks in offers that were revoked, or behind marks that are over, since
+        the last `take_ended`."""
+        self._marks = marks
+        self._behind: dict[int, list[_Part]] = {}
+        """Mark → what is offered when it is over; the last may not be laid yet."""
         self._out: dict[int, tuple[_Part, ...]] = {}
         """Offer → its blocks, request by request."""
         self.known = OfferedNames()
 
     @property
     def any_out(self) -> bool:
-        """Return whether anything is on offer."""
-        return bool(self._out)
+        """Return whether anything is on offer, or waits behind a mark."""
+        return bool(self._out or self._behind)
+
+    @property
+    def any_behind_marks(self) -> bool:
+        """Return whether anything waits for the ranks' streams."""
+        return bool(self._behind)
 
     @property
     def holding(self) -> bool:
@@ -196,7 +208,6 @@ class DeviceOffers:
             return
         for request, tracked in requests.items():
             if tracked.held and request not in scheduled:
-                tracked.passed_over()
                 self._offer_all_held(tracked)
 
     def _offer_all_held(self, tracked: Tracked) -> None:
@@ -243,8 +254,12 @@ class DeviceOffers:
     def preempted(self, tracked: Tracked) -> None:
         """End the offers of a request, and those that wait: vLLM has freed its blocks."""
         self._withdraw([part for part in self._unsent if part.tracked is tracked])
-        if tracked.offers:
-            self.revoke(tracked.offers)
+        for mark, parts in self._behind.items():
+            freed = [part for part in parts if part.tracked is tracked and not part.held]
+            self._behind[mark] = [part for part in parts if part not in freed]
+            self._drop(freed)
+        if sent := {offer for offer in tracked.offers if offer > 0}:
+            self.revoke(sent)
 
     def _withdraw(self, parts: Sequence[_Part]) -> None:
         """Drop parts that wait to be offered."""
@@ -254,13 +269,57 @@ class DeviceOffers:
             self.known.discard(part.run.hashes)
 
     def send(self) -> None:
-        """Offer what was found since the last time, in as few offers as can be."""
-        parts: list[_Part] = []
-        count = 0
+        """Offer what was found since the last time, or have it wait for the next mark."""
         unsent, self._unsent = self._unsent, []
         self._steps_waited, self._can_wait = 0, True
+        if self._marks is None:
+            self._send_all(unsent)
+        elif unsent:
+            behind = self._behind.setdefault(self._marks.next, [])
+            behind += [self._kept(part, self._marks.next) for part in unsent]
+
+    def _kept(self, part: _Part, mark: int) -> _Part:
+        """Return a part whose blocks are held until a mark is over."""
+        if self._holds is None:
+            part.tracked.offers.add(-mark)
+            return part
+        if not part.held:
+            self._holds.hold(part.run.blocks)
+        return replace(part, held=True)
+
+    def lay_mark(self) -> int:
+        """Return the mark that workers lay in this step, for what waits for one; 0: nothing."""
+        return (
+            self._marks.lay() if self._marks is not None and self._marks.next in self._behind else 0
+        )
+
+    def passed(self, reports: Iterable[Passed]) -> None:
+        """Offer what waited for marks that are over now; nothing where a stream is unknown."""
+        for mark, has_passed in self._marks.over(reports) if self._marks is not None else ():
+            parts = self._behind.pop(mark)
+            self._serve()
+            if has_passed:
+                for part in parts:
+                    self.known.add(part.run.hashes)
+                self._send_all(parts)
+            else:
+                self._counts["offers_unmarked"] += len(parts)
+                self._drop(parts)
+            self._revoked += [(part.tracked, -mark) for part in parts]
+
+    def _drop(self, parts: Iterable[_Part]) -> None:
+        """Offer nothing of parts that wait for a mark, or whose offer was not taken."""
+        for part in parts:
+            self.known.discard(part.run.hashes)
+            if part.held and self._holds is not None:
+                self._holds.release(part.run.blocks)
+
+    def _send_all(self, found: Sequence[_Part]) -> None:
+        """Offer parts in as few offers as can be."""
+        parts: list[_Part] = []
+        count = 0
         # An offer is of one group.
-        for part in sorted(unsent, key=lambda one: one.group.table):
+        for part in sorted(found, key=lambda one: one.group.table):
             count += len(part.run.blocks)
             if parts and (part.group is not parts[0].group or count > TOGETHER_BLOCKS_MAX):
                 self._send(parts)
@@ -272,17 +331,15 @@ class DeviceOffers:
     def _send(self, parts: Sequence[_Part]) -> None:
         digest = parts[0].group.hasher.namespace.digest if self._holds is not None else b""
         offer = self._half.offer([part.run for part in parts], namespace=digest)
+        if offer is None:  # No host tier is there, or too much is on offer: it is counted.
+            self._drop(parts)
+            return
         for part in parts:
-            if offer is None:  # No host tier is there, or too much is on offer: it is counted.
-                self.known.discard(part.run.hashes)
-                if part.held and self._holds is not None:
-                    self._holds.release(part.run.blocks)
-            elif self._holds is None:
+            if self._holds is None:
                 part.tracked.offers.add(offer)
             elif not part.held:
                 self._holds.hold(part.run.blocks)
-        if offer is not None:
-            self._out[offer] = tuple(parts)
+        self._out[offer] = tuple(parts)
 
     # --- ends -------------------------------------------------------------------------------
 
@@ -315,5 +372,9 @@ class DeviceOffers:
     def revoke_all(self) -> None:
         """Have every offer end: the engine's memory may be taken away."""
         self._withdraw(list(self._unsent))
+        for mark, parts in self._behind.items():
+            self._drop(parts)
+            self._revoked += [(part.tracked, -mark) for part in parts]
+            self._behind[mark] = []
         for offer in self._out:
             self._half.revoke(offer)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvbm_common.identity import SequenceHash
 
 from kvbm_connectors.core.messages import Load, LoadResult, merge_results
+from kvbm_connectors.vllm.stream_marks import Passed
 
 NEWS = threading.Event()
 """Rung by both halves' threads. With one worker they share a process with vLLM's scheduler, which
@@ -26,20 +27,24 @@ class StepPlan:
     """The host tier may be reading device blocks."""
     sent: tuple[str, ...] = ()
     """Finished requests whose blocks may be freed: each appears exactly once."""
+    mark: int = 0
+    """Workers lay it in their compute stream (`stream_marks.py`); 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A worker half to the scheduler half, once a step: the loads that have ended."""
+    """A worker half to the scheduler half, once a step: the loads that have ended, and marks."""
 
     results: tuple[LoadResult, ...] = ()
     passes_through: str = ""
     """Why this worker can load nothing, said once."""
+    passed: tuple[Passed, ...] = ()
+    """Marks of earlier plans that are over in this rank's compute stream."""
 
     def joined(self, other: StepReport) -> StepReport:
         """Return a report of two ranks: the scheduler side counts them."""
         reason = self.passes_through or other.passes_through
-        return StepReport(self.results + other.results, reason)
+        return StepReport(self.results + other.results, reason, self.passed + other.passed)
 
 
 class RankResults:

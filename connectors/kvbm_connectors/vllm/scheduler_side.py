@@ -32,6 +32,7 @@ from kvbm_connectors.vllm.half import Half
 from kvbm_connectors.vllm.kv_groups import KvGroup, decoded_together, runs_of
 from kvbm_connectors.vllm.plan import NEWS, RankResults, StepPlan, StepReport, impossible_load
 from kvbm_connectors.vllm.step_meter import StepMeter
+from kvbm_connectors.vllm.stream_marks import RankMarks
 from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, refusal_of_request
 from kvbm_connectors.vllm.versions import states_of, stop_at_boundary, tables_of
 
@@ -75,7 +76,8 @@ class SchedulerSide:
         """The KV groups of the model, in vLLM's order."""
         self.hints = AgentHints(half, self.groups, self.counts)
         self._hybrid = holds is not None
-        self._offers = DeviceOffers(half, self.groups, self.counts, holds)
+        marks = RankMarks(world_size) if drafts else None
+        self._offers = DeviceOffers(half, self.groups, self.counts, holds, marks)
         self._step = step_tokens(group.run(0, 0) for group in self.groups)
         """Tokens from one boundary to the next: blocks of all groups end there."""
         self._least = gcd(*(group.block_tokens for group in self.groups))
@@ -83,8 +85,7 @@ class SchedulerSide:
         self._together = decoded_together(self.groups, self._least, DECODED_BLOCKS)
         self._has_states = any(group.handed_over for group in self.groups)
         self._sync = sync
-        self._steps_behind = 1 if drafts else 0
-        self._calendar = Calendar(every_step=drafts)  # Their KV is followed step by step.
+        self._calendar = Calendar()
         self.evict: Evict = lambda request, first: None
         """Takes a request's blocks from a token on out of vLLM's prefix cache."""
         self.tables_of: Callable[[Any, str], Tables] = tables_of
@@ -99,6 +100,12 @@ class SchedulerSide:
         """Tell whether offers keep blocks from being freed."""
         requests = self._requests.values()
         return self._offers.holding or any(one.offers for one in requests if one.finished)
+
+    @property
+    def awaits_marks(self) -> bool:
+        """Tell whether offers wait for the workers' compute streams: their reports come with
+        steps."""
+        return self._offers.any_behind_marks
 
     @property
     def idle(self) -> bool:
@@ -223,7 +230,8 @@ class SchedulerSide:
             NEWS.clear()
         waits = bool(loads) and self._sync and not self._hybrid
         self.steps.planned(output, self._requests, waits=waits)
-        return StepPlan(loads, waits, offering=self._offers.any_out, sent=tuple(sent))
+        mark, is_read = self._offers.lay_mark(), self._offers.any_out
+        return StepPlan(loads, waits, offering=is_read, sent=tuple(sent), mark=mark)
 
     def _scheduled(self, name: str, tracked: Tracked, output: SchedulerOutput) -> None:
         """Offer what is full of a request that this step computes for."""
@@ -252,7 +260,8 @@ class SchedulerSide:
         return bool(waiting) or loading or self.holding
 
     def reported(self, report: StepReport) -> None:
-        """Collect the ranks' results; a load is over when every rank has reported."""
+        """Collect the ranks' results; a load or mark is over when every rank has reported it."""
+        self._offers.passed(report.passed)
         for result in self._results.complete(report):
             self._loaded(result)
 
@@ -306,11 +315,7 @@ class SchedulerSide:
         tracked.offered = 0
         self._readmitted(tracked)
 
-    def finished(self, request: EngineRequest, blocks: list[int]) -> bool:
-        """End a request of an engine with one KV group: see `finished_in_groups`."""
-        return self.finished_in_groups(request, (blocks,))
-
-    def finished_in_groups(self, request: EngineRequest, tables: Tables) -> bool:
+    def finished(self, request: EngineRequest, tables: Tables) -> bool:
         """Return True to keep a finished request's blocks until a plan names it in `sent`."""
         name = request.request_id
         tracked = self._requests.get(name)
@@ -345,7 +350,7 @@ class SchedulerSide:
             if refused:
                 self.counts[f"requests_refused.{refused}"] += 1
             tracked = self._requests[request.request_id] = Tracked(
-                request, refused, marks, steps_behind=self._steps_behind,
+                request, refused, marks,
                 boundaries={(request.num_tokens - 1) // self._step * self._step},
             )  # fmt: skip
             self._calendar.look_soon(request.request_id)
@@ -358,12 +363,6 @@ class SchedulerSide:
         value = None if lora is None else self._adapters.value_of(lora)
         found = request_extras(lora=value, salt=request.cache_salt, generation=self._generation)
         return tuple(found.get(0, ()))
-
-    @staticmethod
-    def _holds_blocks(tracked: Tracked) -> bool:
-        if tracked.finished:
-            return bool(tracked.offers or tracked.lease is not None)
-        return tracked.lease is not None or tracked.request.num_computed_tokens > 0
 
     def _refuse(self, tracked: Tracked, reason: str) -> None:
         """Store nothing of a request any more, and load nothing for it."""
@@ -384,7 +383,7 @@ class SchedulerSide:
         under no name. Offers are revoked: the engine's memory may be about to be taken away.
         """
         if cleared is None:
-            cleared = not any(map(self._holds_blocks, self._requests.values()))
+            cleared = not any(one.holds_blocks for one in self._requests.values())
         self._stale = not cleared
         self._generation = generation
         self._adapters.forget()

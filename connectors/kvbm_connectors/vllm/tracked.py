@@ -63,12 +63,6 @@ class Tracked:
     admitted: int | None = None
     """Tokens that the request was given (hits, loads) when a step first computed for it since its
     last admission; None until such a step is scheduled."""
-    steps_behind: int = 0
-    """1 where a draft model writes KV of its own: its forward pass may outlast the step that has
-    been reported, so a step counts as finished when the next one is scheduled."""
-    finished_tokens: tuple[int, int] = (0, 0)
-    """Tokens of finished steps, as the last two plans saw them; the newest first. Only where steps
-    are behind."""
     dispatched_tokens: int = 0
     """Tokens that steps were sent out for since the last admission, drafts left out; at least, as
     steps of one token are not all looked at."""
@@ -80,7 +74,8 @@ class Tracked:
     offered: int = 0
     """All blocks of the tokens before this one have been offered, or need not be."""
     offers: set[int] = field(default_factory=set)
-    """Offers that are not over: as long as there are any, the blocks are held."""
+    """Offers that are not over: as long as there are any, the blocks are held. A negative one waits
+    behind the mark of that number."""
     finished: bool = False
     boundaries: set[int] = field(default_factory=set)
     """Numbers of tokens at which other requests may hit, so that windows are held before them."""
@@ -119,7 +114,7 @@ class Tracked:
 
     def readmitted(self) -> None:
         """Forget what was computed: the engine admits the request (again)."""
-        self.admitted, self.finished_tokens = None, (0, 0)
+        self.admitted = None
         self.dispatched_tokens = self.decodes_from = 0
 
     def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
@@ -135,13 +130,6 @@ class Tracked:
             self.decodes_from = 0  # Not only at first: what a failed load left is computed again.
         elif not self.decodes_from:
             self.decodes_from = self.dispatched_tokens
-        self.passed_over()
-
-    def passed_over(self) -> None:
-        """Note that a step computes nothing of the request: what was sent out before has ended
-        when it is reported."""
-        if self.steps_behind:
-            self.finished_tokens = (self._finished_tokens(), self.finished_tokens[0])
 
     def steps_to_next_look(self, block_tokens: int, together: int = DECODED_BLOCKS) -> int:
         """Return in how many steps of one token each the request is to be looked at: when the step
@@ -178,27 +166,29 @@ class Tracked:
         return max(0, self.dispatched_tokens, decoded)
 
     @property
+    def holds_blocks(self) -> bool:
+        """Return whether the engine has device blocks for the request."""
+        if self.finished or self.lease is not None:
+            return bool(self.offers) or self.lease is not None
+        return self.request.num_computed_tokens > 0
+
+    @property
     def awaits_its_load(self) -> bool:
         """Whether a step is in flight that waits for the request's load: vLLM has the blocks in its
         prefix cache already."""
         return self.lease is not None and self.sync and self.request.num_in_flight_tokens > 0
 
     def computed(self) -> int:
-        """Return the tokens whose KV is there: every step that wrote it has ended."""
+        """Return the tokens whose KV is there: every step that wrote it has ended. Rejected
+        speculative ones are not counted."""
         request = self.request
         if self.admitted is None:
             return 0
         if self.lease is not None and (not self.sync or request.num_in_flight_tokens):
             return 0
-        tokens = self.finished_tokens[1] if self.steps_behind else self._finished_tokens()
+        tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
         # Without a finished step of its own, even what the request was given may be unwritten.
         return tokens if tokens > self.admitted else 0
-
-    def _finished_tokens(self) -> int:
-        """Return the number of tokens of steps that have ended; rejected speculative ones are not
-        counted."""
-        request = self.request
-        return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
 
     def indices_to_offer(
         self,

@@ -23,6 +23,7 @@ from kvbm_connectors.vllm.namespace import Life
 from kvbm_connectors.vllm.options import Options
 from kvbm_connectors.vllm.plan import NEWS, StepPlan, StepReport
 from kvbm_connectors.vllm.shape import Shape
+from kvbm_connectors.vllm.stream_marks import StreamMarks
 
 if TYPE_CHECKING:
     from kvbm_common.cuda.reading import Gpu
@@ -74,6 +75,7 @@ class WorkerSide:
         self._make_gpu: MakeGpu | None = None
         self._gpu: Gpu | None = None
         self._compute_stream: Callable[[], int] | None = None
+        self._marks = StreamMarks()
 
     def register(
         self,
@@ -160,8 +162,11 @@ class WorkerSide:
         """Begin the loads of a step, in the thread that computes it; synchronous ones are over
         when this returns."""
         self._sent.update(plan.sent)
-        if plan.loads and self._gpu is not None and self._compute_stream is not None:
+        touches = plan.loads or plan.mark
+        if touches and self._gpu is not None and self._compute_stream is not None:
             self._gpu.computes_on(self._compute_stream())
+        if plan.mark:
+            self._marks.lay(plan.mark, self._gpu, on_host=self._make_gpu is None)
         if self._half is not None:
             self._half.expect_reads(expected=plan.offering)
         for load in plan.loads:
@@ -226,10 +231,12 @@ class WorkerSide:
         return failed
 
     def report(self) -> StepReport | None:
-        """Return the loads that have ended since the last report, for the scheduler half."""
+        """Return the loads and marks that are over since the last report, for the scheduler
+        half."""
         ended, self._ended = self._ended, []
         reason, self._passes_through = self._passes_through, ""
-        return StepReport(tuple(ended), reason) if ended or reason else None
+        passed = self._marks.take_passed()
+        return StepReport(tuple(ended), reason, passed) if ended or reason or passed else None
 
     def pass_through(self, reason: str) -> None:
         """Lend nothing: every load fails. The reason goes to the scheduler half, and to people."""

@@ -50,7 +50,7 @@ def served(request: Request, *, tokens: int = 9) -> tuple[Half, SchedulerSide]:
     side.matched(request, 0)
     request.begin(tokens)
     request.end(tokens)
-    side.finished(request, [1, 2, 3])
+    side.finished(request, [[1, 2, 3]])
     return half, side
 
 

@@ -92,10 +92,3 @@ def test_many_that_wait_do_not_hide_the_ones_that_run() -> None:
         calendar.look_soon(str(number))
     assert calendar.begin_step({"9": 1, "x": 1}) == ["9"]
     assert calendar.begin_step({"9": 1, "3": 1}) == ["3"]
-
-
-def test_every_step_looks_at_all_where_it_is_told_so() -> None:
-    calendar = Calendar(every_step=True)
-    assert calendar.begin_step({"a": 1, "b": 1}) == ["a", "b"]
-    calendar.look_in("a", 5)
-    assert calendar.begin_step({"a": 1, "b": 1}) == ["a", "b"]

@@ -181,7 +181,7 @@ def test_a_finished_request_is_not_kept_and_its_last_window_is_offered() -> None
     engine.step(request, 8, [1, 2], [11, 12])
     request.all_token_ids = tokens(16)
     engine.step(request, 8, [1, 2, 3, 4], [0, 12, 13, 14])
-    assert not engine.side.finished_in_groups(request, ([1, 2, 3, 4], [0, 0, 0, 14]))
+    assert not engine.side.finished(request, ([1, 2, 3, 4], [0, 0, 0, 14]))
     assert [engine.half.offered[number].blocks for number in (1, 2)] == [(1, 2), (12,)]
     assert [engine.half.offered[number].blocks for number in (3, 4)] == [(3, 4), (14,)]
     assert engine.pool.held() == [1, 2, 3, 4, 12, 14]
@@ -198,7 +198,7 @@ def test_where_no_host_tier_takes_offers_nothing_stays_held() -> None:
     engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
     assert engine.pool.held() == [14]
     engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
-    engine.side.finished_in_groups(request, ([1, 2, 3, 4, 5], [0, 0, 0, 14, 15]))
+    engine.side.finished(request, ([1, 2, 3, 4, 5], [0, 0, 0, 14, 15]))
     assert (engine.pool.held(), engine.side.idle) == ([], True)
 
 

@@ -224,7 +224,7 @@ def test_a_request_that_computes_on_is_not_stored() -> None:
     side.reset(NEW)
     request.num_computed_tokens = 9
     side.plan(step)
-    assert not side.finished(request, [3, 4, 5])
+    assert not side.finished(request, [[3, 4, 5]])
     assert not half.offers
     assert side.counts["requests_refused.reset"] == 1
 
@@ -236,7 +236,7 @@ def test_a_reset_revokes_what_is_on_offer() -> None:
     side.matched(request, 0)
     side.plan(Output({"r": 9}, kv_connector_block_state=Blocks()))
     request.num_computed_tokens = 9
-    assert side.finished(request, [3, 4, 5])
+    assert side.finished(request, [[3, 4, 5]])
     side.reset(NEW)
     assert half.revoked == [1]
 
@@ -259,7 +259,7 @@ def computed(side: SchedulerSide, name: str, hits: int) -> tuple[int | None, boo
     step = Output({name: 9 - hits}, kv_connector_block_state=Blocks())
     side.plan(step)
     request.num_computed_tokens = 9
-    side.finished(request, [3, 4, 5])
+    side.finished(request, [[3, 4, 5]])
     return found
 
 
@@ -279,7 +279,7 @@ def test_after_a_refused_reset_device_hits_are_not_stored(cleared: bool | None) 
     assert side.counts["requests_refused.stale_device"] == 1
     assert computed(side, "miss", 0) == (8, True)
     assert half.offers == 1
-    side.finished(running, [])
+    side.finished(running, [[]])
     side.reset("00000000000000f2", cleared=True)
     assert computed(side, "hit again", 4) == (4, True)
     assert half.offers == 2
@@ -295,7 +295,7 @@ def test_a_preempted_request_that_hits_stale_blocks_passes_through() -> None:
     assert side.matched(request, 4) == (0, False)
     side.plan(Output({"r": 5}, kv_connector_block_state=Blocks()))
     request.num_computed_tokens = 9
-    side.finished(request, [3, 4, 5])
+    side.finished(request, [[3, 4, 5]])
     assert half.offers == 0
 
 

@@ -58,7 +58,7 @@ def test_workers_are_told_whether_anything_is_on_offer(tmp_path: Path) -> None:
         side.plan(Output({"r": 9}, kv_connector_block_state=BlockState({"r": [3, 4, 5]})))
         request.begin(9)
         request.end(9)
-        assert side.finished(request, [3, 4, 5])
+        assert side.finished(request, [[3, 4, 5]])
         assert side.plan(Output()).offering
         offered = events.hear(Offered)
         assert [run.blocks for run in offered.runs] == [[3, 4]]
@@ -132,7 +132,7 @@ def test_an_aborted_request_loses_blocks_whose_load_may_yet_fail(
             request.end(1)
             result = LoadResult(plan.loads[0], (True, True), (), "")
             side.reported(StepReport((result,)))
-        side.finished(request, [3, 4, 5])
+        side.finished(request, [[3, 4, 5]])
         assert evicted == ([] if has_ended else [("r", 0)])
 
 
@@ -172,7 +172,7 @@ def test_what_was_not_stored_is_offered_with_the_next_hit(tmp_path: Path) -> Non
             side.plan(Output({request.request_id: 1}, kv_connector_block_state=state))
             request.begin(9 - request.num_computed_tokens)
             request.num_in_flight_tokens = 0
-            assert side.finished(request, [3, 4, 5])
+            assert side.finished(request, [[3, 4, 5]])
             offered = events.hear(Offered)
             assert [run.blocks for run in offered.runs] == [[3, 4]]
             host.say(Pulled(offer=offered.offer, pulled=stored, skipped=0, failed=2 - stored,

@@ -145,7 +145,7 @@ def test_a_request_that_ends_offers_all_that_has_waited() -> None:
     for _ in range(DECODED_BLOCKS * BLOCK + 1):
         engine.step(1)
     assert engine.half.blocks == [[100, 200]]
-    assert engine.side.finished(engine.requests[0], list(range(100, 150)))
+    assert engine.side.finished(engine.requests[0], [list(range(100, 150))])
     decoded = [block + index for block in (100, 200) for index in range(1, DECODED_BLOCKS + 1)]
     assert engine.half.blocks == [[100, 200], decoded]
 
@@ -187,7 +187,7 @@ def test_a_preempted_request_takes_its_offer_with_it_and_others_offer_again() ->
     engine.step(BLOCK)
     engine.step(1)
     _, second, third = engine.requests
-    assert engine.side.finished(second, [200, 201])
+    assert engine.side.finished(second, [[200, 201]])
     plan = engine.side.plan(
         Output({"3": 1}, preempted_req_ids=["1"], kv_connector_block_state=engine.tables)
     )
@@ -204,7 +204,7 @@ def test_requests_of_one_offer_are_freed_together() -> None:
     engine.step(BLOCK)
     engine.step(1)
     for request, block in zip(engine.requests, (100, 200), strict=True):
-        assert engine.side.finished(request, [block, block + 1])
+        assert engine.side.finished(request, [[block, block + 1]])
     assert engine.side.plan(Output()).sent == ()
     engine.half.ended.append(OfferEnded(1, 2, complete=True))
     assert engine.side.plan(Output()).sent == ("1", "2")

@@ -6,7 +6,6 @@ counted), counts the tokens as in flight, and takes them out again when the step
 
 from __future__ import annotations
 
-import pytest
 from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked
 
 from tests.connectors.vllm.requests import Request
@@ -125,25 +124,6 @@ def test_blocks_that_no_step_was_sent_out_for_are_unwritten() -> None:
     assert tracked.written // BLOCK == 2
     tracked.readmitted()
     assert tracked.written // BLOCK == 0
-
-
-@pytest.mark.parametrize(("steps_behind", "expected"), [(0, 1), (1, 0)])
-def test_with_a_draft_model_a_step_counts_when_the_next_is_scheduled(
-    steps_behind: int, expected: int
-) -> None:
-    """Goal: the draft model's pass of a step may outlast the step that was reported."""
-    request = Request(all_token_ids=tuple(range(13)))
-    tracked = admitted(request, 0)
-    tracked.steps_behind = steps_behind
-    tracked.scheduled()
-    request.begin(4)
-    request.end(4)
-    assert tracked.computed() // BLOCK == expected
-    for _ in range(2):
-        tracked.scheduled()
-        request.begin(1)
-        request.end(1)
-    assert tracked.computed() // BLOCK == 1
 
 
 def test_of_the_steps_that_a_request_takes_few_look_at_it() -> None:

@@ -101,7 +101,7 @@ class Engine:
         while self.flying:
             self.end_step()
         for name, request in self.requests.items():
-            self.side.finished_in_groups(request, self.tables.of.get(name, ([], [])))
+            self.side.finished(request, self.tables.of.get(name, ([], [])))
         self.half.end(*(offer for offer in self.half.offered if offer not in self.half.over))
         self.side.plan(Output())
 

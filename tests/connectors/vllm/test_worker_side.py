@@ -179,6 +179,26 @@ def test_loads_wait_for_the_stream_that_computes_now(tmp_path: Path) -> None:
     side.close()
 
 
+def test_a_mark_is_reported_when_the_stream_that_computes_has_passed_it(tmp_path: Path) -> None:
+    """1. A plan with a mark: it is laid in the stream that computes now. 2. The stream stands
+    still: nothing is reported. 3. It has passed the mark: that is reported once."""
+    tensor, runtime = Tensor(), FakeRuntime()
+    runtime.memory[tensor.data_ptr()] = tensor.memory.reshape(-1)
+    gpu, compute = Gpu(runtime), runtime.stream(urgent=False)
+    options = Options.read({"host_tier_endpoint": f"ipc://{tmp_path}/host.sock"}, {})
+    side = WorkerSide(Life("ada", f"{1:016x}", 0), NAMESPACE, options)
+    side.register([[tensor]], BLOCKS, lambda: gpu, compute_stream=lambda: compute)
+    runtime.moves = False
+    side.start(StepPlan(mark=3))
+    assert runtime.calls[-1][::2] == ("record", compute)
+    assert side.report() is None
+    runtime.moves = True
+    runtime.advance()
+    assert side.report() == StepReport(passed=((3, True),))
+    assert side.report() is None
+    side.close()
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2)])
 def test_a_flipped_byte_is_found_with_the_settings_that_are_shipped(
     tmp_path: Path, rank: int, world_size: int

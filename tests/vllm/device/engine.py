@@ -12,7 +12,6 @@ from kvbm_common.identity import Hasher
 from kvbm_connectors.core.messages import Load, LoadResult
 from kvbm_connectors.vllm.connector import KvbmConnector
 from kvbm_connectors.vllm.metadata import KvbmWorkerMetadata
-from kvbm_connectors.vllm.namespace import drafts_write_kv
 from kvbm_connectors.vllm.plan import NEWS, StepReport
 from kvbm_connectors.vllm.scheduler_side import SchedulerSide
 
@@ -29,11 +28,13 @@ class DeviceConnector(KvbmConnector):
     """The connector, with tiers of ours in the place of its scheduler half."""
 
     tiers: Any = None
+    drafts = False
+    """Whether a draft model writes KV. None runs: vLLM's configuration has drafts by n-grams."""
 
     def _start_scheduler(self) -> None:
         self._scheduler = SchedulerSide(
             DeviceConnector.tiers, Hasher(self._namespace),
-            drafts=drafts_write_kv(self._vllm_config), groups=self._groups, holds=self._holds,
+            drafts=DeviceConnector.drafts, groups=self._groups, holds=self._holds,
         )  # fmt: skip
 
     def _count(self) -> dict[str, int]:
@@ -96,8 +97,11 @@ class Engine:
             Group(number, group.kv_cache_spec)
             for number, group in enumerate(config.kv_cache_groups)
         ]
-        self.memory = Memory(config.num_blocks, self.groups)
+        self.memory = Memory(config.num_blocks, self.groups, kind.draft_groups)
+        self._lag = random.Random(seed)
+        """Of the device behind its steps."""
         self.tiers = DeviceConnector.tiers = Tiers(self.rng, self.memory, self.counts)
+        DeviceConnector.drafts = bool(kind.draft_groups)
         init_none_hash(sha256)
         self._block_hasher = get_request_block_hasher(hash_tokens, sha256)
         overlaps = vllm_config.scheduler_config.async_scheduling
@@ -194,7 +198,14 @@ class Engine:
 
     def _run(self, step: Step) -> None:
         output = step.output
-        self.memory.zero(output.new_block_ids_to_zero or ())
+        if mark := output.kv_connector_metadata.plan.mark:
+            self.memory.lay(mark)
+        new = output.new_block_ids_to_zero or ()
+        if output.num_scheduled_tokens or new or output.kv_cache_block_copies:
+            self.memory.catch_up()
+        else:
+            self.memory.catch_up(self._lag.randrange(2))
+        self.memory.zero(new)
         for copy in output.kv_cache_block_copies or ():
             self.memory.copy(copy.src_block_id, copy.dst_block_id)
         for load in output.kv_connector_metadata.plan.loads:
@@ -277,7 +288,9 @@ class Engine:
         names = list(step.output.num_scheduled_tokens)
         results = self._arrived()
         sent = step.output.kv_connector_metadata.plan.sent
-        report = StepReport(tuple(results)) if results else None
+        passed = tuple((mark, True) for mark in self.memory.passed)
+        self.memory.passed.clear()
+        report = StepReport(tuple(results), passed=passed) if results or passed else None
         failed = {one.load.request for one in results if one.load.whole and not all(one.intact)}
         bad = {
             block
@@ -316,6 +329,8 @@ class Engine:
         """The loads that are over with this step."""
         ended = [load for steps, load in self._loads if steps <= 0]
         self._loads = [(steps - 1, load) for steps, load in self._loads if steps > 0]
+        if ended:  # A load begins behind what the engine has begun to compute.
+            self.memory.catch_up()
         return [self.tiers.write(load, fails=self.rng.random() < 0.1) for load in ended]
 
     # --- the end ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ vLLM's spec alone, not from the rules of the product.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,9 +88,15 @@ class Group:
 class Memory:
     """The blocks of one device."""
 
-    def __init__(self, blocks: int, groups: Sequence[Group]) -> None:
+    def __init__(self, blocks: int, groups: Sequence[Group], drafting: Sequence[int] = ()) -> None:
         self.cells: list[Cell] = [{} for _ in range(blocks)]
         self.groups = groups
+        self._drafting = drafting
+        """Groups of a draft model: its pass goes on when its step has been reported."""
+        self._stream: deque[Sequence[Part] | int] = deque()
+        """What the device has yet to do: a draft model's passes, and marks."""
+        self.passed: list[int] = []
+        """Marks that the device has come to."""
 
     def zero(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -98,21 +105,40 @@ class Memory:
     def copy(self, source: int, target: int) -> None:
         self.cells[target] = dict(self.cells[source])
 
+    def lay(self, mark: int) -> None:
+        self._stream.append(mark)
+
+    def catch_up(self, most: int = 1_000_000) -> None:
+        """Do what was put into the stream, in its order."""
+        for _ in range(min(most, len(self._stream))):
+            next_one = self._stream.popleft()
+            if isinstance(next_one, int):
+                self.passed.append(next_one)
+                continue
+            for number in self._drafting:
+                self._attend(self.groups[number], next_one)
+
     def compute(self, parts: Sequence[Part], checkpoints: Any) -> None:
         """Run one step: every layer writes the KV of all tokens, and then looks at it."""
+        self.catch_up()
+        if self._drafting:
+            self._stream.append(parts)
         for group in self.groups:
-            if group.is_scratch:
+            if group.is_scratch or group.number in self._drafting:
                 continue
             if group.is_state:
                 self._move_states(group, parts)
                 self._run_states(group, parts, checkpoints)
                 continue
-            for part in parts:
-                self._write(group, part)
-            for part in parts:
-                self._look(group, part)
+            self._attend(group, parts)
 
     # --- attention --------------------------------------------------------------------------
+
+    def _attend(self, group: Group, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._write(group, part)
+        for part in parts:
+            self._look(group, part)
 
     def _write(self, group: Group, part: Part) -> None:
         size, table = group.spec.block_size, part.tables[group.number]

@@ -69,6 +69,16 @@ def keep_offers_of_preempted() -> None:
     replace(f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_preempted", lambda self, name: None)
 
 
+def offer_before_marks() -> None:
+    """Blocks are offered while a draft model's pass still writes them."""
+
+    def send(self: Any) -> None:
+        unsent, self._unsent = self._unsent, []
+        self._send_all(unsent)
+
+    replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "send", send)
+
+
 # --- KV groups --------------------------------------------------------------------------------
 
 
@@ -354,6 +364,9 @@ PLANTS = {
     ),
     "waiting-windows": Plant(
         "held blocks wait for their request", DEVICE, before=hold_what_waits,
+    ),
+    "early-drafts": Plant(
+        "what a draft model still writes is offered", DEVICE, before=offer_before_marks,
     ),
     "second-loads": Plant(
         "a load of several groups that failed is tried again", DEVICE, before=load_again,

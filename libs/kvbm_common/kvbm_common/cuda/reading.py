@@ -84,6 +84,14 @@ class Gpu:
         self.runtime.record(event, self._compute_stream)
         return event
 
+    def has_passed(self, fence: int) -> bool:
+        """Return whether all is done that a fence stands behind; the fence is gone then."""
+        if not self.runtime.is_done(fence):
+            return False
+        with contextlib.suppress(CudaError):
+            self.runtime.end_event(fence)
+        return True
+
     def sums(self, pieces: RankPieces) -> SumsOfBlocks:
         """Return what sums up blocks of these pieces, part by part.
 

@@ -1,0 +1,61 @@
+"""Marks in the ranks' compute streams."""
+
+from __future__ import annotations
+
+import pytest
+from kvbm_common.cuda.reading import Gpu
+from kvbm_common.cuda.runtime import CudaError
+from kvbm_connectors.vllm.stream_marks import RankMarks, StreamMarks
+
+from tests.gpu.fake_runtime import FakeRuntime
+
+
+def test_a_mark_is_over_when_every_rank_has_reported_it() -> None:
+    """1. Two marks of two ranks, whose reports come mixed. 2. One rank that knows nothing is
+    enough: nobody knows."""
+    marks = RankMarks(2)
+    assert (marks.lay(), marks.lay(), marks.next) == (1, 2, 3)
+    assert list(marks.over([(1, True), (2, True)])) == []
+    assert list(marks.over([(2, False)])) == [(2, False)]
+    assert list(marks.over([(1, True)])) == [(1, True)]
+
+
+def test_memory_of_this_host_is_written_when_a_mark_is_laid() -> None:
+    marks = StreamMarks()
+    marks.lay(1, None, on_host=True)
+    marks.lay(2, None, on_host=False)
+    assert marks.take_passed() == ((1, True), (2, False))
+    assert marks.take_passed() == ()
+
+
+def test_a_stream_passes_its_marks_in_order() -> None:
+    """Goal: a mark is over when all is done that the engine had begun before it, and not earlier.
+
+    1. The engine has begun to zero some memory; a mark is laid, and one behind more of it.
+    2. Nothing has run: no mark is over. 3. All has run: both are, and their events are gone.
+    """
+    runtime = FakeRuntime()
+    gpu, marks, memory = Gpu(runtime), StreamMarks(), runtime.allocate(8)
+    runtime.moves = False
+    runtime.calls.clear()
+    compute = runtime.stream(urgent=False)
+    gpu.computes_on(compute)
+    runtime.zero(memory, 8, compute)
+    marks.lay(1, gpu, on_host=False)
+    runtime.zero(memory, 8, compute)
+    marks.lay(2, gpu, on_host=False)
+    assert marks.take_passed() == ()
+    runtime.advance()
+    assert marks.take_passed() == ((1, True), (2, True))
+    assert sum(call[0] == "end_event" for call in runtime.calls) == 2
+
+
+def test_of_a_stream_that_takes_no_event_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, marks = Gpu(FakeRuntime()), StreamMarks()
+
+    def fence() -> int:
+        raise CudaError("no events are left")
+
+    monkeypatch.setattr(gpu, "fence", fence)
+    marks.lay(1, gpu, on_host=False)
+    assert marks.take_passed() == ((1, False),)
