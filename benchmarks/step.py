@@ -10,7 +10,6 @@ import asyncio
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from tests.vllm.harness import ENVIRON, ROOT, VLLM_PYTHON
 
 RUNNING = (64, 256)
 STEPS = 480
+DRAFTS, DRAFT_STEPS = 2, 240
+"""Draft tokens of a request: its answer is twice as long after so many steps."""
 P50_US, P99_US = 50.0, 300.0
 """Goals for all our calls of a step with 256 requests."""
 NOTHING: dict[str, Any] = {
@@ -34,17 +35,20 @@ NOTHING: dict[str, Any] = {
 
 
 def run() -> list[Row]:
-    """Return the rows for 64 and 256 requests, and for 256 of a model with windows."""
+    """Return the rows for 64 and 256 requests, for 256 of a model with windows, and for 256 with
+    draft tokens."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory) / "model", "full")
         rows = [row for running in RUNNING for row in asyncio.run(_rows(model, running))]
-        return rows + asyncio.run(_rows(model, max(RUNNING), windowed=True))
+        rows += asyncio.run(_rows(model, max(RUNNING), windowed=True))
+        return rows + asyncio.run(_rows(model, max(RUNNING), drafts=DRAFTS))
 
 
-async def _rows(model: str, running: int, *, windowed: bool = False) -> list[Row]:
-    ours, nothing = await _both(model, running, windowed=windowed)
+async def _rows(model: str, running: int, *, windowed: bool = False, drafts: int = 0) -> list[Row]:
+    ours, nothing = await _both(model, running, windowed=windowed, drafts=drafts)
     goal = running == max(RUNNING)
-    about = f"{running} requests{', windows' if windowed else ''}: "
+    kind = f"{', windows' if windowed else ''}{f', {drafts} drafts' if drafts else ''}"
+    about = f"{running} requests{kind}: "
     loops = {
         "a loop that holds Python's lock": (ours.holding_us, nothing.holding_us),
         "a loop that gives it up 100 times": (ours.releasing_us, nothing.releasing_us),
@@ -71,7 +75,9 @@ def _call_row(name: str, times_us: list[float], share: float, goal: float | None
     return time_row(name, value, unit="µs", target=goal)
 
 
-async def _both(model: str, running: int, *, windowed: bool) -> tuple[Measured, Measured]:
+async def _both(
+    model: str, running: int, *, windowed: bool, drafts: int
+) -> tuple[Measured, Measured]:
     services = ("consolidator", "index", "host-tier")
     async with Stack.private({"cpu_cache_gb": 0.3}, services=services) as stack:
         ours = {
@@ -80,17 +86,17 @@ async def _both(model: str, running: int, *, windowed: bool) -> tuple[Measured, 
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"runtime_dir": str(stack.settings.runtime_dir)},
         }
-        measured = await asyncio.to_thread(measure, model, running, ours, windowed=windowed)
-    return measured, await asyncio.to_thread(measure, model, running, NOTHING, windowed=windowed)
+        wanted = Wanted(ours, running, DRAFT_STEPS if drafts else STEPS, windowed=windowed,
+                        drafts=drafts)  # fmt: skip
+        measured = await asyncio.to_thread(measure, model, wanted)
+    control = msgspec.structs.replace(wanted, connector=NOTHING)
+    return measured, await asyncio.to_thread(measure, model, control)
 
 
-def measure(
-    model: str, running: int, connector: Mapping[str, Any], *, windowed: bool = False
-) -> Measured:
+def measure(model: str, wanted: Wanted) -> Measured:
     """Run the steps in a process of vLLM's environment."""
-    asked = Wanted(dict(connector), running, STEPS, windowed=windowed)
-    wanted = msgspec.json.encode(asked).decode()
-    command = [str(VLLM_PYTHON), "-m", "benchmarks.step_engine", model, wanted]
+    asked = msgspec.json.encode(wanted).decode()
+    command = [str(VLLM_PYTHON), "-m", "benchmarks.step_engine", model, asked]
     ended = subprocess.run(
         command, env=os.environ | ENVIRON, cwd=ROOT, stdout=subprocess.PIPE, check=True
     )

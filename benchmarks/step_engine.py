@@ -28,6 +28,8 @@ MODEL_TOKENS = 2_048
 STEP_TOKENS = 8_192
 VOCABULARY = 1_000
 SETTLE_S = 20.0
+TOKEN = 7
+"""What every answer says."""
 LOOP = 15_000
 """Rounds of the loop that holds Python's lock: about a millisecond."""
 RELEASES, RELEASED_BYTES = 100, 8_192
@@ -56,6 +58,8 @@ class Wanted(msgspec.Struct):
     """What a step waits without Python's lock, as for a device."""
     windowed: bool = False
     """Half of the layers look back no further than `WINDOW_TOKENS`: two KV groups."""
+    drafts: int = 0
+    """Draft tokens of each request in a step; from none to all are right. Steps do not overlap."""
 
 
 class Measured(msgspec.Struct):
@@ -121,6 +125,7 @@ class StepEngine:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
         blocks = wanted.running * (PROMPT_TOKENS + wanted.running + 2 * wanted.steps)
@@ -129,7 +134,8 @@ class StepEngine:
         config.cache_config.num_gpu_blocks = caches.num_blocks
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.scheduler = AsyncScheduler(
+        self._drafts = wanted.drafts
+        self.scheduler = (Scheduler if wanted.drafts else AsyncScheduler)(
             vllm_config=config, kv_cache_config=caches, block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS, log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
@@ -173,7 +179,7 @@ class StepEngine:
         output = self.scheduler.schedule()
         self._flying.append((output, self._run(output)))
         compute()
-        if len(self._flying) > 1 or not output.num_scheduled_tokens:
+        if len(self._flying) > 1 or self._drafts or not output.num_scheduled_tokens:
             self._update(*self._flying.popleft())
 
     def _run(self, output: Any) -> Any:
@@ -200,16 +206,24 @@ class StepEngine:
         return found
 
     def _update(self, output: Any, connector_output: Any) -> None:
-        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        sampled = [[7] if _is_whole(requests.get(name)) else [] for name in names]
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = [
+            [TOKEN] * (1 + random.randint(0, len(drafts.get(name, ()))))
+            if _is_whole(requests.get(name)) else [] for name in names
+        ]  # fmt: skip
         answer = ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=sampled, kv_connector_output=connector_output,
         )  # fmt: skip
         self.scheduler.update_from_output(output, answer)
+        if self._drafts:
+            going = [name for name in names if _is_whole(requests.get(name))]
+            guesses = [[TOKEN] * self._drafts] * len(going)
+            self.scheduler.update_draft_token_ids(DraftTokenIds(going, guesses))
 
 
 def _is_whole(request: Any) -> bool:
@@ -220,10 +234,14 @@ def _vllm_config(model: str, wanted: Wanted) -> Any:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    drafts = {"method": "ngram", "num_speculative_tokens": wanted.drafts,
+              "prompt_lookup_max": 2, "prompt_lookup_min": 1}  # fmt: skip
     arguments = EngineArgs(
         model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
         block_size=BLOCK_TOKENS, max_model_len=MODEL_TOKENS, max_num_batched_tokens=STEP_TOKENS,
-        max_num_seqs=wanted.running, enable_prefix_caching=True, async_scheduling=True,
+        max_num_seqs=wanted.running, enable_prefix_caching=True,
+        async_scheduling=not wanted.drafts,
+        speculative_config=drafts if wanted.drafts else None,
         kv_transfer_config=KVTransferConfig(**wanted.connector),
     )  # fmt: skip
     return arguments.create_engine_config()
@@ -301,7 +319,7 @@ def measure(engine: StepEngine, wanted: Wanted) -> Measured:
         time.sleep(0.01)
     # The first prompt decodes while the last one is prefilled.
     for number in range(wanted.running):
-        engine.submit(number, answer=2 * wanted.steps + wanted.running)
+        engine.submit(number, answer=(1 + wanted.drafts) * 2 * wanted.steps + wanted.running)
     while any(not _is_whole(one) for one in engine.scheduler.requests.values()):
         engine.step(lambda: time.sleep(0.005))
     for _ in range(BLOCK_TOKENS):

@@ -29,7 +29,7 @@ PROGRAMS = 6
 KINDS = (
     "plain", "gemma3", "gptoss", "gemma4", "mistral", "retained", "llama4", "chunks", "gdn",
     "mamba2", "partial", "mamba", "dense states", "every state", "deepseek v3.2", "deepseek v4",
-    "all kinds", "guessing", "draft model",
+    "all kinds", "drafts", "drafting layers", "guessing", "draft model",
 )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_no_block_is_read_for_another(model: str, kind: str) -> None:
         ("states-alone", "gdn", range(40), "WrongBytes"),
         ("one-size", "gemma4", range(40), "WrongBytes"),
         ("waiting-windows", "retained", range(30, 31), "do not end"),
-        ("second-loads", "draft model", range(110, 111), "do not end"),
+        ("second-loads", "draft model", range(271, 272), "do not end"),
         ("early-drafts", "draft model", range(40), "WrongBytes"),
     ],
 )

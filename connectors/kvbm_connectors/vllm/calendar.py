@@ -19,14 +19,21 @@ class Calendar:
         self._due: dict[int, list[str]] = {}
         self._at: dict[str, int] = {}
         """Request → the step of its entry in `_due`; other entries of it are out of date."""
+        self._most: dict[str, int] = {}
+        """Request → tokens of a step, where more than one is what its entry counts on."""
 
     def look_soon(self, request: str) -> None:
         """Have the next step that computes for a request look at it."""
         self._soon[request] = None
 
-    def look_in(self, request: str, steps: int) -> None:
-        """Have the step look at a request that is so many steps after the present one."""
+    def look_in(self, request: str, steps: int, tokens: int = 1) -> None:
+        """Have the step look at a request that is so many steps after the present one, if each
+        computes so many `tokens` of it at most."""
         assert steps > 0, f"{request} is looked at {steps} steps from now"
+        if tokens > 1:
+            self._most[request] = tokens
+        else:
+            self._most.pop(request, None)
         at = self._step + steps
         self._at[request] = at
         self._due.setdefault(at, []).append(request)
@@ -35,11 +42,13 @@ class Calendar:
         """Drop a request that has ended."""
         self._soon.pop(request, None)
         self._at.pop(request, None)
+        self._most.pop(request, None)
 
     def begin_step(self, scheduled: Mapping[str, int]) -> list[str]:
         """Begin a step that computes so many tokens of each request; return those to look at.
 
-        Requests with several tokens are always among them: their blocks fill early.
+        Requests with more tokens than their entry counts on are always among them: their blocks
+        fill early.
         """
         self._step += 1
         for request in self._due.pop(self._step, ()):
@@ -48,7 +57,10 @@ class Calendar:
                 self._soon[request] = None
         due: dict[str, None] = {}
         if sum(scheduled.values()) > len(scheduled):  # Not so in most steps.
-            due = dict.fromkeys([request for request, tokens in scheduled.items() if tokens > 1])
+            most = self._most.get
+            due = dict.fromkeys(
+                [one for one, tokens in scheduled.items() if tokens > 1 and tokens > most(one, 1)]
+            )
         fewer, others = (
             (self._soon, scheduled) if len(self._soon) < len(scheduled) else (scheduled, self._soon)
         )

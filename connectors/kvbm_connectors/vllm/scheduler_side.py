@@ -98,13 +98,12 @@ class SchedulerSide:
     @property
     def holding(self) -> bool:
         """Tell whether offers keep blocks from being freed."""
-        requests = self._requests.values()
-        return self._offers.holding or any(one.offers for one in requests if one.finished)
+        ended = (one for one in self._requests.values() if one.finished)
+        return self._offers.holding or any(one.offers for one in ended)
 
     @property
     def awaits_marks(self) -> bool:
-        """Tell whether offers wait for the workers' compute streams: their reports come with
-        steps."""
+        """Tell whether offers wait for what workers report with their next steps."""
         return self._offers.any_behind_marks
 
     @property
@@ -243,7 +242,8 @@ class SchedulerSide:
         if tracked.computed() // self._least > tracked.offered // self._least:
             # vLLM makes a table when it is asked for: not for requests that offer nothing.
             self._offers.offer(tracked, self.tables_of(output.kv_connector_block_state, name))
-        self._calendar.look_in(name, tracked.steps_to_next_look(self._least, self._together))
+        steps = tracked.steps_to_next_look(self._least, self._together, windows=self._hybrid)
+        self._calendar.look_in(name, steps, tracked.step_tokens)
 
     def _readmitted(self, tracked: Tracked) -> None:
         """Follow a request afresh, from the next step that computes for it."""
@@ -256,8 +256,8 @@ class SchedulerSide:
         self._calendar.forget(request)
 
     def _expects(self, waiting: int) -> bool:
-        loading = any(tracked.lease is not None for tracked in self._requests.values())
-        return bool(waiting) or loading or self.holding
+        requests = self._requests.values()
+        return bool(waiting) or self.holding or any(one.lease is not None for one in requests)
 
     def reported(self, report: StepReport) -> None:
         """Collect the ranks' results; a load or mark is over when every rank has reported it."""

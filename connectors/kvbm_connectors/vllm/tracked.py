@@ -66,8 +66,8 @@ class Tracked:
     dispatched_tokens: int = 0
     """Tokens that steps were sent out for since the last admission, drafts left out; at least, as
     steps of one token are not all looked at."""
-    guesses: bool = False
-    """The last step computes drafts: how many tokens it makes is not known before its end."""
+    step_tokens: int = 1
+    """Tokens that each step makes at most, once the prompt is computed: drafts may be right."""
     decodes_from: int = 0
     """The tokens that there were when steps had been sent out for all of them: each new one is
     computed alone. 0 while more of the prompt is to be computed."""
@@ -120,7 +120,7 @@ class Tracked:
     def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
         """Note that a step computes so many tokens, of them drafts, before they are counted."""
         request = self.request
-        self.guesses = drafts > 0
+        self.step_tokens = 1 + drafts
         if self.admitted is None:
             self.admitted = request.num_computed_tokens
         # Of tokens in flight some may be drafts that are rejected.
@@ -131,14 +131,17 @@ class Tracked:
         elif not self.decodes_from:
             self.decodes_from = self.dispatched_tokens
 
-    def steps_to_next_look(self, block_tokens: int, together: int = DECODED_BLOCKS) -> int:
-        """Return in how many steps of one token each the request is to be looked at: when the step
-        that fills the last of its next blocks may have ended.
+    def steps_to_next_look(
+        self, block_tokens: int, together: int = DECODED_BLOCKS, *, windows: bool = False
+    ) -> int:
+        """Return in how many steps of `step_tokens` at most the request is to be looked at: when
+        the step that fills the last of its next blocks may have ended.
 
         So many decoded blocks are offered `together`. 0: the step that fills a block looks at the
-        request, since it must hold the block.
+        request, since it must hold the block. With `windows` each step with drafts does: several
+        might pass a window's margin.
         """
-        if self.guesses:
+        if self.step_tokens > 1 and windows:
             return 1
         dispatched = max(0, self.dispatched_tokens)
         full = dispatched // block_tokens
@@ -150,7 +153,7 @@ class Tracked:
         if not together:
             return until_full
         more = (together - 1) * block_tokens if self.decodes_from else 0
-        return until_full + more + until_ended
+        return (until_full + more) // self.step_tokens + until_ended
 
     @property
     def offers_decoded(self) -> bool:

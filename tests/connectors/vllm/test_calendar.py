@@ -92,3 +92,17 @@ def test_many_that_wait_do_not_hide_the_ones_that_run() -> None:
         calendar.look_soon(str(number))
     assert calendar.begin_step({"9": 1, "x": 1}) == ["9"]
     assert calendar.begin_step({"9": 1, "3": 1}) == ["3"]
+
+
+def test_an_entry_may_count_on_steps_of_several_tokens() -> None:
+    """1. An entry counts on three tokens a step: steps of three do not look. 2. One of four does.
+    3. The next entry counts on one."""
+    calendar = Calendar()
+    calendar.look_in("a", 5, tokens=3)
+    assert calendar.begin_step({"a": 3, "b": 1}) == []
+    assert calendar.begin_step({"a": 4, "b": 1}) == ["a"]
+    calendar.look_in("a", 5)
+    assert calendar.begin_step({"a": 3}) == ["a"]
+    calendar.look_in("a", 2, tokens=3)
+    calendar.forget("a")
+    assert calendar.begin_step({"a": 3}) == ["a"]

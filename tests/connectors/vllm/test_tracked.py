@@ -146,6 +146,23 @@ def test_of_the_steps_that_a_request_takes_few_look_at_it() -> None:
     assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS - 1 + 2
 
 
+def test_steps_with_drafts_are_looked_at_when_all_may_have_been_right() -> None:
+    """1. A prompt of nine is computed, and its two blocks are offered; each step makes three tokens
+    at most: 30 fill eight blocks in ten steps at the earliest. 2. A window's blocks, which the
+    step must hold: every step is looked at."""
+    request = Request()
+    tracked = admitted(request, 0)
+    tracked.scheduled(9)
+    request.begin(9)
+    request.end(9)
+    request.all_token_ids = tuple(range(10))
+    tracked.offered = 8
+    tracked.scheduled(3, 2)
+    assert (tracked.dispatched_tokens, tracked.step_tokens) == (10, 3)
+    assert tracked.steps_to_next_look(4) == (2 + 4 * (DECODED_BLOCKS - 1)) // 3 + 1
+    assert tracked.steps_to_next_look(4, windows=True) == 1
+
+
 def test_what_a_request_decodes_is_written_before_it_is_looked_at() -> None:
     """1. Its prompt of nine tokens is computed. 2. Of twelve that there are by now, eleven are."""
     request = Request()

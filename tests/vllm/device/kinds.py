@@ -113,6 +113,8 @@ KINDS: dict[str, Kind] = {
     "deepseek v3.2": Kind(lambda: [indexed()]),
     "deepseek v4": Kind(lambda: [latent_window(), latent(tokens_per_state=2), scratch()]),
     "all kinds": Kind(lambda: [states(8), window(9, 4), full(8), window(17, 8)]),
+    "drafts": Kind(lambda: [full()], drafts=2),
+    "drafting layers": Kind(lambda: [full()], drafts=2, draft_groups=(0,)),
     "guessing": Kind(lambda: [window(), full()], drafts=2),
     "draft model": Kind(lambda: [window(), full(), full()], drafts=2, draft_groups=(2,)),
 }  # fmt: skip
