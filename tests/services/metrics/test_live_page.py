@@ -25,6 +25,7 @@ from kvbm_common.registry.nats_kv import NatsRegistration, NatsRegistry
 from kvbm_common.runtime.metrics import Metrics
 from kvbm_common.wire.explain import (
     ExplainListReply,
+    ExplainListRequest,
     ExplainReply,
     ExplainRequest,
     Explanation,
@@ -98,14 +99,16 @@ class Services:
         async def answer_metrics(_payload: bytes) -> bytes:
             return msgspec.json.encode(MetricsSnapshot(kind, host, "0", 1, []))
 
-        async def explain_list(_payload: bytes) -> bytes:
-            now_ms = time.time_ns() // 1_000_000
+        async def explain_list(payload: bytes) -> bytes:
+            engine, now_ms = f"engine-{host}", time.time_ns() // 1_000_000
+            asked = msgspec.json.decode(payload, type=ExplainListRequest)
             said = [
                 msgspec.structs.replace(
-                    MISS, ts_ms=now_ms, engine=f"engine-{host}", request=f"chat/7 of {host}"
+                    MISS, ts_ms=now_ms, engine=engine, request=f"chat/7 of {host}"
                 )
             ]
-            return msgspec.json.encode(ExplainListReply(requests=said))
+            mine = said if asked.engine in ("", engine) else []
+            return msgspec.json.encode(ExplainListReply(requests=mine))
 
         async def explain(payload: bytes) -> bytes:
             asked = msgspec.json.decode(payload, type=ExplainRequest).request
