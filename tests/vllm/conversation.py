@@ -60,6 +60,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int] = {}
     """What the connector's halves have counted."""
     preemptions: int = 0
+    drafts: tuple[int, int] = (0, 0)
+    """Draft tokens that vLLM has made, and those that were right."""
     blocks: list[str] = []
     """Our names of the blocks in the device's prefix cache, in hex."""
     engine: str = ""

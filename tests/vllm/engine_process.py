@@ -103,6 +103,7 @@ class Engine:
             ok=ok,
             counts=self._counts(),
             preemptions=self._preemptions,
+            drafts=self._drafts(),
             blocks=self._dump(command.group) if command.what == "dump" else [],
             engine=self.connector._life.engine if self._half() is not None else "",
             epochs=self._epochs(),
@@ -229,6 +230,12 @@ class Engine:
         for name, count in worker_of_this_process().counts().items():
             counts[f"worker.{name}"] = count
         return counts | {name: round(value) for name, value in self._timed.items()}
+
+    def _drafts(self) -> tuple[int, int]:
+        """How many draft tokens vLLM has made, and how many of them were right."""
+        found = {one.name: getattr(one, "value", 0) for one in self._llm.get_metrics()}
+        name = "vllm:spec_decode_num_{}_tokens"
+        return int(found.get(name.format("draft"), 0)), int(found.get(name.format("accepted"), 0))
 
     def _time_calls(self) -> None:
         """From now on, add up how long vLLM's scheduler is in our calls: `calls.ns`, of `steps`.

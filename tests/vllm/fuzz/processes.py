@@ -42,6 +42,10 @@ class FuzzEngine(LineProcess[Command, Reply]):
         self.shape = shape
         self.has_connector = settings is not None
         options = shape.options
+        if shape.drafts:
+            options["speculative_config"] = {
+                "method": "draft_model", "model": str(model), "num_speculative_tokens": shape.drafts
+            }  # fmt: skip
         own = {"VLLM_CPU_OMP_THREADS_BIND": shape.threads, "TORCHDYNAMO_DISABLE": "1"}
         if settings is not None:
             transfer: dict[str, object] = dict(SHIPPED)

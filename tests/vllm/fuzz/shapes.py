@@ -28,6 +28,8 @@ class Shape:
     """The connector's: no shape but those that are named after it has any."""
     stack: Mapping[str, object] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    drafts: int = 0
+    """Tokens that a draft model guesses: the same model, so that most are right."""
     only_greedy: bool = False
     """Speculation draws other random numbers."""
     repeats: bool = False
@@ -91,6 +93,9 @@ SHAPES = {
         Shape(
             name="spec", blocks=64, stack=MEMORY, only_greedy=True, repeats=True, grammars=False,
             arguments={"speculative_config": NGRAM},
+        ),
+        Shape(
+            name="drafting", blocks=64, stack=MEMORY, drafts=2, only_greedy=True, grammars=False
         ),
         Shape(
             name="lora", stack=MEMORY, adapters=True,
