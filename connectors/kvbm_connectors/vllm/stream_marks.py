@@ -37,9 +37,11 @@ class RankMarks:
         return mark
 
     def over(self, passed: Iterable[Passed]) -> Iterator[Passed]:
-        """Take ranks' reports; yield the marks that are over with them."""
+        """Take ranks' reports; yield the marks that are over with them. One of a mark that is not
+        laid, or over, counts for nothing."""
         for mark, has_passed in passed:
-            reports = self._reports[mark]
+            if (reports := self._reports.get(mark)) is None:
+                continue
             reports.append(has_passed)
             if len(reports) == self._world_size:
                 del self._reports[mark]

@@ -12,12 +12,13 @@ from tests.gpu.fake_runtime import FakeRuntime
 
 def test_a_mark_is_over_when_every_rank_has_reported_it() -> None:
     """1. Two marks of two ranks, whose reports come mixed. 2. One rank that knows nothing is
-    enough: nobody knows."""
+    enough: nobody knows. 3. Once more, or of a mark that nobody has laid: nothing."""
     marks = RankMarks(2)
     assert (marks.lay(), marks.lay(), marks.next) == (1, 2, 3)
     assert list(marks.over([(1, True), (2, True)])) == []
     assert list(marks.over([(2, False)])) == [(2, False)]
     assert list(marks.over([(1, True)])) == [(1, True)]
+    assert list(marks.over([(1, True), (9, True)])) == []
 
 
 def test_memory_of_this_host_is_written_when_a_mark_is_laid() -> None:
