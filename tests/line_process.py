@@ -60,7 +60,7 @@ class LineProcess(Generic[Said, Heard]):
             return self._lines.get(timeout=deadline_s)
         except queue.Empty:
             self._process.send_signal(signal.SIGUSR1)
-            raise AssertionError(f"no answer after {deadline_s} s{self.tail()}") from None
+            raise TimeoutError(f"no answer after {deadline_s} s{self.tail()}") from None
 
     def tail(self) -> str:
         """The end of the log."""

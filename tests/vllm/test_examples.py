@@ -71,7 +71,7 @@ def test_aggregated(
             try:
                 launched.wait_counted("offload_blocks", BLOCKS)
                 break
-            except AssertionError:
+            except (AssertionError, TimeoutError):
                 if not tries_left:
                     raise
             finally:

@@ -70,7 +70,8 @@ class RankProcess:
         return outcome
 
     def _received(self) -> object:
-        assert self._pipe.poll(DEADLINE_S), "the rank does not answer"
+        if not self._pipe.poll(DEADLINE_S):
+            raise TimeoutError("the rank does not answer")
         found: object = self._pipe.recv()
         return found
 

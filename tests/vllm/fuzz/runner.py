@@ -233,7 +233,7 @@ class Run:
         try:
             wait_for(self._serves, "the host tier does not answer", deadline_s=QUIET_DEADLINE_S)
             self._lane.attach()
-        except AssertionError as error:
+        except (AssertionError, TimeoutError) as error:
             self._fail("not attached", str(error))
             self._result.unusable = True
 
@@ -324,7 +324,7 @@ class Run:
 
         try:
             wait_for(quiet, "quiet", deadline_s=QUIET_DEADLINE_S)
-        except AssertionError:
+        except (AssertionError, TimeoutError):
             self._fail("left over", f"the host tier holds {left}")
         except KvbmError as error:  # It ended, and no act of the program had ended it.
             self._fail("gone", f"the host tier does not answer: {error}")
