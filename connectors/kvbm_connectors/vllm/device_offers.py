@@ -77,9 +77,8 @@ class DeviceOffers:
         """Since the first of these was found."""
         self._can_wait = True
         """All of these were decoded, and are held by their requests."""
-        self._revoked: list[tuple[Tracked, int]] = []
-        """Requests with blocks in offers that were revoked, or behind marks that are over, since
-        the last `take_ended`."""
+        self._released: list[tuple[Tracked, int]] = []
+        """Requests and offers that were revoked, or whose mark is over, since `take_ended`."""
         self._marks = marks
         self._behind: dict[int, list[_Part]] = {}
         """Mark → what is offered when it is over; the last may not be laid yet."""
@@ -289,9 +288,9 @@ class DeviceOffers:
 
     def lay_mark(self) -> int:
         """Return the mark that workers lay in this step, for what waits for one; 0: nothing."""
-        return (
-            self._marks.lay() if self._marks is not None and self._marks.next in self._behind else 0
-        )
+        if self._marks is None or self._marks.next not in self._behind:
+            return 0
+        return self._marks.lay()
 
     def passed(self, reports: Iterable[Passed]) -> None:
         """Offer what waited for marks that are over now; nothing where a stream is unknown."""
@@ -305,7 +304,7 @@ class DeviceOffers:
             else:
                 self._counts["offers_unmarked"] += len(parts)
                 self._drop(parts)
-            self._revoked += [(part.tracked, -mark) for part in parts]
+            self._released += [(part.tracked, -mark) for part in parts]
 
     def _drop(self, parts: Iterable[_Part]) -> None:
         """Offer nothing of parts that wait for a mark, or whose offer was not taken."""
@@ -345,7 +344,7 @@ class DeviceOffers:
 
     def take_ended(self) -> list[tuple[Tracked, int]]:
         """Return the offers that have ended, each with its requests; their blocks are free."""
-        ended, self._revoked = self._revoked, []
+        ended, self._released = self._released, []
         for one in self._half.drain_ended():
             for part in self._out.pop(one.offer, ()):  # None: revoked before, with its request.
                 if not one.complete:
@@ -365,7 +364,7 @@ class DeviceOffers:
             for part in self._out.pop(offer, ()):
                 self.known.discard(part.run.hashes)
                 part.tracked.offer_again(part.group.hasher, part.run)
-                self._revoked.append((part.tracked, offer))
+                self._released.append((part.tracked, offer))
             self._half.revoke(offer)
         self._counts["offers_revoked"] += len(offers)
 
@@ -374,7 +373,7 @@ class DeviceOffers:
         self._withdraw(list(self._unsent))
         for mark, parts in self._behind.items():
             self._drop(parts)
-            self._revoked += [(part.tracked, -mark) for part in parts]
+            self._released += [(part.tracked, -mark) for part in parts]
             self._behind[mark] = []
         for offer in self._out:
             self._half.revoke(offer)

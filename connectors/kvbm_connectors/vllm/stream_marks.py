@@ -69,7 +69,14 @@ class StreamMarks:
 
     def take_passed(self) -> tuple[Passed, ...]:
         """Return the marks that are over since the last call; each once."""
-        while self._laid and self._laid[0][1].has_passed(self._laid[0][2]):
-            self._passed.append((self._laid.pop(0)[0], True))
+        while self._laid:
+            mark, gpu, fence = self._laid[0]
+            try:
+                if not gpu.has_passed(fence):
+                    break
+                self._passed.append((mark, True))
+            except CudaError:
+                self._passed.append((mark, False))
+            self._laid.pop(0)
         passed, self._passed = tuple(self._passed), []
         return passed

@@ -171,9 +171,9 @@ class Tracked:
     @property
     def holds_blocks(self) -> bool:
         """Return whether the engine has device blocks for the request."""
-        if self.finished or self.lease is not None:
-            return bool(self.offers) or self.lease is not None
-        return self.request.num_computed_tokens > 0
+        if self.lease is not None:
+            return True
+        return bool(self.offers) if self.finished else self.request.num_computed_tokens > 0
 
     @property
     def awaits_its_load(self) -> bool:

@@ -51,6 +51,22 @@ def test_a_stream_passes_its_marks_in_order() -> None:
     assert sum(call[0] == "end_event" for call in runtime.calls) == 2
 
 
+def test_of_a_stream_that_fails_behind_a_mark_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: a GPU's failure does not come out of a report: it would end the engine's step."""
+    gpu, marks = Gpu(FakeRuntime()), StreamMarks()
+    marks.lay(1, gpu, on_host=False)
+    marks.lay(2, gpu, on_host=False)
+
+    def has_passed(fence: int) -> bool:
+        raise CudaError(f"no answer of event {fence}")
+
+    monkeypatch.setattr(gpu, "has_passed", has_passed)
+    assert marks.take_passed() == ((1, False), (2, False))
+    assert marks.take_passed() == ()
+
+
 def test_of_a_stream_that_takes_no_event_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, marks = Gpu(FakeRuntime()), StreamMarks()
 

@@ -85,7 +85,8 @@ class Gpu:
         return event
 
     def has_passed(self, fence: int) -> bool:
-        """Return whether all is done that a fence stands behind; the fence is gone then."""
+        """Return whether all is done that a fence stands behind; the fence is gone then. Raises
+        CudaError."""
         if not self.runtime.is_done(fence):
             return False
         with contextlib.suppress(CudaError):

@@ -67,7 +67,7 @@ class Allocation:
 class Runtime(Protocol):
     """One device. Every method may be called from any thread that has called `use` before.
 
-    All but `is_done` and the host's memory raise CudaError.
+    All of them raise CudaError.
     """
 
     device: int
