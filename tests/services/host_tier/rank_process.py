@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import threading
 from collections.abc import Sequence
@@ -55,22 +56,23 @@ class RankProcess:
         self._process.start()
         theirs.close()
 
-    def wait_started(self) -> None:
+    async def wait_started(self) -> None:
         """Wait until its worker half says hello."""
-        assert self._received() == "started"
+        assert await self._received() == "started"
 
     def start_load(self, load: Load) -> None:
         """Have it load blocks."""
         self._pipe.send(load)
 
-    def outcome(self) -> Outcome:
+    async def outcome(self) -> Outcome:
         """Return how the load has ended."""
-        outcome = self._received()
+        outcome = await self._received()
         assert isinstance(outcome, Outcome), outcome
         return outcome
 
-    def _received(self) -> object:
-        if not self._pipe.poll(DEADLINE_S):
+    async def _received(self) -> object:
+        # The host tier that the rank talks to may be in this event loop.
+        if not await asyncio.to_thread(self._pipe.poll, DEADLINE_S):
             raise TimeoutError("the rank does not answer")
         found: object = self._pipe.recv()
         return found
@@ -87,14 +89,11 @@ def ranks_of(
     endpoint: str, engine: str, incarnation: str, shares: Sequence[Share],
     memories: Sequence[NDArray[np.uint8]],
 ) -> list[RankProcess]:  # fmt: skip
-    """Start all ranks of an engine, and wait for them."""
-    ranks = [
+    """Start all ranks of an engine."""
+    return [
         RankProcess(Task(endpoint, engine, incarnation, rank, len(shares), share, memory))
         for rank, (share, memory) in enumerate(zip(shares, memories, strict=True))
     ]
-    for rank in ranks:
-        rank.wait_started()
-    return ranks
 
 
 def _serve(pipe: Connection, task: Task) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvbm_common.config.settings import Settings
 from kvbm_common.nats.bus import Bus
 from kvbm_common.tier.parts import Grid, Share
-from kvbm_common.wire.local import Found, Hello, Region
+from kvbm_common.wire.local import Found, Hello, Region, Welcome
 from kvbm_connectors.client.worker import WorkerHalf
 from kvbm_connectors.core.answers import checksums_of
 from kvbm_connectors.core.messages import Load, LoadResult
@@ -174,14 +174,20 @@ class ProcessEngine(RealEngine):
         return Hello(engine=self.engine, incarnation=self.incarnation, role="scheduler",
                      namespace=NAMESPACE, world_size=len(self.shares))  # fmt: skip
 
-    def load_all(self, found: Found, *blocks: int) -> list[Outcome]:
+    async def greet(self) -> Welcome:
+        """Introduce the scheduler half, once the ranks say hello."""
+        for rank in self.ranks:
+            await rank.wait_started()
+        return await super().greet()
+
+    async def load_all(self, found: Found, *blocks: int) -> list[Outcome]:
         """Have every rank load what was found."""
         load = Load("r", found.epoch, found.lease, tuple(found.slots), blocks,
                     tuple(name(i) for i in range(len(blocks))), checksums_of(found),
                     found.block_bytes, 2**60)  # fmt: skip
         for rank in self.ranks:
             rank.start_load(load)
-        return [rank.outcome() for rank in self.ranks]
+        return [await rank.outcome() for rank in self.ranks]
 
     def close(self) -> None:
         """Fall silent, as if killed."""
@@ -211,7 +217,7 @@ async def test_ranks_in_processes_read_what_others_have_written(
         reader = ProcessEngine(settings, SHAPES[shape_name], life=life)
         try:
             await reader.greet()
-            outcomes = reader.load_all(await reader.found(1, 2), 11, 12)
+            outcomes = await reader.load_all(await reader.found(1, 2), 11, 12)
             for share, outcome in zip(reader.shares, outcomes, strict=True):
                 assert outcome.intact == (True, True), share
                 assert np.array_equal(outcome.content, held(share, source.memory[1:3])), share
@@ -235,7 +241,7 @@ async def test_a_rank_that_is_killed_leaves_no_half_of_a_block(
     try:
         await second.greet()
         await second.store(bus, 1, 2)
-        outcomes = second.load_all(await second.found(1, 2), 11, 12)
+        outcomes = await second.load_all(await second.found(1, 2), 11, 12)
         for share, outcome in zip(second.shares, outcomes, strict=True):
             assert outcome.intact == (True, True)
             assert np.array_equal(outcome.content, held(share, second.memory[1:3]))
