@@ -30,35 +30,25 @@ demo: setup ## the whole stack, sim engines and a verified workload, on this mac
 up: setup ## start the stack in the foreground
 	$(VENV)/bin/kvbm up $(ARGS)
 
-# Tests wait for clocks, processes and disks more than they compute: three groups run at once.
-GROUP_1 := tests/services/host_tier tests/sim tests/examples tests/security
-GROUP_2 := tests/connectors tests/services/disk_tier tests/services/index tests/services/metrics \
-	tests/libs/kvbm_cli tests/vllm
+# Tests wait for clocks, processes and disks more than they compute: three processes share the files.
+SHARED := --dist loadfile -n
 test: setup lint ## lint, types and every test of the first suite (with ARGS: in one process)
-ifdef ARGS
-	$(PY) -m pytest -m "not slow" $(ARGS)
-else
-	@logs=$$(mktemp -d); \
-	$(PY) -m pytest -m "not slow" $(GROUP_1) >$$logs/1 2>&1 & first=$$!; \
-	$(PY) -m pytest -m "not slow" $(GROUP_2) >$$logs/2 2>&1 & second=$$!; \
-	$(PY) -m pytest -m "not slow" $(patsubst %,--ignore=%,$(GROUP_1) $(GROUP_2)) tests; rest=$$?; \
-	wait $$first; first=$$?; wait $$second; second=$$?; \
-	cat $$logs/1 $$logs/2; rm -r $$logs; \
-	test $$first = 0 -a $$second = 0 -a $$rest = 0
-endif
+	$(PY) -m pytest -m "not slow" $(if $(ARGS),$(ARGS),$(SHARED) 3)
 
+# An engine has one thread: two processes have one each.
 test-vllm: setup ## the connector on a real vLLM (CPU): its own environment, a random model; VLLM=0.29.0
 	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm $(VLLM:%=.venv-vllm-% %)
-	$(if $(VLLM),KVBM_TEST_VLLM=.venv-vllm-$(VLLM)) $(PY) -m pytest tests/vllm $(ARGS)
+	$(if $(VLLM),KVBM_TEST_VLLM=.venv-vllm-$(VLLM)) $(PY) -m pytest tests/vllm $(SHARED) 2 $(ARGS)
 
 # The other versions that are supported: 0.33 has no CPU wheel, and is its Python over 0.32's kernels.
-VLLM_VERSIONS := 0.29.0 0.30.0 0.31.0 0.33.0
+VLLM_VERSIONS := $(addprefix test-vllm-,0.29.0 0.30.0 0.31.0 0.33.0)
 test-vllm-versions: setup ## a smoke test of the connector on the other supported versions of vLLM
-	@for version in $(VLLM_VERSIONS); do \
-	  echo "vLLM $$version"; \
-	  nice -n 5 python3 tests/vllm/make_env.py .venv-vllm .venv-vllm-$$version $$version || exit 1; \
-	  KVBM_TEST_VLLM=.venv-vllm-$$version $(PY) -m pytest tests/vllm/test_smoke.py $(ARGS) || exit 1; \
-	done
+	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm
+	$(MAKE) --jobs 2 --keep-going --output-sync=target $(VLLM_VERSIONS)
+
+$(VLLM_VERSIONS): test-vllm-%:
+	nice -n 5 python3 tests/vllm/make_env.py .venv-vllm .venv-vllm-$* $*
+	KVBM_TEST_VLLM=.venv-vllm-$* $(PY) -m pytest tests/vllm/test_smoke.py $(ARGS)
 
 MINUTES ?= 30
 soak: setup ## a stack under engines that come and go, kills, operators; nothing may grow: MINUTES=30 ARGS="--seed 7"

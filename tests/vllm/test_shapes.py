@@ -1,7 +1,7 @@
 """Engines of several shapes on one set of tiers, in vLLM's own server with its own processes.
 
-Latent attention over two ranks, and four ranks, have no test here yet: worker halves in processes
-stand for them (`tests/services/host_tier/shell/test_shapes.py`).
+vLLM's latent attention has no prefix caching on CPU: worker halves in processes stand for its ranks
+(`tests/services/host_tier/shell/test_shapes.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Engine:
         return self.ranks * self.stages
 
 
-ONE, TWO, STAGES = Engine(), Engine(ranks=2), Engine(stages=2)
+ONE, TWO, FOUR, STAGES = Engine(), Engine(ranks=2), Engine(ranks=4), Engine(stages=2)
 
 
 WITH_WARM_UP = ["--no-enforce-eager", "--compilation-config", '{"mode":2,"backend":"eager"}']
@@ -109,6 +109,7 @@ def hits_alone(model: str, log_dir: Path, prompts: Sequence[Sequence[int]]) -> l
     "engines",
     [
         pytest.param((ONE, TWO, ONE), id="ranks"),
+        pytest.param((FOUR, TWO, FOUR), id="four ranks"),
         pytest.param((STAGES, ONE, STAGES), id="stages"),
     ],
 )  # fmt: skip

@@ -106,6 +106,7 @@ class WorkerHalf:
         self._attend_s = 2 * offer_deadline_ms / 1000
         self._attends_until = 0.0
         self._attends = gpu is None or needs_owner(agent)
+        self._mover.attend(0)
         self.expect_reads(expected=True)
         self._closed = False
         hello = Hello(

@@ -23,7 +23,7 @@ Start = Literal["all", "new", "last_per_subject"] | int | datetime | Resume
 """Where to begin: everything kept, what comes from now on, the last message of each subject, a
 stream sequence, a time, or where another reader has stopped."""
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 1.0
 """An idle server says so this often."""
 INACTIVE_S = 5.0
 """The server drops a consumer without a listener after this time."""

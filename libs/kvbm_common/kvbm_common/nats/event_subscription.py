@@ -47,7 +47,7 @@ from kvbm_common.nats.stream_positions import (
 )
 from kvbm_common.nats.streams import StreamSpec
 
-SILENCE_S = 2.0
+SILENCE_S = 3.0
 """After so long without a message or heartbeat the consumer is taken for lost."""
 CHECK_S = 5.0
 """How often a subscription to a part of a stream looks whether something was dropped."""

@@ -70,7 +70,8 @@ __all__ = [
 ]
 
 GATHER_S = 0.1
-"""A reader waits so long after heartbeats alone, and then takes several in one turn."""
+"""A reader waits so long after heartbeats alone that came sooner than this one after another, and
+then takes several in one turn."""
 SWEEP_S_MAX = 0.5
 """A reader looks so often for the silent, however long its own time to live is."""
 _log = OncePerKind(logging.getLogger(__name__))
@@ -92,6 +93,7 @@ class NatsRegistry(WatchedRegistry):
         self._alone_ttl_s: dict[str, float] = {}
         """The time to live of held entries whose holder is not there: what the holder's was."""
         self._swept_s = time.monotonic()
+        self._sweep_timer: asyncio.TimerHandle | None = None
         self._lapsed: dict[str, tuple[ServiceRecord, float]] = {}
         """Held entries that expired, and when: they come back with their holder, and are forgotten
         when they would have come back by themselves."""
@@ -153,6 +155,8 @@ class NatsRegistry(WatchedRegistry):
     async def close(self) -> None:
         """End the watch and all heartbeats, without leaving."""
         await super().close()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
         if self._subscription is not None:
             await self._subscription.close()
 
@@ -168,16 +172,21 @@ class NatsRegistry(WatchedRegistry):
                 self._link, REGISTRY, subject=f"{PREFIX}services.>", start="last_per_subject"
             )
             self._tasks = [
-                asyncio.create_task(self._read(self._subscription), name="registry watch"),
-                asyncio.create_task(self._sweep_often(), name="registry sweep"),
+                asyncio.create_task(self._read(self._subscription), name="registry watch")
             ]
+            self._sweep_often()
         return self._subscription
 
     async def _read(self, subscription: EventSubscription) -> None:
+        heard_s = 0.0
         async for batch in subscription:
             taken = [self._take(message) for message in batch]
-            if not any(taken):
+            now_s = time.monotonic()
+            if now_s - self._swept_s > self._sweep_every_s / 2:
+                self._sweep_often()  # Here the process is awake anyway.
+            if not any(taken) and now_s - heard_s < GATHER_S:
                 await asyncio.sleep(GATHER_S)
+            heard_s = time.monotonic()
 
     def _take(self, message: EventMessage) -> bool:
         """Take an entry as it was written; False: a heartbeat, which says nothing new."""
@@ -218,10 +227,13 @@ class NatsRegistry(WatchedRegistry):
                     self._records[key], self._seen_s[key] = record, time.monotonic()
                     self._tell(Joined(record))
 
-    async def _sweep_often(self) -> None:
-        while True:
-            await asyncio.sleep(self._sweep_every_s)
-            self._sweep()
+    def _sweep_often(self) -> None:
+        """Sweep, and again after a while: by a heartbeat or, without one, by a timer."""
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._sweep_timer = loop.call_later(self._sweep_every_s, self._sweep_often)
+        self._sweep()
 
     @property
     def _sweep_every_s(self) -> float:
