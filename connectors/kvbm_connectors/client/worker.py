@@ -157,7 +157,7 @@ class WorkerHalf:
     @property
     def expects_reads(self) -> bool:
         """Whether the mover stands ready for the host tier now."""
-        return time.monotonic() < self._attends_until
+        return self._mover.attends
 
     @property
     def epoch(self) -> int:

@@ -26,6 +26,7 @@ Fatal: unexpected error"); `close` drains first for that reason, a SIGKILL canno
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 import uuid
@@ -108,6 +109,7 @@ class MoverThread:
         self._unfinished = 0
         self._close_by: float | None = None
         self._bell: Doorbell | None = None
+        self._attends_until = math.inf
         started: Future[Pump] = Future()
         given = {"POSIX": posix_params, "OBJ": object_params}
         parameters = {name: dict(value) for name, value in given.items() if value is not None}
@@ -157,7 +159,13 @@ class MoverThread:
     def attend(self, seconds: float) -> None:
         """Say for how long peers are expected to read from here. By default without end: an idle
         mover polls for them. What comes at other times is served, more slowly."""
+        self._attends_until = time.monotonic() + seconds
         self._call(lambda pump: pump.attend(seconds))
+
+    @property
+    def attends(self) -> bool:
+        """Whether it stands ready for peers that read from here: so until the first `attend`."""
+        return time.monotonic() < self._attends_until
 
     def metadata(self) -> Future[bytes]:
         """Return what peers need to read from here, as of now: ask after the last registration."""

@@ -228,7 +228,7 @@ class NatsRegistry(WatchedRegistry):
                     self._tell(Joined(record))
 
     def _sweep_often(self) -> None:
-        """Sweep, and again after a while: by a heartbeat or, without one, by a timer."""
+        """Look for the silent now, and after a while: by a heartbeat or, without one, a timer."""
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
         loop = asyncio.get_running_loop()
