@@ -37,6 +37,7 @@ from kvbm_connectors.vllm.namespace import (
     namespace_of,
     pass_through_of,
     refusal_of,
+    rewritten_by_drafts,
     stream_of,
 )
 from kvbm_connectors.vllm.options import Options, recompute_failed_loads
@@ -80,9 +81,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             namespace = namespace_of(vllm_config, kv_cache_config, self._options.revision)
             self._namespace = of_tenant(namespace, self._options.settings.tenant)
-            self._shape = shape_of(
-                vllm_config, kv_cache_config, drafts=drafts_write_kv(vllm_config)
-            )
+            drafts = drafts_write_kv(vllm_config)
+            self._shape = shape_of(vllm_config, kv_cache_config, drafts=drafts)
         except KvbmError as error:
             self._pass_through(role, f"{error} ({error.code})")
             return
@@ -129,7 +129,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Hasher(self._namespace),
             world_size=self._world_size,
             sync=self._options.load == "sync",
-            drafts=drafts_write_kv(self._vllm_config),
+            rewritten=rewritten_by_drafts(self._vllm_config),
             groups=self._groups,
             holds=self._holds,
             meter=meter_of(self._vllm_config) if settings.load_or_compute else None,

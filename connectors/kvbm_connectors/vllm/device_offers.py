@@ -8,6 +8,9 @@ A window's blocks leave it before they could be offered: the step that computes 
 first. So those that are worth it are held from the plan on that computes them. The same goes for
 recurrent states, which vLLM hands over with the step that computes them: its block table moves
 them, and keeps no more than the last one.
+
+A draft model may still write KV of a step that has ended. Its engine's offers wait for a mark in
+every rank's stream, and what holds their blocks holds them until then, too.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from kvbm_connectors.core.messages import OfferRun, offers_of
 from kvbm_connectors.vllm.block_holds import NULL_BLOCK, BlockHolds
 from kvbm_connectors.vllm.half import OffersTaken
 from kvbm_connectors.vllm.kv_groups import KvGroup, tails_in
-from kvbm_connectors.vllm.stream_marks import Passed, RankMarks
+from kvbm_connectors.vllm.stream_marks import MarkEnd, RankMarks
 from kvbm_connectors.vllm.tracked import Tracked, runs_to_offer
 
 Tables = Sequence[Sequence[int]]
@@ -78,7 +81,8 @@ class DeviceOffers:
         self._can_wait = True
         """All of these were decoded, and are held by their requests."""
         self._released: list[tuple[Tracked, int]] = []
-        """Requests and offers that were revoked, or whose mark is over, since `take_ended`."""
+        """Requests and offers that were revoked since `take_ended`; a negative number is a mark
+        that is over."""
         self._marks = marks
         self._behind: dict[int, list[_Part]] = {}
         """Mark → what is offered when it is over; the last may not be laid yet."""
@@ -88,12 +92,12 @@ class DeviceOffers:
 
     @property
     def any_out(self) -> bool:
-        """Return whether anything is on offer, or waits behind a mark."""
+        """Return whether anything is on offer, or will be when a mark is over."""
         return bool(self._out or self._behind)
 
     @property
     def any_behind_marks(self) -> bool:
-        """Return whether anything waits for the ranks' streams."""
+        """Return whether a mark is not over, or is to be laid."""
         return bool(self._behind)
 
     @property
@@ -141,7 +145,7 @@ class DeviceOffers:
 
         Those that an offer or a load has brought to the host tier need not be held.
         """
-        end = tracked.computed() // self._step * self._step
+        end = self._final(tracked) // self._step * self._step
         if self._holds is None or not self._holds.ready or tracked.refused or not end:
             return
         for at, group in enumerate(self._groups):
@@ -169,13 +173,14 @@ class DeviceOffers:
             self._holds.hold([block])
             held[index] = block
 
-    def release_unoffered(self, tracked: Tracked) -> None:
-        """Give back what is held of a request and not on offer."""
+    def release_unoffered(self, tracked: Tracked, *, until: int = 0) -> None:
+        """Give back what is held of a request and not on offer; blocks behind token `until` may be
+        held again."""
         for held in tracked.held.values():
             assert self._holds is not None
             self._holds.release(list(held.values()))
         tracked.held.clear()
-        tracked.held_until = 0
+        tracked.held_until = min(tracked.held_until, until)
 
     # --- offers -----------------------------------------------------------------------------
 
@@ -184,7 +189,7 @@ class DeviceOffers:
         if tracked.refused or not tables or (self._holds is not None and not self._holds.ready):
             return
         self._serve()
-        end = tracked.computed()
+        end = self._final(tracked)
         for at, group in enumerate(self._groups):
             size = group.block_tokens
             if not group.is_prefix:
@@ -208,15 +213,23 @@ class DeviceOffers:
         for request, tracked in requests.items():
             if tracked.held and request not in scheduled:
                 self._offer_all_held(tracked)
+                if tracked.held and not tracked.request.num_in_flight_tokens:
+                    # Drafts were rejected: no step that has been planned fills these blocks.
+                    self.release_unoffered(tracked, until=tracked.computed())
 
     def _offer_all_held(self, tracked: Tracked) -> None:
         """Offer what is held of a request, as far as its steps have ended."""
         if tracked.refused:
             return
         self._serve()
-        end = tracked.computed()
+        end = self._final(tracked)
         for at in list(tracked.held):
             self._offer_held(tracked, at, end // self._groups[at].block_tokens)
+
+    def _final(self, tracked: Tracked) -> int:
+        """Return the tokens of a request whose KV no step writes again."""
+        rewritten = 0 if self._marks is None else self._marks.rewritten
+        return max(0, tracked.computed() - rewritten)
 
     def _offer_held(self, tracked: Tracked, at: int, end: int) -> None:
         group, held = self._groups[at], tracked.take_held(at, end)
@@ -271,13 +284,13 @@ class DeviceOffers:
         """Offer what was found since the last time, or have it wait for the next mark."""
         unsent, self._unsent = self._unsent, []
         self._steps_waited, self._can_wait = 0, True
-        if self._marks is None:
+        if self._marks is None or not self._half.epoch:  # Without a host tier nothing waits.
             self._send_all(unsent)
         elif unsent:
             behind = self._behind.setdefault(self._marks.next, [])
-            behind += [self._kept(part, self._marks.next) for part in unsent]
+            behind += [self._held_until(part, self._marks.next) for part in unsent]
 
-    def _kept(self, part: _Part, mark: int) -> _Part:
+    def _held_until(self, part: _Part, mark: int) -> _Part:
         """Return a part whose blocks are held until a mark is over."""
         if self._holds is None:
             part.tracked.offers.add(-mark)
@@ -286,15 +299,16 @@ class DeviceOffers:
             self._holds.hold(part.run.blocks)
         return replace(part, held=True)
 
-    def lay_mark(self) -> int:
+    def mark_of_step(self) -> int:
         """Return the mark that workers lay in this step, for what waits for one; 0: nothing."""
         if self._marks is None or self._marks.next not in self._behind:
             return 0
-        return self._marks.lay()
+        return self._marks.begin()
 
-    def passed(self, reports: Iterable[Passed]) -> None:
-        """Offer what waited for marks that are over now; nothing where a stream is unknown."""
-        for mark, has_passed in self._marks.over(reports) if self._marks is not None else ():
+    def marks_ended(self, reports: Iterable[MarkEnd]) -> None:
+        """Offer what waited for marks that are over now; nothing behind one that a rank cannot
+        vouch for."""
+        for mark, has_passed in self._marks.ended(reports) if self._marks is not None else ():
             parts = self._behind.pop(mark)
             self._serve()
             if has_passed:
@@ -343,7 +357,9 @@ class DeviceOffers:
     # --- ends -------------------------------------------------------------------------------
 
     def take_ended(self) -> list[tuple[Tracked, int]]:
-        """Return the offers that have ended, each with its requests; their blocks are free."""
+        """Return pairs of request and offer, or negative mark, of those that are over: these hold
+        the request's blocks no longer."""
+        self.marks_ended(())  # For marks that are late.
         ended, self._released = self._released, []
         for one in self._half.drain_ended():
             for part in self._out.pop(one.offer, ()):  # None: revoked before, with its request.

@@ -58,6 +58,17 @@ def drafts_write_kv(config: Any) -> bool:
     return speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV
 
 
+def rewritten_by_drafts(config: Any) -> int | None:
+    """Return the tokens at a request's end whose KV a draft model writes again with the next step:
+    each of its modules reads one token further than the one before, and some of these are guesses.
+
+    None: no draft model writes KV.
+    """
+    if not drafts_write_kv(config):
+        return None
+    return max(0, int(getattr(config, "num_prefill_lookahead_tokens", 0)) - 1)
+
+
 def refusal_of(config: Any, kv_cache_config: Any) -> str:
     """Return why blocks of such an engine cannot be cached; `""` if they can."""
     parallel = config.parallel_config
@@ -65,6 +76,8 @@ def refusal_of(config: Any, kv_cache_config: Any) -> str:
         # vLLM turns it off where a kernel cannot begin behind a prefix (latent attention on CPU):
         # blocks from us would be as wrong there as its own.
         return "prefix caching is off"
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return "each rank has a scheduler of its own, which hears of no other rank"
     if refusal := refusal_of_groups(kv_cache_config):
         return refusal
     if is_hybrid(kv_cache_config) and not takes_failed_requests():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbm_common.identity import SequenceHash
 
 from kvbm_connectors.core.messages import Load, LoadResult, merge_results
-from kvbm_connectors.vllm.stream_marks import Passed
+from kvbm_connectors.vllm.stream_marks import MarkEnd
 
 NEWS = threading.Event()
 """Rung by both halves' threads. With one worker they share a process with vLLM's scheduler, which
@@ -24,7 +24,7 @@ class StepPlan:
     sync: bool = False
     """The loads must be in before this step computes."""
     offering: bool = False
-    """The host tier may be reading device blocks."""
+    """The host tier may be reading device blocks, or will when a mark is over."""
     sent: tuple[str, ...] = ()
     """Finished requests whose blocks may be freed: each appears exactly once."""
     mark: int = 0
@@ -38,13 +38,13 @@ class StepReport:
     results: tuple[LoadResult, ...] = ()
     passes_through: str = ""
     """Why this worker can load nothing, said once."""
-    passed: tuple[Passed, ...] = ()
+    mark_ends: tuple[MarkEnd, ...] = ()
     """Marks of earlier plans that are over in this rank's compute stream."""
 
     def joined(self, other: StepReport) -> StepReport:
         """Return a report of two ranks: the scheduler side counts them."""
         reason = self.passes_through or other.passes_through
-        return StepReport(self.results + other.results, reason, self.passed + other.passed)
+        return StepReport(self.results + other.results, reason, self.mark_ends + other.mark_ends)
 
 
 class RankResults:

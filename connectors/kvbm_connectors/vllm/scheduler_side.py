@@ -54,7 +54,7 @@ class SchedulerSide:
         *,
         world_size: int = 1,
         sync: bool = False,
-        drafts: bool = False,
+        rewritten: int | None = None,
         adapters: Adapters | None = None,
         groups: Sequence[KvGroup] = (),
         holds: BlockHolds | None = None,
@@ -62,21 +62,21 @@ class SchedulerSide:
     ) -> None:
         """Follow the requests of an engine with `world_size` ranks, whose steps `meter` times.
 
-        With `sync` a step waits for its loads. `drafts`: a draft model writes KV of its own.
+        With `sync` a step waits for its loads. `rewritten`: of so many tokens at a
+        request's end a draft model writes KV again with the next step; None: no such model.
         Several KV groups, or one with a window, need `holds`; `hasher` is the first group's.
         """
         self.counts: Counter[str] = Counter()
         self.steps = StepMeter(meter, counts=self.counts)
         self._adapters = adapters or Adapters()
-        self._generation = ""
-        self._stale = False
+        self._generation, self._stale = "", False
         """The device's cache has blocks of an earlier generation: a reset was refused."""
-        self._half = half
+        self._half, self._sync, self._calendar = half, sync, Calendar()
         self.groups = tuple(groups) or (KvGroup(hasher),)
         """The KV groups of the model, in vLLM's order."""
         self.hints = AgentHints(half, self.groups, self.counts)
         self._hybrid = holds is not None
-        marks = RankMarks(world_size) if drafts else None
+        marks = RankMarks(world_size, rewritten=rewritten) if rewritten is not None else None
         self._offers = DeviceOffers(half, self.groups, self.counts, holds, marks)
         self._step = step_tokens(group.run(0, 0) for group in self.groups)
         """Tokens from one boundary to the next: blocks of all groups end there."""
@@ -84,8 +84,6 @@ class SchedulerSide:
         """Tokens from one end of a block, of any group, to the next."""
         self._together = decoded_together(self.groups, self._least, DECODED_BLOCKS)
         self._has_states = any(group.handed_over for group in self.groups)
-        self._sync = sync
-        self._calendar = Calendar()
         self.evict: Evict = lambda request, first: None
         """Takes a request's blocks from a token on out of vLLM's prefix cache."""
         self.tables_of: Callable[[Any, str], Tables] = tables_of
@@ -97,7 +95,7 @@ class SchedulerSide:
 
     @property
     def holding(self) -> bool:
-        """Tell whether offers keep blocks from being freed."""
+        """Tell whether blocks are held beside their requests, or for offers of ended ones."""
         ended = (one for one in self._requests.values() if one.finished)
         return self._offers.holding or any(one.offers for one in ended)
 
@@ -229,8 +227,8 @@ class SchedulerSide:
             NEWS.clear()
         waits = bool(loads) and self._sync and not self._hybrid
         self.steps.planned(output, self._requests, waits=waits)
-        mark, is_read = self._offers.lay_mark(), self._offers.any_out
-        return StepPlan(loads, waits, offering=is_read, sent=tuple(sent), mark=mark)
+        mark, offering = self._offers.mark_of_step(), self._offers.any_out
+        return StepPlan(loads, waits, offering=offering, sent=tuple(sent), mark=mark)
 
     def _scheduled(self, name: str, tracked: Tracked, output: SchedulerOutput) -> None:
         """Offer what is full of a request that this step computes for."""
@@ -261,7 +259,7 @@ class SchedulerSide:
 
     def reported(self, report: StepReport) -> None:
         """Collect the ranks' results; a load or mark is over when every rank has reported it."""
-        self._offers.passed(report.passed)
+        self._offers.marks_ended(report.mark_ends)
         for result in self._results.complete(report):
             self._loaded(result)
 
@@ -323,6 +321,9 @@ class SchedulerSide:
         if tracked is None:
             return False
         self._half.forget(name)
+        if not any(tables):  # A reset has freed what it offers, as the next plan would have said.
+            self._offers.preempted(tracked)
+            tracked.offers.clear()
         self._offers.hold_last_tail(tracked, tables)
         self._offers.offer(tracked, tables)
         self._offers.send()
@@ -344,20 +345,20 @@ class SchedulerSide:
         if tracked is None:
             refused = refusal_of_request(request)
             try:
-                marks = () if refused else self.marks_of(request)
+                extras = () if refused else self.first_extras_of(request)
             except AdapterRefused as error:
-                refused, marks = error.code, ()
+                refused, extras = error.code, ()
             if refused:
                 self.counts[f"requests_refused.{refused}"] += 1
             tracked = self._requests[request.request_id] = Tracked(
-                request, refused, marks,
+                request, refused, extras,
                 boundaries={(request.num_tokens - 1) // self._step * self._step},
             )  # fmt: skip
             self._calendar.look_soon(request.request_id)
             self.hints.begin(request)
         return tracked
 
-    def marks_of(self, request: EngineRequest) -> tuple[tuple[ExtraTag, bytes], ...]:
+    def first_extras_of(self, request: EngineRequest) -> tuple[tuple[ExtraTag, bytes], ...]:
         """Return the extras of a request's first block. Raises AdapterRefused."""
         lora = request.lora_request
         value = None if lora is None else self._adapters.value_of(lora)

@@ -44,8 +44,8 @@ class Tracked:
 
     request: EngineRequest
     refused: str
-    marks: tuple[tuple[ExtraTag, bytes], ...] = ()
-    """Extras of the first block: salt, LoRA and generation (`SchedulerSide.marks_of`)."""
+    first_extras: tuple[tuple[ExtraTag, bytes], ...] = ()
+    """Extras of the first block: salt, LoRA and generation (`SchedulerSide.first_extras_of`)."""
     names: dict[int, list[SequenceHash]] = field(default_factory=dict)
     """KV group → the names of its first full blocks, as far as they were asked for."""
     local: int = 0
@@ -102,7 +102,8 @@ class Tracked:
 
     def _extras(self, first: int, end: int, size: int) -> Mapping[int, Extras]:
         """Return extras by block, counted from `first`, tagged as events are (hash_extras.py)."""
-        extras: dict[int, Extras] = {0: self.marks} if first == 0 and self.marks else {}
+        is_first = first == 0 and self.first_extras
+        extras: dict[int, Extras] = {0: self.first_extras} if is_first else {}
         for feature in self.request.mm_features or ():
             start = feature.mm_position.offset
             last = (start + feature.mm_position.length - 1) // size
@@ -120,11 +121,13 @@ class Tracked:
     def scheduled(self, tokens: int = 0, drafts: int = 0) -> None:
         """Note that a step computes so many tokens, of them drafts, before they are counted."""
         request = self.request
+        # Tokens in flight may be drafts, of this step's kind or of the step before, and rejected.
+        may_be_rejected = drafts > 0 or self.step_tokens > 1
         self.step_tokens = 1 + drafts
         if self.admitted is None:
             self.admitted = request.num_computed_tokens
-        # Of tokens in flight some may be drafts that are rejected.
-        certain = request.num_computed_tokens - (request.num_in_flight_tokens if drafts else 0)
+        in_flight = request.num_in_flight_tokens if may_be_rejected else 0
+        certain = request.num_computed_tokens - in_flight
         self.dispatched_tokens = certain + tokens - drafts
         if self.dispatched_tokens < request.num_tokens:
             self.decodes_from = 0  # Not only at first: what a failed load left is computed again.

@@ -162,11 +162,11 @@ class WorkerSide:
         """Begin the loads of a step, in the thread that computes it; synchronous ones are over
         when this returns."""
         self._sent.update(plan.sent)
-        touches = plan.loads or plan.mark
-        if touches and self._gpu is not None and self._compute_stream is not None:
-            self._gpu.computes_on(self._compute_stream())
+        gpu = self._gpu  # Another thread may have opened it by the next look.
+        if (plan.loads or plan.mark) and gpu is not None and self._compute_stream is not None:
+            gpu.computes_on(self._compute_stream())
         if plan.mark:
-            self._marks.lay(plan.mark, self._gpu, on_host=self._make_gpu is None)
+            self._marks.lay(plan.mark, gpu, on_host=self._make_gpu is None)
         if self._half is not None:
             self._half.expect_reads(expected=plan.offering)
         for load in plan.loads:
@@ -235,8 +235,8 @@ class WorkerSide:
         half."""
         ended, self._ended = self._ended, []
         reason, self._passes_through = self._passes_through, ""
-        passed = self._marks.take_passed()
-        return StepReport(tuple(ended), reason, passed) if ended or reason or passed else None
+        ends = self._marks.take_ends()
+        return StepReport(tuple(ended), reason, ends) if ended or reason or ends else None
 
     def pass_through(self, reason: str) -> None:
         """Lend nothing: every load fails. The reason goes to the scheduler half, and to people."""

@@ -214,6 +214,33 @@ def test_a_preempted_request_gives_back_what_is_not_on_offer() -> None:
     assert engine.half.revoked == []
 
 
+def test_a_block_that_rejected_drafts_leave_open_is_given_back_and_held_again() -> None:
+    """Goal: vLLM does not wait for a block that nothing fills: it schedules nothing meanwhile.
+
+    1. A step with guesses is in flight, another one planned: a block of the window is held.
+    2. The guesses are rejected, and vLLM has no room for the request. 3. It has, and fills it.
+    """
+    engine, request = Engine(), Request(all_token_ids=tuple(range(12)))
+    engine.admit(request)
+    tables = ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15])
+    engine.step(request, 12, *tables)
+    request.all_token_ids = tuple(range(13))
+    state = State({"r": tables})
+    guesses = {"r": [0, 0, 0]}
+    engine.side.plan(Output({"r": 4}, guesses, kv_connector_block_state=state))
+    request.begin(4)
+    engine.side.plan(Output({"r": 1}, kv_connector_block_state=state))
+    request.begin(1)
+    engine.half.end(*engine.half.offered)
+    request.end(4, rejected=3)
+    request.end(1)
+    request.all_token_ids = tuple(range(15))
+    engine.side.plan(Output())
+    assert (engine.pool.held(), engine.side.holding) == ([], False)
+    engine.step(request, 2, *tables)
+    assert engine.pool.held() == [14]
+
+
 def test_a_refused_request_gives_back_what_it_holds() -> None:
     """A reset with other weights: what is computed now is stored under no name."""
     engine, request = Engine(), Request(all_token_ids=tokens(17))

@@ -17,9 +17,9 @@ TABLE = [3, 4, 5]
 class DraftEngine:
     """The scheduler side of an engine with one KV group, and what its plans say."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, rewritten: int | None = 0) -> None:
         self.half, self.request = Half(), Request()
-        self.side = SchedulerSide(self.half, FULL.hasher, world_size=ranks, drafts=True)
+        self.side = SchedulerSide(self.half, FULL.hasher, world_size=ranks, rewritten=rewritten)
         self.side.matched(self.request, 0)
 
     def prefill(self) -> None:
@@ -36,7 +36,7 @@ class DraftEngine:
         return self.side.plan(output)
 
     def report(self, *passed: tuple[int, bool]) -> None:
-        self.side.reported(StepReport(passed=passed))
+        self.side.reported(StepReport(mark_ends=passed))
 
     def waits(self) -> tuple[bool, bool]:
         """Whether offers wait for marks, and whether blocks of ended requests are held."""
@@ -121,12 +121,55 @@ def test_a_reset_offers_nothing_behind_a_mark() -> None:
     assert engine.side.idle
 
 
+@pytest.mark.parametrize("rewritten", [None, 0])
+def test_what_a_reset_has_freed_is_not_offered_by_a_request_that_ends(
+    rewritten: int | None,
+) -> None:
+    """Goal: nothing reads blocks that vLLM may have given to others.
+
+    1. Blocks are on offer, or wait for a mark. 2. A reset preempts their request, which is aborted
+    before the plan that would say so. 3. Nothing is kept, and no offer goes on.
+    """
+    engine = DraftEngine(rewritten=rewritten)
+    engine.prefill()
+    mark = engine.plan({"r": 1}).mark
+    engine.request.num_computed_tokens = 0
+    assert not engine.side.finished(engine.request, [[]])
+    engine.report((mark, True))
+    engine.plan(preempted=("r",))
+    assert engine.half.revoked == list(engine.half.offered)
+    assert engine.side.idle
+
+
+def test_what_the_next_step_writes_again_is_not_offered_yet() -> None:
+    """A draft model of three modules has guessed two tokens of what it read behind token 9."""
+    engine = DraftEngine(rewritten=2)
+    engine.prefill()
+    engine.report((engine.plan({"r": 1}).mark, True))
+    assert engine.offered == [(3,)]
+    engine.request.all_token_ids = tuple(range(10))
+    engine.request.begin(1)
+    engine.request.end(1)
+    engine.report((engine.plan({"r": 1}).mark, True))
+    assert engine.offered == [(3,), (4,)]
+
+
+def test_without_a_host_tier_nothing_waits_for_a_mark() -> None:
+    """The offer is counted as one that no host tier took, and the blocks are free at once."""
+    engine = DraftEngine()
+    engine.half.epoch, engine.half.takes = 0, False
+    engine.prefill()
+    assert not engine.side.finished(engine.request, [TABLE])
+    assert engine.plan().mark == 0
+    assert engine.side.idle
+
+
 def test_over_several_groups_blocks_are_held_until_a_mark_is_over() -> None:
     """1. A request over two groups has ended: its blocks are held, though it is not. 2. The mark is
     over: each group's are offered, and held on until the offers end."""
     half, pool, holds = Half(), Pool(), BlockHolds()
     holds.bind(pool)
-    side = SchedulerSide(half, FULL.hasher, drafts=True, groups=[FULL, WINDOW], holds=holds)
+    side = SchedulerSide(half, FULL.hasher, rewritten=0, groups=[FULL, WINDOW], holds=holds)
     request = Request()
     side.matched(request, 0)
     tables = ([1, 2, 3], [11, 12, 13])
@@ -136,7 +179,7 @@ def test_over_several_groups_blocks_are_held_until_a_mark_is_over() -> None:
     assert not side.finished(request, tables)
     assert (pool.held(), half.offered) == ([1, 2, 12], {})
     assert side.plan(Output()).mark == 1
-    side.reported(StepReport(passed=((1, True),)))
+    side.reported(StepReport(mark_ends=((1, True),)))
     assert [run.blocks for run in half.offered.values()] == [(1, 2), (12,)]
     assert pool.held() == [1, 2, 12]
     half.end(1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvbm_common.cuda.reading import Gpu
 from kvbm_common.cuda.runtime import CudaError
-from kvbm_connectors.vllm.stream_marks import RankMarks, StreamMarks
+from kvbm_connectors.vllm.stream_marks import MARK_DEADLINE_S, RankMarks, StreamMarks
 
 from tests.gpu.fake_runtime import FakeRuntime
 
@@ -14,19 +14,32 @@ def test_a_mark_is_over_when_every_rank_has_reported_it() -> None:
     """1. Two marks of two ranks, whose reports come mixed. 2. One rank that knows nothing is
     enough: nobody knows. 3. Once more, or of a mark that nobody has laid: nothing."""
     marks = RankMarks(2)
-    assert (marks.lay(), marks.lay(), marks.next) == (1, 2, 3)
-    assert list(marks.over([(1, True), (2, True)])) == []
-    assert list(marks.over([(2, False)])) == [(2, False)]
-    assert list(marks.over([(1, True)])) == [(1, True)]
-    assert list(marks.over([(1, True), (9, True)])) == []
+    assert (marks.begin(), marks.begin(), marks.next) == (1, 2, 3)
+    assert marks.ended([(1, True), (2, True)]) == []
+    assert marks.ended([(2, False)]) == [(2, False)]
+    assert marks.ended([(1, True)]) == [(1, True)]
+    assert marks.ended([(1, True), (9, True)]) == []
+
+
+def test_a_mark_that_a_rank_does_not_report_is_over_in_the_end() -> None:
+    """Goal: blocks that wait behind it are freed, and nothing is said of them."""
+    clock = [0.0]
+    marks = RankMarks(2, clock=lambda: clock[0])
+    assert marks.begin() == 1
+    clock[0] = MARK_DEADLINE_S
+    assert marks.begin() == 2
+    assert marks.ended([(1, True)]) == []
+    clock[0] += 1
+    assert marks.ended(()) == [(1, False)]
+    assert marks.ended([(1, True), (2, True), (2, True)]) == [(2, True)]
 
 
 def test_memory_of_this_host_is_written_when_a_mark_is_laid() -> None:
     marks = StreamMarks()
     marks.lay(1, None, on_host=True)
     marks.lay(2, None, on_host=False)
-    assert marks.take_passed() == ((1, True), (2, False))
-    assert marks.take_passed() == ()
+    assert marks.take_ends() == ((1, True), (2, False))
+    assert marks.take_ends() == ()
 
 
 def test_a_stream_passes_its_marks_in_order() -> None:
@@ -45,9 +58,9 @@ def test_a_stream_passes_its_marks_in_order() -> None:
     marks.lay(1, gpu, on_host=False)
     runtime.zero(memory, 8, compute)
     marks.lay(2, gpu, on_host=False)
-    assert marks.take_passed() == ()
+    assert marks.take_ends() == ()
     runtime.advance()
-    assert marks.take_passed() == ((1, True), (2, True))
+    assert marks.take_ends() == ((1, True), (2, True))
     assert sum(call[0] == "end_event" for call in runtime.calls) == 2
 
 
@@ -63,8 +76,8 @@ def test_of_a_stream_that_fails_behind_a_mark_nothing_is_known(
         raise CudaError(f"no answer of event {fence}")
 
     monkeypatch.setattr(gpu, "has_passed", has_passed)
-    assert marks.take_passed() == ((1, False), (2, False))
-    assert marks.take_passed() == ()
+    assert marks.take_ends() == ((1, False), (2, False))
+    assert marks.take_ends() == ()
 
 
 def test_of_a_stream_that_takes_no_event_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,4 +88,4 @@ def test_of_a_stream_that_takes_no_event_nothing_is_known(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(gpu, "fence", fence)
     marks.lay(1, gpu, on_host=False)
-    assert marks.take_passed() == ((1, False),)
+    assert marks.take_ends() == ((1, False),)

@@ -194,7 +194,7 @@ def test_a_mark_is_reported_when_the_stream_that_computes_has_passed_it(tmp_path
     assert side.report() is None
     runtime.moves = True
     runtime.advance()
-    assert side.report() == StepReport(passed=((3, True),))
+    assert side.report() == StepReport(mark_ends=((3, True),))
     assert side.report() is None
     side.close()
 

@@ -34,7 +34,7 @@ class DeviceConnector(KvbmConnector):
     def _start_scheduler(self) -> None:
         self._scheduler = SchedulerSide(
             DeviceConnector.tiers, Hasher(self._namespace),
-            drafts=DeviceConnector.drafts, groups=self._groups, holds=self._holds,
+            rewritten=0 if DeviceConnector.drafts else None, groups=self._groups, holds=self._holds,
         )  # fmt: skip
 
     def _count(self) -> dict[str, int]:
@@ -288,9 +288,9 @@ class Engine:
         names = list(step.output.num_scheduled_tokens)
         results = self._arrived()
         sent = step.output.kv_connector_metadata.plan.sent
-        passed = tuple((mark, True) for mark in self.memory.passed)
+        ends = tuple((mark, True) for mark in self.memory.passed)
         self.memory.passed.clear()
-        report = StepReport(tuple(results), passed=passed) if results or passed else None
+        report = StepReport(tuple(results), mark_ends=ends) if results or ends else None
         failed = {one.load.request for one in results if one.load.whole and not all(one.intact)}
         bad = {
             block
