@@ -1,8 +1,9 @@
 """Marks in the ranks' compute streams, for KV that is written after a step has been reported.
 
-A draft model's pass may still run when its step has been reported. So blocks that it writes are offered
-behind a mark: the plan of a later step lays it in the stream of every rank, and a rank reports it
-when the stream has come so far. Streams keep their order: what was begun before the mark is done.
+A draft model's pass may still run when its step has been reported. So blocks that it writes are
+offered behind a mark: the plan of a later step lays it in the stream of every rank, and a rank
+reports it when the stream has come so far. Streams keep their order: what was begun before the mark
+is done then.
 """
 
 from __future__ import annotations
