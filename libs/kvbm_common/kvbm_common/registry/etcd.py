@@ -39,7 +39,6 @@ from kvbm_common.registry.presence import Presence
 from kvbm_common.registry.records import Info, RegistryEvent, ServiceRecord
 from kvbm_common.registry.services import (
     LIST_DEADLINE_S,
-    SWEEPS_PER_TTL,
     HeldEntry,
     WatchedRegistry,
 )
@@ -53,6 +52,7 @@ BIRTHS = f"{PREFIX}births"
 BEATS_PER_TTL = 3
 TRIES_MAX = 8
 """Of a write that others got ahead of. Two lives of one service rarely start at once."""
+SWEEPS_PER_TTL = 10
 REVOKE_DEADLINE_S = 1.0
 """Of both calls together: a process that stops has four seconds in all."""
 

@@ -46,7 +46,6 @@ from kvbm_common.registry.records import (
 )
 from kvbm_common.registry.services import (
     LIST_DEADLINE_S,
-    SWEEPS_PER_TTL,
     HeldEntry,
     Registry,
     ServiceRegistration,
@@ -72,8 +71,12 @@ __all__ = [
 GATHER_S = 0.1
 """A reader waits so long after heartbeats alone that came sooner than this one after another, and
 then takes several in one turn."""
-SWEEP_S_MAX = 0.5
-"""A reader looks so often for the silent, however long its own time to live is."""
+SWEEPS_PER_TTL = 4
+SWEEP_S_MAX = 1.5
+"""A reader looks so often for the silent, and however long its own time to live is: seldom enough
+that it is mostly a heartbeat that wakes it."""
+LATE_S_MAX = 0.5
+"""How late it may look before it counts as a reader that did not run."""
 _log = OncePerKind(logging.getLogger(__name__))
 
 
@@ -186,7 +189,7 @@ class NatsRegistry(WatchedRegistry):
                 self._sweep_often()  # Here the process is awake anyway.
             if not any(taken) and now_s - heard_s < GATHER_S:
                 await asyncio.sleep(GATHER_S)
-            heard_s = time.monotonic()
+            heard_s = now_s
 
     def _take(self, message: EventMessage) -> bool:
         """Take an entry as it was written; False: a heartbeat, which says nothing new."""
@@ -262,7 +265,8 @@ class NatsRegistry(WatchedRegistry):
 
     def _forgive(self, now_s: float) -> None:
         """Count no time as silence in which this process did not run: it has heard nothing."""
-        away_s = max(0.0, now_s - self._swept_s - 2 * self._sweep_every_s)
+        expected_s = self._sweep_every_s + min(self._sweep_every_s, LATE_S_MAX)
+        away_s = max(0.0, now_s - self._swept_s - expected_s)
         self._swept_s = now_s
         if away_s:
             for key, seen_s in self._seen_s.items():

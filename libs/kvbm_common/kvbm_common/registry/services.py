@@ -8,7 +8,6 @@ from typing import Protocol
 
 from kvbm_common.registry.records import Info, Joined, RegistryEvent, ServiceRecord
 
-SWEEPS_PER_TTL = 10
 LIST_DEADLINE_S = 3.0
 """How long the first reading of a registry may take."""
 

@@ -34,7 +34,7 @@ BURST_MS = 2
 TURNS = 2
 """Turns of the event loop that an async effect gets before the next step: in the first it asks, in
 the second the NATS client sends. What waits outside for it, waits for no other steps."""
-QUIET_TICK_MS = 500
+QUIET_TICK_MS = 1_000
 """The pause between ticks of a quiet core. Late by it are ends of leases and of silence, and what a
 tick itself tells."""
 

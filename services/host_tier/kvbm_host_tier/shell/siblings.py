@@ -34,6 +34,8 @@ ENDPOINT, TAKES, SHARDS = "endpoint", "takes", "shards"
 LOOK_S = 0.2
 """How often the lock is tried, and the front looks whether its siblings are still there. A connect
 takes 50 µs, and an engine notices nothing for 3 s."""
+LOOK_ALONE_S = 5.0
+"""The same for a front without siblings: one that comes is in the registry at once."""
 HAND_OVER_S = 1.2
 """How long engines may take to go when we end; a service has 2.5 s for all of its end."""
 
@@ -55,6 +57,7 @@ class Siblings:
         self._log = OncePerKind(log)
         self._was_front = False
         self.handed_over = asyncio.Event()
+        self._heard = asyncio.Event()
 
     async def start(self) -> None:
         """Enter: from now on engines may be sent to us."""
@@ -64,7 +67,16 @@ class Siblings:
         """Look again and again until cancelled."""
         while True:
             self._look()
+            if self._was_front and not self._view.siblings():
+                await self._wait_heard()
             await asyncio.sleep(LOOK_S)
+
+    async def _wait_heard(self) -> None:
+        """Wait until another host tier is heard of, or for a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_ALONE_S):
+                await self._heard.wait()
+        self._heard.clear()
 
     def _look(self) -> None:
         if not self._was_front and self._engines.take_front():
@@ -80,6 +92,7 @@ class Siblings:
     def registry_changed(self, event: RegistryEvent) -> None:
         """Pass on that a host tier of this host, perhaps this one, came, changed or left."""
         record = event.record
+        self._heard.set()
         if isinstance(event, Left):
             said_so = event.reason == "deleted"
             self._complete(MemberLeft(record.instance, record.epoch, said_so=said_so))
