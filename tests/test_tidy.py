@@ -389,6 +389,7 @@ PRIVATE_ALLOWED = {
     ("tests/vllm/fields_process.py", "*"): HURRIES_EXIT,
     ("tests/vllm/fuzz/engine.py", "*"): IN_ENGINE,
     ("tests/vllm/fuzz/plants.py", "*"): BREAKS,
+    ("tests/vllm/fuzz/offer_plants.py", "*"): BREAKS,
     ("tests/vllm/fuzz/processes.py", "_process"): "the standard library's executor",
     ("tests/vllm/namespace_process.py", "*"): HURRIES_EXIT,
 }

@@ -29,7 +29,8 @@ PROGRAMS = 6
 KINDS = (
     "plain", "gemma3", "gptoss", "gemma4", "mistral", "retained", "llama4", "chunks", "gdn",
     "mamba2", "partial", "mamba", "dense states", "every state", "deepseek v3.2", "deepseek v4",
-    "all kinds", "drafts", "drafting layers", "guessing", "draft model",
+    "all kinds", "drafts", "drafting layers", "guessing", "draft model", "aborted",
+    "aborted drafts",
 )  # fmt: skip
 
 
@@ -69,6 +70,8 @@ def test_no_block_is_read_for_another(model: str, kind: str) -> None:
         ("waiting-windows", "retained", range(30, 31), "do not end"),
         ("second-loads", "draft model", range(271, 272), "do not end"),
         ("early-drafts", "draft model", range(40), "WrongBytes"),
+        ("freed-offers", "aborted", range(40), "WrongBytes"),
+        ("freed-offers", "aborted drafts", range(40), "WrongBytes"),
     ],
 )
 def test_a_defect_is_seen(model: str, plant: str, kind: str, seeds: range, sign: str) -> None:

@@ -29,6 +29,9 @@ class Kind:
     """Tokens that are guessed for each step."""
     draft_groups: tuple[int, ...] = ()
     """Groups of a draft model."""
+    aborts_preempted: bool = False
+    """Resets are more frequent, and a request that one has preempted is aborted at once. Offers are
+    pulled late."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +120,8 @@ KINDS: dict[str, Kind] = {
     "drafting layers": Kind(lambda: [full()], drafts=2, draft_groups=(0,)),
     "guessing": Kind(lambda: [window(), full()], drafts=2),
     "draft model": Kind(lambda: [window(), full(), full()], drafts=2, draft_groups=(2,)),
+    "aborted": Kind(lambda: [full()], aborts_preempted=True),
+    "aborted drafts": Kind(lambda: [full()], drafts=2, draft_groups=(0,), aborts_preempted=True),
 }  # fmt: skip
 
 

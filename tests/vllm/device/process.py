@@ -53,9 +53,11 @@ def vllm_config_of(model: str, kind: Kind, *, overlaps: bool, rng: random.Random
     return config
 
 
-def play(engine: Engine) -> None:
+def play(engine: Engine, *, aborts_preempted: bool) -> None:
     """Draw what happens: conversations that share beginnings, aborts, resets, evictions."""
     rng = engine.rng
+    if aborts_preempted:
+        engine.tiers.patience = 0.9
     systems = [[rng.randrange(VOCABULARY) for _ in range(rng.choice((8, 16, 33, 50)))]
                for _ in range(3)]  # fmt: skip
     texts: list[list[int]] = []
@@ -71,6 +73,9 @@ def play(engine: Engine) -> None:
             engine.abort(rng.choice(engine.names))
         if rng.random() < 0.08:
             engine.reset(running=rng.random() < 0.3)
+        if aborts_preempted and engine.names and rng.random() < 0.1:
+            engine.reset(running=True)
+            engine.abort(rng.choice(engine.names))
         if rng.random() < 0.03:
             engine.tiers.evict(rng.random)
         engine.step()
@@ -98,7 +103,7 @@ def main() -> None:
         config = vllm_config_of(model, kind, overlaps=overlaps, rng=rng)
         engine = Engine(kind, config, seed)
         try:
-            play(engine)
+            play(engine, aborts_preempted=kind.aborts_preempted)
         except BaseException:
             print(f"kind {name!r}, seed {seed}, overlaps {overlaps}", file=sys.stderr, flush=True)
             raise

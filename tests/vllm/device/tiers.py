@@ -48,6 +48,8 @@ class Tiers:
         """What each name stands for."""
         self.held: dict[SequenceHash, Cell] = {}
         self.offers: dict[int, Sequence[OfferRun]] = {}
+        self.patience = 0.6
+        """How likely an offer waits for the next pull."""
         self._ended: list[OfferEnded] = []
         self._asked: dict[str, Asked] = {}
         self._leases: dict[int, dict[SequenceHash, Cell]] = {}
@@ -152,7 +154,7 @@ class Tiers:
     def pull(self, *, everything: bool = False) -> None:
         """Read some of the blocks on offer, now or later: they are held."""
         for offer in list(self.offers):
-            if not everything and self._rng.random() < 0.6:
+            if not everything and self._rng.random() < self.patience:
                 continue
             runs = self.offers.pop(offer)
             for run in runs:

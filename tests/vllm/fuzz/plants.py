@@ -12,6 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.vllm.fuzz.offer_plants import (
+    keep_offers_of_a_reset,
+    keep_offers_of_preempted,
+    offer_before_marks,
+    offer_everything_early,
+    offer_unfinished,
+)
 from tests.vllm.fuzz.patches import add, original, replace, replace_if_there, restore
 
 VARIABLE = "KVBM_FUZZ_PLANT"
@@ -37,46 +44,6 @@ class Plant:
     """It must be there when an engine starts."""
     often: tuple[str, ...] = ()
     """Acts without which it cannot show, and which few programs have: drawn often for it."""
-
-
-# --- offers -----------------------------------------------------------------------------------
-
-
-def computed_by_this_request(self: Any) -> int:
-    """Tokens, also those that a request shares with another one that still computes them."""
-    request = self.request
-    if self.lease is not None and (not self.sync or request.num_in_flight_tokens):
-        return 0
-    return int(min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens))
-
-
-def offer_unfinished() -> None:
-    """Blocks are offered while another request computes them."""
-    replace(f"{PREFIX}vllm.tracked", "Tracked", "computed", computed_by_this_request)
-
-
-def offer_everything_early() -> None:
-    """Blocks are offered with the step that computes them: before they are there."""
-
-    def computed(self: Any) -> int:
-        return int(self.request.num_prompt_tokens)
-
-    replace(f"{PREFIX}vllm.tracked", "Tracked", "computed", computed)
-
-
-def keep_offers_of_preempted() -> None:
-    """Offers of preempted requests are not revoked: their blocks are overwritten while read."""
-    replace(f"{PREFIX}vllm.scheduler_side", "SchedulerSide", "_preempted", lambda self, name: None)
-
-
-def offer_before_marks() -> None:
-    """Blocks are offered while a draft model's pass still writes them."""
-
-    def send(self: Any) -> None:
-        unsent, self._unsent = self._unsent, []
-        self._send_all(unsent)
-
-    replace(f"{PREFIX}vllm.device_offers", "DeviceOffers", "send", send)
 
 
 # --- KV groups --------------------------------------------------------------------------------
@@ -367,6 +334,9 @@ PLANTS = {
     ),
     "early-drafts": Plant(
         "what a draft model still writes is offered", DEVICE, before=offer_before_marks,
+    ),
+    "freed-offers": Plant(
+        "blocks that a reset has freed are offered on", DEVICE, before=keep_offers_of_a_reset,
     ),
     "second-loads": Plant(
         "a load of several groups that failed is tried again", DEVICE, before=load_again,
