@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from kvbm_common.cuda.reading import Gpu
 from kvbm_common.cuda.runtime import CudaError
 from kvbm_connectors.vllm.stream_marks import MARK_DEADLINE_S, RankMarks, StreamMarks
@@ -64,28 +63,47 @@ def test_a_stream_passes_its_marks_in_order() -> None:
     assert sum(call[0] == "end_event" for call in runtime.calls) == 2
 
 
-def test_of_a_stream_that_fails_behind_a_mark_nothing_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Goal: a GPU's failure does not come out of a report: it would end the engine's step."""
-    gpu, marks = Gpu(FakeRuntime()), StreamMarks()
+class BrokenRuntime(FakeRuntime):
+    """A GPU that fails once it `is_broken`."""
+
+    is_broken = False
+
+    def is_done(self, event: int) -> bool:
+        if self.is_broken:
+            raise CudaError(f"no answer of event {event}")
+        return super().is_done(event)
+
+    def record(self, event: int, stream: int) -> None:
+        if self.is_broken:
+            raise CudaError(f"stream {stream} does not take event {event}")
+        super().record(event, stream)
+
+    def break_down(self) -> None:
+        self.is_broken = True
+        self.calls.clear()
+
+    @property
+    def events_ended(self) -> int:
+        return sum(call[0] == "end_event" for call in self.calls)
+
+
+def test_of_a_stream_that_fails_behind_a_mark_nothing_is_known() -> None:
+    """Goal: a GPU's failure does not come out of a report: it would end the engine's step. Its
+    events are gone."""
+    runtime, marks = BrokenRuntime(), StreamMarks()
+    gpu = Gpu(runtime)
     marks.lay(1, gpu, on_host=False)
     marks.lay(2, gpu, on_host=False)
-
-    def has_passed(fence: int) -> bool:
-        raise CudaError(f"no answer of event {fence}")
-
-    monkeypatch.setattr(gpu, "has_passed", has_passed)
+    runtime.break_down()
     assert marks.take_ends() == ((1, False), (2, False))
     assert marks.take_ends() == ()
+    assert runtime.events_ended == 2
 
 
-def test_of_a_stream_that_takes_no_event_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, marks = Gpu(FakeRuntime()), StreamMarks()
-
-    def fence() -> int:
-        raise CudaError("no events are left")
-
-    monkeypatch.setattr(gpu, "fence", fence)
+def test_of_a_stream_that_takes_no_event_nothing_is_known() -> None:
+    runtime, marks = BrokenRuntime(), StreamMarks()
+    gpu = Gpu(runtime)
+    runtime.break_down()
     marks.lay(1, gpu, on_host=False)
     assert marks.take_ends() == ((1, False),)
+    assert runtime.events_ended == 1

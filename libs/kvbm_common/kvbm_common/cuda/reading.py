@@ -78,20 +78,32 @@ class Gpu:
         self._compute_stream = stream
 
     def fence(self) -> int:
-        """Record an event; when it is done, all that the engine has begun by now is done."""
+        """Record an event; when it is done, all that the engine has begun by now is done. Raises
+        CudaError."""
         self.runtime.use()
         event = self.runtime.event()
-        self.runtime.record(event, self._compute_stream)
+        try:
+            self.runtime.record(event, self._compute_stream)
+        except CudaError:
+            self._end_event(event)
+            raise
         return event
 
     def has_passed(self, fence: int) -> bool:
         """Return whether all is done that a fence stands behind; the fence is gone then. Raises
-        CudaError."""
-        if not self.runtime.is_done(fence):
-            return False
-        with contextlib.suppress(CudaError):
-            self.runtime.end_event(fence)
+        CudaError, and the fence is gone, too."""
+        try:
+            if not self.runtime.is_done(fence):
+                return False
+        except CudaError:
+            self._end_event(fence)
+            raise
+        self._end_event(fence)
         return True
+
+    def _end_event(self, event: int) -> None:
+        with contextlib.suppress(CudaError):
+            self.runtime.end_event(event)
 
     def sums(self, pieces: RankPieces) -> SumsOfBlocks:
         """Return what sums up blocks of these pieces, part by part.
