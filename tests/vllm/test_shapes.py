@@ -6,6 +6,7 @@ vLLM's latent attention has no prefix caching on CPU: worker halves in processes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ class Engine:
 ONE, TWO, FOUR, STAGES = Engine(), Engine(ranks=2), Engine(ranks=4), Engine(stages=2)
 
 
+FOUR_CORES = pytest.mark.skipif(
+    (os.cpu_count() or 1) < 4, reason="four ranks spin, and leave the services nothing of two cores"
+)
 WITH_WARM_UP = ["--no-enforce-eager", "--compilation-config", '{"mode":2,"backend":"eager"}']
 """For stages: they make their buffers while they warm up, and vLLM on CPU leaves that out with
 `--enforce-eager`. The model is traced, and not compiled, which would take minutes."""
@@ -69,8 +73,9 @@ def served(stack: LiveStack, model: str, log_dir: Path, engine: Engine) -> Itera
     wait_for(lambda: not stack.workers(), "the ranks do not leave")
 
 
-def store(stack: LiveStack, server: ServerProcess, tokens: Sequence[int]) -> None:
-    """Compute a prompt, and load it: the answer is, bit for bit, that of the hit on the device."""
+def store(stack: LiveStack, server: ServerProcess, tokens: Sequence[int], *, exact: bool) -> None:
+    """Compute a prompt, and load it: the answer is that of the hit on the device, bit for bit if it
+    is `exact`."""
     before = stack.held("host-tier")
     answer, _ = server.complete(tokens)
     assert answer.cached == 0
@@ -79,7 +84,7 @@ def store(stack: LiveStack, server: ServerProcess, tokens: Sequence[int]) -> Non
     server.reset()
     loaded, _ = server.complete(tokens)
     assert local.cached == loaded.cached == CACHED
-    assert same([loaded], [local])
+    assert same([loaded], [local]) if exact else alike([loaded], [local])
 
 
 def wait_loaded(server: ServerProcess, engine: Engine, blocks: int) -> None:
@@ -109,7 +114,7 @@ def hits_alone(model: str, log_dir: Path, prompts: Sequence[Sequence[int]]) -> l
     "engines",
     [
         pytest.param((ONE, TWO, ONE), id="ranks"),
-        pytest.param((FOUR, TWO, FOUR), id="four ranks"),
+        pytest.param((FOUR, TWO, FOUR), id="four ranks", marks=FOUR_CORES),
         pytest.param((STAGES, ONE, STAGES), id="stages"),
     ],
 )  # fmt: skip
@@ -133,6 +138,8 @@ def test_what_one_shape_stores_the_other_loads(
                     loaded, _ = server.complete(tokens)
                     assert loaded.cached == CACHED, engine
                     assert alike([loaded], [wanted]), f"{engine} {loaded} {wanted}"
-                store(stack, server, prompts[number])
+                # Each of four ranks sums up what all have computed in another order. So the two
+                # copies of a KV head differ by rounding, and one of them is stored.
+                store(stack, server, prompts[number], exact=engine.ranks <= 2)
                 wait_loaded(server, engine, (number + 1) * BLOCKS)
     assert len(sizes) == 1

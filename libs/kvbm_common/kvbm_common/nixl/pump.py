@@ -41,9 +41,10 @@ from kvbm_common.nixl.transfers import (
 UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
-# The same while no peer is expected to read from here (`attend`). No block is read without an offer
-# or a lease, and each makes the mover stand ready; 50 polls a second were 0.9 % of a core.
-QUIET_POLL_S = 0.25
+# The same while no peer is expected to read from here (`attend`): 0.9 % of a core. The first read
+# connects, which takes several polls, and holds Python's lock in the reader: with 0.25 s here, and
+# four ranks on two cores, a host tier did not answer for seconds.
+QUIET_POLL_S = 0.02
 # So long after a peer was added connections come about, which takes several polls on both sides.
 CONNECT_S = 1.0
 # Memory is polled tightly until nothing has ended for so long, then with a pause: no silent peer is
@@ -75,6 +76,7 @@ class Pump:
         backends: tuple[str, ...],
         parameters: dict[str, dict[str, str]],
         finished: Callable[[], None],
+        quiet_poll_s: float = QUIET_POLL_S,
     ) -> None:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(name, config)
@@ -89,6 +91,7 @@ class Pump:
         """Where the kernel says when an I/O has ended; None: polls find it."""
         self._file_errors_prove = not UNPROVEN_FILE_ERRORS & set(backends)
         self._serves = self._spins = "UCX" in backends
+        self._quiet_poll_s = quiet_poll_s
         self._attend_until, self._connect_until = math.inf, 0.0
         self._busy_pause_s = OBJECT_PAUSE_S if backends == ("OBJ",) else PAUSE_S
         if self.ring_fd is not None:
@@ -117,7 +120,7 @@ class Pump:
         if not self._serves:
             return None
         attentive = time.monotonic() < max(self._attend_until, self._connect_until)
-        return IDLE_POLL_S if attentive else QUIET_POLL_S
+        return IDLE_POLL_S if attentive else self._quiet_poll_s
 
     def accept(self, job: Call | Transfer) -> None:
         if isinstance(job, Transfer):

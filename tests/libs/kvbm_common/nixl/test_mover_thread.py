@@ -30,7 +30,7 @@ from kvbm_common.nixl.mover_thread import (
     TransferTimeout,
     probe_posix,
 )
-from kvbm_common.nixl.pump import IDLE_POLL_S, PAUSE_S, QUIET_POLL_S, RING_PAUSE_S
+from kvbm_common.nixl.pump import IDLE_POLL_S, PAUSE_S, RING_PAUSE_S
 from kvbm_common.nixl.spans import Spans
 from numpy.typing import NDArray
 
@@ -568,11 +568,11 @@ def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Me
     that comes nevertheless gets its bytes.
     """
     memory.array[:BLOCK] = 7
-    with MoverThread("quiet") as quiet, MoverThread("peer") as peer:
+    with MoverThread("quiet", quiet_poll_s=0.03) as quiet, MoverThread("peer") as peer:
         quiet.register_memory(memory.address, SIZE).result(LIMIT_S)
         assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
         quiet.attend(0)
-        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == QUIET_POLL_S
+        assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == 0.03
         target = Memory.of(BLOCK)
         peer.register_memory(target.address, BLOCK).result(LIMIT_S)
         name = peer.add_peer(quiet.metadata().result(LIMIT_S)).result(LIMIT_S)
