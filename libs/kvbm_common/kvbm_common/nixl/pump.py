@@ -41,9 +41,8 @@ from kvbm_common.nixl.transfers import (
 UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
-# The same while no peer is expected to read from here (`attend`): 0.9 % of a core. The first read
-# connects, which takes several polls, and holds Python's lock in the reader: with 0.25 s here, and
-# four ranks on two cores, a host tier did not answer for seconds.
+# While none is expected to read from here (`attend`): 0.9 % of a core. A first read connects, which
+# takes several polls: with 0.25 s and four ranks the reader's service stood still for seconds.
 QUIET_POLL_S = 0.02
 # So long after a peer was added connections come about, which takes several polls on both sides.
 CONNECT_S = 1.0
