@@ -41,8 +41,7 @@ from kvbm_common.nixl.transfers import (
 UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
-# While none is expected to read from here (`attend`): 0.9 % of a core. A first read connects, which
-# takes several polls: with 0.25 s and four ranks the reader's service stood still for seconds.
+# While none is expected (`attend`): 0.9 % of a core. A first read takes several polls to connect.
 QUIET_POLL_S = 0.02
 # So long after a peer was added connections come about, which takes several polls on both sides.
 CONNECT_S = 1.0
