@@ -93,9 +93,9 @@ def test_without_any_service_the_engine_serves(engine: EngineProcess) -> None:
     assert alike(again, cold)
     assert engine.count("lookups_passed_through") >= 2
     assert engine.count("offers_passed_through") >= 9
-    wait_for(lambda: engine.count("init_timeouts") == 1, "nobody counts that ranks are missing")
-    said = "1 ranks and the host tier at .* have not met within 2 s"
-    wait_for(lambda: re.search(said, engine.log_text()), "nobody says that ranks are missing")
+    wait_for(lambda: engine.count("init_timeouts") == 1, "missing ranks are not counted")
+    line = "1 ranks and the host tier at .* have not met within 2 s"
+    wait_for(lambda: re.search(line, engine.log_text()), "missing ranks are not in the log")
 
 
 def test_caching_begins_when_the_stack_comes(stack: LiveStack, engine: EngineProcess) -> None:

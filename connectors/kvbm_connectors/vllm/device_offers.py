@@ -215,7 +215,7 @@ class DeviceOffers:
                 self._offer_all_held(tracked)
                 if tracked.held and not tracked.request.num_in_flight_tokens:
                     # Drafts were rejected: no step that has been planned fills these blocks.
-                    self.release_unoffered(tracked, until=tracked.computed())
+                    self.release_unoffered(tracked, until=self._final(tracked))
 
     def _offer_all_held(self, tracked: Tracked) -> None:
         """Offer what is held of a request, as far as its steps have ended."""
@@ -284,8 +284,8 @@ class DeviceOffers:
         """Offer what was found since the last time, or have it wait for the next mark."""
         unsent, self._unsent = self._unsent, []
         self._steps_waited, self._can_wait = 0, True
-        if self._marks is None or not self._half.epoch:  # Without a host tier nothing waits.
-            self._send_all(unsent)
+        if self._marks is None or not self._half.epoch:
+            self._send_all(unsent)  # Without a host tier no block waits for a mark.
         elif unsent:
             behind = self._behind.setdefault(self._marks.next, [])
             behind += [self._held_until(part, self._marks.next) for part in unsent]

@@ -51,11 +51,11 @@ class RankMarks:
         a mark that was never laid, or is over already, is ignored."""
         ends: list[MarkEnd] = []
         for mark, has_passed in reports:
-            if (said := self._reports.get(mark)) is None:
+            if (reported := self._reports.get(mark)) is None:
                 continue
-            said.append(has_passed)
-            if len(said) == self._world_size:
-                ends.append(self._end(mark, all(said)))
+            reported.append(has_passed)
+            if len(reported) == self._world_size:
+                ends.append(self._end(mark, all(reported)))
         now_s = self._clock()
         late = [mark for mark, at_s in self._laid_s.items() if now_s - at_s > MARK_DEADLINE_S]
         return ends + [self._end(mark, False) for mark in late]

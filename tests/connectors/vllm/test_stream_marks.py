@@ -21,7 +21,7 @@ def test_a_mark_is_over_when_every_rank_has_reported_it() -> None:
 
 
 def test_a_mark_that_a_rank_does_not_report_is_over_in_the_end() -> None:
-    """Goal: blocks that wait behind it are freed, and nothing is said of them."""
+    """Goal: a rank that fails does not keep the blocks behind a mark for ever."""
     clock = [0.0]
     marks = RankMarks(2, clock=lambda: clock[0])
     assert marks.begin() == 1
