@@ -6,6 +6,8 @@ PACKAGES := libs/kvbm_common libs/kvbm_cli services/index services/host_tier ser
 
 # UCX's InfiniBand modules crash at exit beside Debian's ibverbs-providers; a laptop has no use for them.
 export UCX_MODULES ?= ^ib
+# Tests start hundreds of processes; without what was compiled before, each compiles all it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-upgrade test-vllm test-vllm-versions test-sglang test-compose test-helm fuzz-vllm up bench bench-vllm bench-peers bench-sglang bench-index bench-disk bench-scale bench-objects bench-idle bench-step lint wheels test-wheels version lock mutants soak sbom audit
 

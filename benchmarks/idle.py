@@ -68,6 +68,8 @@ async def _run() -> list[Row]:
         probe = Probe(stack.settings, "idle", block_bytes=64 * KIB, block_count=64)
         try:
             await asyncio.to_thread(probe.start)
+            for number in range(100, 110):
+                _lookup_ms(probe, number)  # What a process does once only is done.
             over = threading.Event()
             answering = asyncio.create_task(asyncio.to_thread(_answer_replays, probe, over))
             attached = await _look(stack.pids | {"engine": os.getpid()})
@@ -84,7 +86,7 @@ async def _run() -> list[Row]:
         time_row("an idle engine: services and its threads", _percent(attached),
                  unit="% of a core", target=WITH_ENGINE_MAX),
         info_row("an idle engine: the same, wake-ups", _wakeups(attached), unit="wake-ups/s"),
-        info_row("the first lookup after it", hits[0], unit="ms"),
+        info_row("the first lookup after these 40 s", hits[0], unit="ms"),
         info_row("the next nine, in the median", statistics.median(hits[1:]), unit="ms"),
         *_rows("no engine", alone),
         *_rows("an idle engine", attached),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ BY_TEXT = (
     "getattr", "setattr", "hasattr", "delattr", "object", "patch", "attrgetter", "methodcaller",
 )  # fmt: skip
 """Calls that name an attribute by a text, those of `monkeypatch` and `mock` too."""
+MAYBE_PRIVATE = re.compile(r"[.'\"]_[^\W_]|^\s*(from|import) .*\W_[^\W_]|^\s*_\w+,$", re.MULTILINE)
+"""Found in every module with a private attribute, a text that begins as one, or such an import."""
 
 
 def is_private(name: str) -> bool:
@@ -25,7 +28,9 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
     A class may use what it or a base of its in the tests defines, of `self` and of its other
     instances. Imports of private names, and names in the text of a `getattr`, count as well.
     """
-    yield from _names_in(ast.parse(source), frozenset(), _classes_of(source))
+    if MAYBE_PRIVATE.search(source):
+        tree = ast.parse(source)
+        yield from _names_in(tree, frozenset(), _classes_of(tree))
 
 
 def _names_in(
@@ -50,8 +55,7 @@ def _names_in(
         yield from _names_in(inner, own, classes)
 
 
-def _classes_of(source: str) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(source)
+def _classes_of(tree: ast.AST) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
@@ -60,7 +64,7 @@ def _all_classes() -> dict[str, ast.ClassDef]:
     """Return every class of the tests by its name; of two with one name, either."""
     found: dict[str, ast.ClassDef] = {}
     for path in sorted(TESTS.rglob("*.py")):
-        found |= _classes_of(path.read_text())
+        found |= _classes_of(ast.parse(path.read_text()))
     return found
 
 

@@ -188,6 +188,11 @@ class Link:
         if self.outbox:
             self._drain()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether its next beat is the next thing that it has to say."""
+        return self.state is LinkState.UP and not self.outbox
+
     def _greeting(self) -> Any:
         hello = self.hello()
         return msgspec.structs.replace(hello, shards=self.shards) if self.shards else hello

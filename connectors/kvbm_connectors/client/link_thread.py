@@ -30,13 +30,25 @@ no more has come."""
 
 
 class LinkThread:
-    """Runs some links until `close`. `on_tick` is called about every 100 ms, in the thread."""
+    """Runs some links until `close`. `on_tick` is called about every 100 ms, in the thread.
+
+    While `may_rest` says that no tick has anything to do, they come with the beats, once a second:
+    who has something for them again calls `wake`.
+    """
 
     def __init__(
-        self, links: list[Link], *, name: str, on_tick: Callable[[int], None] = lambda now_ms: None
+        self,
+        links: list[Link],
+        *,
+        name: str,
+        on_tick: Callable[[int], None] = lambda now_ms: None,
+        may_rest: Callable[[], bool] = lambda: True,
     ) -> None:
+        assert links
         self._links = links
         self._on_tick = on_tick
+        self._may_rest = may_rest
+        self.is_resting = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable while it has rung; None once it is closed."""
@@ -57,7 +69,9 @@ class LinkThread:
             link.counts["dropped.queue_full"] += 1
             return
         link.outbox.append(message)
-        if ring and not self._is_sent(link):
+        if not ring:
+            self.wake()
+        elif not self._is_sent(link):
             self.ring()
 
     def _is_sent(self, link: Link) -> bool:
@@ -73,6 +87,11 @@ class LinkThread:
             return self._is_serving and link.flush() and not link.has_news()
         finally:
             link.using.release()
+
+    def wake(self) -> None:
+        """Have ticks come every 100 ms again. Costs nothing where they do."""
+        if self.is_resting:
+            self.ring()
 
     def ring(self) -> None:
         """Have everything sent now."""
@@ -107,9 +126,10 @@ class LinkThread:
         try:
             while not self._closing:
                 has_more = self._serve_once(poller)
-                for ready, _ in poller.poll(0 if has_more else POLL_MS_MAX):
+                for ready, _ in poller.poll(0 if has_more else self._pause_ms()):
                     if ready == bell:
                         os.eventfd_read(bell)
+                self.is_resting = False
         except Exception:  # Whatever it is, the engine must not wait for answers any more.
             log.exception("%s failed: passing through from now on", self._thread.name)
             for link in self._links:
@@ -119,6 +139,15 @@ class LinkThread:
             for link in self._links:
                 with link.using:
                     link.close(_now_ms())
+
+    def _pause_ms(self) -> int:
+        """Return how long to sleep at most. Nothing that needs a tick sooner is missed: who has
+        it after this look sees that the thread rests."""
+        self.is_resting = True
+        if all(link.is_quiet for link in self._links) and self._may_rest():
+            return max(0, min(link.next_beat_ms for link in self._links) - _now_ms())
+        self.is_resting = False
+        return POLL_MS_MAX
 
     def _serve_once(self, poller: select.poll) -> bool:
         """Take in what has come, and send; True: more has come meanwhile, told by no descriptor."""

@@ -126,8 +126,9 @@ class SchedulerHalf:
         if self._events:
             self._events[0].on_down = self._consolidator_down
         self._thread = LinkThread(
-            [self._host, *self._events], name=f"kvbm-{engine}", on_tick=self._tick
-        )
+            [self._host, *self._events], name=f"kvbm-{engine}", on_tick=self._tick,
+            may_rest=lambda: self._view().idle,
+        )  # fmt: skip
 
     def _host_link(self, endpoint: str, hello: Hello, beat: Beat) -> Link:
         return Link(
@@ -299,13 +300,12 @@ class SchedulerHalf:
             except AssertionError:
                 self._faults[f"core_faults.{call}"] += 1
                 log.exception("the connector's core failed in %s; the engine goes on", call)
+        if self._thread.is_resting and not self._view().idle:
+            self._thread.ring()
 
     def drain_ended(self) -> list[OfferEnded]:
         """Return the offers that have ended since the last call: their blocks may be freed."""
-        ended: list[OfferEnded] = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def idle(self) -> bool:
         """Return whether nothing is on offer, asked for or leased: a quiet point."""

@@ -117,7 +117,9 @@ class WorkerHalf:
         )  # fmt: skip
         self._link = self._link_to(host_tier_endpoint, hello)
         thread_name = f"kvbm-{engine}-worker-{rank}"
-        self._thread = LinkThread([self._link], name=thread_name, on_tick=self._tick)
+        self._thread = LinkThread(
+            [self._link], name=thread_name, on_tick=self._tick, may_rest=self._may_rest
+        )
 
     def _link_to(self, endpoint: str, hello: Hello) -> Link:
         return Link(
@@ -184,6 +186,7 @@ class WorkerHalf:
         with self._lock:
             self._loading += 1
         self._begin(load)
+        self._thread.wake()
 
     def _begin(self, load: Load) -> None:
         """Pull, park, or say why neither."""
@@ -216,6 +219,9 @@ class WorkerHalf:
         for load in parked:
             self._begin(load)
 
+    def _may_rest(self) -> bool:
+        return self._loading == 0 and self._arena.attached() is not None
+
     def _tick(self, now_ms: int) -> None:
         self._arena.tick(now_ms)
         self._look_at_parked()
@@ -243,6 +249,7 @@ class WorkerHalf:
 
     def _from_host_tier(self, message: FromHostTier) -> None:
         if isinstance(message, Welcome):
+            self._mover.expect_peer()  # So that no read waits for the connection.
             self._arena.welcomed(message)
 
 

@@ -271,6 +271,35 @@ def linked(endpoint: str) -> Iterator[Linked]:
     linked.thread.close()
 
 
+def test_a_quiet_link_rests_between_its_beats(endpoint: str) -> None:
+    """1. Ticks come with the beats, while nothing needs them. 2. What may wait for the next message
+    still leaves before the next beat. 3. Who needs ticks has them again at once."""
+    ticks: list[int] = []
+    has_work = threading.Event()
+    link = make_link(endpoint, lambda _: None)
+    thread = LinkThread(
+        [link], name="quiet", on_tick=ticks.append, may_rest=lambda: not has_work.is_set()
+    )
+    thread.start()
+    with host_tier(endpoint) as host:
+        host.hear(Hello)
+        host.say(welcome())
+        host.hear(Beat)
+        host.say(Alive(epoch=7))
+        before = len(ticks)
+        host.hear(Beat)
+        host.say(Alive(epoch=7))
+        assert len(ticks) - before <= 3
+        wait_for(lambda: thread.is_resting)
+        thread.say(link, LAST, ring=False)
+        assert host.hear(object) == LAST
+        wait_for(lambda: thread.is_resting)
+        has_work.set()
+        thread.wake()
+        wait_for(lambda: len(ticks) - before >= 6 and not thread.is_resting)
+        thread.close()
+
+
 GOOD = from_host_tier.encode(PULLED)
 BAD = [
     ((b"",), "malformed"),

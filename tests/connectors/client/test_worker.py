@@ -11,6 +11,7 @@ from kvbm_common.checksum import block_checksum, pack_sums
 from kvbm_common.copying import COPIER, Places
 from kvbm_common.memory.arena import Arena
 from kvbm_common.nixl.layout import CHUNK_BYTES
+from kvbm_common.nixl.mover_thread import MoverThread
 from kvbm_common.wire.local import Hello
 from kvbm_connectors.core.messages import Load
 
@@ -51,6 +52,23 @@ def test_a_worker_says_which_loads_it_verifies(tmp_path: Path, every: int, said:
         rank.start()
         assert host.hear(Hello).verify == said
         rank.close()
+
+
+def test_a_welcome_makes_it_ready_for_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host tier has just added the worker's agent. An idle agent would answer a step of the
+    handshake every quarter of a second, and the first read would wait for it."""
+    expected: list[MoverThread] = []
+    monkeypatch.setattr(MoverThread, "expect_peer", lambda mover: expected.append(mover))
+    rank = Rank(tmp_path)
+    rank.start()
+    with host_tier(rank.endpoint) as host:
+        host.hear(Hello)
+        assert not expected
+        host.say(welcome(EPOCH, slot_bytes=BLOCK_BYTES, slot_count=1))
+        wait_for(lambda: expected)
+    rank.close()
 
 
 @pytest.mark.parametrize("mover", ["nixl", "auto"])

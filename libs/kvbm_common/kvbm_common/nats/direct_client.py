@@ -39,6 +39,7 @@ from kvbm_common.nats.jetstream import BACKOFF_S
 from kvbm_common.nats.raw_messages import LINE_END, RawMessage, cut_front
 
 MESSAGES = (b"MSG ", b"HMSG ")
+PONG = b"PONG\r\n"
 HELD_BYTES_MAX = 65_536
 """What has come of a message waits for its end here, unless it is long: then it would be copied
 again with everything that is read."""
@@ -85,9 +86,14 @@ Take = Callable[[list[RawMessage]], None]
 CLIENT_PARTS: dict[str, type] = {"_ps": Parser, "_sid": int}
 PARSER_PARTS: dict[str, type] = {"state": int, "needed": int, "buf": bytearray}
 BUFFER_PARTS: dict[str, type] = {"_pending": list, "_pending_data_size": int}
+PING_PARTS: dict[str, type] = {"_pings_outstanding": int}
 """Private attributes of the library that are used here."""
 PROBE = (b"0", b"MSG probe 0 5\r\nhello\r\n")
 """A subscription that no client has, and a message for it."""
+
+PINGS_SPARED = 2
+"""So many in a row, where messages come anyway. The next one goes out: what comes says nothing of
+what is sent."""
 
 UNKNOWN_CLIENT = ("authorization violation", "authentication expired", "authentication revoked")
 """What a server says to a client whose credentials it does not take any more."""
@@ -128,6 +134,9 @@ class DirectClient(Client):
         self._direct: dict[bytes, Take] = {}
         """By the id of the subscription, as it stands in the protocol."""
         self._ids: dict[Subscription, bytes] = {}
+        self._has_heard = False
+        """Whether anything has come since the last probe of the connection."""
+        self._pings_spared = 0
         missing = missing_parts(self, CLIENT_PARTS) or missing_parts(self._ps, PARSER_PARTS)
         self.is_direct = not missing
         """False: subscriptions take the library's public way."""
@@ -270,6 +279,22 @@ class DirectClient(Client):
         """Stop treating a subscription as direct."""
         self._direct.pop(self._ids.pop(subscription, b""), None)
 
+    def heard(self) -> None:
+        """Note that the connection lives: something has come that was not asked for."""
+        self._has_heard = True
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        """Send a probe, unless the connection has just shown that it lives: each one wakes the
+        process twice. A caller that waits for the answer (`flush`) always gets one."""
+        heard, self._has_heard = self._has_heard, False
+        can_spare = future is None and heard and self._pings_spared < PINGS_SPARED
+        if can_spare and not missing_parts(self, PING_PARTS):
+            self._pings_spared += 1
+            self._pings_outstanding = 0
+            return
+        self._pings_spared = 0
+        await super()._send_ping(future)
+
     def drop_unsent(self) -> None:
         """Drop what waits to be sent; without the private parts it is sent after a reconnection."""
         if not missing_parts(self, BUFFER_PARTS):
@@ -308,9 +333,12 @@ class _DirectParser(Parser):
 
     def __init__(self, client: DirectClient, direct: Mapping[bytes, Take]) -> None:
         super().__init__(client)
+        self._client = client
         self._direct = direct
 
     async def parse(self, data: bytes = b"") -> None:
+        if data != PONG:
+            self._client.heard()
         if self.state == AWAITING_MSG_PAYLOAD:
             missing = self.needed + len(LINE_END) - len(self.buf)
             await super().parse(data[:missing])

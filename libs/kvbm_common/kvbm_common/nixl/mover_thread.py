@@ -164,6 +164,10 @@ class MoverThread:
         self._attends_until = time.monotonic() + seconds
         self._call(lambda pump: pump.attend(seconds))
 
+    def expect_peer(self) -> None:
+        """Say that a peer adds this agent now: a connection takes several polls on both sides."""
+        self._call(lambda pump: pump.expect_peer())
+
     @property
     def attends(self) -> bool:
         """Whether it stands ready for peers that read from here: so until the first `attend`."""

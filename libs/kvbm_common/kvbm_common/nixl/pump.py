@@ -41,9 +41,9 @@ from kvbm_common.nixl.transfers import (
 UNPROVEN_FILE_ERRORS = {"GDS"}
 # How often an idle mover lets UCX answer peers: 1.6 GB/s for a reader over TCP, 2–3 % of a core.
 IDLE_POLL_S = 0.001
-# While none is expected (`attend`): 0.9 % of a core. A first read takes several polls to connect.
-QUIET_POLL_S = 0.02
-# So long after a peer was added connections come about, which takes several polls on both sides.
+# While none is expected (`attend`); fifty a second were 0.9 % of a core.
+QUIET_POLL_S = 0.25
+# So long a connection is expected to take: several polls on both sides.
 CONNECT_S = 1.0
 # Memory is polled tightly until nothing has ended for so long, then with a pause: no silent peer is
 # worth a core. Files always with a pause, where no ring wakes us.
@@ -99,13 +99,9 @@ class Pump:
         self._queue = TransferQueue()
         self._leaving: dict[str, Future[None]] = {}
         self._unsettled: list[Future[None]] = []  # Ended by UCX with an error that proves nothing.
-        self._last_event = 0.0
-        self._serve_at = 0.0
-        self._transfers_done = 0
-        self._bytes_moved = 0
-        self._failures = 0
-        self._timeouts = 0
-        self._notifications_dropped = 0
+        self._last_event = self._serve_at = 0.0
+        self._transfers_done = self._bytes_moved = 0
+        self._failures = self._timeouts = self._notifications_dropped = 0
 
     @property
     def pause_s(self) -> float | None:
@@ -188,6 +184,9 @@ class Pump:
     def attend(self, seconds: float) -> None:
         self._attend_until = time.monotonic() + seconds
 
+    def expect_peer(self) -> None:
+        self._connect_until = time.monotonic() + CONNECT_S
+
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
@@ -197,7 +196,7 @@ class Pump:
             name = str(self._agent.add_remote_agent(metadata).decode())
             # The first message opens the connection: it takes 10 to 180 ms off the first read.
             self._agent.send_notif(name, b"hello")
-            self._connect_until = time.monotonic() + CONNECT_S
+            self.expect_peer()
         except NIXL_ERRORS as error:
             if name:
                 with contextlib.suppress(*NIXL_ERRORS):

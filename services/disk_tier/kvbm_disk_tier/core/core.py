@@ -323,7 +323,7 @@ class DiskTierCore:
         if self.store.kind.sized:
             self.writes.look_for_stalls(now_ms)
         self.health.tick(now_ms)
-        self.arenas.ask_missing()
+        self.arenas.tick(now_ms)
 
     def _reject(self, event: Input, error: IdentityError) -> None:
         """Drop an input with a hash that only a look inside the message could find invalid."""

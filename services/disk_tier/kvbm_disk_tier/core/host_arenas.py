@@ -48,6 +48,8 @@ ARENA = Machine(
 )
 MAPPED = (ArenaState.MAPPED, ArenaState.RENEWING)
 ASKED = (ArenaState.ASKED, ArenaState.RENEWING)
+UNCUT_MS = 5_000
+"""How often a host tier without an engine is asked whether its arena is cut."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class HostArenas:
         self._store = store
         self._emit = emit
         self._hosts: dict[str, HostArena] = {}
+        self._ask_uncut_ms = 0
 
     # --- what is heard ----------------------------------------------------------------------
 
@@ -133,6 +136,16 @@ class HostArenas:
             if host.is_there and self._wants(host):
                 self._ask(host)
 
+    def tick(self, now_ms: int) -> None:
+        """Ask for every arena that is missing, and seldom for one that is not cut yet: the first
+        event or fill that names its epoch asks at once."""
+        uncut_too = now_ms >= self._ask_uncut_ms
+        if uncut_too:
+            self._ask_uncut_ms = now_ms + UNCUT_MS
+        for host in self._hosts.values():
+            if host.is_there and self._wants(host) and (uncut_too or not self._is_uncut(host)):
+                self._ask(host)
+
     # --- questions --------------------------------------------------------------------------
 
     @property
@@ -173,6 +186,10 @@ class HostArenas:
     def _wants(self, host: HostArena) -> bool:
         arena = self.mapped.get(host.instance)
         return arena is None or not arena.slot_bytes or arena.epoch < host.epoch
+
+    def _is_uncut(self, host: HostArena) -> bool:
+        arena = self.mapped.get(host.instance)
+        return arena is not None and not arena.slot_bytes and arena.epoch >= host.epoch
 
     def _ask(self, host: HostArena) -> None:
         assert host.instance in self._hosts, f"host tier {host.instance} was not heard of"

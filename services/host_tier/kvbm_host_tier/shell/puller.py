@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 BLOCKS_SETTING = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
 MOVERS_MAX = 2
 """Movers that pull side by side, where there are processors for them."""
-QUIET_POLL_S = 0.25
-"""No block is read without a lease, and each makes the arena's mover stand ready."""
 PULL_CHUNK_BYTES = 16 * 1024 * 1024
 """One transfer of one mover, which its last cache holds. Smaller ones cost more than they save: a
 pull of 64 MiB took 44, 37, 35 and 33 ms of processor time with chunks of 2, 4, 8 and 16 MiB."""
@@ -91,7 +89,7 @@ class Puller:
         """Peers whose memory is their GPU's, and is not open here: NIXL reads it."""
         self.on_settled: Callable[[PullSettled], None] = lambda _: None
         names = [name, *(f"{name}-{i + 2}" for i in range(min(MOVERS_MAX, thread_count()) - 1))]
-        self.movers = [MoverThread(one, quiet_poll_s=QUIET_POLL_S) for one in names]
+        self.movers = [MoverThread(one) for one in names]
         self.mover = self.movers[0]
         for mover in self.movers:
             mover.attend(0)

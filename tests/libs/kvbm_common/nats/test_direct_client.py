@@ -118,6 +118,31 @@ def test_who_is_forgotten_hears_nothing_more() -> None:
     assert len(arrived) == 1
 
 
+async def test_a_connection_that_talks_is_probed_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. A silent one is probed each time, and an answer to a probe is no talk. 2. One that talks
+    is probed every third time. 3. A caller that waits for the answer always gets one."""
+    probes: list[object] = []
+
+    async def probe(_: object, future: object = None) -> None:
+        probes.append(future)
+
+    monkeypatch.setattr(library.Client, "_send_ping", probe)
+    client, message = DirectClient(), as_bytes((DIRECT, "a", "", b"", b"x"))
+    client._direct[b"%d" % DIRECT] = lambda _: None
+    for _ in range(2):
+        await client._ps.parse(b"PONG\r\n")
+        await client._send_ping()
+    assert len(probes) == 2
+    for _ in range(6):
+        await client._ps.parse(message)
+        await client._send_ping()
+    assert len(probes) == 4
+    await client._ps.parse(message)
+    answer: asyncio.Future[bool] = asyncio.Future()
+    await client._send_ping(answer)
+    assert probes[4:] == [answer]
+
+
 async def test_a_lost_connection_is_no_error_of_who_drains_it() -> None:
     """The library's `close` drains: an error there would leave its sockets and tasks behind."""
 

@@ -564,8 +564,8 @@ def test_the_kernel_wakes_who_waits_for_a_file(
 def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Memory) -> None:
     """Its owner computes on the same core, and expects nobody; over TCP it must take part.
 
-    1. It polls as seldom as it says, and after an add as often as a connection needs. 2. A peer
-    that comes nevertheless gets its bytes.
+    1. It polls as seldom as it says, and where a peer is expected as often as a connection needs.
+    2. A peer that comes nevertheless gets its bytes.
     """
     memory.array[:BLOCK] = 7
     with MoverThread("quiet", quiet_poll_s=0.03) as quiet, MoverThread("peer") as peer:
@@ -578,7 +578,7 @@ def test_a_quiet_mover_looks_rarely_and_still_answers(tcp_only: None, memory: Me
         name = peer.add_peer(quiet.metadata().result(LIMIT_S)).result(LIMIT_S)
         peer.read(name, target.blocks([0]), memory.blocks([0]), deadline_s=LIMIT_S).result(LIMIT_S)
         assert (target.array == 7).all()
-        quiet.add_peer(peer.metadata().result(LIMIT_S)).result(LIMIT_S)
+        quiet.expect_peer()
         assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S
         quiet.attend(0)
         assert quiet._call(lambda pump: pump.pause_s).result(LIMIT_S) == IDLE_POLL_S

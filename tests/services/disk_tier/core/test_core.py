@@ -87,6 +87,20 @@ def test_the_arena_is_asked_for_until_it_is_cut() -> None:
     assert asked(one(disk.step(opened(4)), LeaseHost)) == [1], "what waited goes"
 
 
+def test_an_arena_that_is_not_cut_is_asked_for_seldom() -> None:
+    """No engine has come. A tick asks once in five seconds, a fill and an event at once."""
+    disk = Disk(ready=False)
+    disk.step(HostJoined("0"))
+    disk.step(ArenaKnown(arena(slot_bytes=0)))
+    asked_at = []
+    for second in range(1, 12):
+        if of(disk.wait(1_000), AskArena):
+            asked_at.append(second)
+            disk.step(ArenaKnown(arena(slot_bytes=0)))
+    assert asked_at == [1, 6, 11]
+    assert len(of(disk.host_stored(1), AskArena)) == 1
+
+
 def test_a_new_life_of_the_host_has_another_arena() -> None:
     """A write of the old life comes to nothing; the blocks on disk stay, fills are refused."""
     disk = Disk()
