@@ -33,7 +33,7 @@ up: setup ## start the stack in the foreground
 	$(VENV)/bin/kvbm up $(ARGS)
 
 # Tests wait for clocks, processes and disks more than they compute: three processes share the files.
-SHARED := --dist loadfile -n
+SHARED := --dist loadfile --no-loadscope-reorder -n
 test: setup lint ## lint, types and every test of the first suite (with ARGS: in one process)
 	$(PY) -m pytest -m "not slow" $(if $(ARGS),$(ARGS),$(SHARED) 3)
 
