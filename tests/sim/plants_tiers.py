@@ -15,11 +15,12 @@ from kvbm_common.wire.verbs import ErrorBody, LeaseReply, LeaseRequest
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_disk_tier.objects.core.listing import Listing
 from kvbm_host_tier.core import fills, peers
-from kvbm_host_tier.core.answers import Answers, OpenLookup
+from kvbm_host_tier.core.answers import Answers
 from kvbm_host_tier.core.arena import ArenaLeases
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.known_runs import KnownRuns, Stretch
+from kvbm_host_tier.core.open_lookup import OpenLookup
 from kvbm_host_tier.core.peer_messages import PeerPullFailed, PulledBlock
 from kvbm_host_tier.core.peers import Outcome, Peers
 from kvbm_host_tier.core.session_pins import SessionPins

@@ -29,7 +29,7 @@ WINDOW_BLOCKS_MAX = 65_536
 CHUNK_TOKENS_MAX = 1 << 30
 LOOK_BLOCKS = 64
 """Blocks of a prefix that are looked at together: behind the first that is missing, this many are
-looked at in vain at most."""
+looked at in vain at most. Of other groups so many more are looked at each time they reach less."""
 
 
 class GroupRun(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +73,14 @@ class Reach:
 
 Names = Sequence[Sequence[SequenceHash]]
 """The names of every group's blocks, in the order of the groups."""
-Has = Callable[[SequenceHash], bool]
+Has = Callable[[Sequence[SequenceHash]], bytes]
+"""Tells which of some blocks are there: a byte for each, 1 or 0. It is asked for many at once: a
+long prompt has thousands."""
+
+
+def each(has: Callable[[SequenceHash], bool]) -> Has:
+    """Return what tells of many blocks what `has` tells of one."""
+    return lambda names: bytes(map(has, names))
 
 
 def split(groups: Iterable[GroupRun], names: Sequence[SequenceHash]) -> Names:
@@ -135,8 +142,10 @@ def reach(
     has: Has,
     *,
     most: int | None = None,
+    shared: int = 0,
 ) -> Reach:
-    """Return how far the blocks for which `has` is true reach, at most `most` tokens.
+    """Return how far the blocks for which `has` is true reach, at most `most` tokens. Of prefixes
+    it is known that they have the first `shared` tokens.
 
     Each block is looked at once at most: those of a prefix from the front until one is missing,
     others from the back.
@@ -145,46 +154,79 @@ def reach(
     tokens = longest(groups) if most is None else min(most, longest(groups))
     for group, found in zip(groups, names, strict=True):
         if group.is_prefix:
-            tokens = min(tokens, _prefix(group, found, has, tokens) // step * step)
+            tokens = min(tokens, _prefix(group, found, has, tokens, shared) // step * step)
     shared = tokens
-    partial = [(one, found) for one, found in zip(groups, names, strict=True) if not one.is_prefix]
-    # The first block of each such group from which on all up to the boundary are known.
-    known = [tokens // group.block_tokens for group, _ in partial]
-    at = 0
-    agreed = 0
-    while tokens and agreed < len(partial):
-        group, found = partial[at]
-        end = tokens // group.block_tokens
-        first = group.first_needed(tokens)
-        gap, known[at] = _gap(found, has, first, min(known[at], end))
-        if gap is None:
-            agreed += 1
-        else:
-            # Every boundary behind the missing block, up to this one, needs it as well.
-            tokens, agreed = gap * group.block_tokens // step * step, 0
-        at = (at + 1) % len(partial)
+    others = [
+        _Places(one, found, has, tokens // one.block_tokens)
+        for one, found in zip(groups, names, strict=True)
+        if not one.is_prefix
+    ]
+    at = agreed = 0
+    while tokens and agreed < len(others):
+        reached = others[at].boundary(tokens, step)
+        agreed = agreed + 1 if reached == tokens else 1
+        tokens, at = reached, (at + 1) % len(others)
     assert 0 <= tokens <= shared, f"{tokens} tokens, {shared} shared"
     assert not tokens % step, f"{tokens} tokens are no boundary of {groups}"
     return Reach(tokens, shared)
 
 
-def _prefix(group: GroupRun, names: Sequence[SequenceHash], has: Has, most: int) -> int:
-    """Return the tokens of the blocks before the first one that is missing."""
+def _prefix(group: GroupRun, names: Sequence[SequenceHash], has: Has, most: int, known: int) -> int:
+    """Return the tokens of the blocks before the first one that is missing; the first `known` of
+    them are there."""
     end = most // group.block_tokens
     assert end <= len(names), f"{most} tokens of {len(names)} blocks"
-    for start in range(0, end, LOOK_BLOCKS):
-        there = list(map(has, names[start : min(end, start + LOOK_BLOCKS)]))
-        if False in there:
-            return (start + there.index(False)) * group.block_tokens
+    for start in range(known // group.block_tokens, end, LOOK_BLOCKS):
+        gap = has(names[start : min(end, start + LOOK_BLOCKS)]).find(0)
+        if gap >= 0:
+            return (start + gap) * group.block_tokens
     return most
 
 
-def _gap(names: Sequence[SequenceHash], has: Has, first: int, known: int) -> tuple[int | None, int]:
-    """Return the last block that is missing of those from `first` on, and from where on all are
-    there. The blocks from `known` on were found before."""
-    assert first >= 0, f"a hit needs blocks from {first} on"
-    assert known <= len(names), f"known from {known} on, of {len(names)}"
-    for place in range(known - 1, first - 1, -1):
-        if not has(names[place]):
-            return place, place
-    return None, min(known, first)
+class _Places:
+    """Which blocks of a group that is no prefix are there, from the last one asked for back to the
+    one that was looked at first."""
+
+    def __init__(
+        self, group: GroupRun, names: Sequence[SequenceHash], has: Has, count: int
+    ) -> None:
+        assert 0 <= count <= len(names), f"{count} of {len(names)} blocks"
+        self._group, self._names, self._has = group, names, has
+        self._there = bytearray(count)
+        self._looked = count
+        """Those from here on have been looked at, or are of no use any more."""
+
+    def boundary(self, most: int, step: int) -> int:
+        """Return the largest boundary of at most `most` tokens, a multiple of `step`, at which all
+        is there that a hit needs."""
+        group, size = self._group, self._group.block_tokens
+        tokens = most
+        while tokens:
+            end, first = tokens // size, group.first_needed(tokens)
+            self._looked = min(self._looked, end)
+            self._look(first)
+            gap = self._there.rfind(0, first, end)
+            if gap < 0:
+                return tokens
+            # Every boundary behind a missing block needs it, up to here.
+            before = self._there.find(0, first, end) if group.chunk else self._before(gap)
+            assert before <= gap, f"block {gap} is missing, and {before} is behind it"
+            tokens = before * size // step * step
+        return 0
+
+    def _before(self, gap: int) -> int:
+        """Return how many blocks, at most those before `gap`, end with a whole window, or are all
+        there."""
+        window = b"\1" * self._group.window
+        end, more = gap, LOOK_BLOCKS
+        while (found := self._there.rfind(window, self._looked, end)) < 0 and self._looked:
+            end = min(gap, self._looked + len(window) - 1)
+            self._look(max(0, self._looked - more))
+            more *= 2
+        return found + len(window) if found >= 0 else self._there.find(0, 0, gap + 1)
+
+    def _look(self, first: int) -> None:
+        assert 0 <= first <= len(self._there), f"block {first} of {len(self._there)}"
+        if first < self._looked:
+            self._there[first : self._looked] = self._has(self._names[first : self._looked])
+            self._looked = first

@@ -18,12 +18,12 @@ from kvbm_common.wire.events import Tier as WireTier
 from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import FILL_GRACE_MS, FillRequest, FillSlot
 
-from kvbm_host_tier.core.answers import OpenLookup
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means, reason_key
 from kvbm_host_tier.core.load_times import Loading, LoadTimes
 from kvbm_host_tier.core.lower_tiers import AVOID_MS, STARTING_MS, LowerTiers
 from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
+from kvbm_host_tier.core.open_lookup import OpenLookup
 
 NO_REASON = "no_reason"
 """A lower tier has refused a block and gives no reason."""

@@ -7,7 +7,7 @@ come, the plan falls back on the largest boundary for which all blocks are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_common.identity import BLOCK_TOKENS_MAX, IdentityError, SequenceHash
@@ -16,14 +16,13 @@ from kvbm_common.tier.kv_groups import (
     GROUPS_MAX,
     WINDOW_BLOCKS_MAX,
     GroupRun,
+    Has,
     Reach,
     longest,
     needed_names,
     reach,
     split,
 )
-
-Has = Callable[[SequenceHash], bool]
 
 
 @dataclass(slots=True)
@@ -43,12 +42,18 @@ class GroupPlan:
         _require_groups(groups, len(hashes))
         return cls(groups, split(groups, hashes), longest(groups), Reach(0, 0))
 
-    def choose(self, here: Has, may_come: Has) -> None:
-        """Reach as far as blocks go that are here, or may come."""
+    def choose(self, here: Has, may_come: Has) -> list[SequenceHash]:
+        """Reach as far as blocks go that are here, or may come. Return the blocks that are here for
+        a shorter hit, and of no use to this one."""
         self.reach = reach(self.groups, self.names, here)
+        shorter, is_here = self.reach.tokens, self.needed()
         if self.is_short:
-            self.reach = reach(self.groups, self.names, may_come)
-        assert self.reach.tokens <= self.longest, f"{self.reach} of {self.longest} tokens"
+            self.reach = reach(self.groups, self.names, may_come, shared=self.reach.shared)
+        assert shorter <= self.reach.tokens <= self.longest, f"{self.reach} of {self.longest}"
+        if shorter == self.reach.tokens:
+            return []
+        planned = set(self.needed())
+        return [name for name in is_here if name not in planned]
 
     def fall_back(self, here: Has) -> None:
         """Reach as far as blocks go that are here; what was shared stays known."""

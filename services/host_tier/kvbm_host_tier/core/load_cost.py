@@ -21,10 +21,10 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.tier.slots import SlotTable
 
-from kvbm_host_tier.core.answers import Medium, OpenLookup
 from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_times import LoadTimes, Outlook
 from kvbm_host_tier.core.lower_tiers import LowerTiers
+from kvbm_host_tier.core.open_lookup import Medium, OpenLookup
 from kvbm_host_tier.core.waiting import Waiting
 
 TRY_SHARE = 10

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbm_common.tier.cost_line import Estimate, Line
 
-from kvbm_host_tier.core.answers import Medium
+from kvbm_host_tier.core.open_lookup import Medium
 
 UNKNOWN = Estimate(0.0, 0.0)
 """Of a medium without enough loads: they are made, as if they took no time."""

@@ -8,7 +8,7 @@ forgotten when the disk tier does not have it, and left alone for a while otherw
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, assert_never
 
@@ -87,7 +87,7 @@ class LowerTierView:
         return len(self._holding)
 
     @property
-    def names(self) -> Collection[SequenceHash]:
+    def names(self) -> KeysView[SequenceHash]:
         """Return the blocks that are known to be there."""
         return self._holding.keys()
 
@@ -356,6 +356,10 @@ class LowerTiers:
     def usable(self, name: SequenceHash, now_ms: int, own: Namespaces = ANY) -> bool:
         """Return whether it is worth while to ask for this block now, for these namespaces."""
         return self.source(name, now_ms, own) is not None
+
+    def has_none_of(self, names: Sequence[SequenceHash]) -> bool:
+        """Return whether no lower tier has any of these blocks."""
+        return all(not view or view.names.isdisjoint(names) for view in self.views.values())
 
     def source(
         self, name: SequenceHash, now_ms: int, own: Namespaces = ANY

@@ -18,16 +18,7 @@ from kvbm_common.wire.explain import Place
 from kvbm_common.wire.local import Lookup, Refused
 from kvbm_common.wire.verbs import ErrorBody
 
-from kvbm_host_tier.core.answers import (
-    LOOKUP,
-    OPERATOR,
-    OTHER_NAMESPACE,
-    Answers,
-    LookupState,
-    Medium,
-    OpenLookup,
-    own_blocks,
-)
+from kvbm_host_tier.core.answers import OPERATOR, OTHER_NAMESPACE, Answers
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.fills import Filled, Fills
 from kvbm_host_tier.core.group_plan import GroupPlan
@@ -37,8 +28,10 @@ from kvbm_host_tier.core.limits import Means
 from kvbm_host_tier.core.load_cost import LoadCost
 from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
 from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed, ToEngine
+from kvbm_host_tier.core.open_lookup import LOOKUP, LookupState, Medium, OpenLookup
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
+from kvbm_host_tier.core.presence import blocks_here, blocks_to_come
 from kvbm_host_tier.core.waiting import Waiting
 
 
@@ -110,15 +103,19 @@ class Onboard:
         plan = None
         if asked.groups:
             plan = GroupPlan.of(asked.groups, hashes)
-            own = engine.namespaces
-            is_own = own_blocks(self._table, own)
-            plan.choose(is_own, lambda name: is_own(name) or self._may_come(name, own, now_ms))
+            here = blocks_here(self._table, engine.namespaces)
+            come = blocks_to_come(
+                here, self._table, self._below, self._waiting, engine.namespaces, now_ms
+            )
+            shorter = plan.choose(here, come)
             hashes = plan.needed()
         lookup = OpenLookup.of_engine(connection, asked, hashes, engine, plan, now_ms)
         if plan is None:
             lookup.known = run
-        here = self._begin(lookup, now_ms)
-        self._held.note_hits(asked.namespace, hashes[:here], engine.block_bytes)
+        else:
+            lookup.fallback = list(self._table.pin_prefix(shorter))
+        count = self._begin(lookup, now_ms)
+        self._held.note_hits(asked.namespace, hashes[:count], engine.block_bytes)
 
     def prefetch(
         self, reply_to: int, hashes: list[SequenceHash], now_ms: int, *, deadline_ms: int,
@@ -157,12 +154,6 @@ class Onboard:
         else:
             self._answers.give(lookup, now_ms)
         return here
-
-    def _may_come(self, name: SequenceHash, own: Namespaces, now_ms: int) -> bool:
-        """Return whether a block is below for its engine, or on its way for a lookup."""
-        if self._table.holds(name) or self._table.is_staging(name):
-            return name in self._waiting  # What is here is not its engine's.
-        return self._below.usable(name, now_ms, own)
 
     def _admit(self, names: Sequence[SequenceHash], slots: Sequence[int | None]) -> None:
         """Turn guests that were just pinned into announced blocks: this is their second use."""
@@ -373,6 +364,7 @@ class Onboard:
         for lookup_id in [i for i, lookup in self._lookups.items() if lookup.engine == engine_id]:
             lookup = self._move(lookup_id, "engine left")
             lookup.cut(0, "engine_lost", self._table)
+            lookup.unpin_fallback(self._table)
             self._answers.explain(lookup, now_ms)
 
     # --- checks -----------------------------------------------------------------------------
@@ -380,7 +372,8 @@ class Onboard:
     def pinned_slots(self) -> list[int]:
         """Return every pin that a waiting lookup holds, for `check`."""
         lookups = self._lookups.values()
-        return [slot for lookup in lookups for slot in lookup.slots if slot is not None]
+        waited = [slot for lookup in lookups for slot in lookup.slots if slot is not None]
+        return waited + [slot for lookup in lookups for slot in lookup.fallback]
 
     def check(self) -> None:
         """Assert every invariant of the lookups."""

@@ -263,14 +263,18 @@ class SessionPins:
             return 0.0
         return self._part_max * self._table.share_bytes(tenant)
 
-    def _trim(self) -> None:
-        """Have sessions yield of each tenant whose bound is smaller than what they pin."""
+    def _trim(self) -> bool:
+        """Have sessions yield of each tenant whose bound is smaller than what they pin; return
+        whether any has."""
         beyond = [one for one, used in self._used_bytes.items() if used > self._bound(one)]
+        has_yielded = False
         for tenant in beyond:  # None, nearly always: each asks all sessions.
             for key in self._pinning_of(tenant):
                 if self._used_bytes[tenant] <= self._bound(tenant):
                     break
                 self._yield(key, "share")
+                has_yielded = True
+        return has_yielded
 
     def give_way(self, claim: Claim | None = None, block_bytes: int = 0) -> bool:
         """Have the oldest session yield for a block that finds no room; False: none would help.
@@ -279,6 +283,8 @@ class SessionPins:
         tenant whose block it is; None: there is one tenant only. `block_bytes`: 0, any slot helps.
         """
         assert block_bytes >= 0, f"a block of {block_bytes} bytes finds no room"
+        if self._trim():  # The tier may have become smaller since the last tick.
+            return True
         size = self._table.pool.size_of(block_bytes) if block_bytes else None
         if size is not None:
             in_use = sum(slab.usable - len(slab.reset) for slab in size.slabs.values())

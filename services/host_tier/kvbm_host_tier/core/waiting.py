@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvbm_common.identity import SequenceHash
 
@@ -26,6 +26,10 @@ class Waiting:
     def names(self) -> Collection[SequenceHash]:
         """Return the blocks that a lookup waits for."""
         return self._places.keys()
+
+    def has_none_of(self, names: Iterable[SequenceHash]) -> bool:
+        """Return whether no lookup waits for any of these blocks."""
+        return self._places.keys().isdisjoint(names)
 
     def add(self, name: SequenceHash, place: Place) -> None:
         """Have a lookup wait for a block."""

@@ -15,6 +15,7 @@ from kvbm_common.tier.kv_groups import (
     GroupRun,
     Names,
     Reach,
+    each,
     longest,
     needed,
     needed_names,
@@ -35,7 +36,7 @@ def names_of(groups: list[GroupRun]) -> Names:
 
 def reached(groups: list[GroupRun], *missing: tuple[int, int]) -> Reach:
     gone = {name(*one) for one in missing}
-    return reach(groups, names_of(groups), lambda one: one not in gone)
+    return reach(groups, names_of(groups), each(lambda one: one not in gone))
 
 
 def test_a_hit_needs_all_of_a_full_group_and_the_end_of_a_window() -> None:
@@ -195,7 +196,7 @@ def test_the_reach_is_that_of_a_search_over_all_boundaries(
         return one in has
 
     most -= most % step_tokens(groups)
-    found = reach(groups, names_of(groups), ask, most=most)
+    found = reach(groups, names_of(groups), each(ask), most=most)
     assert found.tokens == by_search(groups, has, most)
     everything = has | {
         one
@@ -205,6 +206,8 @@ def test_the_reach_is_that_of_a_search_over_all_boundaries(
     }
     assert found.shared == by_search(groups, everything, most)
     assert found.tokens <= found.shared
+    again = reach(groups, names_of(groups), each(has.__contains__), most=most, shared=found.shared)
+    assert again == found
     assert all(count == 1 for count in looked.values()), "a block is looked at twice"
 
 
@@ -215,7 +218,7 @@ def test_what_is_needed_reaches_as_far_by_itself(
     """Goal: the blocks that are leased for a boundary are enough for it."""
     groups, has, _ = case
     names = names_of(groups)
-    tokens = reach(groups, names, has.__contains__).tokens
+    tokens = reach(groups, names, each(has.__contains__)).tokens
     leased = set(needed_names(groups, names, tokens))
     assert leased <= has
     assert leased == {
@@ -224,4 +227,4 @@ def test_what_is_needed_reaches_as_far_by_itself(
         for place, found in enumerate(group_names)
         if needs(one, place, tokens)
     }
-    assert reach(groups, names, leased.__contains__).tokens == tokens
+    assert reach(groups, names, each(leased.__contains__)).tokens == tokens

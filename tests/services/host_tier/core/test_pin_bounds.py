@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvbm_common.eviction import make_policy
@@ -350,6 +350,8 @@ HINTS = st.lists(
 
 @settings(deadline=None, max_examples=40)
 @given(HINTS)
+@example([("pin", 0, 1, 1), ("pin", 1, 1, 1), ("store", 0, 1, 1), ("store", 1, 1, 1),
+          ("resize", 2, 1, 1)])  # fmt: skip
 def test_whatever_is_pinned_the_next_block_is_taken(
     steps: list[tuple[str, int, int, int]],
 ) -> None:
