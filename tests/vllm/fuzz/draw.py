@@ -135,11 +135,11 @@ class Draw:
             name = self._random.choice((1, 2))
             where = self._random.choice(("same path", "new path"))
             acts.append(Act(what="adapter", target=where, number=name))
-        elif self._maybe(0.06):
+        elif self._maybe(0.06) and self._shape.reloads:
             acts.append(Act(what="weights"))
         if self._slow(0.012):
             what = self._random.choice(("restart", "fine-tune"))
-            acts.append(Act(what=what))
+            acts.append(Act(what=what if self._shape.reloads else "restart"))
         if self._slow(0.05) and "disk_cache_gb" in self._shape.stack:
             pattern = self._random.choice(PATTERNS)
             acts.append(Act(what="corrupt disk", target=pattern, number=self._seed))

@@ -36,6 +36,9 @@ class Shape:
     adapters: bool = False
     priorities: bool = False
     grammars: bool = True
+    reloads: bool = True
+    """vLLM answers after `reload_weights` as when it was started with those weights. With attention
+    sinks it does not."""
     second: bool = False
     """Another engine on the same stack answers some requests."""
     slow: float = 1.0
@@ -119,7 +122,7 @@ SHAPES = {
             name="hybrid-spec", kind="windowed", stack=MEMORY, only_greedy=True, repeats=True,
             grammars=False, arguments={"speculative_config": NGRAM},
         ),
-        Shape(name="sinks", kind="sinks", stack=MEMORY),
+        Shape(name="sinks", kind="sinks", stack=MEMORY, reloads=False),
         Shape(name="chunks", kind="chunks", stack=SMALL, second=True),
         Shape(name="sizes", kind="sizes", stack=SMALL, second=True),
         Shape(name="states", kind="states", block_tokens=64, stack=MEMORY, arguments=STATES),
