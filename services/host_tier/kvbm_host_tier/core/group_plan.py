@@ -43,17 +43,14 @@ class GroupPlan:
         return cls(groups, split(groups, hashes), longest(groups), Reach(0, 0))
 
     def choose(self, here: Has, may_come: Has) -> list[SequenceHash]:
-        """Reach as far as blocks go that are here, or may come. Return the blocks that are here for
-        a shorter hit, and of no use to this one."""
+        """Reach as far as blocks go that are here, or may come. Return the blocks of the longest
+        hit that is here, where it is a shorter one."""
         self.reach = reach(self.groups, self.names, here)
         shorter, is_here = self.reach.tokens, self.needed()
         if self.is_short:
             self.reach = reach(self.groups, self.names, may_come, shared=self.reach.shared)
         assert shorter <= self.reach.tokens <= self.longest, f"{self.reach} of {self.longest}"
-        if shorter == self.reach.tokens:
-            return []
-        planned = set(self.needed())
-        return [name for name in is_here if name not in planned]
+        return is_here if shorter < self.reach.tokens else []
 
     def fall_back(self, here: Has) -> None:
         """Reach as far as blocks go that are here; what was shared stays known."""

@@ -91,8 +91,8 @@ class OpenLookup:
     namespaces: frozenset[bytes] = frozenset()
     """The engine's: it gets blocks of these alone. An operator's prefetch has none."""
     fallback: list[int] = field(default_factory=list)
-    """Slots of what a shorter hit of the plan needs beside these, pinned until the answer: room for
-    the plan's fills would cost that hit."""
+    """Slots of a shorter hit, whose blocks are all here, pinned until the answer: else room for the
+    plan's fills, or a cut of its run, could cost that hit."""
     known: Run = field(default_factory=Run)
     """What was known of the first blocks when it came; of a plan, nothing."""
     blocks: list[Block] = field(default_factory=list)

@@ -20,6 +20,8 @@ from tests.services.host_tier.helpers import LOOKUP_MS, Host, asked, of
 
 TOKENS = 12
 PROGRAMS, STEPS = 150, 70
+CUT = 3_212
+"""A program in which a run is cut before a block of the shorter hit, which others then need."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Program:
         step, draw = self.step_tokens, self.random
         offset = min(draw.choice((0, 0, 0, step, 2 * step)), TOKENS - step)
         end = max(offset + step, TOKENS - step * draw.choice((0, 0, 0, 1)))
-        groups, wanted = [], []
+        groups: list[GroupRun] = []
+        wanted: list[int] = []
         for one in self.groups:
             rule, size = one.rule, one.rule.block_tokens
             blocks = one.blocks[offset // size : end // size]
@@ -167,6 +170,10 @@ class Program:
         while self.leases:
             self.release()
         assert self.host.slots["active"] == 0, "nothing stays pinned"
+
+
+def test_a_cut_lets_go_of_nothing_that_a_shorter_hit_needs() -> None:
+    Program(CUT).run()
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, 50))
