@@ -22,8 +22,8 @@ NATIVE := libs/kvbm_common/hatch_build.py $(wildcard libs/kvbm_common/kvbm_commo
 $(STAMP): requirements/lock.txt $(PACKAGES:=/pyproject.toml) $(NATIVE)
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "KVBM needs Python 3.11 or newer")'
 	test -x $(PY) || python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet --require-hashes --no-deps -r requirements/lock.txt
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)
+	$(PY) -m pip install --progress-bar off --require-hashes --no-deps -r requirements/lock.txt
+	$(PY) -m pip install --progress-bar off --no-deps --no-build-isolation $(PACKAGES:%=-e %)
 	touch $@
 
 demo: setup ## the whole stack, sim engines and a verified workload, on this machine

@@ -110,6 +110,19 @@ def test_a_disk_tier_that_cannot_be_made_is_said_at_once_and_fails_the_run(
         assert "no room for" in (kept / "disk-tier.log").read_text()
 
 
+def test_the_logs_of_a_stack_that_does_not_start_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        done = subprocess.run(
+            [sys.executable, "-m", "kvbm_cli.main", "demo", "--host-gb", "100000"],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        [kept] = Path(directory).iterdir()
+        assert f"the logs of the services and engines are in {kept}" in done.stdout
+        assert "100000" in (kept / "host-tier.log").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_an_attached_demo_counts_its_own(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ async def _until_signal(access: NatsAccess, wanted: Wanted) -> None:
         loop.add_signal_handler(signal_number, here.cancel)
     try:
         await tail(bus, wanted, lambda line: print(line, flush=True))
-    except (asyncio.CancelledError, BrokenPipeError):
+    except* (asyncio.CancelledError, BrokenPipeError):
         pass  # Ctrl-C, or `| head`: both are how a tail ends.
     finally:
         await bus.close()

@@ -87,7 +87,7 @@ def without_size(settings: Settings) -> list[str]:
     found: list[str] = []
     if not settings.cpu_cache_gb and not settings.cpu_cache_override_num_blocks:
         found.append("the host tier keeps no blocks: DYN_KVBM_CPU_CACHE_GB is 0")
-    if not settings.disk_cache_gb:
+    if not settings.disk_cache_gb and not settings.disk_cache_override_num_blocks:
         found.append("the disk tier keeps no blocks: DYN_KVBM_DISK_CACHE_GB is 0")
     if len(found) == 2 and not settings.object_enabled:
         found.append("no tier keeps blocks: give one of them a size, and engines have a cache")

@@ -159,7 +159,7 @@ def cell(name: str, value: Any) -> str:
 UNITS: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(
         ("bytes", "bytes_used", "bytes_total", "block_bytes", "slot_bytes", "slab_bytes",
-         "share_bytes"), size
+         "share_bytes", "memory_bytes", "memory_bound_bytes", "queued_bytes"), size
     ),
     **dict.fromkeys(("occupancy", "fragmentation", "hit_rate"), percent),
     **dict.fromkeys(
@@ -168,6 +168,7 @@ UNITS: Mapping[str, Callable[[Any], str]] = {
     ),
     "waste_percent": lambda value: percent(value / 100),
     "seen_ms_ago": seconds,
+    "left_ms": seconds,
     "ts_ms": date_and_clock,
 }  # fmt: skip
 """Fields whose figures have a unit, or are counts. Others are names: pids, epochs, sequences."""

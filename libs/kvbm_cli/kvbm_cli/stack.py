@@ -20,6 +20,7 @@ from kvbm_common.config.declarations import all_settings
 from kvbm_common.config.schema import redacted
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import ConfigError, ServiceFailed
+from kvbm_common.memory.arena import remove_stale
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.stream_setup import set_up_streams
@@ -293,7 +294,8 @@ class Stack:
         runtime_dir = self.settings.runtime_dir
         leftovers = [runtime_dir / "stack.lock"]
         if "host-tier" in self.services:
-            leftovers += self.settings.shm_dir.glob(f"kvbm-{self.settings.host}-*")
+            # Those of another stack that runs, on a host of the same name, are locked, and stay.
+            remove_stale(self.settings.shm_dir, f"kvbm-{self.settings.host}-")
             path = Path(self.settings.host_tier_endpoint.removeprefix("ipc://"))
             leftovers += [path, Path(f"{path}.lock")]
             leftovers += path.parent.glob(f"{path.stem}-*{path.suffix}")

@@ -84,3 +84,5 @@ def test_tiers_without_a_size_are_named() -> None:
     sized = Settings.load({}, {"cpu_cache_gb": 1.0})
     assert without_size(sized) == ["the disk tier keeps no blocks: DYN_KVBM_DISK_CACHE_GB is 0"]
     assert without_size(Settings.load({}, {"cpu_cache_gb": 1.0, "disk_cache_gb": 1.0})) == []
+    by_count = {"cpu_cache_override_num_blocks": 5, "disk_cache_override_num_blocks": 5}
+    assert without_size(Settings.load({}, by_count)) == []

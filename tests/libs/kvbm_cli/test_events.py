@@ -387,6 +387,23 @@ async def test_the_kvbm_commands(
     assert await running.end() == 0
 
 
+async def test_a_reader_that_has_seen_enough_is_no_error(
+    bus: Bus, nats_url: str, history: list[Event]
+) -> None:
+    """`kvbm events tail | head -1`: the next line that is shown finds nobody who reads it."""
+    command = f"{shlex.quote(str(KVBM))} events tail --since all | head -1"
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", command, env=os.environ | {"KVBM_NATS_URL": nats_url},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    more = asyncio.create_task(_publish_more(bus))
+    async with asyncio.timeout(DEADLINE_S):
+        said, complaints = await process.communicate()
+    more.cancel()
+    await asyncio.gather(more, return_exceptions=True)
+    assert (len(said.splitlines()), complaints) == (1, b"")
+
+
 async def _publish_more(bus: Bus) -> None:
     for number in range(1, 1_000):
         source = Source(epoch=10 + number)

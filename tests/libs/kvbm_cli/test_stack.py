@@ -15,6 +15,7 @@ from kvbm_cli.layout import processes_of
 from kvbm_cli.stack import NATS_STOP_DEADLINE_S, STOP_DEADLINE_S, Stack, ready_deadline_s
 from kvbm_common.config.settings import Settings
 from kvbm_common.errors import NoResponder, RequestFailed, ServiceFailed
+from kvbm_common.memory.arena import Arena
 from kvbm_common.nats.bus import Bus
 from kvbm_common.registry.nats_kv import NatsRegistry
 from kvbm_common.wire.metrics import MetricsSnapshot
@@ -149,6 +150,22 @@ async def test_two_stacks_in_one_runtime_directory_are_refused(tmp_path: Path) -
             await second.open()
         await second.close()
         assert (first.settings.runtime_dir / "stack.lock").exists()
+
+
+async def test_what_another_stack_uses_stays(tmp_path: Path) -> None:
+    """Two stacks on a host of one name: the second one fails to start, and cleans up. The first
+    one's arena stays; one whose process is gone does not."""
+    used = Arena.create(tmp_path, "kvbm-ours-0-1-arena", 4096)
+    left = tmp_path / "kvbm-ours-0-2-arena"
+    left.write_bytes(b"x")
+    settings = {"shm_dir": tmp_path, "host": "ours", "cpu_cache_gb": 100_000}
+    stack = Stack.private(settings, services=["host-tier"])
+    with pytest.raises(ServiceFailed):
+        await stack.open()
+    await stack.close()
+    assert used.path.exists()
+    assert not left.exists()
+    used.close()
 
 
 async def test_services_die_with_the_process_that_started_them(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class DemoOptions:
 
 
 def demo(
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1200,
+    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many requests.")] = 1200,
     engines: Annotated[int, typer.Option(min=1, max=16, help="How many sim engines.")] = 2,
     trace: Annotated[
         Path | None,
@@ -268,7 +268,14 @@ async def _enter_stack(options: DemoOptions, cleanup: AsyncExitStack) -> Stack |
         "cpu_cache_gb": options.host_gb,
         "disk_cache_gb": options.disk_gb,
     }
-    return await cleanup.enter_async_context(Stack.private(overrides))
+    stack = Stack.private(overrides)
+    cleanup.push_async_callback(stack.close)
+    try:
+        await stack.open()
+    except KvbmError:
+        _keep_logs(stack)
+        raise
+    return stack
 
 
 async def _start_engines(

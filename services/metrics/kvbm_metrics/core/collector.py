@@ -161,16 +161,16 @@ def kvbm_counters(snapshot: MetricsSnapshot) -> dict[str, float]:
 
 def kvbm_view(view: FleetView, totals: Totals) -> KvbmView:
     """Return the metrics that NVIDIA's KVBM names; 0 where no service has reported."""
-    rates = {name: hit_rate(view, name.removeprefix("kvbm_")) for name in KVBM_GAUGES}
+    rates = {name: hit_rate(view.instances, name.removeprefix("kvbm_")) for name in KVBM_GAUGES}
     counts = totals.values()
     assert counts.keys().isdisjoint(rates), f"a counter and a rate have one name: {list(rates)}"
     return KvbmView.model_validate(counts | rates)
 
 
-def hit_rate(view: FleetView, figure: str) -> float:
-    """Return the mean of a rate over all instances, weighted by their recent lookups."""
+def hit_rate(instances: Iterable[Instance], figure: str) -> float:
+    """Return the mean of a rate over instances, weighted by their recent lookups."""
     weighted = lookups = 0.0
-    for one in view.instances:
+    for one in instances:
         if one.stats is not None and figure in one.stats.figures:
             weight = one.stats.figures.get("lookups_windowed", 0.0)
             weighted += weight * one.stats.figures[figure]
@@ -212,8 +212,13 @@ def _figure(one: Instance, name: str) -> int:
 
 def tier_views(view: FleetView, rates: Rates) -> list[TierView]:
     """Return every tier instance; one without an answer has no figures."""
+    by_host: dict[str, list[Instance]] = {}
+    for one in view.instances:
+        by_host.setdefault(one.record.host, []).append(one)
     return [
-        _tier_view(one, tier, rates) for one in view.instances if (tier := tier_of(one)) is not None
+        _tier_view(one, tier, rates, by_host[one.record.host])
+        for one in view.instances
+        if (tier := tier_of(one)) is not None
     ]
 
 
@@ -237,7 +242,7 @@ def counted(view: FleetView, rates: Rates) -> list[flows.Counted]:
     ]
 
 
-def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
+def _tier_view(one: Instance, tier: Tier, rates: Rates, beside: Sequence[Instance]) -> TierView:
     record, stats = one.record, one.stats
     if stats is None:
         return TierView(
@@ -249,6 +254,7 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
             epoch=record.epoch,
         )
     total, used = bytes_of(stats)
+    figure = f"{tier}_cache_hit_rate"
     return TierView(
         host=record.host,
         instance=record.instance,
@@ -272,7 +278,8 @@ def _tier_view(one: Instance, tier: Tier, rates: Rates) -> TierView:
         draining=stats.figures.get("draining", 0.0) > 0,
         leases=stats.leases,
         rates=flows.rates_of(tier, stats, _rate_of(one, rates)),
-        hit_rate=stats.figures.get(f"{tier}_cache_hit_rate", 0.0),
+        # Of a tier below it the host tier knows how often lookups hit there.
+        hit_rate=stats.figures.get(figure, 0.0) if tier == "host" else hit_rate(beside, figure),
         figures=stats.figures,
     )
 

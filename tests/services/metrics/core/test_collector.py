@@ -99,7 +99,7 @@ def test_hit_rates_are_weighted_by_lookups() -> None:
             alive(stats("disk-tier", figures={"lookups_windowed": 1000})),
         ]
     )
-    assert collector.hit_rate(view, "host_cache_hit_rate") == pytest.approx(0.55)
+    assert collector.hit_rate(view.instances, "host_cache_hit_rate") == pytest.approx(0.55)
     assert collector.kvbm_view(view, Totals()).kvbm_disk_cache_hit_rate == 0.0
 
 
@@ -323,6 +323,16 @@ def test_tier_view() -> None:
     assert (up.bytes_total, up.bytes_used, up.occupancy, up.hit_rate) == (400, 300, 0.75, 0.25)
     assert up.slots["reset"] == 1
     assert (down.tier, down.up, down.ready, down.slots) == ("disk", False, False, {})
+
+
+def test_the_hit_rate_of_a_lower_tier_is_what_the_host_tiers_beside_it_say() -> None:
+    figures = {"disk_cache_hit_rate": 0.5, "lookups_windowed": 4}
+    others = {"disk_cache_hit_rate": 0.25, "lookups_windowed": 4}
+    here = alive(tier_stats("host-tier", used=0, total=1, figures=figures))
+    disk = alive(tier_stats("disk-tier", used=0, total=1))
+    elsewhere = alive(tier_stats("host-tier", used=0, total=1, host="b", figures=others))
+    views = collector.tier_views(FleetView(instances=[here, disk, elsewhere]), Rates())
+    assert {(one.host, one.tier): one.hit_rate for one in views}[disk.record.host, "disk"] == 0.5
 
 
 def test_a_tier_with_two_sizes_of_slots_is_shown_in_bytes() -> None:
