@@ -188,14 +188,17 @@ async def troubles_of(view: StackView, kinds: Sequence[str]) -> list[str]:
 
 async def wait_moved(
     view: StackView, engines: Sequence[EngineHandle], kinds: Sequence[str]
-) -> None:
-    """Wait until all that the engines computed has moved; what does not end is the check's to say.
+) -> bool:
+    """Wait until all that the engines computed has moved; False: that did not end.
 
     The tiers of a shared stack may never be at rest: there only the engines are looked at.
     """
     asked = () if view.is_shared else kinds
-    with contextlib.suppress(DeadlineExceeded):
+    try:
         await wait_until(lambda: _is_quiet(view, engines, asked), "the stack is not quiet")
+    except DeadlineExceeded:
+        return False
+    return True
 
 
 async def check_stack(

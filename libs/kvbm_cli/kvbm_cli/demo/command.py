@@ -231,9 +231,10 @@ async def _run_on(
     started_s = time.perf_counter()
     await _run_workload(options, engines, tally)
     seconds = time.perf_counter() - started_s
-    await wait_moved(view, engines, kinds)
+    has_moved = await wait_moved(view, engines, kinds)
     counted = Counted(
         seconds=seconds,
+        has_moved=has_moved,
         moved_seconds=time.perf_counter() - started_s,
         engines=[await engine.stats() for engine in engines],
         tiers=(await figures_of(view)).since(before),

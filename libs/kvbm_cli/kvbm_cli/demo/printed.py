@@ -32,8 +32,9 @@ def print_report(report: Report) -> None:
 
 
 def _rows(report: Report) -> Iterator[Sequence[Cell]]:
+    how_many = "every block" if report.has_moved else "NOT every block"
     yield ["requests", f"{report.requests} in {report.seconds:.1f} s; "
-           f"every block had moved after {report.moved_seconds:.1f} s"]  # fmt: skip
+           f"{how_many} had moved after {report.moved_seconds:.1f} s"]  # fmt: skip
     if report.failed_requests:
         yield ["requests failed", (str(report.failed_requests), "bold red")]
     rates = ", ".join(f"{tier} {rate:.1%}" for tier, rate in report.hit_rate.items())

@@ -48,7 +48,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """From the first request until the last was answered."""
     moved_seconds: float = 0.0
-    """From the first request until every block was where it goes."""
+    """From the first request until every block was where it goes, or the wait was given up."""
+    has_moved: bool = True
+    """Whether every block was where it goes by then."""
     blocks_asked: int
     blocks_verified: int
     mismatches: int
@@ -90,6 +92,8 @@ class Counted:
 
     seconds: float
     moved_seconds: float
+    has_moved: bool = True
+    """False: they had not when the wait was given up."""
     engines: Sequence[Stats]
     tiers: TierFigures
     is_shared: bool = False
@@ -151,6 +155,7 @@ def make_report(
         failed_requests=sum(bool(f.error) for f in verified),
         seconds=round(counted.seconds, 2),
         moved_seconds=round(counted.moved_seconds, 2),
+        has_moved=counted.has_moved,
         blocks_asked=blocks["asked"],
         blocks_verified=sum(f.verified for f in verified),
         mismatches=sum(f.mismatches for f in verified),

@@ -52,6 +52,12 @@ def test_the_legend_says_what_each_figure_and_reason_means(
     assert MEANINGS["corrupt"] not in text, "no block was missed for it"
 
 
+def test_a_wait_that_was_given_up_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert any("; every block had moved after 1.5 s" in line for line in printed(capsys))
+    given_up = printed(capsys, has_moved=False)
+    assert any("; NOT every block had moved after 1.5 s" in line for line in given_up)
+
+
 def test_a_cache_that_makes_requests_slower_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     slower = Comparison(pairs=24, ratio=1.3, ratio_low=1.2, ratio_high=1.4)
     assert any("30% SLOWER with the cache" in line for line in printed(capsys, comparison=slower))
