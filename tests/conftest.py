@@ -59,12 +59,19 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_level() -> Iterator[None]:
-    """A test that sets up a service's logs leaves the next ones their level."""
-    root = logging.getLogger()
-    level = root.level
+def _log_levels() -> Iterator[None]:
+    """A test that sets up a service's logs, or silences ours, leaves the next ones their levels."""
+    before = {logger: logger.level for logger in _loggers()}
     yield
-    root.setLevel(level)
+    for logger in _loggers():
+        if logger.level != (level := before.get(logger, logging.NOTSET)):
+            logger.setLevel(level)
+
+
+def _loggers() -> Iterator[logging.Logger]:
+    yield logging.getLogger()
+    ours = [name for name in list(logging.root.manager.loggerDict) if name.startswith("kvbm")]
+    yield from map(logging.getLogger, ours)
 
 
 @pytest.fixture

@@ -137,8 +137,8 @@ class HostArenas:
                 self._ask(host)
 
     def tick(self, now_ms: int) -> None:
-        """Ask for every arena that is missing, and seldom for one that is not cut yet: the first
-        event or fill that names its epoch asks at once."""
+        """Ask for every arena that is missing, and seldom for one that is not cut yet: the registry
+        tells when it is."""
         uncut_too = now_ms >= self._ask_uncut_ms
         if uncut_too:
             self._ask_uncut_ms = now_ms + UNCUT_MS

@@ -301,6 +301,7 @@ class HostTierCore:
         self._held.call_tenants(hello.namespaces)
         if (ended := self._engines.hello(connection, hello, now_ms)) is not None:
             self._drop_work_of(ended, now_ms)
+        self._placement.advance()  # The memory may be cut now.
 
     def _bye(self, engine: Engine, now_ms: int) -> None:
         self._engines.end(engine.id)

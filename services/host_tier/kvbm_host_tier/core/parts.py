@@ -87,8 +87,9 @@ class Parts:
         findable.name_sets = lambda: [held.table.names, waiting.names, *(v.names for v in views)]
         self.sharding = Sharding(instance)
         self.placement = Placement(
-            self.engines, self.sharding, means, is_draining=lambda: held.draining
-        )
+            self.engines, self.sharding, means, is_draining=lambda: held.draining,
+            is_cut=lambda: arena.layout is not None,
+        )  # fmt: skip
         self.scrubber = Scrubber(held, arena, is_busy=self._is_busy, means=means)
 
     def _is_busy(self) -> bool:

@@ -64,10 +64,11 @@ class Placement:
         means: Means,
         *,
         is_draining: Callable[[], bool],
+        is_cut: Callable[[], bool],
     ) -> None:
         assert means.limits.move_ms >= 0
         self._engines, self._sharding = engines, sharding
-        self._is_draining = is_draining
+        self._is_draining, self._is_cut = is_draining, is_cut
         self._limits, self._counts, self._emit = means.limits, means.counts, means.emit
         self._stay = Stay.SERVING
         self._said = SayPlace(takes=True, shard_map=None)
@@ -106,9 +107,9 @@ class Placement:
         self.advance()
 
     def advance(self) -> None:
-        """Tell the other instances what has changed here: draining, the map, engines that left."""
+        """Tell others what has changed here: draining, the map, the first engine, the last one."""
         speaks = self._sharding.is_front and self._sharding.map.version > 0
-        place = SayPlace(self.takes, self._sharding.map if speaks else None)
+        place = SayPlace(self.takes, self._sharding.map if speaks else None, self._is_cut())
         if place != self._said:
             self._said = place
             self._emit(place)

@@ -152,6 +152,8 @@ class SayPlace:
 
     takes: bool
     shard_map: ShardMap | None
+    is_cut: bool = False
+    """The memory is cut into slots: tiers below may ask where they are."""
 
 
 @dataclass(frozen=True, slots=True)

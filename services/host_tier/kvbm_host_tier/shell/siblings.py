@@ -29,7 +29,7 @@ from kvbm_host_tier.core.shard_map import (
 from kvbm_host_tier.core.view import HostTierView
 from kvbm_host_tier.shell.engine_socket import EngineSocket, is_deserted
 
-ENDPOINT, TAKES, SHARDS = "endpoint", "takes", "shards"
+ENDPOINT, TAKES, SHARDS, CUT = "endpoint", "takes", "shards", "cut"
 """The keys of a host tier's registry entry."""
 LOOK_S = 0.2
 """How often the lock is tried, and the front looks whether its siblings are still there. A connect
@@ -117,7 +117,7 @@ class Siblings:
         A host tier that does not hear of it goes by the map before: engines come and are
         redirected.
         """
-        info: Info = {ENDPOINT: self._engines.own, TAKES: place.takes}
+        info: Info = {ENDPOINT: self._engines.own, TAKES: place.takes, CUT: place.is_cut}
         if place.shard_map is not None:
             info[SHARDS] = msgspec.json.encode(place.shard_map).decode()
         try:

@@ -98,6 +98,8 @@ def test_an_arena_that_is_not_cut_is_asked_for_seldom() -> None:
             asked_at.append(second)
             disk.step(ArenaKnown(arena(slot_bytes=0)))
     assert asked_at == [1, 6, 11]
+    assert len(of(disk.step(HostJoined("0")), AskArena)) == 1, "the registry tells that it is cut"
+    disk.step(ArenaKnown(arena(slot_bytes=0)))
     assert len(of(disk.host_stored(1), AskArena)) == 1
 
 

@@ -149,6 +149,13 @@ def test_the_front_says_who_shares_the_engines_and_everybody_whether_it_takes() 
     assert set(said.shard_map.endpoints) == {"0"}
 
 
+def test_the_first_engine_has_the_memory_cut_which_is_said_once() -> None:
+    host = Host(attach=False)
+    place = SayPlace(takes=True, shard_map=None, is_cut=True)
+    assert of(host.greet(hello()), SayPlace) == [place]
+    assert not of(host.greet(hello(engine=OTHERS)), SayPlace)
+
+
 def test_who_leaves_has_handed_over_when_the_last_engine_has_gone() -> None:
     """1. It says that it takes nobody. 2. The map without it: its engine is told to hurry, and
 
@@ -157,7 +164,7 @@ def test_who_leaves_has_handed_over_when_the_last_engine_has_gone() -> None:
     host.attach(engine=OURS)
     shared(host)
     effects = host.step(Leaving())
-    assert of(effects, SayPlace) == [SayPlace(takes=False, shard_map=None)]
+    assert of(effects, SayPlace) == [SayPlace(takes=False, shard_map=None, is_cut=True)]
     assert not of(effects, HandedOver)
     without = ShardMap(version=51, endpoints={"1": THERE})
     [told] = host.told(host.step(MapTold(without)))
