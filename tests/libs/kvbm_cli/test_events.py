@@ -390,7 +390,7 @@ async def test_the_kvbm_commands(
 async def test_a_reader_that_has_seen_enough_is_no_error(
     bus: Bus, nats_url: str, history: list[Event]
 ) -> None:
-    """`kvbm events tail | head -1`: the next line that is shown finds nobody who reads it."""
+    """`kvbm events tail | head -1`: the next line goes to a pipe that is closed."""
     command = f"{shlex.quote(str(KVBM))} events tail --since all | head -1"
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", command, env=os.environ | {"KVBM_NATS_URL": nats_url},

@@ -287,8 +287,9 @@ class DirectClient(Client):
         """Send a probe, unless the connection has just shown that it lives: each one wakes the
         process twice. A caller that waits for the answer (`flush`) always gets one."""
         heard, self._has_heard = self._has_heard, False
-        can_spare = future is None and heard and self._pings_spared < PINGS_SPARED
-        if can_spare and not missing_parts(self, PING_PARTS):
+        has_waiter = future is not None
+        is_due = has_waiter or not heard or self._pings_spared >= PINGS_SPARED
+        if not is_due and not missing_parts(self, PING_PARTS):
             self._pings_spared += 1
             self._pings_outstanding = 0
             return

@@ -56,7 +56,8 @@ LOOKUP = Machine(
 
 @dataclass(slots=True)
 class OpenLookup:
-    """A lookup until its answer. `slots[i]` is None until block i is here and pinned."""
+    """A lookup until its answer. `slots` has a number for each block that is here and pinned, and
+    None for each that is awaited."""
 
     engine: EngineId
     owner: str

@@ -125,16 +125,21 @@ def test_where_a_fill_fails_the_hit_falls_back_on_what_is_here() -> None:
     assert host.slots["active"] == 4
 
 
-def test_a_shorter_hit_stays_while_a_longer_one_is_awaited() -> None:
-    """1, 2, 12 are here, and are a hit of eight tokens. 3 and 13 are on disk, and gone there. There
-    are four slots: 12, of which the longer hit has no need, would make room for them."""
-    host = Host(slots=4)
+def with_a_longer_hit_on_disk(*, slots: int) -> tuple[Host, list[Effect]]:
+    """A host tier with 1, 2, 12, a hit of eight tokens; a lookup awaits 3 and 13 from disk."""
+    host = Host(slots=slots)
     host.store(12)
     host.store(1, 2)
     host.disk_stored(3)
     host.disk_stored(13)
     groups = [GroupRun(4, 3), GroupRun(4, 3, 1)]
-    effects = host.look_up(1, 2, 3, 11, 12, 13, groups=groups)
+    return host, host.look_up(1, 2, 3, 11, 12, 13, groups=groups)
+
+
+def test_a_shorter_hit_stays_while_a_longer_one_is_awaited() -> None:
+    """Four slots: the longer hit does not need 12, which could make room for 3 or 13. The disk has
+    lost both."""
+    host, effects = with_a_longer_hit_on_disk(slots=4)
     effects += [one for fill in of(effects, AskFill) for one in host.filled(fill, 3, 13)]
     found = host.found(effects)
     assert (found.boundary, leased(host, found)) == (8, [1, 2, 12])
@@ -144,13 +149,8 @@ def test_a_shorter_hit_stays_while_a_longer_one_is_awaited() -> None:
 
 
 def test_an_engine_that_leaves_lets_go_of_the_shorter_hit_too() -> None:
-    host = Host(slots=8)
-    host.store(12)
-    host.store(1, 2)
-    host.disk_stored(3)
-    host.disk_stored(13)
-    groups = [GroupRun(4, 3), GroupRun(4, 3, 1)]
-    assert of(host.look_up(1, 2, 3, 11, 12, 13, groups=groups), AskFill)
+    host, effects = with_a_longer_hit_on_disk(slots=8)
+    assert of(effects, AskFill)
     assert host.slots["active"] == 3
     host.bye()
     assert host.slots["active"] == 0
