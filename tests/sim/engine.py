@@ -6,13 +6,12 @@
 
 Requests are turns of conversations, so that prefixes are shared. The engine may abort and preempt
 requests and revoke offers at any time, and may dawdle between an answer and its load: beyond the
-lease's end, or into another life of the host tier.
+lease's end, or into another life of the host tier. It may have several KV groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvbm_common.identity import SequenceHash
@@ -21,7 +20,9 @@ from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun,
 
 from tests.sim import invariants
 from tests.sim.engine_node import REQUEST_MS_MAX, EngineNode
+from tests.sim.kv_groups import Group, Rule
 from tests.sim.miss_filter import denies
+from tests.sim.plain_requests import NOWHERE, Request, flat
 
 RUNNING_MAX = 3
 PREFILL_MS = 3.0
@@ -34,25 +35,6 @@ DAWDLE_MS_MAX = 9_000
 """Beyond every lease, and long enough for another life of the host tier."""
 
 
-@dataclass(slots=True)
-class Request:
-    """A request in the engine. One token is one block, and the last one must be computed."""
-
-    name: str
-    tokens: list[int]
-    names: list[SequenceHash]
-    since_ms: float
-    blocks: list[int] = field(default_factory=list)
-    local: int = 0
-    computed: int = 0
-    run: int = 0
-    """Counts its beginnings: a timer of a former one means nothing."""
-    asked_ms: float = 0.0
-    aborted: bool = False
-    results: list[LoadResult] = field(default_factory=list)
-    """Of the ranks whose part of the load has ended."""
-
-
 class PlainEngine(EngineNode):
     """An engine around the connector's core."""
 
@@ -63,6 +45,9 @@ class PlainEngine(EngineNode):
         self.computing: list[Request] = []
         self.offered: dict[int, list[int]] = {}
         self._ended: list[Callable[[], None]] = []
+
+    def rules(self) -> Sequence[Rule]:
+        return self.world.plan.groups
 
     def offer_ended(self, ended: OfferEnded) -> None:
         self.pool.release(self.offered.pop(ended.offer))
@@ -80,7 +65,8 @@ class PlainEngine(EngineNode):
     def submit(self) -> None:
         tokens = self.conversations.next()
         name = f"{self.name}/{self.life}/{self.world.rng.getrandbits(32)}"
-        self.waiting.append(Request(name, tokens, self.hasher.chain(tokens), self.world.awake_ms))
+        names = [one.hasher.chain(tokens[: one.floor(len(tokens))]) for one in self.groups]
+        self.waiting.append(Request(name, tokens, names, self.world.awake_ms))
         self.poke()
 
     def disturb(self) -> None:
@@ -126,19 +112,17 @@ class PlainEngine(EngineNode):
 
     def _admit(self, request: Request) -> bool:
         """Start a request if its answer and its blocks are there; False: no other can start."""
-        local: list[int] = []
-        for name in request.names[:-1]:
-            block = self.pool.find(name)
-            if block is None:
-                break
-            local.append(block)
-        hit = self._lookup(request, len(local))
+        tables, local = self._hits(request)
+        hit = self._lookup(request, local)
         if hit is None:
             return True
-        self.pool.hold(local)
-        allocated = self.pool.allocate(len(request.names) - len(local))
+        hits = flat(tables)
+        self.pool.hold(hits)
+        pairs = zip(request.names, tables, strict=True)
+        wanted = [len(names) - len(table) for names, table in pairs]
+        allocated = self.pool.allocate(sum(wanted))
         if allocated is None:
-            self.pool.release(local)
+            self.pool.release(hits)
             self._make_room()
             return False
         blocks, evicted = allocated
@@ -146,18 +130,51 @@ class PlainEngine(EngineNode):
         for worker in self.workers:
             for block in blocks:
                 worker.device.tear(block)
-        request.blocks, request.local, request.computed = local + blocks, len(local), len(local)
+        for table, count in zip(tables, wanted, strict=True):
+            table += [blocks.pop(0) for _ in range(count)]
+        request.tables, request.local, request.computed = tables, local, local
         self.waiting.remove(request)
         self._start(request, hit)
         return True
 
+    def _hits(self, request: Request) -> tuple[list[list[int]], int]:
+        """Return the blocks of each group that the device's cache has, as far as all groups have
+        what is needed; and how many tokens that is."""
+        boundary = self._end(request)
+        while (tables := self._tables(request, boundary)) is None:
+            boundary -= self.boundary_tokens
+        return tables, boundary
+
+    def _tables(self, request: Request, boundary: int) -> list[list[int]] | None:
+        """Return what a device hit up to a boundary has; None: blocks are missing."""
+        tables: list[list[int]] = []
+        for group, names in zip(self.groups, request.names, strict=True):
+            table = [NOWHERE] * (boundary // group.size)
+            for index in group.needed(boundary):
+                found = self.pool.find(names[index])
+                if found is None:
+                    return None
+                table[index] = found
+            tables.append(table)
+        return tables
+
+    def _end(self, request: Request) -> int:
+        """Return the largest boundary that a hit can have: one token is always computed."""
+        return (len(request.tokens) - 1) // self.boundary_tokens * self.boundary_tokens
+
     def _lookup(self, request: Request, local: int) -> Hit | None:
-        missing = request.names[local:-1]
-        if not missing:
+        end = self._end(request)
+        if local == end:
             return Hit(0)
-        is_absent = denies(self, missing)
+        missing = [
+            name
+            for group, names in zip(self.groups, request.names, strict=True)
+            for name in names[local // group.size : end // group.size]
+        ]
+        runs = [group.run(local, end) for group in self.groups] if self.has_groups else []
+        is_absent = denies(self, missing, runs)
         hit, effects = self.core.lookup(
-            request.name, missing, self.world.now_ms, is_absent=is_absent
+            request.name, missing, self.world.now_ms, groups=runs, is_absent=is_absent
         )
         self.carry_out(effects)
         if effects:
@@ -200,8 +217,8 @@ class PlainEngine(EngineNode):
 
     def _let_go(self, request: Request) -> None:
         request.run += 1
-        self.pool.release(request.blocks)
-        request.blocks, request.computed = [], 0
+        self.pool.release(flat(request.tables))
+        request.tables, request.computed = [], 0
         self.carry_out(self.core.forget(request.name))
 
     # --- loads ------------------------------------------------------------------------------
@@ -228,8 +245,7 @@ class PlainEngine(EngineNode):
             self._take(request, hit)
 
     def _take(self, request: Request, hit: Hit) -> None:
-        targets = request.blocks[request.local : request.local + hit.blocks]
-        load = self.core.take(request.name, targets, self.world.now_ms)
+        load = self.core.take(request.name, self._targets(request, hit), self.world.now_ms)
         if load.deadline_ms <= self.world.now_ms:
             self.world.marks["take after its lease"] += 1
         if load.epoch != self.core.view.epoch:
@@ -238,6 +254,28 @@ class PlainEngine(EngineNode):
         request.results.clear()
         for worker in self.workers:
             worker.start(load, partial(self._part_ended, request))
+
+    def _boundary(self, request: Request, blocks: int) -> int:
+        """Return up to which token so many loaded blocks reach: of groups, that is all or none."""
+        if not self.has_groups:
+            return request.local + blocks * self.block_tokens
+        return request.boundary if blocks else request.local
+
+    def _targets(self, request: Request, hit: Hit) -> list[int]:
+        """Return the device blocks of a hit, group after group."""
+        request.boundary = request.local + hit.boundary
+        boundary = self._boundary(request, hit.blocks)
+        self.world.marks["hit over groups"] += self.has_groups
+        self.world.marks["hit that a window has cut"] += hit.shared > hit.boundary
+        chosen = [
+            table[index]
+            for group, table in zip(self.groups, request.tables, strict=True)
+            for index in group.needed(boundary)
+            if index >= request.local // group.size
+        ]
+        text = f"{hit} is for {len(chosen)} blocks up to token {boundary}"
+        invariants.require(len(chosen) == hit.blocks, text)
+        return chosen
 
     def _part_ended(self, request: Request, result: LoadResult) -> None:
         """Report a load when nothing of it flies any more, on any rank."""
@@ -252,16 +290,17 @@ class PlainEngine(EngineNode):
         if request.aborted:
             self._let_go(request)
             return
-        request.computed = request.local + result.usable
+        request.computed = self._boundary(request, result.usable)
+        self.world.marks["load over groups failed"] += self.has_groups and not result.usable
         self._check(request)
-        self._give_names(request, request.local, request.computed)
+        self._give_names(request, request.local, request.computed, computed=False)
         self._compute(request)
 
     # --- compute ----------------------------------------------------------------------------
 
     def _compute(self, request: Request) -> None:
         self.computing.append(request)
-        run, count = request.run, len(request.names) - request.computed
+        run, count = request.run, len(request.tokens) - request.computed
 
         def end() -> None:
             if request.run == run and request in self.computing:
@@ -271,16 +310,18 @@ class PlainEngine(EngineNode):
 
     def _computed(self, request: Request) -> None:
         self.computing.remove(request)
-        first = request.computed
-        for index in range(first, len(request.names)):
-            self.write_block(request.names[index], request.blocks[index])
-        request.computed = len(request.names)
+        first, end = request.computed, len(request.tokens)
+        for group, names, table in self._kept(request):
+            for index in range(first // group.size, len(names)):
+                self.write_block(names[index], table[index])
+        request.computed = end
         self._check(request)
-        self._give_names(request, first, request.computed)
-        self._offer(request, first)
+        self._give_names(request, first, end)
+        for number in range(len(self.groups)):
+            self._offer(request, number, first)
         self._let_go(request)
         self.finished += 1
-        self.computed_last = request.names
+        self.computed_last = request.names[0]
         self._hint(request)
         invariants.check_request_time(self.world.awake_ms - request.since_ms, REQUEST_MS_MAX)
         self.poke()
@@ -291,36 +332,50 @@ class PlainEngine(EngineNode):
             return
         rng = self.world.rng
         action: Action = rng.choice(("pin", "pin", "demote", "prefetch"))
-        names = request.names if rng.random() < 0.7 else ()
+        names = [name for one in request.names for name in one] if rng.random() < 0.7 else ()
         ttl_ms = rng.randint(0, HINT_TTL_MS) if action == "pin" else 0
         self.world.marks[f"hint {action}"] += 1
         session = f"s{rng.randrange(4)}"
         self.carry_out(self.core.hint(session, action, names, ttl_ms=ttl_ms))
 
+    def _kept(self, request: Request) -> Iterator[tuple[Group, list[SequenceHash], list[int]]]:
+        """Go through the groups: their rules, and a request's names and table."""
+        return zip(self.groups, request.names, request.tables, strict=True)
+
     def _check(self, request: Request) -> None:
         """Require that everything that is about to be used is what it must be."""
-        for index in range(request.computed):
-            where = f"{request.name} block {index}"
-            self.check_block(request.names[index], request.blocks[index], where)
+        for group, names, table in self._kept(request):
+            for index in group.needed(request.computed):
+                where = f"{request.name} {group.rule.name} block {index}"
+                self.check_block(names[index], table[index], where)
 
-    def _give_names(self, request: Request, first: int, end: int) -> None:
-        if first == end:
-            return
-        for index in range(first, end):
-            self.pool.give_name(request.blocks[index], request.names[index])
-        self.say_stored(request.names, first, end, request.tokens)
+    def _give_names(self, request: Request, first: int, end: int, *, computed: bool = True) -> None:
+        """Let the blocks between two tokens be found: of what was loaded, only what a hit needs."""
+        for group, names, table in self._kept(request):
+            written = range(first // group.size, end // group.size)
+            given = written if computed else [i for i in group.needed(end) if i in written]
+            for index in given:
+                self.pool.give_name(table[index], names[index])
+            if given:
+                self.say_stored(names, given[0], given[-1] + 1, request.tokens, group)
 
-    def _offer(self, request: Request, first: int) -> None:
-        """Offer what was computed, sometimes in two parts."""
-        end = len(request.names)
-        middle = self.world.rng.choice((first, (first + end) // 2))
-        for start, stop in ((first, middle), (middle, end)):
-            if start == stop:
+    def _offer(self, request: Request, number: int, first: int) -> None:
+        """Offer what was computed of a group, sometimes in two parts, or only what hits at the end
+        need of it."""
+        rng, group = self.world.rng, self.groups[number]
+        names, table = request.names[number], request.tables[number]
+        start, end = first // group.size, len(names)
+        if self.has_groups and rng.random() < 0.5:
+            start = max(start, *group.needed(self._end(request))[:1], 0)
+        middle = rng.choice((start, (start + end) // 2))
+        namespace = group.hasher.namespace.digest if self.has_groups else b""
+        for begin, stop in ((start, middle), (middle, end)):
+            if begin == stop:
                 continue
-            parent = request.names[start - 1] if start else self.hasher.root
-            blocks = request.blocks[start:stop]
-            run = OfferRun(parent, tuple(request.names[start:stop]), tuple(blocks))
-            offer, effects = self.core.offer([run], self.world.now_ms)
+            parent = names[begin - 1] if begin else group.hasher.root
+            blocks = table[begin:stop]
+            run = OfferRun(parent, tuple(names[begin:stop]), tuple(blocks))
+            offer, effects = self.core.offer([run], self.world.now_ms, namespace=namespace)
             if offer is not None:
                 self.pool.hold(blocks)
                 self.offered[offer] = blocks

@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
 
-from kvbm_common.identity import Hasher, Namespace, SequenceHash, of_tenant
+from kvbm_common.identity import Namespace, SequenceHash, of_tenant
 from kvbm_common.wire.engine_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -32,6 +34,7 @@ from tests.sim.ages import age_connector
 from tests.sim.cluster import Cluster, Host
 from tests.sim.conversations import Conversations
 from tests.sim.engine_sockets import Sockets
+from tests.sim.kv_groups import Group, Rule, groups_of
 from tests.sim.memory import right
 from tests.sim.workers import Worker
 from tests.sim.world import Node, World
@@ -61,12 +64,29 @@ class EngineNode(Node):
         """What each rank holds of a block."""
         host.engines[name] = self
         namespace = Namespace(model=f"sim-{self.units}", block_tokens=self.block_tokens)
-        self.namespace = of_tenant(namespace, tenant)
-        self.hasher = Hasher(self.namespace)
+        self.groups = groups_of(of_tenant(namespace, tenant), self.rules())
+        self.namespaces = [one.hasher.namespace for one in self.groups]
+        self.namespace, self.hasher = self.namespaces[0], self.groups[0].hasher
         self.conversations = self._conversations()
+        self._group_of: dict[SequenceHash, int] = {}
+        """Of every block that the device has ever had."""
         self.finished = 0
         self.computed_last: Sequence[SequenceHash] = ()
         """The names of the last request's blocks, which engines of other models may learn."""
+
+    def rules(self) -> Sequence[Rule]:
+        """Return the rules of the model's KV groups."""
+        return (Rule("full", self.block_tokens),)
+
+    @property
+    def has_groups(self) -> bool:
+        """Return whether hits need other blocks than all before a boundary."""
+        return len(self.groups) > 1 or self.groups[0].has_holes
+
+    @property
+    def boundary_tokens(self) -> int:
+        """Return the tokens between two places where a hit can end."""
+        return lcm(*(one.size for one in self.groups))
 
     def _conversations(self) -> Conversations:
         """Return the users' prompts: where host tiers can help each other, users go anywhere."""
@@ -80,7 +100,8 @@ class EngineNode(Node):
     @property
     def tokens_max(self) -> int:
         """Return how long a request may be."""
-        return (self.world.plan.device_blocks - 2) * self.block_tokens
+        blocks = Fraction(self.world.plan.device_blocks - 2)
+        return int(blocks / sum(Fraction(1, one.size) for one in self.groups))
 
     def boot(self) -> None:
         plan = self.world.plan
@@ -228,15 +249,34 @@ class EngineNode(Node):
 
     def say_removed(self, names: Sequence[SequenceHash]) -> None:
         """Publish that blocks have left the device's cache."""
-        if names:
-            hashes = tuple(engine_hash(name) for name in names)
-            self._events.append(BlockRemoved(block_hashes=hashes, medium="GPU"))
+        for group in self.groups:
+            gone = [name for name in names if self._group_of[name] == group.number]
+            if gone:
+                hashes, number = tuple(engine_hash(name) for name in gone), self._said(group)
+                self._events.append(
+                    BlockRemoved(block_hashes=hashes, medium="GPU", group_idx=number)
+                )
+
+    def _said(self, group: Group) -> int | None:
+        return group.number if self.has_groups else None
+
+    def must_be_known(self, name: SequenceHash) -> bool:
+        """Tell whether events have said all of a block of the device: behind a hole there is no
+        parent that a consolidator can know."""
+        return not self.groups[self._group_of[name]].has_holes
 
     def say_stored(
-        self, names: Sequence[SequenceHash], first: int, end: int, tokens: Sequence[int]
+        self,
+        names: Sequence[SequenceHash],
+        first: int,
+        end: int,
+        tokens: Sequence[int],
+        group: Group | None = None,
     ) -> None:
         """Publish that blocks `first` to `end` of a sequence can be found on the device."""
-        size = self.block_tokens
+        group = group or self.groups[0]
+        size = group.size
+        self._group_of.update(dict.fromkeys(names[first:end], group.number))
         self._events.append(
             BlockStored(
                 block_hashes=tuple(engine_hash(name) for name in names[first:end]),
@@ -244,6 +284,7 @@ class EngineNode(Node):
                 token_ids=tuple(tokens[first * size : end * size]),
                 block_size=size,
                 medium="GPU",
+                group_idx=self._said(group),
             )
         )
 

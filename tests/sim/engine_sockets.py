@@ -171,6 +171,7 @@ class Sockets:
             engine=engine.name_alone,
             incarnation=engine.incarnation,
             namespace=engine.namespace,
+            group_namespaces=engine.namespaces[1:],
             role="scheduler" if rank is None else "worker",
             rank=rank or 0,
             world_size=len(engine.shape),
@@ -187,6 +188,7 @@ class Sockets:
             endpoint="pub",
             replay_endpoint="router",
             namespace=engine.namespace,
+            group_namespaces=engine.namespaces[1:],
         )
         return self._enter(
             SimLink(

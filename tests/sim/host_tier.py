@@ -267,7 +267,7 @@ class HostTier(Service):
         if isinstance(message, Found) and message.slots:
             blocks = self.core.view.blocks()
             found = [blocks[slot] for slot in message.slots if slot in blocks]
-            invariants.check_found(found, engine.namespace, engine.name)
+            invariants.check_found(found, engine.namespaces, engine.name)
         data = from_host_tier.encode(message)
         if engine.up:
             self.world.send(self.name, engine, lambda: engine.receive(connection, data))

@@ -94,10 +94,11 @@ def check_sums(blocks: Iterable[Block], part_count: int, where: str) -> None:
         require(good, f"{where} has a wrong checksum of {block.hash.hex()}")
 
 
-def check_found(blocks: Iterable[Block], namespace: Namespace, where: str) -> None:
-    """Require of the blocks that an engine is given slots of that they are in its namespace."""
+def check_found(blocks: Iterable[Block], namespaces: Iterable[Namespace], where: str) -> None:
+    """Require of the blocks that an engine is given slots of that they are in its namespaces."""
+    digests = {namespace.digest for namespace in namespaces}
     for block in blocks:
-        own = block.namespace == namespace.digest
+        own = block.namespace in digests
         require(own, f"{where} is given {block.hash.hex()} of another namespace")
 
 

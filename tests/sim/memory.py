@@ -62,6 +62,8 @@ def spread(content: bytes, units: int) -> list[bytes]:
 
 def joined(cells: Sequence[bytes]) -> bytes:
     """Return what the cells of a part hold together: what was spread over them, if all have it."""
+    if len(cells) == 1:
+        return cells[0]
     for cell in cells:
         if cell.startswith(ROT):
             return cell
@@ -94,6 +96,8 @@ class Memory:
 
     def content(self, place: int, units: int = 1) -> tuple[bytes, ...]:
         """Return what such a block holds, part by part."""
+        if units == 1:
+            return tuple(self.cells[place * self.parts : (place + 1) * self.parts])
         parts = (self.part(place, part, units) for part in range(self.parts))
         return tuple(joined([self.cells[cell] for cell in part]) for part in parts)
 

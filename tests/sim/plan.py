@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tests.sim.kv_groups import ALONE, GROUPINGS, Rule
 from tests.sim.shapes import CUTS, WHOLE, Cut
 
 Transfer = Literal["pull", "load", "read", "write", "peer"]
@@ -83,6 +84,8 @@ class Plan:
     """Plain engines say what becomes of their sessions."""
     copied_least: int = 64
     """Slots that a copier may pin in any arena."""
+    groups: tuple[Rule, ...] = ALONE
+    """The rules of the KV groups of plain engines."""
     slab_blocks: int = 2
     """How many of the largest blocks a slab surely has room for, where there are several sizes."""
 
@@ -185,6 +188,7 @@ def draw_plan(rng: random.Random, shapes: random.Random) -> Plan:
         tenants=shapes.choice((("",), ("",), ("", "gold"), ("gold", "silver", ""))),
         hints=shapes.random() < 0.3,
         copied_least=shapes.choice((1, 2, 5, 64)),
+        groups=shapes.choice(GROUPINGS) if shapes.random() < 0.4 else ALONE,
     )
 
 

@@ -28,7 +28,7 @@ from kvbm_index.core.chains import Chains
 from kvbm_index.core.holdings import Holdings
 from kvbm_index.core.image import SegmentImage
 
-from tests.sim import plants_engines, plants_filter, plants_tiers
+from tests.sim import plants_engines, plants_filter, plants_groups, plants_tiers
 from tests.sim.disk_tier import DiskTier
 from tests.sim.plant import ONE_HOST, WRONG_BYTES, Plant
 
@@ -245,4 +245,5 @@ PLANTS = (
     *plants_engines.PLANTS,
     *plants_tiers.PLANTS,
     *plants_filter.PLANTS,
+    *plants_groups.PLANTS,
 )

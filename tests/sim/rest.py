@@ -82,7 +82,7 @@ def _check_consolidator(engine: EngineNode, world: World) -> None:
     gave_up = core.statistics().drops.get("replay_failed", 0)
     complete = world.plan.replay_batches > ALL_BATCHES and not gave_up
     require(held <= names, f"{engine.name}: consolidator has {len(held - names)} blocks too many")
-    missing = len(names - held)
+    missing = sum(map(engine.must_be_known, names - held))
     require(not (complete and missing), f"{engine.name}: consolidator misses {missing} blocks")
 
 
@@ -99,7 +99,8 @@ def _check_consolidated(engine: EngineNode) -> None:
     for tier in engine.host.tiers:
         truth = tier.snapshot(tier.source)
         assert truth is not None, f"{tier.name} has no snapshot"
-        shared |= _blocks_of(truth, namespace=engine.namespace.digest.hex())
+        for namespace in engine.namespaces:
+            shared |= _blocks_of(truth, namespace=namespace.digest.hex())
     # Ranks of the simulation are those of one model, not of several: there is one stream.
     wanted = shared | _blocks_of(node.core.snapshot(engine.name_alone))
     said = node.readers[engine.name_alone].blocks()

@@ -30,6 +30,8 @@ FEATURES: Mapping[str, Callable[[Plan], bool]] = {
     "staging arena": lambda plan: plan.staging,
     "hints of agents": lambda plan: plan.hints,
     "copiers with few slots": lambda plan: plan.copied_least < 64,
+    "several KV groups": lambda plan: len(plan.groups) > 1,
+    "a window alone": lambda plan: len(plan.groups) == 1 and plan.groups[0].window > 0,
 }
 """What a world can have."""
 

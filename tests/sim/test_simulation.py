@@ -35,6 +35,7 @@ SEEN = (
     *("blocks from afar", "blocks from peer", "peer read late", "peer block corrupt"),
     *("shard map made", "engine moves", "names of another model asked for"),
     *("lookup denied by the filter", "tenants share a tier"),
+    *("hit over groups", "hit that a window has cut", "load over groups failed"),
     *("object read: ok", "object read: gone", "object vanished", "object listed late"),
     *("object deleted", "object not put: source_changed", "listing failed", "bucket down"),
     *("vllm hit in the same step", "vllm steps overlap", "vllm preempted", "vllm abort of a load"),
