@@ -151,6 +151,11 @@ class EtcdServer:
         status = await self.administer("maintenance/status", {})
         return bool(status["leader"] == status["header"]["member_id"])
 
+    async def version(self) -> tuple[int, ...]:
+        """Return which etcd it is."""
+        status = await self.administer("maintenance/status", {})
+        return tuple(map(int, status["version"].split(".")))
+
     async def _answers(self) -> bool:
         """Its page /health says whether it has a leader."""
         try:
