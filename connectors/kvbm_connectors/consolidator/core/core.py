@@ -135,7 +135,7 @@ class ConsolidatorCore:
             case Learn(named):
                 self.router.learn(named)
             case AskEpoch() | Describe():
-                self.consolidated.engine_known(effect.engine, effect.ranks, effect.namespaces)
+                self.consolidated.engine_known(effect.engine, effect.ranks, effect.groups)
                 self.router.engine_known(effect.engine, effect.ranks)
             case RevokeEpoch(engine):
                 self.consolidated.engine_left(engine)

@@ -26,9 +26,10 @@ from kvbm_connectors.consolidator.core.batch_merger import (
     RemovedDraft,
     StoredDraft,
 )
+from kvbm_connectors.consolidator.core.messages import GroupNamespace
 from kvbm_connectors.consolidator.core.rank import Rank
 
-Facts = tuple[str, str, tuple[int, ...], tuple[str, ...]]
+Facts = tuple[str, str, tuple[int, ...], tuple[str, ...], tuple[GroupNamespace, ...]]
 
 
 class EngineState(Enum):
@@ -103,8 +104,9 @@ class Engine:
 
     @property
     def facts(self) -> Facts:
-        """What the registry holds of it: name, life, ranks, namespaces."""
-        return self.name, self.incarnation, tuple(sorted(self.ranks)), self.namespaces()
+        """What is known of it beside its blocks: name, life, ranks, namespaces, KV groups."""
+        ranks = tuple(sorted(self.ranks))
+        return self.name, self.incarnation, ranks, self.namespaces(), self.groups()
 
     def tell(self) -> Facts:
         """Return the facts for the registry, and keep them as what it knows."""
@@ -140,8 +142,14 @@ class Engine:
         self.state = ENGINE.next(self.state, event, f"{self.name} {self.incarnation}")
 
     def namespaces(self) -> tuple[str, ...]:
-        """Return the namespace digests of all ranks, in hex."""
+        """Return the namespace digests of the first KV group of all ranks, in hex."""
         return tuple(sorted({rank.namespace_hex for rank in self.ranks.values()}))
+
+    def groups(self) -> tuple[GroupNamespace, ...]:
+        """Return the namespaces of all KV groups of all ranks."""
+        said = {one for rank in self.ranks.values() for one in rank.namespaces}
+        assert said, f"{self.name} has no KV group"
+        return tuple(sorted((one.group, one.digest.hex()) for one in said))
 
     def passing_through(self, now_ms: int) -> list[WorkerStats]:
         """Return its ranks that compute without a cache, each with its reason."""

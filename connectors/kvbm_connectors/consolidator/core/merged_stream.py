@@ -33,6 +33,7 @@ from kvbm_connectors.consolidator.core.batch_merger import (
 )
 from kvbm_connectors.consolidator.core.events import EventBuilder, parents_first
 from kvbm_connectors.consolidator.core.held_blocks import Held
+from kvbm_connectors.consolidator.core.messages import GroupNamespace
 from kvbm_connectors.consolidator.core.tier_views import Change, TierViews
 
 TIER_BITS: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "object": 8}
@@ -139,15 +140,17 @@ class MergedStreams:
 
     # ---- inputs ------------------------------------------------------------------------------
 
-    def engine_known(self, name: str, ranks: Iterable[int], namespaces: Iterable[str]) -> None:
-        """Note that an engine has these ranks, perhaps one more than before, in these
-        namespaces."""
+    def engine_known(
+        self, name: str, ranks: Iterable[int], groups: Collection[GroupNamespace]
+    ) -> None:
+        """Note that an engine has these ranks, perhaps one more than before, and these KV groups:
+        tiers may have blocks of each before the device has any."""
         assert name, "an engine has a name"
+        assert groups, f"{name} has no KV group"
         engine = self._engines.setdefault(name, MergedEngine(name))
-        namespaces = tuple(namespaces)
         for rank in ranks:
-            for namespace in namespaces:
-                self._join(engine, rank, namespace)
+            for group, namespace in groups:
+                self._join(engine, rank, namespace, group)
 
     def engine_left(self, name: str) -> None:
         """Forget an engine whose life is over; its `cleared` was the last event."""

@@ -233,6 +233,10 @@ class RequestReplay:
     replay: int
 
 
+GroupNamespace = tuple[int, str]
+"""A KV group and its namespace, as a digest in hex."""
+
+
 @dataclass(frozen=True, slots=True)
 class AskEpoch:
     """Register an engine's life. Ends in EpochGranted or EpochFailed."""
@@ -241,6 +245,8 @@ class AskEpoch:
     incarnation: str
     ranks: tuple[int, ...]
     namespaces: tuple[str, ...]
+    """Those of first KV groups, as digests in hex."""
+    groups: tuple[GroupNamespace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +257,7 @@ class Describe:
     incarnation: str
     ranks: tuple[int, ...]
     namespaces: tuple[str, ...]
+    groups: tuple[GroupNamespace, ...]
 
 
 @dataclass(frozen=True, slots=True)

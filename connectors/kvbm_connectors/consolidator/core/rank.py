@@ -75,6 +75,11 @@ class Rank:
         """Blocks held, over all groups."""
         return sum(len(view) for view in self._views.values())
 
+    @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """Return the namespaces of all KV groups, the first group's first."""
+        return self.attach.namespace, *self.attach.group_namespaces
+
     # ---- what the connector says ---------------------------------------------------------------
 
     def continues(self, attach: Attach) -> bool:
@@ -321,8 +326,7 @@ class Rank:
     def _namespace_of(self, group: int) -> Namespace:
         """Return the namespace of a KV group. A connector from before groups had sizes of their own
         says the first one's alone."""
-        said = [self.attach.namespace, *self.attach.group_namespaces]
-        own = next((one for one in said if one.group == group), None)
+        own = next((one for one in self.namespaces if one.group == group), None)
         return own or msgspec.structs.replace(self.attach.namespace, group=group)
 
     def _new_order(self, now_ms: int) -> Sequencer:

@@ -48,7 +48,7 @@ def test_an_attach_subscribes_replays_and_asks_for_an_epoch() -> None:
     assert effects == [
         Subscribe(key(), "ipc://pub0", ""),
         RequestReplay(key(), "ipc://replay0", 0, 1),
-        AskEpoch("sim-0", INCARNATION, (0,), (digest,)),
+        AskEpoch("sim-0", INCARNATION, (0,), (digest,), ((0, digest),)),
     ]
     harness.send(EpochGranted("sim-0", INCARNATION, 7))
     assert harness.events == [

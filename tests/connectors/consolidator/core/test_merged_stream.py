@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbm_common.identity import SequenceHash
+from kvbm_common.identity import Namespace, SequenceHash
 from kvbm_common.tier.announcer import Announcer
 from kvbm_common.tier.slots import Block
 from kvbm_common.wire.engine_events import (
@@ -104,11 +104,11 @@ class TierModel:
         return self.announcer.snapshot(list(self.held.values()))
 
     def store(self, *blocks: SequenceHash, parent: SequenceHash | None = None,
-              lose: bool = False) -> None:  # fmt: skip
+              lose: bool = False, namespace: Namespace = NAMESPACE) -> None:  # fmt: skip
         """Hold some blocks of a chain."""
         parents = [NAMESPACE.root if parent is None else parent, *blocks[:-1]]
         new = [
-            Block(hash=block, parent=behind, namespace=NAMESPACE.digest, checksum=0, bytes=1)
+            Block(hash=block, parent=behind, namespace=namespace.digest, checksum=0, bytes=1)
             for block, behind in zip(blocks, parents, strict=True)
         ]
         self.held |= {block.hash: block for block in new}
@@ -264,6 +264,25 @@ def test_an_engine_that_comes_hears_what_the_tiers_have() -> None:
     assert snapshot is not None
     assert snapshot.parts[0].runs[0].hashes == [block.hex() for block in BLOCKS[:2]]
     assert harness.whole.consolidated.snapshot("nobody") is None
+
+
+def test_tiers_are_heard_for_every_kv_group_before_the_device_has_a_block_of_it(
+    harness: Harness,
+) -> None:
+    """A host tier has blocks of a window group from before the engine or the consolidator."""
+    window = msgspec.structs.replace(NAMESPACE, group=1)
+    first, second = BLOCKS[:2]
+    host = TierModel(harness, "host")
+    host.store(first)
+    host.store(second, namespace=window)
+    new = Harness()
+    new.send(StreamAttached(msgspec.structs.replace(attach(), group_namespaces=[window]), b"peer"))
+    new.grant()
+    new.send(TierJoined("host-tier-0", "host", 1))
+    new.send(TierSnapshot(host.snapshot()))
+    assert new.consolidated.blocks() == {first, second}
+    said = [event for event in new.consolidated.events if isinstance(event, Stored)]
+    assert {event.group for event in said} == {0, 1}
 
 
 def test_a_reset_of_the_engine_s_cache_clears_and_says_the_tiers_again(
