@@ -23,8 +23,9 @@ Start = Literal["all", "new", "last_per_subject"] | int | datetime | Resume
 """Where to begin: everything kept, what comes from now on, the last message of each subject, a
 stream sequence, a time, or where another reader has stopped."""
 
-HEARTBEAT_S = 1.0
-"""An idle server says so this often."""
+HEARTBEAT_S = 1.7
+"""An idle server says so this often: longer than the pause between heartbeats of services, so that
+the registry is not idle, and little more than half of what counts as silence."""
 INACTIVE_S = 5.0
 """The server drops a consumer without a listener after this time."""
 TOO_MANY_CONSUMERS = 10026

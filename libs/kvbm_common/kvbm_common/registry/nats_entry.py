@@ -1,7 +1,8 @@
 """An entry in the registry's NATS KV bucket, as the process that has made it keeps it: see
 `nats_kv.py`.
 
-    own heartbeats     the entry is written again every third of its time to live
+    own heartbeats     the entry is written again every third of its time to live, together with
+                       the others of its host
     held               the heartbeats of another entry of the process speak for it
     lost               a newer process has written it: it is left alone
 
@@ -27,6 +28,7 @@ from kvbm_common.nats.streams import REGISTRY, REGISTRY_BUCKET
 from kvbm_common.registry.records import Info, ServiceRecord
 from kvbm_common.registry.services import HeldEntry
 from kvbm_common.runtime.logs import OncePerKind
+from kvbm_common.runtime.pauses import pause_s
 from kvbm_common.wire.codec import UNREADABLE
 
 PREFIX = f"$KV.{REGISTRY_BUCKET}."
@@ -151,11 +153,17 @@ class NatsRegistration(HeldEntry):
         self._revision = acknowledged.seq
 
     @property
+    def _pause_s(self) -> float:
+        """Return when to write the entry again: at the same time as all others of its host, so that
+        every reader wakes once for all of them."""
+        return pause_s(self._every_s, of=self._record.host)
+
+    @property
     def _subject(self) -> str:
         return f"{PREFIX}services.{self._record.key}"
 
     async def _beat(self) -> None:
-        next_s = self._every_s
+        next_s = self._pause_s
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), next_s)
@@ -166,7 +174,7 @@ class NatsRegistration(HeldEntry):
                 self._record = msgspec.structs.replace(
                     self._record, ttl_s=self._own_ttl_s, held_by="", held_epoch=0
                 )
-            next_s = self._every_s
+            next_s = self._pause_s
             try:
                 await self._renew()
                 for gone in list(self._undeleted):

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterable
 
 import msgspec
@@ -68,13 +70,14 @@ __all__ = [
     "ServiceRegistration",
 ]
 
-GATHER_S = 0.1
-"""A reader waits so long after heartbeats alone that came sooner than this one after another, and
-then takes several in one turn."""
-SWEEPS_PER_TTL = 4
-SWEEP_S_MAX = 1.5
-"""A reader looks so often for the silent, and however long its own time to live is: seldom enough
-that it is mostly a heartbeat that wakes it."""
+GATHER_S, CROWDED, CROWDED_S = 0.1, 8, 1.0
+"""Where so many turns with nothing but heartbeats came in `CROWDED_S`, a reader waits `GATHER_S`
+after each, and then takes several in one turn."""
+SWEEPS_PER_TTL = 2.5
+SWEEP_S_MAX = 2.0
+"""A reader looks so often for the silent, and however long its own time to live is: so seldom that
+it is a heartbeat that wakes it. It looks at the very moment when an entry's time may be over."""
+SWEEP_S_MIN = 0.01
 LATE_S_MAX = 0.5
 """How late it may look before it counts as a reader that did not run."""
 _log = OncePerKind(logging.getLogger(__name__))
@@ -96,6 +99,8 @@ class NatsRegistry(WatchedRegistry):
         self._alone_ttl_s: dict[str, float] = {}
         """The time to live of held entries whose holder is not there: what the holder's was."""
         self._swept_s = time.monotonic()
+        self._pause_s = self._sweep_every_s
+        """How long after that it wants to look again, at the latest."""
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._lapsed: dict[str, tuple[ServiceRecord, float]] = {}
         """Held entries that expired, and when: they come back with their holder, and are forgotten
@@ -181,15 +186,17 @@ class NatsRegistry(WatchedRegistry):
         return self._subscription
 
     async def _read(self, subscription: EventSubscription) -> None:
-        heard_s = 0.0
+        heard_s = deque[float](maxlen=CROWDED)
         async for batch in subscription:
             taken = [self._take(message) for message in batch]
             now_s = time.monotonic()
             if now_s - self._swept_s > self._sweep_every_s / 2:
                 self._sweep_often()  # Here the process is awake anyway.
-            if not any(taken) and now_s - heard_s < GATHER_S:
+            if any(taken):
+                continue
+            heard_s.append(now_s)
+            if len(heard_s) == CROWDED and now_s - heard_s[0] < CROWDED_S:
                 await asyncio.sleep(GATHER_S)
-            heard_s = now_s
 
     def _take(self, message: EventMessage) -> bool:
         """Take an entry as it was written; False: a heartbeat, which says nothing new."""
@@ -234,21 +241,22 @@ class NatsRegistry(WatchedRegistry):
         """Look for the silent now, and after a while: by a heartbeat or, without one, a timer."""
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
+        self._pause_s = min(self._sweep_every_s, max(SWEEP_S_MIN, self._sweep()))
         loop = asyncio.get_running_loop()
-        self._sweep_timer = loop.call_later(self._sweep_every_s, self._sweep_often)
-        self._sweep()
+        self._sweep_timer = loop.call_later(self._pause_s, self._sweep_often)
 
     @property
     def _sweep_every_s(self) -> float:
         return min(self._ttl_s / SWEEPS_PER_TTL, SWEEP_S_MAX)
 
-    def _sweep(self) -> None:
-        """Declare the silent ones gone, unless it is us who cannot hear."""
-        now_s = time.monotonic()
+    def _sweep(self) -> float:
+        """Declare the silent ones gone, unless it is us who cannot hear; return the seconds until
+        the next may have been silent for too long."""
+        now_s, left_s = time.monotonic(), math.inf
         if self._subscription is None or not self._subscription.live or not self._link.connected:
             self._seen_s = dict.fromkeys(self._seen_s, now_s + BACKOFF_S[-1])
             self._swept_s = now_s
-            return
+            return left_s
         self._forgive(now_s)
         for key, record in list(self._records.items()):
             seen_s, ttl_s = self._seen_s[key], record.ttl_s
@@ -259,13 +267,16 @@ class NatsRegistry(WatchedRegistry):
                     seen_s, ttl_s = max(seen_s, self._seen_s[record.held_by]), holder.ttl_s
             if now_s - seen_s > ttl_s:
                 self._leave(key, "expired")
+            else:
+                left_s = min(left_s, ttl_s - (now_s - seen_s))
         for key, (record, since_s) in list(self._lapsed.items()):
             if now_s - since_s > record.ttl_s:
                 del self._lapsed[key]
+        return left_s
 
     def _forgive(self, now_s: float) -> None:
         """Count no time as silence in which this process did not run: it has heard nothing."""
-        expected_s = self._sweep_every_s + min(self._sweep_every_s, LATE_S_MAX)
+        expected_s = self._pause_s + min(self._sweep_every_s, LATE_S_MAX)
         away_s = max(0.0, now_s - self._swept_s - expected_s)
         self._swept_s = now_s
         if away_s:

@@ -25,6 +25,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvbm_common.errors import DeadlineExceeded
 from kvbm_common.runtime.fair_queue import FairQueue
+from kvbm_common.runtime.pauses import pause_s
 from kvbm_common.wire.bounds import Fill
 
 BURST_MAX = 128
@@ -268,7 +269,7 @@ class CoreLoop(Generic[Input, Effect]):
         """Wait for the next tick of a quiet core, or until it has something to wait for."""
         self._hurry.clear()
         try:
-            async with asyncio.timeout(QUIET_TICK_MS / 1000):
+            async with asyncio.timeout(pause_s(QUIET_TICK_MS / 1000)):
                 await self._hurry.wait()
         except TimeoutError:
             self._hurry.set()  # The pause is over.

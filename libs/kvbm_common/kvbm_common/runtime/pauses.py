@@ -1,0 +1,26 @@
+"""Pauses that end together: what wakes at the same moment wakes a processor once, and cheaply."""
+
+from __future__ import annotations
+
+import time
+import zlib
+
+SHIFTS = 16
+"""Of a period: hosts share them, so that who hears of a fleet wakes so often and no more."""
+EARLY = 0.1
+"""Of a period: a pause that would be shorter lasts one period more. A timer may be early."""
+
+
+def pause_s(every_s: float, *, of: str = "", now_s: float | None = None) -> float:
+    """Return how many seconds to wait for the next of the moments that come every `every_s`.
+
+    All processes of a host wait for the same ones, by the wall clock. Those of another `of`, as the
+    name of a host, may be shifted: a fleet does not do everything at once, nor at any time.
+    """
+    assert every_s > 0, f"a pause of {every_s} s"
+    now_s = time.time() if now_s is None else now_s
+    shift_s = zlib.crc32(of.encode()) % SHIFTS / SHIFTS * every_s
+    left_s = every_s - (now_s - shift_s) % every_s
+    pause = left_s if left_s >= EARLY * every_s else left_s + every_s
+    assert 0 < pause <= (1 + EARLY) * every_s, f"{pause} s of {every_s} s"
+    return pause
