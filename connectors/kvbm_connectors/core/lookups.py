@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.failed_blocks import FailedBlocks
-from kvbm_common.tier.kv_groups import GroupRun, indispensable, longest, split, step_tokens
+from kvbm_common.tier.kv_groups import GroupRun, boundary_tokens, indispensable, longest, split
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import Found
@@ -90,7 +90,8 @@ class Lookups:
         assert onboard_deadline_ms >= 0, f"{request} waits {onboard_deadline_ms} ms"
         lookup = self._requests.get(request)
         over = lookup is not None and lookup.state in (LookupState.LOST, LookupState.LOADING)
-        if lookup is not None and (over or lookup.hashes != tuple(hashes)):
+        is_another = lookup is not None and not _are_the_same(lookup.hashes, hashes)
+        if over or is_another:
             self.forget(request)  # A load in flight goes on; this is another lookup.
             lookup = None
         if lookup is None:
@@ -184,7 +185,7 @@ class Lookups:
         most = longest(groups)
         for group, found in zip(groups, names, strict=True):
             most = min(most, run_before(found, now_ms) * group.block_tokens)
-        most -= most % step_tokens(groups)
+        most -= most % boundary_tokens(groups)
         shorter = [replace(one, blocks=most // one.block_tokens) for one in groups]
         kept = [found[: one.blocks] for one, found in zip(shorter, names, strict=True)]
         return [name for found in kept for name in found], shorter
@@ -357,3 +358,8 @@ class Lookups:
             assert (lookup.found is None) == is_asked, self.story(request)
             if not self._attachment.epoch:
                 assert lookup.state is LookupState.LOST, self.story(request)
+
+
+def _are_the_same(known: tuple[SequenceHash, ...], hashes: Sequence[SequenceHash]) -> bool:
+    """Tell whether a lookup is asked for again: mostly with the same object."""
+    return known is hashes or known == tuple(hashes)

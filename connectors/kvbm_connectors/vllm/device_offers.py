@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvbm_common.tier.kv_groups import step_tokens
+from kvbm_common.tier.kv_groups import boundary_tokens
 
 from kvbm_connectors.client.offered_names import OfferedNames
 from kvbm_connectors.core.messages import OfferRun, offers_of
@@ -71,7 +71,7 @@ class DeviceOffers:
         assert holds is not None or (len(groups) == 1 and groups[0].is_prefix), groups
         self._half, self._groups, self._counts = half, groups, counts
         self._holds = holds
-        self._step = step_tokens(group.run(0, 0) for group in groups)
+        self._boundary_tokens = boundary_tokens(group.run(0, 0) for group in groups)
         self._numbers = {group.table: at for at, group in enumerate(groups)}
         """vLLM's number of a group → its index among those that are cached."""
         self._unsent: list[_Part] = []
@@ -118,7 +118,7 @@ class DeviceOffers:
                 continue
             table, size = tables[group.table], group.block_tokens
             indices = range(tracked.held_until // size, min(end // size, len(table)))
-            tails = tails_in(indices, group, tracked.boundaries, self._step)
+            tails = tails_in(indices, group, tracked.boundaries, self._boundary_tokens)
             self._hold(tracked, at, {index: table[index] for index in tails})
         tracked.held_until = max(tracked.held_until, end)
 
@@ -136,7 +136,7 @@ class DeviceOffers:
         for number, block, tokens in handed:
             at = self._numbers.get(number)
             # A state inside of a block is found by vLLM alone: hits of ours end with blocks.
-            if at is not None and not tokens % self._step:
+            if at is not None and not tokens % self._boundary_tokens:
                 self._hold(tracked, at, {tokens // self._groups[at].block_tokens - 1: block})
 
     def hold_last_tail(self, tracked: Tracked, tables: Tables) -> None:
@@ -145,7 +145,7 @@ class DeviceOffers:
 
         Those that an offer or a load has brought to the host tier need not be held.
         """
-        end = self._final(tracked) // self._step * self._step
+        end = self._final(tracked) // self._boundary_tokens * self._boundary_tokens
         if self._holds is None or not self._holds.ready or tracked.refused or not end:
             return
         for at, group in enumerate(self._groups):

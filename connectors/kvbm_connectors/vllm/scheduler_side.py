@@ -18,7 +18,7 @@ from math import gcd
 from typing import Any
 
 from kvbm_common.identity import ExtraTag, Hasher, SequenceHash, request_extras
-from kvbm_common.tier.kv_groups import step_tokens
+from kvbm_common.tier.kv_groups import boundary_tokens
 
 from kvbm_connectors.core.messages import ConnectorMisuse, Hit, Load, LoadResult
 from kvbm_connectors.core.prefill_meter import PrefillMeter
@@ -78,7 +78,7 @@ class SchedulerSide:
         self._hybrid = holds is not None
         marks = RankMarks(world_size, rewritten=rewritten) if rewritten is not None else None
         self._offers = DeviceOffers(half, self.groups, self.counts, holds, marks)
-        self._step = step_tokens(group.run(0, 0) for group in self.groups)
+        self._boundary_tokens = boundary_tokens(group.run(0, 0) for group in self.groups)
         """Tokens from one boundary to the next: blocks of all groups end there."""
         self._least = gcd(*(group.block_tokens for group in self.groups))
         """Tokens from one end of a block, of any group, to the next."""
@@ -123,9 +123,9 @@ class SchedulerSide:
             self._refuse(tracked, "stale_device")
         if tracked.refused or tracked.unloadable or request.skip_reading_prefix_cache:
             return 0, False
-        usable = (request.num_tokens - 1) // self._step * self._step
-        tracked.local = local = computed_tokens // self._step * self._step
-        usable -= self.steps.leave(tracked, usable - local, self._step)
+        usable = self._last_boundary(request.num_tokens - 1)
+        tracked.local = local = self._last_boundary(computed_tokens)
+        usable -= self.steps.leave(tracked, usable - local, self._boundary_tokens)
         if local >= usable:
             return 0, False
         hit = self._lookup(tracked, usable)
@@ -136,9 +136,12 @@ class SchedulerSide:
             return None, False
         tracked.hit = hit
         if not self._hybrid:
-            return hit.blocks * self._step, hit.blocks > 0 and not self._sync
+            return hit.blocks * self._boundary_tokens, hit.blocks > 0 and not self._sync
         self._note_boundaries(tracked, local, local + hit.shared)
         return hit.boundary, hit.boundary > 0
+
+    def _last_boundary(self, tokens: int) -> int:
+        return tokens // self._boundary_tokens * self._boundary_tokens
 
     def _note_boundaries(self, tracked: Tracked, local: int, shared: int) -> None:
         """Keep windows where other prompts part from this one, and have vLLM end a step there, so
@@ -149,15 +152,11 @@ class SchedulerSide:
 
     def _lookup(self, tracked: Tracked, usable: int) -> Hit | None:
         request, local = tracked.request, tracked.local
-        names: list[SequenceHash] = []
-        for group in self.groups:
-            found = tracked.first_names(group.hasher, usable // group.block_tokens)
-            names += found[local // group.block_tokens :]
         begins_sequence = not local and not request.mm_features  # Then the tokens name the block.
         size = self.groups[0].block_tokens
         return self._half.lookup(
             request.request_id,
-            names,
+            tracked.names_between(self.groups, local, usable),
             groups=runs_of(self.groups, local, usable) if self._hybrid else (),
             first_tokens=request.all_token_ids[:size] if begins_sequence else None,
             trace=(getattr(request, "trace_headers", None) or {}).get("traceparent", ""),
@@ -170,7 +169,7 @@ class SchedulerSide:
         if not external_tokens:
             self._half.forget(request.request_id)  # A load in flight goes on.
             return
-        end = tracked.local + -(-external_tokens // self._step) * self._step
+        end = tracked.local + -(-external_tokens // self._boundary_tokens) * self._boundary_tokens
         tables = blocks.get_block_ids()
         ids: list[int] = []
         names: list[SequenceHash] = []
@@ -273,7 +272,7 @@ class SchedulerSide:
         tracked.lease = None
         first, end = tracked.loaded
         if result.usable < len(result.intact):
-            end = first + (0 if result.load.whole else result.usable * self._step)
+            end = first + (0 if result.load.whole else result.usable * self._boundary_tokens)
             # Of a request without a block vLLM keeps the room for this load reserved: a second load
             # would wait for room beside it, and with it all requests behind.
             tracked.unloadable |= not end or result.load.whole
@@ -352,7 +351,7 @@ class SchedulerSide:
                 self.counts[f"requests_refused.{refused}"] += 1
             tracked = self._requests[request.request_id] = Tracked(
                 request, refused, extras,
-                boundaries={(request.num_tokens - 1) // self._step * self._step},
+                boundaries={self._last_boundary(request.num_tokens - 1)},
             )  # fmt: skip
             self._calendar.look_soon(request.request_id)
             self.hints.begin(request)

@@ -21,6 +21,7 @@ from kvbm_common.identity import Extras, ExtraTag, Hasher, SequenceHash
 
 from kvbm_connectors.core.messages import Hit, OfferRun
 from kvbm_connectors.vllm.engine_types import EngineRequest
+from kvbm_connectors.vllm.kv_groups import KvGroup
 
 DECODED_BLOCKS = 8
 """Blocks that a request fills token by token before they are offered together: an offer costs the
@@ -48,6 +49,8 @@ class Tracked:
     """Extras of the first block: salt, LoRA and generation (`SchedulerSide.first_extras_of`)."""
     names: dict[int, list[SequenceHash]] = field(default_factory=dict)
     """KV group → the names of its first full blocks, as far as they were asked for."""
+    between: tuple[int, int, tuple[SequenceHash, ...]] = (0, 0, ())
+    """Two tokens, and the names that were asked for between them."""
     local: int = 0
     """Tokens that the device's own prefix cache had when the request was last admitted."""
     left: int | None = None
@@ -99,6 +102,22 @@ class Tracked:
                 extras=self._extras(known, count, size),
             )
         return names if len(names) == count else names[:count]
+
+    def names_between(
+        self, groups: Sequence[KvGroup], first: int, end: int
+    ) -> tuple[SequenceHash, ...]:
+        """Return the names of the blocks between two tokens, group after group.
+
+        They are the same object as long as they are the same: a lookup that waits is asked for in
+        each step, and long prompts have thousands.
+        """
+        if self.between[:2] != (first, end):
+            names: list[SequenceHash] = []
+            for group in groups:
+                found = self.first_names(group.hasher, end // group.block_tokens)
+                names += found[first // group.block_tokens :]
+            self.between = first, end, tuple(names)
+        return self.between[2]
 
     def _extras(self, first: int, end: int, size: int) -> Mapping[int, Extras]:
         """Return extras by block, counted from `first`, tagged as events are (hash_extras.py)."""

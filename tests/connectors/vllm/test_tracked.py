@@ -6,7 +6,10 @@ counted), counts the tokens as in flight, and takes them out again when the step
 
 from __future__ import annotations
 
+from kvbm_common.identity import Hasher, Namespace
+from kvbm_connectors.vllm.kv_groups import KvGroup
 from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked
+from msgspec.structs import replace
 
 from tests.connectors.vllm.requests import Request
 
@@ -197,3 +200,18 @@ def test_a_refused_request_is_looked_at_as_rarely() -> None:
     tracked = Tracked(Request(), "lora_changed")
     tracked.scheduled(9)
     assert tracked.steps_to_next_look(4) == 4 * DECODED_BLOCKS - 1 + 1
+
+
+def test_a_lookup_that_waits_asks_with_the_same_names_again() -> None:
+    """Two groups, blocks of 4 and of 8 tokens: names of tokens 8 to 16, and later of all of 24."""
+    namespace = Namespace(model="m", block_tokens=4)
+    window = replace(namespace, group=1, block_tokens=8)
+    groups = [KvGroup(Hasher(namespace)), KvGroup(Hasher(window), window=1)]
+    request = Request(all_token_ids=tuple(range(26)))
+    tracked = Tracked(request, "")
+    asked = tracked.names_between(groups, 8, 16)
+    assert asked == (*Hasher(namespace).chain(range(16))[2:], *Hasher(window).chain(range(16))[1:])
+    assert tracked.names_between(groups, 8, 16) is asked
+    longer = tracked.names_between(groups, 0, 24)
+    assert len(longer) == 6 + 3
+    assert tracked.names_between(groups, 8, 16) == asked

@@ -109,7 +109,7 @@ def indispensable(
     return firsts
 
 
-def step_tokens(groups: Iterable[GroupRun]) -> int:
+def boundary_tokens(groups: Iterable[GroupRun]) -> int:
     """Return the tokens between two boundaries: at each of them, blocks of all groups end."""
     step = lcm(*(group.block_tokens for group in groups))
     assert step > 0, f"a group of {groups} has blocks without tokens"
@@ -118,13 +118,13 @@ def step_tokens(groups: Iterable[GroupRun]) -> int:
 
 def longest(groups: Sequence[GroupRun]) -> int:
     """Return the largest boundary that is asked for, in tokens."""
-    step = step_tokens(groups)
+    step = boundary_tokens(groups)
     return min(group.blocks * group.block_tokens for group in groups) // step * step
 
 
 def needed(groups: Sequence[GroupRun], tokens: int) -> list[range]:
     """Return, for each group, the places of the blocks that a hit of so many tokens needs."""
-    assert tokens % step_tokens(groups) == 0, f"{tokens} tokens are no boundary of {groups}"
+    assert tokens % boundary_tokens(groups) == 0, f"{tokens} tokens are no boundary of {groups}"
     return [range(one.first_needed(tokens), tokens // one.block_tokens) for one in groups]
 
 
@@ -150,7 +150,7 @@ def reach(
     Each block is looked at once at most: those of a prefix from the front until one is missing,
     others from the back.
     """
-    step = step_tokens(groups)
+    step = boundary_tokens(groups)
     tokens = longest(groups) if most is None else min(most, longest(groups))
     for group, found in zip(groups, names, strict=True):
         if group.is_prefix:

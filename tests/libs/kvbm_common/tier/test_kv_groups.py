@@ -15,12 +15,12 @@ from kvbm_common.tier.kv_groups import (
     GroupRun,
     Names,
     Reach,
+    boundary_tokens,
     each,
     longest,
     needed,
     needed_names,
     reach,
-    step_tokens,
 )
 
 FULL, WINDOW = GroupRun(4, 6), GroupRun(4, 6, 2)
@@ -73,7 +73,7 @@ def test_a_full_group_and_a_window_of_two_blocks(
 
 def test_a_boundary_ends_blocks_of_every_group() -> None:
     groups = [GroupRun(4, 6), GroupRun(6, 4, 1)]
-    assert step_tokens(groups) == longest([GroupRun(4, 3), GroupRun(6, 2)]) == 12
+    assert boundary_tokens(groups) == longest([GroupRun(4, 3), GroupRun(6, 2)]) == 12
     assert reached(groups, (0, 5)).tokens == 12
 
 
@@ -195,7 +195,7 @@ def test_the_reach_is_that_of_a_search_over_all_boundaries(
         looked[one] += 1
         return one in has
 
-    most -= most % step_tokens(groups)
+    most -= most % boundary_tokens(groups)
     found = reach(groups, names_of(groups), each(ask), most=most)
     assert found.tokens == by_search(groups, has, most)
     everything = has | {
