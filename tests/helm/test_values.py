@@ -53,6 +53,8 @@ def left_out(names: set[str]) -> set[str]:
         ("fullnameOverride=Cache", ("/fullnameOverride",)),
         ("fullnameOverride=1cache", ("/fullnameOverride",)),
         ("node.runtimeDir=/run/../etc", ("/node/runtimeDir",)),
+        ("node.runtimeDir=/etc", ("/node/runtimeDir",)),
+        ("node.runtimeDir=/run/", ("/node/runtimeDir",)),
         ("nats.replicas=1,nats.streamReplicas=3", ("nats.streamReplicas is 3, and nats.replicas",)),
         ("nats.streamReplicas=5", ("nats.streamReplicas is 5, and nats.replicas only 3",)),
         ("node.affinity.nodeAfinity.x=1", ("/node/affinity", "'nodeAfinity' not allowed")),

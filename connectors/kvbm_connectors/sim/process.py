@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,7 +79,8 @@ class EngineProcess:
         self._control.setsockopt(zmq.LINGER, 500)
         self._control.setsockopt(zmq.SNDHWM, 0)
         self._control.setsockopt(zmq.RCVHWM, 0)
-        self._control.bind(f"ipc://{config.directory}/{config.name}.sock")
+        self._control_path = f"{config.directory}/{config.name}.sock"
+        self._control.bind(f"ipc://{self._control_path}")
         self._driver: bytes | None = None
         self._events = EventStream(self._context, directory=config.directory, name=config.name)
         namespace = namespace_of(config)
@@ -220,6 +222,7 @@ class EngineProcess:
         self._events.close()
         self._control.close()
         self._context.term()
+        Path(self._control_path).unlink(missing_ok=True)  # ZMQ leaves it.
         os.close(self._bell)
 
 

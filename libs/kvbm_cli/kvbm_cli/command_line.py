@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -39,13 +40,20 @@ def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
     except KvbmError as error:
         exit_with(f"kvbm: {error}", code_of(error))
     except BrokenPipeError:
-        # Python flushes standard output at its end, and would report the pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(REFUSED)
     except OSError as error:
+        if error.filename is None:  # Perhaps it is standard output that is full.
+            _drop_output()
         where = f"{error.filename}: " if error.filename is not None else ""
         text = os.strerror(error.errno) if error.errno else str(error)
         exit_with(f"{name}: {where}{text}", WRONG if error.filename is not None else REFUSED)
+
+
+def _drop_output() -> None:
+    """Write no more: Python flushes standard output at its end, and would report it again."""
+    with contextlib.suppress(io.UnsupportedOperation):  # It is no file.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def prepare_streams() -> None:

@@ -201,9 +201,14 @@ async def _until_signal(access: NatsAccess, wanted: Wanted) -> None:
     assert here is not None
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, here.cancel)
+    failed: BaseException | None = None
     try:
         await tail(bus, wanted, lambda line: print(line, flush=True))
     except* (asyncio.CancelledError, BrokenPipeError):
         pass  # Ctrl-C, or `| head`: both are how a tail ends.
+    except* OSError as group:
+        failed = group.exceptions[0]
     finally:
         await bus.close()
+    if failed is not None:
+        raise failed  # Outside: what an `except*` raises is a group again.

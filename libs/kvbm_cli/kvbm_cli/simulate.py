@@ -62,8 +62,12 @@ def simulate(
     """Replay a trace through the tiers' eviction policies; hit rates beside the best possible."""
     if not os.path.isfile(trace):  # Unlike Path.is_file it takes any name.
         raise typer.BadParameter(f"file '{trace}' does not exist", param_hint="--trace")
-    if json is not None and not json.parent.is_dir():
-        raise typer.BadParameter(f"{json.parent} is no directory", param_hint="--json")
+    if json is not None:
+        try:
+            json.open("ab").close()  # Now, and not after minutes of work.
+        except OSError as error:
+            text = f"'{json}' cannot be written: {error.strerror}"
+            raise typer.BadParameter(text, param_hint="--json") from error
     try:
         policies = [name.strip() for name in policy.split(",")]
         for name in policies:

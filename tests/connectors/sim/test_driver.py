@@ -53,6 +53,14 @@ async def test_a_request_is_computed_and_its_prefix_found_again(engine: EngineHa
     assert (await engine.stats()).idle
 
 
+async def test_an_engine_that_ends_leaves_no_file(tmp_path: Path) -> None:
+    engine = EngineHandle(config_of(tmp_path))
+    await engine.start()
+    assert "sim-0.sock" in os.listdir(tmp_path)
+    await engine.stop()
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]
+
+
 async def test_a_prompt_that_cannot_fit_is_an_error_of_its_own(engine: EngineHandle) -> None:
     assert (await engine.request(submit("empty", PROMPT[:0]))).error
     assert (await engine.request(submit("large", np.arange(999, dtype=np.uint32)))).error

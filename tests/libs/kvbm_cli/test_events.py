@@ -404,6 +404,18 @@ async def test_a_reader_that_has_seen_enough_is_no_error(
     assert (len(said.splitlines()), complaints) == (1, b"")
 
 
+async def test_a_full_disk_behind_a_tail_is_one_line(nats_url: str, history: list[Event]) -> None:
+    command = f"{shlex.quote(str(KVBM))} events tail --since all > /dev/full"
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", command, env=os.environ | {"KVBM_NATS_URL": nats_url},
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(DEADLINE_S):
+        _, complaints = await process.communicate()
+    assert process.returncode == 1
+    assert complaints.decode().splitlines() == ["kvbm events: No space left on device"]
+
+
 async def _publish_more(bus: Bus) -> None:
     for number in range(1, 1_000):
         source = Source(epoch=10 + number)

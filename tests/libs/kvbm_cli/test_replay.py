@@ -116,6 +116,8 @@ def test_simulate_refuses(trace: Path, tmp_path: Path) -> None:
         (("--trace", str(trace), "--capacity", "some"), 2, "a number of blocks"),
         (("--trace", str(bad)), 1, "bad.jsonl, line 2"),
         (("--trace", str(tmp_path / "nowhere")), 2, "does not exist"),
+        (("--trace", str(trace), "--json", "/no/such/file"), 2, "cannot be written: No such"),
+        (("--trace", str(trace), "--json", "/proc/version"), 2, "cannot be written"),
     ):
         assert simulate(*arguments)[0] == code
         assert said in simulate(*arguments)[1]

@@ -34,7 +34,7 @@ def access_checks(facts: Facts, settings: Settings) -> Iterator[Finding]:
 def _nats(facts: Facts, settings: Settings) -> Finding:
     name = f"open: {redacted(settings.nats_url)}"
     if facts.nats.error:
-        return Finding(name, "ok", "NATS: nothing listens")
+        return Finding(name, "ok", "no NATS answers")
     how = "over TLS" if facts.nats.has_tls else "in plaintext"
     if facts.nats.wants_credentials:
         return Finding(name, "ok", f"NATS, {how}: who has credentials of a role")
