@@ -47,9 +47,11 @@ SUBJECTS = {
             f"kvbm_connectors/vllm/{name}.py",
             tuple(f"{VLLM}/test_{part}.py"
                   for part in ("calendar", "tracked", "steps", "scheduler_side", "device_offers",
-                               "kv_groups", "window_steps")),
+                               "kv_groups", "window_steps", "draft_offers", "stream_marks",
+                               "block_holds")),
         )
-        for name in ("calendar", "tracked", "device_offers", "kv_groups")
+        for name in ("calendar", "tracked", "device_offers", "kv_groups", "stream_marks",
+                     "block_holds")
     },
     "offload": Subject(
         "services/host_tier",
@@ -81,6 +83,9 @@ SUBJECTS = {
         "kvbm_disk_tier/core/reads.py",
         tuple(f"{DISK_TIER}/test_{part}.py" for part in ("reads", "reads_edges", "core",
                                                          "core_health")),
+    ),
+    "groups": Subject(
+        "libs/kvbm_common", "kvbm_common/tier/kv_groups.py", (f"{TIER}/test_kv_groups.py",)
     ),
     "follow": Subject(
         "libs/kvbm_common", "kvbm_common/tier/follow.py", (f"{TIER}/test_follow.py",)
