@@ -6,21 +6,26 @@ A name is a small number. Blocks are counted from the first one that is asked fo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier import kv_groups
 from kvbm_common.tier.kv_groups import (
     GroupRun,
     Names,
     Reach,
     boundary_tokens,
     each,
+    indispensable,
     longest,
     needed,
     needed_names,
     reach,
+    split,
 )
 
 FULL, WINDOW = GroupRun(4, 6), GroupRun(4, 6, 2)
@@ -69,6 +74,45 @@ def test_a_full_group_and_a_window_of_two_blocks(
     missing: tuple[tuple[int, int], ...], expected: Reach
 ) -> None:
     assert reached([FULL, WINDOW], *missing) == expected
+
+
+def test_windows_that_disagree_ask_each_other_again() -> None:
+    """Blocks of one token. The first window has its last blocks before 9 tokens, but not before 6
+    and 5; the second one not before 9, 8 and 7: they agree on 4."""
+    groups = [GroupRun(1, 10, 2), GroupRun(1, 10, 2)]
+    missing = [(0, 9), (0, 4), (1, 8), (1, 7), (1, 6)]
+    assert reached(groups, *missing) == Reach(4, 10)
+    assert reached(groups[::-1], *((1 - at, place) for at, place in missing)) == Reach(4, 10)
+
+
+@pytest.mark.parametrize("most", [400, 12])
+def test_windows_that_are_absent_are_looked_for_in_growing_turns(most: int) -> None:
+    """Only the first two of 400 blocks are there: few questions, for ever more blocks."""
+    looked: list[int] = []
+
+    def has(names: Sequence[SequenceHash]) -> bytes:
+        looked.append(len(names))
+        return bytes(int.from_bytes(one[:2], "big") < 2 for one in names)
+
+    names = [SequenceHash(place.to_bytes(2, "big") + bytes(14)) for place in range(400)]
+    assert reach([GroupRun(1, 400, 2)], [names], has, most=most) == Reach(2, most)
+    assert looked == ([2, 64, 128, 206] if most == 400 else [2, 10])
+
+
+def test_names_are_split_as_the_groups_say() -> None:
+    groups = [GroupRun(4, 2), GroupRun(4, 0), GroupRun(8, 1, 1)]
+    names = [name(0, 0), name(0, 1), name(2, 0)]
+    assert split(groups, names) == [names[:2], [], names[2:]]
+    with pytest.raises(AssertionError, match="2 names, and groups have 3"):
+        split(groups, names[:2])
+
+
+def test_what_every_hit_has_is_the_first_block_of_each_prefix() -> None:
+    """Not of a window, and not of a group of which no block is asked for."""
+    groups = [GroupRun(4, 2, 1), GroupRun(4, 2), GroupRun(4, 0), GroupRun(8, 1)]
+    names = [name(0, 0), name(0, 1), name(1, 0), name(1, 1), name(3, 0)]
+    assert indispensable(groups, names) == [name(1, 0), name(3, 0)]
+    assert indispensable((), names) == names[:1]
 
 
 def test_a_boundary_ends_blocks_of_every_group() -> None:
@@ -142,7 +186,9 @@ def cases(draw: st.DrawFn) -> tuple[list[GroupRun], set[SequenceHash], int]:
         st.tuples(st.just(0), st.sampled_from([5, 8, 12, 24])),
     )
     groups = [
-        GroupRun(draw(st.sampled_from([2, 4, 6])), draw(st.integers(0, 12)), *draw(rules), offset)
+        GroupRun(
+            draw(st.sampled_from([1, 2, 4, 6])), draw(st.integers(0, 12)), *draw(rules), offset
+        )
         for _ in range(draw(st.integers(1, 4)))
     ]
     everything = [one for names in names_of(groups) for one in names]
@@ -184,11 +230,16 @@ def by_search(groups: list[GroupRun], has: set[SequenceHash], most: int) -> int:
     return best
 
 
-@given(cases())
+@given(cases(), st.sampled_from([1, 2, 3, 64]))
 def test_the_reach_is_that_of_a_search_over_all_boundaries(
-    case: tuple[list[GroupRun], set[SequenceHash], int],
+    case: tuple[list[GroupRun], set[SequenceHash], int], look_blocks: int
 ) -> None:
-    groups, has, most = case
+    """However many blocks are looked at together: long prompts take several turns."""
+    with mock.patch.object(kv_groups, "LOOK_BLOCKS", look_blocks):
+        compare_with_a_search(*case)
+
+
+def compare_with_a_search(groups: list[GroupRun], has: set[SequenceHash], most: int) -> None:
     looked: Counter[SequenceHash] = Counter()
 
     def ask(one: SequenceHash) -> bool:
