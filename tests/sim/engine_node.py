@@ -260,6 +260,10 @@ class EngineNode(Node):
     def _said(self, group: Group) -> int | None:
         return group.number if self.has_groups else None
 
+    def group_of(self, name: SequenceHash) -> int:
+        """Return the KV group of a block that the device has, or has had; -1: it never had it."""
+        return self._group_of.get(name, -1)
+
     def must_be_known(self, name: SequenceHash) -> bool:
         """Tell whether events have said all of a block of the device: behind a hole there is no
         parent that a consolidator can know."""

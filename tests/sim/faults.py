@@ -14,6 +14,8 @@ from tests.sim.world import Node, World
 FIRST_MS = 2_000
 POWER_TRIES = 3_000
 """Milliseconds."""
+ASKING_TRIES = 400
+"""Milliseconds: half of the engines that die are not struck before a lookup of theirs waits."""
 Strike = Callable[[], None]
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ class Faults:
     def __init__(self, world: World, bus: Bus, cluster: Cluster) -> None:
         self._world, self._bus, self._cluster = world, bus, cluster
         self._strikes: dict[str, Strike] = {
-            "kill engine": lambda: _kill(self._any(cluster.engines)),
+            "kill engine": lambda: self._kill_engine(ASKING_TRIES),
             "kill host": lambda: _kill(self._any(cluster.host_tiers)),
             "kill disk": lambda: _kill(self._disk()),
             "kill objects": lambda: _kill(self._below("object")),
@@ -80,6 +82,28 @@ class Faults:
         return found if isinstance(found, DiskTier) else None
 
     # --- what -------------------------------------------------------------------------------
+
+    def _kill_engine(self, tries: int) -> None:
+        """Strike an engine; of two, one while its host tier brings blocks for a lookup."""
+        world = self._world
+        if world.rng.random() < 0.5:
+            _kill(self._any(self._cluster.engines))
+        else:
+            self._kill_asking(self._any(self._cluster.host_tiers), tries)
+
+    def _kill_asking(self, tier: HostTier, tries: int) -> None:
+        world = self._world
+        if world.calm:
+            return
+        waits = tier.up and tier.statistics().figures["lookups_waiting"] > 0
+        if tries and not waits:
+            world.later(1, lambda: self._kill_asking(tier, tries - 1))
+            return
+        world.marks["engine killed while a lookup waits"] += waits
+        for engine in tier.host.engines.values():
+            if engine.core.view.epoch == tier.epoch or not waits:
+                _kill(engine)
+                return
 
     def _power(self) -> None:
         self._cut_power(self._disk(), POWER_TRIES)

@@ -30,6 +30,7 @@ GROUPINGS: tuple[tuple[Rule, ...], ...] = (
     (FULL, Rule("wide window", block_tokens=2, window=2)),
     (FULL, Rule("state", block_tokens=2, window=1)),
     (FULL, Rule("chunk", chunk=4)),
+    (FULL, Rule("full of two", block_tokens=2)),
     (FULL, Rule("window", window=2), Rule("state", block_tokens=3, window=1)),
     (Rule("window", window=2),),
 )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import GroupRun, needed_names
+from kvbm_common.wire.engine_events import EngineHash
+from kvbm_common.wire.events import EventHead, Removed, Stored
+from kvbm_connectors.consolidator.core.events import EventDraft
+from kvbm_connectors.consolidator.core.held_blocks import BlockRun, HeldBlocks
+from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
+from kvbm_connectors.consolidator.core.messages import GroupNamespace
 from kvbm_connectors.core.messages import LoadResult
+from kvbm_host_tier.core.open_lookup import OpenLookup
 
 from tests.sim.kv_groups import GROUPINGS
 from tests.sim.plant import ONE_HOST, WRONG_BYTES, Plant
@@ -55,7 +62,54 @@ def use_a_part_of_a_hit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadResult, "usable", property(planted))
 
 
-WINDOW, _, STATE, CHUNK = GROUPINGS[:4]
+def know_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
+    """The consolidator knows of an engine's further groups when its device has blocks of them."""
+    known = MergedStreams.engine_known
+
+    def planted(
+        streams: MergedStreams, name: str, ranks: Iterable[int], groups: Collection[GroupNamespace]
+    ) -> None:
+        known(streams, name, ranks, list(groups)[:1])
+
+    patch.setattr(MergedStreams, "engine_known", planted)
+
+
+def overhear_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
+    """The consolidator drops what an engine says of its further groups."""
+    store = HeldBlocks.store
+
+    def planted(
+        held: HeldBlocks,
+        engine_hashes: tuple[EngineHash, ...],
+        chain: list[SequenceHash],
+        parent: SequenceHash | None,
+    ) -> list[BlockRun] | None:
+        if held.hasher.namespace.group:
+            return None
+        return store(held, engine_hashes, chain, parent)
+
+    patch.setattr(HeldBlocks, "store", planted)
+
+
+def say_every_block_of_the_first_group(patch: pytest.MonkeyPatch) -> None:
+    """Events of the consolidated stream name the first group."""
+    event = EventDraft.event
+
+    def planted(
+        draft: EventDraft, head: EventHead, group: int, namespace: str, reason: str
+    ) -> Stored | Removed:
+        return event(draft, head, 0, namespace, reason)
+
+    patch.setattr(EventDraft, "event", planted)
+
+
+def keep_the_pins_of_a_shorter_hit(patch: pytest.MonkeyPatch) -> None:
+    """An engine that leaves leaves the shorter hit of its lookup pinned."""
+    patch.setattr(OpenLookup, "unpin_fallback", lambda _lookup, _table: None)
+
+
+WINDOW, _, STATE, CHUNK, TWO = GROUPINGS[:5]
+DIES = {"faults": ("kill engine",), "fault_every_ms": 300.0, "host_slots": 12}
 SHORT = r"is for \d+ blocks up to"
 CORRUPT = {"faults": ("rot arena",), "fault_every_ms": 300.0, "verified": True}
 PLANTS = (
@@ -63,6 +117,14 @@ PLANTS = (
     Plant("a chunk begins late", let_chunks_begin_late, SHORT, {**ONE_HOST, "groups": CHUNK}),
     Plant("groups change their places", answer_groups_in_another_order, WRONG_BYTES,
           {**ONE_HOST, "groups": STATE}),
+    Plant("further groups are known late", know_the_first_group_alone, "consolidated differs",
+          {**ONE_HOST, "groups": WINDOW, "faults": ("kill engine",), "fault_every_ms": 700.0}),
+    Plant("further groups are not overheard", overhear_the_first_group_alone, "misses",
+          {**ONE_HOST, "groups": TWO}),
+    Plant("all blocks are of the first group", say_every_block_of_the_first_group, "says|is said",
+          {**ONE_HOST, "groups": TWO}),
+    Plant("a shorter hit stays pinned", keep_the_pins_of_a_shorter_hit, "pin",
+          {**ONE_HOST, **DIES, "groups": WINDOW}),
     Plant("a state is used without its KV", use_a_part_of_a_hit, WRONG_BYTES,
           {**ONE_HOST, **CORRUPT, "groups": STATE}),
 )  # fmt: skip

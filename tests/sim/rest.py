@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvbm_common.identity import SequenceHash, hash_from_hex
+from kvbm_common.wire.events import Removed, Stored
 from kvbm_common.wire.verbs import DumpRequest, SnapshotReply
 from kvbm_connectors.consolidator.core.router_stream import short_hash
 
@@ -77,13 +78,30 @@ def _check_map(tiers: list[HostTier]) -> None:
 def _check_consolidator(engine: EngineNode, world: World) -> None:
     """Batches that nothing can replay are lost, and only those."""
     core = engine.host.consolidator.core
-    held = _blocks_of(core.snapshot(engine.name_alone))
+    snapshot = core.snapshot(engine.name_alone)
+    _check_groups(engine, snapshot)
+    held = _blocks_of(snapshot)
     names = set(engine.pool.names())
     gave_up = core.statistics().drops.get("replay_failed", 0)
     complete = world.plan.replay_batches > ALL_BATCHES and not gave_up
     require(held <= names, f"{engine.name}: consolidator has {len(held - names)} blocks too many")
     missing = sum(map(engine.must_be_known, names - held))
     require(not (complete and missing), f"{engine.name}: consolidator misses {missing} blocks")
+
+
+def _check_groups(engine: EngineNode, snapshot: SnapshotReply | None) -> None:
+    """Every block is said under the namespace and the number of its KV group."""
+    groups = {one.digest.hex(): one.group for one in engine.namespaces}
+    for part in () if snapshot is None else snapshot.parts:
+        told = groups.get(part.namespace)
+        require(told == part.group, f"{engine.name}: group {told} is said to be {part.group}")
+        names = {hash_from_hex(text) for run in part.runs for text in run.hashes}
+        strange = sum(engine.group_of(name) != told for name in names)
+        require(not strange, f"{engine.name}: {strange} blocks are said of group {told}")
+    for event in engine.host.consolidator.readers[engine.name_alone].events:
+        if isinstance(event, Stored | Removed):
+            told = groups.get(event.namespace)
+            require(told == event.group, f"{engine.name}: an event says {event.group} of {told}")
 
 
 def _blocks_of(snapshot: SnapshotReply | None, namespace: str = "") -> set[SequenceHash]:

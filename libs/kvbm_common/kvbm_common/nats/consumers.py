@@ -26,6 +26,8 @@ stream sequence, a time, or where another reader has stopped."""
 HEARTBEAT_S = 1.7
 """An idle server says so this often: longer than the pause between heartbeats of services, so that
 the registry is not idle, and little more than half of what counts as silence."""
+HEARTBEAT_S_MIN = 0.1
+"""The server's own least."""
 INACTIVE_S = 5.0
 """The server drops a consumer without a listener after this time."""
 TOO_MANY_CONSUMERS = 10026
@@ -33,7 +35,14 @@ TOO_MANY_CONSUMERS = 10026
 
 
 async def make_consumer(
-    link: Link, spec: StreamSpec, name: str, inbox: str, subject: str, start: dict[str, Any]
+    link: Link,
+    spec: StreamSpec,
+    name: str,
+    inbox: str,
+    subject: str,
+    start: dict[str, Any],
+    *,
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> ConsumerInfo:
     """Have what is on a subject delivered to an inbox. Raises JetStreamError, and as `Link` does.
 
@@ -41,7 +50,7 @@ async def make_consumer(
     made as the server's own readers of streams are, which do not count: else readers of others
     could keep a service from its events.
     """
-    config = _consumer_config(name, inbox, subject) | start
+    config = _consumer_config(name, inbox, subject, heartbeat_s) | start
     try:
         return await _create(link, spec, config)
     except JetStreamError as error:
@@ -57,7 +66,7 @@ async def _create(link: Link, spec: StreamSpec, config: dict[str, Any]) -> Consu
     return msgspec.json.decode(await call_api(link, verb, request), type=ConsumerInfo)
 
 
-def _consumer_config(name: str, inbox: str, subject: str) -> dict[str, Any]:
+def _consumer_config(name: str, inbox: str, subject: str, heartbeat_s: float) -> dict[str, Any]:
     return {
         "name": name,
         "deliver_subject": inbox,
@@ -66,7 +75,7 @@ def _consumer_config(name: str, inbox: str, subject: str) -> dict[str, Any]:
         "max_deliver": 1,
         "replay_policy": "instant",
         "flow_control": True,
-        "idle_heartbeat": int(HEARTBEAT_S * 1e9),
+        "idle_heartbeat": int(max(heartbeat_s, HEARTBEAT_S_MIN) * 1e9),
         "inactive_threshold": int(INACTIVE_S * 1e9),
         "mem_storage": True,
         "num_replicas": 1,

@@ -20,13 +20,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from itertools import islice, repeat, takewhile
 
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError
-from kvbm_common.nats.consumers import Resume, Start, make_consumer, start_config
+from kvbm_common.nats.consumers import (
+    HEARTBEAT_S,
+    Resume,
+    Start,
+    make_consumer,
+    start_config,
+)
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.jetstream import (
     Backoff,
@@ -71,8 +78,13 @@ class EventSubscription:
         start: Start,
         batch_max: int = BATCH_MAX,
         on_stream_lost: Callable[[], None] | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         assert batch_max > 0
+        assert 0 < heartbeat_s < SILENCE_S, heartbeat_s
+        self._heartbeat_s = heartbeat_s
+        self.heard_s = time.monotonic()
+        """When anything has come last, an idle server's heartbeats included."""
         self._on_stream_lost = on_stream_lost or (lambda: None)
         self._whole = spec.is_all(subject) and start != "last_per_subject"
         """Every message of the stream is wanted, so positions have no holes."""
@@ -297,7 +309,10 @@ class EventSubscription:
         self._unsubscribe = await self._link.subscribe_raw(inbox, self._on_messages)
         self._consumer_name = name = inbox.rsplit(".", 1)[-1]
         start = start_config(self._start, self._position)
-        info = await make_consumer(self._link, self._spec, name, inbox, self._subject, start)
+        info = await make_consumer(
+            self._link, self._spec, name, inbox, self._subject, start,
+            heartbeat_s=self._heartbeat_s,
+        )  # fmt: skip
         if info.num_pending == 0:
             self._caught_up.set()
 
@@ -351,5 +366,6 @@ class EventSubscription:
             await unsubscribe()
 
     def _on_messages(self, messages: list[RawMessage]) -> None:
+        self.heard_s = time.monotonic()
         self._arrived.extend(checked(self._link, self._spec, messages))
         self._arrival.set()

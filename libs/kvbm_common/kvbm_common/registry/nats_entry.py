@@ -130,9 +130,18 @@ class NatsRegistration(HeldEntry):
             if error.server_code not in WRONG_REVISION:
                 raise
             other, revision = await self._read_entry()
-            # Ours: it was written, and the acknowledgement was lost.
-            if other is not None and other.epoch == self.epoch:
-                await self._delete_at(revision)
+            # Ours: it was written, and the acknowledgement was lost. None: the bucket is another
+            # one, and readers of the one before would hear of no end.
+            if other is None or other.epoch == self.epoch:
+                await self._delete_unread(revision)
+
+    async def _delete_unread(self, revision: int) -> None:
+        """Delete the entry, if it is still as it was read."""
+        try:
+            await self._delete_at(revision)
+        except JetStreamError as error:
+            if error.server_code not in WRONG_REVISION:
+                raise
 
     async def _delete_at(self, revision: int) -> None:
         headers = DELETE | {EXPECTED: str(revision)}
@@ -153,8 +162,8 @@ class NatsRegistration(HeldEntry):
         self._revision = acknowledged.seq
 
     @property
-    def _pause_s(self) -> float:
-        """Return when to write the entry again: at the same time as all others of its host, so that
+    def _next_beat_in_s(self) -> float:
+        """Return how long to wait: all entries of a host are written at the same time, so that
         every reader wakes once for all of them."""
         return pause_s(self._every_s, of=self._record.host)
 
@@ -163,7 +172,7 @@ class NatsRegistration(HeldEntry):
         return f"{PREFIX}services.{self._record.key}"
 
     async def _beat(self) -> None:
-        next_s = self._pause_s
+        next_s = self._next_beat_in_s
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), next_s)
@@ -174,7 +183,7 @@ class NatsRegistration(HeldEntry):
                 self._record = msgspec.structs.replace(
                     self._record, ttl_s=self._own_ttl_s, held_by="", held_epoch=0
                 )
-            next_s = self._pause_s
+            next_s = self._next_beat_in_s
             try:
                 await self._renew()
                 for gone in list(self._undeleted):

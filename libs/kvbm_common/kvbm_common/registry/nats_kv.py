@@ -2,7 +2,8 @@
 
 A service owns the key `services.<kind>.<host>.<instance>` and puts it again every third of its time
 to live. Readers watch all keys and judge by their own clock: who is silent for `ttl_s` has left.
-While the watch itself is broken no service is declared dead; afterwards each gets a full `ttl_s`,
+While the watch itself is broken, or nothing at all is heard, not even that the stream is idle, no
+service is declared dead; afterwards each gets a full `ttl_s`,
 and as much again as others may need to find NATS once it is back. Time in which the reader itself
 did not run counts as no one's silence.
 
@@ -27,8 +28,9 @@ from collections.abc import Iterable
 import msgspec
 
 from kvbm_common.errors import KvbmError, RegistryUnavailable
+from kvbm_common.nats.consumers import HEARTBEAT_S
 from kvbm_common.nats.event_message import EventMessage
-from kvbm_common.nats.event_subscription import EventSubscription
+from kvbm_common.nats.event_subscription import BATCH_MAX, EventSubscription
 from kvbm_common.nats.jetstream import (
     BACKOFF_S,
     Link,
@@ -78,8 +80,9 @@ SWEEP_S_MAX = 2.0
 """A reader looks so often for the silent, and however long its own time to live is: so seldom that
 it is a heartbeat that wakes it. It looks at the very moment when an entry's time may be over."""
 SWEEP_S_MIN = 0.01
-LATE_S_MAX = 0.5
-"""How late it may look before it counts as a reader that did not run."""
+IDLE_PER_TTL = 0.34
+LATE_PER_TTL, LATE_S_MAX = 0.1, 0.5
+"""How late it may look, or hear that the stream is idle, before no one's silence counts."""
 _log = OncePerKind(logging.getLogger(__name__))
 
 
@@ -99,7 +102,7 @@ class NatsRegistry(WatchedRegistry):
         self._alone_ttl_s: dict[str, float] = {}
         """The time to live of held entries whose holder is not there: what the holder's was."""
         self._swept_s = time.monotonic()
-        self._pause_s = self._sweep_every_s
+        self._look_in_s = self._sweep_every_s
         """How long after that it wants to look again, at the latest."""
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._lapsed: dict[str, tuple[ServiceRecord, float]] = {}
@@ -177,12 +180,13 @@ class NatsRegistry(WatchedRegistry):
     def _start_watching(self) -> EventSubscription:
         if self._subscription is None:
             self._subscription = EventSubscription(
-                self._link, REGISTRY, subject=f"{PREFIX}services.>", start="last_per_subject"
-            )
+                self._link, REGISTRY, subject=f"{PREFIX}services.>", start="last_per_subject",
+                heartbeat_s=self._idle_beat_s,
+            )  # fmt: skip
             self._tasks = [
                 asyncio.create_task(self._read(self._subscription), name="registry watch")
             ]
-            self._sweep_often()
+            self._sweep_and_rearm()
         return self._subscription
 
     async def _read(self, subscription: EventSubscription) -> None:
@@ -190,12 +194,14 @@ class NatsRegistry(WatchedRegistry):
         async for batch in subscription:
             taken = [self._take(message) for message in batch]
             now_s = time.monotonic()
-            if now_s - self._swept_s > self._sweep_every_s / 2:
-                self._sweep_often()  # Here the process is awake anyway.
+            # Here the process is awake anyway; and a new entry's time may be over soon.
+            if any(taken) or now_s - self._swept_s > self._sweep_every_s / 2:
+                self._sweep_and_rearm()
             if any(taken):
                 continue
             heard_s.append(now_s)
-            if len(heard_s) == CROWDED and now_s - heard_s[0] < CROWDED_S:
+            is_crowded = len(heard_s) == CROWDED and now_s - heard_s[0] < CROWDED_S
+            if is_crowded and len(batch) < BATCH_MAX:  # Else more have come already.
                 await asyncio.sleep(GATHER_S)
 
     def _take(self, message: EventMessage) -> bool:
@@ -237,13 +243,17 @@ class NatsRegistry(WatchedRegistry):
                     self._records[key], self._seen_s[key] = record, time.monotonic()
                     self._tell(Joined(record))
 
-    def _sweep_often(self) -> None:
+    def _sweep_and_rearm(self) -> None:
         """Look for the silent now, and after a while: by a heartbeat or, without one, a timer."""
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
-        self._pause_s = min(self._sweep_every_s, max(SWEEP_S_MIN, self._sweep()))
-        loop = asyncio.get_running_loop()
-        self._sweep_timer = loop.call_later(self._pause_s, self._sweep_often)
+        left_s = 0.0
+        try:
+            left_s = self._sweep()
+        finally:
+            self._look_in_s = min(self._sweep_every_s, max(SWEEP_S_MIN, left_s))
+            loop = asyncio.get_running_loop()
+            self._sweep_timer = loop.call_later(self._look_in_s, self._sweep_and_rearm)
 
     @property
     def _sweep_every_s(self) -> float:
@@ -253,7 +263,10 @@ class NatsRegistry(WatchedRegistry):
         """Declare the silent ones gone, unless it is us who cannot hear; return the seconds until
         the next may have been silent for too long."""
         now_s, left_s = time.monotonic(), math.inf
-        if self._subscription is None or not self._subscription.live or not self._link.connected:
+        subscription, is_heard = self._subscription, False
+        if subscription is not None and subscription.live and self._link.connected:
+            is_heard = now_s - subscription.heard_s < self._idle_beat_s + self._late_s
+        if not is_heard:
             self._seen_s = dict.fromkeys(self._seen_s, now_s + BACKOFF_S[-1])
             self._swept_s = now_s
             return left_s
@@ -274,9 +287,18 @@ class NatsRegistry(WatchedRegistry):
                 del self._lapsed[key]
         return left_s
 
+    @property
+    def _idle_beat_s(self) -> float:
+        """Return how often an idle stream says so: less often than heartbeats come."""
+        return min(HEARTBEAT_S, IDLE_PER_TTL * self._ttl_s)
+
+    @property
+    def _late_s(self) -> float:
+        return min(LATE_PER_TTL * self._ttl_s, LATE_S_MAX)
+
     def _forgive(self, now_s: float) -> None:
         """Count no time as silence in which this process did not run: it has heard nothing."""
-        expected_s = self._pause_s + min(self._sweep_every_s, LATE_S_MAX)
+        expected_s = self._look_in_s + self._late_s
         away_s = max(0.0, now_s - self._swept_s - expected_s)
         self._swept_s = now_s
         if away_s:

@@ -36,8 +36,8 @@ TURNS = 2
 """Turns of the event loop that an async effect gets before the next step: in the first it asks, in
 the second the NATS client sends. What waits outside for it, waits for no other steps."""
 QUIET_TICK_MS = 1_000
-"""The pause between ticks of a quiet core. Late by it are ends of leases and of silence, and what a
-tick itself tells."""
+"""The pause between ticks of a quiet core, at most a tenth more. Late by it are ends of leases and
+of silence, and what a tick itself tells."""
 
 Input = TypeVar("Input")
 Effect = TypeVar("Effect")

@@ -95,7 +95,7 @@ def split(groups: Iterable[GroupRun], names: Sequence[SequenceHash]) -> Names:
 
 
 def indispensable(
-    groups: Iterable[GroupRun], names: Sequence[SequenceHash]
+    groups: Sequence[GroupRun], names: Sequence[SequenceHash]
 ) -> Sequence[SequenceHash]:
     """Return the names that every hit has: the first of each prefix."""
     if not groups:
@@ -217,13 +217,19 @@ class _Places:
     def _before(self, gap: int) -> int:
         """Return how many blocks, at most those before `gap`, end with a whole window, or are all
         there."""
-        window = b"\1" * self._group.window
         end, more = gap, LOOK_BLOCKS
-        while (found := self._there.rfind(window, self._looked, end)) < 0 and self._looked:
-            end = min(gap, self._looked + len(window) - 1)
-            self._look(max(0, self._looked - more))
-            more *= 2
-        return found + len(window) if found >= 0 else self._there.find(0, 0, gap + 1)
+        while True:
+            missing = self._there.rfind(0, self._looked, end)
+            begin = missing + 1 if missing >= 0 else self._looked
+            if end - begin >= self._group.window:
+                return end
+            if missing >= 0:
+                end = missing
+            elif self._looked:
+                self._look(max(0, self._looked - more))
+                more *= 2
+            else:
+                return end
 
     def _look(self, first: int) -> None:
         assert 0 <= first <= len(self._there), f"block {first} of {len(self._there)}"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import msgspec
 from kvbm_common.identity import SequenceHash, hashes_to_hex
 from kvbm_common.tier.reasons import OUTCOMES
 from kvbm_common.wire.bounds import Fill
@@ -230,18 +231,13 @@ class Explain:
 
 def explanation_of(looked: Looked) -> Explanation:
     """Return the explanation of a lookup: neighbours with one reason are one segment."""
-    segments = _hits(looked) + _misses(looked.missed)
+    hits, misses = _hits(looked), _misses(looked.missed)
     if looked.avoided:
-        segments.append(Segment(blocks=looked.avoided, reason="avoided", detail="not asked for"))
-    if len(segments) > SEGMENTS_MAX:
-        rest = sum(one.blocks for one in segments[SEGMENTS_MAX:])
-        kept = segments[:SEGMENTS_MAX]
-        kept[-1] = Segment(
-            blocks=kept[-1].blocks + rest, tier=kept[-1].tier, reason=kept[-1].reason,
-            hash=kept[-1].hash, policy=kept[-1].policy, at_ms=kept[-1].at_ms,
-            detail=f"{rest} of them behind, each for a reason of its own",
-        )  # fmt: skip
-        segments = kept
+        misses.append(Segment(blocks=looked.avoided, reason="avoided", detail="not asked for"))
+    # A miss must not end up among hits, however often these change between the tiers.
+    hits = _at_most(SEGMENTS_MAX // 2 if misses else SEGMENTS_MAX, hits, "from other tiers, too")
+    room = SEGMENTS_MAX - len(hits)
+    segments = hits + _at_most(room, misses, "behind, each for a reason of its own")
     blocks = len(looked.hashes) + looked.avoided
     told = sum(one.blocks for one in segments)
     assert told == blocks, f"{looked.request}: {told} of {blocks} blocks are explained: {segments}"
@@ -255,6 +251,17 @@ def explanation_of(looked: Looked) -> Explanation:
         segments=segments,
         trace=looked.trace.split("-")[1] if looked.trace.count("-") == 3 else "",
     )
+
+
+def _at_most(count: int, segments: list[Segment], how: str) -> list[Segment]:
+    """Return so many segments: the last one stands for all others."""
+    assert count > 0, "no segment is allowed"
+    if len(segments) <= count:
+        return segments
+    rest = sum(one.blocks for one in segments[count:])
+    *kept, last = segments[:count]
+    detail = f"{rest} of them {how}"
+    return [*kept, msgspec.structs.replace(last, blocks=last.blocks + rest, detail=detail)]
 
 
 def _hits(looked: Looked) -> list[Segment]:

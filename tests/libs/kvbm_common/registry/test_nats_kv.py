@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -16,12 +18,26 @@ from kvbm_common.errors import DeadlineExceeded, RegistryUnavailable
 from kvbm_common.nats.bus import Bus
 from kvbm_common.nats.embedded_server import NatsServer
 from kvbm_common.nats.event_subscription import EventSubscription
-from kvbm_common.nats.jetstream import Link, PublishAck, call_api, publish_acknowledged
+from kvbm_common.nats.jetstream import (
+    Link,
+    PublishAck,
+    call_api,
+    ensure_stream,
+    publish_acknowledged,
+)
 from kvbm_common.nats.streams import REGISTRY, StreamSpec
 from kvbm_common.registry import nats_entry
-from kvbm_common.registry.nats_entry import PREFIX
-from kvbm_common.registry.nats_kv import NatsRegistry, Registry, ServiceRegistration
+from kvbm_common.registry.nats_entry import MISSED_BEATS, PREFIX
+from kvbm_common.registry.nats_kv import (
+    IDLE_PER_TTL,
+    LATE_PER_TTL,
+    SWEEPS_PER_TTL,
+    NatsRegistry,
+    Registry,
+    ServiceRegistration,
+)
 from kvbm_common.registry.records import ENGINE, Changed, Joined, Left, RegistryEvent
+from kvbm_common.runtime.pauses import EARLY
 
 from tests.libs.registry_contract import TTL_S, MakeRegistry, RegistryContract
 from tests.waiting import wait_until
@@ -237,6 +253,55 @@ async def test_an_entry_that_leaves_without_nats_leaves_when_it_is_back(
     await wait_until(lambda: len(events) == 3)
     assert events[2] == Left(held.record, "deleted")
     assert [record.kind for record in await theirs.list()] == ["consolidator"]
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True], ids=["gone", "made anew by another"])
+async def test_an_entry_that_leaves_without_its_bucket_has_left(
+    make_nats_registry: MakeRegistry, bus: Bus, *, is_made_anew: bool
+) -> None:
+    """Goal: readers hear of the end, though the entry is not in the bucket. It once stayed with
+    them for as long as its holder lived."""
+    held, theirs, events = await _held_entry(make_nats_registry)
+    await call_api(bus, f"STREAM.DELETE.{REGISTRY.name}")
+    if is_made_anew:
+        await ensure_stream(bus, REGISTRY)
+    await held.revoke()
+    await wait_until(lambda: any(isinstance(event, Left) for event in events))
+    with pytest.raises(TimeoutError):
+        await wait_until(lambda: isinstance(events[-1], Joined), deadline_s=2 * TTL_S)
+    assert [record.kind for record in await theirs.list()] == ["consolidator"]
+
+
+async def test_nobody_dies_while_nats_stands_still(
+    make_nats_registry: MakeRegistry, nats_server: NatsServer
+) -> None:
+    """Goal: connections stay, and nothing comes: that is nobody's silence.
+
+    Hosts beat at different moments, so that some were heard long before NATS stood still.
+    """
+    hosts = [await make_nats_registry() for _ in range(4)]
+    for number, registry in enumerate(hosts):
+        await registry.register("index", f"host-{number}", "0")
+    events: list[RegistryEvent] = []
+    theirs = await make_nats_registry()
+    theirs.watch(events.append)
+    await wait_until(lambda: len(events) == len(hosts))
+    for _ in range(3):
+        os.kill(nats_server.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            await wait_until(lambda: len(events) > len(hosts), deadline_s=2.5 * TTL_S)
+        os.kill(nats_server.pid, signal.SIGCONT)
+        with pytest.raises(TimeoutError):
+            await wait_until(lambda: len(events) > len(hosts), deadline_s=TTL_S)
+    assert len(await theirs.list()) == len(hosts)
+
+
+def test_no_pause_of_a_reader_adds_up_to_a_time_to_live() -> None:
+    """Goal: an entry that was heard a heartbeat ago, a reader that looks again as late as it may,
+    and one that hears as late as it may that the stream is idle: none makes an entry old."""
+    heartbeat = (1 + EARLY) / MISSED_BEATS
+    assert heartbeat + 1 / SWEEPS_PER_TTL + LATE_PER_TTL < 0.9
+    assert heartbeat + IDLE_PER_TTL + LATE_PER_TTL < 0.9
 
 
 async def test_an_entry_leaves_though_a_write_of_its_own_was_not_acknowledged(

@@ -10,7 +10,7 @@ from kvbm_common.identity import Namespace, pack_hashes
 from kvbm_common.tier import departures
 from kvbm_common.tier.reasons import MEANINGS, OUTCOMES
 from kvbm_common.wire.admin import RemoveRequest
-from kvbm_common.wire.explain import Explanation, FateEntry, FatesReply, Segment
+from kvbm_common.wire.explain import Explanation, FateEntry, FatesReply, Place, Segment
 from kvbm_common.wire.local import Lookup, Outcome
 from kvbm_host_tier.core import explain, miss_reason
 from kvbm_host_tier.core.messages import (
@@ -494,6 +494,19 @@ def test_segments_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = told(host, "r").segments
     assert [(s.blocks, s.reason) for s in segments] == [(1, "never_stored"), (5, "behind")]
     assert segments[1].detail == "4 of them behind, each for a reason of its own"
+
+
+def test_misses_are_not_added_to_hits_that_come_from_many_places() -> None:
+    """Thirty blocks, in turn from host and disk, and five behind them that nobody has."""
+    names = [name(number) for number in range(35)]
+    places: dict[int, Place] = dict.fromkeys(range(1, 30, 2), "disk")
+    looked = miss_reason.Looked("r", "e", 1, names, 30, places, "")
+    looked.missed = [miss_reason.Missed(one, "never_stored") for one in names[30:]]
+    found = explain.explanation_of(looked)
+    assert (found.reason, found.hit_blocks, len(found.segments)) == ("never_stored", 30, 13)
+    assert [s.blocks for s in found.segments if s.reason] == [5]
+    assert sum(s.blocks for s in found.segments if not s.reason) == 30
+    assert found.segments[11].detail == "18 of them from other tiers, too"
 
 
 def test_every_reason_that_is_found_has_a_meaning() -> None:
