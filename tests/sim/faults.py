@@ -101,7 +101,7 @@ class Faults:
             return
         world.marks["engine killed while a lookup waits"] += waits
         for engine in tier.host.engines.values():
-            if engine.core.view.epoch == tier.epoch or not waits:
+            if engine.up and (not waits or engine.core.view.epoch == tier.epoch):
                 _kill(engine)
                 return
 
