@@ -54,7 +54,7 @@ def answer_groups_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def use_a_part_of_a_hit(patch: pytest.MonkeyPatch) -> None:
-    """A load of several groups of which a block has failed counts as loaded."""
+    """A load of several groups counts as loaded although a block has failed."""
 
     def planted(result: LoadResult) -> int:
         return len(result.intact) if any(result.intact) else 0

@@ -43,7 +43,7 @@ def run_line(app: typer.Typer, arguments: list[str]) -> NoReturn:
         _drop_output()
         sys.exit(REFUSED)
     except OSError as error:
-        if error.filename is None:  # Perhaps it is standard output that is full.
+        if error.filename is None:  # Standard output may be full.
             _drop_output()
         where = f"{error.filename}: " if error.filename is not None else ""
         text = os.strerror(error.errno) if error.errno else str(error)

@@ -75,7 +75,7 @@ def _consumer_config(name: str, inbox: str, subject: str, heartbeat_s: float) ->
         "max_deliver": 1,
         "replay_policy": "instant",
         "flow_control": True,
-        "idle_heartbeat": int(max(heartbeat_s, HEARTBEAT_S_MIN) * 1e9),
+        "idle_heartbeat": int(heartbeat_s * 1e9),
         "inactive_threshold": int(INACTIVE_S * 1e9),
         "mem_storage": True,
         "num_replicas": 1,

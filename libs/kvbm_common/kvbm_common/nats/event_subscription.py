@@ -29,6 +29,7 @@ from itertools import islice, repeat, takewhile
 from kvbm_common.errors import BusUnavailable, DeadlineExceeded, KvbmError
 from kvbm_common.nats.consumers import (
     HEARTBEAT_S,
+    HEARTBEAT_S_MIN,
     Resume,
     Start,
     make_consumer,
@@ -81,7 +82,7 @@ class EventSubscription:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         assert batch_max > 0
-        assert 0 < heartbeat_s < SILENCE_S, heartbeat_s
+        assert HEARTBEAT_S_MIN <= heartbeat_s < SILENCE_S, heartbeat_s
         self._heartbeat_s = heartbeat_s
         self.heard_s = time.monotonic()
         """When anything has come last, an idle server's heartbeats included."""

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvbm_common.errors import KvbmError, RegistryUnavailable
-from kvbm_common.nats.consumers import HEARTBEAT_S
+from kvbm_common.nats.consumers import HEARTBEAT_S, HEARTBEAT_S_MIN
 from kvbm_common.nats.event_message import EventMessage
 from kvbm_common.nats.event_subscription import BATCH_MAX, EventSubscription
 from kvbm_common.nats.jetstream import (
@@ -73,14 +73,16 @@ __all__ = [
 ]
 
 GATHER_S, CROWDED, CROWDED_S = 0.1, 8, 1.0
-"""Where so many turns with nothing but heartbeats came in `CROWDED_S`, a reader waits `GATHER_S`
-after each, and then takes several in one turn."""
+"""A reader that has taken `CROWDED` batches of heartbeats alone within `CROWDED_S` waits `GATHER_S`
+after each, so that the next batch has several."""
 SWEEPS_PER_TTL = 2.5
 SWEEP_S_MAX = 2.0
 """A reader looks so often for the silent, and however long its own time to live is: so seldom that
 it is a heartbeat that wakes it. It looks at the very moment when an entry's time may be over."""
 SWEEP_S_MIN = 0.01
+"""The shortest pause between two looks."""
 IDLE_PER_TTL = 0.34
+"""How often an idle stream says so: a little less often than heartbeats come."""
 LATE_PER_TTL, LATE_S_MAX = 0.1, 0.5
 """How late it may look, or hear that the stream is idle, before no one's silence counts."""
 _log = OncePerKind(logging.getLogger(__name__))
@@ -290,7 +292,7 @@ class NatsRegistry(WatchedRegistry):
     @property
     def _idle_beat_s(self) -> float:
         """Return how often an idle stream says so: less often than heartbeats come."""
-        return min(HEARTBEAT_S, IDLE_PER_TTL * self._ttl_s)
+        return min(HEARTBEAT_S, max(HEARTBEAT_S_MIN, IDLE_PER_TTL * self._ttl_s))
 
     @property
     def _late_s(self) -> float:

@@ -275,7 +275,7 @@ async def test_an_entry_that_leaves_without_its_bucket_has_left(
 async def test_nobody_dies_while_nats_stands_still(
     make_nats_registry: MakeRegistry, nats_server: NatsServer
 ) -> None:
-    """Goal: connections stay, and nothing comes: that is nobody's silence.
+    """Goal: while a server holds its connections and sends nothing, no service is declared dead.
 
     Hosts beat at different moments, so that some were heard long before NATS stood still.
     """

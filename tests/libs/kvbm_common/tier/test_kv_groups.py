@@ -87,7 +87,7 @@ def test_windows_that_disagree_ask_each_other_again() -> None:
 
 @pytest.mark.parametrize("most", [400, 12])
 def test_windows_that_are_absent_are_looked_for_in_growing_turns(most: int) -> None:
-    """Only the first two of 400 blocks are there: few questions, for ever more blocks."""
+    """Only the first two of 400 blocks are there. Each question is for twice as many blocks."""
     looked: list[int] = []
 
     def has(names: Sequence[SequenceHash]) -> bytes:
@@ -108,7 +108,7 @@ def test_names_are_split_as_the_groups_say() -> None:
 
 
 def test_what_every_hit_has_is_the_first_block_of_each_prefix() -> None:
-    """Not of a window, and not of a group of which no block is asked for."""
+    """Windows and groups without blocks have no such name."""
     groups = [GroupRun(4, 2, 1), GroupRun(4, 2), GroupRun(4, 0), GroupRun(8, 1)]
     names = [name(0, 0), name(0, 1), name(1, 0), name(1, 1), name(3, 0)]
     assert indispensable(groups, names) == [name(1, 0), name(3, 0)]

@@ -497,7 +497,7 @@ def test_segments_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_misses_are_not_added_to_hits_that_come_from_many_places() -> None:
-    """Thirty blocks, in turn from host and disk, and five behind them that nobody has."""
+    """Thirty blocks come from host and disk in turn; no tier has the five behind them."""
     names = [name(number) for number in range(35)]
     places: dict[int, Place] = dict.fromkeys(range(1, 30, 2), "disk")
     looked = miss_reason.Looked("r", "e", 1, names, 30, places, "")
