@@ -235,9 +235,12 @@ def explanation_of(looked: Looked) -> Explanation:
     if looked.avoided:
         misses.append(Segment(blocks=looked.avoided, reason="avoided", detail="not asked for"))
     # A miss must not end up among hits, however often these change between the tiers.
-    hits = _at_most(SEGMENTS_MAX // 2 if misses else SEGMENTS_MAX, hits, "from other tiers, too")
-    room = SEGMENTS_MAX - len(hits)
-    segments = hits + _at_most(room, misses, "behind, each for a reason of its own")
+    segments = _at_most(
+        SEGMENTS_MAX // 2 if misses else SEGMENTS_MAX, hits, "from other tiers, too"
+    )
+    if misses:
+        room = SEGMENTS_MAX - len(segments)
+        segments = segments + _at_most(room, misses, "behind, each for a reason of its own")
     blocks = len(looked.hashes) + looked.avoided
     told = sum(one.blocks for one in segments)
     assert told == blocks, f"{looked.request}: {told} of {blocks} blocks are explained: {segments}"

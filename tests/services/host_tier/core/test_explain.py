@@ -509,6 +509,14 @@ def test_misses_are_not_added_to_hits_that_come_from_many_places() -> None:
     assert found.segments[11].detail == "18 of them from other tiers, too"
 
 
+def test_hits_alone_that_come_from_many_places_have_a_limit() -> None:
+    places: dict[int, Place] = dict.fromkeys(range(1, 30, 2), "disk")
+    looked = miss_reason.Looked("r", "e", 1, [name(number) for number in range(30)], 30, places, "")
+    found = explain.explanation_of(looked)
+    assert (found.reason, len(found.segments)) == ("", explain.SEGMENTS_MAX)
+    assert sum(segment.blocks for segment in found.segments) == 30
+
+
 def test_every_reason_that_is_found_has_a_meaning() -> None:
     """Goal: no word that nobody explains."""
     assert set(miss_reason.REASON_OF_FATE.values()) <= MEANINGS.keys()
