@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvbm_common.identity import SequenceHash
+from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_common.wire.session_hint import Action
 from kvbm_connectors.core.messages import Hit, LoadResult, OfferEnded, OfferRun, merge_results
 
@@ -31,6 +32,7 @@ HINT_TTL_MS = 800
 PRYING = 0.2
 """How often users' requests come with a question for blocks of another model."""
 PRYING_NAME = "prying"
+AGAIN_NAME = "again"
 DAWDLE_MS_MAX = 9_000
 """Beyond every lease, and long enough for another life of the host tier."""
 
@@ -89,10 +91,30 @@ class PlainEngine(EngineNode):
         if not neighbours or self.world.rng.random() > PRYING:
             return
         self.world.marks["names of another model asked for"] += 1
-        names = self.world.rng.choice(neighbours).computed_last
-        is_absent = denies(self, names)
-        _, effects = self.core.lookup(PRYING_NAME, names, self.world.now_ms, is_absent=is_absent)
-        self.carry_out([*effects, *self.core.forget(PRYING_NAME)])
+        self._ask_by_name(PRYING_NAME, self.world.rng.choice(neighbours).computed_last)
+        self.carry_out(self.core.forget(PRYING_NAME))
+
+    def _ask_by_name(self, request: str, known: Sequence[Sequence[SequenceHash]]) -> None:
+        """Ask for blocks of which the names are known, over all groups if it is as many."""
+        runs: list[GroupRun] = []
+        if self.has_groups and len(known) == len(self.groups):
+            self.world.marks["groups asked for by name"] += 1
+            pairs = list(zip(self.groups, known, strict=True))
+            end = min(len(names) * group.size for group, names in pairs)
+            runs = [group.run(0, end) for group in self.groups]
+            known = [names[: run.blocks] for run, names in zip(runs, known, strict=True)]
+        asked = [name for names in known[: len(runs) or 1] for name in names]
+        is_absent = denies(self, asked, runs)
+        _, effects = self.core.lookup(
+            request, asked, self.world.now_ms, groups=runs, is_absent=is_absent
+        )
+        self.carry_out(effects)
+
+    def ask_again(self) -> None:
+        """Ask for all blocks of the last request."""
+        if self.computed_last:
+            self._ask_by_name(AGAIN_NAME, self.computed_last)
+            self.poke()
 
     def requests(self) -> list[Request]:
         """Return all that are in the engine."""
@@ -286,7 +308,7 @@ class PlainEngine(EngineNode):
 
     def _loaded(self, request: Request, result: LoadResult) -> None:
         del self.loading[request.name]
-        self.carry_out(self.core.load_ended(result, self.world.now_ms))
+        self.load_ended(result)
         if request.aborted:
             self._let_go(request)
             return
@@ -321,7 +343,7 @@ class PlainEngine(EngineNode):
             self._offer(request, number, first)
         self._let_go(request)
         self.finished += 1
-        self.computed_last = request.names[0]
+        self.computed_last = request.names
         self._hint(request)
         invariants.check_request_time(self.world.awake_ms - request.since_ms, REQUEST_MS_MAX)
         self.poke()

@@ -15,7 +15,7 @@ from kvbm_common.wire.engine_events import (
     BlockStored,
     EngineBatch,
 )
-from kvbm_common.wire.local import Attached, Detach, Found, Pulled, Refused, Welcome
+from kvbm_common.wire.local import Attached, Detach, Found, Lookup, Pulled, Refused, Welcome
 from kvbm_connectors.consolidator.core.messages import StreamKey
 from kvbm_connectors.core.core import ConnectorCore
 from kvbm_connectors.core.messages import (
@@ -23,6 +23,7 @@ from kvbm_connectors.core.messages import (
     Effect,
     FromService,
     Hit,
+    LoadResult,
     OfferEnded,
     ToHost,
 )
@@ -34,6 +35,7 @@ from tests.sim.ages import age_connector
 from tests.sim.cluster import Cluster, Host
 from tests.sim.conversations import Conversations
 from tests.sim.engine_sockets import Sockets
+from tests.sim.failed_loads import FailedLoads
 from tests.sim.kv_groups import Group, Rule, groups_of
 from tests.sim.memory import right
 from tests.sim.workers import Worker
@@ -71,8 +73,9 @@ class EngineNode(Node):
         self._group_of: dict[SequenceHash, int] = {}
         """Of every block that the device has ever had."""
         self.finished = 0
-        self.computed_last: Sequence[SequenceHash] = ()
-        """The names of the last request's blocks, which engines of other models may learn."""
+        self.computed_last: Sequence[Sequence[SequenceHash]] = ()
+        """The names of the last request's blocks of each group, which engines of other models may
+        learn."""
 
     def rules(self) -> Sequence[Rule]:
         """Return the rules of the model's KV groups."""
@@ -114,6 +117,7 @@ class EngineNode(Node):
             namespace=self.namespace.digest,
             limits=self.limits,
         )
+        self._failed = FailedLoads(self.limits.avoid_ms)
         self.buffer: deque[tuple[int, EngineBatch]] = deque(maxlen=plan.replay_batches)
         self.subscribed = False
         """The consolidator listens to our PUB."""
@@ -204,8 +208,16 @@ class EngineNode(Node):
             if self.world.traced:
                 self.world.note(f"{self.name} > {effect}")
             is_host = isinstance(effect, ToHost)
+            if isinstance(effect.message, Lookup):
+                self._failed.asked(effect.message, self.core.view.epoch, self.world.now_ms)
             link = self.sockets.host_tier if is_host else self.sockets.consolidator
             link.outbox.append(effect.message)
+
+    def load_ended(self, result: LoadResult) -> None:
+        """Report the end of a load."""
+        failed = self._failed.ended(result, self.core.view.epoch, self.world.now_ms)
+        self.world.marks["failed blocks avoided"] += failed
+        self.carry_out(self.core.load_ended(result, self.world.now_ms))
 
     def mark_hit(self, hit: Hit) -> None:
         """Count where the blocks of a hit that is taken were."""

@@ -11,7 +11,7 @@ from kvbm_common.identity import SequenceHash, hash_from_hex, hashes_from_hex
 from kvbm_common.tenant_tag import tenant_tag
 from kvbm_common.tier.layout import UNIT_BYTES
 from kvbm_common.wire.events import Event, Removed, Tier
-from kvbm_common.wire.local import Found, FromHostTier, from_host_tier, to_host_tier
+from kvbm_common.wire.local import Found, FromHostTier, Lookup, from_host_tier, to_host_tier
 from kvbm_common.wire.slot_entries import FilledSlot
 from kvbm_common.wire.verbs import ErrorBody, FillReply, Hits, SnapshotReply, StatsReply
 from kvbm_disk_tier.core import messages as disk
@@ -34,6 +34,7 @@ from tests.sim import invariants
 from tests.sim.ages import aged_host_tier
 from tests.sim.bus import Bus, Done, Failure
 from tests.sim.cluster import Cluster, Host
+from tests.sim.host_lookups import HostLookups
 from tests.sim.host_peers import HostPeers
 from tests.sim.host_siblings import HostSiblings
 from tests.sim.lower_tier import LowerTier
@@ -98,7 +99,7 @@ class HostTier(Service):
         """What the scrubber has read last."""
         self._step_count = 0
         self.peers, self.siblings = HostPeers(self), HostSiblings(self)
-        self._filter = HostFilter(self)
+        self._filter, self.lookups = HostFilter(self), HostLookups(self)
         self._carry_out(aged_host_tier(self.core, self.announced, self.world))
         self.siblings.start()
         self.bus.registry.watch(self, self._registry)
@@ -143,7 +144,10 @@ class HostTier(Service):
 
     def from_engine(self, connection: bytes, data: bytes) -> None:
         """Take a frame on the ROUTER."""
-        self.step(host.FromEngine(connection, to_host_tier.decode(data)))
+        message = to_host_tier.decode(data)
+        if isinstance(message, Lookup):
+            self.lookups.asked(connection, message)
+        self.step(host.FromEngine(connection, message))
 
     def _registry(self, news: News) -> None:
         source = news.name.partition("/")[2]
@@ -264,10 +268,8 @@ class HostTier(Service):
 
     def _to_engine(self, connection: bytes, message: FromHostTier) -> None:
         engine = self.host.engines[connection.decode().split(":")[0]]
-        if isinstance(message, Found) and message.slots:
-            blocks = self.core.view.blocks()
-            found = [blocks[slot] for slot in message.slots if slot in blocks]
-            invariants.check_found(found, engine.namespaces, engine.name)
+        if isinstance(message, Found):
+            self.lookups.answered(connection, message)
         data = from_host_tier.encode(message)
         if engine.up:
             self.world.send(self.name, engine, lambda: engine.receive(connection, data))

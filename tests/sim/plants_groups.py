@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import pytest
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.kv_groups import GroupRun, needed_names
+from kvbm_common.tier.failed_blocks import FailedBlocks
+from kvbm_common.tier.kv_groups import (
+    GroupRun,
+    Has,
+    Names,
+    Reach,
+    boundary_tokens,
+    each,
+    needed_names,
+    reach,
+)
+from kvbm_common.tier.slots import SlotTable
 from kvbm_common.wire.engine_events import EngineHash
 from kvbm_common.wire.events import EventHead, Removed, Stored
 from kvbm_connectors.consolidator.core.events import EventDraft
 from kvbm_connectors.consolidator.core.held_blocks import BlockRun, HeldBlocks
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
-from kvbm_connectors.core.messages import LoadResult
+from kvbm_connectors.core.lookups import Lookups
+from kvbm_connectors.core.messages import Hit, LoadResult
+from kvbm_host_tier.core.group_plan import GroupPlan
+from kvbm_host_tier.core.lower_tiers import Namespaces
 from kvbm_host_tier.core.open_lookup import OpenLookup
 
 from tests.sim.kv_groups import GROUPINGS
@@ -108,6 +123,67 @@ def keep_the_pins_of_a_shorter_hit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OpenLookup, "unpin_fallback", lambda _lookup, _table: None)
 
 
+def fall_back_on_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A lookup of which some block does not come answers with nothing."""
+
+    def planted(plan: GroupPlan, here: Has) -> None:
+        plan.reach = Reach(0, plan.reach.shared)
+
+    patch.setattr(GroupPlan, "fall_back", planted)
+
+
+def stop_a_boundary_early(patch: pytest.MonkeyPatch) -> None:
+    """A plan reaches a boundary less far than blocks do, where a window cuts it."""
+
+    def planted(
+        groups: Sequence[GroupRun], names: Names, has: Has, *, most: int | None = None,
+        shared: int = 0,
+    ) -> Reach:  # fmt: skip
+        found = reach(groups, names, has, most=most, shared=shared)
+        step = boundary_tokens(groups)
+        return (
+            found if found.tokens in (0, found.shared) else Reach(found.tokens - step, found.shared)
+        )
+
+    patch.setattr("kvbm_host_tier.core.group_plan.reach", planted)
+
+
+def wait_for_no_block(patch: pytest.MonkeyPatch) -> None:
+    """A plan does not count on blocks of lower tiers."""
+
+    def planted(here: Has, *_: object) -> Has:
+        return here
+
+    patch.setattr("kvbm_host_tier.core.onboard.blocks_to_come", planted)
+
+
+def plan_with_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
+    """A plan counts on blocks of every namespace, and so does the answer."""
+
+    def planted(table: SlotTable, _own: Namespaces) -> Has:
+        return each(table.holds)
+
+    patch.setattr("kvbm_host_tier.core.onboard.blocks_here", planted)
+    patch.setattr("kvbm_host_tier.core.answers.blocks_here", planted)
+
+
+def avoid_in_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
+    """The connector avoids failed blocks of the first group, and asks for others again."""
+    lookup, run_before = Lookups.lookup, FailedBlocks.run_before
+    looked: list[int] = []
+
+    def begin(lookups: Lookups, *args: Any, **options: Any) -> Hit | None:
+        looked.clear()
+        return lookup(lookups, *args, **options)
+
+    def planted(failed: FailedBlocks, names: Sequence[SequenceHash], now_ms: int) -> int:
+        looked.append(len(names))
+        return run_before(failed, names, now_ms) if len(looked) == 1 else len(names)
+
+    patch.setattr(Lookups, "lookup", begin)
+    patch.setattr(FailedBlocks, "run_before", planted)
+
+
 WINDOW, _, STATE, CHUNK, TWO = GROUPINGS[:5]
 DIES = {"faults": ("kill engine",), "fault_every_ms": 300.0, "host_slots": 12}
 SHORT = r"is for \d+ blocks up to"
@@ -125,6 +201,15 @@ PLANTS = (
           {**ONE_HOST, "groups": TWO}),
     Plant("a shorter hit stays pinned", keep_the_pins_of_a_shorter_hit, "pin",
           {**ONE_HOST, **DIES, "groups": WINDOW}),
+    Plant("a lookup falls back on nothing", fall_back_on_nothing, "are here",
+          {**ONE_HOST, **DIES, "groups": WINDOW}),
+    Plant("a plan stops early", stop_a_boundary_early, "are here", {**ONE_HOST, "groups": WINDOW}),
+    Plant("a plan waits for no block", wait_for_no_block, "are here",
+          {**ONE_HOST, "groups": WINDOW}),
+    Plant("a plan with blocks of others", plan_with_blocks_of_others, "are here|another namespace",
+          {**ONE_HOST, "groups": WINDOW, "sizes": (1, 2)}),
+    Plant("avoided in the first group alone", avoid_in_the_first_group_alone, "failed to load",
+          {**ONE_HOST, **CORRUPT, "groups": STATE}),
     Plant("a state is used without its KV", use_a_part_of_a_hit, WRONG_BYTES,
           {**ONE_HOST, **CORRUPT, "groups": STATE}),
 )  # fmt: skip

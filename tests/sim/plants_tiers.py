@@ -20,6 +20,7 @@ from kvbm_host_tier.core.arena import ArenaLeases
 from kvbm_host_tier.core.core import HostTierCore
 from kvbm_host_tier.core.engines import Engine
 from kvbm_host_tier.core.known_runs import KnownRuns, Stretch
+from kvbm_host_tier.core.lower_tiers import LowerTiers
 from kvbm_host_tier.core.open_lookup import OpenLookup
 from kvbm_host_tier.core.peer_messages import PeerPullFailed, PulledBlock
 from kvbm_host_tier.core.peers import Outcome, Peers
@@ -156,6 +157,11 @@ def keep_what_is_gone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Listing, "lose_gone", lambda _listing, _first, _count, _now_ms: None)
 
 
+def leave_blocks_below(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is brought from a lower tier."""
+    patch.setattr(LowerTiers, "usable", lambda _below, _name, _now_ms, _own: False)
+
+
 TWO_MODELS = {**ONE_HOST, "sizes": (1, 3)}
 LATE_PEERS = {
     **TWO_HOSTS, "late": {"pull": 0.0, "load": 0.0, "read": 0.0, "write": 0.0, "peer": 0.6},
@@ -183,6 +189,8 @@ PLANTS = (
     Plant("known runs never expire", believe_known_runs,
           f"KeyError|no 'pin' in|{WRONG_BYTES}"),
     Plant("a name is enough", serve_another_namespace, "of another namespace", TWO_MODELS),
+    Plant("blocks stay below", leave_blocks_below, "are here",
+          {**ONE_HOST, "filters": False, "host_slots": 12}),
     Plant("a tenant keeps what has left", keep_counting_for_a_tenant, "bytes are of|beside",
           {**ONE_HOST, "tenants": ("", "gold")}),
     Plant("a session pins on", pin_a_session_on, "pinned slots left",

@@ -28,6 +28,8 @@ CALM_MS = 25_000
 """Then everything comes to rest: the longest deadlines are the grace of a fill that was never
 answered (2 s and 10 s), and the pause of the consolidator's probes (16 s)."""
 REVIVE_EVERY_MS = 200
+FORGIVE_MS = 10_000
+"""By then blocks whose fills have failed before the calm are asked for again."""
 REST_MS = 2_000
 """When no request has come for so long, processes look at the clock less often: nothing but
 deadlines is left, and these are seconds long."""
@@ -95,6 +97,20 @@ class Simulation:
         world.pace = REST_PACE
         world.run_until(calm_ms + SETTLE_MS + CALM_MS)
         check_rest(self.cluster, world)
+        self._ask_at_rest()
+
+    def _ask_at_rest(self) -> None:
+        """Have an engine ask for what its host's tiers have, in peace."""
+        self.world.run_until(self.world.now + FORGIVE_MS)
+        self.world.is_resting = True
+        for tier in self.cluster.host_tiers:
+            tier.lookups.forget()
+        engines = [one for one in self.cluster.engines if isinstance(one, PlainEngine)]
+        if engines:
+            self.world.rng.choice(engines).ask_again()
+        self.world.run_until(self.world.now + REST_MS)
+        for tier in self.cluster.host_tiers:
+            tier.lookups.check_idle()
 
     def trouble(self) -> None:
         """Let time go by with faults."""

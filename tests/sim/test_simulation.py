@@ -35,6 +35,7 @@ SEEN = (
     *("blocks from afar", "blocks from peer", "peer read late", "peer block corrupt"),
     *("shard map made", "engine moves", "names of another model asked for"),
     *("lookup denied by the filter", "tenants share a tier"),
+    *("groups asked for by name", "failed blocks avoided", "lookup at rest"),
     *("hit over groups", "hit that a window has cut", "load over groups failed"),
     *("object read: ok", "object read: gone", "object vanished", "object listed late"),
     *("object deleted", "object not put: source_changed", "listing failed", "bucket down"),

@@ -71,8 +71,7 @@ class Half:
 
     def load_ended(self, result: LoadResult) -> None:
         """See ConnectorCore.load_ended."""
-        engine = self._engine
-        engine.carry_out(engine.core.load_ended(result, engine.world.now_ms))
+        self._engine.load_ended(result)
 
     def forget(self, request: str) -> None:
         """See ConnectorCore.forget."""

@@ -66,6 +66,8 @@ class World:
         self._arrivals: dict[tuple[str, str], float] = {}
         self.cut: set[tuple[str, str]] = set()
         """Ways, from one process to another, on which nothing arrives."""
+        self.is_resting = False
+        """Nothing is lost or on its way: what a tier has is known to all."""
         self.bus_up = True
         """NATS answers."""
 
