@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.kv_groups import GroupRun, each, longest, needed
+from kvbm_common.tier.kv_groups import GroupRun, has_each, largest_boundary, needed
 from kvbm_host_tier.core.group_plan import GroupPlan
 
 from benchmarks.harness import Row, info_row, time_row
@@ -37,8 +37,10 @@ def run() -> list[Row]:
 def _plans_us(blocks: int, window: int, rounds: int) -> dict[str, float]:
     """Return how long plans take: full attention, a window, a recurrent state."""
     groups = (
-        GroupRun(16, blocks), GroupRun(16, blocks, window=window), GroupRun(16, blocks, window=1)
-    )  # fmt: skip
+        GroupRun(16, blocks),
+        GroupRun(16, blocks, window_blocks=window),
+        GroupRun(16, blocks, window_blocks=1),
+    )
     full, windows, states = (
         [SequenceHash(bytes([group]) + place.to_bytes(15, "big")) for place in range(blocks)]
         for group in range(len(groups))
@@ -60,7 +62,7 @@ def _plan_us(
     groups: Sequence[GroupRun], names: list[SequenceHash], here: list[SequenceHash], rounds: int
 ) -> float:
     held = dict.fromkeys(here)
-    find = each(held.__contains__)
+    find = has_each(held.__contains__)
 
     def has(asked: Sequence[SequenceHash]) -> bytes:  # As the host tier looks.
         return bytes(len(asked)) if held.keys().isdisjoint(asked) else find(asked)
@@ -79,4 +81,4 @@ def _part_of_bytes() -> float:
     """Return which part of the bytes of all blocks a hit needs; blocks of both groups are equal."""
     blocks = LONG_TOKENS // 16
     groups = [GroupRun(16, blocks), GroupRun(16, blocks, WINDOW_TOKENS // 16)]
-    return sum(map(len, needed(groups, longest(groups)))) / (2 * blocks)
+    return sum(map(len, needed(groups, largest_boundary(groups)))) / (2 * blocks)

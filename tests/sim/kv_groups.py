@@ -17,22 +17,22 @@ class Rule:
 
     name: str
     block_tokens: int = 1
-    window: int = 0
+    window_blocks: int = 0
     """Blocks before a boundary."""
-    chunk: int = 0
+    chunk_tokens: int = 0
     """Tokens of a chunk."""
 
 
 FULL = Rule("full")
 ALONE = (FULL,)
 GROUPINGS: tuple[tuple[Rule, ...], ...] = (
-    (FULL, Rule("window", window=3)),
-    (FULL, Rule("wide window", block_tokens=2, window=2)),
-    (FULL, Rule("state", block_tokens=2, window=1)),
-    (FULL, Rule("chunk", chunk=4)),
+    (FULL, Rule("window", window_blocks=3)),
+    (FULL, Rule("wide window", block_tokens=2, window_blocks=2)),
+    (FULL, Rule("state", block_tokens=2, window_blocks=1)),
+    (FULL, Rule("chunk", chunk_tokens=4)),
     (FULL, Rule("full of two", block_tokens=2)),
-    (FULL, Rule("window", window=2), Rule("state", block_tokens=3, window=1)),
-    (Rule("window", window=2),),
+    (FULL, Rule("window", window_blocks=2), Rule("state", block_tokens=3, window_blocks=1)),
+    (Rule("window", window_blocks=2),),
 )
 
 
@@ -56,7 +56,7 @@ class Group:
     @property
     def has_holes(self) -> bool:
         """Return whether a hit leaves blocks out."""
-        return bool(self.rule.window or self.rule.chunk)
+        return bool(self.rule.window_blocks or self.rule.chunk_tokens)
 
     def floor(self, tokens: int) -> int:
         """Return the tokens of full blocks."""
@@ -69,7 +69,7 @@ class Group:
     def run(self, first: int, end: int) -> GroupRun:
         """Return what a lookup for the tokens from `first` to `end` says of the group."""
         rule, count = self.rule, (end - first) // self.size
-        return GroupRun(self.size, count, rule.window, rule.chunk, first)
+        return GroupRun(self.size, count, rule.window_blocks, rule.chunk_tokens, first)
 
 
 def groups_of(namespace: Namespace, rules: Sequence[Rule]) -> tuple[Group, ...]:
@@ -90,8 +90,8 @@ def needed(rule: Rule, boundary: int) -> Sequence[int]:
 def needs(rule: Rule, index: int, boundary: int) -> bool:
     """Tell of a block before a boundary whether it is in a window of n blocks, or in the chunk of
     the next token, or anywhere."""
-    if rule.window:
-        return (index + 1) * rule.block_tokens > boundary - rule.window * rule.block_tokens
-    if rule.chunk:
-        return index * rule.block_tokens // rule.chunk == boundary // rule.chunk
+    if rule.window_blocks:
+        return (index + 1) * rule.block_tokens > boundary - rule.window_blocks * rule.block_tokens
+    if rule.chunk_tokens:
+        return index * rule.block_tokens // rule.chunk_tokens == boundary // rule.chunk_tokens
     return True

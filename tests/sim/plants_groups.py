@@ -14,7 +14,7 @@ from kvbm_common.tier.kv_groups import (
     Names,
     Reach,
     boundary_tokens,
-    each,
+    has_each,
     needed_names,
     reach,
 )
@@ -40,7 +40,7 @@ def shorten_windows(patch: pytest.MonkeyPatch) -> None:
     first_needed = GroupRun.first_needed
 
     def planted(run: GroupRun, tokens: int) -> int:
-        return first_needed(run, tokens) + (run.window > 0)
+        return first_needed(run, tokens) + (run.window_blocks > 0)
 
     patch.setattr(GroupRun, "first_needed", planted)
 
@@ -50,9 +50,9 @@ def let_chunks_begin_late(patch: pytest.MonkeyPatch) -> None:
     first_needed = GroupRun.first_needed
 
     def planted(run: GroupRun, tokens: int) -> int:
-        if not run.chunk:
+        if not run.chunk_tokens:
             return first_needed(run, tokens)
-        return tokens // run.chunk * run.chunk // run.block_tokens
+        return tokens // run.chunk_tokens * run.chunk_tokens // run.block_tokens
 
     patch.setattr(GroupRun, "first_needed", planted)
 
@@ -161,7 +161,7 @@ def plan_with_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
     """A plan counts on blocks of every namespace, and so does the answer."""
 
     def planted(table: SlotTable, _own: Namespaces) -> Has:
-        return each(table.holds)
+        return has_each(table.holds)
 
     patch.setattr("kvbm_host_tier.core.onboard.blocks_here", planted)
     patch.setattr("kvbm_host_tier.core.answers.blocks_here", planted)

@@ -31,7 +31,7 @@ FEATURES: Mapping[str, Callable[[Plan], bool]] = {
     "hints of agents": lambda plan: plan.hints,
     "copiers with few slots": lambda plan: plan.copied_least < 64,
     "several KV groups": lambda plan: len(plan.groups) > 1,
-    "a window alone": lambda plan: len(plan.groups) == 1 and plan.groups[0].window > 0,
+    "a window alone": lambda plan: len(plan.groups) == 1 and plan.groups[0].window_blocks > 0,
 }
 """What a world can have."""
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvbm_common.checksum import SUM_BYTES, pack_sums
-from kvbm_common.tier.kv_groups import GroupRun, boundary_tokens, longest, needed
+from kvbm_common.tier.kv_groups import GroupRun, boundary_tokens, largest_boundary, needed
 from kvbm_common.wire.local import Found
 
 from kvbm_connectors.core.messages import Hit, LoadResult
@@ -41,7 +41,7 @@ def _are_checksums(values: Sequence[int]) -> bool:
 
 def _needed(groups: Sequence[GroupRun], boundary: int) -> int:
     """Return how many blocks a hit up to a boundary needs; -1: there is no such boundary."""
-    if boundary > longest(groups) or boundary % boundary_tokens(groups):
+    if boundary > largest_boundary(groups) or boundary % boundary_tokens(groups):
         return -1
     return sum(map(len, needed(groups, boundary)))
 

@@ -17,7 +17,13 @@ from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.failed_blocks import FailedBlocks
-from kvbm_common.tier.kv_groups import GroupRun, boundary_tokens, indispensable, longest, split
+from kvbm_common.tier.kv_groups import (
+    GroupRun,
+    boundary_tokens,
+    indispensable,
+    largest_boundary,
+    split,
+)
 from kvbm_common.tier.machine import InvalidTransition
 from kvbm_common.tier.prefill_cost import PrefillCost
 from kvbm_common.wire.local import Found
@@ -55,7 +61,7 @@ class Lookups:
         self._outbox, self._attachment, self._lately = outbox, attachment, lately
         self._limits, self._counts = limits, counts
         self._requests: dict[str, OpenLookup] = {}
-        self._asked: dict[int, str] = {}
+        self._request_of: dict[int, str] = {}
         """Number of a lookup → its request, for every one in ASKED."""
         self._loading: set[int] = set()
         """Leases of loads in flight, whatever has become of their requests."""
@@ -182,7 +188,7 @@ class Lookups:
         if not groups:
             return hashes[: run_before(hashes, now_ms)], ()
         names = split(groups, hashes)
-        most = longest(groups)
+        most = largest_boundary(groups)
         for group, found in zip(groups, names, strict=True):
             most = min(most, run_before(found, now_ms) * group.block_tokens)
         most -= most % boundary_tokens(groups)
@@ -191,18 +197,18 @@ class Lookups:
         return [name for found in kept for name in found], shorter
 
     def _begin(self, request: str, lookup: OpenLookup, event: str) -> None:
-        assert lookup.number not in self._asked, f"lookup {lookup.number} was asked before"
+        assert lookup.number not in self._request_of, f"lookup {lookup.number} was asked before"
         assert len(lookup.asked) <= len(lookup.hashes), f"{request} asks for more than it has"
         if request in self._requests:
             self._move(request, "asked again")
         self._requests[request] = lookup
         if lookup.state is LookupState.ASKED:
-            self._asked[lookup.number] = request
+            self._request_of[lookup.number] = request
         self._moves.append((request, lookup.number, event))
 
     def found(self, found: Found) -> None:
         """Take an answer; the lease of one that comes too late or unasked goes back at once."""
-        request = self._asked.get(found.lookup)
+        request = self._request_of.get(found.lookup)
         lookup = self._requests[request] if request is not None else None
         if found.epoch != self._attachment.epoch:
             # Its lease ended with that life; an id may mean another lease by now.
@@ -306,7 +312,7 @@ class Lookups:
         self._counts[f"lookups_dropped.{reason}"] += len(self._requests)
         for request in list(self._requests):
             self._move(request, "host tier gone")
-        assert not self._asked, f"asked of a host tier that is gone: {self._asked}"
+        assert not self._request_of, f"asked of a host tier that is gone: {self._request_of}"
 
     def other_arena(self) -> None:
         """Ask for failed blocks again: what failed was in another arena."""
@@ -329,7 +335,7 @@ class Lookups:
             story = "; ".join(self.story(request))
             raise InvalidTransition(LOOKUP.refusal(lookup.state, event, story))
         if lookup.state is LookupState.ASKED:
-            del self._asked[lookup.number]
+            del self._request_of[lookup.number]
         self._moves.append((request, lookup.number, event))
         target = LOOKUP.transitions[lookup.state, event]
         if target is None:
@@ -352,7 +358,7 @@ class Lookups:
             for request, lookup in self._requests.items()
             if lookup.state is LookupState.ASKED
         }
-        assert asked == self._asked
+        assert asked == self._request_of
         for request, lookup in self._requests.items():
             is_asked = lookup.state is LookupState.ASKED
             assert (lookup.found is None) == is_asked, self.story(request)

@@ -117,10 +117,10 @@ class DeviceOffers:
             if group.is_prefix or group.handed_over:
                 continue
             table, size = tables[group.table], group.block_tokens
-            indices = range(tracked.held_until // size, min(end // size, len(table)))
+            indices = range(tracked.looked_tokens // size, min(end // size, len(table)))
             tails = tails_in(indices, group, tracked.boundaries, self._boundary_tokens)
             self._hold(tracked, at, {index: table[index] for index in tails})
-        tracked.held_until = max(tracked.held_until, end)
+        tracked.looked_tokens = max(tracked.looked_tokens, end)
 
     def hold_states(self, requests: Mapping[str, Tracked], states: Mapping[str, Handed]) -> None:
         """Hold the recurrent states that a step computes, or that a load has brought, until they
@@ -180,7 +180,7 @@ class DeviceOffers:
             assert self._holds is not None
             self._holds.release(list(held.values()))
         tracked.held.clear()
-        tracked.held_until = min(tracked.held_until, until)
+        tracked.looked_tokens = min(tracked.looked_tokens, until)
 
     # --- offers -----------------------------------------------------------------------------
 
@@ -288,9 +288,9 @@ class DeviceOffers:
             self._send_all(unsent)  # Without a host tier no block waits for a mark.
         elif unsent:
             behind = self._behind.setdefault(self._marks.next, [])
-            behind += [self._held_until(part, self._marks.next) for part in unsent]
+            behind += [self._hold_part(part, self._marks.next) for part in unsent]
 
-    def _held_until(self, part: _Part, mark: int) -> _Part:
+    def _hold_part(self, part: _Part, mark: int) -> _Part:
         """Return a part whose blocks are held until a mark is over."""
         if self._holds is None:
             part.tracked.offers.add(-mark)

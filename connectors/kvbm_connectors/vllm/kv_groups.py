@@ -49,9 +49,9 @@ class KvGroup:
     """One KV group: how its blocks are named, and which of them a hit needs."""
 
     hasher: Hasher
-    window: int = 0
+    window_blocks: int = 0
     """Blocks before a boundary, of windows and states; 0, without a chunk: all blocks."""
-    chunk: int = 0
+    chunk_tokens: int = 0
     """Tokens of a chunk, of chunked attention."""
     table: int = 0
     """The index of its block table among vLLM's."""
@@ -66,12 +66,12 @@ class KvGroup:
     @property
     def is_prefix(self) -> bool:
         """Return whether a hit needs every block before its boundary."""
-        return not self.window and not self.chunk
+        return not self.window_blocks and not self.chunk_tokens
 
     def run(self, first: int, end: int) -> GroupRun:
         """Return what a lookup for the tokens from `first` to `end` says of this group."""
         size = self.block_tokens
-        return GroupRun(size, (end - first) // size, self.window, self.chunk, first)
+        return GroupRun(size, (end - first) // size, self.window_blocks, self.chunk_tokens, first)
 
     def needed_indices(self, first: int, end: int) -> range:
         """Return which blocks a hit up to `end` needs, beside those before `first`."""
@@ -228,10 +228,10 @@ def tails_in(indices: range, group: KvGroup, boundaries: Collection[int], step: 
     """
     assert indices.step == 1, indices
     found: set[int] = set()
-    if group.window:
-        every = -(-TAILS_EVERY * group.window * group.block_tokens // step) * step
+    if group.window_blocks:
+        every = -(-TAILS_EVERY * group.window_blocks * group.block_tokens // step) * step
         every //= group.block_tokens
-        found.update(index for index in indices if every - index % every <= group.window)
+        found.update(index for index in indices if every - index % every <= group.window_blocks)
     for boundary in boundaries:
         needed = group.needed_indices(0, boundary)
         first, end = max(needed.start, indices.start), min(needed.stop, indices.stop)
@@ -251,10 +251,10 @@ def decoded_together(groups: Sequence[KvGroup], block_tokens: int, most: int) ->
     for group in groups:
         if group.handed_over:
             most = min(most, 1)  # A state is held from the beginning: let that be short.
-        elif group.chunk:
+        elif group.chunk_tokens:
             most = 0  # Its blocks leave with the chunk, whatever their age.
-        elif group.window:
-            most = min(most, (group.window - 1) * group.block_tokens // block_tokens)
+        elif group.window_blocks:
+            most = min(most, (group.window_blocks - 1) * group.block_tokens // block_tokens)
     return most
 
 

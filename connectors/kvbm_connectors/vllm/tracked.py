@@ -85,7 +85,7 @@ class Tracked:
     held: dict[int, dict[int, int]] = field(default_factory=dict)
     """Group → index → device block, of blocks that leave their table before they can be offered:
     held until their step has ended."""
-    held_until: int = 0
+    looked_tokens: int = 0
     """Blocks of the tokens before this one were looked at, whether to hold them."""
 
     def first_names(self, hasher: Hasher, count: int) -> list[SequenceHash]:

@@ -372,7 +372,7 @@ def test_of_chunks_the_blocks_of_the_last_one_are_kept() -> None:
     The end of the first chunk needs no block of the group.
     """
     engine, request = Engine(), Request(all_token_ids=tokens(25))
-    chunks = KvGroup(Hasher(replace(NAMESPACE, group=1)), chunk=16, table=1)
+    chunks = KvGroup(Hasher(replace(NAMESPACE, group=1)), chunk_tokens=16, table=1)
     engine.side = SchedulerSide(engine.half, FULL.hasher, groups=[FULL, chunks], holds=engine.holds)
     engine.admit(request)
     engine.step(request, 24, [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16])

@@ -181,7 +181,7 @@ def test_each_group_has_names_and_a_size_of_its_own() -> None:
     assert [group.hasher.namespace.group for group in groups] == [0, 2, 3, 4]
     assert [group.table for group in groups] == [0, 2, 3, 4]
     assert [group.block_tokens for group in groups] == [4, 2, 4, 12]
-    assert (window.window, chunked.chunk, state.window) == (4, 8, 1)
+    assert (window.window_blocks, chunked.chunk_tokens, state.window_blocks) == (4, 8, 1)
     assert [group.handed_over for group in groups] == [False, False, False, True]
     assert full.hasher.chain([1, 2, 3, 4]) != chunked.hasher.chain([1, 2, 3, 4])
     assert runs_of(groups, 12, 24) == [
@@ -200,7 +200,7 @@ def test_the_first_group_may_be_scratch() -> None:
 
 def test_states_that_stay_in_their_table_are_a_window_of_one_block() -> None:
     [state] = groups_of(config(MambaSpec(mamba_cache_mode="all")), NAMESPACE)
-    assert (state.window, state.handed_over) == (1, False)
+    assert (state.window_blocks, state.handed_over) == (1, False)
 
 
 def test_what_a_hit_needs_behind_what_the_device_has() -> None:
@@ -248,4 +248,4 @@ def test_regular_boundaries_end_blocks_of_every_group() -> None:
 
 def test_the_blocks_of_a_chunk_that_a_hit_may_need() -> None:
     """A chunk has four blocks: a hit of 28 tokens needs three, and the end of a chunk none."""
-    assert kept(KvGroup(Hasher(NAMESPACE), chunk=16), {28, 48}) == [4, 5, 6]
+    assert kept(KvGroup(Hasher(NAMESPACE), chunk_tokens=16), {28, 48}) == [4, 5, 6]

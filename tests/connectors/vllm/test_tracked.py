@@ -206,7 +206,7 @@ def test_a_lookup_that_waits_asks_with_the_same_names_again() -> None:
     """Two groups, blocks of 4 and of 8 tokens: names of tokens 8 to 16, and later of all of 24."""
     namespace = Namespace(model="m", block_tokens=4)
     window = replace(namespace, group=1, block_tokens=8)
-    groups = [KvGroup(Hasher(namespace)), KvGroup(Hasher(window), window=1)]
+    groups = [KvGroup(Hasher(namespace)), KvGroup(Hasher(window), window_blocks=1)]
     request = Request(all_token_ids=tuple(range(26)))
     tracked = Tracked(request, "")
     asked = tracked.names_between(groups, 8, 16)

@@ -116,7 +116,7 @@ class Engine:
             count = request.num_computed_tokens // BLOCK
             tokens = list(request.all_token_ids[: count * BLOCK])
             found.update(FULL.hasher.chain(tokens))
-            window = self.window.window
+            window = self.window.window_blocks
             regular = range(0, TOKENS_MAX, TAILS_EVERY * window * BLOCK)
             ends = {(prompt - 1) // BLOCK} | {tokens // BLOCK for tokens in regular}
             table = self.tables.of.get(request.request_id, ([], []))[1]

@@ -83,7 +83,7 @@ class Tiers:
             asked.hit = Hit(count, host=count)
             return
         names = split(asked.groups, asked.names)
-        found = kv_groups.reach(asked.groups, names, kv_groups.each(self.held.__contains__))
+        found = kv_groups.reach(asked.groups, names, kv_groups.has_each(self.held.__contains__))
         asked.found = needed_names(asked.groups, names, found.tokens)
         count = len(asked.found)
         asked.hit = Hit(count, host=count, boundary=found.tokens, shared=found.shared)

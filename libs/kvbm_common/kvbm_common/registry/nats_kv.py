@@ -228,7 +228,7 @@ class NatsRegistry(WatchedRegistry):
         self._records[key], self._payloads[key] = record, message.payload
         self._seen_s[key] = time.monotonic()
         if before is not None and before.epoch != record.epoch:
-            self._outlive(before)
+            self._count_holders_heartbeat(before)
         if before is None:
             self._tell(Joined(record))
             self._rejoin(record)
@@ -314,11 +314,11 @@ class NatsRegistry(WatchedRegistry):
         if record is not None:
             if record.held_by and reason == "expired":
                 self._lapsed[key] = record, time.monotonic()
-            self._outlive(record)
+            self._count_holders_heartbeat(record)
             del self._seen_s[key]
             self._tell(Left(record, reason))
 
-    def _outlive(self, holder: ServiceRecord) -> None:
+    def _count_holders_heartbeat(self, holder: ServiceRecord) -> None:
         """Count an entry's last heartbeat for what it held, too: a consolidator that starts again
         enters its engines within its time to live."""
         for key, record in self._records.items():

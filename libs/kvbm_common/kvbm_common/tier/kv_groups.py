@@ -1,4 +1,4 @@
-"""KV groups: the blocks of each group that a hit needs, and the longest hit that blocks allow.
+"""KV groups: the blocks of each group that a hit needs, and the largest hit that blocks allow.
 
 A model with several kinds of attention keeps several KV caches, its groups. Each has blocks of its
 own, with names of its own and a size of its own. A hit ends at a boundary, a number of tokens
@@ -35,13 +35,13 @@ looked at in vain at most. Of other groups so many more are looked at each time 
 class GroupRun(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of one group that a lookup asks for: `blocks` of `block_tokens` tokens each.
 
-    `window` is how many blocks before a boundary a hit needs (`tail`); 0, with `chunk` 0: all.
+    `window_blocks` before a boundary are what a hit needs (`tail`); 0, with `chunk_tokens` 0: all.
     """
 
     block_tokens: int
     blocks: int
-    window: int = 0
-    chunk: int = 0
+    window_blocks: int = 0
+    chunk_tokens: int = 0
     """Tokens of a chunk, for the rule of that name; 0: another rule."""
     offset: int = 0
     """Tokens of the sequence before the first block that is asked for."""
@@ -49,16 +49,16 @@ class GroupRun(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_prefix(self) -> bool:
         """Return whether a hit needs every block before its boundary."""
-        return not self.window and not self.chunk
+        return not self.window_blocks and not self.chunk_tokens
 
     def first_needed(self, tokens: int) -> int:
         """Return the place of the first block that a hit of so many tokens needs."""
         end, rest = divmod(tokens, self.block_tokens)
         assert rest == 0, f"{tokens} tokens are no boundary of {self}"
-        if self.chunk:
-            begin = (self.offset + tokens) // self.chunk * self.chunk - self.offset
+        if self.chunk_tokens:
+            begin = (self.offset + tokens) // self.chunk_tokens * self.chunk_tokens - self.offset
             return max(0, begin) // self.block_tokens
-        return max(0, end - self.window) if self.window else 0
+        return max(0, end - self.window_blocks) if self.window_blocks else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ Has = Callable[[Sequence[SequenceHash]], bytes]
 long prompt has thousands."""
 
 
-def each(has: Callable[[SequenceHash], bool]) -> Has:
+def has_each(has: Callable[[SequenceHash], bool]) -> Has:
     """Return what tells of many blocks what `has` tells of one."""
     return lambda names: bytes(map(has, names))
 
@@ -116,7 +116,7 @@ def boundary_tokens(groups: Iterable[GroupRun]) -> int:
     return step
 
 
-def longest(groups: Sequence[GroupRun]) -> int:
+def largest_boundary(groups: Sequence[GroupRun]) -> int:
     """Return the largest boundary that is asked for, in tokens."""
     step = boundary_tokens(groups)
     return min(group.blocks * group.block_tokens for group in groups) // step * step
@@ -151,13 +151,13 @@ def reach(
     others from the back.
     """
     step = boundary_tokens(groups)
-    tokens = longest(groups) if most is None else min(most, longest(groups))
+    tokens = largest_boundary(groups) if most is None else min(most, largest_boundary(groups))
     for group, found in zip(groups, names, strict=True):
         if group.is_prefix:
             tokens = min(tokens, _prefix(group, found, has, tokens, shared) // step * step)
     shared = tokens
     others = [
-        _Places(one, found, has, tokens // one.block_tokens)
+        _FoundBlocks(one, found, has, tokens // one.block_tokens)
         for one, found in zip(groups, names, strict=True)
         if not one.is_prefix
     ]
@@ -183,7 +183,7 @@ def _prefix(group: GroupRun, names: Sequence[SequenceHash], has: Has, most: int,
     return most
 
 
-class _Places:
+class _FoundBlocks:
     """Which blocks of a group that is no prefix are there, from the last one asked for back to the
     one that was looked at first."""
 
@@ -209,7 +209,7 @@ class _Places:
             if gap < 0:
                 return tokens
             # Every boundary behind a missing block needs it, up to here.
-            before = self._there.find(0, first, end) if group.chunk else self._before(gap)
+            before = self._there.find(0, first, end) if group.chunk_tokens else self._before(gap)
             assert before <= gap, f"block {gap} is missing, and {before} is behind it"
             tokens = before * size // step * step
         return 0
@@ -221,7 +221,7 @@ class _Places:
         while True:
             missing = self._there.rfind(0, self._looked, end)
             begin = missing + 1 if missing >= 0 else self._looked
-            if end - begin >= self._group.window:
+            if end - begin >= self._group.window_blocks:
                 return end
             if missing >= 0:
                 end = missing

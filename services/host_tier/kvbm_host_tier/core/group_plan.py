@@ -18,7 +18,7 @@ from kvbm_common.tier.kv_groups import (
     GroupRun,
     Has,
     Reach,
-    longest,
+    largest_boundary,
     needed_names,
     reach,
     split,
@@ -31,7 +31,7 @@ class GroupPlan:
 
     groups: Sequence[GroupRun]
     names: Sequence[Sequence[SequenceHash]]
-    longest: int
+    largest: int
     """The tokens of the largest boundary that is asked for."""
     reach: Reach
 
@@ -40,7 +40,7 @@ class GroupPlan:
         """Return a plan that reaches nothing yet. Raises IdentityError for groups that do not fit
         the hashes."""
         _require_groups(groups, len(hashes))
-        return cls(groups, split(groups, hashes), longest(groups), Reach(0, 0))
+        return cls(groups, split(groups, hashes), largest_boundary(groups), Reach(0, 0))
 
     def choose(self, here: Has, may_come: Has) -> list[SequenceHash]:
         """Reach as far as blocks go that are here, or may come. Return the blocks of the longest
@@ -49,7 +49,7 @@ class GroupPlan:
         shorter, is_here = self.reach.tokens, self.needed()
         if self.is_short:
             self.reach = reach(self.groups, self.names, may_come, shared=self.reach.shared)
-        assert shorter <= self.reach.tokens <= self.longest, f"{self.reach} of {self.longest}"
+        assert shorter <= self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
         return is_here if shorter < self.reach.tokens else []
 
     def fall_back(self, here: Has) -> None:
@@ -61,7 +61,7 @@ class GroupPlan:
     @property
     def is_short(self) -> bool:
         """Return whether the plan reaches less far than the engine asks."""
-        return self.reach.tokens < self.longest
+        return self.reach.tokens < self.largest
 
     @property
     def asked(self) -> int:
@@ -80,7 +80,7 @@ class GroupPlan:
         if not self.is_short:
             return []
         planned = set(self.needed())
-        wanted = needed_names(self.groups, self.names, self.longest)
+        wanted = needed_names(self.groups, self.names, self.largest)
         missed = [name for name in wanted if name not in planned]
         assert missed, f"{self.reach} is short, and no block is missed"
         return missed
@@ -94,15 +94,17 @@ def _require_groups(groups: Sequence[GroupRun], hash_count: int) -> None:
             raise IdentityError(
                 f"groups.block_tokens is {group.block_tokens}, must be 1..{BLOCK_TOKENS_MAX}"
             )
-        if group.blocks < 0 or not 0 <= group.window <= WINDOW_BLOCKS_MAX:
+        if group.blocks < 0 or not 0 <= group.window_blocks <= WINDOW_BLOCKS_MAX:
             raise IdentityError(
-                f"groups has {group.blocks} blocks and a window of {group.window}, must be ≥ 0 and "
-                f"0..{WINDOW_BLOCKS_MAX}"
+                f"groups has {group.blocks} blocks and a window of {group.window_blocks}, "
+                f"must be ≥ 0 and 0..{WINDOW_BLOCKS_MAX}"
             )
-        if not 0 <= group.chunk <= CHUNK_TOKENS_MAX or (group.window and group.chunk):
+        if not 0 <= group.chunk_tokens <= CHUNK_TOKENS_MAX or (
+            group.window_blocks and group.chunk_tokens
+        ):
             raise IdentityError(
-                f"groups.chunk is {group.chunk} beside a window of {group.window}, must be "
-                f"0..{CHUNK_TOKENS_MAX}, and 0 beside a window"
+                f"groups.chunk_tokens is {group.chunk_tokens} beside a window of "
+                f"{group.window_blocks}, must be 0..{CHUNK_TOKENS_MAX}, and 0 beside a window"
             )
         if group.offset < 0:
             raise IdentityError(f"groups.offset is {group.offset}, must be ≥ 0")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
-from kvbm_common.tier.kv_groups import Has, each
+from kvbm_common.tier.kv_groups import Has, has_each
 from kvbm_common.tier.slots import SlotTable
 
 from kvbm_host_tier.core.lower_tiers import LowerTiers, Namespaces
@@ -24,7 +24,7 @@ def blocks_here(table: SlotTable, own: Namespaces) -> Has:
         slot = table.find(name)
         return slot is not None and table.block(slot).namespace in own
 
-    find = each(is_own)
+    find = has_each(is_own)
     return lambda names: bytes(len(names)) if table.has_none_of(names) else find(names)
 
 

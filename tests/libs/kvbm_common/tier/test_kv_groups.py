@@ -19,9 +19,9 @@ from kvbm_common.tier.kv_groups import (
     Names,
     Reach,
     boundary_tokens,
-    each,
+    has_each,
     indispensable,
-    longest,
+    largest_boundary,
     needed,
     needed_names,
     reach,
@@ -41,7 +41,7 @@ def names_of(groups: list[GroupRun]) -> Names:
 
 def reached(groups: list[GroupRun], *missing: tuple[int, int]) -> Reach:
     gone = {name(*one) for one in missing}
-    return reach(groups, names_of(groups), each(lambda one: one not in gone))
+    return reach(groups, names_of(groups), has_each(lambda one: one not in gone))
 
 
 def test_a_hit_needs_all_of_a_full_group_and_the_end_of_a_window() -> None:
@@ -117,12 +117,12 @@ def test_what_every_hit_has_is_the_first_block_of_each_prefix() -> None:
 
 def test_a_boundary_ends_blocks_of_every_group() -> None:
     groups = [GroupRun(4, 6), GroupRun(6, 4, 1)]
-    assert boundary_tokens(groups) == longest([GroupRun(4, 3), GroupRun(6, 2)]) == 12
+    assert boundary_tokens(groups) == largest_boundary([GroupRun(4, 3), GroupRun(6, 2)]) == 12
     assert reached(groups, (0, 5)).tokens == 12
 
 
 def chunked(chunk: int, offset: int) -> list[GroupRun]:
-    return [GroupRun(4, 8, chunk=chunk, offset=offset)]
+    return [GroupRun(4, 8, chunk_tokens=chunk, offset=offset)]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_chunk_need_not_end_with_a_block() -> None:
 )
 def test_full_attention_beside_chunks(missing: tuple[tuple[int, int], ...], expected: int) -> None:
     """The end of a chunk, 16 tokens, needs no block of the chunked group."""
-    groups = [FULL, GroupRun(4, 6, chunk=16)]
+    groups = [FULL, GroupRun(4, 6, chunk_tokens=16)]
     assert reached(groups, *missing).tokens == expected
 
 
@@ -204,11 +204,11 @@ def needs(group: GroupRun, place: int, tokens: int) -> bool:
     first, size = place * group.block_tokens, group.block_tokens
     if first >= tokens:
         return False
-    if group.window:
-        return first >= tokens - group.window * size
-    if group.chunk:
-        chunk_of_next = (group.offset + tokens) // group.chunk
-        return any((group.offset + first + at) // group.chunk == chunk_of_next
+    if group.window_blocks:
+        return first >= tokens - group.window_blocks * size
+    if group.chunk_tokens:
+        chunk_of_next = (group.offset + tokens) // group.chunk_tokens
+        return any((group.offset + first + at) // group.chunk_tokens == chunk_of_next
                    for at in range(size))  # fmt: skip
     return True
 
@@ -247,7 +247,7 @@ def compare_with_a_search(groups: list[GroupRun], has: set[SequenceHash], most: 
         return one in has
 
     most -= most % boundary_tokens(groups)
-    found = reach(groups, names_of(groups), each(ask), most=most)
+    found = reach(groups, names_of(groups), has_each(ask), most=most)
     assert found.tokens == by_search(groups, has, most)
     everything = has | {
         one
@@ -257,7 +257,9 @@ def compare_with_a_search(groups: list[GroupRun], has: set[SequenceHash], most: 
     }
     assert found.shared == by_search(groups, everything, most)
     assert found.tokens <= found.shared
-    again = reach(groups, names_of(groups), each(has.__contains__), most=most, shared=found.shared)
+    again = reach(
+        groups, names_of(groups), has_each(has.__contains__), most=most, shared=found.shared
+    )
     assert again == found
     assert all(count == 1 for count in looked.values()), "a block is looked at twice"
 
@@ -269,7 +271,7 @@ def test_what_is_needed_reaches_as_far_by_itself(
     """Goal: the blocks that are leased for a boundary are enough for it."""
     groups, has, _ = case
     names = names_of(groups)
-    tokens = reach(groups, names, each(has.__contains__)).tokens
+    tokens = reach(groups, names, has_each(has.__contains__)).tokens
     leased = set(needed_names(groups, names, tokens))
     assert leased <= has
     assert leased == {
@@ -278,4 +280,4 @@ def test_what_is_needed_reaches_as_far_by_itself(
         for place, found in enumerate(group_names)
         if needs(one, place, tokens)
     }
-    assert reach(groups, names, each(leased.__contains__)).tokens == tokens
+    assert reach(groups, names, has_each(leased.__contains__)).tokens == tokens

@@ -35,11 +35,11 @@ class Group:
         """The blocks behind `offset` at which the token behind a boundary looks."""
         size, rule = self.rule.block_tokens, self.rule
         ends = range(offset + size, boundary + 1, size)
-        if rule.chunk:
-            begin = boundary // rule.chunk * rule.chunk
+        if rule.chunk_tokens:
+            begin = boundary // rule.chunk_tokens * rule.chunk_tokens
             return [self.blocks[end // size - 1] for end in ends if end > begin]
         found = [self.blocks[end // size - 1] for end in ends]
-        return found[-rule.window :] if rule.window else found
+        return found[-rule.window_blocks :] if rule.window_blocks else found
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Program:
         for one in self.groups:
             rule, size = one.rule, one.rule.block_tokens
             blocks = one.blocks[offset // size : end // size]
-            groups.append(GroupRun(size, len(blocks), rule.window, rule.chunk, offset))
+            groups.append(
+                GroupRun(size, len(blocks), rule.window_blocks, rule.chunk_tokens, offset)
+            )
             wanted += blocks
         engine = draw.choice(("ada", "bob"))
         here = self.longest(offset, end, self.here())
