@@ -6,9 +6,17 @@ counted), counts the tokens as in flight, and takes them out again when the step
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from kvbm_common.identity import Hasher, Namespace
 from kvbm_connectors.vllm.kv_groups import KvGroup
-from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked
+from kvbm_connectors.vllm.tracked import (
+    DECODED_BLOCKS,
+    Tracked,
+    refusal_of_request,
+    runs_to_offer,
+)
 from msgspec.structs import replace
 
 from tests.connectors.vllm.requests import Request
@@ -215,3 +223,112 @@ def test_a_lookup_that_waits_asks_with_the_same_names_again() -> None:
     longer = tracked.names_between(groups, 0, 24)
     assert len(longer) == 6 + 3
     assert tracked.names_between(groups, 8, 16) == asked
+
+
+def test_a_lookup_that_asks_for_all_known_names_copies_none() -> None:
+    hasher = Hasher(Namespace(model="m", block_tokens=4))
+    tracked = Tracked(Request(), "")
+    names = tracked.first_names(hasher, 2)
+    assert tracked.first_names(hasher, 2) is names
+    assert tracked.first_names(hasher, 1) == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "refusal"),
+    [
+        (Request(), ""),
+        (Request(prompt_embeds=[[0.5]]), "prompt_embeds"),
+        (SimpleNamespace(prompt_embeds=None, resumable=True), "streaming_input"),
+        (SimpleNamespace(prompt_embeds=None, resumable=False), ""),
+    ],
+)
+def test_blocks_of_a_prompt_without_tokens_have_no_names(request_: Request, refusal: str) -> None:
+    assert refusal_of_request(request_) == refusal
+
+
+def test_while_a_load_is_under_way_nothing_is_computed() -> None:
+    """1. A step of eight tokens has ended. 2. A load begins: beside the steps, it hides them all.
+    3. A load that a step waits for is over when no step is in flight."""
+    request = Request(all_token_ids=tuple(range(13)))
+    tracked = admitted(request, 0)
+    assert tracked.computed() == 0
+    tracked.scheduled(8)
+    request.begin(8)
+    assert tracked.computed() == 0
+    request.end(8)
+    assert tracked.computed() == 8
+    tracked.lease = 1
+    assert tracked.computed() == 0
+    tracked.sync = True
+    assert (tracked.computed(), tracked.awaits_its_load) == (8, False)
+    request.begin(4)
+    assert (tracked.computed(), tracked.awaits_its_load) == (0, True)
+
+
+def test_tokens_in_flight_are_certain_unless_a_step_has_drafts() -> None:
+    """Ten tokens are scheduled, the last of them is in flight. Each step is for one token more:
+    1. without drafts; 2. with one draft; 3. behind a step with drafts; 4. behind one without."""
+    request = Request(all_token_ids=tuple(range(20)))
+    tracked = admitted(request, 9)
+    request.begin(1)
+    dispatched = []
+    for drafts in (0, 1, 0, 0):
+        tracked.scheduled(1 + drafts, drafts)
+        dispatched.append(tracked.dispatched_tokens)
+    assert dispatched == [11, 10, 10, 11]
+    tracked.scheduled()
+    assert tracked.dispatched_tokens == 10
+
+
+def test_how_soon_a_request_is_looked_at() -> None:
+    """1. Nothing is dispatched: four steps of a token fill a block, and a fifth finds it. 2. The
+    same where windows are held: such a step has no drafts. 3. Seven tokens are: a block is to be
+    offered when the second next step is planned; where it is held, when the next one fills it.
+    4. One draft: steps are looked at, if they may pass a window's margin."""
+    request = Request(num_in_flight_tokens=0)
+    tracked = Tracked(request, "")
+    assert [tracked.steps_to_next_look(4), tracked.steps_to_next_look(4, windows=True)] == [5, 5]
+    assert tracked.steps_to_next_look(4, together=0) == 4
+    tracked.scheduled(7)
+    request.num_in_flight_tokens = 1
+    assert [tracked.steps_to_next_look(4, together=count) for count in (8, 0)] == [2, 1]
+    tracked.scheduled(2, 1)
+    assert tracked.steps_to_next_look(4, windows=True) == 1
+
+
+def test_steps_that_fill_blocks_unevenly_are_rounded_down() -> None:
+    """Each step makes four tokens at most, and 30 are wanted: seven steps may be enough."""
+    request = Request(all_token_ids=tuple(range(10)), num_computed_tokens=9)
+    tracked = Tracked(request, "")
+    tracked.offered = 8
+    tracked.scheduled(4, 3)
+    assert tracked.steps_to_next_look(4) == 7 + 1
+
+
+def test_of_what_the_device_had_only_what_the_host_tier_knows_is_left_out() -> None:
+    """Three blocks; the device had two and a half. 1. The host tier knows all names, so the third
+    is offered. 2. It knows none. 3. The second was loaded."""
+    names = Hasher(Namespace(model="m", block_tokens=4)).chain(range(12))
+    tracked = Tracked(Request(), "", local=10)
+    assert tracked.indices_to_offer(3, names, lambda _name: True, BLOCK) == [2]
+    assert tracked.indices_to_offer(3, names, lambda _name: False, BLOCK) == [0, 1, 2]
+    tracked.loaded = (4, 8)
+    assert tracked.indices_to_offer(3, names, lambda _name: False, BLOCK) == [0, 2]
+
+
+def test_runs_begin_behind_their_parents() -> None:
+    """Blocks 0 and 1, and 3: the root is the parent of the first run."""
+    hasher = Hasher(Namespace(model="m", block_tokens=4))
+    names = hasher.chain(range(16))
+    first, second = runs_to_offer([0, 1, 3], [7, 8, 9, 10], names, hasher.root)
+    assert (first.parent, first.hashes, first.blocks) == (hasher.root, tuple(names[:2]), (7, 8))
+    assert (second.parent, second.hashes, second.blocks) == (names[2], (names[3],), (10,))
+
+
+def test_an_offer_takes_the_held_blocks_before_its_end() -> None:
+    tracked = Tracked(Request(), "", held={1: {4: 40, 2: 20, 3: 30}, 2: {0: 9}})
+    assert tracked.take_held(1, 4) == {2: 20, 3: 30}
+    assert tracked.held == {1: {4: 40}, 2: {0: 9}}
+    assert tracked.take_held(1, 5) == {4: 40}
+    assert tracked.held == {2: {0: 9}}
+    assert tracked.take_held(3, 9) == {}
