@@ -105,7 +105,7 @@ async def test_what_an_operator_sees(stack: Running, browser: Browser) -> None:
         assert "host-tier 1/1" in await shown.text("#services")
         assert await shown.text("#misses-note") != "…"
         if os.environ.get("LIVE_PAGE_SCREENSHOT"):
-            await until_figures(shown, 20)
+            await until_figures(shown, 60)
             await shown.page.screenshot(path=IMAGE)
         await shown.page.locator("#events button.block:visible").first.click()
         await shown.until("document.querySelector('#story').open")

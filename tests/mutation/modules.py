@@ -48,7 +48,7 @@ SUBJECTS = {
             tuple(f"{VLLM}/test_{part}.py"
                   for part in ("calendar", "tracked", "steps", "scheduler_side", "device_offers",
                                "kv_groups", "window_steps", "draft_offers", "stream_marks",
-                               "block_holds", "names")),
+                               "block_holds", "names", "image_names")),
         )
         for name in ("calendar", "tracked", "device_offers", "kv_groups", "stream_marks",
                      "block_holds")

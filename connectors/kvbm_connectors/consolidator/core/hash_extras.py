@@ -11,6 +11,9 @@ embeddings. We tag them by these rules:
 3. Other plain strings, and pairs (string, offset), are multimodal content.
 4. Anything else is OTHER, encoded as msgpack.
 
+vLLM 0.31 and later hash keys with tags, such as ("cache_salt", s). Their events leave the tags out
+until consumers know them (`to_event_extra_keys`), which these rules do: a tag is read and dropped.
+
 SGLang says the salt in a field of its own. A multimodal prompt of an old vLLM without a salt has a
 key taken for a salt: it is then named apart from the connector's own name for it, which costs a hit
 and can never make a wrong one.
@@ -42,7 +45,9 @@ def extras_of(
     extras: dict[int, Extras] = {}
     for index, keys in enumerate(event.extra_keys or ()):
         if keys:
-            found = _tagged(list(keys), event, first=index == 0 and event.parent is None)
+            found = _tagged(
+                list(map(_without_tag, keys)), event, first=index == 0 and event.parent is None
+            )
             if found:
                 extras[index] = found
     if event.parent is None:
@@ -67,6 +72,25 @@ def _of_request(event: BlockStored, lora: str | None) -> list[tuple[ExtraTag, by
     if event.cache_salt:
         found.append((ExtraTag.SALT, event.cache_salt.encode()))
     return found
+
+
+def _without_tag(key: Any) -> Any:
+    """Return a key as events without tags have it.
+
+    >>> _without_tag(("mm", "image", 3)), _without_tag(("lora", "poet", "/adapters/poet"))
+    (('image', 3), 'poet')
+    """
+    match key:
+        case ("mm", str(), int()):
+            return tuple(key[1:])
+        case ("lora", str(name), str()):
+            return name
+        case ("cache_salt", str(salt)):
+            return salt
+        case ("prompt_embeds", bytes(digest)):
+            return digest
+        case _:
+            return key
 
 
 def _tagged(keys: list[Any], event: BlockStored, *, first: bool) -> list[tuple[ExtraTag, bytes]]:

@@ -60,6 +60,16 @@ def test_a_salted_prompt_has_other_names(harness: Harness) -> None:
             },
         ),
         ({"extra_keys": (None, (7,))}, {1: [(ExtraTag.OTHER, b"\x07")]}),
+        (
+            {"extra_keys": ((["lora", "l", "/l"], ["mm", "img", 3], ["cache_salt", "s"]),
+                            (("lora", "l", "/l"), ("prompt_embeds", b"d"))), "lora_name": "l"},
+            {
+                0: [(ExtraTag.MULTIMODAL, b"img:3"), (ExtraTag.SALT, b"s"), (ExtraTag.LORA, b"l")],
+                1: [(ExtraTag.OTHER, b"\xc4\x01d")],
+            },
+        ),
+        ({"extra_keys": (("cache_salt", ["mm", 3, "img"]),)},
+         {0: [(ExtraTag.SALT, b"cache_salt"), (ExtraTag.OTHER, b"\x93\xa2mm\x03\xa3img")]}),
         ({"cache_salt": "s"}, {0: [(ExtraTag.SALT, b"s")]}),
         ({"cache_salt": "s", "extra_keys": (("i",), None)},
          {0: [(ExtraTag.MULTIMODAL, b"i"), (ExtraTag.SALT, b"s")]}),
