@@ -11,6 +11,9 @@ from kvbm_common.identity import Hasher
 from kvbm_common.tier.kv_groups import GroupRun
 from kvbm_connectors.vllm.kv_groups import (
     KvGroup,
+    attention_specs,
+    chunk_tokens,
+    decoded_together,
     first_group,
     grouping_of,
     groups_of,
@@ -62,6 +65,8 @@ class MambaSpec:
     block_size: int = 4
     mamba_cache_mode: str = "align"
     shapes: tuple[tuple[int, ...], ...] = ((3, 8),)
+    dtypes: tuple[str, ...] = ("float32",)
+    page_size_padded: int | None = None
 
 
 @dataclass
@@ -249,3 +254,95 @@ def test_regular_boundaries_end_blocks_of_every_group() -> None:
 def test_the_blocks_of_a_chunk_that_a_hit_may_need() -> None:
     """A chunk has four blocks: a hit of 28 tokens needs three, and the end of a chunk none."""
     assert kept(KvGroup(Hasher(NAMESPACE), chunk_tokens=16), {28, 48}) == [4, 5, 6]
+
+
+@dataclass
+class OldSlidingWindowSpec:
+    """A window of vLLM before draft models of several layers."""
+
+    sliding_window: int = 9
+    block_size: int = 4
+
+
+OldSlidingWindowSpec.__name__ = "SlidingWindowSpec"
+
+
+@pytest.mark.parametrize(
+    ("spec", "window", "chunk"),
+    [
+        (OldSlidingWindowSpec(9), 2, 0),
+        (OldSlidingWindowSpec(10), 3, 0),
+        (SlidingWindowSpec(9, extra_retained_tokens=1), 3, 0),
+        (UniformTypeKVCacheSpecs({"a": SlidingWindowSpec(), "b": SlidingWindowMLASpec()}), 2, 0),
+        (UniformTypeKVCacheSpecs({"a": ChunkedLocalAttentionSpec()}), 0, 8),
+        (UniformTypeKVCacheSpecs({"a": FullAttentionSpec()}), 0, 0),
+    ],
+)
+def test_layers_of_several_specs_have_the_rule_of_the_first(
+    spec: object, window: int, chunk: int
+) -> None:
+    assert (window_blocks(spec), chunk_tokens(spec)) == (window, chunk)
+
+
+def test_a_model_is_hybrid_where_its_only_group_is_no_full_attention() -> None:
+    both = UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": MLAAttentionSpec()})
+    assert [is_hybrid(config(one)) for one in (both, SlidingWindowSpec())] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        MambaSpec(shapes=((3, 9),)),
+        MambaSpec(dtypes=("float16",)),
+        MambaSpec(page_size_padded=64),
+        MambaSpec(block_size=8),
+        SlidingWindowSpec(),
+        ChunkedLocalAttentionSpec(attention_chunk_size=16),
+    ],
+)
+def test_engines_with_other_states_share_nothing(other: object) -> None:
+    """Goal: the same layers with states of another shape or type are other bytes."""
+    named = grouping_of(config(FullAttentionSpec(), MambaSpec()))
+    assert named != grouping_of(config(FullAttentionSpec(), other))
+    assert named == grouping_of(config(FullAttentionSpec(), MambaSpec()))
+    assert len(named) == len("/groups-") + 16
+    chunked = config(FullAttentionSpec(), ChunkedLocalAttentionSpec())
+    assert grouping_of(chunked) != grouping_of(config(FullAttentionSpec(), other))
+
+
+def test_heads_are_those_of_the_groups_with_attention() -> None:
+    """A group of two kinds of attention counts by its first layer, and states only where there is
+    nothing else."""
+    full, state, window = FullAttentionSpec(), MambaSpec(), SlidingWindowSpec()
+    both = UniformTypeKVCacheSpecs({"a": window, "b": SlidingWindowMLASpec()})
+    assert attention_specs(config(full, state, both)) == [full, window]
+    assert attention_specs(config(state, MambaSpec(block_size=8))) == [state]
+
+
+def groups_with(*specs: object) -> tuple[KvGroup, ...]:
+    """The groups of an engine."""
+    return groups_of(config(*specs), NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    ("specs", "most"),
+    [
+        ((FullAttentionSpec(),), 8),
+        ((FullAttentionSpec(), SlidingWindowSpec(21)), 4),
+        ((FullAttentionSpec(), SlidingWindowSpec(21, block_size=8)), 4),
+        ((FullAttentionSpec(), MambaSpec()), 1),
+        ((FullAttentionSpec(), MambaSpec(), SlidingWindowSpec(5)), 0),
+        ((FullAttentionSpec(), ChunkedLocalAttentionSpec()), 0),
+    ],
+)
+def test_blocks_are_decoded_together_as_long_as_a_table_keeps_them(
+    specs: tuple[object, ...], most: int
+) -> None:
+    """Of eight blocks of four tokens: a window of five blocks keeps four behind the newest one, one
+    of three blocks of eight tokens as many; a state is offered at each boundary; a chunk's blocks
+    may leave with the step that fills them."""
+    assert decoded_together(groups_with(*specs), 4, 8) == most
+
+
+def test_what_is_decoded_one_by_one_stays_so() -> None:
+    assert decoded_together(groups_with(FullAttentionSpec(), MambaSpec()), 4, 1) == 1
