@@ -6,6 +6,7 @@ vLLM replaces blocks that have left the window by its null block, 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace as replace_rule
 from typing import Any
 
 import pytest
@@ -93,10 +94,11 @@ class Half:
 class Engine:
     """The scheduler side of an engine with two groups, and its pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, *groups: KvGroup) -> None:
         self.pool, self.half, self.holds = Pool(), Half(), BlockHolds()
         self.holds.bind(self.pool)
-        self.side = SchedulerSide(self.half, FULL.hasher, groups=[FULL, WINDOW], holds=self.holds)
+        groups = groups or (FULL, WINDOW)
+        self.side = SchedulerSide(self.half, groups[0].hasher, groups=groups, holds=self.holds)
 
     def admit(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
         found = self.side.matched(request, local)
@@ -153,6 +155,16 @@ def test_blocks_of_a_window_are_held_from_the_step_that_computes_them() -> None:
     assert engine.half.offered[2].parent == names[2]
     assert engine.half.offered[2].hashes == (names[3],)
     assert engine.pool.held() == [1, 2, 3, 4, 14]
+
+
+def test_a_window_may_be_the_first_group() -> None:
+    engine = Engine(replace_rule(FULL, window_blocks=1), replace_rule(WINDOW, window_blocks=0))
+    request = Request(all_token_ids=tokens(17))
+    engine.admit(request)
+    engine.step(request, 16, [1, 2, 3, 4], [11, 12, 13, 14])
+    assert (engine.pool.held(), engine.offers) == ([4], {})
+    engine.step(request, 1, [0, 0, 0, 4, 5], [11, 12, 13, 14, 15])
+    assert engine.offers == {1: (4,), 2: (11, 12, 13, 14)}
 
 
 def test_what_an_offer_holds_is_free_when_it_ends() -> None:
