@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from kvbm_connectors.core.messages import Hit, LoadResult
 from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.lower_tiers import Namespaces
 from kvbm_host_tier.core.open_lookup import OpenLookup
+from kvbm_host_tier.core.presence import Known, Presence
 
 from tests.sim.kv_groups import GROUPINGS
 from tests.sim.plant import ONE_HOST, WRONG_BYTES, Plant
@@ -151,10 +153,13 @@ def stop_a_boundary_early(patch: pytest.MonkeyPatch) -> None:
 def wait_for_no_block(patch: pytest.MonkeyPatch) -> None:
     """A plan does not count on blocks of lower tiers."""
 
-    def planted(here: Has, *_: object) -> Has:
-        return here
+    of = Presence.of
 
-    patch.setattr("kvbm_host_tier.core.onboard.blocks_to_come", planted)
+    def planted(presence: Presence, own: Namespaces, now_ms: int) -> Known:
+        known = of(presence, own, now_ms)
+        return replace(known, may_come=known.here)
+
+    patch.setattr(Presence, "of", planted)
 
 
 def plan_with_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +168,7 @@ def plan_with_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
     def planted(table: SlotTable, _own: Namespaces) -> Has:
         return has_each(table.holds)
 
-    patch.setattr("kvbm_host_tier.core.onboard.blocks_here", planted)
+    patch.setattr("kvbm_host_tier.core.presence.blocks_here", planted)
     patch.setattr("kvbm_host_tier.core.answers.blocks_here", planted)
 
 

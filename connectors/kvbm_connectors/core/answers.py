@@ -16,7 +16,7 @@ def is_sound(found: Found, asked: int, groups: Sequence[GroupRun] = ()) -> bool:
     """Tell whether an answer fits the question and itself: a load is made of it as it stands."""
     assert asked > 0, f"lookup {found.lookup} asked for nothing"
     count = len(found.slots)
-    if groups and count != _needed(groups, found.boundary):
+    if not _are_boundaries(found, groups) or (groups and count != _needed(groups, found.boundary)):
         return False
     if not count == len(found.checksums) <= asked:
         return False
@@ -39,10 +39,20 @@ def _are_checksums(values: Sequence[int]) -> bool:
     return True
 
 
+def _are_boundaries(found: Found, groups: Sequence[GroupRun]) -> bool:
+    """Tell whether both numbers of tokens are boundaries that were asked for, the hit's first.
+
+    `shared` is 0, too, where a host tier does not say it.
+    """
+    if not groups:
+        return found.boundary == found.shared == 0
+    step, largest = boundary_tokens(groups), largest_boundary(groups)
+    in_order = found.boundary <= (found.shared or largest) <= largest
+    return in_order and not found.boundary % step and not found.shared % step
+
+
 def _needed(groups: Sequence[GroupRun], boundary: int) -> int:
-    """Return how many blocks a hit up to a boundary needs; -1: there is no such boundary."""
-    if boundary > largest_boundary(groups) or boundary % boundary_tokens(groups):
-        return -1
+    """Return how many blocks a hit up to a boundary needs."""
     return sum(map(len, needed(groups, boundary)))
 
 

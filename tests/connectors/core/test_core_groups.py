@@ -74,6 +74,30 @@ def test_an_answer_that_does_not_fit_its_boundary_is_not_believed(
     assert engine.core.view.counts["answers_malformed"] == 1
 
 
+@pytest.mark.parametrize("shared", [4, 7, 10, 13, 16])
+def test_where_prompts_part_is_a_boundary_behind_the_hit(shared: int) -> None:
+    """Goal: windows are held before that boundary, so that a wrong number must not get so far."""
+    engine = Engine()
+    assert ask(engine) is None
+    answer(engine, 8, 3, shared=shared)
+    assert ask(engine) == Hit(0, reason="malformed")
+    assert engine.released == [50]
+
+
+def test_an_answer_without_groups_has_no_boundary() -> None:
+    engine = Engine()
+    assert engine.look_up(1, 2) is None
+    answer(engine, 0, 2, shared=4)
+    assert engine.look_up(1, 2) == Hit(0, reason="malformed")
+
+
+def test_a_host_tier_that_does_not_say_where_prompts_part_is_believed() -> None:
+    engine = Engine()
+    assert ask(engine) is None
+    answer(engine, 8, 3, shared=0)
+    assert ask(engine) == Hit(3, host=3, reason="not_stored", boundary=8)
+
+
 def test_nothing_found_is_an_answer() -> None:
     engine = Engine()
     assert found(engine, 0, 0) == Hit(0, reason="not_stored", shared=12)
@@ -101,8 +125,8 @@ def test_behind_a_failed_block_nothing_is_asked_for_in_any_group() -> None:
     assert engine.asked() == [1, 2, 11, 12]
     assert engine.lookups[-1].groups == [GroupRun(4, 2), GroupRun(4, 2, 1)]
     assert engine.core.view.counts["avoided_blocks"] == 2
-    answer(engine, 8, 3)
-    assert ask(engine) == Hit(3, host=3, reason="not_stored", boundary=8, shared=12)
+    answer(engine, 8, 3, shared=8)
+    assert ask(engine) == Hit(3, host=3, reason="not_stored", boundary=8, shared=8)
     engine.load_ended(engine.take(70, 71, 72), corrupt=[0])
     assert ask(engine) == Hit(0, reason="avoided")
     engine.wait(LIMITS.avoid_ms)

@@ -435,6 +435,23 @@ def test_loaded_blocks_are_not_offered_again_and_what_is_behind_them_is() -> Non
     assert engine.offers == {1: (3, 4), 2: (14,)}
 
 
+def test_loaded_blocks_that_another_request_shares_are_not_offered_again() -> None:
+    """1. A load brings two full blocks, and one of the window. 2. Another prompt begins alike: the
+    device has them, and what is behind them is offered."""
+    engine, first = Engine(), Request(all_token_ids=tokens(17))
+    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
+    engine.admit(first)
+    engine.side.allocated(first, Table([1, 2], [0, 12]), 8)
+    [load] = engine.side.plan(Output()).loads
+    engine.side.reported(StepReport((LoadResult(load, (True,) * 3),)))
+    engine.half.hit = Hit(0)
+    second = Request(request_id="second", all_token_ids=tokens(17))
+    engine.admit(second, 8)
+    engine.step(second, 8, [1, 2, 5, 6], [0, 12, 15, 16])
+    engine.step(second, 1, [1, 2, 5, 6, 7], [0, 0, 0, 16, 17])
+    assert engine.offers == {1: (5, 6), 2: (16,)}
+
+
 def test_after_a_load_that_failed_everything_is_offered_again() -> None:
     """One block of the window is corrupt: vLLM computes the whole prompt. Prompts part at 8."""
     engine, request = Engine(), Request(all_token_ids=tokens(17))

@@ -230,7 +230,9 @@ def test_engines_that_group_their_layers_otherwise_name_their_blocks_apart() -> 
         grouping_of(config(FullAttentionSpec(), SlidingWindowSpec(17))),
         grouping_of(config(FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec())),
     }
-    assert len(others | {one}) == 4
+    longer = config(FullAttentionSpec(), SlidingWindowSpec())
+    longer.kv_cache_groups[1].layer_names.append("layer2")
+    assert len(others | {one, grouping_of(longer)}) == 5
 
 
 def kept(group: KvGroup, boundaries: set[int], step: int = 4) -> list[int]:

@@ -29,7 +29,7 @@ WINDOW_BLOCKS_MAX = 65_536
 CHUNK_TOKENS_MAX = 1 << 30
 LOOK_BLOCKS = 64
 """Blocks of a prefix that are looked at together: behind the first that is missing, this many are
-looked at in vain at most. Of other groups so many more are looked at each time they reach less."""
+looked at in vain at most. For a window so many more are looked at, then twice as many each time."""
 
 
 class GroupRun(msgspec.Struct, frozen=True, array_like=True):
@@ -151,7 +151,9 @@ def reach(
     others from the back.
     """
     step = boundary_tokens(groups)
-    tokens = largest_boundary(groups) if most is None else min(most, largest_boundary(groups))
+    tokens = largest_boundary(groups)
+    if most is not None:
+        tokens = min(tokens, most // step * step)
     for group, found in zip(groups, names, strict=True):
         if group.is_prefix:
             tokens = min(tokens, _prefix(group, found, has, tokens, shared) // step * step)
@@ -185,54 +187,64 @@ def _prefix(group: GroupRun, names: Sequence[SequenceHash], has: Has, most: int,
 
 class _FoundBlocks:
     """Which blocks of a group that is no prefix are there, from the last one asked for back to the
-    one that was looked at first."""
+    one that was looked at first.
+
+    Byte 0 is the last block: `find` takes as long as what it searches, and `rfind` as often as long
+    as a window has blocks.
+    """
 
     def __init__(
         self, group: GroupRun, names: Sequence[SequenceHash], has: Has, count: int
     ) -> None:
         assert 0 <= count <= len(names), f"{count} of {len(names)} blocks"
         self._group, self._names, self._has = group, names, has
+        self._window = b"\1" * group.window_blocks
         self._there = bytearray(count)
-        self._looked = count
-        """Those from here on have been looked at, or are of no use any more."""
+        self._looked = 0
+        """So many have been looked at, or are of no use any more."""
 
     def boundary(self, most: int, step: int) -> int:
         """Return the largest boundary of at most `most` tokens, a multiple of `step`, at which all
         is there that a hit needs."""
-        group, size = self._group, self._group.block_tokens
+        group, size, count = self._group, self._group.block_tokens, len(self._there)
         tokens = most
         while tokens:
             end, first = tokens // size, group.first_needed(tokens)
-            self._looked = min(self._looked, end)
-            self._look(first)
-            gap = self._there.rfind(0, first, end)
+            needed_from, needed_to = count - end, count - first
+            self._looked = max(self._looked, needed_from)
+            self._look(needed_to)
+            gap = self._there.find(0, needed_from, needed_to)
             if gap < 0:
                 return tokens
             # Every boundary behind a missing block needs it, up to here.
-            before = self._there.find(0, first, end) if group.chunk_tokens else self._before(gap)
-            assert before <= gap, f"block {gap} is missing, and {before} is behind it"
+            if group.chunk_tokens:
+                before = count - 1 - self._there.rfind(0, needed_from, needed_to)
+            else:
+                before = self._before(gap + 1)
+            assert before < count - gap, f"block {count - 1 - gap} is missing, {before} is behind"
             tokens = before * size // step * step
         return 0
 
-    def _before(self, gap: int) -> int:
-        """Return how many blocks, at most those before `gap`, end with a whole window, or are all
-        there."""
-        end, more = gap, LOOK_BLOCKS
+    def _before(self, start: int) -> int:
+        """Return how many blocks end with a whole window, or are all there: at most those from
+        byte `start` on."""
+        there, count = self._there, len(self._there)
+        begin, more = start, LOOK_BLOCKS
         while True:
-            missing = self._there.rfind(0, self._looked, end)
-            begin = missing + 1 if missing >= 0 else self._looked
-            if end - begin >= self._group.window_blocks:
-                return end
-            if missing >= 0:
-                end = missing
-            elif self._looked:
-                self._look(max(0, self._looked - more))
-                more *= 2
-            else:
-                return end
+            found = there.find(self._window, begin, self._looked)
+            if found >= 0:
+                return count - found
+            if self._looked == count:
+                return count - 1 - max(there.rfind(0, start), start - 1)
+            # A window may begin before the edge of what was looked at.
+            begin = max(begin, self._looked - len(self._window) + 1)
+            self._look(min(count, self._looked + more))
+            more *= 2
 
-    def _look(self, first: int) -> None:
-        assert 0 <= first <= len(self._there), f"block {first} of {len(self._there)}"
-        if first < self._looked:
-            self._there[first : self._looked] = self._has(self._names[first : self._looked])
-            self._looked = first
+    def _look(self, upto: int) -> None:
+        assert 0 <= upto <= len(self._there), f"{upto} of {len(self._there)} blocks"
+        if upto > self._looked:
+            count = len(self._there)
+            found = self._has(self._names[count - upto : count - self._looked])
+            self._there[self._looked : upto] = found[::-1]
+            self._looked = upto

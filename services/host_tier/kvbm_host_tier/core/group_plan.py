@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kvbm_common.identity import BLOCK_TOKENS_MAX, IdentityError, SequenceHash
 from kvbm_common.tier.kv_groups import (
@@ -18,11 +19,19 @@ from kvbm_common.tier.kv_groups import (
     GroupRun,
     Has,
     Reach,
+    boundary_tokens,
     largest_boundary,
+    needed,
     needed_names,
     reach,
     split,
 )
+
+from kvbm_host_tier.core.presence import Known
+
+TRIES_MAX = 16
+"""Boundaries that are tried where there is no room for a plan. Mostly the second or third fits;
+where a window is to be brought at each of thousands, and there is no room for it, none does."""
 
 
 @dataclass(slots=True)
@@ -42,15 +51,42 @@ class GroupPlan:
         _require_groups(groups, len(hashes))
         return cls(groups, split(groups, hashes), largest_boundary(groups), Reach(0, 0))
 
-    def choose(self, here: Has, may_come: Has) -> list[SequenceHash]:
-        """Reach as far as blocks go that are here, or may come. Return the blocks of the longest
-        hit that is here, where it is a shorter one."""
-        self.reach = reach(self.groups, self.names, here)
-        shorter, is_here = self.reach.tokens, self.needed()
+    def choose(self, known: Known) -> list[SequenceHash]:
+        """Reach as far as blocks go that are here, or may come. Return the blocks of the largest
+        hit that is here, if it is a smaller one: a lookup that waits keeps them."""
+        self.reach = reach(self.groups, self.names, known.here)
+        here_tokens, here_names = self.reach.tokens, self.needed()
         if self.is_short:
-            self.reach = reach(self.groups, self.names, may_come, shared=self.reach.shared)
-        assert shorter <= self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
-        return is_here if shorter < self.reach.tokens else []
+            self.reach = reach(self.groups, self.names, known.may_come, shared=self.reach.shared)
+        assert here_tokens <= self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
+        return here_names if here_tokens < self.reach.tokens else []
+
+    def shorten(self, room: int, known: Known) -> None:
+        """Reach as far as blocks may come into so many free slots."""
+        assert room >= 0, f"{room} slots"
+        step, shared = boundary_tokens(self.groups), self.reach.shared
+        a_step = sum(step // one.block_tokens for one in self.groups)
+        tokens, counts = self.reach.tokens, self._slot_counts(known.takes_slot)
+        for _ in range(TRIES_MAX):
+            places = needed(self.groups, tokens)
+            wanted = [c[at.stop] - c[at.start] for c, at in zip(counts, places, strict=True)]
+            short = sum(wanted) - room
+            if short <= 0:
+                break
+            # So far at least: a step back saves `a_step` blocks at most.
+            most = max(0, tokens - step * -(-short // a_step))
+            tokens = reach(self.groups, self.names, known.may_come, most=most, shared=shared).tokens
+        else:
+            tokens = reach(self.groups, self.names, known.here, most=tokens).tokens
+        assert tokens <= self.reach.tokens, f"{tokens} tokens are more than {self.reach}"
+        self.reach = Reach(tokens, shared)
+
+    def _slot_counts(self, takes_slot: Has) -> list[list[int]]:
+        """Return, for each group, how many of its first n blocks take a slot, for every n."""
+        return [
+            [0, *accumulate(takes_slot(found[: self.reach.tokens // one.block_tokens]))]
+            for one, found in zip(self.groups, self.names, strict=True)
+        ]
 
     def fall_back(self, here: Has) -> None:
         """Reach as far as blocks go that are here; what was shared stays known."""

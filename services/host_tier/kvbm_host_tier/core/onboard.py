@@ -31,7 +31,7 @@ from kvbm_host_tier.core.messages import Answer, EngineId, FillDone, FillFailed,
 from kvbm_host_tier.core.open_lookup import LOOKUP, LookupState, Medium, OpenLookup
 from kvbm_host_tier.core.peer_messages import HoldersTold, PeerId, PeerPulled, PeerPullFailed
 from kvbm_host_tier.core.peers import Outcome, Peers
-from kvbm_host_tier.core.presence import blocks_here, blocks_to_come
+from kvbm_host_tier.core.presence import Presence
 from kvbm_host_tier.core.waiting import Waiting
 
 
@@ -59,6 +59,7 @@ class Onboard:
         self._cost = cost
         self._lookups: dict[int, OpenLookup] = {}
         self._waiting = waiting
+        self._presence = Presence(self._table, below, waiting)
         self._questions: dict[int, int] = {}
         """Question to the index → the lookup that waits for it."""
         self._next_id = 1
@@ -103,11 +104,7 @@ class Onboard:
         plan = None
         if asked.groups:
             plan = GroupPlan.of(asked.groups, hashes)
-            here = blocks_here(self._table, engine.namespaces)
-            come = blocks_to_come(
-                here, self._table, self._below, self._waiting, engine.namespaces, now_ms
-            )
-            shorter = plan.choose(here, come)
+            shorter = plan.choose(self._presence.of(engine.namespaces, now_ms))
             hashes = plan.needed()
         lookup = OpenLookup.of_engine(connection, asked, hashes, engine, plan, now_ms)
         if plan is None:
@@ -143,13 +140,14 @@ class Onboard:
         self._answers.keep_own(lookup)
         here = lookup.run
         fills, question = list[SequenceHash](), 0
-        if here < len(lookup.hashes) and not lookup.reason:
+        is_short = here < len(lookup.hashes) and not lookup.reason
+        if is_short:
             fills = self._walk_rest(lookup, now_ms)
         self._admit(lookup.hashes, lookup.slots)
         if lookup.reason == "not_stored" and lookup.plan is None:
             rest = lookup.hashes[lookup.run :]
             question = self._peers.ask(rest, now_ms, until_ms=lookup.answer_by_ms)
-        if fills or question or (here < lookup.run and None in lookup.slots):
+        if fills or question or (is_short and None in lookup.slots):
             self._wait(lookup, fills, question, now_ms)
         else:
             self._answers.give(lookup, now_ms)
@@ -165,6 +163,15 @@ class Onboard:
         self, lookup: OpenLookup, now_ms: int, remote: Container[SequenceHash] = ()
     ) -> list[SequenceHash]:
         """Go on where the run ends; returns the blocks to be brought from below or a peer."""
+        fills = self._walk(lookup, now_ms, remote)
+        if fills:
+            fills = self._cut_where_no_room(lookup, fills, now_ms)
+        return self._cost.cut(lookup, fills, now_ms)
+
+    def _walk(
+        self, lookup: OpenLookup, now_ms: int, remote: Container[SequenceHash] = ()
+    ) -> list[SequenceHash]:
+        """Pin what is here behind the run; returns what is to be brought, as far as all comes."""
         assert len(lookup.slots) == lookup.run, lookup.owner
         table, below, own = self._table, self._below, lookup.namespaces
         fills: list[SequenceHash] = []
@@ -186,9 +193,7 @@ class Onboard:
             place = below.others(lookup.hashes[lookup.run], own)
             lookup.reason = OTHER_NAMESPACE if place else "not_stored"
             lookup.failed_at = place or ""
-        if fills:
-            fills = self._cut_where_no_room(lookup, fills, now_ms)
-        return self._cost.cut(lookup, fills, now_ms)
+        return fills
 
     def _cut_where_no_room(
         self, lookup: OpenLookup, fills: list[SequenceHash], now_ms: int
@@ -204,8 +209,15 @@ class Onboard:
             return fills
         reason = "no_room" if size else "unknown_size"
         self._counts[f"dropped.fill_{reason}"] += len(fills) - room
-        lookup.cut(lookup.hashes.index(fills[room]), reason, self._table)
-        return fills[:room]
+        if lookup.plan is None:
+            lookup.cut(lookup.hashes.index(fills[room]), reason, self._table)
+            return fills[:room]
+        # A part of its run would be of no use: blocks come group after group.
+        lookup.plan.shorten(room, self._presence.of(lookup.namespaces, now_ms))
+        lookup.restart(lookup.plan.needed(), self._table)
+        fills = self._walk(lookup, now_ms)
+        lookup.reason = lookup.reason or reason
+        return fills
 
     def _wait(
         self, lookup: OpenLookup, fills: list[SequenceHash], question: int, now_ms: int

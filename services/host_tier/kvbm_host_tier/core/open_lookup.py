@@ -137,6 +137,12 @@ class OpenLookup:
         self.run = run
         self.reason, self.failed_at, self.detail = reason, place, ""
 
+    def restart(self, hashes: list[SequenceHash], table: SlotTable) -> None:
+        """Begin again with other blocks, before any is on its way."""
+        assert not self.came_from, f"{self.owner} begins again after blocks have come"
+        self.cut(0, "", table)
+        self.hashes = hashes
+
     def unpin_fallback(self, table: SlotTable) -> None:
         """Let go of what the shorter hit needs."""
         assert self.plan is not None or not self.fallback, f"{self.owner} has no plan to fall back"

@@ -6,6 +6,7 @@ A long prompt has thousands of blocks, and often most are absent. So sets are co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import Has, has_each
@@ -28,22 +29,43 @@ def blocks_here(table: SlotTable, own: Namespaces) -> Has:
     return lambda names: bytes(len(names)) if table.has_none_of(names) else find(names)
 
 
-def blocks_to_come(
-    here: Has, table: SlotTable, below: LowerTiers, waiting: Waiting, own: Namespaces, now_ms: int
-) -> Has:
-    """Return the function that tells which blocks are here, below for their engine, or on their way
-    for a lookup."""
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of blocks at one moment, for one engine."""
 
-    def comes(name: SequenceHash) -> bool:
-        if table.holds(name) or table.is_staging(name):
-            return name in waiting  # What is here is not its engine's.
-        return below.usable(name, now_ms, own)
+    here: Has
+    may_come: Has
+    """Those that are here, or below for their engine, or on their way for a lookup."""
+    takes_slot: Has
+    """Those that would have to be brought: neither here nor on their way."""
 
-    def find(names: Sequence[SequenceHash]) -> bytes:
-        found = here(names)
-        assert len(found) == len(names), f"{len(found)} of {len(names)} blocks were looked at"
-        if 0 not in found or (below.has_none_of(names) and waiting.has_none_of(names)):
-            return found
-        return bytes(is_here or comes(name) for is_here, name in zip(found, names, strict=True))
 
-    return find
+class Presence:
+    """Where the blocks are that lookups may have."""
+
+    def __init__(self, table: SlotTable, below: LowerTiers, waiting: Waiting) -> None:
+        self._table, self._below, self._waiting = table, below, waiting
+
+    def of(self, own: Namespaces, now_ms: int) -> Known:
+        """Return what tells of blocks in some namespaces."""
+        table, below, waiting = self._table, self._below, self._waiting
+        here = blocks_here(table, own)
+
+        def comes(name: SequenceHash) -> bool:
+            if table.holds(name) or table.is_staging(name):
+                return name in waiting  # What is here is not its engine's.
+            return below.usable(name, now_ms, own)
+
+        def may_come(names: Sequence[SequenceHash]) -> bytes:
+            found = here(names)
+            assert len(found) == len(names), f"{len(found)} of {len(names)} blocks were looked at"
+            if 0 not in found or (below.has_none_of(names) and waiting.has_none_of(names)):
+                return found
+            pairs = zip(found, names, strict=True)
+            return bytes(is_here or comes(name) for is_here, name in pairs)
+
+        def takes_slot(names: Sequence[SequenceHash]) -> bytes:
+            pairs = zip(here(names), names, strict=True)
+            return bytes(not is_here and name not in waiting for is_here, name in pairs)
+
+        return Known(here, may_come, takes_slot)

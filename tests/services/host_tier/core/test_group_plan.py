@@ -261,6 +261,19 @@ def test_an_engine_that_leaves_takes_its_lookup_along() -> None:
     assert host.slots["active"] == 0
 
 
+def test_where_prompts_part_stays_known_when_a_window_does_not_come() -> None:
+    """The full group has four blocks here, and windows end at 12 tokens: the plan. Then block 13 is
+    gone: a hit of 8 tokens is left, and prompts part at 16 as before."""
+    host = Host(slots=16)
+    host.store(1, 2, 3, 4)
+    host.disk_stored(11, 12, 13)
+    [fill] = of(look_up(host, 4), AskFill)
+    assert asked(fill) == [12, 13]
+    host.store(11)
+    found = host.found(host.filled(fill, 13))
+    assert (found.boundary, found.shared, found.reason) == (8, 16, "gone")
+
+
 # --- bad questions ------------------------------------------------------------------------------
 
 
