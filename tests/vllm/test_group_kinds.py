@@ -27,7 +27,9 @@ from tests.vllm.harness import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("several_groups")
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ from tests.vllm.harness import (
 )
 from tests.vllm.test_events import differences, wait_agreed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("several_groups")
+]  # fmt: skip
 
 BLOCK_BYTES = 32_768
 WINDOW = 2

@@ -5,9 +5,8 @@ the request in `sent`. With several, or a sliding window, vLLM frees blocks whil
 runs, so `BlockHolds` has a reference to each offered block.
 
 A window's blocks leave it before they could be offered: the step that computes them must end
-first. So those that are worth it are held from the plan on that computes them. The same goes for
-recurrent states, which vLLM hands over with the step that computes them: its block table moves
-them, and keeps no more than the last one.
+first. So those that are worth it are held from the plan on that computes them. So are recurrent
+states, which vLLM hands over with that step: its block table keeps no more than the last one.
 
 A draft model may still write KV of a step that has ended. Its engine's offers wait for a mark in
 every rank's stream, and what holds their blocks holds them until then, too.
@@ -19,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.kv_groups import boundary_tokens
 
 from kvbm_connectors.client.offered_names import OfferedNames
@@ -51,7 +51,7 @@ class _Part:
     run: OfferRun
     group: KvGroup
     held: bool
-    """The blocks have left their table, and are held already."""
+    """The blocks are held beside the request: they may leave its table."""
 
 
 class DeviceOffers:
@@ -237,6 +237,11 @@ class DeviceOffers:
             names = tracked.first_names(group.hasher, end)
             runs = runs_to_offer(list(held), held, names, group.hasher.root)
             self._offer_runs(tracked, group, runs, held=True)
+
+    def loads(self, names: Sequence[SequenceHash]) -> None:
+        """Note that a load brings these blocks: the host tier has them."""
+        self._serve()
+        self.known.add(names)
 
     def _serve(self) -> None:
         """Forget the names of another life of the host tier; of what `send` offers, once."""

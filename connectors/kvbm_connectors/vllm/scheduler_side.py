@@ -181,7 +181,7 @@ class SchedulerSide:
         tracked.lease, tracked.sync = load.lease, self._sync and not self._hybrid
         tracked.loaded = (tracked.local, end)
         # What is loaded is in the host tier. It must count as known before a request shares it.
-        self._offers.known.add(names)
+        self._offers.loads(names)
         self._loads.append(load)
 
     def _take(
