@@ -267,7 +267,7 @@ class PlainEngine(EngineNode):
             self._take(request, hit)
 
     def _take(self, request: Request, hit: Hit) -> None:
-        load = self.core.take(request.name, self._targets(request, hit), self.world.now_ms)
+        load = self.take_found(request.name, self._targets(request, hit))
         if load.deadline_ms <= self.world.now_ms:
             self.world.marks["take after its lease"] += 1
         if load.epoch != self.core.view.epoch:

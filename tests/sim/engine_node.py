@@ -23,6 +23,7 @@ from kvbm_connectors.core.messages import (
     Effect,
     FromService,
     Hit,
+    Load,
     LoadResult,
     OfferEnded,
     ToHost,
@@ -36,6 +37,7 @@ from tests.sim.cluster import Cluster, Host
 from tests.sim.conversations import Conversations
 from tests.sim.engine_sockets import Sockets
 from tests.sim.failed_loads import FailedLoads
+from tests.sim.host_lookups import Question
 from tests.sim.kv_groups import Group, Rule, groups_of
 from tests.sim.memory import right
 from tests.sim.workers import Worker
@@ -208,10 +210,17 @@ class EngineNode(Node):
             if self.world.traced:
                 self.world.note(f"{self.name} > {effect}")
             is_host = isinstance(effect, ToHost)
-            if isinstance(effect.message, Lookup):
-                self._failed.asked(effect.message, self.core.view.epoch, self.world.now_ms)
+            if isinstance(lookup := effect.message, Lookup):
+                question = Question.of(lookup, self.groups, self.boundary_tokens)
+                self._failed.asked(lookup, question, self.core.view.epoch, self.world.now_ms)
             link = self.sockets.host_tier if is_host else self.sockets.consolidator
             link.outbox.append(effect.message)
+
+    def take_found(self, request: str, blocks: Sequence[int]) -> Load:
+        """Take what was found for a request."""
+        load = self.core.take(request, blocks, self.world.now_ms)
+        self._failed.taken(load, self.world.now_ms)
+        return load
 
     def load_ended(self, result: LoadResult) -> None:
         """Report the end of a load."""

@@ -56,11 +56,17 @@ class Question:
     def boundary(self, here: Collection[SequenceHash]) -> int:
         """Return how many tokens a hit has at most, if these blocks are here."""
         pairs = list(zip(self.rules, self.names, strict=True))
-        tokens = min(len(names) * rule.block_tokens for rule, names in pairs)
-        tokens = tokens // self.step * self.step
+        tokens = self.most
         while not all(self._are_here(rule, names, here, tokens) for rule, names in pairs):
             tokens -= self.step
         return tokens
+
+    @property
+    def most(self) -> int:
+        """Return how many tokens a hit has at most."""
+        pairs = zip(self.rules, self.names, strict=True)
+        tokens = min(len(names) * rule.block_tokens for rule, names in pairs)
+        return tokens // self.step * self.step
 
     def _are_here(
         self, rule: Rule, names: Sequence[SequenceHash], here: Collection[SequenceHash], tokens: int

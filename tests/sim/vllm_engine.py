@@ -67,7 +67,7 @@ class Half:
 
     def take(self, request: str, blocks: Sequence[int]) -> Load:
         """See ConnectorCore.take."""
-        return self._engine.core.take(request, blocks, self._engine.world.now_ms)
+        return self._engine.take_found(request, blocks)
 
     def load_ended(self, result: LoadResult) -> None:
         """See ConnectorCore.load_ended."""

@@ -229,6 +229,7 @@ class _FoundBlocks:
         """Return how many blocks end with a whole window, or are all there: at most those from
         byte `start` on."""
         there, count = self._there, len(self._there)
+        assert 0 < start <= count, f"byte {start} of {count}"
         begin, more = start, LOOK_BLOCKS
         while True:
             found = there.find(self._window, begin, self._looked)

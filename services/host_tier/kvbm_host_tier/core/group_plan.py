@@ -83,6 +83,7 @@ class GroupPlan:
 
     def _slot_counts(self, takes_slot: Has) -> list[list[int]]:
         """Return, for each group, how many of its first n blocks take a slot, for every n."""
+        assert self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
         return [
             [0, *accumulate(takes_slot(found[: self.reach.tokens // one.block_tokens]))]
             for one, found in zip(self.groups, self.names, strict=True)

@@ -141,6 +141,7 @@ class OpenLookup:
         """Begin again with other blocks, before any is on its way."""
         assert not self.came_from, f"{self.owner} begins again after blocks have come"
         self.cut(0, "", table)
+        assert len(set(hashes)) == len(hashes), f"{self.owner} asks for a block twice"
         self.hashes = hashes
 
     def unpin_fallback(self, table: SlotTable) -> None:
