@@ -24,6 +24,7 @@ def main() -> int:
     seed = arguments.seed if arguments.seed is not None else random.randrange(1 << 31)
     print(f"seed {seed}: python -m tests.soak --minutes {arguments.minutes:g} --seed {seed}",
           flush=True)  # fmt: skip
+    os.environ.setdefault("UCX_HANDLE_ERRORS", "bt")  # Else an assertion of UCX says no more.
     if arguments.plant:
         os.environ["KVBM_SOAK_PLANT"] = arguments.plant
     report = asyncio.run(soak(seconds=60 * arguments.minutes, seed=seed, logs=arguments.logs))
