@@ -28,7 +28,7 @@ by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.nam
 
 def test_every_package_is_released() -> None:
     """Goal: a new package is not forgotten. The root holds tools' settings and no package."""
-    places = (*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml"))
+    places = (*ROOT.glob("[!.]*/pyproject.toml"), *ROOT.glob("[!.]*/[!.]*/pyproject.toml"))
     assert {path.parent for path in places} == set(PACKAGES)
 
 
