@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from kvbm_common.identity import SequenceHash
@@ -25,7 +26,8 @@ from kvbm_connectors.consolidator.core.events import EventDraft
 from kvbm_connectors.consolidator.core.held_blocks import BlockRun, HeldBlocks
 from kvbm_connectors.consolidator.core.merged_stream import MergedStreams
 from kvbm_connectors.consolidator.core.messages import GroupNamespace
-from kvbm_connectors.core.messages import LoadResult
+from kvbm_connectors.core.lookups import Lookups
+from kvbm_connectors.core.messages import Hit, LoadResult
 from kvbm_host_tier.core.group_plan import GroupPlan
 from kvbm_host_tier.core.lower_tiers import Namespaces
 from kvbm_host_tier.core.open_lookup import OpenLookup
@@ -172,22 +174,19 @@ def plan_with_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
 
 def avoid_in_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
     """The connector avoids failed blocks of the first group, and asks for others again."""
+    lookup, run_before = Lookups.lookup, FailedBlocks.run_before
+    looked: list[int] = []
 
-    def planted(groups: Sequence[GroupRun], names: Names, has: Has) -> Reach:
-        first = frozenset(names[0])
+    def begin(lookups: Lookups, *args: Any, **options: Any) -> Hit | None:
+        looked.clear()
+        return lookup(lookups, *args, **options)
 
-        def of_first(asked: Sequence[SequenceHash]) -> bytes:
-            pairs = zip(asked, has(asked), strict=True)
-            return bytes(is_good or name not in first for name, is_good in pairs)
+    def planted(failed: FailedBlocks, names: Sequence[SequenceHash], now_ms: int) -> int:
+        looked.append(len(names))
+        return run_before(failed, names, now_ms) if len(looked) == 1 else len(names)
 
-        return reach(groups, names, of_first)
-
-    patch.setattr("kvbm_connectors.core.lookups.reach", planted)
-
-
-def take_a_hit_with_a_failed_block(patch: pytest.MonkeyPatch) -> None:
-    """A hit that is smaller than what was asked for is taken with a block that has failed."""
-    patch.setattr(FailedBlocks, "has_any", lambda _failed, _names: False)
+    patch.setattr(Lookups, "lookup", begin)
+    patch.setattr(FailedBlocks, "run_before", planted)
 
 
 WINDOW, _, STATE, CHUNK, TWO = GROUPINGS[:5]
@@ -214,8 +213,6 @@ PLANTS = (
           {**ONE_HOST, "groups": WINDOW}),
     Plant("a plan with blocks of others", plan_with_blocks_of_others, "are here|another namespace",
           {**ONE_HOST, "groups": WINDOW, "sizes": (1, 2)}),
-    Plant("a smaller hit needs a failed block", take_a_hit_with_a_failed_block, "failed to load",
-          {**ONE_HOST, **CORRUPT, "groups": WINDOW}),
     Plant("avoided in the first group alone", avoid_in_the_first_group_alone, "failed to load",
           {**ONE_HOST, **CORRUPT, "groups": STATE}),
     Plant("a state is used without its KV", use_a_part_of_a_hit, WRONG_BYTES,

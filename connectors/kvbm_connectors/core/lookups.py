@@ -19,9 +19,9 @@ from kvbm_common.identity import SequenceHash
 from kvbm_common.tier.failed_blocks import FailedBlocks
 from kvbm_common.tier.kv_groups import (
     GroupRun,
-    has_each,
+    boundary_tokens,
     indispensable,
-    reach,
+    largest_boundary,
     split,
 )
 from kvbm_common.tier.machine import InvalidTransition
@@ -183,15 +183,15 @@ class Lookups:
     def _without_avoided(
         self, hashes: Sequence[SequenceHash], groups: Sequence[GroupRun], now_ms: int
     ) -> tuple[Sequence[SequenceHash], Sequence[GroupRun]]:
-        """Return what comes before the first avoided block. Of groups, what comes before the
-        largest boundary that needs none: a window may leave some behind."""
+        """Return what comes before the first avoided block, in every group."""
+        run_before = self._avoided.run_before
         if not groups:
-            return hashes[: self._avoided.run_before(hashes, now_ms)], ()
-        if not len(self._avoided):
-            return hashes, groups
+            return hashes[: run_before(hashes, now_ms)], ()
         names = split(groups, hashes)
-        may_ask = has_each(lambda name: not self._avoided.avoids(name, now_ms))
-        most = reach(groups, names, may_ask).tokens
+        most = largest_boundary(groups)
+        for group, found in zip(groups, names, strict=True):
+            most = min(most, run_before(found, now_ms) * group.block_tokens)
+        most -= most % boundary_tokens(groups)
         shorter = [replace(one, blocks=most // one.block_tokens) for one in groups]
         kept = [found[: one.blocks] for one, found in zip(shorter, names, strict=True)]
         return [name for found in kept for name in found], shorter
@@ -220,11 +220,6 @@ class Lookups:
             self._give_back(found.lease)
         elif is_sound(found, len(lookup.asked), lookup.groups):
             lookup.found = found
-            if lookup.groups and self._avoided.has_any(lookup.names()):
-                # A smaller hit than was asked for needs a block that a larger one does not.
-                self._tell(request, found.lookup, "avoided", len(found.slots))
-                lookup.found = nothing(found.lookup, found.epoch, "avoided")
-                self._give_back(found.lease)
             self._move(request, "found")
             if lookup.is_hoped_for and not found.slots:
                 self._counts["lookups_in_vain"] += 1

@@ -134,25 +134,6 @@ def test_behind_a_failed_block_nothing_is_asked_for_in_any_group() -> None:
     assert engine.asked() == list(WANTED)
 
 
-def test_a_window_leaves_a_failed_block_behind() -> None:
-    """Goal: one bad block of a window does not hide every larger hit for a minute.
-
-    1. The load of a hit of four tokens fails: 11 is bad. 2. A hit of all needs 13 of that group,
-    so that all is asked for. 3. The host tier has a hit of four tokens alone, which needs 11: it is
-    not taken, and its lease goes back. 4. A hit of eight tokens needs 12: it is.
-    """
-    engine = Engine()
-    found(engine, 4, 2)
-    engine.load_ended(engine.take(70, 71), corrupt=[1])
-    assert ask(engine) is None
-    assert (engine.asked(), engine.lookups[-1].groups) == (list(WANTED), GROUPS)
-    answer(engine, 4, 2)
-    assert ask(engine) == Hit(0, reason="avoided")
-    assert engine.released == [50, 50]
-    engine.forget()
-    assert found(engine, 8, 3).blocks == 3
-
-
 def test_the_blocks_of_a_group_are_offered_under_its_namespace() -> None:
     engine = Engine()
     run = OfferRun(name(0), (name(1),), (1,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvbm_common.identity import SequenceHash
 
@@ -39,11 +39,6 @@ class FailedBlocks:
     def avoids(self, name: SequenceHash, now_ms: int) -> bool:
         """Tell whether a block is not to be asked for now."""
         return bool(self._until_ms) and now_ms < self._until_ms.get(name, now_ms)
-
-    def has_any(self, names: Iterable[SequenceHash]) -> bool:
-        """Tell whether any of these blocks is among the failed ones, also just before its end."""
-        assert len(self._until_ms) <= self._block_count_max, f"{len(self)} blocks are avoided"
-        return not self._until_ms.keys().isdisjoint(names)
 
     def run_before(self, names: Sequence[SequenceHash], now_ms: int) -> int:
         """Return how many names come before the first that is avoided."""

@@ -21,7 +21,7 @@ from kvbm_common.wire.verbs import FILL_GRACE_MS, FillRequest, FillSlot
 from kvbm_host_tier.core.held_blocks import HeldBlocks
 from kvbm_host_tier.core.limits import Means, reason_key
 from kvbm_host_tier.core.load_times import Loading, LoadTimes
-from kvbm_host_tier.core.lower_tiers import AVOID_MS, SOON_MS, LowerTiers
+from kvbm_host_tier.core.lower_tiers import AVOID_MS, STARTING_MS, LowerTiers
 from kvbm_host_tier.core.messages import AskFill, FillDone, FillFailed
 from kvbm_host_tier.core.open_lookup import OpenLookup
 
@@ -29,8 +29,8 @@ NO_REASON = "no_reason"
 """A lower tier has refused a block and gives no reason."""
 NOT_ON_DISK = ("gone", "corrupt")
 """The disk tier's own word that it does not have a block; any other failure may pass."""
-NOT_THE_BLOCKS_FAULT = ("stale_arena", "bus_unavailable", "no_responder")
-"""A lower tier has not mapped our arena yet, or is not reached: it starts, or NATS does."""
+STARTING = "stale_arena"
+"""The reason of a lower tier that has not mapped our arena yet."""
 
 
 class FillState(Enum):
@@ -226,8 +226,7 @@ class Fills:
             if reason in NOT_ON_DISK:
                 view.forget(name)
             else:
-                is_its_own = reason not in NOT_THE_BLOCKS_FAULT
-                view.avoid(name, now_ms, for_ms=AVOID_MS if is_its_own else SOON_MS)
+                view.avoid(name, now_ms, for_ms=STARTING_MS if reason == STARTING else AVOID_MS)
             self._counts[reason_key(self._counts, "dropped.fill", reason)] += 1
 
     # --- lent slots -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add
 
 from kvbm_common.identity import BLOCK_TOKENS_MAX, IdentityError, SequenceHash
 from kvbm_common.tier.kv_groups import (
@@ -21,7 +22,6 @@ from kvbm_common.tier.kv_groups import (
     Reach,
     boundary_tokens,
     largest_boundary,
-    needed,
     needed_names,
     reach,
     split,
@@ -30,8 +30,8 @@ from kvbm_common.tier.kv_groups import (
 from kvbm_host_tier.core.presence import Known
 
 TRIES_MAX = 16
-"""Boundaries that are tried where there is no room for a plan. Mostly the second or third fits;
-where a window is to be brought at each of thousands, and there is no room for it, none does."""
+"""Boundaries that are tried where there is no room for a plan: at one that fits, blocks of a window
+may be missing."""
 
 
 @dataclass(slots=True)
@@ -64,30 +64,38 @@ class GroupPlan:
     def shorten(self, room: int, known: Known) -> None:
         """Reach as far as blocks may come into so many free slots."""
         assert room >= 0, f"{room} slots"
-        step, shared = boundary_tokens(self.groups), self.reach.shared
-        a_step = sum(step // one.block_tokens for one in self.groups)
-        tokens, counts = self.reach.tokens, self._slot_counts(known.takes_slot)
+        step, shared, tokens = boundary_tokens(self.groups), self.reach.shared, self.reach.tokens
+        wanted = self._slots_wanted(known.takes_slot, step)
         for _ in range(TRIES_MAX):
-            places = needed(self.groups, tokens)
-            wanted = [c[at.stop] - c[at.start] for c, at in zip(counts, places, strict=True)]
-            short = sum(wanted) - room
-            if short <= 0:
-                break
-            # So far at least: a step back saves `a_step` blocks at most.
-            most = max(0, tokens - step * -(-short // a_step))
+            fitting = range(tokens // step, -1, -1)
+            most = step * next(at for at in fitting if wanted[at] <= room)
             tokens = reach(self.groups, self.names, known.may_come, most=most, shared=shared).tokens
+            if tokens == most:
+                break
         else:
             tokens = reach(self.groups, self.names, known.here, most=tokens).tokens
         assert tokens <= self.reach.tokens, f"{tokens} tokens are more than {self.reach}"
         self.reach = Reach(tokens, shared)
 
-    def _slot_counts(self, takes_slot: Has) -> list[list[int]]:
-        """Return, for each group, how many of its first n blocks take a slot, for every n."""
-        assert self.reach.tokens <= self.largest, f"{self.reach} of {self.largest}"
-        return [
-            [0, *accumulate(takes_slot(found[: self.reach.tokens // one.block_tokens]))]
-            for one, found in zip(self.groups, self.names, strict=True)
-        ]
+    def _slots_wanted(self, takes_slot: Has, step: int) -> list[int]:
+        """Return how many slots a hit takes at each boundary: 0, `step`, … up to the plan's."""
+        assert self.reach.tokens % step == 0, f"{self.reach} is no boundary"
+        boundaries = range(0, self.reach.tokens + 1, step)
+        wanted = [0] * len(boundaries)
+        for group, names in zip(self.groups, self.names, strict=True):
+            size, window = group.block_tokens, group.window_blocks
+            end = self.reach.tokens // size
+            counts = [0, *accumulate(takes_slot(names[:end]))]
+            if group.chunk_tokens:
+                before = [counts[group.first_needed(tokens)] for tokens in boundaries]
+            elif window:
+                before = [counts[max(0, at - window)] for at in range(0, end + 1, step // size)]
+            else:
+                before = [0] * len(boundaries)
+            pairs = zip(counts[:: step // size], before, strict=True)
+            taken = [upto - earlier for upto, earlier in pairs]
+            wanted = list(map(add, wanted, taken))
+        return wanted
 
     def fall_back(self, here: Has) -> None:
         """Reach as far as blocks go that are here; what was shared stays known."""

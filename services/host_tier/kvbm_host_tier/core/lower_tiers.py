@@ -30,8 +30,8 @@ LOWER: tuple[Tier, ...] = ("disk", "object")
 LIMITS = FollowLimits(waiting_max=4_096, retry_ms=500, retry_max_ms=30_000)
 AVOID_MS = 30_000
 """A disk in trouble is not asked for the same block by every request, and is asked again later."""
-SOON_MS = 500
-"""A tier that could not be asked fails at once, and is back soon: all its blocks are as before."""
+STARTING_MS = 500
+"""It could not map our arena in time: no fault of the block's."""
 AVOID_MAX = 65_536
 AWAY_MAX = 1_048_576
 """Names of blocks; they were in the view before, so this is no memory that was not taken."""

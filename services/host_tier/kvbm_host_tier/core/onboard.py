@@ -208,16 +208,16 @@ class Onboard:
         if room == len(fills):
             return fills
         reason = "no_room" if size else "unknown_size"
-        self._counts[f"dropped.fill_{reason}"] += len(fills) - room
         if lookup.plan is None:
             lookup.cut(lookup.hashes.index(fills[room]), reason, self._table)
-            return fills[:room]
-        # A part of its run would be of no use: blocks come group after group.
-        lookup.plan.shorten(room, self._presence.of(lookup.namespaces, now_ms))
-        lookup.restart(lookup.plan.needed(), self._table)
-        fills = self._walk(lookup, now_ms)
-        lookup.reason = lookup.reason or reason
-        return fills
+            kept = fills[:room]
+        else:  # A part of its run would be of no use: blocks come group after group.
+            lookup.plan.shorten(room, self._presence.of(lookup.namespaces, now_ms))
+            lookup.restart(lookup.plan, self._table)
+            kept = self._walk(lookup, now_ms)
+            lookup.reason = lookup.reason or reason
+        self._counts[f"dropped.fill_{reason}"] += max(0, len(fills) - len(kept))
+        return kept
 
     def _wait(
         self, lookup: OpenLookup, fills: list[SequenceHash], question: int, now_ms: int

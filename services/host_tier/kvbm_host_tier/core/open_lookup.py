@@ -137,12 +137,15 @@ class OpenLookup:
         self.run = run
         self.reason, self.failed_at, self.detail = reason, place, ""
 
-    def restart(self, hashes: list[SequenceHash], table: SlotTable) -> None:
-        """Begin again with other blocks, before any is on its way."""
+    def restart(self, plan: GroupPlan, table: SlotTable) -> None:
+        """Begin again with the blocks of a shorter plan, before any is on its way."""
+        hashes = plan.needed()
         assert not self.came_from, f"{self.owner} begins again after blocks have come"
         self.cut(0, "", table)
         assert len(set(hashes)) == len(hashes), f"{self.owner} asks for a block twice"
         self.hashes = hashes
+        if hashes:
+            self.block_tokens = max(1, plan.reach.tokens // len(hashes))
 
     def unpin_fallback(self, table: SlotTable) -> None:
         """Let go of what the shorter hit needs."""

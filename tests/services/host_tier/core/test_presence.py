@@ -62,6 +62,28 @@ def test_a_plan_reaches_as_far_as_there_are_slots(slots: int, blocks: int, bound
     host.core.check()
 
 
+@pytest.mark.parametrize(
+    ("windows", "blocks", "slots", "fitting"),
+    [(1, 2_000, 1_000, 996), (2, 2_000, 1_000, 992), (5, 200, 150, 130), (6, 2_000, 1_000, 976)],
+)
+def test_a_plan_over_many_groups_reaches_as_far_as_there_are_slots(
+    windows: int, blocks: int, slots: int, fitting: int
+) -> None:
+    """Full attention beside windows of four blocks, all on disk: windows take as many slots at each
+    boundary, and what is left is for the prefix."""
+    host, wanted = Host(slots=slots, batch_blocks_max=10_000), list[int]()
+    for group in range(windows + 1):
+        names = range(100_000 * (group + 1), 100_000 * (group + 1) + blocks)
+        host.disk_stored(*names)
+        wanted += names
+    groups = [GroupRun(4, blocks), *[GroupRun(4, blocks, 4)] * windows]
+    count, effects = filled(host, host.look_up(*wanted, groups=groups))
+    found = host.found(effects)
+    assert (found.boundary, found.reason) == (4 * fitting, "no_room")
+    assert count == len(found.slots) == fitting + 4 * windows
+    assert host.core.view.counts["dropped.fill_no_room"] == blocks - fitting
+
+
 def test_a_shorter_plan_waits_for_blocks_that_are_on_their_way() -> None:
     """1. A lookup has blocks 1 and 101 brought, into two of four slots. 2. Another one would need
     four more: it has two brought, and waits for the other's. 3. Both are answered when all have
