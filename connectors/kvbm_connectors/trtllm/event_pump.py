@@ -110,12 +110,18 @@ class EventPump:
             thread.start()
 
     def close(self) -> None:
-        """End both threads; a pull that waits is left to its own deadline."""
+        """End both threads; a pull that waits is left to its own deadline.
+
+        The thread that publishes closes its sockets itself: no other thread may.
+        """
         self._stop.set()
+        publishing = self._threads[1]
         if self._publisher is not None:
-            self._threads[1].join(RETRY_S)
-            self._publisher.close()
-        self._context.term()
+            publishing.join(RETRY_S)
+        if publishing.is_alive():
+            log.warning("KV events are still being published: the sockets are closed after that")
+        else:
+            self._context.term()
 
     # --- the thread that pulls --------------------------------------------------------------
 
@@ -140,11 +146,14 @@ class EventPump:
 
     def _publish_all(self) -> None:
         assert self._publisher is not None
-        while not self._stop.is_set():
-            self._publisher.replay.poll(POLL_MS)
-            self._publisher.answer_replays()
-            while not self._pulled.empty():
-                self._publish(self._pulled.get_nowait())
+        try:
+            while not self._stop.is_set():
+                self._publisher.replay.poll(POLL_MS)
+                self._publisher.answer_replays()
+                while not self._pulled.empty():
+                    self._publish(self._pulled.get_nowait())
+        finally:
+            self._publisher.close()
 
     def _publish(self, pulled: Pulled) -> None:
         assert self._publisher is not None

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from kvbm_common.identity import request_extras
 from kvbm_common.runtime.processes import free_port
+from kvbm_connectors.client.zmq_event_publisher import EventPublisher
 from kvbm_connectors.trtllm import event_pump
 from kvbm_connectors.trtllm.event_pump import EventPump, of_llm, of_server
 
@@ -177,3 +178,32 @@ def test_a_signal_that_comes_before_it_is_waited_for_ends_it_too(server: Server)
 def test_an_address_is_checked() -> None:
     with pytest.raises(ValueError, match="not the address"):
         of_server("file:///etc/passwd")
+
+
+def test_a_pump_that_is_closed_while_it_publishes_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Goal: no socket is closed under the thread that uses it.
+
+    1. Replays take long. 2. The pump is closed, and waits for a while. 3. The replays are over, and
+    the thread ends without an error: pytest would report one.
+    """
+    began, goes_on = threading.Event(), threading.Event()
+    answer_replays = EventPublisher.answer_replays
+
+    def slow(publisher: EventPublisher) -> None:
+        began.set()
+        assert goes_on.wait(10)
+        answer_replays(publisher)
+
+    monkeypatch.setattr(EventPublisher, "answer_replays", slow)
+    monkeypatch.setattr(event_pump, "RETRY_S", 0.05)
+    pump = EventPump(list, block_tokens=4, port=free_port())
+    pump.start()
+    assert began.wait(10)
+    pump.close()
+    goes_on.set()
+    wait_for(
+        lambda: not any(one.name == "kvbm-events-publish" for one in threading.enumerate()),
+        deadline_s=10, poll_s=0.01,
+    )  # fmt: skip
