@@ -95,7 +95,7 @@ class PlainEngine(EngineNode):
         self.carry_out(self.core.forget(PRYING_NAME))
 
     def _ask_by_name(self, request: str, known: Sequence[Sequence[SequenceHash]]) -> None:
-        """Ask for blocks of which the names are known, over all groups if it is as many."""
+        """Ask for blocks by their names: over all groups, if the names are of as many groups."""
         runs: list[GroupRun] = []
         if self.has_groups and len(known) == len(self.groups):
             self.world.marks["groups asked for by name"] += 1

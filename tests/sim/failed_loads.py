@@ -39,7 +39,7 @@ class FailedLoads:
         good = set(unpack_hashes(lookup.hashes)) - failed.keys()
         text = f"{lookup.request} asks for blocks that have failed to load"
         require(question.boundary(good) == question.most, text)
-        text = f"{lookup.request} avoids {lookup.avoided} blocks, of which none has failed"
+        text = f"{lookup.request} avoids {lookup.avoided} blocks, and none has failed"
         require(not lookup.avoided or bool(failed), text)
 
     def taken(self, load: Load, now_ms: int) -> None:

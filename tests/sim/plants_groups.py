@@ -126,7 +126,7 @@ def keep_the_pins_of_a_shorter_hit(patch: pytest.MonkeyPatch) -> None:
 
 
 def fall_back_on_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A lookup of which some block does not come answers with nothing."""
+    """Where one block of a lookup does not come, the answer is empty."""
 
     def planted(plan: GroupPlan, here: Has) -> None:
         plan.reach = Reach(0, plan.reach.shared)

@@ -1,7 +1,7 @@
 """Compare the names of blocks with images: the connector's, and those of vLLM's own events.
 
 `python -m tests.vllm.multimodal_process SEEDS` draws so many prompts, and writes a JSON object:
-`differ` are the seeds of which the names differ, `blocks` and `with_images` say what was compared.
+`differ` lists the seeds whose names differ; `blocks` and `with_images` count what was compared.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def of_events(
     keys that it hashes, which newer events may have."""
     from vllm.v1.core import kv_cache_utils
 
-    size = hasher.namespace.block_tokens
-    untagged = None if tagged else getattr(kv_cache_utils, "to_event_extra_keys", None)
+    size, lora_request = hasher.namespace.block_tokens, request.lora_request
+    without_tags = getattr(kv_cache_utils, "to_event_extra_keys", list)
     keys, at = list[Any](), 0
     for start in range(0, request.num_tokens // size * size, size):
         found, at = kv_cache_utils.generate_block_hash_extra_keys(
             cast("Any", request), start, start + size, at
         )
-        keys += [found] if untagged is None else untagged([found]) or [None]
+        keys += [found] if tagged else without_tags([found])
     names: list[SequenceHash] = []
     for first, end in _pieces(len(keys)):
         event = BlockStored(
@@ -67,7 +67,7 @@ def of_events(
             parent=first - 1 if first else None,
             token_ids=tuple(request.all_token_ids[first * size : end * size]),
             block_size=size,
-            lora_name=None if request.lora_request is None else request.lora_request.lora_name,
+            lora_name=lora_request.lora_name if lora_request else None,
             extra_keys=tuple(keys[first:end]),
         )
         names += hasher.chain(

@@ -422,13 +422,22 @@ def test_a_hit_that_vllm_cuts_or_has_no_room_for_fails_as_a_whole(
     assert engine.admit(request) == (0, False), "the same would happen again, and for ever"
 
 
-def test_loaded_blocks_are_not_offered_again_and_what_is_behind_them_is() -> None:
-    engine, request = Engine(), Request(all_token_ids=tokens(17))
+LOADED = (True, True, True)
+
+
+def load_two_blocks(engine: Engine, request: Request, intact: tuple[bool, ...]) -> None:
+    """A hit of eight tokens is loaded: blocks 1 and 2, and 12 of the window."""
     engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
     engine.admit(request)
     engine.side.allocated(request, Table([1, 2], [0, 12]), 8)
     [load] = engine.side.plan(Output()).loads
-    engine.side.reported(StepReport((LoadResult(load, (True,) * 3),)))
+    corrupt = tuple(index for index, is_intact in enumerate(intact) if not is_intact)
+    engine.side.reported(StepReport((LoadResult(load, intact, corrupt),)))
+
+
+def test_loaded_blocks_are_not_offered_again_and_what_is_behind_them_is() -> None:
+    engine, request = Engine(), Request(all_token_ids=tokens(17))
+    load_two_blocks(engine, request, LOADED)
     request.num_computed_tokens = 8
     engine.step(request, 8, [1, 2, 3, 4], [0, 12, 13, 14])
     engine.step(request, 1, [1, 2, 3, 4, 5], [0, 0, 0, 14, 15])
@@ -438,12 +447,8 @@ def test_loaded_blocks_are_not_offered_again_and_what_is_behind_them_is() -> Non
 def test_loaded_blocks_that_another_request_shares_are_not_offered_again() -> None:
     """1. A load brings two full blocks, and one of the window. 2. Another prompt begins alike: the
     device has them, and what is behind them is offered."""
-    engine, first = Engine(), Request(all_token_ids=tokens(17))
-    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
-    engine.admit(first)
-    engine.side.allocated(first, Table([1, 2], [0, 12]), 8)
-    [load] = engine.side.plan(Output()).loads
-    engine.side.reported(StepReport((LoadResult(load, (True,) * 3),)))
+    engine = Engine()
+    load_two_blocks(engine, Request(all_token_ids=tokens(17)), LOADED)
     engine.half.hit = Hit(0)
     second = Request(request_id="second", all_token_ids=tokens(17))
     engine.admit(second, 8)
@@ -455,11 +460,7 @@ def test_loaded_blocks_that_another_request_shares_are_not_offered_again() -> No
 def test_after_a_load_that_failed_everything_is_offered_again() -> None:
     """One block of the window is corrupt: vLLM computes the whole prompt. Prompts part at 8."""
     engine, request = Engine(), Request(all_token_ids=tokens(17))
-    engine.half.hit = Hit(3, host=3, boundary=8, shared=8)
-    engine.admit(request)
-    engine.side.allocated(request, Table([1, 2], [0, 12]), 8)
-    [load] = engine.side.plan(Output()).loads
-    engine.side.reported(StepReport((LoadResult(load, (True, True, False), (2,)),)))
+    load_two_blocks(engine, request, (True, True, False))
     assert engine.side.counts["loads_failed"] == 1
     assert engine.admit(request) == (0, False)
     assert len(engine.half.asked) == 1, "it is computed: vLLM may wait for ever for a second load"

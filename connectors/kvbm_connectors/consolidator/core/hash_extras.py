@@ -45,10 +45,8 @@ def extras_of(
     extras: dict[int, Extras] = {}
     for index, keys in enumerate(event.extra_keys or ()):
         if keys:
-            found = _tagged(
-                list(map(_without_tag, keys)), event, first=index == 0 and event.parent is None
-            )
-            if found:
+            is_first = index == 0 and event.parent is None
+            if found := _tagged([_without_tag(key) for key in keys], event, first=is_first):
                 extras[index] = found
     if event.parent is None:
         first = [*extras.get(0, ()), *_of_request(event, lora)]

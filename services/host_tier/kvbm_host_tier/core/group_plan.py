@@ -62,7 +62,7 @@ class GroupPlan:
         return here_names if here_tokens < self.reach.tokens else []
 
     def shorten(self, room: int, known: Known) -> None:
-        """Reach as far as blocks may come into so many free slots."""
+        """Reach as far as free slots are enough for the blocks that have to be brought."""
         assert room >= 0, f"{room} slots"
         step, shared, tokens = boundary_tokens(self.groups), self.reach.shared, self.reach.tokens
         wanted = self._slots_wanted(known.takes_slot, step)

@@ -140,14 +140,14 @@ class Onboard:
         self._answers.keep_own(lookup)
         here = lookup.run
         fills, question = list[SequenceHash](), 0
-        is_short = here < len(lookup.hashes) and not lookup.reason
-        if is_short:
+        goes_on = here < len(lookup.hashes) and not lookup.reason
+        if goes_on:
             fills = self._walk_rest(lookup, now_ms)
         self._admit(lookup.hashes, lookup.slots)
         if lookup.reason == "not_stored" and lookup.plan is None:
             rest = lookup.hashes[lookup.run :]
             question = self._peers.ask(rest, now_ms, until_ms=lookup.answer_by_ms)
-        if fills or question or (is_short and None in lookup.slots):
+        if fills or question or (goes_on and None in lookup.slots):
             self._wait(lookup, fills, question, now_ms)
         else:
             self._answers.give(lookup, now_ms)
