@@ -30,6 +30,9 @@ LONGEST_MS = 200
 """A fifth of a second is when an eye sees that a page hangs. Machines of CI have two cores, and the
 whole stack runs beside the browser; on an idle one the longest task takes some 20 ms."""
 
+SHOWN_PER_S = """(note => parseFloat(note) * (note.includes(" k/s") ? 1_000 : 1))(
+  document.querySelector("#events-note").textContent)"""
+
 CONTRAST = """() => {
   const channels = text => text.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map(one => one / 255)
@@ -189,12 +192,12 @@ async def test_a_token_is_asked_for(browser: Browser) -> None:
             await other.page.locator("#ask").wait_for(state="visible")
 
 
-async def flood(bus: Bus, host: str, *, seconds: float) -> int:
-    """So many events of a made-up engine as a large system has; returns how many."""
+async def flood(bus: Bus, host: str) -> None:
+    """So many events of a made-up engine as a large system has, until it is cancelled."""
     begun_s = time.monotonic()
     sent = 0
-    while (past_s := time.monotonic() - begun_s) < seconds:
-        while sent < past_s * EVENTS_PER_S:
+    while True:
+        while sent < (time.monotonic() - begun_s) * EVENTS_PER_S:
             sent += 1
             event = Stored(
                 host=host, source="flood-0", tier="device", epoch=1, seq=sent, namespace="0" * 64,
@@ -204,7 +207,6 @@ async def flood(bus: Bus, host: str, *, seconds: float) -> int:
             payload = event_codec.encode(event)
             await bus.publish_raw(event_subject(event), payload, headers=EVENTS.marked)
         await asyncio.sleep(0.005)  # The pace.
-    return sent
 
 
 async def test_a_thousand_events_a_second(stack: Running, browser: Browser) -> None:
@@ -214,12 +216,15 @@ async def test_a_thousand_events_a_second(stack: Running, browser: Browser) -> N
         async with tab(browser, url_of(stack)) as shown:
             await until_figures(shown)
             await shown.evaluate("window.longest = {task: 0, frame: 0}")
-            sent = await flood(bus, stack.stack.settings.host, seconds=8)
-            note = await shown.text("#events-note")
+            flooding = asyncio.create_task(flood(bus, stack.stack.settings.host))
+            # One interval may count less: a busy machine delivers in lumps.
+            await shown.until(
+                "document.querySelector('#events-note').textContent.includes('10/s of them shown')"
+                f" && {SHOWN_PER_S} > {EVENTS_PER_S / 2}"
+            )
+            await shown.until("document.querySelectorAll('#events li').length >= 20")
+            flooding.cancel()
             longest = await shown.evaluate("window.longest")
-            assert sent > 0.9 * 8 * EVENTS_PER_S
-            assert "10/s of them shown" in note
-            assert "k/s" in note or float(note.split("/")[0]) > EVENTS_PER_S / 2, note
             assert await shown.evaluate("document.querySelectorAll('#events li').length") <= 60
             assert longest["task"] < LONGEST_MS, longest
             assert shown.complaints == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.vllm.fuzz.offer_plants import (
     keep_offers_of_a_reset,
@@ -20,6 +20,10 @@ from tests.vllm.fuzz.offer_plants import (
     offer_unfinished,
 )
 from tests.vllm.fuzz.patches import add, original, replace, replace_if_there, restore
+
+if TYPE_CHECKING:  # A name that the product has changed is seen without vLLM.
+    from kvbm_common.tier.kv_groups import GroupRun
+    from kvbm_connectors.vllm.kv_groups import KvGroup
 
 VARIABLE = "KVBM_FUZZ_PLANT"
 PREFIX = "kvbm_connectors."
@@ -78,13 +82,13 @@ def shorten_chunks() -> None:
     needed = original(f"{PREFIX}vllm.kv_groups", "KvGroup", "needed_indices")
     first = original("kvbm_common.tier.kv_groups", "GroupRun", "first_needed")
 
-    def fewer(self: Any, begin: int, end: int) -> range:
+    def fewer(self: KvGroup, begin: int, end: int) -> range:
         found: range = needed(self, begin, end)
-        return range(min(found.start + bool(self.chunk), found.stop), found.stop)
+        return range(min(found.start + bool(self.chunk_tokens), found.stop), found.stop)
 
-    def later(self: Any, tokens: int) -> int:
-        index, end = int(first(self, tokens)), tokens // int(self.block_tokens)
-        return min(index + 1, end) if self.chunk else index
+    def later(self: GroupRun, tokens: int) -> int:
+        index, end = int(first(self, tokens)), tokens // self.block_tokens
+        return min(index + 1, end) if self.chunk_tokens else index
 
     replace("kvbm_common.tier.kv_groups", "GroupRun", "first_needed", later)
     replace(f"{PREFIX}vllm.kv_groups", "KvGroup", "needed_indices", fewer)
@@ -106,7 +110,7 @@ def hit_states_alone() -> None:
     """A hit brings the last block of each group: the state, and not the KV before it."""
     from dataclasses import replace as changed
 
-    _change_groups(lambda group, first: changed(group, window=1, chunk=0))
+    _change_groups(lambda group, first: changed(group, window_blocks=1, chunk_tokens=0))
 
 
 def share_a_block_size() -> None:
@@ -116,7 +120,7 @@ def share_a_block_size() -> None:
     from kvbm_common.identity import Hasher
     from msgspec import structs
 
-    def alike(group: Any, first: Any) -> Any:
+    def alike(group: KvGroup, first: KvGroup) -> KvGroup:
         size = first.block_tokens
         own = structs.replace(group.hasher.namespace, block_tokens=size)
         return changed(group, hasher=Hasher(own))
@@ -124,7 +128,7 @@ def share_a_block_size() -> None:
     _change_groups(alike)
 
 
-def _change_groups(change: Callable[[Any, Any], Any]) -> None:
+def _change_groups(change: Callable[[KvGroup, KvGroup], KvGroup]) -> None:
     """Change every KV group of an engine; `change` is given the first one, too."""
     groups = original(f"{PREFIX}vllm.kv_groups", "", "groups_of")
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ POSIX_KERNEL_QUEUE = 256
 # and as many draining.
 GDS_BATCHES = 2 * IN_FLIGHT_COUNT_MAX
 NET_DEVICES = "UCX_NET_DEVICES"
+_setting_devices = threading.Lock()
 
 
 def _import_nixl() -> tuple[ModuleType, ModuleType]:
@@ -60,16 +62,21 @@ def network_devices(backend: str) -> Iterator[None]:
     """Have UCX listen on loopback only, unless `UCX_NET_DEVICES` says otherwise.
 
     UCX reads the variable when a back end is made. It is set for so long only: an engine may use
-    UCX itself, and reach other machines by it.
+    UCX itself, and reach other machines by it. Threads that make one wait for each other: one
+    would take another's value for the operator's, and lose it on the way.
     """
-    if backend != "UCX" or NET_DEVICES in os.environ:
+    if backend != "UCX":
         yield
         return
-    os.environ[NET_DEVICES] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ[NET_DEVICES]
+    with _setting_devices:
+        if NET_DEVICES in os.environ:
+            yield
+            return
+        os.environ[NET_DEVICES] = "lo"
+        try:
+            yield
+        finally:
+            del os.environ[NET_DEVICES]
 
 
 def defaults_of(backend: str) -> dict[str, str]:
