@@ -53,6 +53,8 @@ class Request:
     cache_salt: str | None = None
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
+    shared_prefix_boundary: int = 0
+    """Without recurrent layers no step ends there."""
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
 

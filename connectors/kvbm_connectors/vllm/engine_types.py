@@ -36,6 +36,9 @@ class Feature(Protocol):
 class EngineRequest(Protocol):
     """vLLM's `Request` (vllm.v1.request), as used here."""
 
+    shared_prefix_boundary: int
+    """Tokens at which vLLM ends a step, and keeps the recurrent state."""
+
     @property
     def request_id(self) -> str: ...
     @property

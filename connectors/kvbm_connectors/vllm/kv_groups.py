@@ -35,6 +35,8 @@ from kvbm_common.identity import Hasher, Namespace
 from kvbm_common.tier.kv_groups import GroupRun
 from msgspec.structs import replace
 
+from kvbm_connectors.vllm.versions import is_host_resident, replayed_tokens
+
 FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOWS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
 CHUNKED = frozenset({"ChunkedLocalAttentionSpec"})
@@ -86,10 +88,10 @@ def refusal_of_groups(kv_cache_config: Any) -> str:
     if not groups:
         return "the model has no KV cache"
     for group in groups:
-        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        if is_host_resident(group) or not getattr(group, "enable_kv_transfer", True):
             return "vLLM keeps a KV cache group in host memory of its own (HiSparse)"
         spec = group.kv_cache_spec
-        if getattr(spec, "prefix_replay_tokens", 0):
+        if replayed_tokens(spec):
             return "vLLM computes the last window before each hit again (bounded replay)"
         if is_cacheable(spec) and (refusal := _refusal_of_spec(spec)):
             return refusal

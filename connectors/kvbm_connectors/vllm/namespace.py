@@ -22,7 +22,7 @@ from kvbm_connectors.vllm.kv_groups import (
 )
 from kvbm_connectors.vllm.loading import Loaders, beside, weights_of
 from kvbm_connectors.vllm.shape import UncutShape, shape_of
-from kvbm_connectors.vllm.versions import cpu_packing, takes_failed_requests
+from kvbm_connectors.vllm.versions import cpu_packing, lookahead_tokens, takes_failed_requests
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def rewritten_by_drafts(config: Any) -> int | None:
     """
     if not drafts_write_kv(config):
         return None
-    return max(0, int(getattr(config, "num_prefill_lookahead_tokens", 0)) - 1)
+    return max(0, lookahead_tokens(config) - 1)
 
 
 def refusal_of(config: Any, kv_cache_config: Any) -> str:

@@ -34,7 +34,7 @@ from kvbm_connectors.vllm.plan import NEWS, RankResults, StepPlan, StepReport, i
 from kvbm_connectors.vllm.step_meter import StepMeter
 from kvbm_connectors.vllm.stream_marks import RankMarks
 from kvbm_connectors.vllm.tracked import DECODED_BLOCKS, Tracked, refusal_of_request
-from kvbm_connectors.vllm.versions import states_of, stop_at_boundary, tables_of
+from kvbm_connectors.vllm.versions import states_of, tables_of
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class SchedulerSide:
         that recurrent layers have a state to keep."""
         tracked.boundaries |= {local, shared}
         if self._has_states and shared > local + tracked.hit.boundary:
-            stop_at_boundary(tracked.request, shared)
+            tracked.stop_at(shared)
 
     def _lookup(self, tracked: Tracked, usable: int) -> Hit | None:
         request, local = tracked.request, tracked.local

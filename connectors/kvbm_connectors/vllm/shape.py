@@ -21,6 +21,7 @@ from kvbm_common.errors import KvbmError
 from kvbm_common.tier.parts import PARTS_MAX, Grid, Share, grid_for, share_of, share_of_rank
 
 from kvbm_connectors.vllm.kv_groups import RECURRENT
+from kvbm_connectors.vllm.versions import tp_replicas
 
 LATENT = "MLAAttentionSpec"
 HEADS_OUTSIDE = frozenset({"LBHNC", "LHBNC", "BLHNC", "BHLNC"})
@@ -88,7 +89,7 @@ def shape_of(config: Any, kv_cache_config: Any, *, drafts: bool) -> Shape:
     """
     stages = _stages(config, kv_cache_config, drafts=drafts)
     ranks = int(config.parallel_config.tensor_parallel_size)
-    said = int(getattr(kv_cache_config, "kv_tp_replicas", 0))
+    said = tp_replicas(kv_cache_config)
     specs = [_spec_of(group) for group in kv_cache_config.kv_cache_groups]
     if not _has_even_layers(kv_cache_config, specs) or _has_states(specs):
         return _uneven(stages, _distinct(ranks, said), ranks)

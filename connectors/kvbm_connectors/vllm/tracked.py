@@ -203,6 +203,12 @@ class Tracked:
         prefix cache already."""
         return self.lease is not None and self.sync and self.request.num_in_flight_tokens > 0
 
+    def stop_at(self, tokens: int) -> None:
+        """Have vLLM end a step there, and keep the recurrent state for prompts that share it."""
+        assert tokens <= self.request.num_tokens, f"{tokens} of {self.request.num_tokens} tokens"
+        boundary = self.request.shared_prefix_boundary
+        self.request.shared_prefix_boundary = max(boundary, tokens)
+
     def computed(self) -> int:
         """Return the tokens whose KV is there: every step that wrote it has ended. Rejected
         speculative ones are not counted."""

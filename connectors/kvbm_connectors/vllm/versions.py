@@ -1,7 +1,10 @@
 """What versions of vLLM do differently: 0.29 to 0.33.
 
     0.29         loads cannot fail as a whole, so models with several KV groups pass through; a step
-                 hands out the block tables of requests with new blocks alone
+                 hands out the block tables of requests with new blocks alone; no group is in host
+                 memory
+    before 0.31  a request has no field for hints; no window is computed again before a hit; vLLM
+                 does not say how far its draft models read, nor which ranks hold the same heads
     before 0.32  vLLM's metrics have no sources of hits
     before 0.33  vLLM does not say when it unmaps KV tensors
 
@@ -70,11 +73,30 @@ def states_of(block_state: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
     return block_state.boundary_state_offloads if block_state is not None else {}
 
 
-def stop_at_boundary(request: Any, tokens: int) -> None:
-    """Have vLLM end a step of a request at this number of tokens, and keep the recurrent state
-    there. Versions without that field compute on: the prefix is a hit one prompt later."""
-    if hasattr(request, "shared_prefix_boundary"):
-        request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
+def hints_in(request: Any) -> Any:
+    """Return the envelope of hints of a request; None: it has none (before 0.31: none has)."""
+    return getattr(request, "kv_hints", None)
+
+
+def is_host_resident(group: Any) -> bool:
+    """Return whether vLLM keeps a KV group in host memory (from 0.30 on)."""
+    return bool(getattr(group, "host_resident", False))
+
+
+def replayed_tokens(spec: Any) -> int:
+    """Return how many tokens before a hit are computed again (from 0.31 on)."""
+    return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def lookahead_tokens(config: Any) -> int:
+    """Return how many tokens draft models read ahead of a prompt; 0: vLLM does not say (before
+    0.31)."""
+    return int(getattr(config, "num_prefill_lookahead_tokens", 0))
+
+
+def tp_replicas(kv_cache_config: Any) -> int:
+    """Return how many ranks hold the same heads; 0: vLLM does not say (before 0.31)."""
+    return int(getattr(kv_cache_config, "kv_tp_replicas", 0))
 
 
 def cpu_packing(config: Any, spec: Any) -> str:
