@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbm_common.identity import SequenceHash, unpack_hashes
 from kvbm_common.tier.slots import Block
@@ -76,26 +76,34 @@ class Question:
         return all(names[index - before] in here for index in wanted if index >= before)
 
 
+class Had(NamedTuple):
+    """The blocks of a lookup that were there when it came."""
+
+    here: Mapping[SequenceHash, int]
+    """Block → slot. One that leaves and comes back while the lookup waits has another slot."""
+    below: frozenset[SequenceHash]
+    """At rest, those of the lower tiers."""
+
+
 class HostLookups:
     """The open lookups of one life of a host tier, each with what was here when it came."""
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
-        self._open: dict[tuple[bytes, int], tuple[Question, frozenset[SequenceHash]]] = {}
+        self._open: dict[tuple[bytes, int], tuple[Question, Had]] = {}
 
     def asked(self, connection: bytes, lookup: Lookup) -> None:
         """Remember what is here of a lookup that comes."""
         engine = self._engine(connection)
         question = Question.of(lookup, engine.groups, engine.boundary_tokens)
-        here = self._here(engine)
-        if self._tier.world.is_resting:
-            here |= self._below(engine)
-        wanted = here.intersection(unpack_hashes(lookup.hashes))
-        self._open[connection, lookup.lookup] = question, wanted
+        here, wanted = self._here(engine), frozenset(unpack_hashes(lookup.hashes))
+        below = self._below(engine) & wanted if self._tier.world.is_resting else frozenset()
+        had = Had({name: slot for name, slot in here.items() if name in wanted}, below)
+        self._open[connection, lookup.lookup] = question, had
 
     def answered(self, connection: bytes, found: Found) -> None:
         """Require that an answer has blocks of the engine alone, and reaches as far as blocks do
-        that were here when the lookup came, and are here now."""
+        that have been here since the lookup came."""
         engine = self._engine(connection)
         blocks = self._blocks()
         given = [blocks[slot] for slot in found.slots if slot in blocks]
@@ -104,11 +112,13 @@ class HostLookups:
         if found.reason in REFUSALS:
             return
         if not self._tier.world.is_resting or found.reason in NOT_BROUGHT:
-            had &= self._here(engine)
+            stayed = frozenset(had.here.items() & self._here(engine).items())
+            expected = frozenset(name for name, _ in stayed)
         else:
             self._tier.world.marks["lookup at rest"] += 1
+            expected = had.below.union(had.here)
         tokens = len(found.slots) if question.rules is ALONE else found.boundary
-        least = question.boundary(had)
+        least = question.boundary(expected)
         text = f"{engine.name} is given {tokens} tokens ({found.reason or 'all'}), {least} are here"
         require(tokens >= least, text)
 
@@ -118,9 +128,11 @@ class HostLookups:
     def _blocks(self) -> Mapping[int, Block]:
         return self._tier.core.view.blocks()
 
-    def _here(self, engine: EngineNode) -> frozenset[SequenceHash]:
-        """Return the blocks that are here in a namespace of the engine."""
-        return _own(engine, self._blocks().values())
+    def _here(self, engine: EngineNode) -> Mapping[SequenceHash, int]:
+        """Return the blocks that are here in a namespace of the engine, and their slots."""
+        blocks = self._blocks()
+        own = _own(engine, blocks.values())
+        return {block.hash: slot for slot, block in blocks.items() if block.hash in own}
 
     def _below(self, engine: EngineNode) -> frozenset[SequenceHash]:
         """Return those in the lower tiers."""
